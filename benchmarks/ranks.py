@@ -1,464 +1,341 @@
-"""What merging the records of many ranks costs: bytes, seconds.
+"""What one run of many ranks costs rank 0: CPU time, bytes and memory of its exchange.
 
-Every part is measured for itself: how large what one rank sends is, how long a rank takes to merge
-what those below it sent, and how long that takes to arrive over a connection on this machine. The
-time for many ranks is put together from these: leaders are on different machines and work at the
-same time, so one of them is merged, and the others are taken for equal to it. CPU times are those
-of the thread that merges. A real network adds its own latency.
-
-It also measures what the training thread pays for each step.
+Rank 0 is this process, with its channel; all other ranks are simulated by another process, which
+sends what they would measure of GPT-2 under DDP: over real connections of this machine, each step
+when rank 0 has the one before. CPU times are those of this process, the kernel's share included. A
+real network adds its latency, and other ranks their waiting.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import math
-import socket
+import multiprocessing
+import resource
+import statistics
+import threading
 import time
-import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import torch
 from machine import describe_machine, write_json
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from telemetry.failures import Failures
-from telemetry.ranks.channel import TURN_S, Channel
-from telemetry.ranks.columns import NO_ROWS, Table
-from telemetry.ranks.connections import Inbox, Uplink
-from telemetry.ranks.gathering import Gathering
-from telemetry.ranks.held import WHOLE
-from telemetry.ranks.measured import (
-    Measured,
-    MeasuredParameters,
-    Row,
-    merge,
-    tensors_of,
-)
-from telemetry.ranks.meeting import Address, Meeting, this_machine
-from telemetry.ranks.messages import Message, decode, encode
+from telemetry.ranks.channel import Channel
+from telemetry.ranks.codec import encode
+from telemetry.ranks.merged_records import MergedRecords
+from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable
+from telemetry.ranks.rendezvous import Address, Rendezvous
+from telemetry.ranks.streams import Client
+from telemetry.ranks.topology import LocalShard
 from telemetry.records import Layout, Module, Parameter, TensorRecord
 from telemetry.records.sketch import sketch_array
-from telemetry.records.tensor import Tensors
 
-WORLDS = (8, 64, 1024)
-PER_MACHINE = 8
+WORLDS = (8, 64, 256, 1024)
 INTERVALS = (10, 100)
-LIGHT = range(12)
-UNITS = 256
-ELEMENTS = 4096
-_KINDS = ("grads", "weights", "second_moments")
+SHARE = 0.05  # of a core
+WIDTH, TOKENS, CONTEXT = 768, 50257, 1024
+ELEMENTS = 2**16
+DIFFERENT = 8  # simulated ranks; the others send the same as one of these
+ROUNDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
-    """How much one rank sends.
+class Cost:
+    """Cost of a run with so many ranks.
 
     Attributes:
-        layers: Linear layers with a weight and a bias.
-        tensors: Their outputs, the gradients of these, and of each parameter the gradient, the
-            values and the second moment.
-        first_bytes: At the first full step, with the layout.
-        bytes: At later ones.
-        encode_s: CPU time for making bytes of it.
-    """
-
-    layers: int
-    tensors: int
-    first_bytes: int
-    bytes: int
-    encode_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Light:
-    """What a step costs that is not measured in full, if so many travel together.
-
-    Attributes:
-        parameters: How many there are; of each the norm of the gradient is sent.
-        bytes: What one rank sends.
-        encode_s: CPU time for making bytes of it.
-        merge_s: CPU time for merging what the ranks of one machine sent.
-    """
-
-    parameters: int
-    bytes: float
-    encode_s: float
-    merge_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Average:
-    """What a step costs on average if every so many are measured in full.
-
-    Attributes:
-        ranks, layers: As in :class:`Tree`.
-        every_n_steps: From one full step to the next.
-        bytes: What one rank sends.
-        first_rank_s: CPU time of the writing rank in the background.
+        full_bytes, light_bytes: What one rank sends of a step.
+        encode_s: CPU time of another rank to encode a full step.
+        full_s, light_s: CPU time of rank 0 for a step, median.
+        peak_bytes: Memory that rank 0 took at its peak, beyond what it had before.
     """
 
     ranks: int
-    layers: int
-    every_n_steps: int
-    bytes: float
-    first_rank_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tree:
-    """What a full step costs.
-
-    Attributes:
-        ranks: How many there are.
-        layers: Of each one's model.
-        levels: How many ranks are above the lowest one.
-        arrival_s: From the end of the step until the writing rank has the whole, without anyone
-            late; a turn of waiting per level included.
-        first_rank_s: CPU time of the writing rank in the background.
-        own_bytes: What a rank sends of its own.
-        waiting_bytes: What arrives at the writing rank.
-        peak_bytes: The most memory that it needs until it has the whole; 0: not measured.
-    """
-
-    ranks: int
-    layers: int
-    levels: int
-    arrival_s: float
-    first_rank_s: float
-    own_bytes: float
-    waiting_bytes: int
+    full_bytes: int
+    light_bytes: int
+    encode_s: float
+    full_s: float
+    light_s: float
     peak_bytes: int
 
+    def mean_s(self, every_n_steps: int) -> float:
+        """CPU time per step."""
+        return self.light_s + (self.full_s - self.light_s) / every_n_steps
 
-def make_part(layers: int, rank: int, world_size: int, *, with_layout: bool = False) -> Measured:
-    """What one rank measured of so many layers; each tensor has normal numbers of its own."""
+
+def gpt2(blocks: int) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Units of the leaf modules of GPT-2, and shapes of its parameters, by name."""
+    units = {"wte": WIDTH, "wpe": WIDTH, "drop": WIDTH}
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte.weight": (TOKENS, WIDTH), "wpe.weight": (CONTEXT, WIDTH),
+    }  # fmt: skip
+    for block in range(blocks):
+        for name, size in {
+            "ln_1": 1, "attn.c_attn": 3, "attn.c_proj": 1, "attn.resid_dropout": 1, "ln_2": 1,
+            "mlp.c_fc": 4, "mlp.gelu": 4, "mlp.c_proj": 1, "mlp.dropout": 1,
+        }.items():  # fmt: skip
+            units[f"h.{block}.{name}"] = size * WIDTH
+        for name, rows, columns in (
+            ("attn.c_attn", 3, 1),
+            ("attn.c_proj", 1, 1),
+            ("mlp.c_fc", 4, 1),
+            ("mlp.c_proj", 1, 4),
+        ):
+            shapes[f"h.{block}.{name}.weight"] = (rows * WIDTH, columns * WIDTH)
+            shapes[f"h.{block}.{name}.bias"] = (rows * WIDTH,)
+        for name in ("ln_1", "ln_2"):
+            shapes |= {f"h.{block}.{name}.{part}": (WIDTH,) for part in ("weight", "bias")}
+    units |= {"ln_f": WIDTH, "lm_head": TOKENS}
+    return units, shapes | {f"ln_f.{part}": (WIDTH,) for part in ("weight", "bias")}
+
+
+def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
+    """A full step of one rank, with numbers of its own."""
     dice = np.random.default_rng(rank)
 
-    def draw(*, has_units: bool) -> TensorRecord:
+    def draw(size: int = 0) -> TensorRecord:
         numbers = dice.standard_normal(ELEMENTS, np.float32) * np.float32(10 ** dice.uniform(-4, 1))
         return TensorRecord(
             sketch=sketch_array(numbers),
-            unit_min=-dice.random(UNITS, np.float32) if has_units else None,
-            unit_max=dice.random(UNITS, np.float32) if has_units else None,
+            unit_min=-dice.random(size, np.float32) if size else None,
+            unit_max=dice.random(size, np.float32) if size else None,
         )
 
-    names = [f"layers.{layer}" for layer in range(layers)]
-    shapes = {"weight": (UNITS, UNITS), "bias": (UNITS,)}
-    parameters = [
-        Parameter(name=f"{name}.{part}", module_name=name, shape=shape)
-        for name in names
-        for part, shape in shapes.items()
-    ]
+    units, shapes = gpt2(blocks)
     tensors: dict[Row, TensorRecord] = {}
-    for name in names:
-        tensors[Row(0, "outputs", name)] = draw(has_units=True)
-        tensors[Row(0, "output_grads", name)] = draw(has_units=False)
-    for kind in _KINDS:
-        for parameter in parameters:
-            tensors[Row(0, kind, parameter.name)] = draw(has_units=False)
+    for name, size in units.items():
+        tensors[Row(0, "outputs", name)] = draw(size)
+        tensors[Row(0, "output_grads", name)] = draw()
+    for index, name in enumerate(shapes):
+        if index % world_size == rank:  # copies take turns
+            tensors |= {
+                Row(0, kind, name): draw() for kind in ("grads", "weights", "second_moments")
+            }
     layout = Layout(
-        modules=tuple(Module(name=name, type_name="Linear") for name in names),
-        parameters=tuple(parameters),
+        modules=tuple(Module(name=name, type_name="Linear") for name in units),
+        parameters=tuple(
+            Parameter(name=name, module_name=name.rpartition(".")[0], shape=shape)
+            for name, shape in shapes.items()
+        ),
     )
-    rows = range(len(parameters))
-    ones, numbers = np.ones(len(rows), np.bool_), dice.random(len(rows))
-    stage = MeasuredParameters(
-        stage=0,
-        layout_id="0123456789abcdef",
-        layout=layout if with_layout else None,
-        grads=Table.of(rows, norm=dice.random(len(rows)), present=ones, finite=ones),
-        before=Table.of(rows, before=dice.random(len(rows))),
-        updates=Table.of(rows, moved=dice.random(len(rows)), size=numbers),
-    )
-    return Measured(
+    count = len(shapes)
+    norms, copies = dice.random(count), np.arange(count) % world_size
+    table = [record.rows for record in tensors.values()]
+    return PartialRecord(
+        rank=rank,
+        size=world_size,
         step=0,
         wall_time=0.0,
-        size=world_size,
-        ranks=frozenset({rank}),
-        measured=frozenset({rank}),
-        stages={stage.key: stage},
-        tensors=tensors_of(rank, dict.fromkeys(tensors, WHOLE), Tensors.of(tensors).rows),
-        alike=(rank,),
+        full=True,
+        parameters=ParameterPart(
+            stage=0,
+            layout_id="0123456789abcdef",
+            layout=layout,
+            copies=np.zeros(count, np.int64),
+            norms=norms,
+            present=np.ones(count, bool),
+            finite=np.ones(count, bool),
+            before=norms,
+            held_copies=(copies - rank) % world_size,
+            moved=np.where(copies == rank, norms, np.nan),
+            sizes=np.where(copies == rank, norms, np.nan),
+            checks=np.stack(
+                [np.arange(count), np.zeros(count, np.int64), np.arange(count) * 2**50]
+            ),
+        ),
+        tensors=TensorTable.of(
+            dict.fromkeys(tensors, LocalShard()), type(table[0]).concatenate(table)
+        ),
+        scalars={"loss": float(norms[0])},
+        step_s=0.1,
+        host="host",
     )
 
 
-def measure_size(layers: int) -> Size:
-    part = make_part(layers, 0, 1024)
-    began = time.thread_time()
-    payload = encode(Message.of([part]))
-    encode_s = time.thread_time() - began
-    return Size(
-        layers=layers,
-        tensors=len(part.tensors.rows),
-        first_bytes=len(encode(Message.of([make_part(layers, 0, 1024, with_layout=True)]))),
-        bytes=len(payload),
-        encode_s=encode_s,
-    )
-
-
-def light_parts(machine: Sequence[Measured]) -> list[Measured]:
-    """What the ranks of a machine send at a step that is not measured in full."""
-    return [
-        replace(
-            part,
-            tensors=NO_ROWS,
-            measured=frozenset[int](),
-            stages={
-                key: replace(stage, before=NO_ROWS, updates=NO_ROWS)
-                for key, stage in part.stages.items()
-            },
+def step_of(part: PartialRecord, rank: int, step: int, *, full: bool) -> PartialRecord:
+    """The same measurements at another step of another rank; of a light step the norms."""
+    if not full:
+        assert part.parameters is not None
+        parameters = replace(
+            part.parameters,
+            layout=None,
+            before=None,
+            held_copies=None,
+            moved=None,
+            sizes=None,
+            checks=None,
         )
-        for part in machine
-    ]
+        part = replace(part, full=False, parameters=parameters, tensors=None, host="")
+    sequence = (step + 1) * 2**10 - 1
+    return replace(part, rank=rank, step=step, sequence=sequence)
 
 
-def measure_light(machine: Sequence[Measured]) -> Light:
-    parts = [several(part, LIGHT) for part in light_parts(machine)]
-    payloads = [encode(Message.of(block)) for block in parts]
+def simulate_ranks(commands: Connection, address: Address, world: int, blocks: int) -> None:
+    """In another process: all ranks but 0. Sends the steps that it is told to."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    parts = [make_part(blocks, rank, world) for rank in range(1, 1 + min(DIFFERENT, world - 1))]
 
-    def merge_all() -> None:
-        for together in zip(*(decode(Message, data).parts for data in payloads), strict=True):
-            merge(together)
+    async def run() -> None:
+        clients = []
+        for rank in range(1, world):
+            rendezvous = Rendezvous("benchmark")
+            rendezvous.find = lambda: address  # type: ignore[method-assign]
+            clients.append(Client(rendezvous, rank, lambda announcement: None))
+        running = [asyncio.create_task(client.run(60.0)) for client in clients]
+        while not all(client.has_met for client in clients):
+            await asyncio.sleep(0.01)
+        commands.send(None)
+        while (command := await asyncio.to_thread(commands.recv)) is not None:
+            step, full = command
+            sizes, began = [], time.thread_time()
+            for rank, client in enumerate(clients, start=1):
+                part = step_of(parts[rank % len(parts)], rank, step, full=full)
+                sizes.append(len(data := encode((part,))))
+                client.put(data)
+                await asyncio.sleep(0)
+            commands.send((max(sizes), (time.thread_time() - began) / len(clients)))
+        for client in clients:
+            client.finish()
+        await asyncio.gather(*running)
 
-    return Light(
-        parameters=2 * layers_of(parts[0][0]),
-        bytes=len(payloads[0]) / len(LIGHT),
-        encode_s=least_s(lambda: encode(Message.of(parts[0]))) / len(LIGHT),
-        merge_s=least_s(merge_all) / len(LIGHT),
+    asyncio.run(run())
+
+
+class RankZero:
+    """Receives merged steps and makes their records, as the worker thread does."""
+
+    def __init__(self, world: int) -> None:
+        self._records = MergedRecords()
+        self._done = threading.Event()
+        self.channel = Channel(
+            name="benchmark", rank=0, world_size=world, deliver=self._record,
+            on_announcement=lambda announcement: None, failures=Failures(), timeout_s=120.0,
+        )  # fmt: skip
+        while self.channel._server is None:
+            time.sleep(0.01)
+        host, port = self.channel._server._listening.getsockname()[:2]
+        self.address = Address(host, port, self.channel._server._token)
+        self.held = 0
+
+    def _record(self, merged: MergedStep) -> None:
+        assert self._records.record(merged) is not None
+        self.held = len(merged.parts)
+        self._done.set()
+
+    def cpu_s(self, commands: Connection, part: PartialRecord) -> tuple[float, int, float]:
+        """CPU time for one step; bytes of another rank, and its time to encode them."""
+        self._done.clear()
+        began = time.process_time()
+        commands.send((part.step, part.full))
+        self.channel.send(part)
+        assert self._done.wait(600)
+        spent_s = time.process_time() - began
+        size, encode_s = commands.recv()
+        return spent_s, size, encode_s
+
+
+def measure(world: int, blocks: int, rounds: int) -> Cost:
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    zero = RankZero(world)
+    context = multiprocessing.get_context("spawn")
+    commands, other = context.Pipe()
+    simulation = context.Process(target=simulate_ranks, args=(other, zero.address, world, blocks))
+    simulation.start()
+    commands.recv()
+    own = make_part(blocks, 0, world)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    costs: dict[bool, list[tuple[float, int, float]]] = {True: [], False: []}
+    for step in range(3 * rounds):
+        full = step % 3 == 0
+        costs[full].append(zero.cpu_s(commands, step_of(own, 0, step, full=full)))
+        assert zero.held == world
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    commands.send(None)
+    simulation.join()
+    zero.channel.close()
+    distributed.destroy_process_group()
+    full_s, sizes, encode_s = zip(*costs[True], strict=True)
+    light_s, light_sizes, _ = zip(*costs[False], strict=True)
+    return Cost(
+        ranks=world,
+        full_bytes=max(sizes),
+        light_bytes=max(light_sizes),
+        encode_s=statistics.median(encode_s),
+        full_s=statistics.median(full_s),
+        light_s=statistics.median(light_s),
+        peak_bytes=1024 * (peak - before),
     )
-
-
-def several(part: Measured, steps: Sequence[int]) -> list[Measured]:
-    """What a rank measured at several steps, with other norms at each."""
-    dice, (key, stage) = np.random.default_rng(), next(iter(part.stages.items()))
-
-    def other_norms() -> MeasuredParameters:
-        norms = stage.grads["norm"] * dice.uniform(0.5, 2, len(stage.grads.rows))
-        grads = replace(stage.grads, columns={**stage.grads.columns, "norm": norms})
-        return replace(stage, grads=grads)
-
-    return [replace(part, step=step, place=step, stages={key: other_norms()}) for step in steps]
-
-
-def layers_of(part: Measured) -> int:
-    return sum(len(stage.grads.rows) for stage in part.stages.values()) // 2
-
-
-def least_s(call: Callable[[], object]) -> float:
-    """CPU time of the fastest of twenty calls."""
-    times = []
-    for _ in range(20):
-        began = time.thread_time()
-        call()
-        times.append(time.thread_time() - began)
-    return min(times)
-
-
-def simulate(ranks: int, machine: Sequence[Measured], steps: Sequence[int] = (0,)) -> Tree:
-    """What the ranks of a machine send to its leader, and the leaders to the first rank.
-
-    Args:
-        ranks: How many there are.
-        machine: What those of one machine measured.
-        steps: Which travel together.
-    """
-    parts = [several(replace(part, size=ranks), steps) for part in machine[:ranks]]
-    own = [encode(Message.of(part)) for part in parts]
-    led, led_s = gather(ranks, own)
-    begins = range(0, ranks, PER_MACHINE)
-    leaders = [
-        encode(
-            Message.of([replace(part, ranks=frozenset(range(b, b + PER_MACHINE))) for part in led])
-        )
-        for b in begins[1:]
-    ]
-    began = time.thread_time()
-    encode(Message.of(led))
-    led_s += time.thread_time() - began
-    arriving = [*own, *leaders]
-    _, cpu_s = gather(ranks, arriving)
-    arrival_s = carry(arriving[1:]) + cpu_s + TURN_S
-    if leaders:
-        arrival_s += carry(own[1:]) + led_s + TURN_S
-    return Tree(
-        ranks=ranks,
-        layers=layers_of(machine[0]),
-        levels=2 if leaders else 1,
-        arrival_s=arrival_s,
-        first_rank_s=cpu_s / len(steps),
-        own_bytes=len(own[0]) / len(steps),
-        waiting_bytes=sum(map(len, arriving)),
-        peak_bytes=peak_bytes(lambda: gather(ranks, arriving)) if len(steps) == 1 else 0,
-    )
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most memory that is in use at a time, beyond what was before."""
-    tracemalloc.start()
-    call()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak
-
-
-def averages(full: Tree, light: Tree) -> list[Average]:
-    def mean(of_full: float, of_light: float, every_n_steps: int) -> float:
-        return of_light + (of_full - of_light) / every_n_steps
-
-    return [
-        Average(
-            ranks=full.ranks,
-            layers=full.layers,
-            every_n_steps=n,
-            bytes=mean(full.own_bytes, light.own_bytes, n),
-            first_rank_s=mean(full.first_rank_s, light.first_rank_s, n),
-        )
-        for n in INTERVALS
-    ]
-
-
-def carry(payloads: Sequence[bytes]) -> float:
-    """Seconds until bytes from several ranks have arrived in an inbox, one after another."""
-
-    async def send_all() -> float:
-        arrived: asyncio.Queue[bytes] = asyncio.Queue()
-        listening = socket.create_server(("127.0.0.1", 0))
-        inbox = Inbox("", arrived.put_nowait, b"{}")
-        await inbox.open(listening)
-        meeting = Meeting("benchmark")
-        meeting.first = Address(this_machine(), [], listening.getsockname()[1])
-        uplink = Uplink(meeting, math.inf, lambda news: None)
-        began = time.perf_counter()
-        for payload in payloads:
-            uplink.put(payload, droppable=False)
-        uplink.finish()
-        await uplink.run()
-        inbox.close()
-        return time.perf_counter() - began
-
-    return asyncio.run(send_all())
-
-
-def gather(ranks: int, payloads: Sequence[bytes]) -> tuple[list[Measured], float]:
-    """What a rank makes of its own part, the first one, and of others', and its CPU time."""
-    gathering = Gathering(world_size=ranks, patience_s=1.0, start_s=1.0, is_first=True)
-    own, others, whole = decode(Message, payloads[0]).parts, payloads[1:], []
-    began = time.thread_time()
-    for part in own:
-        gathering.add_own(part, 0.0)
-    for data in others:
-        gathering.add(decode(Message, data), 0.0)
-        while (found := gathering.take(0.0, hurry=data is others[-1])) is not None:
-            whole.append(found)
-    return whole, time.thread_time() - began
 
 
 def training_thread_us(steps: int) -> float:
-    """CPU microseconds per step on the training thread: handing bytes over, and the look whether to
-    raise."""
+    """CPU microseconds per step of the training thread: the check whether to raise."""
     channel = Channel(
-        name="benchmark",
-        rank=0,
-        world_size=1,
-        deliver=lambda merged: None,
-        heard=lambda news: None,
-        failures=Failures(),
-    )
+        name="idle", rank=0, world_size=1, deliver=lambda merged: None,
+        on_announcement=lambda announcement: None, failures=Failures(),
+    )  # fmt: skip
     began = time.thread_time()
     for step in range(steps):
-        channel.agreement.step_ended(step)
-    looked_s = time.thread_time() - began
+        channel.barrier.step_ended(step)
+    spent_s = time.thread_time() - began
     channel.close()
-    return looked_s / steps * 1e6
+    return spent_s / steps * 1e6
 
 
-def print_tables(
-    sizes: Sequence[Size],
-    lights: Sequence[Light],
-    trees: Sequence[Tree],
-    means: Sequence[Average],
-    step_us: float,
-) -> None:
-    print("\nWhat one rank sends at a full step, with 8 tensors per layer; CPU time to encode it")
-    print(f"{'layers':>8}{'tensors':>9}{'first kB':>10}{'kB':>9}{'B/tensor':>10}{'encode':>11}")
-    for size in sizes:
-        print(
-            f"{size.layers:8,}{size.tensors:9,}{size.first_bytes / 1e3:10.1f}"
-            f"{size.bytes / 1e3:9.1f}{size.bytes / size.tensors:10.0f}"
-            f"{size.encode_s * 1e3:9.1f}ms"
-        )
+def print_table(costs: Sequence[Cost], step_us: float) -> None:
+    print("\nOf one rank: kB sent of a full and of a light step, CPU time to encode the full one")
+    print("Of rank 0: CPU time of a full and of a light step, memory; mean over the steps")
     print(
-        f"\nA step that is not measured in full, {len(LIGHT)} of which travel together; CPU times, "
-        f"to merge those of {PER_MACHINE} ranks"
+        f"{'ranks':>6}{'full kB':>9}{'light kB':>10}{'encode':>9}{'full':>10}{'light':>9}{'MB':>8}"
+        + "".join(f"{f'every {n}':>11}" for n in INTERVALS)
+        + f"{'5 % of a core':>16}"
     )
-    print(f"{'parameters':>12}{'bytes':>9}{'encode':>11}{'merge':>11}")
-    for light in lights:
+    for cost in costs:
+        means = [cost.mean_s(n) for n in INTERVALS]
         print(
-            f"{light.parameters:12,}{light.bytes:9,.0f}"
-            f"{light.encode_s * 1e3:9.2f}ms{light.merge_s * 1e3:9.2f}ms"
+            f"{cost.ranks:6}{cost.full_bytes / 1e3:9.0f}{cost.light_bytes / 1e3:10.1f}"
+            f"{cost.encode_s * 1e3:7.1f}ms{cost.full_s * 1e3:8.0f}ms{cost.light_s * 1e3:7.1f}ms"
+            f"{cost.peak_bytes / 1e6:8.0f}"
+            + "".join(f"{mean * 1e3:9.1f}ms" for mean in means)
+            + f"{means[0] / SHARE:8.2f}s steps"
         )
-    print("\nUntil the writing rank has the whole, and its own CPU time in the background")
-    print(
-        f"{'ranks':>8}{'layers':>8}{'levels':>8}{'arrival':>10}{'CPU':>9}{'MB to it':>12}"
-        f"{'MB peak':>11}"
-    )
-    for tree in trees:
-        print(
-            f"{tree.ranks:8,}{tree.layers:8,}{tree.levels:8}{tree.arrival_s:9.2f}s"
-            f"{tree.first_rank_s:8.2f}s{tree.waiting_bytes / 1e6:12.1f}"
-            f"{tree.peak_bytes / 1e6:11.1f}"
-        )
-    print("\nA step on average, one of so many in full: what a rank sends, CPU of the writing one")
-    print(f"{'ranks':>8}{'layers':>8}{'interval':>10}{'kB':>9}{'CPU':>10}")
-    for mean in means:
-        print(
-            f"{mean.ranks:8,}{mean.layers:8,}{mean.every_n_steps:10}{mean.bytes / 1e3:9.1f}"
-            f"{mean.first_rank_s * 1e3:8.1f}ms"
-        )
-    print(f"\nOn the training thread: {step_us:.3f} µs per step for the look whether to raise")
+    print(f"\nOn the training thread: {step_us:.3f} µs per step for the check whether to raise")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="small: figures are rough")
-    parser.add_argument("--layers", type=int, nargs="+", help="default: 10 100 1000")
+    parser.add_argument("--blocks", type=int, help="of the model; default: 12, as GPT-2 has")
     parser.add_argument("--ranks", type=int, nargs="+", help=f"default: {WORLDS}")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device("cpu")
     print(describe_machine(device))
-    layers = args.layers or ([5, 10] if args.quick else [10, 100, 1000])
-    worlds = args.ranks or (WORLDS[:2] if args.quick else WORLDS)
-    sizes = [measure_size(count) for count in layers]
-    machines = [
-        [make_part(count, rank, worlds[-1]) for rank in range(PER_MACHINE)] for count in layers
-    ]
-    lights = [measure_light(machine) for machine in machines]
-    trees, means = [], []
-    for machine in machines:
-        light = light_parts(machine)
-        for ranks in worlds:
-            trees.append(simulate(ranks, machine))
-            means += averages(trees[-1], simulate(ranks, light, LIGHT))
+    blocks = args.blocks or (1 if args.quick else 12)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    worlds = args.ranks or (WORLDS[:1] if args.quick else WORLDS)
+    costs = [measure(world, blocks, 1 if args.quick else ROUNDS) for world in worlds]
     step_us = training_thread_us(10_000 if args.quick else 1_000_000)
-    print_tables(sizes, lights, trees, means, step_us)
+    print_table(costs, step_us)
     if args.json:
-        write_json(
-            args.json,
-            device,
-            figures={
-                "sizes": [asdict(size) for size in sizes],
-                "light": [asdict(light) for light in lights],
-                "trees": [asdict(tree) for tree in trees],
-                "averages": [asdict(mean) for mean in means],
-                "training_thread_us": step_us,
-            },
-        )
+        figures = {
+            "costs": [
+                asdict(cost) | {f"mean_s_every_{n}": cost.mean_s(n) for n in INTERVALS}
+                for cost in costs
+            ],
+            "training_thread_us": step_us,
+        }
+        write_json(args.json, device, figures=figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run by test_first_rank.py: two processes train one model, begun by one launcher or another."""
+"""Run by test_role.py: two processes train one model, begun by one launcher or another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
 from telemetry import HookLogger
-from telemetry.ranks.first_rank import is_first_rank
+from telemetry.ranks.role import is_rank_0
 
 STEPS = 4
 
@@ -33,11 +33,11 @@ def train(model: nn.Module, log_dir: str) -> None:
 
 def spawned(rank: int, log_dir: str) -> None:
     """Knows its rank only once there is a process group."""
-    before = is_first_rank()
+    before = is_rank_0()
     dist.init_process_group(
         "gloo", init_method=f"file://{log_dir}-rendezvous", rank=rank, world_size=2
     )
-    Path(f"{log_dir}-{rank}").write_text(f"{before} {is_first_rank()}")
+    Path(f"{log_dir}-{rank}").write_text(f"{before} {is_rank_0()}")
     train(nn.Linear(3, 1), log_dir)
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ LAYERS = [
     {"measure", "shared.page_format"},
     {"events", "ranks"},
     {"alerts", "capture", "flight", "reading", "writing"},
-    {"interventions", "ranks.part"},
+    {"interventions", "ranks.part_maker"},
     {"ranks.exchange"},
     {"pipeline"},
     {"run"},

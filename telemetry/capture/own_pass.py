@@ -20,7 +20,7 @@ from telemetry.measure import images
 from telemetry.shared.plain_text import type_of
 from telemetry.torch_private.compiler import is_compiled
 from telemetry.torch_private.host_copy import HostCopy
-from telemetry.torch_private.ranks import flat_shard_group, spec_of
+from telemetry.torch_private.ranks import has_flat_shards, spec_of
 
 
 class Sample:
@@ -78,7 +78,7 @@ class Sample:
 
 def _refusal(model: nn.Module) -> str:
     """Why the model cannot run a sample by itself; empty if it can."""
-    if flat_shard_group(model) is not None or any(map(spec_of, model.parameters())):
+    if has_flat_shards(model) or any(map(spec_of, model.parameters())):
         return "the model is sharded, and a forward pass of one rank would wait for the others"
     if any(map(is_compiled, model.modules())):
         return "the model is compiled, and a pass in evaluation mode would compile it anew"

@@ -17,8 +17,8 @@ from telemetry.events.sink import Sink
 from telemetry.failures import Failures
 from telemetry.pipeline.schedule import FullSteps
 from telemetry.ranks.exchange import Exchange
-from telemetry.ranks.first_rank import is_first_rank
-from telemetry.ranks.measured import Measured
+from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.role import is_rank_0
 from telemetry.records import Layout, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
@@ -56,8 +56,8 @@ class ReadyValues:
     of_loss: Callable[[str], bytes] | None = None
 
 
-Item: TypeAlias = CapturedStep | LightStep | LoggedScalars | ReadyValues | Measured
-"""What the training thread hands over, and on the first rank what all ranks measured."""
+Item: TypeAlias = CapturedStep | LightStep | LoggedScalars | ReadyValues | MergedStep
+"""Items of the training thread, and on rank 0 merged steps of all ranks."""
 
 
 class Observer(Protocol):
@@ -120,7 +120,7 @@ class Processor:
                 self._tell_loss(item.step - 1)
         elif isinstance(item, LoggedScalars):
             self._log(item)
-        elif isinstance(item, Measured):
+        elif isinstance(item, MergedStep):
             self._record_merged(item)
         else:
             record = item.record(self._scalars.get(item.step, {}), self._loss.tag)
@@ -201,11 +201,11 @@ class Processor:
         """Send the other ranks what was logged for a step that did not end."""
         self.ranks.send_rest(self._scalars)
 
-    def _record_merged(self, merged: Measured) -> None:
+    def _record_merged(self, merged: MergedStep) -> None:
         """Judge and write a step of all ranks, and what they logged."""
         try:
             if not merged.phase:
-                means = merged.scalars.means()
+                means, _ = merged.scalars()
                 self._loss.see(merged.step, means)
                 self._record_logged(merged.step, merged.wall_time, means)
             if (record := self.ranks.merged(merged)) is not None:
@@ -217,7 +217,7 @@ class Processor:
         """After a step, or the last one: write which scalar is the loss, or log that none is."""
         if self._loss_is_written and not self._await_loss:
             return
-        if (lack := self._loss.lack(step)) is not None and is_first_rank():
+        if (lack := self._loss.lack(step)) is not None and is_rank_0():
             self._failures.log_once(lack)
         tag = self._loss.tag
         if tag is None or not self._loss.is_final(step):
@@ -263,7 +263,7 @@ class Processor:
     def _report_one(self, alert: Alert, wall_time: float) -> None:
         alert = _with_code(alert, self._layout)
         level = logging.INFO if alert.stage == "end" else _LEVELS[alert.severity]
-        if is_first_rank():
+        if is_rank_0():
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
         self.write_pending()
         with self._failures.contained("to write an alert"):

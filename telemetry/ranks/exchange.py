@@ -13,22 +13,22 @@ from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.capture import CapturedStep, LightStep
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.ranks.channel import CLOSE_S, Channel
-from telemetry.ranks.measured import Measured
-from telemetry.ranks.messages import News
+from telemetry.ranks.channel import CLOSE_S, Announcement, Channel
+from telemetry.ranks.merged_records import MergedRecords
+from telemetry.ranks.merging import MergedStep
 from telemetry.ranks.observer import RankObserver
-from telemetry.ranks.part import MeasuredMaker
-from telemetry.ranks.whole import WholeRecords
+from telemetry.ranks.part_maker import PartMaker
+from telemetry.ranks.partial_record import PartialRecord
 from telemetry.records import StepRecord
 from telemetry.shared.plain_text import ranks_in_words
 
 # While more wait to be judged, steps are dropped.
 MAX_BYTES = 128 * 2**20
 
-# Full measurements of the first rank that are kept until they come back merged.
+# Full records of rank 0 that are kept until they return merged.
 _OWN_KEPT = 8
 
-# A step that rules ask for is announced so much before, for all ranks to hear of it.
+# Time before a requested full step at which it is announced, so that all ranks receive that.
 _LEAD_STEPS = 16
 _LEAD_S = 2.0
 
@@ -60,11 +60,11 @@ class Exchange:
     def send_rest(self, logged: Mapping[int, Mapping[str, float]]) -> None:
         """Send the scalars that were logged for steps that did not end."""
 
-    def merged(self, merged: Measured) -> StepRecord | None:
+    def merged(self, merged: MergedStep) -> StepRecord | None:
         """The record of a merged step; None if the step did not end or its layout is unknown."""
         raise NotImplementedError
 
-    def note_recorded(self, merged: Measured) -> None:
+    def note_recorded(self, merged: MergedStep) -> None:
         """A merged step is written, or left out."""
 
     def request_full(self, step: int) -> bool:
@@ -102,7 +102,7 @@ class RankExchange(Exchange):
         *,
         rank: int,
         size: int,
-        put: Callable[[Measured], None],
+        put: Callable[[MergedStep], None],
         ask: Callable[[int], None],
         current_step: Callable[[], int],
         failures: Failures,
@@ -110,7 +110,7 @@ class RankExchange(Exchange):
         super().__init__()
         self.observer = RankObserver(rank=rank, size=size)
         self.records = rank == 0
-        self._maker = MeasuredMaker(self.observer.standing)
+        self._maker = PartMaker(self.observer.topology)
         self._put = put
         self._ask = ask
         self._current_step = current_step
@@ -119,7 +119,7 @@ class RankExchange(Exchange):
         self._last: tuple[int, float] = (-1, 0.0)  # step and time of the latest record
         self._step_s = 0.0
         self._failures = failures
-        self._whole = WholeRecords()
+        self._merged_records = MergedRecords()
         self._own: dict[tuple[int, str], StepRecord] = {}
         self._changed = threading.Condition()
         self._bytes = 0  # of those that came back and are yet to be recorded
@@ -129,7 +129,7 @@ class RankExchange(Exchange):
             rank=rank,
             world_size=size,
             deliver=self.take,
-            heard=self._hear,
+            on_announcement=self._on_announcement,
             failures=failures,
             first_step=self._first_step,
         )
@@ -152,18 +152,18 @@ class RankExchange(Exchange):
         for step, values in sorted(logged.items()):
             self._send(self._maker.logged(step, values))
 
-    def _send(self, part: Measured) -> None:
+    def _send(self, part: PartialRecord) -> None:
         self._awaited = part.step, not part.phase  # phases of a step come before it
         self._channel.send(part)
 
-    def merged(self, merged: Measured) -> StepRecord | None:
+    def merged(self, merged: MergedStep) -> StepRecord | None:
         own = self._own.pop((merged.step, merged.phase), None)
-        record = self._whole.record(merged, own) if merged.stages else None
+        record = self._merged_records.record(merged, own)
         if record is not None:
             self._see(merged, record)
         return record
 
-    def take(self, merged: Measured) -> None:
+    def take(self, merged: MergedStep) -> None:
         """Queue a merged step, on the thread of the channel; drop it above the byte limit."""
         with self._changed:
             fits = self._bytes <= MAX_BYTES
@@ -178,7 +178,7 @@ class RankExchange(Exchange):
         )
         self.note_recorded(merged)
 
-    def note_recorded(self, merged: Measured) -> None:
+    def note_recorded(self, merged: MergedStep) -> None:
         with self._changed:
             self._bytes -= merged.nbytes
             if self._awaited is not None and (merged.step, not merged.phase) >= self._awaited:
@@ -199,7 +199,7 @@ class RankExchange(Exchange):
         self._channel.announce(at)
         return True
 
-    def _see(self, part: Measured, record: StepRecord) -> None:
+    def _see(self, part: MergedStep, record: StepRecord) -> None:
         """Note how long steps take; report ranks that measure other steps in full than the rest."""
         if not record.phase:
             step, wall_time = self._last
@@ -214,27 +214,27 @@ class RankExchange(Exchange):
                 kind="intervals",
             )
 
-    def _hear(self, news: News) -> None:
-        """Do as the first rank announces; report if it counts otherwise than this one."""
-        if news.first_step not in (None, self._first_step):
+    def _on_announcement(self, announcement: Announcement) -> None:
+        """Follow rank 0's announcement; log a first step that differs from this rank's."""
+        if announcement.first_step not in (None, self._first_step):
             self._failures.log_once(
-                f"this rank counts its steps from {self._first_step} and the first rank from "
-                f"{news.first_step}, so their records do not meet; give all ranks the same "
+                f"this rank counts its steps from {self._first_step} and rank 0 from "
+                f"{announcement.first_step}, so their records do not meet; give all ranks the same "
                 'first_step (with "auto", each has to see the directory of the run)',
                 kind="first step",
             )
-        if news.full_step > self._current_step():  # else this rank is too late
-            self._ask(news.full_step)
-        if news.message and self._alert is None:
-            self._alert = parse_alert(json.loads(news.message))
+        if announcement.full_step > self._current_step():  # else this rank is too late
+            self._ask(announcement.full_step)
+        if announcement.message and self._alert is None:
+            self._alert = parse_alert(json.loads(announcement.message))
 
     # --- on the training thread ------------------------------------------------------------------
 
     def raise_on_all(self, alert: Alert) -> None:
-        self._channel.raise_together(json.dumps(alert_fields(alert)))
+        self._channel.raise_on_all(json.dumps(alert_fields(alert)))
 
     def to_raise(self, step: int | None) -> Alert | None:
-        return self._alert if self._channel.agreement.step_ended(step) else None
+        return self._alert if self._channel.barrier.step_ended(step) else None
 
     def wait(self, timeout_s: float) -> None:
         if self.records and self._channel.is_in_own_process:

@@ -1,4 +1,4 @@
-"""Notes, while a step is measured, how this rank's tensors relate to the whole ones."""
+"""Notes, while a step is measured, which parts of the whole tensors this rank has."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from telemetry.ranks.held import Share, Standing, local_values, placed
+from telemetry.ranks.topology import LocalShard, RankTopology, local_values, placed
 from telemetry.records import Output
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.torch_private.ranks import is_dtensor, made_local, spec_of
@@ -30,16 +30,16 @@ Indexed = Sequence[tuple[int, Tensor]]
 class RankNotes:
     """What was noted during one step; parameters go by their indices."""
 
-    outputs: dict[str | Output, Share] = field(default_factory=dict)  # and inputs, by name
-    output_grads: dict[Output, Share] = field(default_factory=dict)
-    grads: dict[int, Share] = field(default_factory=dict)  # of those that are a DTensor
-    parameters: dict[int, Share] = field(default_factory=dict)  # empty if they were not measured
+    outputs: dict[str | Output, LocalShard] = field(default_factory=dict)  # and inputs, by name
+    output_grads: dict[Output, LocalShard] = field(default_factory=dict)
+    grads: dict[int, LocalShard] = field(default_factory=dict)  # of those that are a DTensor
+    parameters: dict[int, LocalShard] = field(default_factory=dict)  # empty: not measured
     addends: dict[int, HostCopy] = field(default_factory=dict)  # where every rank holds one
     # Of parameters that other ranks hold, too, for each device: their indices and the sums of their
     # elements' bits read as whole numbers, modulo 2**64, int64 [k]. They do not depend on the order
     # of addition, so they are equal on different hardware, too.
     bit_sums: list[tuple[list[int], HostCopy]] = field(default_factory=list)
-    not_known: set[str] = field(default_factory=set)  # addends that are too large to be added
+    unknown_sums: set[str] = field(default_factory=set)  # addends that are too large to be added
 
 
 class RankObserver:
@@ -49,35 +49,35 @@ class RankObserver:
     """
 
     def __init__(self, *, rank: int, size: int) -> None:
-        self.standing = Standing(rank=rank, size=size)
+        self.topology = RankTopology(rank=rank, size=size)
         # Passes without gradients have no graph; modules do there what they do in training.
-        self._known: dict[Output, Share] = {}
+        self._known: dict[Output, LocalShard] = {}
 
     def takes_inputs(self, notes: RankNotes, name: str, model: nn.Module | None) -> bool:
-        """Note the share of what a module is given from outside; whether to measure it here.
+        """Note the shard of what a module is given from outside; whether to measure it here.
 
         To be called while the module is called, before what it returns.
         """
         if model is not None and not notes.outputs:
-            self.standing.look_at(model)
-        self.standing.look_at_call()
-        if name and self.standing.same_data.copies > 1:
+            self.topology.read_model(model)
+        self.topology.read_call()
+        if name and self.topology.same_data.copies > 1:
             return False  # it may be a part of what the model was given, and nothing says which
-        stage = self.standing.stage  # the first stage's inputs are the model's
-        share = self.standing.same_data.numbered(first=stage * self.standing.size)
-        notes.outputs[name] = share
-        return share.counts
+        stage = self.topology.stage  # the first stage's inputs are the model's
+        shard = self.topology.same_data.numbered(first=stage * self.topology.size)
+        notes.outputs[name] = shard
+        return shard.counts
 
     def takes_output(
         self, notes: RankNotes, output: Output, tensor: Tensor, unit_axis: int | None
     ) -> bool:
-        """Note the share of what a module returned; whether to measure it here."""
+        """Note the shard of what a module returned; whether to measure it here."""
         where = self._place_of(output, tensor)
         axis = None if unit_axis is None else unit_axis % tensor.dim() - tensor.dim()
-        share = notes.outputs[output] = where.numbered(turn=_turn(output), axis=axis)
-        return share.counts and _is_known(notes, share, f"the output of {output}")
+        shard = notes.outputs[output] = where.numbered(turn=_turn(output), axis=axis)
+        return shard.counts and _is_known(notes, shard, f"the output of {output}")
 
-    def _place_of(self, output: Output, tensor: Tensor) -> Share:
+    def _place_of(self, output: Output, tensor: Tensor) -> LocalShard:
         """How a module's output lies in the whole, by what it was computed from.
 
         The styles of ``parallelize_module`` compute with a ``DTensor`` and return its local tensor.
@@ -88,52 +88,52 @@ class RankObserver:
         if is_dtensor(tensor):
             found = placed(spec_of(tensor))
         elif tensor.grad_fn is None:
-            return self._known.get(output, self.standing.same_data)
+            return self._known.get(output, self.topology.same_data)
         else:
             node: Any = tensor.grad_fn
-            found = node.metadata[_NOTE] = _together(_origins(node), self.standing.same_data)
+            found = node.metadata[_NOTE] = _together(_origins(node), self.topology.same_data)
         self._known[output] = found
         return found
 
     def takes_output_grad(self, notes: RankNotes, output: Output, grad: Tensor) -> bool:
-        """Note the share of the gradient of an output; whether to measure it here."""
-        share = notes.outputs.get(output, Share())
+        """Note the shard of the gradient of an output; whether to measure it here."""
+        shard = notes.outputs.get(output, LocalShard())
         if is_dtensor(grad):
-            share = placed(spec_of(grad)).numbered(turn=_turn(output))
-        notes.output_grads[output] = share
-        return share.counts and _is_known(notes, share, f"the gradient of the output of {output}")
+            shard = placed(spec_of(grad)).numbered(turn=_turn(output))
+        notes.output_grads[output] = shard
+        return shard.counts and _is_known(notes, shard, f"the gradient of the output of {output}")
 
     def note_grads(self, notes: RankNotes, grads: Iterable[tuple[int, Tensor]]) -> None:
-        """Note the shares of gradients, and keep the addends of those that are sums."""
+        """Note the shards of gradients, and keep the addends of those that are sums."""
         for index, grad in grads:
             if type(grad) is Tensor:
-                continue  # see :meth:`Standing.of_plain`; this runs at every step
-            share = notes.grads[index] = self.standing.of_parameter(grad, index)
-            if share.reduction:
+                continue  # see :meth:`RankTopology.of_plain`; this runs at every step
+            shard = notes.grads[index] = self.topology.of_parameter(grad, index)
+            if shard.reduction:
                 values = local_values(grad)
-                if share.reduction == "unknown" or values.numel() > MOST_ADDED:
-                    notes.grads[index] = replace(share, reduction="unknown")
+                if shard.reduction == "unknown" or values.numel() > MOST_ADDED:
+                    notes.grads[index] = replace(shard, reduction="unknown")
                 else:
                     notes.addends[index] = HostCopy(values)
 
     def note_parameters(self, notes: RankNotes, parameters: Indexed) -> None:
-        """Note the shares of parameters, and sum the bits of those that others hold, too."""
+        """Note the shards of parameters, and sum the bits of those that others hold, too."""
         for index, parameter in parameters:
-            notes.parameters[index] = self.standing.of_parameter(parameter, index)
-        if not self.standing.averages:
+            notes.parameters[index] = self.topology.of_parameter(parameter, index)
+        if not self.topology.averages:
             held = ((i, p) for i, p in parameters if notes.parameters[i].copies != 1)
             notes.bit_sums += _bit_sums((i, local_values(p)) for i, p in held)
 
     def counting(self, tensors: Indexed) -> Indexed:
         """Those of the parameters, or of what belongs to them, that this rank is to measure."""
-        of = self.standing.of_parameter
+        of = self.topology.of_parameter
         return [(i, t) for i, t in tensors if (s := of(t, i)).counts and not s.reduction]
 
 
-def _is_known(notes: RankNotes, share: Share, what: str) -> bool:
-    if share.reduction:
-        notes.not_known.add(what)
-    return not share.reduction
+def _is_known(notes: RankNotes, shard: LocalShard, what: str) -> bool:
+    if shard.reduction:
+        notes.unknown_sums.add(what)
+    return not shard.reduction
 
 
 def _turn(name: Hashable) -> int:
@@ -151,17 +151,17 @@ def _bit_sums(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], Ho
     return [([*sums], HostCopy(torch.stack([*sums.values()]))) for sums in groups.values()]
 
 
-def _together(origins: Iterator[Share], alike: Share) -> Share:
+def _together(origins: Iterator[LocalShard], alike: LocalShard) -> LocalShard:
     """The first of the origins that is only a part; else one that is the same on several ranks."""
     for origin in origins:
-        if origin.shards or origin.reduction:
+        if origin.splits or origin.reduction:
             return origin
         if origin.copies > alike.copies:
             alike = origin
     return alike
 
 
-def _origins(node: Any) -> Iterator[Share]:
+def _origins(node: Any) -> Iterator[LocalShard]:
     """How the nearest known tensors behind a node lie in the whole, from near to far."""
     waiting, seen = deque([node]), {node}
     while waiting and len(seen) < _MOST_NODES:

@@ -43,9 +43,6 @@ UNIT = np.dtype(("f4", 2))
 # Of one without values, or that was left out: the smallest is above the largest.
 NO_VALUES = np.array([np.inf, -np.inf], np.float32)
 
-# More than there are buckets.
-_CODES = 2 * (LAST_BUCKET + 1)
-
 Column = NDArray[Any]
 _Bytes = bytes | bytearray
 
@@ -209,32 +206,40 @@ class Rows:
             places: Which of the new rows each becomes part of, ``[rows]``; left out if negative.
             size: How many there are; each has a part.
         """
-        order = np.argsort(places, kind="stable")
-        order = order[places[order] >= 0]
-        rows = self.take(order)
+        kept = np.flatnonzero(places >= 0)
+        order = kept[np.argsort(places[kept], kind="stable")]
         if len(order) == size:
-            return rows
-        starts = np.searchsorted(places[order], np.arange(size))
-        groups = np.repeat(np.arange(size), np.diff(starts, append=len(order)))
-        codes = groups.repeat(rows.bucket_count) * _CODES + rows.buckets + LAST_BUCKET
-        of_group, buckets, counts = _added(codes, rows.counts)
-        columns = merge_figures(rows.columns, starts)
-        columns["calls"] = np.add.reduceat(rows.calls, starts)
+            return self.take(order)
+        groups = places[order]
+        starts = np.searchsorted(groups, np.arange(size))
+        pairs = slice(None) if len(kept) == len(self) else (places >= 0).repeat(self.bucket_count)
+        of_group, buckets, counts = _added(
+            places[kept].repeat(self.bucket_count[kept]),
+            self.buckets[pairs],
+            self.counts[pairs],
+            size,
+        )
+        columns = merge_figures(self.columns[order], starts)
+        columns["calls"] = np.add.reduceat(self.calls[order], starts)
         columns["bucket_count"] = np.bincount(of_group, minlength=size)
-        columns["unit_count"], units = rows._merged_units(groups, starts)
+        columns["unit_count"], units = self._merged_units(order, groups, starts)
         return Rows(columns, buckets, counts, units)
 
-    def _merged_units(self, groups: Column, starts: Column) -> tuple[Column, Column]:
-        """How many units groups of neighbouring rows have, and these; none where numbers differ."""
-        sizes = self.unit_count[starts]
-        sizes = np.where(np.maximum.reduceat(self.unit_count, starts) == sizes, sizes, 0)
-        sizes = np.where(np.minimum.reduceat(self.unit_count, starts) == sizes, sizes, 0)
-        taken = np.flatnonzero(sizes[groups])
-        places = _places(np.cumsum(sizes), sizes, groups[taken])
-        given = self.units[_places(self._unit_ends, self.unit_count, taken)]
+    def _merged_units(self, order: Column, groups: Column, starts: Column) -> tuple[Column, Column]:
+        """How many units groups of rows have, and these; none where numbers differ."""
+        counts = self.unit_count[order]
+        sizes = counts[starts]
+        sizes = np.where(np.maximum.reduceat(counts, starts) == sizes, sizes, 0)
+        sizes = np.where(np.minimum.reduceat(counts, starts) == sizes, sizes, 0)
+        ends, some = np.cumsum(sizes), np.flatnonzero(sizes[groups])
         units = np.tile(NO_VALUES, (sizes.sum(), 1))
-        np.minimum.at(units[:, 0], places, given[:, 0])
-        np.maximum.at(units[:, 1], places, given[:, 1])
+        turns = (np.arange(len(order)) - starts[groups])[some]
+        for turn in range(turns.max(initial=-1) + 1):  # the first row of each group, the second ...
+            rows = some[turns == turn]
+            into = _places(ends, sizes, groups[rows])
+            given = self.units[_places(self._unit_ends, self.unit_count, order[rows])]
+            units[into, 0] = np.minimum(units[into, 0], given[:, 0])
+            units[into, 1] = np.maximum(units[into, 1], given[:, 1])
         return sizes, units
 
     def scaled(self, factors: NDArray[np.float64]) -> Rows:
@@ -247,7 +252,7 @@ class Rows:
         moved = np.abs(self.buckets.astype(np.int64)) + shifts.repeat(self.bucket_count)
         moved = np.sign(self.buckets) * np.clip(moved, 1, LAST_BUCKET)
         rows = np.arange(len(self)).repeat(self.bucket_count)
-        of_row, buckets, counts = _added(rows * _CODES + moved + LAST_BUCKET, self.counts)
+        of_row, buckets, counts = _added(rows, moved, self.counts, len(self))
         columns = self.columns.copy()
         columns["bucket_count"] = np.bincount(of_row, minlength=len(self))
         with np.errstate(all="ignore"):
@@ -259,19 +264,27 @@ class Rows:
         return Rows(columns, buckets, counts, units)
 
 
-def _places(ends: Column, sizes: Column, rows: Column) -> NDArray[np.int64]:
-    """Where the items of these rows are, of which each row has ``sizes``."""
+def _places(ends: Column, sizes: Column, rows: Column) -> Any:
+    """Where the items of these rows are, of which each row has ``sizes``; an index."""
     taken = sizes[rows]
+    begins = ends[rows] - taken
+    if len(rows) and (begins[1:] == ends[rows[:-1]]).all():  # they lie side by side
+        return slice(begins[0], ends[rows[-1]])
     shifts = ends[rows] - np.cumsum(taken)
-    places: NDArray[np.int64] = shifts.repeat(taken) + np.arange(taken.sum())
-    return places
+    return shifts.repeat(taken) + np.arange(taken.sum())
 
 
-def _added(codes: Column, counts: Column) -> tuple[Column, Column, Column]:
-    """Row and bucket of each code that occurs, ascending, and the sum of its counts."""
-    order = np.argsort(codes, kind="stable")
-    ordered = codes[order]
-    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-    row, bucket = np.divmod(ordered[starts], _CODES)
-    total = np.add.reduceat(counts[order], starts) if len(starts) else counts[:0]
-    return row, (bucket - LAST_BUCKET).astype(np.int16), total
+def _added(
+    rows: Column, buckets: Column, counts: Column, size: int
+) -> tuple[Column, Column, Column]:
+    """Row and bucket of each pair that occurs, ascending, and the sum of its counts."""
+    low, high = np.full(size, LAST_BUCKET), np.full(size, -LAST_BUCKET - 1)
+    buckets = buckets.astype(np.int64)
+    np.minimum.at(low, rows, buckets)
+    np.maximum.at(high, rows, buckets)
+    ends = np.cumsum(np.maximum(high - low + 1, 0))
+    begins = ends - np.maximum(high - low + 1, 0)
+    totals = np.bincount((begins - low)[rows] + buckets, counts, minlength=ends[-1] if size else 0)
+    found = np.flatnonzero(totals)
+    row = np.searchsorted(ends, found, side="right")
+    return row, (found - begins[row] + low[row]).astype(np.int16), totals[found]

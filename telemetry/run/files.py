@@ -20,7 +20,7 @@ from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.failures import Failures
 from telemetry.flight import FlightRecorder
-from telemetry.ranks.first_rank import Role, may_be_any_rank
+from telemetry.ranks.role import Role, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
 from telemetry.run.claim import DirectoryClaim
 from telemetry.run.resuming import resolved

@@ -30,8 +30,8 @@ from telemetry.pipeline import (
     every,
 )
 from telemetry.ranks.exchange import Exchange, RankExchange
-from telemetry.ranks.first_rank import Ranks, rank_and_world_size, role_of
 from telemetry.ranks.observer import RankObserver
+from telemetry.ranks.role import Ranks, rank_and_world_size, role_of
 from telemetry.records.loss import LossChoice
 from telemetry.run.arguments import (
     Alerts,
@@ -241,7 +241,7 @@ class HookLogger:
         if role_is_final:
             self._join_ranks()
             if self._ranks.observer is not None:
-                self._ranks.observer.standing.look_at(model)
+                self._ranks.observer.topology.read_model(model)
         # Closes when the model is garbage-collected and when the process exits; until then it keeps
         # the logger. Unlike atexit, also in a process of multiprocessing; before the writer's, of
         # priority 0.

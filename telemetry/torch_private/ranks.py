@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-from torch import distributed, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from telemetry.torch_private import callers, find
@@ -71,18 +71,13 @@ def _is_sharded(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def flat_shard_group(model: nn.Module) -> Any | None:
-    """The process group over which ``FullyShardedDataParallel`` shards; None where it does not."""
+def has_flat_shards(model: nn.Module) -> bool:
+    """Whether ``FullyShardedDataParallel`` has flattened parameters, around or inside the model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return None
-    for module in model.modules():
-        if isinstance(module, fsdp.FullyShardedDataParallel):
-            is_whole = module.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD
-            return None if is_whole else module.process_group
-    # The wrapper is around the model: only its parameters tell.
-    is_flat = any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
-    return distributed.group.WORLD if is_flat else None
+    return fsdp is not None and (
+        any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules())
+        or any(getattr(p, "_fsdp_flattened", False) for p in model.parameters())
+    )
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 
-from telemetry.ranks.first_rank import is_first_rank
+from telemetry.ranks.role import is_rank_0
 
 log = logging.getLogger("telemetry")
 
@@ -31,7 +31,7 @@ def log_once(log_dir: str) -> None:
     test under pytest, get nothing.
     """
     global _logged
-    if _logged or not is_first_rank():
+    if _logged or not is_rank_0():
         return
     _logged = True
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):

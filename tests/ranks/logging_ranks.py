@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -20,11 +21,15 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.tensorboard import SummaryWriter
 from twins import Recorder, draw, seed
 
 from telemetry import Alert, HookLogger, Rule, TelemetryAlert
+from telemetry.failures import Failures
 from telemetry.ranks.channel import Channel
+from telemetry.ranks.partial_record import PartialRecord
+from telemetry.ranks.rendezvous import Address, Rendezvous
 from telemetry.records import StepRecord
 
 
@@ -269,7 +274,7 @@ loners: list[Loner] = []
 def begin(rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2) -> None:
     """Waits as long for others as a test can."""
     assert Channel.__init__.__kwdefaults__ is not None
-    Channel.__init__.__kwdefaults__["patience_s"] = 1.0
+    Channel.__init__.__kwdefaults__["timeout_s"] = 3.0
     loners.append(Loner(log_dir, every_n_steps=every_n_steps))
 
 
@@ -285,7 +290,7 @@ def expects(rank: int, size: int, other: int) -> None:
     logger = loners[-1].logger
     assert logger is not None
     channel = logger._ranks._channel  # type: ignore[union-attr]
-    while other not in channel._gathering.members:  # type: ignore[union-attr]
+    while other not in channel._collector.members:  # type: ignore[union-attr]
         time.sleep(0.01)
 
 
@@ -303,3 +308,52 @@ def end(rank: int, size: int) -> dict[str, Any]:
         "measured": [sorted(r.ranks.measured) for r in loner.recorder.records if r.ranks],
         "counts": [r.activations["0"].sketch.count for r in loner.recorder.records if r.full],
     }
+
+
+# --- more ranks than files ------------------------------------------------------------------------
+
+simulated: list[Channel] = []
+
+
+def begin_with_few_files(
+    rank: int, size: int, log_dir: Path, most_files: int, world: int
+) -> tuple[str, int, str]:
+    """Rank 0 of many, in a process that may open few files; where others find it."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    begin(rank, world, log_dir)
+    logger = loners[-1].logger
+    assert logger is not None
+    channel = logger._ranks._channel  # type: ignore[attr-defined]
+    while channel._server is None:
+        time.sleep(0.01)
+    return (*channel._server._listening.getsockname()[:2], channel._server._token)
+
+
+def simulate(rank: int, size: int, address: tuple[str, int, str], world: int) -> None:
+    """All other ranks, in one process; each sends a number at every step."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world)
+    Rendezvous.find = lambda self: Address(*address)  # type: ignore[method-assign]
+    for other in range(1, world):
+        channel = Channel(
+            name="0", rank=other, world_size=world, deliver=print, on_announcement=str,
+            failures=Failures(),
+        )  # fmt: skip
+        simulated.append(channel)
+        for step in range(6):
+            channel.send(
+                PartialRecord(
+                    rank=other, size=world, step=step, wall_time=0.0, scalars={"number": 1.0}
+                )
+            )
+    connected = 0
+    while connected < 150:
+        connected = sum(channel._client.has_met for channel in simulated)  # type: ignore[union-attr]
+        time.sleep(0.05)
+
+
+def end_simulation(rank: int, size: int) -> None:
+    for channel in simulated:
+        channel.close(0.01)

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -26,11 +27,9 @@ import torch
 import torch.distributed as dist
 
 from telemetry.failures import Failures
-from telemetry.ranks.channel import Channel
-from telemetry.ranks.columns import Table
-from telemetry.ranks.measured import Measured
-from telemetry.ranks.meeting import key_of
-from telemetry.ranks.messages import News
+from telemetry.ranks.channel import Announcement, Channel
+from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.partial_record import PartialRecord
 
 ANSWER_S = 300.0
 """A test fails when something takes longer."""
@@ -38,40 +37,39 @@ ANSWER_S = 300.0
 PRELOADED = ["members", "training", "logging_ranks", "wrapping"]
 
 
-def measured(rank: int, step: int, phase: str = "") -> Measured:
-    """What a rank sends at a step: a number under its own name."""
-    return Measured(
+def measured(rank: int, step: int, phase: str = "") -> PartialRecord:
+    """The part of a rank at a step: a number under its own name."""
+    return PartialRecord(
+        rank=rank,
+        size=0,
         step=step,
         phase=phase,
         wall_time=0.0,
-        size=0,
-        ranks=frozenset({rank}),
-        alike=(rank,),
-        scalars=Table.of_figures(rank, {str(rank): step + 1.0}),
+        scalars={str(rank): step + 1.0},
     )
 
 
 def total(ranks: Sequence[int], step: int) -> dict[str, float]:
-    """What is merged of several."""
+    """The numbers of several ranks, merged."""
     return {str(rank): step + 1.0 for rank in ranks}
 
 
 @dataclass(kw_only=True, eq=False)
-class Ear:
-    """What one channel has brought."""
+class Received:
+    """Steps and announcements of one channel."""
 
-    merged: list[Measured] = field(default_factory=list)
-    news: News = field(default_factory=News)
+    merged: list[MergedStep] = field(default_factory=list)
+    announcement: Announcement = field(default_factory=Announcement)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def deliver(self, merged: Measured) -> None:
+    def deliver(self, merged: MergedStep) -> None:
         with self.changed:
             self.merged.append(merged)
             self.changed.notify_all()
 
-    def hear(self, news: News) -> None:
+    def on_announcement(self, announcement: Announcement) -> None:
         with self.changed:
-            self.news = news
+            self.announcement = announcement
             self.changed.notify_all()
 
 
@@ -82,7 +80,7 @@ class Member:
         self.rank = rank
         self.world_size = world_size
         self.channels: dict[str, Channel] = {}
-        self.ears: dict[str, Ear] = {}
+        self.received: dict[str, Received] = {}
         self.raised: int | None = None
 
     def init(self, method: str) -> None:
@@ -94,16 +92,16 @@ class Member:
         """What a function of a test returns, which is told which rank this is of how many."""
         return function(self.rank, self.world_size, *arguments, **named)
 
-    def open(self, name: str = "run", patience_s: float = 1.0) -> None:
-        ear = self.ears[name] = Ear()
+    def open(self, name: str = "run", timeout_s: float = 3.0) -> None:
+        received = self.received[name] = Received()
         self.channels[name] = Channel(
             name=name,
             rank=self.rank,
             world_size=self.world_size,
-            deliver=ear.deliver,
-            heard=ear.hear,
+            deliver=received.deliver,
+            on_announcement=received.on_announcement,
             failures=Failures(),
-            patience_s=patience_s,
+            timeout_s=timeout_s,
         )
 
     def send(self, steps: Sequence[int], name: str = "run", phase: str = "") -> None:
@@ -114,21 +112,21 @@ class Member:
         self, step: int, name: str = "run", count: int = 1
     ) -> list[tuple[int, list[int], dict[str, float]]]:
         """Wait for a merged step; then all so far: step, ranks, their numbers."""
-        ear = self.ears[name]
-        with ear.changed:
-            ear.changed.wait_for(lambda: sum(m.step == step for m in ear.merged) >= count)
-            return [(m.step, sorted(m.ranks), m.scalars.means()) for m in ear.merged]
+        received = self.received[name]
+        with received.changed:
+            received.changed.wait_for(lambda: sum(m.step == step for m in received.merged) >= count)
+            return [(m.step, sorted(m.ranks), m.scalars()[0]) for m in received.merged]
 
     def announce(self, step: int) -> None:
         self.channels["run"].announce(step)
 
     def heard(self, step: int, name: str = "run") -> None:
-        ear = self.ears[name]
-        with ear.changed:
-            ear.changed.wait_for(lambda: step == ear.news.full_step)
+        received = self.received[name]
+        with received.changed:
+            received.changed.wait_for(lambda: step == received.announcement.full_step)
 
     def alert(self) -> None:
-        self.channels["run"].raise_together("alert")
+        self.channels["run"].raise_on_all("alert")
 
     def train(self, steps: int, pause_s: float, *, together: bool) -> None:
         """Steps in the background until one raises."""
@@ -138,7 +136,7 @@ class Member:
                 if together:
                     dist.barrier()
                 time.sleep(pause_s)
-                if self.channels["run"].agreement.step_ended(step):
+                if self.channels["run"].barrier.step_ended(step):
                     self.raised = step
                     return
 
@@ -159,11 +157,11 @@ class Member:
     def leave_behind(self, name: str = "run") -> None:
         """What a run that has died leaves in a store: an address where nobody is."""
         channel = Channel(
-            name=name, rank=0, world_size=self.world_size, deliver=print, heard=print,
+            name=name, rank=0, world_size=self.world_size, deliver=print, on_announcement=print,
             failures=Failures(),
         )  # fmt: skip
         store = dist.distributed_c10d._get_default_store()
-        store.wait([key := key_of(channel._meeting._name)])
+        store.wait([key := channel._rendezvous.key])
         left = store.get(key)
         channel.close()
         store.set(key, left)
@@ -172,25 +170,40 @@ class Member:
         """How many keys the store of the group has."""
         return int(dist.distributed_c10d._get_default_store().num_keys())
 
-    def serves(self) -> bool:
-        """Whether others send to this rank."""
-        return self.channels["run"]._inbox is not None
-
-    def serve(self) -> None:
-        """Wait until others can send to this rank."""
-        while self.channels["run"]._inbox is None:
-            time.sleep(0.01)
-
     def has_tried(self) -> None:
-        """Wait until this rank has reached the one above, or has failed to."""
-        uplink = self.channels["run"]._uplink
-        while not (uplink._has_met or uplink._pause_s):
+        """Wait until this rank has failed to connect to rank 0."""
+        client = self.channels["run"]._client
+        while client is None or client.has_met or not client.attempts:
             time.sleep(0.01)
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 listens, once it does."""
+        while (server := self.channels["run"]._server) is None:
+            time.sleep(0.01)
+        host, port, *_ = server._listening.getsockname()
+        return host, port
+
+    def disconnected(self, rank: int) -> None:
+        """Wait until another rank is no longer connected to rank 0."""
+        server = self.channels["run"]._server
+        while server is None or rank in server._writers:
+            time.sleep(0.01)
+
+    def peak_bytes(self) -> int:
+        """Peak memory of this process so far."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def fork(self) -> int:
+        """Fork a process that does nothing until it is killed, such as a DataLoader's worker."""
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        return child
 
     def expects(self, rank: int) -> None:
         """Wait until this rank waits for another one's measurements."""
-        gathering = self.channels["run"]._gathering
-        while rank not in gathering.members:
+        collector = self.channels["run"]._collector
+        while rank not in collector.members:
             time.sleep(0.01)
 
     def threads(self) -> list[str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from members import Process, every, meet, ranks, total
 
-PATIENT = 1000.0
-"""Patience with which a test would not end if anybody waited for who is late."""
+PATIENT_S = 1000.0
+"""Timeout with which a test would not end if anybody waited for a late rank."""
 
 
 def assert_silent(processes: list[Process]) -> None:
@@ -32,8 +35,8 @@ def four(tmp_path: Path) -> Iterator[list[Process]]:
 def test_healthy_ranks_become_one_and_leave_nothing(four: list[Process]) -> None:
     first = four[0]
     keys = first.do("keys")
-    every(four[::-1], "open", "other", patience_s=PATIENT)
-    every(four, "open", patience_s=PATIENT)
+    every(four[::-1], "open", "other", timeout_s=PATIENT_S)
+    every(four, "open", timeout_s=PATIENT_S)
     every(four, "send", range(30))
     every(four, "send", range(100, 110), "other")
     everyone = [0, 1, 2, 3]
@@ -55,7 +58,7 @@ def test_healthy_ranks_become_one_and_leave_nothing(four: list[Process]) -> None
 
 def test_phases_of_a_step_stay_apart_and_in_order(four: list[Process]) -> None:
     first, second = four[:2]
-    every([first, second], "open", patience_s=PATIENT)
+    every([first, second], "open", timeout_s=PATIENT_S)
     every([second, first], "send", [0])
     for phase in ("validation", "test", "test"):
         every([second, first], "send", [1], phase=phase)
@@ -124,17 +127,17 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_hold_nobody_up(
     assert max(every(four[:3], "close")) < 10
 
 
-def test_without_the_first_ranks_logger_the_others_are_left_alone(four: list[Process]) -> None:
+def test_without_rank_0s_logger_the_others_are_left_alone(four: list[Process]) -> None:
     every(four[1:], "open")
     every(four[1:], "send", range(1000))
-    assert max(every(four[1:], "close")) < 10  # they look for the first rank for 5 seconds
+    assert max(every(four[1:], "close")) < 10  # they search rank 0 for 5 seconds
     assert_silent(four)
     assert [process.exit_code() for process in four] == [0] * 4
 
 
-def test_a_first_rank_that_ends_or_hangs_keeps_nobody(four: list[Process]) -> None:
+def test_a_rank_0_that_ends_or_hangs_keeps_nobody(four: list[Process]) -> None:
     first, second, *others = four
-    every(four, "open", "short", patience_s=PATIENT)
+    every(four, "open", "short", timeout_s=PATIENT_S)
     every(four, "open")
     every(four, "send", range(3), "short")
     first.do("got", 2, "short")
@@ -155,7 +158,7 @@ def test_a_first_rank_that_ends_or_hangs_keeps_nobody(four: list[Process]) -> No
 
 def test_the_group_may_come_after_the_logger(tmp_path: Path) -> None:
     with ranks(tmp_path, 2) as processes:
-        every(processes, "open", patience_s=PATIENT)
+        every(processes, "open", timeout_s=PATIENT_S)
         every(processes, "send", range(3))
         meet(processes, tmp_path)
         assert processes[0].do("got", 2)[2] == (2, [0, 1], total([0, 1], 2))
@@ -168,7 +171,7 @@ def test_an_address_that_a_former_run_has_left_is_given_up(four: list[Process]) 
     first.do("leave_behind")
     every(others, "open")
     every(others, "has_tried")
-    first.do("open", patience_s=PATIENT)
+    first.do("open", timeout_s=PATIENT_S)
     every(four, "send", range(3))
     everyone = [0, 1, 2, 3]
     assert first.do("got", 2)[2] == (2, everyone, total(everyone, 2))
@@ -225,36 +228,75 @@ def networks() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, None])
-def test_ranks_below_one_that_goes_turn_to_the_first(
-    tmp_path: Path, networks: list[str], number: signal.Signals | None
-) -> None:
-    """Machines hold ranks 0 and 1; 2, 3 and 4; and 5, whose leader is not above the second's."""
-    places = [networks[machine] for machine in (0, 0, 1, 1, 1, 2)]
-    with ranks(tmp_path, 6, places) as processes:
-        first, leader = processes[0], processes[2]
+def test_ranks_of_other_machines_send_to_rank_0(tmp_path: Path, networks: list[str]) -> None:
+    """Machines have ranks 0 and 1; 2 and 3; and 4. One rank of another machine dies, one hangs."""
+    places = [networks[machine] for machine in (0, 0, 1, 1, 2)]
+    with ranks(tmp_path, 5, places) as processes:
+        first, _, second, third, last = processes
         every(processes, "init", "tcp://10.213.7.1:29611")
-        leaders = [processes[n] for n in (0, 2, 5)]
-        every(leaders, "open")
-        every(leaders, "serve")
-        every([processes[n] for n in (1, 3, 4)], "open")
+        every(processes, "open")
+        assert first.do("address")[0] == "10.213.7.1"
         every(processes, "send", range(3))
-        everyone = list(range(6))
+        everyone = list(range(5))
         assert first.do("got", 2) == [(s, everyone, total(everyone, s)) for s in range(3)]
-        assert every(processes, "serves") == [True, False, True, False, False, True]
-        leader.signal(number) if number is not None else leader.do("close")
-        others = [process for process in processes if process is not leader]
+        second.signal(signal.SIGKILL)
+        last.signal(signal.SIGSTOP)
+        others = [process for process in processes if process not in (second, last)]
         every(others, "send", range(3, 6))
-        seen = first.do("got", 5)
-        assert [step for step, *_ in seen] == list(range(6))
+        assert first.do("got", 5)[5] == (5, [0, 1, 3], total([0, 1, 3], 5))
+        last.signal(signal.SIGCONT)
+        last.do("send", range(3, 9))
+        first.do("expects", 4)
         every(others, "send", range(6, 9))
-        assert first.do("got", 8)[8] == (8, [0, 1, 3, 4, 5], total([0, 1, 3, 4, 5], 8))
-        if number == signal.SIGSTOP:
-            leader.signal(signal.SIGCONT)
-            leader.do("send", range(9, 12))
-            first.do("expects", 2)
-            every(others, "send", range(9, 12))
-            assert first.do("got", 11)[11] == (11, everyone, total(everyone, 11))
-        if number is None:
-            assert_silent(processes)
-        assert max(every(others, "close")) < 15
+        assert first.do("got", 8)[8] == (8, [0, 1, 3, 4], total([0, 1, 3, 4], 8))
+        first.signal(signal.SIGKILL)
+        assert max(every([third, last], "close", timeout_s=5)) < 10
+
+
+def test_ranks_of_one_machine_use_the_loopback(four: list[Process]) -> None:
+    every(four, "open")
+    assert four[0].do("address")[0] == "127.0.0.1"
+    every(four, "close")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank: int) -> None:
+    """Such as a DataLoader's worker, which lives on for seconds when its rank has died."""
+    first, *others = four
+    every(four, "open", timeout_s=PATIENT_S)
+    every(four, "send", range(3))
+    first.do("got", 2)
+    child = four[rank].do("fork")
+    four[rank].signal(signal.SIGKILL)
+    if rank == 0:
+        every(others, "send", range(3, 6))
+        assert max(every(others, "close", timeout_s=20)) < 10
+    else:
+        first.do("disconnected", 1)
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_stranger_makes_rank_0_keep_nothing(four: list[Process]) -> None:
+    """Whoever has no token may send as much as they like, over as many connections."""
+    first = four[0]
+    every(four, "open", timeout_s=PATIENT_S)
+    every(four, "send", range(3))
+    first.do("got", 2)
+    address, before = first.do("address"), first.do("peak_bytes")
+    sent = 0
+    strangers = [socket.create_connection(tuple(address)) for _ in range(100)]
+    for stranger in strangers:
+        stranger.settimeout(30)
+        with suppress(OSError):
+            while True:
+                sent += stranger.send(b"x" * 2**20)
+                if sent > 300 * 2**20:
+                    break
+    assert first.do("peak_bytes") - before < 16 * 2**20
+    every(four, "send", range(3, 6))
+    everyone = [0, 1, 2, 3]
+    assert first.do("got", 5)[5] == (5, everyone, total(everyone, 5))
+    for stranger in strangers:
+        stranger.close()
+    every(four, "close")
+    assert_silent(four)

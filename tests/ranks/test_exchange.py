@@ -14,9 +14,9 @@ from telemetry.alert import Alert
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
 from telemetry.ranks import exchange
-from telemetry.ranks.columns import Table
 from telemetry.ranks.exchange import RankExchange
-from telemetry.ranks.measured import Measured, MeasuredParameters
+from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.partial_record import ParameterPart, PartialRecord
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
@@ -29,27 +29,31 @@ LAYOUT = Layout(
 )
 
 
-def merged(step: int) -> Measured:
-    """A step that two ranks did not measure in full; the second took longer, its loss is higher."""
-    stage = MeasuredParameters(
-        stage=0,
-        layout_id="a",
-        layout=LAYOUT if step == 0 else None,
-        grads=Table.of(
-            range(1), norm=np.array([3.0]), present=np.ones(1, bool), finite=np.ones(1, bool)
-        ),
+def merged(step: int) -> MergedStep:
+    """A light step of two ranks; the second took longer, its loss is higher."""
+    first, second = (
+        PartialRecord(
+            rank=rank,
+            size=2,
+            step=step,
+            wall_time=float(step),
+            parameters=ParameterPart(
+                stage=0,
+                layout_id="a",
+                layout=LAYOUT if step == 0 else None,
+                copies=np.zeros(1, np.int64),
+                norms=np.array([3.0]) * (1 - rank),
+                present=np.ones(1, bool),
+                finite=np.ones(1, bool),
+            ),
+            scalars={"loss": 1.0 + rank},
+            step_s=0.5 + rank,
+        )
+        for rank in (0, 1)
     )
-    everyone = frozenset({0, 1})
-    return Measured(
-        step=step,
-        wall_time=float(step),
-        size=2,
-        ranks=everyone,
-        stages={stage.key: stage},
-        alike=(0,),
-        scalars=Table.merge_all(Table.of_figures(rank, {"loss": 1.0 + rank}) for rank in (0, 1)),
-        own=Table.merge_all(Table.of_figures(rank, {"step_s": 0.5 + rank}) for rank in (0, 1)),
-    )
+    both = MergedStep(first)
+    both.add(second)
+    return both
 
 
 class Watch(Rule):

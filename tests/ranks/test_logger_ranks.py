@@ -15,7 +15,7 @@ import training
 from members import Process, every, meet, ranks
 from plain_events import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
-from test_whole_records import OUTPUT_GRADS, single
+from test_merged_records import OUTPUT_GRADS, single
 from torch import multiprocessing
 
 import telemetry
@@ -300,3 +300,43 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_are_told_of(
     ):
         assert first.told(told) == 1, first.log.read_text()
     assert first.told("telemetry:") == 2, first.log.read_text()
+
+
+def test_flat_parameters_are_rank_0s_and_activations_those_of_all(
+    two_ranks: list[Process], tmp_path: Path
+) -> None:
+    """FullyShardedDataParallel: what it has flattened is measured as far as it is plain."""
+    first = two_ranks[0]
+    before = first.told("FullyShardedDataParallel flattens parameters")
+    left = every(two_ranks, "call", logging_ranks.twins, "fsdp1", tmp_path)
+    assert [rank["bare"] == rank["watched"] for rank in left] == [True, True]
+    assert first.told("FullyShardedDataParallel flattens parameters") == before + 1
+    assert two_ranks[1].told("FullyShardedDataParallel flattens parameters") == 0
+    got, counts = scalars(tmp_path), histogram_counts(tmp_path)
+    assert [step for step, _ in got["grad_norm/total"]] == list(range(training.STEPS))
+    outputs = {tag: points for tag, points in counts.items() if tag.startswith("activation/")}
+    (head,) = (points for tag, points in outputs.items() if tag.endswith("head"))
+    assert head[0] == (0, training.BATCH * training.LENGTH * training.CLASSES)
+    shard = left[0]["watched"]["parameters"]
+    weights = [points[0][1] for tag, points in counts.items() if tag.startswith("weight/")]
+    assert sorted(weights) == sorted(len(values) for values in shard if values)
+
+
+@pytest.mark.parametrize("world", [300])
+def test_more_ranks_than_files_leave_training_alone(tmp_path: Path, world: int) -> None:
+    """Rank 0 may open 256 files, and 299 other ranks send to it."""
+    threads = torch.get_num_threads()
+    with ranks(tmp_path, 2) as (zero, others):
+        address = zero.do("call", logging_ranks.begin_with_few_files, tmp_path / "run", 256, world)
+        others.do("call", logging_ranks.simulate, address, world)
+        zero.do("call", logging_ranks.go_on, 6)
+        left = zero.do("call", logging_ranks.end)
+        others.do("call", logging_ranks.end_simulation)
+        assert left["left"] == bare(6)
+        assert left["close_s"] < 30
+        assert 150 < len(left["held"][-1]) < 256
+        assert zero.told("cannot connect, as rank 0 may not open more files") == 1
+        assert zero.told("telemetry failed") == 0, zero.log.read_text()
+    assert torch.get_num_threads() == threads
+    steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
+    assert steps == list(range(6))

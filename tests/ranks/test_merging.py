@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,19 +15,11 @@ from hypothesis.extra.numpy import arrays
 from moments_close import assert_moments_close
 from numpy.typing import NDArray
 
-from telemetry.ranks.columns import NO_ROWS, Table
-from telemetry.ranks.held import Share
-from telemetry.ranks.measured import (
-    Check,
-    Measured,
-    MeasuredParameters,
-    Row,
-    merge,
-    tensors_of,
-)
-from telemetry.ranks.messages import FORMAT, Message, decode, encode
-from telemetry.ranks.whole import WholeRecords, differing, whole_tensors
-from telemetry.records import Layout, Module, Parameter, Spread, TensorRecord
+from telemetry.ranks.merged_records import MergedRecords, differing, with_whole_units
+from telemetry.ranks.merging import MergedStep, merge_parameters, merge_tensors, spreads
+from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable
+from telemetry.ranks.topology import LocalShard
+from telemetry.records import Layout, Module, Parameter, Spread, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
 
 ROW = Row(0, "weights", "layer.weight")
@@ -40,73 +31,105 @@ def record_of(values: NDArray[Any], **units: Any) -> TensorRecord:
     return TensorRecord(sketch=sketch_array(values), **units)
 
 
-def table(rank: int, values: NDArray[Any], **share: Any) -> Table:
-    return tensors_of(rank, {ROW: Share(**share)}, record_of(values).rows)
+def table(values: NDArray[Any], **shard: Any) -> TensorTable:
+    return TensorTable.of({ROW: LocalShard(**shard)}, record_of(values).rows)
+
+
+def merge(parts: Sequence[PartialRecord]) -> MergedStep:
+    merged = MergedStep(parts[0])
+    for one in parts[1:]:
+        merged.add(one)
+    return merged
+
+
+def record_from(parts: Sequence[PartialRecord]) -> StepRecord:
+    record = MergedRecords().record(merge(parts))
+    assert record is not None
+    return record
 
 
 @given(shards=SHARDS, data=st.data())
 def test_shards_add_up_in_any_grouping_and_other_copies_do_not_count(
     shards: list[NDArray[np.float32]], data: st.DataObject
 ) -> None:
-    count = len(shards)
-    tables = [table(rank, shard) for rank, shard in enumerate(shards)]
-    tables += [table(count + rank, shard, copy=1) for rank, shard in enumerate(shards)]
+    tables = [table(shard) for shard in shards] + [table(shard, copy=1) for shard in shards]
     while len(tables) > 1:
         tables = data.draw(st.permutations(tables))
         size = data.draw(st.integers(2, len(tables)))
-        tables = [Table.merge_all(tables[:size]), *tables[size:]]
+        tables = [merge_tensors(tables[:size]), *tables[size:]]
     whole = sketch_array(np.concatenate(shards))
-    got = whole_tensors(tables[0])[ROW].sketch
+    got = with_whole_units(tables[0])[ROW].sketch
     assert_moments_close(got, whole, rtol=1e-13)
     np.testing.assert_array_equal(got.buckets, whole.buckets)
     np.testing.assert_array_equal(got.counts, whole.counts)
 
 
-@given(norms=st.lists(st.floats(0, 1e300), min_size=2, max_size=6), data=st.data())
+@given(norms=st.lists(st.floats(0, 1e300), min_size=1, max_size=6), data=st.data())
 def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.DataObject) -> None:
     parts = [part(rank, norm) for rank, norm in enumerate(norms)]
-    while len(parts) > 1:
-        parts = data.draw(st.permutations(parts))
-        parts = [merge(parts[:2]), *parts[2:]]
-    (norm,) = parts[0].stages[0, "a"].grads["norm"]
-    assert norm == pytest.approx(math.hypot(*norms), rel=1e-14)
+    copies = [part(10, 1e301, copy=3), *parts, part(11, math.nan, copy=2)]
+    for several in (parts, data.draw(st.permutations(copies))):
+        own = [one.parameters for one in several if one.parameters is not None]
+        merged = merge_parameters([(own, np.array([1]))], 2)
+        assert merged["norms"].tolist() == [
+            pytest.approx(math.nan, nan_ok=True),
+            pytest.approx(math.hypot(*norms), rel=1e-14),
+        ]
+        assert merged["present"].tolist() == [False, True]
+        assert "before" not in merged
 
 
 def test_nan_of_one_shard_is_not_hidden_by_infinity_of_another() -> None:
-    record = WholeRecords().record(merge([part(0, math.inf), part(1, math.nan)]))
-    assert record is not None
+    record = record_from([part(0, math.inf), part(1, math.nan)])
     assert math.isnan(record.total_grad_norm)
+    assert not record.grad_finite[0]
 
 
 def test_units_that_are_spread_over_ranks_are_put_together() -> None:
     low = np.array([1, 2], np.float32)
     pieces = [
-        tensors_of(
-            rank,
-            {ROW: Share(piece=rank % 2, pieces=2)},
+        TensorTable.of(
+            {ROW: LocalShard(piece=rank % 2, pieces=2)},
             record_of(low, unit_min=low - rank, unit_max=low + rank).rows,
         )
         for rank in range(4)
     ]
-    record = whole_tensors(Table.merge_all(pieces))[ROW]
+    record = with_whole_units(merge_tensors(pieces))[ROW]
     np.testing.assert_array_equal(record.unit_min, [-1, 0, -2, -1])
     np.testing.assert_array_equal(record.unit_max, [3, 4, 4, 5])
-    incomplete = whole_tensors(Table.merge_all(pieces[::2]))[ROW]
+    incomplete = with_whole_units(merge_tensors(pieces[::2]))[ROW]
     assert incomplete.unit_min is None
 
 
-def test_what_was_logged_is_the_mean_over_the_ranks_that_logged_it() -> None:
+def test_logged_scalars_are_means_over_the_ranks_that_logged_them() -> None:
     logged = [(0, {"loss": 1.0}), (2, {"loss": 4.0}), (1, {"other": 7.0}), (3, {"none": math.nan})]
-    merged = Table.merge_all([Table.of_figures(rank, figures) for rank, figures in logged])
-    assert merged.means() == {
-        "loss": 2.5,
-        "other": 7.0,
-        "none": pytest.approx(math.nan, nan_ok=True),
-    }
-    assert merged.spreads() == {
-        "loss": Spread(low=1.0, low_rank=0, high=4.0, high_rank=2),
-        "other": Spread(low=7.0, low_rank=1, high=7.0, high_rank=1),
-    }
+    parts = [
+        PartialRecord(rank=rank, size=4, step=0, wall_time=0.0, scalars=scalars)
+        for rank, scalars in logged
+    ]
+    assert merge(parts).scalars() == (
+        {"loss": 2.5, "other": 7.0, "none": pytest.approx(math.nan, nan_ok=True)},
+        {
+            "loss": Spread(low=1.0, low_rank=0, high=4.0, high_rank=2),
+            "other": Spread(low=7.0, low_rank=1, high=7.0, high_rank=1),
+        },
+    )
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: arrays(np.float64, (n, 2), elements=st.sampled_from([1.0, 2.0, np.nan, np.inf]))
+    )
+)
+def test_spreads_name_the_lowest_rank_of_each_extreme(values: NDArray[np.float64]) -> None:
+    for found, column in zip(spreads(values, range(len(values))), values.T, strict=True):
+        pairs = [(value, rank) for rank, value in enumerate(column) if not math.isnan(value)]
+        if not pairs:
+            assert found is None
+            continue
+        (low, low_rank), high = min(pairs), max(value for value, _ in pairs)
+        high_rank = min(rank for value, rank in pairs if value == high)
+        assert found == Spread(low=low, low_rank=low_rank, high=high, high_rank=high_rank)
 
 
 @pytest.mark.parametrize(
@@ -121,17 +144,11 @@ def test_what_was_logged_is_the_mean_over_the_ranks_that_logged_it() -> None:
 def test_the_copy_that_differs_from_most_is_named(
     sums: list[int], expected: tuple[int, int] | None
 ) -> None:
-    checked = [[Check(0, 0, total), Check(1, 0, 9)] for total in sums]
-    one = np.ones(2, np.int64)
-    checks = [Table.of(each, lowest=one * rank, holders=one) for rank, each in enumerate(checked)]
-    forth, back = checks[0], checks[-1]
-    for check in checks[1:]:
-        forth = Table.merge_all([forth, check])
-    for check in checks[-2::-1]:
-        back = Table.merge_all([check, back])
+    checks = [(0, 0, total, rank) for rank, total in enumerate(sums)]
+    checks += [(1, 0, 9, rank) for rank, _ in enumerate(sums)]
     parameters = [Parameter(name=n, module_name="", shape=(1,)) for n in "ab"]
-    found = differing(forth, parameters)
-    assert found == differing(back, parameters)
+    found = differing(np.array(checks).T, parameters)
+    assert found == differing(np.array(checks[::-1]).T, parameters)
     ranks = [(divergence.rank, divergence.other) for divergence in found]
     assert ranks == ([] if expected is None else [expected])
     assert all(divergence.parameter == "a" and divergence.declared for divergence in found)
@@ -139,100 +156,53 @@ def test_the_copy_that_differs_from_most_is_named(
 
 def test_stages_whose_parameters_have_equal_names_are_told_apart() -> None:
     parts = [part(rank, 3.0 + rank, stage=rank) for rank in range(2)]
-    record = WholeRecords().record(merge(parts))
-    assert record is not None
+    record = record_from(parts)
     names = [parameter.name for parameter in record.layout.parameters]
     assert names == ["stage0.layer.weight", "stage1.layer.weight"]
     assert record.total_grad_norm == 5.0
 
 
 def test_a_layout_need_not_be_sent_again() -> None:
-    whole, full = WholeRecords(), part(0, 1.0)
-    light = replace(full, step=1, stages={(0, "a"): replace(full.stages[0, "a"], layout=None)})
-    assert whole.record(light) is None
-    assert whole.record(full) is not None
-    record = whole.record(light)
+    whole, full = MergedRecords(), part(0, 1.0)
+    assert full.parameters is not None
+    light = replace(full, step=1, parameters=replace(full.parameters, layout=None))
+    assert whole.record(merge([light])) is None
+    first = whole.record(merge([full]))
+    record = whole.record(merge([light]))
+    assert first is not None
     assert record is not None
     assert record.layout.parameters[0].name == "layer.weight"
+    assert record.layout is first.layout
 
 
-@pytest.mark.parametrize(
-    ("parts", "fault"),
-    [([0, 0], "the same rank"), ([], "steps"), ([0, 1], "steps")],
-)
-def test_parts_that_do_not_belong_together_are_refused(parts: list[int], fault: str) -> None:
-    several = [replace(part(rank, 1.0), step=rank) for rank in parts]
-    with pytest.raises(ValueError, match=fault):
-        merge(several)
+@pytest.mark.parametrize(("rank", "step"), [(0, 0), (1, 1)])
+def test_parts_that_do_not_belong_together_are_refused(rank: int, step: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} sent step {step}"):
+        merge([part(0, 1.0), replace(part(rank, 1.0), step=step)])
 
 
-@given(shards=SHARDS)
-def test_bytes_hold_all_of_a_part(shards: list[NDArray[np.float32]]) -> None:
-    whole = merge(
-        [part(rank, 1.0, table=table(rank, values)) for rank, values in enumerate(shards)]
-    )
-    _, again = decode(Message, encode(Message.of([whole, whole]))).parts
-    assert encode(decode(Measured, encode(again))) == encode(again)
-    assert again.stages.keys() == whole.stages.keys()
-    assert again.tensors.rows == whole.tensors.rows
-    got, expected = (whole_tensors(one.tensors)[ROW].sketch for one in (again, whole))
-    np.testing.assert_array_equal(got.counts, expected.counts)
-    np.testing.assert_array_equal(got.buckets, expected.buckets)
-    assert_moments_close(got, expected, rtol=0)
-
-
-def test_counts_of_samples_keep_seven_digits() -> None:
-    sketch = sketch_array(np.arange(1, 9))
-    sampled = TensorRecord(sketch=replace(sketch, counts=sketch.counts * 1e9 / 7))
-    tensors = tensors_of(0, {ROW: Share()}, sampled.rows)
-    got = decode(Measured, encode(part(0, 1.0, table=tensors))).tensors.content.counts
-    np.testing.assert_allclose(got, sampled.sketch.counts, rtol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("damage", "fault"),
-    [
-        (lambda data: b"telemetry-ranks-0\n" + data[len(FORMAT) :], "the same version"),
-        (lambda data: b"", "the same version"),
-        (lambda data: data[:-20], "damaged"),
-        (lambda data: FORMAT + b"x" * 50, "damaged"),
-        (lambda data: FORMAT + pickle.dumps(os.getcwd), "damaged.*getcwd"),
-        (lambda data: FORMAT + pickle.dumps((1, 2)), "damaged.*tuple"),
-    ],
-)
-def test_bytes_of_another_version_are_refused(damage: Any, fault: str) -> None:
-    with pytest.raises(ValueError, match=fault):
-        decode(Measured, damage(encode(part(0, 1.0))))
-
-
-@pytest.mark.parametrize("name", ["columns", "buckets", "counts"])
-def test_columns_of_another_length_are_damage(name: str) -> None:
-    whole = table(0, np.ones(3, np.float32))
-    short = replace(whole.content, **{name: getattr(whole.content, name)[:-1]})
-    with pytest.raises(ValueError, match="do not fit together"):
-        replace(whole, content=short)
-
-
-def part(rank: int, norm: float, *, stage: int = 0, table: Table | None = None) -> Measured:
+def part(
+    rank: int, norm: float, *, stage: int = 0, copy: int = 0, table: TensorTable | None = None
+) -> PartialRecord:
     """Of a rank that holds a shard of one gradient."""
     layout = Layout(
         modules=(Module(name="layer", type_name="Linear"),),
         parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),
     )
-    own = MeasuredParameters(
+    own = ParameterPart(
         stage=stage,
         layout_id="a",
         layout=layout,
-        grads=Table.of(
-            range(1), norm=np.array([norm]), present=np.ones(1, bool), finite=np.isfinite([norm])
-        ),
+        copies=np.array([copy]),
+        norms=np.array([norm]),
+        present=np.ones(1, bool),
+        finite=np.isfinite([norm]),
     )
-    return Measured(
+    return PartialRecord(
+        rank=rank,
+        size=8,
         step=0,
         wall_time=0.0,
-        size=8,
-        ranks=frozenset((rank,)),
-        stages={own.key: own},
-        tensors=NO_ROWS if table is None else table,
-        alike=(rank,),
+        parameters=own,
+        tensors=table,
     )

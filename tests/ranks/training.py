@@ -1,4 +1,4 @@
-"""Called on several ranks by test_whole_records.py: trains bare and watched, and keeps the parts.
+"""Called on several ranks by test_merged_records.py: trains bare and watched, and keeps the parts.
 
 Every way of training is that of :func:`train` in one process, and computes the same.
 """
@@ -32,9 +32,9 @@ from twins import draw, seed
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, every
-from telemetry.ranks.messages import Message, encode
+from telemetry.ranks.codec import encode
 from telemetry.ranks.observer import RankObserver
-from telemetry.ranks.part import MeasuredMaker
+from telemetry.ranks.part_maker import PartMaker
 from telemetry.records import StepRecord
 from telemetry.selection import Selection
 
@@ -341,14 +341,14 @@ def train(
     if watch:
         with watched(made.watched, rank, size, taken.append) as (_, ranks):
             loop()
-        maker = None if ranks is None else MeasuredMaker(ranks.standing)
+        maker = None if ranks is None else PartMaker(ranks.topology)
         scalars = [{} if loss is None else {"loss": loss} for loss in losses]
         for captured in taken:
             record = captured.record(scalars[captured.step])
             made_of = captured if isinstance(captured, CapturedStep) else None
             records.append(record)
             if maker is not None:
-                parts.append(encode(Message.of([maker.part(record, made_of)])))
+                parts.append(encode(maker.part(record, made_of)))
     else:
         loop()
     parameters = [own(p).detach().flatten().tolist() for p in made.watched.parameters()]

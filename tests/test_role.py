@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from telemetry.ranks.first_rank import is_first_rank, rank_and_world_size
+from telemetry.ranks.role import is_rank_0, rank_and_world_size
 
 SCRIPT = Path(__file__).parent / "launched.py"
 VARIABLES = [
@@ -50,7 +50,7 @@ def test_the_launchers_variables_say_it_before_there_is_a_process_group(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert is_first_rank() is first
+    assert is_rank_0() is first
 
 
 @pytest.mark.parametrize(

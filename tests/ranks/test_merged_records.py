@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from members import Process, every
 from numpy.typing import NDArray
 
 from telemetry.alerts.ranks_diverge import RanksDiverge
-from telemetry.ranks.measured import Measured, merge
-from telemetry.ranks.messages import Message, decode, encode
-from telemetry.ranks.whole import WholeRecords
+from telemetry.ranks.codec import decode
+from telemetry.ranks.merged_records import MergedRecords
+from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.partial_record import PartialRecord
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import LAST_BUCKET
 from telemetry.records.moments import COUNTS
@@ -35,13 +36,12 @@ ON_TWO = [
     "tp",
     "sequence",
     "pipeline",
-    "fsdp1",
     "experts",
     "ddp, tampered",
     "ddp, poisoned",
 ]
 ON_FOUR = ["hsdp", "fsdp tp", "ddp tp", "fsdp", "experts", "hsdp, tampered"]
-UNCLIPPED = ["tp", "pipeline", "fsdp1", "ddp tp", "ddp tp inside"]
+UNCLIPPED = ["tp", "pipeline", "ddp tp", "ddp tp inside"]
 CLIPPED = ["ddp", "fsdp", "sequence", "hsdp", "fsdp tp"]  # after gradients were reduced
 WAYS = [(2, name) for name in ON_TWO] + [(4, name) for name in ON_FOUR]
 HEALTHY = [way for way in WAYS if "," not in way[1]]
@@ -92,22 +92,26 @@ def alone() -> dict[str, tuple[dict[str, Any], list[StepRecord]]]:
     return runs
 
 
-def parts_of(trained: Trained, size: int, name: str, step: int) -> list[Measured]:
+def parts_of(trained: Trained, size: int, name: str, step: int) -> list[PartialRecord]:
     paths = [trained.folder / f"{size}-{name}-{step}-{rank}" for rank in range(size)]
-    return [decode(Message, path.read_bytes()).parts[0] for path in paths]
+    return [decode(PartialRecord, path.read_bytes()) for path in paths]
+
+
+def merge(parts: Sequence[PartialRecord]) -> MergedStep:
+    merged = MergedStep(parts[0])
+    for part in parts[1:]:
+        merged.add(part)
+    return merged
 
 
 def merged(trained: Trained, size: int, name: str) -> list[StepRecord]:
-    """By a tree of random shape, with encoding and decoding on the way."""
-    whole, records = WholeRecords(), []
+    """The records of all ranks, whose parts arrive in any order."""
+    whole, records = MergedRecords(), []
     dice = random.Random(f"{size} {name}")
     for step in range(training.STEPS):
         parts = parts_of(trained, size, name, step)
-        while len(parts) > 1:
-            dice.shuffle(parts)
-            sent = encode(Message.of([merge(parts[:2])]))
-            parts = [*decode(Message, sent).parts, *parts[2:]]
-        record = whole.record(parts[0])
+        dice.shuffle(parts)
+        record = whole.record(merge(parts))
         assert record is not None
         records.append(record)
     return records
@@ -154,8 +158,7 @@ def test_the_whole_record_is_that_of_one_process(
 def assert_norms_close(got: StepRecord, wanted: StepRecord) -> None:
     assert got.layout.modules == wanted.layout.modules
     for parameter, expected in zip(got.layout.parameters, wanted.layout.parameters, strict=True):
-        assert parameter == replace(expected, shape=parameter.shape)
-        assert parameter.shape in {expected.shape, (expected.size,)}  # FSDP1 makes them flat
+        assert parameter == expected
     np.testing.assert_allclose(got.grad_norms, wanted.grad_norms, rtol=1e-5)
     np.testing.assert_array_equal(got.grad_present, wanted.grad_present)
     np.testing.assert_array_equal(got.grad_finite, wanted.grad_finite)
@@ -262,7 +265,7 @@ def test_copies_take_turns_in_being_measured(trained: Trained) -> None:
 
 
 def test_a_rank_that_is_missing_is_said_to_be(trained: Trained) -> None:
-    record = WholeRecords().record(merge(parts_of(trained, 4, "fsdp", 0)[:3]))
+    record = MergedRecords().record(merge(parts_of(trained, 4, "fsdp", 0)[:3]))
     assert record is not None
     assert record.ranks is not None
     assert record.ranks.missing == (3,)

@@ -1,7 +1,8 @@
-"""What this rank holds: which part of each tensor, by meshes of ``DTensor``, DDP and pipelines."""
+"""Part of each tensor that this rank has, by meshes of ``DTensor``, DDP and pipelines."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
@@ -16,68 +17,67 @@ from telemetry.torch_private.ranks import (
     active_ddp,
     averages_weights,
     calling_stage,
-    flat_shard_group,
     fsdp_mesh,
+    has_flat_shards,
     ignored_by,
     is_dtensor,
     spec_of,
 )
 
+log = logging.getLogger("telemetry")
+
 Reduction = Literal["", "sum", "mean", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
-    """Which part of a whole tensor one rank holds.
+class LocalShard:
+    """Part of a whole tensor that one rank has.
 
     A tensor has one or more copies, each split over one or more ranks: shards of a parameter, parts
-    of a batch. What the ranks of a copy measured adds up. Of several copies the lowest counts.
-
+    of a batch. The parts of one copy add up. Of several copies the lowest counts.
     """
 
     copy: int = 0
-    copies: int = 1  # 0: not known
-    # For each axis that is split over ranks: which, from the end (-1 is the last), this rank's
-    # place along it and the number of places.
-    shards: tuple[tuple[int, int, int], ...] = ()
-    # How what the ranks of one copy hold becomes the tensor, and over how many of them, if it is
-    # not part of it: a Partial of DTensor.
+    copies: int = 1  # 0: unknown
+    # For each axis that is split over ranks: the axis counted from the end (-1 is the last), this
+    # rank's position along it and the number of positions.
+    splits: tuple[tuple[int, int, int], ...] = ()
+    # A Partial of DTensor: how the ranks' addends become the tensor, and of how many ranks.
     reduction: Reduction = ""
     reduced: int = 1
-    counts: bool = True  # no rank that this one knows of has a lower copy; else it need not measure
-    # Which part of its copy this is, for telling whether two copies are equal; -1 if nothing says
-    # that other ranks' are copies of it.
+    counts: bool = True  # False: another rank has a lower copy, so this one need not measure
+    # Number of this shard within its copy, to compare copies; -1: others may not be copies.
     shard: int = 0
-    piece: int = 0  # if units are split over ranks, which of so many pieces this is
+    piece: int = 0  # of the units, if they are split over ranks
     pieces: int = 1
 
-    def numbered(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> Share:
-        """That of one tensor, of which copies are numbered from ``first``, and take turns to count.
+    def numbered(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> LocalShard:
+        """The shard of one tensor: copies are numbered from ``first``, and take turns to count.
 
-        ``turn`` says whose it is; units are along ``axis``, counted from the end.
+        ``turn`` says whose turn it is; units are along ``axis``, counted from the end.
         """
-        piece, pieces = _flat((place, places) for at, place, places in self.shards if at == axis)
-        shard, _ = _flat((place, places) for _, place, places in self.shards)
+        piece, pieces = _flat((at, size) for split, at, size in self.splits if split == axis)
+        shard, _ = _flat((at, size) for _, at, size in self.splits)
         later = (self.copy - turn) % self.copies
         return replace(
             self, copy=first + later, counts=later == 0, shard=shard, piece=piece, pieces=pieces
         )
 
 
-# All of it, or a part that adds up with those of all other ranks.
-WHOLE = Share()
+# The whole tensor, or a part that adds up with the parts of all other ranks.
+UNSPLIT = LocalShard()
 
 
-# Beginnings of the names of mesh dimensions along which ranks are given different data: parts of
-# the batch, of the sequences (context parallel), or tokens for their experts.
+# Prefixes of mesh dimensions along which ranks have different data: parts of the batch, of the
+# sequences (context parallel), or tokens for their experts.
 _OF_DATA = (
     *("dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"),
     *("cp", "ep", "expert"),
 )
 
 
-def placed(spec: Any) -> Share:
-    """How a local tensor lies in the whole one, by a ``DTensorSpec``."""
+def placed(spec: Any) -> LocalShard:
+    """The shard that a local tensor is, by a ``DTensorSpec``."""
     mesh = spec.mesh
     coordinates = mesh.get_coordinate() or [0] * mesh.ndim
     axes = list(zip(coordinates, mesh.shape, spec.placements, strict=True))
@@ -85,10 +85,10 @@ def placed(spec: Any) -> Share:
     partial = [(o.reduce_op, size) for _, size, o in axes if o.is_partial()]
     known: dict[str, Reduction] = {"sum": "sum", "avg": "mean"}
     kinds = {known.get(operation, "unknown") for operation, _ in partial}
-    return Share(
+    return LocalShard(
         copy=copy,
         copies=copies,
-        shards=tuple(
+        splits=tuple(
             [
                 (o.dim - len(spec.shape), at, size)
                 for at, size, o in axes
@@ -101,10 +101,10 @@ def placed(spec: Any) -> Share:
 
 
 def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """The place in a grid of places and sizes, the last axis running fastest; and its size."""
+    """Position in a grid of positions and sizes, the last axis running fastest; and its size."""
     index, count = 0, 1
-    for place, size in axes:
-        index, count = index * size + place, count * size
+    for at, size in axes:
+        index, count = index * size + at, count * size
     return index, count
 
 
@@ -114,37 +114,41 @@ def local_values(tensor: Any) -> Tensor:
 
 
 @dataclass(kw_only=True, eq=False)
-class Standing:
-    """Where this rank stands among those that train with it."""
+class RankTopology:
+    """Position of this rank among those that train together."""
 
     rank: int
-    size: int  # how many there are
+    size: int  # number of ranks
     stage: int = 0  # of a pipeline; 0 without one
     is_in_pipeline: bool = False
-    # This rank's place among those that hold equal parameters, apart from what a DTensor says, and
-    # the lowest of them; without it those of the lowest rank that has a parameter count.
-    replicas: tuple[Share, int] | None = None
-    averages: bool = False  # those are made equal only from time to time
-    same_data: Share = WHOLE  # its place among those that are given the same data
-    # The lowest of the ranks that have one copy together, flattened and sharded by
-    # FullyShardedDataParallel, or sharded by fully_shard.
-    flat_shards_of: int | None = None
-    shards_of: int | None = None
-    _shares: dict[Hashable, Share] = field(default_factory=dict)
-    _plain: dict[int, Share] = field(default_factory=dict)  # of plain ones that nobody copies
+    # This rank's position among those with equal parameters, apart from what a DTensor says, and
+    # the lowest of them. None: of plain parameters those of the lowest rank count.
+    replicas: tuple[LocalShard, int] | None = None
+    averages: bool = False  # replicas are averaged only from time to time
+    same_data: LocalShard = UNSPLIT  # the position among ranks with the same data
+    shards_of: int | None = None  # lowest rank of those that ``fully_shard`` shards over
+    has_flat_shards: bool = False  # of FullyShardedDataParallel
+    _known: dict[Hashable, LocalShard] = field(default_factory=dict)
+    _plain: dict[int, LocalShard] = field(default_factory=dict)  # plain, and nobody has copies
     _ignored: set[int] = field(default_factory=set)
     _meshes: dict[int, Any] = field(default_factory=dict)
     _copies: tuple[object, NDArray[np.int64]] | None = None
 
-    def look_at(self, model: nn.Module) -> None:
-        """Read from a model's parameters which dimensions of their meshes are given the same data.
+    def read_model(self, model: nn.Module) -> None:
+        """Read from a model's parameters which dimensions of their meshes have the same data.
 
         Those are the dimensions that FSDP does not shard over and whose names do not say otherwise.
         """
         if isinstance(model, DistributedDataParallel):
             self._take_replicas(model)
-        if self.flat_shards_of is None and (group := flat_shard_group(model)) is not None:
-            self.flat_shards_of = min(distributed.get_process_group_ranks(group))
+        if not self.has_flat_shards and has_flat_shards(model):
+            self.has_flat_shards = True
+            if self.rank == 0:
+                log.warning(
+                    "telemetry: FullyShardedDataParallel flattens parameters, so the records have "
+                    "rank 0's part of parameters and gradients; use torch.distributed.fsdp."
+                    "fully_shard for those of all ranks"
+                )
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         self.shards_of = min((int(mesh.mesh.min()) for mesh in of_fsdp), default=None)
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
@@ -160,10 +164,10 @@ class Standing:
                 if name not in data_names and not name.startswith(_OF_DATA):
                     found[name] = (coordinate, size)
         copy, copies = _flat(found.values())
-        self.same_data = Share(copy=copy, copies=copies)
+        self.same_data = LocalShard(copy=copy, copies=copies)
 
-    def look_at_call(self) -> None:
-        """Find out, while a module of the model is called, what calls it: DDP, or a pipeline."""
+    def read_call(self) -> None:
+        """Read from the call stack, while a module is called, whether DDP or a pipeline calls."""
         wrapper = active_ddp()
         if wrapper is not None:
             self._take_replicas(wrapper)
@@ -171,40 +175,39 @@ class Standing:
         if stage is not None:
             self.stage, self.is_in_pipeline = stage.number, True
 
-    def of_parameter(self, tensor: Any, index: int) -> Share:
-        """Which part of a parameter, its gradient or its state this rank holds."""
+    def of_parameter(self, tensor: Any, index: int) -> LocalShard:
+        """This rank's part of a parameter, its gradient or its state."""
         spec = spec_of(tensor)
         if spec is None:
             if id(tensor) in self._ignored and self.replicas is not None:
-                self._plain[index] = Share(copy=self.replicas[1] * self.size)
+                self._plain[index] = LocalShard(copy=self.replicas[1] * self.size)
             return self.of_plain(index)
         key = index, spec.mesh, spec.placements
-        share = self._shares.get(key)
-        if share is None:
+        shard = self._known.get(key)
+        if shard is None:
             first = int(spec.mesh.mesh.min())
-            share = placed(spec).numbered(first=first * self.size, turn=index)
+            shard = placed(spec).numbered(first=first * self.size, turn=index)
             if spec.mesh.size() < self.size:  # ranks outside of it may have copies of their own
-                share = replace(share, copies=0)
-            self._shares[key] = share
+                shard = replace(shard, copies=0)
+            self._known[key] = shard
         if not is_dtensor(tensor):
-            self._plain[index] = share  # its gradient is plain, too, and does not know
-        return share
+            self._plain[index] = shard  # its gradient is plain, too, and has no spec
+        return shard
 
-    def of_plain(self, index: int) -> Share:
-        """Which part this rank holds of a parameter that is no ``DTensor``."""
+    def of_plain(self, index: int) -> LocalShard:
+        """This rank's part of a parameter that is no ``DTensor``."""
         if index in self._plain:
             return self._plain[index]
-        if self.flat_shards_of is not None:
-            return Share(copy=self.flat_shards_of * self.size)
         if self.replicas is None:
-            return Share(copy=self.rank * self.size, copies=0 if self.size > 1 else 1, shard=-1)
+            copies = 1 if self.size == 1 or self.has_flat_shards else 0
+            return LocalShard(copy=self.rank * self.size, copies=copies, shard=-1)
         where, first = self.replicas
-        # What other groups of DDP have may be another part: only copies in one group are compared.
+        # Another group of DDP may have another part: only copies in one group are compared.
         return replace(where.numbered(first=first * self.size, turn=index), shard=first)
 
     def plain_copies(self, count: int) -> NDArray[np.int64]:
-        """Numbers of the copies of so many parameters, as if none was a ``DTensor``."""
-        state = count, self.replicas, self.flat_shards_of, len(self._plain)
+        """Numbers of the copies of ``count`` parameters, as if none was a ``DTensor``."""
+        state = count, self.replicas, len(self._plain)
         if self._copies is None or self._copies[0] != state:
             copies = np.array([self.of_plain(index).copy for index in range(count)], np.int64)
             self._copies = state, copies
@@ -212,16 +215,14 @@ class Standing:
 
     @property
     def data_group(self) -> int | None:
-        """The lowest of the ranks that are each given other data; None if nothing says so."""
+        """Lowest of the ranks that should have different data; None if nothing says so."""
         if self.same_data.copies > 1 or self.is_in_pipeline:
             return None
-        if self.replicas is not None:
-            return self.replicas[1]
-        return self.flat_shards_of if self.shards_of is None else self.shards_of
+        return self.shards_of if self.replicas is None else self.replicas[1]
 
     def _take_replicas(self, wrapper: DistributedDataParallel) -> None:
         self._ignored = ignored_by(wrapper)
         self.averages = averages_weights(wrapper)
         group = wrapper.process_group
         ranks = sorted(distributed.get_process_group_ranks(group))
-        self.replicas = Share(copy=distributed.get_rank(group), copies=len(ranks)), ranks[0]
+        self.replicas = LocalShard(copy=distributed.get_rank(group), copies=len(ranks)), ranks[0]

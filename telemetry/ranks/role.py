@@ -32,7 +32,7 @@ _RANKS_AND_SIZES = (
 )
 
 
-def is_first_rank() -> bool:
+def is_rank_0() -> bool:
     """Whether this process is the one that logs and writes for all.
 
     Call it each time, because the answer may change: a process of ``mp.spawn`` does not know its
@@ -89,14 +89,14 @@ def role_of(ranks: Ranks) -> Role:
             'HookLogger(ranks="each"): this process does not know its rank; call '
             "torch.distributed.init_process_group() before, or set RANK and WORLD_SIZE"
         )
-    return Role(ranks=ranks, rank=0 if is_first_rank() else 1)
+    return Role(ranks=ranks, rank=0 if is_rank_0() else 1)
 
 
 def may_be_any_rank() -> bool:
     """Whether nobody knows yet if this process is the first one of several: of ``mp.spawn``."""
     if rank_and_world_size() is not None:
         return False
-    return multiprocessing.parent_process() is not None or not is_first_rank()
+    return multiprocessing.parent_process() is not None or not is_rank_0()
 
 
 def rank_and_world_size() -> tuple[int, int] | None:

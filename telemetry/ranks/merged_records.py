@@ -1,0 +1,321 @@
+"""Records of all ranks together, as one process would have made them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import nan
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.ranks.merging import (
+    Array,
+    MergedStep,
+    merge_parameters,
+    spreads,
+    sum_addends,
+)
+from telemetry.ranks.partial_record import Floats, ParameterPart, Row, TensorTable
+from telemetry.records import (
+    Divergence,
+    Layout,
+    Module,
+    Output,
+    Parameter,
+    RankFacts,
+    Spread,
+    StepRecord,
+)
+from telemetry.records.rows import NO_VALUES, Rows
+from telemetry.records.sketch import sketch_array
+from telemetry.records.step import OF_PARAMETERS, ClippedFraction
+from telemetry.records.tensor import Tensors
+
+_OF_OUTPUTS = ("outputs", "output_grads")
+# Values of rank 0 that are not merged, and OF_PARAMETERS where its layout is that of all.
+_OF_RANK_0 = ("feature_maps", "filters", "input", "random_states", "fingerprints")
+_PLACEHOLDER = "Identity"
+
+
+class MergedRecords:
+    """Makes the records of merged steps, in the order of the steps.
+
+    It remembers layouts and hosts, which ranks send only when they have changed.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[int, str], Layout] = {}
+        self._host_of: dict[int, str] = {}
+        self._joined = JoinedLayouts({})
+        self._clipped_fraction = ClippedFraction()
+
+    def record(self, merged: MergedStep, own: StepRecord | None = None) -> StepRecord | None:
+        """The record of one step; what is not merged comes from rank 0's ``own``.
+
+        None if the step did not end, or a layout is unknown because its message was lost.
+        """
+        stages: dict[tuple[int, str], list[ParameterPart]] = {}
+        self._host_of = self._host_of | {o.rank: o.host for o in merged.parts if o.host}
+        for part in merged.parts:
+            if (of := part.parameters) is not None:
+                stages.setdefault(of.key, []).append(of)
+                if of.layout is not None:
+                    self._layouts[of.key] = _larger(self._layouts.get(of.key), of.layout)
+        if not stages or not self._layouts.keys() >= stages.keys():
+            return None
+        layouts = {key: self._layouts[key] for key in sorted(stages)}
+        if layouts != self._joined.layouts:  # rarely
+            self._joined = JoinedLayouts(layouts)
+        joined = self._joined
+        record = _record_of(merged, stages, joined)
+        names: tuple[str, ...] = _OF_RANK_0 if own is not None else ()
+        if own is not None and own.layout.parameters == joined.layout.parameters:
+            names += OF_PARAMETERS
+        return replace(
+            record,
+            clipped_fraction=self._clipped_fraction.after(
+                record.total_grad_norm_before_clipping, record.total_grad_norm
+            ),
+            ranks=replace(_facts(merged, joined), hosts=self._host_of),
+            **{name: getattr(own, name) for name in names},
+        )
+
+
+def _larger(known: Layout | None, new: Layout) -> Layout:
+    """The layout with more modules, because on some ranks not all have run yet."""
+    return new if known is None or len(new.modules) > len(known.modules) else known
+
+
+class JoinedLayouts:
+    """The layouts of all stages as one.
+
+    If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
+    forth. An ``Identity`` that stands for a module of another stage is left out.
+    """
+
+    def __init__(self, layouts: Mapping[tuple[int, str], Layout]) -> None:
+        self.layouts = layouts
+        of_stage: dict[int, set[str]] = {}
+        for (stage, _), layout in layouts.items():
+            of_stage.setdefault(stage, set()).update(p.name for p in layout.parameters)
+        names = [name for of in of_stage.values() for name in of]
+        self._prefixed = len(set(names)) < len(names)
+        modules: dict[str, Module] = {}
+        parameters: dict[str, Parameter] = {}
+        for (stage, _), layout in layouts.items():
+            for module in layout.modules:
+                name = self.name(stage, module.name)
+                if name not in modules or modules[name].type_name == _PLACEHOLDER:
+                    modules[name] = replace(module, name=name)
+            for parameter in layout.parameters:
+                name = self.name(stage, parameter.name)
+                owner = self.name(stage, parameter.module_name)
+                parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
+        self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
+        self._placeholders = {
+            (stage, module.name)
+            for (stage, _), layout in layouts.items()
+            for module in layout.modules
+            if module.type_name == _PLACEHOLDER
+            and modules[self.name(stage, module.name)].type_name != _PLACEHOLDER
+        }
+        at = self.layout.parameter_position
+        self.positions = {
+            key: np.array([at[self.name(key[0], p.name)] for p in layout.parameters], np.intp)
+            for key, layout in layouts.items()
+        }
+
+    def name(self, stage: int, name: str) -> str:
+        """A module's or parameter's name in all stages together."""
+        return f"stage{stage}.{name}".rstrip(".") if self._prefixed else name
+
+    def key_of(self, row: Row) -> Any:
+        """Key of a tensor in the record; None: its module is a placeholder."""
+        if row.kind == "inputs":
+            return row.name
+        name = self.name(row.stage, row.name)
+        if row.kind not in _OF_OUTPUTS:
+            return name
+        return None if (row.stage, row.name) in self._placeholders else Output(name, row.place)
+
+
+def _record_of(
+    merged: MergedStep,
+    stages: Mapping[tuple[int, str], Sequence[ParameterPart]],
+    joined: JoinedLayouts,
+) -> StepRecord:
+    names = [parameter.name for parameter in joined.layout.parameters]
+    placed = [(parts, joined.positions[key]) for key, parts in stages.items()]
+    columns = merge_parameters(placed, len(names))
+    present = columns["present"]
+    added = sum_addends((part, at) for parts, at in placed for part in parts)
+    _take_sums(columns, added)
+    ratios: dict[str, float] = {}
+    if "moved" in columns:
+        with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, else NaN
+            of_all = (columns["moved"] / columns["sizes"]).tolist()
+        known = np.flatnonzero(~np.isnan(columns["sizes"]))
+        ratios = {names[index]: of_all[index] for index in known.tolist()}
+    nonfinite = _names(stages, joined, "nonfinite_parameters")
+    ended = [part for part in merged.parts if part.parameters is not None]
+    return StepRecord(
+        step=merged.step,
+        wall_time=merged.wall_time,
+        layout=joined.layout,
+        grad_norms=np.where(present, columns["norms"], 0.0),
+        grad_present=present,
+        grad_finite=columns["finite"] | ~present,
+        phase=merged.phase,
+        scalars=merged.scalars()[0],
+        full=bool(merged.measured),
+        total_grad_norm_before_clipping=(
+            float(np.linalg.norm(columns["before"][present])) if "before" in columns else None
+        ),
+        nan_buffers=tuple(sorted(_names(stages, joined, "nan_buffers"))),
+        nonfinite_parameters=tuple([name for name in names if name in nonfinite]),
+        update_ratios=ratios,
+        **vars(min(ended, key=attrgetter("rank")).shared),
+        **_tensors(merged.tensors(), added if merged.measured else {}, joined),
+    )
+
+
+def _names(
+    stages: Mapping[tuple[int, str], Sequence[ParameterPart]], joined: JoinedLayouts, which: str
+) -> set[str]:
+    """Names of parameters or buffers that any rank lists."""
+    return {
+        joined.name(stage, name)
+        for (stage, _), parts in stages.items()
+        for part in parts
+        for name in getattr(part, which)
+    }
+
+
+def _take_sums(columns: dict[str, Array], added: Mapping[int, Floats]) -> None:
+    """Put the norms of summed gradients in the place of those of their addends.
+
+    Of the sum only the norm after clipping is known; clipping scales all addends alike.
+    """
+    norms, before = columns["norms"], columns.get("before")
+    for index, values in added.items():
+        whole = float(np.linalg.norm(values))
+        if before is not None:
+            before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
+        norms[index] = whole
+
+
+def with_whole_units(tensors: TensorTable) -> Tensors[Row]:
+    """The merged tensors; units only where those of all ranks are there."""
+    rows = tensors.content.having(calls=tensors.calls)
+    if (missing := (rows.units == NO_VALUES).all(axis=1)).any():
+        of_row = np.arange(len(rows)).repeat(rows.unit_count)
+        kept = ~np.isin(of_row, of_row[missing])
+        counts = np.bincount(of_row[kept], minlength=len(rows))
+        rows = rows.having(rows.units[kept], unit_count=counts)
+    return Tensors(tensors.rows, rows)
+
+
+def _tensors(
+    merged: TensorTable | None, added: Mapping[int, Floats], joined: JoinedLayouts
+) -> dict[str, Any]:
+    """By kind and name the measured tensors, modules and parameters in the order of the layout."""
+    found: dict[str, dict[Any, int]] = {}
+    tensors: Tensors[Row] = Tensors((), Rows.of(()))
+    if merged is not None:
+        tensors = with_whole_units(merged)
+    layout = joined.layout
+    for at, row in enumerate(tensors):
+        if (key := joined.key_of(row)) is not None:
+            found.setdefault(row.kind, {})[key] = at
+    for at, index in enumerate(added, start=len(tensors)):
+        found.setdefault("grads", {})[layout.parameters[index].name] = at
+    rows = Rows.concatenate([tensors.rows, Rows.of([*map(sketch_array, added.values())])])
+    last, position = len(layout.modules), layout.position
+    of_kind: dict[str, Tensors[Any]] = {}
+    for kind, places in found.items():
+        order = list(places)
+        if kind in _OF_OUTPUTS:
+            order.sort(key=lambda o: (position.get(o.module_name, last), o.place))
+        elif kind != "inputs":
+            order.sort(key=layout.parameter_position.__getitem__)
+        some = rows.take(np.array([places[key] for key in order], np.intp))
+        of_kind[kind] = Tensors(tuple(order), some)
+    return of_kind
+
+
+def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
+    parts = sorted(merged.parts, key=attrgetter("rank"))
+    rms = _rms_spreads(merged, joined)
+    step_s = np.array([[nan if part.step_s is None else part.step_s] for part in parts])
+    batches: dict[str, set[int]] = {}
+    for part in parts:
+        if part.batch:
+            batches.setdefault(part.batch, set()).add(part.rank)
+    nonfinite = [(part.rank, part.nonfinite) for part in parts if part.nonfinite]
+    return RankFacts(
+        size=max(part.size for part in parts),
+        held=merged.ranks,
+        measured=merged.measured,
+        scalars=merged.scalars()[1],
+        step_s=spreads(step_s, [part.rank for part in parts])[0],
+        activation_rms=rms["outputs"],
+        activation_grad_rms=rms["output_grads"],
+        diverged=differing(_checks(merged, joined), joined.layout.parameters),
+        same_batch=frozenset(max(batches.values(), key=len, default=())),
+        nonfinite=len(nonfinite),
+        first_nonfinite=min(nonfinite, default=None),
+        not_known=tuple(sorted({name for part in parts for name in part.unknown_sums})),
+    )
+
+
+def _rms_spreads(merged: MergedStep, joined: JoinedLayouts) -> dict[str, dict[Output, Spread]]:
+    """Spreads of the root mean squares of outputs and their gradients, by kind and output."""
+    ranks = sorted(merged.ranks)
+    column: dict[Row, int] = {}
+    for _, rows, _ in merged.rms:
+        for row in rows:
+            if row.kind in _OF_OUTPUTS:
+                column.setdefault(row, len(column))
+    values = np.full((len(ranks), len(column)), nan)
+    for rank, rows, rms in merged.rms:
+        at = [(column[row], n) for n, row in enumerate(rows) if row in column]
+        columns, places = np.array(at, np.intp).reshape(-1, 2).T
+        values[ranks.index(rank), columns] = rms[places]
+    found: dict[str, dict[Output, Spread]] = {kind: {} for kind in _OF_OUTPUTS}
+    for row, spread in zip(column, spreads(values, ranks), strict=True):
+        if spread is not None and (output := joined.key_of(row)) is not None:
+            found[row.kind][output] = spread
+    return found
+
+
+def _checks(merged: MergedStep, joined: JoinedLayouts) -> NDArray[np.int64]:
+    """Position of the parameter, shard, sum of bits and rank of each check, ``[4, checks]``."""
+    found = [np.empty((4, 0), np.int64)]
+    for part in merged.parts:
+        if (of := part.parameters) is not None and of.checks is not None:
+            indices, shards, sums = of.checks
+            ranks = np.full_like(indices, part.rank)
+            found.append(np.stack([joined.positions[of.key][indices], shards, sums, ranks]))
+    return np.concatenate(found, axis=1)
+
+
+def differing(checks: NDArray[np.int64], parameters: Sequence[Parameter]) -> tuple[Divergence, ...]:
+    """Copies that differ; the sum of most ranks is right, of several the lowest rank's."""
+    checks = checks[:, np.lexsort(checks[::-1])]
+    changes = (np.diff(checks[:3], prepend=-1) != 0).any(axis=0)  # no index is negative
+    starts = np.flatnonzero(changes)
+    counts = np.diff(starts, append=checks.shape[1])
+    sums_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for (index, shard, _, rank), count in zip(checks[:, starts].T.tolist(), counts, strict=True):
+        sums_of.setdefault((index, shard), []).append((-count, rank))
+    found: dict[int, Divergence] = {}
+    for (index, shard), sums in sums_of.items():
+        (_, right), *wrong = sorted(sums)
+        if wrong:
+            rank, name = min(rank for _, rank in wrong), parameters[index].name
+            new = Divergence(parameter=name, rank=rank, other=right, declared=shard >= 0)
+            found[index] = min(found.get(index, new), new, key=attrgetter("rank"))
+    return tuple(found.values())

@@ -1,0 +1,160 @@
+"""Values that one rank sends of one step, to be merged with those of the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.ranks.topology import LocalShard
+from telemetry.records import Layout
+from telemetry.records.rows import NO_VALUES, Rows
+
+Floats: TypeAlias = NDArray[np.float64]
+Integers: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
+
+
+class Row(NamedTuple):
+    """Key of a tensor: the pipeline stage, the kind as in :class:`StepRecord`, the name there."""
+
+    stage: int
+    kind: str
+    name: str
+    place: int = 0
+
+
+class Addend(NamedTuple):
+    """Key of a gradient's addend: index of the parameter, copy, size. Equal keys add up."""
+
+    parameter: int
+    copy: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorTable:
+    """Measured tensors; of several copies of a tensor only the lowest counts.
+
+    Units that are split over ranks have a place for each rank's units, which merging fills in.
+    """
+
+    rows: tuple[Row, ...]
+    copies: Integers
+    calls: Integers
+    content: Rows
+
+    def __post_init__(self) -> None:
+        content, sizes = self.content, {len(self.rows), len(self.copies), len(self.calls)}
+        fits = sizes == {len(content)} and content.units.shape[1:] == (2,)
+        fits &= len(content.units) == content.unit_count.sum()
+        fits &= len(content.buckets) == len(content.counts) == content.bucket_count.sum()
+        if not fits or (content.unit_count < 0).any() or (content.bucket_count < 0).any():
+            raise ValueError("columns of tensors have different lengths")
+
+    @staticmethod
+    def of(shards: Mapping[Row, LocalShard], rows: Rows) -> TensorTable:
+        """The tensors of one rank, in the order of ``rows``, and its shards of them."""
+        pieces = np.array([shard.pieces for shard in shards.values()], np.int64)
+        if (pieces > 1).any():
+            units = [rows.units[:0]]
+            for row, shard in enumerate(shards.values()):
+                if (found := rows.units_of(row)) is not None:
+                    whole = np.tile(NO_VALUES, (shard.pieces, len(found), 1))
+                    whole[shard.piece] = found
+                    units.append(whole.reshape(-1, 2))
+            rows = rows.having(np.concatenate(units), unit_count=rows.unit_count * pieces)
+        # Scaled-up counts travel in single precision, far finer than a sample.
+        counts = np.where(rows.counts % 1 == 0, rows.counts, rows.counts.astype(np.float32))
+        copies = np.array([shard.copy for shard in shards.values()], np.int64)
+        content = replace(rows, counts=counts)
+        return TensorTable(rows=tuple(shards), copies=copies, calls=rows.calls, content=content)
+
+    @property
+    def nbytes(self) -> int:
+        content = self.content
+        arrays = (content.columns, content.buckets, content.counts, content.units)
+        return sum(array.nbytes for array in arrays)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterPart:
+    """Parameters of one rank's part of the model; arrays are in their order, None: unknown."""
+
+    stage: int  # of a pipeline; 0 without one
+    layout_id: str  # equal where the names of the parameters are
+    layout: Layout | None  # None where it was sent before
+    copies: Integers  # of several copies of a gradient only the lowest counts
+    norms: Floats  # L2 norms of the gradients
+    present: Flags
+    finite: Flags
+    before: Floats | None = None  # L2 norms at the end of the backward pass
+    held_copies: Integers | None = None  # copies of the parameters
+    moved: Floats | None = None  # L2 norm of the step's update; NaN: not measured
+    sizes: Floats | None = None  # L2 norm before the step, likewise
+    # Gradients that are sums of the ranks' addends; ``norms`` and ``before`` are of the addends.
+    addends: Mapping[Addend, Floats] = field(default_factory=dict)
+    # Sums of bits, equal where shards are: index of the parameter, shard, sum ``[3, checks]``.
+    checks: Integers | None = None
+    # Names of buffers and parameters that hold a NaN, or infinity.
+    nan_buffers: tuple[str, ...] = ()
+    nonfinite_parameters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.norms)
+        optional = (self.before, self.held_copies, self.moved, self.sizes)
+        columns = (self.copies, self.norms, self.present, self.finite, *optional)
+        checked = np.empty((3, 0), np.int64) if self.checks is None else self.checks
+        indices = [*checked[0].tolist(), *(addend.parameter for addend in self.addends)]
+        fits = all(column.shape == (count,) for column in columns if column is not None)
+        fits &= checked.ndim == 2 and len(checked) == 3
+        fits &= self.layout is None or len(self.layout.parameters) == count
+        if not fits or not all(0 <= index < count for index in indices):
+            raise ValueError("columns of parameters have different lengths")
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.stage, self.layout_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Values of a StepRecord that are alike on all ranks; the lowest rank's count."""
+
+    learning_rates: tuple[float, ...] = ()
+    loss_scale: float | None = None
+    skipped_steps: int = 0
+    skipped: bool = False
+    eval_mode: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartialRecord:
+    """Measurements of one rank at one step."""
+
+    rank: int
+    size: int  # number of ranks that train together
+    step: int
+    wall_time: float
+    phase: str = ""
+    sequence: int = 0  # position in the order of all steps and phases: see Channel.send
+    full: bool = False  # whether this rank measured the step in full
+    shared: Shared = Shared()
+    parameters: ParameterPart | None = None  # None: the step did not end
+    tensors: TensorTable | None = None
+    scalars: Mapping[str, float] = field(default_factory=dict)  # logged by the user
+    step_s: float | None = None  # seconds from the step before
+    host: str = ""  # empty where it was sent before
+    # Digest of the batch, with the group of ranks that should have different ones; or empty.
+    batch: str = ""
+    nonfinite: str = ""  # first NaN or infinity that this rank did not receive from others
+    unknown_sums: tuple[str, ...] = ()  # tensors of which the rank holds an addend, not sent
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the large arrays."""
+        norms = 0 if self.parameters is None else self.parameters.norms.nbytes
+        return norms + (0 if self.tensors is None else self.tensors.nbytes)

@@ -1,0 +1,168 @@
+"""Records travel as JSON and raw arrays; whatever else arrives is refused before it is used."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from telemetry.ranks.channel import Announcement, RankState
+from telemetry.ranks.codec import decode, encode
+from telemetry.ranks.partial_record import Addend, ParameterPart, PartialRecord, Row, TensorTable
+from telemetry.ranks.topology import LocalShard
+from telemetry.records import Layout, Module, Parameter, TensorRecord
+from telemetry.records.sketch import sketch_array
+
+ROW = Row(0, "weights", "layer.weight")
+
+
+def table(values: NDArray[Any]) -> TensorTable:
+    units = np.array([1, 2], np.float32)
+    record = TensorRecord(sketch=sketch_array(values), unit_min=units, unit_max=units + 1)
+    return TensorTable.of({ROW: LocalShard(copy=7)}, record.rows)
+
+
+def part(norm: float = 1.0, tensors: TensorTable | None = None) -> PartialRecord:
+    parameters = ParameterPart(
+        stage=1,
+        layout_id="a",
+        layout=Layout(
+            modules=(Module(name="layer", type_name="Linear"),),
+            parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4, 2)),),
+        ),
+        copies=np.array([2**40]),
+        norms=np.array([norm]),
+        present=np.ones(1, bool),
+        finite=np.isfinite([norm]),
+        addends={Addend(0, 3, 2): np.array([0.1, norm])},
+        checks=np.array([[0], [-1], [-(2**60) - 1]]),
+        nan_buffers=("a", "\ud800"),
+    )
+    return PartialRecord(
+        rank=1,
+        size=8,
+        step=5,
+        wall_time=1.5,
+        sequence=2**50 + 6,
+        full=True,
+        parameters=parameters,
+        tensors=tensors,
+        scalars={"loss": norm},
+    )
+
+
+def fields(value: Any) -> Any:
+    """A value with nothing but Python's own types, to compare."""
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.tolist()]
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: fields(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, tuple):
+        return [fields(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): fields(item) for key, item in value.items()}
+    return value
+
+
+@given(
+    norm=st.floats(allow_nan=False),
+    values=arrays(np.float32, st.integers(0, 30), elements=st.floats(-1e9, 1e9, width=32)),
+)
+def test_bytes_hold_all_of_a_record(norm: float, values: NDArray[np.float32]) -> None:
+    sent = part(norm, table(values))
+    got = decode(tuple[PartialRecord, ...], encode((sent, sent)))
+    assert json.dumps(fields(got)) == json.dumps(fields((sent, sent)))
+    assert {type(row) for row in got[0].tensors.rows} == {Row}
+
+
+def test_nan_and_states_travel() -> None:
+    assert math.isnan(decode(PartialRecord, encode(part(math.nan))).scalars["loss"])
+    for state in (
+        Announcement(full_step=5, raise_at=7, message="x" * 20_000),
+        RankState(barrier=3, ended=True),
+    ):
+        assert decode(type(state), encode(state)) == state
+    with pytest.raises(ValueError, match="damaged"):
+        decode(RankState, encode(Announcement()))
+
+
+def test_counts_of_samples_keep_seven_digits() -> None:
+    sketch = sketch_array(np.arange(1, 9))
+    sampled = TensorRecord(sketch=replace(sketch, counts=sketch.counts * 1e9 / 7))
+    tensors = TensorTable.of({ROW: LocalShard()}, sampled.rows)
+    got = decode(PartialRecord, encode(part(tensors=tensors))).tensors.content.counts
+    np.testing.assert_allclose(got, sampled.sketch.counts, rtol=1e-7)
+
+
+def header(change: Any) -> bytes:
+    """A record whose header was changed by somebody."""
+    data = encode(part(tensors=table(np.ones(3, np.float32))))
+    end = 4 + int.from_bytes(data[:4], "big")
+    changed = json.dumps(change(json.loads(data[4:end]))).encode()
+    return len(changed).to_bytes(4, "big") + changed + data[end:]
+
+
+def set_to(*path: int, value: Any) -> Any:
+    def change(found: Any) -> Any:
+        inner = found
+        for at in path[:-1]:
+            inner = inner[at]
+        inner[path[-1]] = value
+        return found
+
+    return change
+
+
+COPIES = (8, 3)  # of the parameters, which have one byte of a u8 each
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff" * 50,
+        encode(part())[:-1],
+        encode(part()) + b"?",
+        pickle.dumps(print),
+        b"\0\0\0\4null",
+        header(lambda found: [*found, 0]),
+        header(lambda found: [found] * 2),
+        header(set_to(0, value="1")),  # the rank
+        header(set_to(2, value=1.5)),  # the step
+        header(set_to(6, value=1)),  # full
+        header(set_to(*COPIES, value=["<i8", 2**61])),
+        header(set_to(*COPIES, value=["<i8", -1])),
+        header(set_to(*COPIES, value=["|O8", 1])),
+        header(set_to(*COPIES, value=["<i8", 1, 1])),
+        header(set_to(9, 0, value="[[0]]")),  # rows of tensors
+        header(set_to(9, 0, value="[" * 100_000)),
+    ],
+)
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="a message of another rank is damaged"):
+        decode(PartialRecord, data)
+
+
+@pytest.mark.parametrize("name", ["columns", "buckets", "counts", "units"])
+def test_columns_of_different_lengths_are_refused(name: str) -> None:
+    whole = table(np.ones(3, np.float32))
+    short = replace(whole.content, **{name: getattr(whole.content, name)[:-1]})
+    with pytest.raises(ValueError, match="different lengths"):
+        replace(whole, content=short)
+
+
+@pytest.mark.parametrize("name", ["copies", "present", "finite", "before", "moved"])
+def test_columns_of_parameters_of_different_lengths_are_refused(name: str) -> None:
+    parameters = part().parameters
+    assert parameters is not None
+    with pytest.raises(ValueError, match="different lengths"):
+        replace(parameters, **{name: np.ones(2)})

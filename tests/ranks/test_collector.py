@@ -1,0 +1,156 @@
+"""Parts of steps become whole ones, in order, each rank once, without waiting for who is gone."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telemetry.ranks.collector import ENDED, Collector
+from telemetry.ranks.partial_record import PartialRecord
+from telemetry.shared.plain_text import ranks_in_words
+
+WORLD = 6
+
+
+def part(step: int, rank: int) -> PartialRecord:
+    return PartialRecord(
+        rank=rank, size=WORLD, step=step, sequence=step, wall_time=0.0, scalars={str(rank): 1.0}
+    )
+
+
+def collector(*, timeout_s: float = 10.0, max_bytes: int = 10**6) -> Collector:
+    return Collector(world_size=WORLD, timeout_s=timeout_s, max_bytes=max_bytes)
+
+
+def add(collected: Collector, step: int, ranks: str, now: float) -> None:
+    """Add the parts of these ranks: ``"014"``."""
+    for rank in map(int, ranks):
+        collected.add(part(step, rank), now)
+
+
+def taken(collected: Collector, now: float) -> list[tuple[int, str]]:
+    """Complete steps; each holds the measurements of all its ranks."""
+    found = []
+    while (step := collected.take(now)) is not None:
+        ranks = "".join(map(str, sorted(step.ranks)))
+        assert step.scalars()[0] == dict.fromkeys(ranks, 1.0)
+        found.append((step.sequence, ranks))
+    return found
+
+
+def started() -> Collector:
+    """All ranks have sent the step 0, and nobody can be late for the start any longer."""
+    collected = collector()
+    add(collected, 0, "012345", -20.0)
+    add(collected, 0, "012345", 0.0)
+    assert taken(collected, 0.0) == [(0, "012345")]
+    return collected
+
+
+def test_ranks_in_words() -> None:
+    assert ranks_in_words({0, 1, 2, 3, 7, 9, 10}) == "ranks 0-3,7,9-10"
+
+
+@given(st.data())
+def test_whatever_the_order_of_arrival_each_step_holds_every_rank_once(data: st.DataObject) -> None:
+    """Ranks send each step in order, but they are interleaved, and some parts come twice."""
+    collected = collector(timeout_s=100.0)
+    every_n = [data.draw(st.sampled_from([1, 2, 3]), label=f"interval {r}") for r in range(WORLD)]
+    queues = [[step for step in range(7) if step % n == 0] for n in every_n]
+    found = []
+    while any(queues):
+        rank = data.draw(st.sampled_from([r for r in range(WORLD) if queues[r]]))
+        sent = part(queues[rank].pop(0), rank)
+        for _ in range(data.draw(st.integers(1, 2))):
+            collected.add(sent, 0.0)
+        found += taken(collected, 0.0)
+    while (last := collected.take(0.0, hurry=True)) is not None:
+        found.append((last.sequence, "".join(map(str, sorted(last.ranks)))))
+    assert found == [
+        (step, "".join(str(r) for r in range(WORLD) if step % every_n[r] == 0))
+        for step in range(7)
+        if any(step % n == 0 for n in every_n)
+    ]
+    assert collected.unresponsive == frozenset(
+        r for r in range(WORLD) if max(s for s in range(7) if s % every_n[r] == 0) < found[-1][0]
+    )
+
+
+def test_an_unresponsive_rank_is_waited_for_once() -> None:
+    collected = started()
+    add(collected, 1, "0123", 1.0)
+    add(collected, 1, "4", 5.0)
+    add(collected, 2, "01234", 6.0)
+    assert taken(collected, 10.9) == []
+    assert taken(collected, 11.0) == [(1, "01234"), (2, "01234")]
+    assert collected.unresponsive == {5}
+    add(collected, 3, "01234", 12.0)
+    assert taken(collected, 12.0) == [(3, "01234")]
+    add(collected, 1, "5", 13.0)
+    assert collected.unresponsive == frozenset()
+    add(collected, 4, "01234", 14.0)
+    assert taken(collected, 14.0) == []
+    add(collected, 4, "5", 15.0)
+    assert taken(collected, 15.0) == [(4, "012345")]
+
+
+def test_a_rank_with_much_to_send_is_not_late() -> None:
+    collected = started()
+    for step in range(1, 40):
+        add(collected, step, "01234", 0.0)
+    for step in range(1, 40):
+        add(collected, step, "5", float(step))
+        assert taken(collected, float(step)) == [(step, "012345")]
+
+
+def test_one_that_ends_is_not_waited_for_and_one_that_joins_is() -> None:
+    collected = collector()
+    add(collected, 0, "3", 0.0)
+    add(collected, 1, "01", 0.0)
+    assert taken(collected, 9.0) == []
+    collected.note(3, 9.0)
+    assert taken(collected, 10.0) == [(0, "3")]
+    collected.note(3, 10.0, ENDED)
+    assert taken(collected, 10.0) == [(1, "01")]
+    assert collected.members == {0, 1}
+
+
+def test_records_are_delivered_at_most_once() -> None:
+    collected = started()
+    add(collected, 0, "012345", 1.0)
+    assert taken(collected, 50.0) == []
+    add(collected, 1, "0", 50.0)
+    assert taken(collected, 60.0) == [(1, "0")]
+    add(collected, 1, "1", 60.0)
+    assert taken(collected, 100.0) == []
+
+
+def test_steps_end_above_the_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PartialRecord, "nbytes", 10)
+    collected = collector(max_bytes=30)
+    for step in (1, 2, 3):
+        add(collected, step, "0", 0.0)
+    assert taken(collected, 0.0) == []
+    add(collected, 4, "0", 0.0)
+    assert taken(collected, 0.0) == [(1, "0")]
+
+
+def test_missing_ranks_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    collected = collector()
+    for rank in (0, 1, 2):
+        collected.note(rank, 0.0)
+    for step, here in enumerate(["01", "01", "012", "01", "012"]):
+        add(collected, step, here, 100.0 * step)
+        while (found := collected.take(100.0 * step + 50)) is not None:
+            collected.log_missing(found, refused={5})
+    told = [message.partition(": ")[2] for message in caplog.messages]
+    assert [(line.partition(" on,")[0], line.rpartition("ranks: ")[2][:16]) for line in told] == [
+        ("from step 0", "rank 5 cannot co"),
+        ("from step 0", "ranks 3-4 made n"),
+        ("from step 0", "rank 2 sent noth"),
+        ("from step 2", "from step 2 on, "),
+    ]

@@ -1,0 +1,282 @@
+"""Frames of any size arrive once and in order, and only from ranks that have the token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from telemetry.ranks import streams
+from telemetry.ranks.rendezvous import Address, Rendezvous
+from telemetry.ranks.streams import RECORDS, STATE, Client, Server, frame
+
+
+class Listener:
+    """Rank 0, on this event loop."""
+
+    def __init__(self, token: str = "run") -> None:
+        self.received: list[tuple[bytes, bytes, int]] = []
+        self.changed = asyncio.Event()
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.address = Address("127.0.0.1", self.socket.getsockname()[1], token)
+        self.server = Server(self.socket, token, self.receive, b"first")
+
+    def receive(self, kind: bytes, payload: bytes, rank: int) -> None:
+        self.received.append((kind, payload, rank))
+        self.changed.set()
+
+    def start(self) -> None:
+        self.running = asyncio.create_task(self.server.run())
+
+    async def has(self, *frames: tuple[bytes, bytes]) -> None:
+        while len(self.received) < len(frames):
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 30)
+        assert self.received == [(kind, payload, 3) for kind, payload in frames]
+
+
+def client_of(
+    find: Callable[[], Address | None], receive: Callable[[bytes], None] = lambda data: None
+) -> Client:
+    """Rank 3, which finds rank 0 there."""
+    rendezvous = Rendezvous("run")
+    rendezvous.find = find  # type: ignore[method-assign]
+    return Client(rendezvous, 3, receive)
+
+
+def on_a_loop(test: Callable[[], Coroutine[None, None, None]]) -> None:
+    """On a thread of its own: another test's browser may have a loop on this one."""
+
+    def run() -> None:
+        loop = asyncio.SelectorEventLoop()
+        try:
+            loop.run_until_complete(test())
+        finally:
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    loop.run_until_complete(task)
+            loop.run_until_complete(asyncio.sleep(0))
+            loop.close()
+
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(run).result()
+
+
+async def finished(client: Client, running: asyncio.Task[None], zero: Listener) -> None:
+    client.finish()
+    await asyncio.wait_for(running, 30)
+    zero.server.close()
+
+
+def test_frames_of_any_size_arrive_in_order_and_announcements_come_back() -> None:
+    async def test() -> None:
+        zero, announced = Listener(), asyncio.Queue[bytes]()
+        zero.start()
+        client = client_of(lambda: zero.address, announced.put_nowait)
+        running = asyncio.create_task(client.run(5))
+        sent = [os.urandom(size) for size in (1, 2**16, 2**23 + 1, 30 * 2**20, 5)]
+        for data in sent:
+            client.put(data)
+        assert await announced.get() == b"first"
+        zero.server.announce(b"second")
+        assert await announced.get() == b"second"
+        await zero.has(*((RECORDS, data) for data in sent))
+        client.set_state(b"state")
+        await finished(client, running, zero)
+        await zero.has(*((RECORDS, data) for data in sent), (STATE, b"state"))
+
+    on_a_loop(test)
+
+
+@pytest.mark.parametrize("way", ["before it answers", "after it has received", "in the middle"])
+def test_what_is_not_acknowledged_is_sent_again_with_the_state(way: str) -> None:
+    """To a rank 0 that was not there yet, or whose connection broke: an announcement comes, too."""
+
+    async def test() -> None:
+        zero, announced = Listener(), asyncio.Queue[bytes]()
+        address = [zero.address]
+        client = client_of(lambda: address[0], announced.put_nowait)
+        client.set_state(b"state")
+        client.put(b"a" * 10**6)
+        running = asyncio.create_task(client.run(5))
+        other = None
+        if way == "before it answers":
+            while not client.attempts:  # nobody accepts
+                await asyncio.sleep(0.01)
+                zero.socket.close()
+                zero = Listener()
+                address[0] = zero.address
+        else:
+            other = zero
+            drop = other.receive
+
+            def receive(kind: bytes, payload: bytes, rank: int) -> None:
+                drop(kind, payload, rank)
+                if kind == RECORDS or way == "in the middle":
+                    raise ValueError("which closes the connection, without an acknowledgement")
+
+            other.server._receive = receive
+            other.start()
+            while not other.received:
+                await asyncio.sleep(0.01)
+            zero = Listener()
+            address[0] = zero.address
+        zero.start()
+        await zero.has((STATE, b"state"), (RECORDS, b"a" * 10**6))
+        assert await announced.get() == b"first"
+        await finished(client, running, zero)
+        if other is not None:
+            other.running.cancel()
+            other.server.close()
+
+    on_a_loop(test)
+
+
+async def stranger(zero: Listener, sends: bytes) -> bytes:
+    """What one who has no token receives, until the connection is closed."""
+    stream, writer = await asyncio.open_connection("127.0.0.1", zero.address.port)
+    with suppress(OSError):
+        writer.write(sends)
+    found = b""
+    with suppress(OSError):
+        found = await stream.read()
+    writer.close()
+    return found
+
+
+def test_strangers_learn_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "AUTHENTICATION_S", 0.2)
+
+    async def test() -> None:
+        zero = Listener()
+        zero.start()
+        for sends in (b"GET / HTTP/1.1\r\n\r\n", b"", os.urandom(10**6), frame(STATE, b"x" * 99)):
+            assert len(await stranger(zero, sends)) <= 32, "a challenge, at most"
+        other = client_of(lambda: zero.address._replace(token="other"))
+        other.put(b"records")
+        running = asyncio.create_task(other.run(5))
+        while other.attempts < 3:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        assert zero.received == []
+        zero.server.close()
+
+    on_a_loop(test)
+
+
+def test_a_rank_sends_nothing_to_a_stranger() -> None:
+    """Who listens at the address that a dead rank 0 has left, and has no token."""
+
+    async def test() -> None:
+        received = bytearray()
+
+        async def pretend(stream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(os.urandom(64))
+            received.extend(await stream.read(2**20))
+            received.extend(await stream.read(2**20))
+            writer.close()
+
+        server = await asyncio.start_server(pretend, "127.0.0.1", 0)
+        address = Address("127.0.0.1", server.sockets[0].getsockname()[1], "run")
+        client = client_of(lambda: address)
+        client.put(b"records" * 100)
+        running = asyncio.create_task(client.run(5))
+        while client.attempts < 2:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        server.close()
+        assert b"records" not in received
+        assert len(received) % 68 == 0
+
+    on_a_loop(test)
+
+
+def test_of_many_strangers_few_are_served_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_UNAUTHENTICATED", 2)
+    monkeypatch.setattr(streams, "AUTHENTICATION_S", 0.5)
+
+    async def test() -> None:
+        zero = Listener()
+        zero.start()
+        strangers = [socket.create_connection(("127.0.0.1", zero.address.port)) for _ in range(6)]
+        client = client_of(lambda: zero.address)
+        client.put(b"records")
+        running = asyncio.create_task(client.run(5))
+        await zero.has((RECORDS, b"records"))
+        await finished(client, running, zero)
+        for one in strangers:
+            one.settimeout(0)
+        greeted = [len(one.recv(99)) for one in strangers]
+        assert greeted == [32] * 6, "each was served and closed in its turn"
+        for one in strangers:
+            one.close()
+
+    on_a_loop(test)
+
+
+def test_above_the_limit_the_oldest_records_are_dropped_and_no_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "MAX_QUEUED_BYTES", 2)
+
+    async def test() -> None:
+        zero = Listener()
+        client = client_of(lambda: zero.address)
+        client.set_state(b"state")
+        for data in (b"0", b"a", b"b", b"c"):
+            client.put(data)
+        zero.start()
+        running = asyncio.create_task(client.run(5))
+        await zero.has((STATE, b"state"), (RECORDS, b"0"), (RECORDS, b"c"))
+        await finished(client, running, zero)
+
+    on_a_loop(test)
+
+
+def test_ranks_beyond_the_file_descriptors_are_refused_and_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        zero = Listener()
+        zero.start()
+        monkeypatch.setattr(streams, "_most_files", lambda: 8)
+        client = client_of(lambda: zero.address)
+        client.put(b"records")
+        running = asyncio.create_task(client.run(5))
+        while client.attempts < 3:
+            await asyncio.sleep(0.01)
+        assert zero.server.refused == {3}
+        assert zero.received == []
+        monkeypatch.setattr(streams, "_most_files", lambda: 10**6)
+        await zero.has((RECORDS, b"records"))
+        assert zero.server.refused == set()
+        await finished(client, running, zero)
+
+    on_a_loop(test)
+
+
+def test_pauses_grow_and_are_jittered() -> None:
+    async def test() -> None:
+        pauses: list[float] = []
+        client = client_of(lambda: None)
+
+        async def pause(seconds: float, event: asyncio.Event) -> bool:
+            pauses.append(seconds)
+            if len(pauses) == 60:
+                client.finish()
+            return event.is_set()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streams, "is_set_within", pause)
+            await client.run(0.01)
+        assert pauses[0] <= 0.075
+        assert all(15 <= pause <= 30 for pause in pauses[-30:])
+        assert len(set(pauses)) == 60
+
+    on_a_loop(test)
