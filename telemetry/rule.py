@@ -35,6 +35,15 @@ class Rule(ABC):
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         """Judge one step of training; ``()`` if nothing is wrong."""
 
+    @property
+    def loss_limit(self) -> float | None:
+        """A loss up to which the rule may be shown only one step in k; read after each call.
+
+        Steps may be so fast that the rules cannot judge each of them within 3 % of the time: see
+        "Fast steps" in docs/cost.md. None, the default: the rule judges every step.
+        """
+        return None
+
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Judge a loss as soon as it is logged: perhaps no optimizer step ever follows.
 

@@ -80,9 +80,9 @@ class Past:
         return max(self.values)
 
     @property
-    def highest_of_all(self) -> float:
-        """The highest, the latest values included."""
-        return max(self._values)
+    def extremes_of_all(self) -> tuple[float, float]:
+        """The lowest and the highest, the latest values included."""
+        return min(self._values), max(self._values)
 
     @property
     def range(self) -> float:
@@ -138,6 +138,7 @@ class Loss:
     excess: float = 0.0  # of the last loss over the highest of the past, by the magnitude of that
     losses_lost: int = 0  # in a row, after which half of what was learned had been lost
     _firsts: tuple[float, ...] = ()
+    limit: float = math.inf  # above which a loss is far above the past
 
     def __init__(self) -> None:
         self.past, self.high = Past(), deque(maxlen=LATEST + 1)
@@ -177,11 +178,17 @@ class Loss:
         """Whether it is so far below zero that nothing seems to limit it: ten first losses."""
         return self.recent < 0 and self.recent < -10 * abs(self.first)
 
-    def add(self, step: int, loss: float) -> None:
-        """Add the finite loss of one step."""
+    def add(self, step: int, loss: float, *, judged: bool = True) -> None:
+        """Add the finite loss of one step.
+
+        Args:
+            step: Its number.
+            loss: The loss.
+            judged: Whether rules judge this step, so that they need to know if the loss is worse.
+        """
         self.latest.append(Logged(step, loss))
         recent = self.recent
-        if len(self.past) >= RECENT:
+        if judged and len(self.past) >= RECENT:
             usual, deviation = self.past.of_latest(LATEST)
             deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
             self.is_worse = recent > usual + _WORSE * deviation
@@ -206,7 +213,8 @@ class Loss:
         highest, span = self.past.highest, self.past.range
         self.excess = (loss - highest) / abs(highest) if highest else 0.0
         few = _FAR_OF_FEW * abs(highest) if len(self.past) < FEWEST else 0.0
-        return loss > highest + max(_FAR * span, few)
+        self.limit = highest + max(_FAR * span, few)
+        return loss > self.limit
 
 
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
@@ -223,6 +231,7 @@ class Norm:
 
     above: float = 0.0  # the highest of all, the latest included; 0 in the first steps
     far_above: float = 0.0  # the highest of the past
+    below: float = 0.0  # the lowest of all
     since_jump: int = NEVER  # steps since it first rose to five times the highest
     first: float = math.nan  # median of the first five norms
     _firsts: tuple[float, ...] = ()
@@ -236,10 +245,15 @@ class Norm:
         """Median norm of the past; 0 if there is none."""
         return 10**self._past.usual if len(self._past) else 0.0
 
-    def add(self, total: float) -> None:
-        """Add the finite norm of one step."""
-        self.since_jump += 1
-        self.above = self.far_above = 0.0
+    @property
+    def is_usual(self) -> bool:
+        """Whether the last one is within a factor of five of those before."""
+        return max(self.above, self.below) < FAR_ABOVE
+
+    def add(self, total: float, steps: int) -> None:
+        """Add the finite norm of one step, so many steps after the one before."""
+        self.since_jump += steps
+        self.above = self.far_above = self.below = 0.0
         if total == 0:
             return
         if len(self._firsts) < RECENT:
@@ -247,7 +261,8 @@ class Norm:
             self.first = median_high(self._firsts)
         level = math.log10(total)
         if len(self._past) >= RECENT:
-            self.above = level - self._past.highest_of_all
+            lowest, highest = self._past.extremes_of_all
+            self.above, self.below = level - highest, lowest - level
             self.far_above = level - self._past.highest
             if self.above >= FAR_ABOVE and self.since_jump > LATEST:
                 self.since_jump = 0
@@ -346,6 +361,7 @@ class Baseline:
     _of_groups: tuple[float, ...] = ()
     _groups: dict[str, list[int]]
     _wanted: int = 0
+    _step: int = 0  # the latest
 
     def __init__(self) -> None:
         self.loss, self.norm, self.layers = Loss(), Norm(), Layers()
@@ -353,15 +369,19 @@ class Baseline:
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
-        self.age += 1
-        self.since_rate_jump += 1
-        self.since_large_step += 1
+        steps = record.step - self._step if self.age >= 0 else 1
+        self.age, self._step = self.age + 1, record.step
+        self.since_rate_jump += steps
+        self.since_large_step += steps
         self._wanted -= record.full and self._wanted > 0
         self._add_rates(record)
+        for step, between in record.losses_between:
+            if math.isfinite(between):
+                self.loss.add(step, between, judged=False)
         if (loss := finite_loss(record)) is not None:
             self.loss.add(record.step, loss)
         if record.all_grads_finite:
-            self.norm.add(record.total_grad_norm)
+            self.norm.add(record.total_grad_norm, steps)
             self.layers.add(record)
             self._wanted = _FULL_STEPS if self.layers.are_unusual else self._wanted
         if record.update_ratios:
@@ -372,6 +392,12 @@ class Baseline:
         if record.weights and self.too_large is None:
             sized = _sizes_beside_he(record)
             self.too_large, self.began_small = _too_large(sized), _small(sized)
+
+    @property
+    def loss_limit(self) -> float | None:
+        """The limit of a usual loss, where all other figures are usual; else None."""
+        usual = self.norm.is_usual and not self.layers.are_unusual and not self.loss.high
+        return self.loss.limit if usual and not self.follows_rate_jump else None
 
     @property
     def wants_full(self) -> bool:

@@ -109,7 +109,8 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
             make, limits = _RULES[name], dict[str, Any](given)
             detectors.append(make(**{k: limits[k] for k in make.limits() if k in limits}))
             severities |= {name: given["severity"]} if "severity" in given else {}
-    return (Engine(detectors, severities=severities),)
+    own = any(isinstance(given, Detector) for given in config.values())
+    return (Engine(detectors, severities=severities, every_step=own),)
 
 
 def _check(name: str, settings: Settings | Detector | None) -> None:

@@ -138,10 +138,19 @@ class Detector(Rule):
             yield from self._tell(step, found)
 
     @property
+    def judges_losses(self) -> bool:
+        """Whether :meth:`find_in_loss` does anything."""
+        return type(self).find_in_loss is not Detector.find_in_loss
+
+    @property
+    def is_unconfirmed(self) -> bool:
+        """Whether a finding waits to be confirmed by more steps."""
+        return self._findings > 0 and self._findings < self._enough
+
+    @property
     def wants_full(self) -> bool:
         """Whether it asks for a full measurement."""
-        waits = self.on == "full" and 0 < self._findings < self._enough
-        return self.undecided or waits
+        return self.undecided or (self.on == "full" and self.is_unconfirmed)
 
     @property
     def _enough(self) -> float:

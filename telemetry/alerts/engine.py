@@ -34,6 +34,7 @@ class Engine(Rule):
     Args:
         detectors: Causes before consequences.
         severities: For some kinds of alerts, another severity than the detector's own.
+        every_step: Whether the detectors must judge every step, also where all figures are usual.
     """
 
     name = "default_rules"
@@ -45,9 +46,16 @@ class Engine(Rule):
     _next_ask: int = 0
 
     def __init__(
-        self, detectors: Sequence[Detector], *, severities: Mapping[str, Severity] | None = None
+        self,
+        detectors: Sequence[Detector],
+        *,
+        severities: Mapping[str, Severity] | None = None,
+        every_step: bool = False,
     ) -> None:
         self._detectors = {detector.kind: detector for detector in detectors}
+        self._of_light_steps = [detector for detector in detectors if detector.on != "full"]
+        self._of_losses = [detector for detector in detectors if detector.judges_losses]
+        self._every_step = every_step
         self._severities = dict(severities or {})
         self._base = Baseline()
         self._reported = {}
@@ -55,14 +63,20 @@ class Engine(Rule):
         self._allowance = _BURST
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        found = _found_by(d.on_loss(step, loss) for d in self._detectors.values())
+        found = _found_by(d.on_loss(step, loss) for d in self._of_losses)
         return self._told(*found)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._base.add(record)
-        found = _found_by(d.look(record, self._base) for d in self._detectors.values())
+        detectors = self._detectors.values() if record.full else self._of_light_steps
+        found = _found_by(d.look(record, self._base) for d in detectors)
         self._ask(record.step)
         return self._told(*found)
+
+    @property
+    def loss_limit(self) -> float | None:
+        waits = any(detector.is_unconfirmed for detector in self._of_light_steps)
+        return None if waits or self._every_step else self._base.loss_limit
 
     def _ask(self, step: int) -> None:
         """Begin to ask for several measurements, or go on with that."""

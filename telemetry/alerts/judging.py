@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -36,6 +37,12 @@ class Judge:
     def wants_full(self) -> bool:
         """Whether a rule asks for full measurements."""
         return any(rule.wants_full for rule in self._rules)
+
+    @property
+    def loss_limit(self) -> float | None:
+        """The lowest limit of the rules; None if one of them judges every step."""
+        limits = [limit for rule in self._rules if (limit := rule.loss_limit) is not None]
+        return min(limits, default=math.inf) if len(limits) == len(self._rules) else None
 
     def judge(self, record: StepRecord) -> Iterator[Alert]:
         """What the rules find in a step."""

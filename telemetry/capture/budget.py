@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from math import ceil
-from statistics import median
+from statistics import fmean, median
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
@@ -19,6 +20,10 @@ NORMS_SHARE = 0.75
 
 # After so many steps with norms it is decided anew at how many they are taken.
 DECISION_STEPS = 32
+MAX_NORMS_EVERY = 100
+
+Work: TypeAlias = Literal["full", "norms", "logged"]
+"""What the background thread processes: a full step, another step, a logged scalar."""
 
 
 class Budget:
@@ -30,9 +35,11 @@ class Budget:
     :data:`NORMS_SHARE` of what they earn, at every k-th.
 
     On the CPU, telemetry's time is the CPU time that the training thread spends inside of ``with``
-    blocks of this, which may be nested. A CUDA device only queues work: there an event is recorded
-    at the end of each step, and a measurement costs what its step takes longer than others usually
-    do. A step is entered once the device has reached it, which nobody waits for.
+    blocks of this, which may be nested, and that of the background thread, with which it shares the
+    interpreter lock. What the user logs cannot be stretched: its time only leaves less for norms. A
+    CUDA device only queues work: there an event is recorded at the end of each step, and a
+    measurement costs what its step takes longer than others usually do. A step is entered once the
+    device has reached it, which nobody waits for.
 
     Args:
         max_overhead: The share, above 0 and at most 1.
@@ -44,8 +51,8 @@ class Budget:
             raise TypeError(f"HookLogger(max_overhead={max_overhead!r}): must be a number")
         if not 0 < max_overhead <= 1:
             raise ValueError(
-                f"HookLogger(max_overhead={max_overhead}): must be above 0 and at most 1; "
-                "0.01 is one percent"
+                f"HookLogger(max_overhead={max_overhead}): must be above 0 and at most 1; 0.01 is "
+                "one percent, math.inf is no limit"
             )
         # Called with curves and the number of each step that was measured in full, when its cost is
         # known.
@@ -57,6 +64,12 @@ class Budget:
         self._full_s: deque[float] = deque(maxlen=5)  # of the last full measurements
         self._bare_steps_s: deque[float] = deque(maxlen=DECISION_STEPS)
         self._norms_s: list[float] = []
+        # Written by the background thread; how much of it is in the account.
+        self._worker_s = dict[Work, float].fromkeys(get_args(Work), 0.0)
+        self._worker_costs_s = {
+            work: deque[float](maxlen=DECISION_STEPS) for work in get_args(Work)
+        }
+        self._entered_s = self._logged_s = 0.0
         self._told: set[str] = set()
         self._thread, self._nesting = threading.get_ident(), 0
         self._begin_s = self._inside_s = 0.0
@@ -69,7 +82,7 @@ class Budget:
         """Whether the next step, if it is wanted in ``full``, can be; whether its norms can."""
         if full and (self._last_full is not None or self._queued):
             unsettled = any(queued_full for _, queued_full, *_ in self._queued)
-            cost_s = median(self._full_s or [0.0])
+            cost_s = median(self._full_s or [0.0]) + self._mean_worker_s("full")
             full = not unsettled and self._own_s + cost_s <= self._share * self._bare_s
             if not full and not unsettled:
                 self._tell(
@@ -78,6 +91,15 @@ class Budget:
                     "every_n_steps",
                 )
         return full, full or step % self._norms_every == 0
+
+    def worker_took(self, work: Work, seconds: float) -> None:
+        """Add CPU time of the background thread, which calls this, for one step or scalar."""
+        self._worker_s[work] += seconds
+        self._worker_costs_s[work].append(seconds)
+
+    def logged(self, seconds: float) -> None:
+        """Add CPU time of the training thread that logging scalars took."""
+        self._logged_s += seconds
 
     def restart(self) -> None:
         """The next step begins now: what came before belongs to none."""
@@ -95,6 +117,9 @@ class Budget:
             # The first step after a start began somewhere before it; what it cost is known.
             step_s = own_s if self._last_s is None else now - self._last_s
             self._last_s = now
+            in_background_s = self._worker_s["full"] + self._worker_s["norms"]
+            self._own_s += in_background_s - self._entered_s
+            self._entered_s = in_background_s
             self._enter(step, full, norms, step_s, own_s)
             return
         event = torch.cuda.Event(enable_timing=True)
@@ -117,14 +142,19 @@ class Budget:
             self._last_full = step
             curves = {"every_n_steps": distance, "norms_every_n_steps": self._norms_every}
             # In the beginning the time of bare training is unknown.
-            overhead = {"overhead": self._own_s / self._bare_s} if self._bare_s > 0 else {}
+            all_s = self._own_s + self._logged_s + self._worker_s["logged"]
+            overhead = {"overhead": all_s / self._bare_s} if self._bare_s > 0 else {}
             self.entered({f"telemetry/{k}": float(v) for k, v in (curves | overhead).items()}, step)
             return
         self._bare_steps_s.append(bare_s)
         self._norms_s += [own_s] * norms
         if len(self._norms_s) == DECISION_STEPS:
-            share = median(self._norms_s) / max(self._usual_step_s(), 1e-9)
-            self._norms_every = max(ceil(share / (NORMS_SHARE * self._share)), 1)
+            step_s = max(self._usual_step_s(), 1e-9)
+            share = (median(self._norms_s) + self._mean_worker_s("norms")) / step_s
+            logged_s = self._logged_s + self._worker_s["logged"]
+            allowed = NORMS_SHARE * self._share - logged_s / max(self._bare_s, 1e-9)
+            every = ceil(share / allowed) if allowed > 0 else MAX_NORMS_EVERY
+            self._norms_every = min(max(every, 1), MAX_NORMS_EVERY)
             self._norms_s.clear()
             if self._norms_every > 1:
                 self._tell(
@@ -132,6 +162,9 @@ class Budget:
                     f"take {share:.2%} of the time of training",
                     "norms_every_n_steps",
                 )
+
+    def _mean_worker_s(self, work: Work) -> float:
+        return fmean([*self._worker_costs_s[work]] or [0.0])
 
     def _usual_step_s(self, otherwise: float = 0.0) -> float:
         return median(self._bare_steps_s or [otherwise])

@@ -145,6 +145,7 @@ class Capture:
 
     Args:
         is_full: Whether a step is measured in full; asked in their order.
+        have_norms: Whether the gradient norms of another step are taken; asked when they are there.
         deliver: Called on the training thread with each finished step; must not wait.
         safe_point: Called between steps; may raise into the training loop.
         primary: Whose steps count; None: see :class:`Optimizers`.
@@ -171,6 +172,7 @@ class Capture:
         *,
         selection: Selection,
         is_full: Callable[[int], bool],
+        have_norms: Callable[[int], bool] = lambda step: True,
         content: Content,
         deliver: Callable[[CapturedStep | LightStep], None],
         safe_point: Callable[[], None],
@@ -202,9 +204,11 @@ class Capture:
         self._phase: Step | None = None
         self._light = LightReader(self.table)
         self._is_full = is_full
+        self._have_norms = have_norms
         self._deliver = deliver
         self._delivered = False
         self._budget = budget
+        self._device = torch.device("cpu")  # of the parameters at the last full step
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
 
     @property
@@ -369,6 +373,7 @@ class Capture:
         step = self.in_progress
         if step.full or not self._light.reads(optimizer):
             return False
+        step.norms &= self._have_norms(step.number)
         if not step.norms:
             step.light = True
         elif not step.light:
@@ -386,8 +391,10 @@ class Capture:
         self._note_mode()
         if not self._light.reads(optimizer):
             self._light.stop()
-        if self.in_progress.norms:
-            self.in_progress.before_step(optimizer)
+        step = self.in_progress
+        step.norms &= step.full or self._have_norms(step.number)
+        if step.norms:
+            step.before_step(optimizer)
 
     def after_light_step(self, optimizer: Optimizer) -> bool:
         """The parameters have changed; whether that was such a step, which is over now."""
@@ -395,7 +402,7 @@ class Capture:
         if not step.light or not self._light.reads(optimizer):
             return False
         full = self._is_full(step.number + 1)
-        self._hand_over_light()
+        self._end_light_step()
         self._begin(step.number + 1, full)
         return True
 
@@ -412,8 +419,10 @@ class Capture:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
         self.by_hand = True
         self._note_mode()
-        if self.in_progress.norms:
-            self.in_progress.step_by_hand()
+        step = self.in_progress
+        step.norms &= step.full or self._have_norms(step.number)
+        if step.norms:
+            step.step_by_hand()
         self.step_completed()
 
     def _note_mode(self) -> None:
@@ -471,12 +480,13 @@ class Capture:
         self._delivered = True
 
     @guarded("to hand over a step", reads=False)
-    def _hand_over_light(self) -> None:
+    def _end_light_step(self) -> None:
         step = self.in_progress
         if step.norms:
             self._deliver(self._light.completed(step.number))
             self._delivered = True
-        self._end(step)
+        if self._budget is not None:
+            self._budget.step_ended(step.number, full=False, norms=step.norms, device=self._device)
 
     @guarded("to end a step", reads=False)
     def _end(self, step: Step) -> None:
@@ -484,8 +494,10 @@ class Capture:
             with undisturbed():
                 self.modules.tell_unseen(step)
         self.modules.stop()
-        model = self.model()
-        if self._budget is not None and model is not None:
-            with undisturbed():
-                device = next(model.parameters()).device
-            self._budget.step_ended(step.number, full=step.full, norms=step.norms, device=device)
+        if self._budget is not None:
+            if step.full and (model := self.model()) is not None:
+                with undisturbed():
+                    self._device = next(model.parameters()).device
+            self._budget.step_ended(
+                step.number, full=step.full, norms=step.norms, device=self._device
+            )

@@ -1,5 +1,6 @@
 """From the training thread to rules and files: the queue, and what is done with each step."""
 
+from telemetry.pipeline.light_steps import LightSteps
 from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import CLOSE_TIMEOUT_S, Pipeline
 from telemetry.pipeline.schedule import FullSteps, Schedule, every
@@ -8,6 +9,7 @@ __all__ = [
     "CLOSE_TIMEOUT_S",
     "FullSteps",
     "Item",
+    "LightSteps",
     "LoggedScalars",
     "Pipeline",
     "Processor",

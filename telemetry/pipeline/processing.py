@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from telemetry.alert import Alert
 from telemetry.alerts.judging import Judge
-from telemetry.capture import CapturedStep, LightStep
+from telemetry.capture import Budget, CapturedStep, LightStep
+from telemetry.capture.budget import Work
 from telemetry.events import summaries
 from telemetry.events.sink import Sink
 from telemetry.failures import Failures
+from telemetry.pipeline.light_steps import LightSteps
 from telemetry.pipeline.schedule import FullSteps
 from telemetry.ranks.exchange import Exchange
 from telemetry.ranks.merging import MergedStep
@@ -23,6 +25,7 @@ from telemetry.records import Layout, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.shared.plain_text import printable, printable_lines
+from telemetry.shared.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.board import Board, needed_in_every_file
 
@@ -33,8 +36,7 @@ VALUES_AT_ONCE = 500
 _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LoggedScalars:
+class LoggedScalars(NamedTuple):
     """What the user logged at one step; tensors perhaps still on their way to the host."""
 
     step: int
@@ -79,6 +81,8 @@ class Processor:
         full_steps: Is told of each step whether a rule wants a full measurement.
         failures: Where failures are reported.
         loss: Which of what the user logs is the loss.
+        budget: Counts the time of this thread.
+        light_steps: Selects the steps at which norms are taken.
 
     Attributes:
         ranks: The exchange with the other ranks, through which each step passes.
@@ -95,6 +99,8 @@ class Processor:
         full_steps: FullSteps,
         failures: Failures,
         loss: LossChoice,
+        budget: Budget | None = None,
+        light_steps: LightSteps | None = None,
     ) -> None:
         self.ranks = Exchange()
         self._loss = loss
@@ -109,9 +115,19 @@ class Processor:
         self._full_steps = full_steps
         self._scalars: dict[int, dict[str, float]] = {}
         self._layout: Layout | None = None
+        self._light_steps = light_steps or LightSteps()
+        self._budget = budget
 
     def process(self, item: Item) -> None:
         """Judge and write what the training thread handed over."""
+        began_s = time.thread_time()
+        try:
+            self._process(item)
+        finally:
+            if self._budget is not None:
+                self._budget.worker_took(_kind_of_work(item), time.thread_time() - began_s)
+
+    def _process(self, item: Item) -> None:
         if isinstance(item, ReadyValues):
             repeat = needed_in_every_file(item.values)
             self._write(item.values, item.step, item.wall_time, repeat=repeat)
@@ -123,11 +139,21 @@ class Processor:
         elif isinstance(item, MergedStep):
             self._record_merged(item)
         else:
-            record = item.record(self._scalars.get(item.step, {}), self._loss.tag)
-            if not record.phase:
-                self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
-            if (due := self.ranks.send(record, item)) is not None:
-                self._record(due)
+            self._add_step(item)
+
+    def _add_step(self, item: CapturedStep | LightStep) -> None:
+        """Record a step here, or send it to the first rank."""
+        began_s, tag = time.thread_time(), self._loss.tag
+        record = item.record(self._scalars.get(item.step, {}), tag)
+        if not record.phase:
+            before = {s: v[tag] for s, v in self._scalars.items() if s < record.step and tag in v}
+            record = replace(record, losses_between=tuple(before.items())) if before else record
+            self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
+        if (due := self.ranks.send(record, item)) is not None:
+            self._record(due)
+            if not (record.full or record.phase):
+                cost_s = time.thread_time() - began_s
+                self._light_steps.add(record.step, record.wall_time, cost_s)
 
     def pending_s(self) -> float | None:
         """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
@@ -185,6 +211,7 @@ class Processor:
         }
         self._scalars.setdefault(item.step, {}).update(values)
         self._loss.see(item.step, values)
+        self._light_steps.see_logged(item.step, values)
         self._record_logged(item.step, item.wall_time, self.ranks.logged(values))
 
     def _record_logged(self, step: int, wall_time: float, values: dict[str, float]) -> None:
@@ -240,6 +267,7 @@ class Processor:
             try:
                 self._report(self._judge.judge(record), record.wall_time)
             finally:
+                self._select_later_steps(record.step)
                 if self._judge.wants_full and not self.ranks.request_full(record.step):
                     self._full_steps.want()
         record = record.recorded()
@@ -255,6 +283,17 @@ class Processor:
             self._write(some, step, wall_time, droppable=not is_needed, repeat=repeat)
         if not record.phase:
             self._tell_loss(record.step)
+        if record.full and self._light_steps.every > 1:
+            every = summaries.scalar(f"{RUN}telemetry/norms_every_n_steps", self._light_steps.every)
+            self._write([every], record.step, record.wall_time, droppable=True)
+
+    def _select_later_steps(self, step: int) -> None:
+        """Have norms taken at each of the next steps, if a rule needs them."""
+        limit, self._light_steps.loss_tag = self._judge.loss_limit, self._loss.tag
+        if limit is None:
+            self._light_steps.expect_more(step)
+        else:
+            self._light_steps.loss_limit = limit
 
     def _report(self, alerts: Iterable[Alert], wall_time: float) -> None:
         for alert in alerts:
@@ -270,6 +309,12 @@ class Processor:
             self._write(self._board.alert_values(alert), alert.step, wall_time, flush=True)
         with self._failures.contained("to call on_alert"):
             self._on_alert(alert, wall_time)
+
+
+def _kind_of_work(item: Item) -> Work:
+    if isinstance(item, CapturedStep) and item.full:
+        return "full"
+    return "norms" if isinstance(item, CapturedStep | LightStep) else "logged"
 
 
 def _with_code(alert: Alert, layout: Layout | None) -> Alert:

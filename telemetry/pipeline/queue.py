@@ -90,10 +90,12 @@ class Pipeline:
         if several or (isinstance(step, CapturedStep) and step.is_urgent):
             self._bell.put(None)
 
-    def submit_logged(self, item: LoggedScalars | ReadyValues) -> None:
-        """Queue what the user logged."""
+    def submit_logged(self, item: LoggedScalars | ReadyValues, *, at_once: bool = False) -> None:
+        """Queue what the user logged; ``at_once``: have it processed without waiting for more."""
         if not self._closed and os.getpid() == self._pid:
             self._items.put(item)
+            if at_once:
+                self._bell.put(None)
 
     def ignore_all(self) -> None:
         """Take nothing from now on: another process does it."""

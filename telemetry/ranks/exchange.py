@@ -40,10 +40,12 @@ class Exchange:
 
     Attributes:
         observer: Tells the capture what this rank measures; None: everything.
+        alone: Whether no other rank takes part, so that this process may skip steps.
         records: Whether this process records steps, so that its rules judge them.
     """
 
     observer: RankObserver | None = None
+    alone = True
     records = True
 
     def __init__(self) -> None:
@@ -96,6 +98,8 @@ class RankExchange(Exchange):
         put: Queues a merged step, on rank 0.
         ask: Has this rank measure a step in full.
     """
+
+    alone = False
 
     def __init__(
         self,

@@ -176,6 +176,8 @@ class StepRecord:
             first stepped.
         scalars: What the user logged for this step, by name.
         loss_tag: Which of them is the loss; None: see :func:`telemetry.records.loss.loss_among`.
+        losses_between: Step and value of each loss that was logged since the record before this
+            one, of steps that have no record.
         loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
         skipped_steps: Steps that a ``GradScaler`` has skipped so far.
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
@@ -226,6 +228,7 @@ class StepRecord:
     learning_rates: tuple[float, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
     loss_tag: str | None = None
+    losses_between: tuple[tuple[int, float], ...] = ()
     loss_scale: float | None = None
     skipped_steps: int = 0
     skipped: bool = False

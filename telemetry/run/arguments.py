@@ -174,7 +174,7 @@ def scalars_of(
     Raises:
         TypeError: ``scalars`` is not a mapping, or there are more positional arguments.
     """
-    if more or not isinstance(scalars, Mapping | None):
+    if more or not (scalars is None or isinstance(scalars, Mapping)):
         given = ", ".join(map(reprlib.repr, (scalars, *more)))
         raise TypeError(
             f"HookLogger.log({given}): must be numbers by tag, such as log(loss=0.5) or "
@@ -209,6 +209,8 @@ def _scalar(name: str, value: object) -> float | HostCopy:
             )
         if value.is_complex() or value.is_meta:
             raise TypeError(f"HookLogger.log({name}={value!r}): must be a real number")
+        if type(value) in (Tensor, nn.Parameter) and value.is_cpu:
+            return float(value.item())
         return HostCopy(value.detach().reshape(()))
     try:
         if isinstance(value, str | bytes | bytearray):  # float("1") is 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from telemetry.failures import Failures
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
     FullSteps,
+    LightSteps,
     LoggedScalars,
     Pipeline,
     Processor,
@@ -90,11 +92,13 @@ class HookLogger:
             what waits here is written first; what comes after a close is in a new file.
         every_n_steps: Measure in full at steps 0, N, 2N, ...
         max_overhead: Share of the training time that the logger may take, such as 0.01: CPU time of
-            the training thread, or on a CUDA device the time by which measured steps take longer.
-            Full measurements become less frequent; gradient norms, too, where they alone take
-            about that. The curves ``telemetry/overhead``, ``telemetry/every_n_steps`` and
-            ``telemetry/norms_every_n_steps`` show the result. Each rank decides for itself. None:
-            no limit.
+            the training and the background thread, or on a CUDA device the time by which measured
+            steps take longer. Full measurements become less frequent; gradient norms, too, where
+            they alone take about that. The curves ``telemetry/overhead``,
+            ``telemetry/every_n_steps`` and ``telemetry/norms_every_n_steps`` show the result. Each
+            rank decides for itself. None: full measurements are made as scheduled, and gradient
+            norms at every step, or where that takes more than 3 % of the time, at one usual step in
+            up to 16. ``math.inf``: at every step, whatever it costs.
         optimizer: The optimizer whose steps count; default: the first torch optimizer that steps
             parameters of this model.
         modules: Watched modules: a glob over ``named_modules()``, a class, a
@@ -171,10 +175,10 @@ class HookLogger:
             self._log_dir = log_dir_of(writer, written=False)
             self._first_step = first_step if isinstance(first_step, int) else 0
             return
-        budget: Budget | None = None
-        if max_overhead is not None:
-            budget = Budget(max_overhead=max_overhead, every_n_steps=every_n_steps)
-            budget.entered = self._log_costs
+        self._budget: Budget | None = None
+        if max_overhead not in (None, math.inf):
+            self._budget = Budget(max_overhead=max_overhead, every_n_steps=every_n_steps)
+            self._budget.entered = self._log_costs
         selection = Selection.parse(modules, exclude)
         optimizer = check_parts(model, selection, optimizer)
         content = Content(
@@ -212,6 +216,7 @@ class HookLogger:
         resumed = self._files.first_step > 0
         self._later_steps = LaterSteps(self.log_dir, self._failures, expected=resumed)
         session_id = self._files.session_id
+        self._light_steps = LightSteps(limited=max_overhead is None)
         self._board = Board(pictures=images, session_id=session_id, bulk=bulk, loss=loss)
         self._processor = Processor(
             board=self._board,
@@ -222,19 +227,22 @@ class HookLogger:
             full_steps=self._full_steps,
             failures=self._failures,
             loss=LossChoice(loss),
+            budget=self._budget,
+            light_steps=self._light_steps,
         )
         self._pipeline = Pipeline(self._processor, self._failures)
         self._capture = Capture(
             model,
             selection=selection,
             is_full=self._full_steps,
+            have_norms=self._light_steps.have_norms,
             content=content,
             deliver=self._pipeline.submit,
             safe_point=self._step_ended,
             primary=optimizer,
             failures=self._failures,
             first_step=self._files.first_step,
-            budget=budget,
+            budget=self._budget,
             sample=fixed,
             find_ranks=self._find_ranks,
         )
@@ -331,8 +339,11 @@ class HookLogger:
             message = "HookLogger.log() after close() writes nothing; call it earlier"
             self._failures.log_once(message)
             return
+        began_s = time.thread_time()
         values, refused = scalars_of(scalars, more, named)
         self._log(values, self.current_step)
+        if self._budget is not None:
+            self._budget.logged(time.thread_time() - began_s)
         if refused:
             raise refused[0]
         if not self._role.merges:
@@ -493,7 +504,8 @@ class HookLogger:
     # --- what is logged ------------------------------------------------------------------------
 
     def _log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
-        self._pipeline.submit_logged(LoggedScalars(step=step, wall_time=time.time(), values=values))
+        item = LoggedScalars(step=step, wall_time=time.time(), values=values)
+        self._pipeline.submit_logged(item, at_once=self._light_steps.see_logged(step, values))
 
     def _log_costs(self, curves: Mapping[str, float], step: int) -> None:
         self._log({RUN + name: value for name, value in curves.items()}, step)

@@ -104,7 +104,10 @@ class Board:
     def end_values(self, exception: BaseException | None) -> tuple[int, Sequence[bytes]]:
         """The values to write when the logger is closed, and the step of their event."""
         value = self.page.end_value(exception)
-        return self.page.last_step, () if value is None else (value, self._alert_curve())
+        if value is None:
+            return self.page.last_step, ()
+        pictures = () if self._picture is None else self._picture.last_values()
+        return self.page.last_step, (value, self._alert_curve(), *pictures)
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """A line that says which layers are others than at the step before, if any are."""

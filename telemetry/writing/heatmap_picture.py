@@ -16,14 +16,17 @@ from telemetry.writing.bulk import Bulk
 TAG = f"{IMAGES}telemetry_heatmap"
 _MAX_COLUMNS = 512
 _MAX_ROWS = 512
+_FIRST = 8  # full steps
 _GROWTH = 1.25
+_PAUSE_S = 10.0
 
 
 class HeatmapPicture:
     """Collects the gradient norms of full steps and draws them from time to time.
 
-    It draws whenever the number of steps has grown by a quarter, so drawing costs little however
-    long the run is. TensorBoard always keeps the last picture.
+    It draws when the number of steps has grown by a quarter and ten seconds have passed, so drawing
+    costs little however long and fast the run is, and once more at the end. TensorBoard always
+    keeps the last picture.
     """
 
     def __init__(self, bulk: Bulk | None = None) -> None:
@@ -36,7 +39,8 @@ class HeatmapPicture:
         self._columns: list[NDArray[np.float64]] = []
         self._stride = 1  # full steps per column
         self._taken = 0
-        self._next_picture = 8.0
+        self._next_picture = float(_FIRST)
+        self._drawn, self._drawn_at_s = 0, 0.0  # full steps in the last picture, and its time
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """Adds a record; yields a picture if one is due."""
@@ -46,8 +50,13 @@ class HeatmapPicture:
             self._begin()
             self._layout = record.layout
         self._add(record)
-        if self._taken >= self._next_picture:
-            self._next_picture = self._taken * _GROWTH
+        if self._taken >= self._next_picture and record.wall_time > self._drawn_at_s + _PAUSE_S:
+            self._next_picture, self._drawn_at_s = self._taken * _GROWTH, record.wall_time
+            yield self._picture()
+
+    def last_values(self) -> Iterator[bytes]:
+        """A picture of all steps so far, unless the last one shows them or they are few."""
+        if self._taken > self._drawn and self._taken >= _FIRST:
             yield self._picture()
 
     def _add(self, record: StepRecord) -> None:
@@ -66,6 +75,7 @@ class HeatmapPicture:
 
     def _picture(self) -> bytes:
         assert self._layout is not None
+        self._drawn = self._taken
         matrix = np.stack(self._columns, axis=1)
         starts = np.arange(0, len(matrix), -(-len(matrix) // _MAX_ROWS))
         names = [

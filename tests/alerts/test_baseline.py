@@ -47,7 +47,7 @@ def loss_after(losses: Iterable[float]) -> Loss:
 def norm_after(norms: Iterable[float]) -> Norm:
     trend = Norm()
     for norm in norms:
-        trend.add(norm)
+        trend.add(norm, steps=1)
     return trend
 
 
@@ -150,7 +150,7 @@ def test_the_latest_values_are_no_past(values: list[float]) -> None:
     kept = values[-LENGTH - LATEST :]
     old = kept[: len(kept) - min(LATEST, len(kept) // 2)]
     assert past.values == old
-    assert past.highest_of_all == max(kept)
+    assert past.extremes_of_all[1] == max(kept)
     usual, deviation = past.of_latest(len(old))
     assert usual == past.usual == sorted(old)[len(old) // 2]
     off = sorted(abs(value - usual) for value in old)
@@ -164,9 +164,9 @@ def test_unusual_values_are_no_past_until_they_have_lasted(count: int) -> None:
         past.add(value)
     for _ in range(count):
         past.add(9.0, unusual=True)
-    assert past.highest_of_all == 1.0
+    assert past.extremes_of_all[1] == 1.0
     past.add(9.0, unusual=True)
-    assert past.highest_of_all == (9.0 if count == LATEST else 1.0)
+    assert past.extremes_of_all[1] == (9.0 if count == LATEST else 1.0)
 
 
 def layers_after(rows: Iterable[Iterable[float]]) -> Layers:

@@ -35,10 +35,25 @@ def test_a_matrix_without_any_number_can_be_drawn() -> None:
 
 
 def test_pictures_come_less_and_less_often() -> None:
-    picture = HeatmapPicture()
-    drawn = [s for s in range(1500) if list(picture.values_of(full_record(s)))]
+    picture, minute = HeatmapPicture(), 60.0
+    records = (full_record(step, wall_time=minute * (step + 1)) for step in range(1500))
+    drawn = [record.step for record in records if list(picture.values_of(record))]
     assert drawn[:5] == [7, 9, 12, 16, 21]
     assert len(drawn) < 30
+
+
+def test_fast_runs_have_one_in_ten_seconds_and_one_of_all_steps_at_the_end() -> None:
+    picture = HeatmapPicture()
+    records = (full_record(step, wall_time=1000 + step / 10) for step in range(300))
+    assert [record.step for record in records if list(picture.values_of(record))] == [7, 108, 209]
+    assert list(picture.last_values())
+    assert not list(picture.last_values())
+
+
+def test_a_run_of_few_full_steps_has_no_picture() -> None:
+    picture = HeatmapPicture()
+    list(picture.values_of(full_record(0)))
+    assert not list(picture.last_values())
 
 
 def test_long_runs_are_put_together_by_the_largest() -> None:

@@ -1,0 +1,86 @@
+"""Selects the steps at which gradient norms are taken, where steps are very fast."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+log = logging.getLogger("telemetry")
+
+SHARE = 0.025  # of the time of training; the training thread takes a fifth as much again
+
+# All chosen manually, in steps.
+FIRST_STEPS = 256  # norms are taken at each of them: what is usual is not known before
+MAX_EVERY = 16
+DENSE_STEPS = 64  # after an unusual one: rules may need several to confirm what they find
+
+
+class LightSteps:
+    """Has norms taken at one step in ``every``, so that they and the rules take 3 % of the time.
+
+    Full steps are not affected. After an unusual step, norms are taken at each of the next 64. A
+    loss is compared with its limit when it is logged; so if it is logged before the optimizer's
+    step, the norms of that step are taken, too.
+
+    The training thread asks; the background thread decides.
+
+    Args:
+        limited: Whether this limit holds; if not, norms are taken at every step.
+
+    Attributes:
+        every: 1 for steps of more than some milliseconds.
+        loss_tag: Tag of the loss; None: unknown so far.
+        loss_limit: A loss above it is unusual.
+    """
+
+    def __init__(self, *, limited: bool = True) -> None:
+        self.every = 1
+        self.loss_tag: str | None = None
+        self.loss_limit = math.inf
+        self._limited = limited
+        self._dense_until = -1
+        self._costs_s: deque[float] = deque(maxlen=DENSE_STEPS)
+        self._steps_s: deque[float] = deque(maxlen=DENSE_STEPS)
+        self._last: tuple[int, float] | None = None  # number and time of the last step
+        self._undecided = FIRST_STEPS  # steps with norms until the next decision
+
+    def have_norms(self, step: int) -> bool:
+        """Whether the gradient norms of this step are taken."""
+        return step % self.every == 0 or step <= self._dense_until
+
+    def see_logged(self, step: int, values: Mapping[str, object]) -> bool:
+        """Compare the loss, if it is among these values and on the host; whether it is unusual."""
+        loss = values.get(self.loss_tag) if self.loss_tag is not None else None
+        if not isinstance(loss, float) or loss <= self.loss_limit:  # NaN is not
+            return False
+        self.expect_more(step)
+        return True
+
+    def expect_more(self, step: int) -> None:
+        """Take norms at each of the next 64 steps: this one is unusual."""
+        self._dense_until = step + DENSE_STEPS
+
+    def add(self, step: int, wall_time: float, cost_s: float) -> None:
+        """Add the CPU time that judging and writing one step took; sometimes decide anew."""
+        if self._last is not None and step > self._last[0]:
+            self._steps_s.append((wall_time - self._last[1]) / (step - self._last[0]))
+        self._last = step, wall_time
+        self._costs_s.append(cost_s)
+        self._undecided -= 1
+        if self._undecided > 0 or not self._limited or not self._steps_s:
+            return
+        self._undecided = DENSE_STEPS
+        step_s = max(median(self._steps_s), 1e-6)
+        every = min(math.ceil(median(self._costs_s) / (SHARE * step_s)), MAX_EVERY)
+        if every > 1 and self.every == 1:
+            log.info(
+                "telemetry: steps take %.2g ms, so gradient norms are taken at one in %d, to stay "
+                "within 3 %% of the time; max_overhead=math.inf takes them at each step; see the "
+                "curve telemetry/norms_every_n_steps",
+                step_s * 1e3,
+                every,
+            )
+        self.every = max(every, 1)
