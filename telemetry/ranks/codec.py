@@ -73,11 +73,8 @@ class _Arrays:
         kind = next((kind for kind in kinds if _name(kind) == name), None)
         if kind is None or any(type(size) is not int or size < 0 for size in shape):
             raise ValueError("an array has another type or shape")
-        count, begin = math.prod(shape), self.at
-        self.at += count * kind.itemsize
-        if self.at > len(self._data):
-            raise ValueError("an array is cut off")
-        array: Array = np.frombuffer(self._data, kind, count, begin).reshape(shape)
+        array: Array = np.frombuffer(self._data, kind, math.prod(shape), self.at).reshape(shape)
+        self.at += array.nbytes
         # A small array must not keep all bytes in memory; a large one is not copied.
         return array.astype(dtype, copy=4 * array.nbytes < len(self._data))
 

@@ -37,6 +37,7 @@ ON_TWO = [
     "sequence",
     "pipeline",
     "experts",
+    "fsdp1",
     "ddp, tampered",
     "ddp, poisoned",
 ]
@@ -44,7 +45,7 @@ ON_FOUR = ["hsdp", "fsdp tp", "ddp tp", "fsdp", "experts", "hsdp, tampered"]
 UNCLIPPED = ["tp", "pipeline", "ddp tp", "ddp tp inside"]
 CLIPPED = ["ddp", "fsdp", "sequence", "hsdp", "fsdp tp"]  # after gradients were reduced
 WAYS = [(2, name) for name in ON_TWO] + [(4, name) for name in ON_FOUR]
-HEALTHY = [way for way in WAYS if "," not in way[1]]
+HEALTHY = [way for way in WAYS if "," not in way[1] and way[1] != "fsdp1"]
 OUTPUT_GRADS = {"tp": 1, "sequence": 1, "fsdp tp": 2, "ddp tp": 2, "pipeline": 2}
 OUTPUT_GRADS["ddp tp inside"] = 2
 """How many times as large outputs' gradients are, if not as many times as there are ranks: each is
@@ -270,3 +271,10 @@ def test_a_rank_that_is_missing_is_said_to_be(trained: Trained) -> None:
     assert record.ranks is not None
     assert record.ranks.missing == (3,)
     assert record.ranks.size == 4
+
+
+def test_flat_parameters_are_compared_with_nobodys(trained: Trained) -> None:
+    """Shards of FullyShardedDataParallel that begin alike, such as biases, are no copies."""
+    for part in parts_of(trained, 2, "fsdp1", 0):
+        assert part.parameters is not None
+        assert part.parameters.checks is None

@@ -55,7 +55,7 @@ def on_a_loop(test: Callable[[], Coroutine[None, None, None]]) -> None:
     def run() -> None:
         loop = asyncio.SelectorEventLoop()
         try:
-            loop.run_until_complete(test())
+            loop.run_until_complete(asyncio.wait_for(test(), 60))
         finally:
             for task in asyncio.all_tasks(loop):
                 task.cancel()
