@@ -1,19 +1,14 @@
 """Barrier at which all ranks raise an alert at the end of the same optimizer step.
 
-If one rank raised alone, the others would block in their next collective. And no rank knows the
-step of another: collectives hold ranks within a step of each other, but on a GPU the Python code
-runs ahead of them. So rank 0 announces the alert. From then on, no training thread passes the end
-of its current step, and each rank's background thread answers at once with the number of that step:
-the training thread may be in a collective that needs a rank which already waits. When every live
-rank has answered, rank 0 announces the largest of these numbers. All continue to the end of that
-step, and raise there.
-
-No rank has passed that step before it knows the number, because each one promised to stop no later.
-And each one gets there, because the others continue, too, and take part in its collectives.
+If one rank raised alone, the others would block in their next collective. So rank 0 announces the
+alert. From then on, no training thread passes the end of its current step, and each rank's
+background thread answers with the number of that step: at once, because the training thread may be
+in a collective that needs a rank which already waits. When every live rank has answered, rank 0
+announces the largest number. All continue to the end of that step, and raise there: none has passed
+it, because each one promised to stop no later.
 
 After ten seconds rank 0 decides without the ranks that have not answered; one that returns raises
-at once. If rank 0 itself goes, waiting ranks continue after thirty seconds, and log it. Steps
-without an alert to raise cost the check of one attribute.
+at once. If rank 0 itself goes, waiting ranks continue after thirty seconds, and log it.
 """
 
 from __future__ import annotations

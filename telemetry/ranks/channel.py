@@ -106,7 +106,7 @@ class Channel:
         self._asked_at = math.inf  # to raise
         self._answers: dict[int, int] = {}
         self._pid = os.getpid()
-        self._closing = False
+        self._closing = asyncio.Event()
         self._close_at = math.inf
         self.barrier = Barrier(first_step)
         self._rendezvous = Rendezvous(hashlib.sha256(name.encode()).hexdigest()[:16])
@@ -141,7 +141,7 @@ class Channel:
         if not self.is_in_own_process:
             return
         self._close_at = min(self._close_at, time.monotonic() + timeout_s)
-        self._submit(self._close)
+        self._submit(self._closing.set)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s + _LAST_S)
 
@@ -164,7 +164,7 @@ class Channel:
 
     async def _live(self) -> None:
         connecting = asyncio.create_task(self._connect())
-        while not self._closing:
+        while not self._closing.is_set():
             await self._turn()
         await self._end(connecting)
         rest = asyncio.all_tasks() - {asyncio.current_task()}
@@ -189,13 +189,10 @@ class Channel:
             callback()
         self._woken.set()
 
-    def _close(self) -> None:
-        self._closing = True
-
     async def _turn(self, *, hurry: bool = False) -> None:
         """Send or merge what there is, after a moment in which more may come."""
         await is_set_within(0 if hurry else IDLE_S, self._woken)
-        await asyncio.sleep(0 if self._closing else TURN_S)
+        await asyncio.sleep(0 if self._closing.is_set() else TURN_S)
         self._woken.clear()
         with self._failures.contained("to exchange records with other ranks"):
             turned_at, self._turned_at = self._turned_at, time.monotonic()

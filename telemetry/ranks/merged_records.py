@@ -159,8 +159,12 @@ def _record_of(
             of_all = (columns["moved"] / columns["sizes"]).tolist()
         known = np.flatnonzero(~np.isnan(columns["sizes"]))
         ratios = {names[index]: of_all[index] for index in known.tolist()}
-    nonfinite = _names(stages, joined, "nonfinite_parameters")
     ended = [part for part in merged.parts if part.parameters is not None]
+    parts = [part for parts, _ in placed for part in parts]
+    listed = {
+        which: {joined.name(part.stage, name) for part in parts for name in getattr(part, which)}
+        for which in ("nan_buffers", "nonfinite_parameters")
+    }
     return StepRecord(
         step=merged.step,
         wall_time=merged.wall_time,
@@ -174,24 +178,12 @@ def _record_of(
         total_grad_norm_before_clipping=(
             float(np.linalg.norm(columns["before"][present])) if "before" in columns else None
         ),
-        nan_buffers=tuple(sorted(_names(stages, joined, "nan_buffers"))),
-        nonfinite_parameters=tuple([name for name in names if name in nonfinite]),
+        nan_buffers=tuple(sorted(listed["nan_buffers"])),
+        nonfinite_parameters=tuple([n for n in names if n in listed["nonfinite_parameters"]]),
         update_ratios=ratios,
         **vars(min(ended, key=attrgetter("rank")).shared),
         **_tensors(merged.tensors(), added if merged.measured else {}, joined),
     )
-
-
-def _names(
-    stages: Mapping[tuple[int, str], Sequence[ParameterPart]], joined: JoinedLayouts, which: str
-) -> set[str]:
-    """Names of parameters or buffers that any rank lists."""
-    return {
-        joined.name(stage, name)
-        for (stage, _), parts in stages.items()
-        for part in parts
-        for name in getattr(part, which)
-    }
 
 
 def _take_sums(columns: dict[str, Array], added: Mapping[int, Floats]) -> None:

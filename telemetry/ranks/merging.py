@@ -38,21 +38,16 @@ def _norm(values: Array, counts: Array) -> Array:
         return np.where(nan, np.nan, np.hypot.reduce(values, axis=0, where=counts, initial=0.0))
 
 
-def _any(values: Array, counts: Array) -> Array:
-    found: Array = np.logical_or.reduce(values, axis=0, where=counts)
-    return found
-
-
-def _all(values: Array, counts: Array) -> Array:
-    found: Array = np.logical_and.reduce(values, axis=0, where=counts)
-    return found
+def _logical(ufunc: np.ufunc) -> Callable[[Array, Array], Array]:
+    return lambda values, counts: ufunc.reduce(values, axis=0, where=counts)
 
 
 # Columns of ParameterPart by their copies: the reduction of each, ``[parts, parameters]`` to
 # ``[parameters]``, and the value of a parameter that no rank has.
 _Reductions: TypeAlias = Mapping[str, tuple[Callable[[Array, Array], Array], Any]]
 _COLUMNS: Sequence[tuple[str, _Reductions]] = (
-    ("copies", {"norms": (_norm, np.nan), "present": (_any, False), "finite": (_all, True)}),
+    ("copies", {"norms": (_norm, np.nan), "present": (_logical(np.logical_or), False)}),
+    ("copies", {"finite": (_logical(np.logical_and), True)}),
     ("copies", {"before": (_norm, np.nan)}),
     ("held_copies", {"moved": (_norm, np.nan), "sizes": (_norm, np.nan)}),
 )

@@ -263,11 +263,12 @@ class Client:
             if self._finishing.is_set() and (self.has_met or not distributed.is_initialized()):
                 return  # rank 0 is gone, or nobody finds it
             self.attempts += 1
-            pause_s = min(_FIRST_PAUSE_S * 1.5 ** min(self.attempts, 64), _LONGEST_PAUSE_S)
             if self._finishing.is_set():
+                give_up = min(give_up, loop.time() + search_s)
                 await asyncio.sleep(_FIRST_PAUSE_S)
-            elif await is_set_within(self._jitter.uniform(0.5, 1) * pause_s, self._finishing):
-                give_up = loop.time() + search_s
+                continue
+            pause_s = min(_FIRST_PAUSE_S * 1.5 ** min(self.attempts, 64), _LONGEST_PAUSE_S)
+            await is_set_within(self._jitter.uniform(0.5, 1) * pause_s, self._finishing)
 
     async def _exchange(self, address: Address) -> None:
         """Send until all is acknowledged and nothing else comes."""

@@ -280,3 +280,16 @@ def test_pauses_grow_and_are_jittered() -> None:
         assert len(set(pauses)) == 60
 
     on_a_loop(test)
+
+
+def test_the_search_for_rank_0_ends_whenever_it_is_told_to() -> None:
+    """Also while the store answers, between two pauses."""
+
+    async def test() -> None:
+        client = client_of(lambda: client.finish())  # type: ignore[func-returns-value]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streams.distributed, "is_initialized", lambda: True)
+            await asyncio.wait_for(client.run(0.2), 30)
+        assert client.attempts > 1
+
+    on_a_loop(test)
