@@ -169,7 +169,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def described(tensor: Tensor) -> str:
     """What kind of tensor it is, for a message."""
-    return f"a {type(tensor).__name__} of {tensor.dtype} ({tensor.layout}, {tensor.device})"
+    kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
+    return f"{kind} of {tensor.dtype} ({tensor.layout}, {tensor.device.type})"
 
 
 def plain(tensor: Tensor) -> Tensor | None:

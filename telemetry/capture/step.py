@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from telemetry.capture.unseen import StepsUnseen
 from telemetry.measure import Measurer, fingerprint, images
 from telemetry.records import Output, Parameter
 from telemetry.selection import cleaned
+from telemetry.shared.plain_text import called_all
 from telemetry.torch_private import (
     NO_TASK,
     at_end_of_backward,
@@ -56,6 +57,9 @@ CHECKS = 32
 
 # Of how many powers there are sums: of four where the kurtosis is shown, elsewhere of two.
 _POWERS: Mapping[Kind, int] = {"outputs": 4}
+
+# Modules that a log line names.
+_NAMED_AT_MOST = 8
 
 # Stands for the optimizer in a loop that has none.
 _BY_HAND = 0
@@ -225,19 +229,12 @@ class Step:
         if ranks is not None and not ranks.takes_output(notes, output, tensor, axis):
             return None
         observations = self._detail.observations
-        observed = self._observe("outputs", output, values, observations, unit_axis=axis)
-        if observed is False:
-            what = described(values)
-            self.guard.failures.log_once(
-                f"what {hook.called} returned is not measured: {what} is not supported",
-                kind=what,
-            )
-        return observed or None
+        return self._observe("outputs", output, values, observations, unit_axis=axis)
 
     def _unit_axis(self, hook: ForwardHook, tensor: Tensor) -> int | None:
         """Axis that counts units or channels; that of the layer before where shapes agree."""
         dim = tensor.dim()
-        if dim < 2:
+        if dim < 2 or tensor.is_nested:
             return None
         if hook.units == "unknown":
             return self._unit_axes.get(tuple(tensor.shape), 1 if dim > 3 else dim - 1)
@@ -254,8 +251,8 @@ class Step:
         *,
         unit_axis: int | None = None,
         scaled: bool = False,
-    ) -> Observation | Literal[False] | None:
-        """Measure ``tensor`` as it is now; None if it is only counted, False if it cannot be."""
+    ) -> Observation | None:
+        """Measure ``tensor`` as it is now; None if it is only counted, or cannot be measured."""
         key = kind, name
         seen = self._seen.get(key, 0)
         if self._measured >= MANY_OBSERVATIONS and seen >= FEW_CALLS:
@@ -263,12 +260,21 @@ class Step:
             return None
         measured = self._measurer.add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
         if measured is None:
-            return False
+            self._log_unsupported(kind, name, tensor)
+            return None
         self._seen[key] = seen + 1
         self._measured += 1
         observation = Observation(kind, name, measured, scaled)
         into.append(observation)
         return observation
+
+    def _log_unsupported(self, kind: Kind, name: Name, tensor: Tensor) -> None:
+        """Log, once for each kind of tensor, that it cannot be measured."""
+        what = described(tensor)
+        self.guard.failures.log_once(
+            f"{kind} of {str(name) or 'the model'} are not measured: {what} is not supported",
+            kind=what,
+        )
 
     def _check(self, observation: Observation | None, tensor: Tensor) -> None:
         """Have PyTorch reduce what a compiled graph has shown, too; the record compares."""
@@ -312,7 +318,7 @@ class Step:
         if ranks is None or ranks.takes_output_grad(notes, output, grad):
             observed = self._observe("output_grads", output, local(grad), into, scaled=True)
             if in_graph:
-                self._check(observed or None, grad)
+                self._check(observed, grad)
 
     def on_accumulated(self, parameter: Tensor) -> None:
         """A gradient has accumulated, so this backward pass is one of training."""
@@ -482,10 +488,7 @@ class Step:
                 self._measured += 1
                 self._detail.observations.append(Observation(kind, name, measurement, scaled))
                 continue
-            what = described(value)
-            self.guard.failures.log_once(
-                f"{kind} of {name} are not measured: {what} is not supported", kind=what
-            )
+            self._log_unsupported(kind, name, value)
 
     def _read_update(self, optimizer: int) -> None:
         """How far the parameters have moved, if that is waited for."""
@@ -507,10 +510,24 @@ class Step:
         while self._handles:
             self._handles.pop().remove()
 
+    def _log_adjoints(self) -> None:
+        """Log which modules have no gradients because they ran inside of a backward pass only."""
+        outside = {hook.name for hook in self.ran if isinstance(hook, ForwardHook)}
+        probed = {o.name.module_name for o in self._probed if isinstance(o.name, Output)}
+        names = [name for name in self.order if name in probed - outside]
+        if names:
+            self.guard.failures.log_once(
+                f"activation gradients of {called_all(names, _NAMED_AT_MOST)} are not measured: "
+                "these modules run inside of the backward pass, in passes of their own that reach "
+                "no parameter, as those of torchdiffeq.odeint_adjoint",
+                kind="adjoint",
+            )
+
     def ends(self) -> CapturedStep:
         """What it leaves behind; nothing is added any more."""
         if self.full:
             self._backward_is_compiled()
+            self._log_adjoints()
         captured = self.captured
         captured.step, captured.wall_time = self.number, time.time()
         captured.layout = self._capture.modules.layout(self.order, self.parameters)

@@ -286,6 +286,76 @@ def test_a_step_taken_inside_of_a_phase_is_counted(tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+# --- differential equations -----------------------------------------------------------------------
+
+
+class Adjoint(torch.autograd.Function):
+    """Euler steps as ``torchdiffeq.odeint_adjoint`` takes them: the pass backwards runs the
+    function again, and differentiates each call by ``autograd.grad``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: nn.Module, y: Tensor, *parameters: Tensor) -> Tensor:
+        for _ in range(4):
+            y = y + function(y) / 4
+        ctx.function = function
+        ctx.save_for_backward(y, *parameters)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, adjoint: Tensor) -> Any:
+        y, *parameters = ctx.saved_tensors
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        for _ in range(4):
+            with torch.enable_grad():
+                y = y.detach().requires_grad_()
+                slope = ctx.function(y)
+            of_y, *grads = torch.autograd.grad(slope, (y, *parameters), adjoint)
+            sums = [total + grad / 4 for total, grad in zip(sums, grads, strict=True)]
+            y, adjoint = y - slope / 4, adjoint + of_y / 4
+        return None, adjoint, *sums
+
+
+class Flow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.slope = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(Adjoint.apply(self.slope, self.before(x), *self.slope.parameters()))
+
+
+def test_a_function_that_only_runs_in_the_backward_pass_has_no_gradients_of_outputs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = stepping(lambda model, logger: loss_of(model).backward())
+    outcome = assert_left_alone(Flow, loop, tmp_path)
+    for record in outcome.full:
+        assert {name: record.activations[name].calls for name in record.activations} == {
+            "before": 1, "after": 1, "slope.0": 4, "slope.1": 4,
+        }  # fmt: skip
+        assert set(record.activation_grads) == {"before", "after"}
+        assert set(record.grads) == {name for name, _ in outcome.model.named_parameters()}
+    [line] = [record for record in caplog.records if record.name == "telemetry"]
+    assert "activation gradients of slope.0, slope.1 are" in line.getMessage()
+
+
+def penalize(model: nn.Module, logger: HookLogger | None) -> None:
+    x = batch().requires_grad_()
+    loss = loss_of(model, x)
+    [grad] = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + grad.square().mean()).backward()
+
+
+def test_a_gradient_penalty_lacks_no_gradients_of_outputs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = assert_left_alone(mlp, stepping(penalize), tmp_path)
+    assert set(outcome.full[0].activation_grads) == set(outcome.full[0].activations)
+    assert [record for record in caplog.records if record.name == "telemetry"] == []
+
+
 # --- checkpointing --------------------------------------------------------------------------------
 
 

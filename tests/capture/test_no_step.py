@@ -14,7 +14,7 @@ from torch import nn
 from twins import assert_left_alone
 
 from telemetry import HookLogger
-from telemetry.capture.unseen import PASSES_WITHOUT_STEP
+from telemetry.capture.unseen import PASSES_WITHOUT_STEP, StepsUnseen
 
 
 def mlp() -> nn.Sequential:
@@ -102,12 +102,10 @@ def accumulate(model: nn.Module, passes: int) -> None:
         one_pass(model)
 
 
-def accumulate_in_turns(model: nn.Module, passes: int) -> None:
-    """With other parameters in each second pass, and NaN in one."""
+def accumulate_nan(model: nn.Module, passes: int) -> None:
     with torch.no_grad():
         model[2].bias.fill_(torch.nan)
-    for number in range(passes):
-        (one_pass(model) if number % 2 else model[0](torch.randn(3, 2)).sum().backward())
+    accumulate(model, passes)
 
 
 def load_while_accumulating(model: nn.Module, passes: int) -> None:
@@ -118,7 +116,7 @@ def load_while_accumulating(model: nn.Module, passes: int) -> None:
             model.load_state_dict(mlp().state_dict())
 
 
-@pytest.mark.parametrize("gather", [accumulate, accumulate_in_turns, load_while_accumulating])
+@pytest.mark.parametrize("gather", [accumulate, accumulate_nan, load_while_accumulating])
 def test_gradients_may_be_accumulated_over_more_passes(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -132,6 +130,14 @@ def test_gradients_may_be_accumulated_over_more_passes(
             optimizer.step()
             optimizer.zero_grad()
     assert not [r for r in caplog.records if "without a step of" in r.getMessage()]
+
+
+def test_a_parameter_is_compared_with_itself() -> None:
+    one, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
+    unseen = StepsUnseen()
+    for passes in range(1, 2 * PASSES_WITHOUT_STEP):
+        reached = one if passes % 2 else other
+        assert unseen.after_pass(passes, {id(reached): reached}) is None
 
 
 @pytest.mark.parametrize("train", [stepping_by_hand, stepping_behind_autograd])

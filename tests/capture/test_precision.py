@@ -12,6 +12,7 @@ import pytest
 import torch
 from hand import array, assert_logged, assert_tensor, by_hand, check
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from twins import Recorder, assert_left_alone
 
 from telemetry import HookLogger
@@ -324,7 +325,81 @@ def test_outputs_that_cannot_be_measured_are_told_once(
 
     outcome = assert_left_alone(Net, loop_of(lambda m: m(batch())), tmp_path)
     assert list(outcome.full[0].activations) == ["linear"]
-    assert caplog.text.count("what cast returned is not measured: a Tensor of torch.qint8") == 1
+    assert caplog.text.count("outputs of cast are not measured: Tensor of torch.qint8") == 1
+
+
+def unsupported(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What follows the name in the only lines that the logger may have written."""
+    assert [r.exc_info for r in caplog.records if r.exc_info] == []
+    messages = [r.getMessage() for r in caplog.records if r.name == "telemetry"]
+    return [m.partition(" are not measured: ")[2] for m in messages]
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:.*prototype")
+def test_nested_tensors_are_told_once_for_each_layout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layout: torch.layout
+) -> None:
+    if layout is torch.jagged and torch.__version__.startswith("2.4"):
+        pytest.skip("PyTorch 2.4 cannot train on jagged tensors")
+
+    def loss_of(model: nn.Module) -> Tensor:
+        rows = [torch.randn(length, 4) for length in (2, 3, 5)]
+        y = model(torch.nested.nested_tensor(rows, layout=layout))
+        return torch.nested.to_padded_tensor(y, 0.0).square().mean()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    outcome = assert_left_alone(make, loop_of(loss_of), tmp_path)
+    assert unsupported(caplog) == [
+        f"nested tensor of torch.float32 ({layout}, cpu) is not supported"
+    ]
+    assert [list(record.activations) for record in outcome.full] == [[]] * 3
+    assert list(outcome.full[-1].grads) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert set(outcome.full[-1].update_ratios) == set(outcome.full[-1].grads)
+
+
+class Int8(Tensor):
+    """Quantized weights as torchao makes them: a subclass that stands for its product."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Tensor) -> Int8:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
+
+    def __init__(self, values: Tensor, scale: Tensor) -> None:
+        self.values_, self.scale = values, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values_, args[0].scale)
+        args, kwargs = tree_map_only(cls, lambda t: t.values_ * t.scale, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+        for layer in (self.layers[0], self.layers[2]):
+            scale = layer.weight.detach().abs().max() / 127
+            values = (layer.weight.detach() / scale).round().to(torch.int8)
+            layer.weight = nn.Parameter(Int8(values, scale), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_quantized_weights_are_told_once_for_each_class(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_of(lambda m: m(batch()).square().mean())
+    outcome = assert_left_alone(Quantized, loop, tmp_path)
+    assert unsupported(caplog) == ["Int8 of torch.float32 (torch.strided, cpu) is not supported"]
+    weights = ["layers.0.bias", "layers.2.bias", "layers.3.weight", "layers.3.bias"]
+    assert sorted(outcome.full[0].weights) == sorted(weights)
+    assert len(outcome.full[0].activations) == 4
 
 
 # --- values that are not numbers ------------------------------------------------------------------
