@@ -44,7 +44,7 @@ _LAST_S = 2.0
 # Small records travel together up to here.
 FRAME_BYTES = 2**20
 
-# A pause longer than this was a stop of the process, and nobody else was late.
+# A pause longer than this was a stop of the process, and no other rank was late.
 _LONGEST_TURN_S = 1.0
 
 
@@ -68,7 +68,7 @@ class RankState:
 
 
 class Channel:
-    """Connects the loggers of one run on all ranks, with a thread of its own.
+    """Connects the loggers of one run on all ranks, on a separate thread.
 
     The ranks meet as soon as there is a default process group; until then, records wait. A forked
     child ignores everything.
@@ -133,7 +133,7 @@ class Channel:
         self._submit(lambda: self._ask_all(message))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Send queued records and end. Harmless when repeated.
+        """Send queued records and end. Idempotent.
 
         Rank 0 waits for the other ranks' parts of its steps as long as for any late rank, and in
         all ``timeout_s`` at most; then there are two seconds more.
@@ -260,7 +260,7 @@ class Channel:
     def _receive(self, kind: bytes, payload: bytes, rank: int) -> None:
         """A frame of another rank; a damaged one is reported and dropped."""
         if not 0 < rank < self._world_size:
-            raise ValueError("there is no such rank")
+            raise ValueError(f"rank {rank} is not part of this run")
         self._do(lambda: self._collect(kind, payload, rank))
 
     def _collect(self, kind: bytes, payload: bytes, rank: int) -> None:

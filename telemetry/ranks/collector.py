@@ -122,7 +122,7 @@ class Collector:
                 "cannot connect, as rank 0 may not open more files; raise ulimit -n there to twice "
                 'the number of ranks, or use ranks="each"',
             ),
-            (unknown.difference(refused), "made no HookLogger for this run so far"),
+            (unknown.difference(refused), "made no HookLogger for this run"),
             (
                 self.unresponsive,
                 "sent nothing in time: they ended with fewer batches, hang or died",

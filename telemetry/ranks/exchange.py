@@ -39,7 +39,7 @@ class Exchange:
     """Exchange of a process that trains alone: each step is recorded here and at once.
 
     Attributes:
-        observer: Tells the capture what this rank measures; None: everything.
+        observer: Selects the tensors that this rank measures; None: all tensors.
         alone: Whether no other rank takes part, so that this process may skip steps.
         records: Whether this process records steps, so that its rules judge them.
     """

@@ -53,9 +53,9 @@ class MergedRecords:
         self._clipped_fraction = ClippedFraction()
 
     def record(self, merged: MergedStep, own: StepRecord | None = None) -> StepRecord | None:
-        """The record of one step; what is not merged comes from rank 0's ``own``.
+        """The record of one step; values that are not merged come from rank 0's ``own``.
 
-        None if the step did not end, or a layout is unknown because its message was lost.
+        None if the step did not end, or the message with its layout was lost.
         """
         stages: dict[tuple[int, str], list[ParameterPart]] = {}
         self._host_of = self._host_of | {o.rank: o.host for o in merged.parts if o.host}
@@ -93,7 +93,7 @@ class JoinedLayouts:
     """The layouts of all stages as one.
 
     If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
-    forth. An ``Identity`` that stands for a module of another stage is left out.
+    forth. An ``Identity`` in the place of a module of another stage is omitted.
     """
 
     def __init__(self, layouts: Mapping[tuple[int, str], Layout]) -> None:
@@ -200,7 +200,7 @@ def _take_sums(columns: dict[str, Array], added: Mapping[int, Floats]) -> None:
 
 
 def with_whole_units(tensors: TensorTable) -> Tensors[Row]:
-    """The merged tensors; units only where those of all ranks are there."""
+    """The merged tensors; units only where the table has those of all ranks."""
     rows = tensors.content.having(calls=tensors.calls)
     if (missing := (rows.units == NO_VALUES).all(axis=1)).any():
         of_row = np.arange(len(rows)).repeat(rows.unit_count)

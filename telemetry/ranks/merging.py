@@ -32,7 +32,7 @@ Array: TypeAlias = NDArray[Any]
 
 
 def _norm(values: Array, counts: Array) -> Array:
-    """Roots of the sums of squares; NaN where one is, also beside infinity."""
+    """Roots of the sums of squares; NaN where any value is NaN, also next to infinity."""
     nan = (np.isnan(values) & counts).any(axis=0)
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(nan, np.nan, np.hypot.reduce(values, axis=0, where=counts, initial=0.0))
@@ -91,7 +91,7 @@ def _merge(parts: Sequence[dict[str, Any]], copies: str, columns: _Reductions) -
 
 
 def merge_tensors(tables: Sequence[TensorTable]) -> TensorTable:
-    """As if one rank had held all tensors; the order does not matter."""
+    """Merge tables, in any order, into the one of a rank that had all tensors."""
     if len(tables) == 1:
         return tables[0]
     index: dict[Row, int] = {}
@@ -166,7 +166,7 @@ class MergedStep:
         """Add the measurements of another rank.
 
         Raises:
-            ValueError: They are of another step, or of a rank that is there already.
+            ValueError: They are of another step, or this rank has sent it before.
         """
         if (part.step, part.phase) != (self.step, self.phase) or part.rank in self._ranks:
             raise ValueError(f"rank {part.rank} sent step {part.step} out of order")

@@ -28,7 +28,7 @@ Indexed = Sequence[tuple[int, Tensor]]
 
 @dataclass(kw_only=True, eq=False)
 class RankNotes:
-    """What was noted during one step; parameters go by their indices."""
+    """Notes of one step, by output or by index of the parameter."""
 
     outputs: dict[str | Output, LocalShard] = field(default_factory=dict)  # and inputs, by name
     output_grads: dict[Output, LocalShard] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class RankNotes:
 class RankObserver:
     """Finds out, on the training thread, how tensors relate to the whole ones.
 
-    It calls no collective and waits for no device: it reads what tensors and modules say.
+    It calls no collective and waits for no device: it reads attributes of tensors and modules.
     """
 
     def __init__(self, *, rank: int, size: int) -> None:
@@ -78,7 +78,7 @@ class RankObserver:
         return shard.counts and _is_known(notes, shard, f"the output of {output}")
 
     def _place_of(self, output: Output, tensor: Tensor) -> LocalShard:
-        """How a module's output lies in the whole, by what it was computed from.
+        """Shard of a module's output, by the tensors from which it was computed.
 
         The styles of ``parallelize_module`` compute with a ``DTensor`` and return its local tensor.
         The autograd graph remembers where that happened. What is computed from such tensors and
@@ -125,7 +125,7 @@ class RankObserver:
             notes.bit_sums += _bit_sums((i, local_values(p)) for i, p in held)
 
     def counting(self, tensors: Indexed) -> Indexed:
-        """Those of the parameters, or of what belongs to them, that this rank is to measure."""
+        """Select the parameters, or tensors of parameters, that this rank measures."""
         of = self.topology.of_parameter
         return [(i, t) for i, t in tensors if (s := of(t, i)).counts and not s.reduction]
 
@@ -162,7 +162,7 @@ def _together(origins: Iterator[LocalShard], alike: LocalShard) -> LocalShard:
 
 
 def _origins(node: Any) -> Iterator[LocalShard]:
-    """How the nearest known tensors behind a node lie in the whole, from near to far."""
+    """Shards of the nearest known tensors behind a node, from near to far."""
     waiting, seen = deque([node]), {node}
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.popleft()

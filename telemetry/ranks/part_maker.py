@@ -1,4 +1,4 @@
-"""Makes the values that this rank sends of a step, from its record and what it captured."""
+"""Makes the values that this rank sends of a step, from its record and its captured tensors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class PartMaker:
         )
 
     def logged(self, step: int, scalars: Mapping[str, float]) -> PartialRecord:
-        """The part of a step that did not end: what was logged for it."""
+        """The part of a step that did not end: its logged scalars."""
         rank, size = self._topology.rank, self._topology.size
         return PartialRecord(
             rank=rank, size=size, step=step, wall_time=time.time(), scalars=scalars

@@ -60,13 +60,13 @@ class Rendezvous:
         return listening, token
 
     def find(self) -> Address | None:
-        """Where rank 0 listens; None if it has not published that."""
+        """Address of rank 0; None if it is not published."""
         # Unlike get(), this returns at once where there is no such key.
         found = default_store().compare_set(self.key, _NONE, _NONE).decode()
         return None if found == _NONE else Address(*json.loads(found))
 
     def delete(self) -> None:
-        """Remove the address, unless the process group is gone."""
+        """Remove the address, if the process group still exists."""
         with suppress(RuntimeError, ValueError):
             default_store().delete_key(self.key)
 

@@ -1,4 +1,4 @@
-"""Which of several processes that train together this one is, and which writes and logs."""
+"""Role of this process among those that train together: its rank, and whether it writes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_rank_0() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What this process does among those that train together; of size 1, it trains alone."""
+    """Role of this process among those that train together; with size 1 it trains alone."""
 
     ranks: Ranks
     rank: int = 0
@@ -77,7 +77,7 @@ class Role:
 
 
 def role_of(ranks: Ranks) -> Role:
-    """What this process does, as far as that is known by now.
+    """The role of this process, if its rank is known; else a preliminary one.
 
     Raises:
         ValueError: Each rank is to have its own directory, and this one has no number so far.
@@ -93,7 +93,7 @@ def role_of(ranks: Ranks) -> Role:
 
 
 def may_be_any_rank() -> bool:
-    """Whether nobody knows yet if this process is the first one of several: of ``mp.spawn``."""
+    """Whether the rank of this process is still unknown, as in a process of ``mp.spawn``."""
     if rank_and_world_size() is not None:
         return False
     return multiprocessing.parent_process() is not None or not is_rank_0()
