@@ -8,8 +8,9 @@
 where ``../shared`` has them) once, and keeps each step in full, in one file for each logger of a
 run; runs whose file is there are left out. ``replay`` gives each step to the default rules, in full
 or with its norms alone, as a logger with that ``every_n_steps`` does: where it is due, and as many
-steps after a rule has asked as in :class:`telemetry.pipeline.FullSteps`. ``--save`` writes all
-alerts; ``--compare`` lists those that differ from such a file, field by field, and fails then.
+steps after a rule has asked as in :class:`telemetry.pipeline.FullSteps`. It prints how many full
+steps healthy runs had. ``--save`` writes all alerts; ``--compare`` lists those that differ from
+such a file, field by field, and fails then.
 
 The files hold public attributes of ``StepRecord`` as plain arrays and JSON: where records are built
 in another way, :class:`Recorded` has to follow. Not kept are pictures, states of generators,
@@ -302,13 +303,16 @@ class Replay:
 
     Attributes:
         alerts: What they found.
+        due: How many full steps were due; the others were requested.
         times_s: How long they looked at each step and its losses: at light steps, at full ones.
     """
 
     def __init__(self, every_n_steps: int) -> None:
         self.alerts: list[Fields] = []
+        self.due = 0
+        self._is_due = every(every_n_steps)
         self.times_s: tuple[list[float], list[float]] = ([], [])
-        self._full_steps = FullSteps(every(every_n_steps))
+        self._full_steps = FullSteps(self._is_due)
         self._full: bool | None = None  # of the next step, which is decided before it begins
         self._judge = Judge(default_rules(), _Raising())
         self._loss_s = 0.0
@@ -319,13 +323,14 @@ class Replay:
             self._loss_s += self._took(lambda: self._judge.judge_loss(*event))
             return
         step = event["step"]
+        self.due += self._is_due(step)
         full = self._full_steps(step) if self._full is None else self._full
         self._full = self._full_steps(step + 1)
         record = file.record(event, full=full)
         took_s = self._took(lambda: self._judge.judge(record))
         self.times_s[record.full].append(self._loss_s + took_s)
         self._loss_s = 0.0
-        if self._judge.wants_full:
+        if self._full_steps.grants(self._judge, step):
             self._full_steps.want()
 
     def _took(self, judge: Callable[[], Iterator[Alert]]) -> float:
@@ -336,8 +341,8 @@ class Replay:
         return took_s
 
 
-Row = tuple[str, list[Fields], tuple[list[float], list[float]]]
-"""The name of a replay, its alerts, and the times."""
+Row = tuple[str, list[Fields], tuple[list[float], list[float]], int]
+"""The name of a replay, its alerts, the times, and how many full steps were due."""
 
 
 def replayed(path: Path, intervals: Sequence[int]) -> list[Row]:
@@ -351,7 +356,7 @@ def replayed(path: Path, intervals: Sequence[int]) -> list[Row]:
         except Exception as error:  # of a rule: a difference like others
             traceback.print_exc()
             replay.alerts.append({"kind": "raised", "message": repr(error)})
-    return [(f"{path.stem} every {n}", r.alerts, r.times_s) for n, r in replays.items()]
+    return [(f"{path.stem} every {n}", r.alerts, r.times_s, r.due) for n, r in replays.items()]
 
 
 def differences(before: Mapping[str, list[Fields]], now: Mapping[str, list[Fields]]) -> list[str]:
@@ -377,6 +382,37 @@ def differences(before: Mapping[str, list[Fields]], now: Mapping[str, list[Field
             lines += [f"    {f}: {alike[0].get(f)!r} -> {alert[f]!r}" for f in fields]
         lines += [f"{name}: vanished: {json.dumps(alert)}" for alert in old]
     return lines
+
+
+def healthy_runs() -> set[str]:
+    """Bench and name of the runs whose label says that nothing is wrong."""
+    found = {
+        f"{bench}.{name}"
+        for bench in ("runs", "realruns")
+        for name, label in realruns.load(bench)[1].items()
+        if label.want == "H"
+    }
+    library = faultbench.load_faultbench()
+    cases = library.load_cases(str(faultbench.HOME)) if library else ()
+    return found | {f"faultbench.{case.name}" for case in cases if case.label == "healthy"}
+
+
+def show_full_steps(rows: Sequence[Row], intervals: Sequence[int]) -> None:
+    """How many full steps the healthy runs had, beside those that were due."""
+    healthy = healthy_runs()
+    for n in intervals:
+        counts = [
+            (due, len(times_s[1]))
+            for name, _, times_s, due in rows
+            if name.endswith(f" every {n}") and name.rsplit(".", 1)[0] in healthy and due
+        ]
+        if counts:
+            due, full = map(sum, zip(*counts, strict=True))
+            doubled = sum(full > 2 * due for due, full in counts)
+            print(
+                f"every {n}: {len(counts)} healthy runs, {due} full steps due, {full} measured "
+                f"(x{full / due:.2f}), more than twice as many in {doubled} runs"
+            )
 
 
 def show_times(name: str, times_s: Sequence[Sequence[float]]) -> None:
@@ -413,10 +449,11 @@ def main() -> int:
         for some in pool.map(judge, paths) if args.jobs > 1 else map(judge, paths):
             rows += some
     if args.times:
-        for name, _, times_s in rows:
+        for name, _, times_s, _ in rows:
             show_times(name, times_s)
         show_times("all", [[s for row in rows for s in row[2][full]] for full in (0, 1)])
-    verdicts = {name: alerts for name, alerts, _ in rows}
+    show_full_steps(rows, args.every)
+    verdicts = {name: alerts for name, alerts, *_ in rows}
     count = sum(map(len, verdicts.values()))
     print(f"{len(rows)} replays, {count} alerts, {time.monotonic() - began:.1f} s")
     if args.save:

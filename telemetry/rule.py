@@ -25,9 +25,10 @@ class Rule(ABC):
 
     @property
     def wants_full(self) -> bool:
-        """Whether a full measurement is wanted; read after each call.
+        """Whether the rule requests a full measurement; read after each call.
 
-        It is made some steps later: see :class:`telemetry.pipeline.FullSteps`.
+        It is made some steps later, if the run's allowance has one left: see
+        :class:`telemetry.pipeline.FullSteps`.
         """
         return False
 

@@ -65,7 +65,7 @@ class CapturedRun:
     def _add(self, record: StepRecord) -> None:
         self.records.append(record)
         self.alerts += self._judge.judge(record)
-        if self._judge.wants_full:
+        if self._full_steps.grants(self._judge, record.step):
             self._full_steps.want()
 
 

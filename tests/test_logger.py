@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from torch.utils.tensorboard import SummaryWriter
 from twins import Recorder, assert_left_alone
 
 import telemetry
-from telemetry import Alert, HookLogger, TelemetryAlert
+from telemetry import Alert, HookLogger, Rule, TelemetryAlert
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.commands import cli
 from telemetry.events import list_event_files, read_events
@@ -380,7 +381,7 @@ def test_content_can_be_switched_off(tmp_path: Path) -> None:
     tensors = load(tmp_path).Tags()["tensors"]
     assert not any(tag.startswith(("activation", "grad", "weight")) for tag in tensors)
     tags = {tag.partition("/")[0] for tag in load(tmp_path).Tags()["scalars"]}
-    assert tags == {"alerts", "depth", "grad_norm", "learning_rate"}
+    assert tags == {"alerts", "depth", "full_steps", "grad_norm", "learning_rate"}
 
 
 def test_only_selected_modules_are_watched(tmp_path: Path) -> None:
@@ -497,6 +498,48 @@ def test_removing_and_attaching_again_goes_on_with_the_count(tmp_path: Path) -> 
         logger.attach()
         run_through(train(model, steps=1))
     assert [record.step for record in recorder.records] == [0, 1, 2]
+
+
+class Requests(Rule):
+    """Requests a full measurement after each step, and finds nothing."""
+
+    wants_full = True
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("rules", "every_n_steps", "level", "counts"),
+    [
+        ([], 10, logging.INFO, (2, 0)),
+        ([Requests()], 5, logging.INFO, (3, 3)),
+        ([Requests()], 10, logging.WARNING, (2, 3)),
+    ],
+)
+def test_closing_tells_how_many_full_steps_were_scheduled_and_how_many_requested(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    rules: list[Rule],
+    every_n_steps: int,
+    level: int,
+    counts: tuple[int, int],
+) -> None:
+    caplog.set_level(logging.INFO)
+    model = small_cnn()
+    logger = HookLogger(model, tmp_path, every_n_steps=every_n_steps, alerts=rules)
+    for _ in train(model, logger, steps=11):
+        logger.flush()
+    logger.close()
+    [told] = [line for line in caplog.records if "full steps" in line.getMessage()]
+    assert isinstance(told.args, tuple)
+    assert (told.levelno, told.args[:2]) == (level, counts)
+    matrix = RunData(FileSource(tmp_path)).matrix("weight_rms")
+    assert len(matrix.steps) == sum(counts)
+    assert cli.main(["summary", str(tmp_path)]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert [int(number) for number in re.findall(r"\d+", line)] == [*counts]
 
 
 def test_a_closed_logger_cannot_be_attached(tmp_path: Path) -> None:

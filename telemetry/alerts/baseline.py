@@ -279,10 +279,12 @@ class Layers:
     levels: Figures  # log10 of their norms, [k, layers], oldest first; -inf for zero
     steps: list[int]  # of each row
     usual: Figures  # their medians, as they were at most 20 steps ago, [layers]
-    # One differs tenfold, and by four deviations, from its usual one, or is suddenly zero. Layers
-    # that were zero before do not count: experts, embeddings.
+    # One is suddenly zero; or it differs tenfold, and by four deviations, from its usual one and
+    # beyond what all layers do, for three steps. Layers that were zero before do not count, as
+    # experts and embeddings.
     are_unusual: bool = False
     _limit: Figures
+    _unusual_steps: Figures
     _since: int = 0
 
     def __init__(self) -> None:
@@ -292,6 +294,7 @@ class Layers:
         self.names, self.levels = names, np.zeros((0, len(names)))
         self.steps = []
         self.usual = self._limit = np.full(len(names), np.nan)
+        self._unusual_steps = np.zeros(len(names))
         self._since = 0
 
     def add(self, record: StepRecord) -> None:
@@ -299,7 +302,14 @@ class Layers:
         if record.layout.owner_names != self.names:
             self._begin(record.layout.owner_names)
         self.levels = np.concatenate([self.levels[1 - _ROWS :], record.owner_grad_levels[None]])
-        self.are_unusual = bool((np.abs(self.growth) > self._limit).any())
+        growth = self.growth
+        finite = growth[np.isfinite(growth)]
+        # What all layers do is learning, or shows in the total norm.
+        common = np.clip(0.0, finite.min(), finite.max()) if finite.size else 0.0
+        off = (np.abs(growth) > self._limit) & (np.abs(growth - common) > self._limit)
+        self._unusual_steps = np.where(off, self._unusual_steps + 1, 0)
+        lasting = self._unusual_steps >= _UNUSUAL_STEPS
+        self.are_unusual = bool((lasting | (off & np.isneginf(growth))).any())
         self.steps = [*self.steps[1 - _ROWS :], record.step]
         self._since += 1
         if self._since == (LATEST if len(self.steps) > LATEST else FEWEST):
@@ -332,6 +342,7 @@ class Layers:
 
 
 _ROWS = LOOK_BACK + LATEST
+_UNUSUAL_STEPS = 3  # what one batch does is over by then; tried 1 and 2
 
 
 class Baseline:
@@ -356,11 +367,12 @@ class Baseline:
     # before them begin small and grow, and a step moves them by many times their size.
     began_small: tuple[str, ...] = ()
     _ratio_rate: float = 0.0
+    _ratio_norm: float = 0.0  # the total gradient norm there
+    _norm: float = 0.0  # the latest
     _survived_rate: float = 0.0
     _rates: deque[float]
     _of_groups: tuple[float, ...] = ()
     _groups: dict[str, list[int]]
-    _wanted: int = 0
     _step: int = 0  # the latest
 
     def __init__(self) -> None:
@@ -373,8 +385,8 @@ class Baseline:
         self.age, self._step = self.age + 1, record.step
         self.since_rate_jump += steps
         self.since_large_step += steps
-        self._wanted -= record.full and self._wanted > 0
         self._add_rates(record)
+        self._norm = record.total_grad_norm
         for step, between in record.losses_between:
             if math.isfinite(between):
                 self.loss.add(step, between, judged=False)
@@ -383,10 +395,10 @@ class Baseline:
         if record.all_grads_finite:
             self.norm.add(record.total_grad_norm, steps)
             self.layers.add(record)
-            self._wanted = _FULL_STEPS if self.layers.are_unusual else self._wanted
         if record.update_ratios:
             ratios = matrix_ratios(record).values()
             self.step_ratio, self._ratio_rate = median(ratios) if ratios else 0.0, self.rate
+            self._ratio_norm = record.total_grad_norm
             if self.step_ratio >= LARGE_STEP:
                 self.since_large_step = 0
         if record.weights and self.too_large is None:
@@ -402,7 +414,7 @@ class Baseline:
     @property
     def wants_full(self) -> bool:
         """Whether the norms are so unusual that the next steps should be measured in full."""
-        return self._wanted > 0
+        return self.layers.are_unusual
 
     @property
     def is_young(self) -> bool:
@@ -446,6 +458,19 @@ class Baseline:
         return self.step_ratio * growth if growth >= JUMP else 0.0
 
     @property
+    def may_step_far(self) -> bool:
+        """Whether a measurement might show a large step: steps grow with rate and gradients.
+
+        The first one of an optimizer with momentum is a tenth of later ones.
+        """
+        known = self.step_ratio > 0 and self._ratio_norm > 0 and math.isfinite(self._norm)
+        if not known:
+            return True
+        growth = max(self._norm / self._ratio_norm, 1.0)
+        growth *= max(self.rate / self._ratio_rate, 1.0) if self._ratio_rate > 0 else 1.0
+        return self.step_ratio * growth >= LARGE_STEP / 10
+
+    @property
     def gradients_led(self) -> bool:
         """Whether gradients just jumped while the learning rate did not."""
         since = self.norm.since_jump
@@ -478,7 +503,6 @@ LARGE_STEP = 0.2
 # What a jump does between two full measurements is seen some steps later, in those that rules ask
 # for. By then a momentum of 0.9 has forgotten most of it.
 AFTER_JUMP = LATEST
-_FULL_STEPS = 3  # one more than dead_units and saturated_units need; tried 1 and 6
 
 
 def _groups_of_modules(record: StepRecord) -> dict[str, list[int]]:

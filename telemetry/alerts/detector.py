@@ -62,6 +62,7 @@ class Detector(Rule):
     # A full measurement would help; to be set by find(). While a finding of a full step waits to be
     # confirmed, one is asked for anyway.
     undecided: bool = False
+    in_a_row: int = 1  # full steps that it then needs; it pauses after as many requests
     alert: Alert | None = None  # of the fault that is on
     _findings: int = 0
     _looks_without: int = 0
@@ -151,6 +152,12 @@ class Detector(Rule):
     def wants_full(self) -> bool:
         """Whether it asks for a full measurement."""
         return self.undecided or (self.on == "full" and self.is_unconfirmed)
+
+    @property
+    def needs_full(self) -> int:
+        """How many full steps it requests before it pauses."""
+        waits = self.on == "full" and self.is_unconfirmed
+        return max(self.in_a_row, int(self._enough - self._findings) if waits else 0)
 
     @property
     def _enough(self) -> float:

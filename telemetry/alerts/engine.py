@@ -28,8 +28,10 @@ class Engine(Rule):
     If the learning rate has just jumped above all former ones, a fault that may come from steps
     that are too large is said to come from that, and the advice is that for learning rates.
 
-    It also limits the full measurements that the detectors ask for: three steps in a row, and no
-    more before these are there; on average one in ten steps, in addition to the schedule.
+    It requests the full measurements that a detector needs, usually one, and another one if that
+    leaves a suspicion. If they confirm nothing, the detector requests again after 20 steps at the
+    earliest, then after 40, 80 and so on, and leaves the rest of the run's allowance to the others
+    (exponential back-off). An alert ends that.
 
     Args:
         detectors: Causes before consequences.
@@ -41,9 +43,7 @@ class Engine(Rule):
     wants_full: bool = False
     _reported: dict[str, _Reported]
     _hidden: dict[str, _Hidden]
-    _allowance: float
-    _looks: int = 0
-    _next_ask: int = 0
+    _requests: dict[str, tuple[int, int, int]]  # of each detector: their beginning, pause, number
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Engine(Rule):
         self._base = Baseline()
         self._reported = {}
         self._hidden = {}
-        self._allowance = _BURST
+        self._requests = {}
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         found = _found_by(d.on_loss(step, loss) for d in self._of_losses)
@@ -70,7 +70,7 @@ class Engine(Rule):
         self._base.add(record)
         detectors = self._detectors.values() if record.full else self._of_light_steps
         found = _found_by(d.look(record, self._base) for d in detectors)
-        self._ask(record.step)
+        self._request(record, found[0])
         return self._told(*found)
 
     @property
@@ -78,17 +78,23 @@ class Engine(Rule):
         waits = any(detector.is_unconfirmed for detector in self._of_light_steps)
         return None if waits or self._every_step else self._base.loss_limit
 
-    def _ask(self, step: int) -> None:
-        """Begin to ask for several measurements, or go on with that."""
-        self._allowance = min(_BURST, self._allowance + _PER_STEP)
-        may_begin = self._looks == 0 and step >= self._next_ask and self._allowance >= 1
-        if may_begin and (
-            self._base.wants_full or any(d.wants_full for d in self._detectors.values())
-        ):
-            self._looks, self._next_ask = _LOOKS, step + _PAUSE
-        self.wants_full = self._looks > 0
-        self._looks -= self.wants_full
-        self._allowance -= self.wants_full
+    def _request(self, record: StepRecord, alerts: Iterable[Alert]) -> None:
+        """Request a full measurement if a detector that does not pause does."""
+        if any(alert.stage != "end" for alert in alerts):
+            self._requests = {}
+        requesting = {kind: d.needs_full for kind, d in self._detectors.items() if d.wants_full}
+        if self._base.wants_full:
+            requesting[_NORMS] = 1
+        self.wants_full, step = False, record.step
+        for kind, in_a_row in requesting.items():
+            began, pause, made = self._requests.get(kind, (step, 0, 0))
+            if step >= began + pause:
+                began, pause, made = step, max(_PAUSE, 2 * pause), 0
+            # A full step that leaves a suspicion is followed by another one.
+            goes_on = record.full and made < _CHAIN and kind != _NORMS
+            if step < began + in_a_row or goes_on:
+                self.wants_full, made = True, made + 1
+            self._requests[kind] = began, pause, made
 
     def state_dict(self) -> dict[str, Any]:
         """What this and its detectors remember, as numbers, strings, lists and dicts."""
@@ -289,8 +295,6 @@ _RATE_ADVICE = (
     "go on from a checkpoint before the jump."
 )
 _REACH = 200  # by eye, in steps; tried 40 and 1000
-_LOOKS = 3  # one more than dead_units and saturated_units need; tried 2 and 5
-# How much detectors may cost, not what they find. Tried 60.
-_PAUSE = 19  # steps: what is asked for is there by then, unless rules are late
-_BURST = 12.0
-_PER_STEP = 0.1  # as much as every_n_steps=10; tried 0.02 and 0.5
+_PAUSE = 20  # steps, doubled each time: what was requested is there by then, unless rules are late
+_CHAIN = 2  # requests before a pause, the second after the full step of the first; tried 1, 3
+_NORMS = "norms"  # of the baseline, among the detectors

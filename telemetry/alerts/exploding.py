@@ -157,8 +157,13 @@ class ExplodingGradient(Detector):
                 or self._before_clipping(record, base)
                 or self._over_depth(record, base)
             )
-        just_jumped = base.norm.since_jump < _LASTING or self._looks_amplified == 1
-        asks = just_jumped or self._deep_looks > 0 or self._may_be_from_loss
+        just_jumped = base.norm.since_jump < _LASTING and not record.full
+        asks = (
+            just_jumped
+            or self._looks_amplified == 1
+            or self._deep_looks > 0
+            or self._may_be_from_loss
+        )
         self.undecided = self.alert is None and asks
         blamed, alert = self._blame.stretch, self.alert
         if found is None or alert is None or not self._blame.is_corrected:

@@ -25,6 +25,8 @@ class Judge:
     def __init__(self, rules: Iterable[Rule], failures: Failures) -> None:
         self._rules = tuple(rules)
         self._failures = failures
+        self._is_finite = True
+        self._has_confirmed = False
         for rule in self._rules:
             if asked := [name for name in _NO_LONGER_ASKED if hasattr(rule, name)]:
                 failures.log_once(
@@ -35,7 +37,7 @@ class Judge:
 
     @property
     def wants_full(self) -> bool:
-        """Whether a rule asks for full measurements."""
+        """Whether a rule requests a full measurement."""
         return any(rule.wants_full for rule in self._rules)
 
     @property
@@ -44,17 +46,25 @@ class Judge:
         limits = [limit for rule in self._rules if (limit := rule.loss_limit) is not None]
         return min(limits, default=math.inf) if len(limits) == len(self._rules) else None
 
+    def take_confirmation(self) -> bool:
+        """Whether an alert or a new NaN has come since the last call of this."""
+        confirmed, self._has_confirmed = self._has_confirmed, False
+        return confirmed
+
     def judge(self, record: StepRecord) -> Iterator[Alert]:
         """What the rules find in a step."""
+        is_finite = record.all_grads_finite and math.isfinite(record.loss or 0.0)
+        self._has_confirmed |= self._is_finite and not is_finite
+        self._is_finite = is_finite
         for rule in self._rules:
             with self._failures.contained(f"to apply the rule {rule.name!r}"):
-                yield from _checked(rule(record))
+                yield from self._checked(rule(record))
 
     def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
         """What they find in a loss that was just logged."""
         for rule in self._rules:
             with self._failures.contained(f"to apply the rule {rule.name!r}"):
-                yield from _checked(rule.on_loss(step, loss))
+                yield from self._checked(rule.on_loss(step, loss))
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What each rule that remembers something knows, in their order."""
@@ -84,6 +94,14 @@ class Judge:
                 misfits.append(f"{name}: {error or repr(error)}")
         return misfits + [f"there is no rule {name}" for name in known]
 
+    def _checked(self, found: object) -> Iterator[Alert]:
+        """What a rule returned; the user's own may return anything."""
+        for alert in found if isinstance(found, Iterable) else (found,):
+            if not isinstance(alert, Alert):
+                raise TypeError(f"a rule must return alerts, () for none; it returned {found!r}")
+            self._has_confirmed |= alert.stage != "end"
+            yield alert
+
     def _named(self) -> Iterator[tuple[str, Rule]]:
         """Rules by name; of several of one name the later ones have a number."""
         seen: Counter[str] = Counter()
@@ -97,11 +115,3 @@ _FORMER_NAME = "OneCause"  # of the default rules, whose state had another form
 
 # What a rule had once, to pass over steps at which it would find nothing.
 _NO_LONGER_ASKED = ("quiet_steps", "pass_over", "narrow")
-
-
-def _checked(found: object) -> Iterator[Alert]:
-    """What a rule returned; the user's own may return anything."""
-    for alert in found if isinstance(found, Iterable) else (found,):
-        if not isinstance(alert, Alert):
-            raise TypeError(f"a rule must return alerts, () for none; it returned {found!r}")
-        yield alert

@@ -105,6 +105,7 @@ class SameBatch(Detector):
     # The healthy gcn, trained on one graph with dropout, stays above 0.09; constant_batch and
     # first_batch_forever come to 0.0002 and 0.01.
     share = 0.05
+    in_a_row = 2  # whose distance has no divisor
     _given: tuple[float, ...] = ()
     _begun: int = 0
     _divisor: int = 0

@@ -68,8 +68,10 @@ class LossDivergence(Detector):
             self._large_at, self._ratio = record.step, ratio
         loss = base.loss
         rises = loss.high or loss.losses_lost == RECENT
-        suspicious = rises or base.since_rate_jump <= _JUST or self._sums.undecided
-        self.undecided = bool(suspicious) and self.alert is None
+        several = base.since_rate_jump <= _JUST or self._sums.undecided
+        lasts = base.may_step_far or len(loss.high) != 1
+        suspicious = several or (rises and lasts and not record.full)
+        self.undecided, self.in_a_row = bool(suspicious) and self.alert is None, 3 if several else 1
         if self._sums.is_sure:
             return self._summed(record)
         if self.alert is not None or finite_loss(record) is None:
@@ -157,17 +159,23 @@ class SummedGradients:
         if len(self._norms) <= _RISING:  # sums grow at each of the first steps
             self._norms = (*self._norms, record.total_grad_norm)
             rises = len(self._norms) > _RISING and bool(np.all(np.diff(self._norms) > 0))
-            self._ask(rises)
+            self._ask(rises and self._norms[-1] > _SUMMED * self._norms[0])
+        is_first = len(self._norms) == 1
         if not record.full:
             return
         given, biases = _sums(record)
         if given:
             before = self._biases if record.step == self._step + 1 else {}
-            self._judge(given, biases, before)
+            self._judge(given, biases, before, is_first=is_first)
         self._step, self._biases = record.step, biases
 
     def _judge(
-        self, given: Mapping[str, float], biases: Mapping[str, float], before: Mapping[str, float]
+        self,
+        given: Mapping[str, float],
+        biases: Mapping[str, float],
+        before: Mapping[str, float],
+        *,
+        is_first: bool,
     ) -> None:
         now = np.array([biases[name] for name in given])
         own = np.array(list(given.values()))
@@ -178,6 +186,8 @@ class SummedGradients:
             self._pairs = self._pairs + 1 if _is_one_factor(now, own + old) else 0
             self.is_sure |= self._pairs >= _PAIRS
             self.undecided &= not self.is_sure and self._pairs > 0
+        elif is_first:  # there is nothing to add, so neither holds for this model
+            self._asked = _ASKED
         else:
             self._ask(not self.is_sure)
 
@@ -229,6 +239,7 @@ def _is_one_factor(values: Figures, others: Figures) -> bool:
 _ADD_BIAS = AFFINE | NORMALIZATIONS
 # Of five norms in any order, one in 120 rises at each step; it costs full measurements, no alert.
 _RISING = 4  # steps in a row with a larger norm than the one before
+_SUMMED = 2.0  # times the first norm; five gradients that have nothing in common add up to 2.2
 _PAIRS = 2  # so that a coincidence of one step does not pass
 _ASKED = 3  # times; where neither holds, more looks would show nothing
 _ROUNDING = 1e-4  # a thousand times float32's

@@ -50,6 +50,7 @@ class NoLearning(Detector):
     steps = 30  # by eye; tried 15 and 60, by which the alert comes earlier or later
     zero_steps = 50  # triplet_siamese, which knows all it is shown, has 4
     losses = 100  # by eye: more micro-batches per step are unusual
+    in_a_row = 3
     _norms: deque[float]
     _before: float = 0.0
     _largest_ratio: float = 0.0

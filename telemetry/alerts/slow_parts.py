@@ -33,6 +33,7 @@ class LayersNotLearning(Detector):
     # Embeddings of rare words have 0.02, fine-tuning with a decay of 0.65 over 12 layers 0.006.
     share = 1e-3
     steps = 100
+    in_a_row = 2
     _names: tuple[str, ...] = ()
     _since: Figures
     _looks: Figures

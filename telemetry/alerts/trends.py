@@ -226,7 +226,8 @@ class UnboundedLoss(Detector):
         measured = record.full and len(record.activations) > 0
         if measured:
             self._look(record, recent)
-        self.undecided = recent < 0 and recent < first and len(self._looks) <= _LOOKS
+        is_low = not measured and recent < 0 and recent < first
+        self.undecided = is_low and self._needs_looks(base.age)
         guess = -math.log(self._classes) if self._classes > 2 else math.nan
         if abs(first - guess) < _NEAR * -guess and recent < (1 + _FALLEN) * min(first, guess):
             return self._found(
@@ -254,6 +255,13 @@ class UnboundedLoss(Detector):
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
         return base.loss.recent < 0
 
+    def _needs_looks(self, age: int) -> bool:
+        """Whether more looks might show that the outputs grow: in the middle of the steps first."""
+        if len(self._looks) > _LOOKS or age < _STEPS // 2 - _SOON:
+            return False
+        sizes = [size for _, size, _ in self._looks]
+        return len(sizes) < 2 or sizes[-1] > _GROWS * sizes[0]
+
     def _look(self, record: StepRecord, loss: float) -> None:
         rows = record.activations.rows
         outputs = max((p.shape[0] for p in record.layout.parameters if len(p.shape) > 1), default=0)
@@ -277,4 +285,6 @@ _FALLEN = 0.1
 _LARGE = 10.0  # log-probabilities and log-scales stay below; exp of it is 22,000
 _HALF = 1.5  # linear growth doubles in the second half; that of wgan_gradient_penalty is 1.3
 _UNDIMINISHED = 0.8  # text_loss_negated has 1.5
+_GROWS = 1.5  # of a twentieth of ``growth`` in the first steps
+_SOON = 2  # steps after which a requested measurement is there
 _STEPS = 40  # by then a loss that settles has slowed down

@@ -73,7 +73,7 @@ class DeadUnits(Detector):
         self._silence = {}
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        self.undecided = False
+        self.undecided, self.in_a_row = False, 1
         dead = [out for out, silent in _silent_units(record) if self._is_dead(out, silent, record)]
         # If nothing gets a gradient, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
@@ -141,7 +141,10 @@ class DeadUnits(Detector):
         self._silence[output] = now
         witnessed = now.samples * now.silent.sum() ** 0.5 >= self.samples
         enough = bool(now.batches >= self.batches and witnessed)
-        self.undecided |= not enough
+        if not enough:
+            each = now.samples / now.batches * now.silent.sum() ** 0.5
+            missing = max(self.batches, math.ceil(self.samples / each)) - now.batches
+            self.undecided, self.in_a_row = True, min(max(self.in_a_row, missing), _IN_A_ROW)
         active = np.count_nonzero(~now.silent)
         is_nearly_complete = active <= max(1, (1 - _NEARLY_ALL) * silent.size)
         return enough and bool(is_nearly_complete or record.step - now.since >= _PARTLY)
@@ -156,6 +159,7 @@ _DROPPED = "Check the probability of this dropout: it is the share that is dropp
 _REVIVED = 2 / 3
 # In labels_shuffled, whose loss has nothing to learn, 0.906 are silent for 30 steps.
 _PARTLY = 50  # steps
+_IN_A_ROW = 3  # full steps at most that it requests at a time
 _NEARLY_ALL = 0.93  # or all but one; in sparsity_too_strong they are 0.945
 # Of an input, as SiLU(x) / x is below x = -6.9 (tried 0.0002 and 0.005), and of the RMS of
 # gradients (by eye; tried 0.0005 and 0.002).

@@ -35,6 +35,7 @@ class UntrainedParameters(Detector):
     # detached by mistake usually a third or more. By eye between them.
     share = 0.2
     steps = 90  # as long as within 100 steps: rare parts should have had their turn
+    in_a_row = 2
     _steps: int
     _looks: int
     _is_new: bool  # something can learn that could not before
@@ -68,8 +69,8 @@ class UntrainedParameters(Detector):
         self._steps += 1
         self._marks[0] |= record.grad_present
         (trained, reached, _, ran), trainable = self._marks, self._trainable
-        late = abs(self._steps - self.steps) <= _LATE and self._is_new and self._looks < _LOOKS
-        self.undecided = late and bool((trainable & ~trained).any())
+        late = abs(self._steps - self.steps) <= _LATE and self._looks < _LOOKS
+        self.undecided = late and bool((trainable & ~trained & ~self._told).any())
         if self._steps < self.steps or self._looks < _LOOKS or record.total_grad_norm == 0:
             return None
         left = trainable & ~trained & ~self._told & (reached | ~self._trained_before)

@@ -11,7 +11,7 @@ from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline, Figures, Mark
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Stretch
 from telemetry.layers import table
-from telemetry.records import StepRecord
+from telemetry.records import Layout, StepRecord
 from telemetry.shared.plain_text import called
 
 
@@ -71,6 +71,8 @@ class VanishingGradient(Detector):
     _zero_steps: Figures  # and for how many zero
     _first: Figures  # share that was not zero
     _largest: Figures
+    # Whether it ran and could learn at the last full step, unlike what is frozen or was not chosen.
+    _counted: Marks
     _update_share: Figures  # log10 of the ratio over the largest at the last full step, while small
 
     def set_up(self) -> None:
@@ -82,6 +84,7 @@ class VanishingGradient(Detector):
         self._faint_steps, self._zero_steps = np.zeros((2, len(names)))
         self._first, self._update_share = np.full((2, len(names)), np.nan)
         self._largest = np.full(len(names), -np.inf)
+        self._counted = np.ones(len(names), bool)
 
     def find(self, record: StepRecord, base: Baseline) -> Finding | None:
         self.undecided = False
@@ -99,55 +102,45 @@ class VanishingGradient(Detector):
         self._faint_steps = np.where(faint, self._faint_steps + 1, 0.0)
         self._zero_steps = np.where(zero, self._zero_steps + 1, 0.0)
         found = self._small(record, base, share, faint) if faint.any() else None
-        if found is not None or not zero.any():
-            return found
-        never = (self._largest == -np.inf) & (self._zero_steps == self.zero_steps)
-        self.undecided |= self.alert is None and bool(never.any())
-        return self._zero(record) if record.full else None
+        self.in_a_row = _ZERO_LOOKS if zero.any() and not self.undecided else 1
+        gone = self._zero(record) if record.full else None
+        if found is not None or gone is not None or record.full or not zero.any():
+            return found or gone
+        lasted = self._zero_steps - self.zero_steps
+        is_new = (self._counted & (lasted >= 0) & (lasted < _ZERO_LOOKS)).any()
+        if self.alert is None and is_new:
+            self.undecided |= self._may_be_gone(record.layout, zero)
+        return None
 
     def lasts(self, record: StepRecord, base: Baseline) -> bool:
         name = self.alert.module_name if self.alert is not None else None
         if not _is_known(record) or name not in self._names:
             return name in self._names
         at = self._names.index(name)
-        moves = bool(self._update_share[at] >= -math.log10(self.update_factor))
+        moves = bool(-math.log10(self.update_factor) <= self._update_share[at] < math.inf)
         return bool(self._zero_steps[at] > 0 or (self._faint_steps[at] > 0 and not moves))
 
     def _small(
         self, record: StepRecord, base: Baseline, share: Figures, faint: Marks
     ) -> Finding | None:
         """Modules whose gradients are small and not zero."""
-        limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
-        small = base.began_small
-        updates = _update_share(record, small) if record.update_ratios else self._update_share
+        update_limit, small = -math.log10(self.update_factor), base.began_small
+        updates = self._update_share
+        if record.update_ratios:  # one that has none now will have none later, either
+            updates = np.nan_to_num(_update_share(record, small), nan=np.inf, neginf=-np.inf)
         self._update_share = np.where(faint, updates, np.nan)
-        levels, rows = base.layers.levels, len(base.layers.levels) - 1
+        levels = base.layers.levels
         faint = faint & ~(levels[-FEWEST:] == -np.inf).any(axis=0)
-        self.undecided = self.alert is None and bool((faint & np.isnan(updates)).any())
-
-        steps = self.branch_steps if small else self.steps
-        fading = faint & (self._faint_steps >= steps) & (self._update_share < update_limit)
-        fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # no gap from the first on
-        # The middle of the steps in which each has been small.
-        middle = rows - np.minimum((self._faint_steps.astype(int) + 1) // 2, rows)
-        before = levels[middle, np.arange(len(share))] - levels.max(axis=1)[middle]
-        fading = _unless_rising(fading, share, before)
-
-        further = math.log10(self.branch_factor)
-        stuck = faint & (self._faint_steps >= self.stuck_steps) & (share < limit - further)
-        stuck &= np.logical_and.accumulate(stuck | (share == -np.inf))
-        if base.loss.best > (1 - _FALLEN) * base.loss.first > 0:
-            fading |= _unless_rising(stuck, share, before)
-        branch = faint & (self._faint_steps >= self.branch_steps) & (share < limit - further)
-        branch &= self._update_share < update_limit - further
-        # One whose scale begins at zero and goes up and down has had larger ones.
-        steady = (self._first < limit) & (share > self._largest - _STEADY)
-        branch &= steady | ((self._first >= limit) & base.loss.is_worse)
-        fading |= _unless_rising(branch, share, self._first)
+        fading = self._fading(base, share, faint, self._update_share, soon=0)
+        unknown = np.where(np.isnan(self._update_share), -np.inf, self._update_share)
+        might = faint & np.isnan(self._update_share)
+        if self.alert is None and not fading.any() and might.any():
+            might &= self._fading(base, share, faint, unknown, soon=_SOON)
+            self.undecided = bool(might.any())
         if not fading.any():
             return None
         first = int(np.flatnonzero(fading)[0])
-        moves = bool(self._update_share[first] >= update_limit)
+        moves = bool(update_limit <= self._update_share[first] < math.inf)
         what = "the loss has not fallen so far" if moves else "the optimizer hardly moves it"
         return Finding(
             seen=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g} times "
@@ -160,12 +153,45 @@ class VanishingGradient(Detector):
             module_name=self._names[first],
         )
 
+    def _fading(
+        self, base: Baseline, share: Figures, faint: Marks, updates: Figures, *, soon: int
+    ) -> Marks:
+        """Modules that have vanished, if these are their update ratios; so many steps ahead."""
+        limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
+        levels, rows = base.layers.levels, len(base.layers.levels) - 1
+        steps = self.branch_steps if base.began_small else self.steps
+        lasted = self._faint_steps + soon
+        fading = faint & (lasted >= steps) & (updates < update_limit)
+        fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # no gap from the first on
+        # The middle of the steps in which each has been small.
+        middle = rows - np.minimum((self._faint_steps.astype(int) + 1) // 2, rows)
+        before = levels[middle, np.arange(len(share))] - levels.max(axis=1)[middle]
+        fading = _unless_rising(fading, share, before)
+
+        further = math.log10(self.branch_factor)
+        stuck = faint & (lasted >= self.stuck_steps) & (share < limit - further)
+        stuck &= np.logical_and.accumulate(stuck | (share == -np.inf))
+        if base.loss.best > (1 - _FALLEN) * base.loss.first > 0:
+            fading |= _unless_rising(stuck, share, before)
+        branch = faint & (lasted >= self.branch_steps) & (share < limit - further)
+        branch &= updates < update_limit - further
+        # One whose scale begins at zero and goes up and down has had larger ones.
+        steady = (self._first < limit) & (share > self._largest - _STEADY)
+        branch &= steady | ((self._first >= limit) & base.loss.is_worse)
+        return fading | _unless_rising(branch, share, self._first)
+
+    def _may_be_gone(self, layout: Layout, zero: Marks) -> bool:
+        """Whether :meth:`_zero` might find them, as far as the last full step says."""
+        gone = zero & self._counted
+        gone[np.flatnonzero(~zero)[-1] :] = False
+        first = gone & np.logical_and.accumulate(gone | ~self._counted)
+        sizes = np.bincount(layout.owners, layout.sizes)[layout.owning]
+        share = sizes[gone].sum() / sizes[self._counted].sum() if gone.any() else 0.0
+        return bool(first.any() or share >= self.zero_share)
+
     def _zero(self, record: StepRecord) -> Finding | None:
         """Modules that ran and have had no gradient for long, though layers behind them have."""
-        zero = self._zero_steps >= self.zero_steps
-        if not zero.any() or len(record.trainable) != len(record.grad_present):
-            return None
-        if record.learning_rates and not any(record.learning_rates):  # nothing learns, nor can it
+        if len(record.trainable) != len(record.grad_present):
             return None
         layout = record.layout
 
@@ -177,7 +203,12 @@ class VanishingGradient(Detector):
         # Where gradients come and no optimizer takes them, untrained_parameters tells that.
         idle = holds(record.reached & ~record.grad_present)
         # What belongs to another optimizer may have its turn later, as the generator of a GAN.
-        counts = holds(record.trainable & record.held) & ran & ~idle
+        counts = self._counted = holds(record.trainable & record.held) & ran & ~idle
+        zero = self._zero_steps >= self.zero_steps
+        if not zero.any():
+            return None
+        if record.learning_rates and not any(record.learning_rates):  # nothing learns, nor can it
+            return None
         gone = zero & counts
         gone[np.flatnonzero(~zero)[-1] :] = False
         first = gone & np.logical_and.accumulate(gone | ~counts)
@@ -188,7 +219,7 @@ class VanishingGradient(Detector):
         gone = first | branch
         self._zero_looks = self._zero_looks + 1 if gone.any() else 0
         self.undecided |= self.alert is None and self._zero_looks == 1
-        if self._zero_looks < 2:  # dead units, which may be the cause, take as many
+        if self._zero_looks < _ZERO_LOOKS:  # dead units, which may be the cause, take as many
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
@@ -219,6 +250,8 @@ _FALLEN = 0.03  # of the first loss, as in LossStuck
 # Decades: branches whose scale begins at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.
 _STEADY = 0.2
+_ZERO_LOOKS = 2
+_SOON = 2  # steps after which a requested measurement is there
 
 
 def _is_known(record: StepRecord) -> bool:

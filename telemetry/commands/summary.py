@@ -19,6 +19,7 @@ from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.shared.plain_text import printable
 from telemetry.shared.sparkline import sparkline
+from telemetry.shared.tag_names import FULL_STEPS
 
 _CURVE_WIDTH = 16
 _STEADY = 1.25  # a trend by a smaller factor counts as steady
@@ -59,7 +60,7 @@ def summary(args: argparse.Namespace, console: Console) -> int:
     several = len(runs.found) > 1
     for log_dir, run in runs.opened():
         head = f"{printable(str(log_dir))}: " if several else ""
-        _print_run(head, run.overview(), shown(run), statistic, console)
+        _print_run(head, run.overview(), _full_steps(run), shown(run), statistic, console)
         if several:
             console.print()
     return runs.status
@@ -120,14 +121,26 @@ def _trend(sizes: NDArray[np.float64]) -> float:
     return last / first if sizes.size >= 4 and 0 < first < math.inf else math.nan
 
 
+def _full_steps(run: RunData) -> str:
+    """How many full steps the run had, and why; empty if it was not closed."""
+    found = run.source.read("scalars", FULL_STEPS)
+    counts = [int(series[-1][1]) for tag in FULL_STEPS if (series := found.get(tag))]
+    if len(counts) < len(FULL_STEPS):
+        return ""
+    return f"full steps: {counts[0]} scheduled, {counts[1]} more requested by rules"
+
+
 def _print_run(
     head: str,
     found: Overview,
+    full_steps: str,
     layers: Sequence[Mapping[str, Any]],
     statistic: Statistic,
     console: Console,
 ) -> None:
     console.print(f"{head}{found.extent}, alerts: {len(found.alerts) or 'none'}")
+    if full_steps:
+        console.print(full_steps)
     if not layers:
         console.print(f"{statistic.title}: not measured in this run")
         return

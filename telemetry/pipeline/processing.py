@@ -268,7 +268,8 @@ class Processor:
                 self._report(self._judge.judge(record), record.wall_time)
             finally:
                 self._select_later_steps(record.step)
-                if self._judge.wants_full and not self.ranks.request_full(record.step):
+                is_granted = self._full_steps.grants(self._judge, record.step)
+                if is_granted and not self.ranks.request_full(record.step):
                     self._full_steps.want()
         record = record.recorded()
         is_needed = self._board.page.begins_layout(record)

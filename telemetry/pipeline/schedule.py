@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from telemetry.alerts.judging import Judge
+
 Schedule: TypeAlias = Callable[[int], bool]
 """Whether a step is measured in full. The answer must be the same on all ranks."""
 
@@ -27,22 +29,34 @@ def every(n: int) -> Schedule:
 
 
 class FullSteps:
-    """Which steps are measured in full: those that are due, and those that a rule asks for.
+    """Which steps are measured in full: those that are due, and those that a rule requests.
 
     Rules judge a step on another thread, and training does not wait for them. For each step after
-    which they want a full one, one more of those that are decided from then on is; as the next step
-    is decided before they hear of the one that ends, it is the second after that, or a later one.
+    which they request a full one, one more of those that are decided from then on is; as the next
+    step is decided before the rules judge the one that ends, it is the second after that, or a
+    later one.
+
+    All rules of a run share one allowance: requests that confirm nothing take at most
+    :data:`ALLOWANCE` full steps and :data:`ALLOWANCE_SHARE` of the due ones so far. An alert, or a
+    NaN after finite gradients, restores it. It is counted in judged steps, so that a run that is
+    repeated requests the same.
 
     Args:
         due: The steps that are due in any case.
+
+    Attributes:
+        scheduled, requested: Full steps so far: the due ones, and those that rules added.
     """
 
     def __init__(self, due: Schedule) -> None:
+        self.scheduled = self.requested = 0
         self._due = due
         self._named: set[int] = set()
         # Each has one thread that counts.
         self._wanted = self._given = 0
+        self._judged_due = self._unconfirmed = 0
         self._resumed_at: int | None = None
+        self._decided: tuple[int, bool, bool] | None = None  # which step, whether due, whether full
 
     def __call__(self, step: int) -> bool:
         """Whether the step is measured in full; asked on the training thread, in their order."""
@@ -50,19 +64,40 @@ class FullSteps:
         self._named -= named
         wanted = self._wanted > self._given and step != self._resumed_at
         self._given += wanted
-        return self._due(step) or bool(named) or wanted
+        due = self._due(step)
+        full = due or bool(named) or wanted
+        if self._decided is not None and self._decided[0] < step:  # that step has ended
+            _, was_due, was_full = self._decided
+            self.scheduled += was_due
+            self.requested += was_full and not was_due
+        self._decided = step, due, full
+        return full
+
+    def grants(self, judge: Judge, step: int) -> bool:
+        """Whether the rules request a full measurement after this step and the allowance has one.
+
+        Called once for each judged step, on the thread of the rules.
+        """
+        self._judged_due += self._due(step)
+        if judge.take_confirmation():
+            self._unconfirmed = 0
+        limit = ALLOWANCE + ALLOWANCE_SHARE * self._judged_due
+        return judge.wants_full and self._unconfirmed + 1 <= limit
 
     def ask(self, step: int) -> None:
         """Have this step measured in full, or the next one if it is decided already."""
         self._named.add(step)
+        self._unconfirmed += 1
 
     def want(self) -> None:
-        """The rules want a full measurement after the step that they judged, on their thread."""
+        """Have one more step measured in full; on the thread of the rules."""
         self._wanted += 1
+        self._unconfirmed += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of later steps, in numbers and lists."""
-        return {"asked": sorted(self._named), "wanted": self._wanted - self._given}
+        """What is known of later steps, and the counts, in numbers and lists."""
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return {"asked": sorted(self._named), "wanted": self._wanted - self._given, **counts}
 
     def load_state_dict(self, run: Mapping[str, Any], step: int) -> None:
         """Go on from there, with ``step`` in progress, which is measured as it was.
@@ -77,4 +112,13 @@ class FullSteps:
         if run.get("full") is True:
             self._named.add(step)
         self._wanted, self._given = state.get("wanted", 0), 0
-        self._resumed_at = step
+        for name in _COUNTS:
+            setattr(self, name, state.get(name, 0))
+        self._resumed_at, self._decided = step, None
+
+
+# Full steps, and a part of the due ones: what requests that confirm nothing may add.
+ALLOWANCE = 3
+ALLOWANCE_SHARE = 0.25
+
+_COUNTS = ("scheduled", "requested", "_judged_due", "_unconfirmed")

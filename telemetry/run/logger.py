@@ -624,10 +624,22 @@ class HookLogger:
                     lambda left_s: self._write_end(),
                     self._files.close,
                 )
+                self._log_full_steps()
                 self._exception = None  # its frames hold the model
                 self._ended = True
         finally:
             self._ending.release()
+
+    def _log_full_steps(self) -> None:
+        """Log how many full steps there were, and why; a warning if rules doubled them."""
+        scheduled, requested = self._full_steps.scheduled, self._full_steps.requested
+        if not (self._role.writes and scheduled):
+            return
+        level, cost = logging.INFO, ""
+        if requested > scheduled:
+            level, cost = logging.WARNING, "; max_overhead limits what these cost"
+        message = "telemetry: full steps: %d scheduled, %d more requested by rules%s"
+        log.log(level, message, scheduled, requested, cost)
 
     def _end_exchange(self, timeout_s: float) -> None:
         """Send what other ranks lack, and have what they sent."""
@@ -636,4 +648,6 @@ class HookLogger:
             self._ranks.close(timeout_s / 2)
 
     def _write_end(self) -> None:
-        self._files.write_end(*self._board.end_values(self._exception))
+        steps = self._full_steps
+        counts = {"scheduled": steps.scheduled, "requested": steps.requested}
+        self._files.write_end(*self._board.end_values(self._exception, **counts))

@@ -14,6 +14,7 @@ ALERTS = "~alerts/"
 
 # The L2 norm of all gradients together, at every step.
 TOTAL_GRAD_NORM = f"{RUN}grad_norm/total"
+FULL_STEPS = f"{RUN}full_steps/scheduled", f"{RUN}full_steps/requested"  # at the end of a run
 
 _GROUP = re.compile(f"{RUN}|{LAYERS}|{HISTOGRAMS}|{IMAGES}")
 _NUMBERED = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)

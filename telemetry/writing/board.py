@@ -15,7 +15,7 @@ from telemetry.events import summaries
 from telemetry.records import StepRecord
 from telemetry.shared.page_format import LAYOUT_PREFIX, LOSS_PREFIX
 from telemetry.shared.plain_text import printable
-from telemetry.shared.tag_names import RUN
+from telemetry.shared.tag_names import FULL_STEPS, RUN
 from telemetry.writing import tags
 from telemetry.writing.bulk import Bulk
 from telemetry.writing.curves import (
@@ -101,13 +101,19 @@ class Board:
         """The values held back so far, and the step of the event that takes them."""
         return self.page.last_step, tuple(self.page.pending_values())
 
-    def end_values(self, exception: BaseException | None) -> tuple[int, Sequence[bytes]]:
-        """The values to write when the logger is closed, and the step of their event."""
-        value = self.page.end_value(exception)
-        if value is None:
+    def end_values(
+        self, exception: BaseException | None, *, scheduled: int, requested: int
+    ) -> tuple[int, Sequence[bytes]]:
+        """The values to write when the logger is closed, and the step of their event.
+
+        ``scheduled`` and ``requested`` are numbers of full steps.
+        """
+        if (value := self.page.end_value(exception)) is None:
             return self.page.last_step, ()
         pictures = () if self._picture is None else self._picture.last_values()
-        return self.page.last_step, (value, self._alert_curve(), *pictures)
+        full_steps = zip(FULL_STEPS, (scheduled, requested), strict=True)
+        counts = [summaries.scalar(tag, count) for tag, count in full_steps]
+        return self.page.last_step, (value, self._alert_curve(), *pictures, *counts)
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """A line that says which layers are others than at the step before, if any are."""

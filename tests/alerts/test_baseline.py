@@ -182,20 +182,24 @@ def layers_after(rows: Iterable[Iterable[float]]) -> Layers:
 
 
 @pytest.mark.parametrize(
-    ("usual", "now", "unusual"),
+    ("usual", "now", "steps", "unusual"),
     [
-        ((1.0, 1.0), (1.0, 1.0), False),
-        ((1.0, 1.0), (1.0, 30.0), True),
-        ((1.0, 1.0), (0.01, 1.0), True),
-        ((1.0, 1.0), (0.0, 1.0), True),
-        ((1.0, 0.0), (1.0, 1.0), False),
+        ((1.0, 1.0), (1.0, 1.0), 3, False),
+        ((1.0, 1.0), (1.0, 30.0), 3, True),
+        ((1.0, 1.0), (1.0, 30.0), 2, False),
+        ((1.0, 1.0), (0.01, 1.0), 3, True),
+        ((1.0, 1.0), (0.01, 0.02), 3, False),  # both alike
+        ((1.0, 1.0), (0.001, 0.1), 3, True),
+        ((1.0, 1.0), (0.0, 1.0), 1, True),
+        ((1.0, 1.0), (0.0, 0.01), 1, True),
+        ((1.0, 0.0), (1.0, 1.0), 3, False),
     ],
 )
-def test_a_layer_is_unusual_tenfold_or_suddenly_zero(
-    usual: tuple[float, float], now: tuple[float, float], unusual: bool
+def test_a_layer_is_unusual_if_zero_or_for_three_steps_tenfold_beyond_all(
+    usual: tuple[float, float], now: tuple[float, float], steps: int, unusual: bool
 ) -> None:
     assert not layers_after([usual] * 60).are_unusual
-    assert layers_after([*[usual] * 60, now]).are_unusual == unusual
+    assert layers_after([*[usual] * 60, *[now] * steps]).are_unusual == unusual
 
 
 def test_what_a_baseline_knows_continues_in_another_run() -> None:

@@ -17,7 +17,7 @@ from scripted import Scripted, at, finding, record
 from small_runs import net, train
 from torch.optim import SGD
 
-from telemetry import Alert, Detector, StepRecord
+from telemetry import Alert, Baseline, Detector, StepRecord
 from telemetry.alert import Severity
 from telemetry.alerts import default_rules, rules_from
 from telemetry.alerts.configuration import _RULES
@@ -205,8 +205,8 @@ def test_units_that_died_between_two_measurements_died_when_the_rate_jumped(jump
     others = {name: None for name in _RULES if name not in {"dead_units", "vanishing_gradient"}}
     [rule] = rules_from(others)
     [alert] = train(rule, 50, model=model, optimizer=optimizer, before=kill, every=100)
-    assert (alert.kind, alert.step) == ("dead_units", 37)  # measured twice
-    assert (", 4 steps after the learning rate had jumped to 30." in alert.message) == (jump > 1)
+    assert (alert.kind, alert.step) == ("dead_units", 38)  # measured twice
+    assert (", 5 steps after the learning rate had jumped to 30." in alert.message) == (jump > 1)
 
 
 def test_users_choose_the_severity_of_a_kind() -> None:
@@ -222,10 +222,10 @@ def test_what_explains_a_default_kind_is_one() -> None:
     assert lasting == {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
 
 
-# --- what it asks for ----------------------------------------------------------------------------
+# --- what it requests ----------------------------------------------------------------------------
 
 
-def asked(*detectors: Detector, steps: int) -> list[int]:
+def requests(*detectors: Detector, steps: int) -> list[int]:
     engine, found = Engine(detectors), []
     for step in range(steps):
         list(engine(record(step)))
@@ -234,22 +234,40 @@ def asked(*detectors: Detector, steps: int) -> list[int]:
     return found
 
 
-def test_it_asks_for_three_steps_in_a_row_and_waits_for_them() -> None:
-    eager = Scripted({}, undecided=True)
-    assert asked(eager, steps=40) == [0, 1, 2, 19, 20, 21, 38, 39]
-    assert asked(Scripted({}), steps=40) == []
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_detector_requests_as_many_as_it_needs_and_begins_again_ever_later(count: int) -> None:
+    eager = Scripted({}, undecided=True, in_a_row=count)
+    begins = [0, 20, 60, 140]
+    assert requests(eager, steps=200) == [step + k for step in begins for k in range(count)]
+    assert requests(Scripted({}), steps=40) == []
 
 
-def test_in_the_long_run_it_asks_for_one_step_in_ten() -> None:
-    eager = Scripted({}, undecided=True)
-    assert len(asked(eager, steps=2000)) == pytest.approx(200 + 12, abs=3)
+def test_the_back_off_of_one_detector_does_not_delay_another() -> None:
+    eager, late = Scripted({}, undecided=True), Undecided({30, 31}, kind="late")
+    assert requests(eager, late, steps=50) == [0, 20, 30]
 
 
-def test_a_finding_that_is_not_confirmed_is_asked_about() -> None:
+def test_an_alert_ends_the_back_off() -> None:
+    eager, other = Scripted({}, undecided=True), Scripted(at(30), kind="other")
+    assert requests(eager, other, steps=55) == [0, 20, 30, 50]
+
+
+class Undecided(Scripted):
+    def __init__(self, steps: set[int], **others: Any) -> None:
+        super().__init__({}, **others)
+        self.steps = steps
+
+    def find(self, record: StepRecord, base: Baseline) -> None:
+        self.undecided = record.step in self.steps
+
+
+def test_a_finding_that_is_not_confirmed_requests_a_full_measurement() -> None:
     detector = Scripted(at(0), on="full", confirm=2)
     engine = Engine([detector])
     list(engine(record(0, full=True)))
     assert engine.wants_full
+    list(engine(record(1)))
+    assert not engine.wants_full  # one is missing
 
 
 # --- failures ------------------------------------------------------------------------------------

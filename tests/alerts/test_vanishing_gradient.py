@@ -71,7 +71,7 @@ def test_no_gradient_is_vanished(join: Callable[[Tensor, Tensor], Tensor], swap:
 
 def test_what_never_had_a_gradient_is_looked_at_before_the_next_measurement_is_due() -> None:
     [alert] = train(VanishingGradient(), 60, model=TwoTowers(forgotten), every=1000)
-    assert alert.step == 23
+    assert alert.step == 22
 
 
 def frozen(model: TwoTowers) -> TwoTowers:

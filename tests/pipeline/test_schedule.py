@@ -1,10 +1,18 @@
-"""Steps 0, n, 2n, ... are measured."""
+"""Steps 0, n, 2n, ... are measured, and as many that rules request as the allowance has."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Container, Iterable
+
+import numpy as np
 import pytest
 
-from telemetry.pipeline import every
+from telemetry import Alert, Rule, StepRecord
+from telemetry.alerts.judging import Judge
+from telemetry.failures import Failures
+from telemetry.pipeline import FullSteps, every
+from telemetry.records import Layout, Module, Parameter
 
 
 @pytest.mark.parametrize(
@@ -25,3 +33,82 @@ def test_less_than_one_is_refused(n: int) -> None:
 def test_what_is_no_int_is_refused(n: object) -> None:
     with pytest.raises(TypeError, match=r"HookLogger\(every_n_steps=.*\): must be an int"):
         every(n)  # type: ignore[arg-type]
+
+
+class Requests(Rule):
+    """Requests a full measurement after each step, and alerts at some."""
+
+    wants_full = True
+
+    def __init__(self, *alerts: int) -> None:
+        self.alerts = alerts
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        found = Alert(
+            kind="planted",
+            severity="note",
+            step=record.step,
+            module_name=None,
+            value=0.0,
+            threshold=0.0,
+            message="Planted.",
+        )
+        return [found] if record.step in self.alerts else ()
+
+
+LAYOUT = Layout(
+    modules=(Module(name="fc", type_name="Linear"),),
+    parameters=(Parameter(name="fc.weight", module_name="fc", shape=(4, 4)),),
+)
+
+
+def full_steps(
+    *rules: Rule, steps: int, n: int = 100, bad: Container[int] = (), of_loss: bool = False
+) -> tuple[FullSteps, list[int]]:
+    """Have rules judge so many steps; those that were full, though not due, are returned."""
+    full_steps, judge = FullSteps(every(n)), Judge(rules, Failures())
+    found, full = [], full_steps(0)
+    for step in range(steps):
+        found += [step] if full and step % n else []
+        next_full = full_steps(step + 1)  # decided before the rules judge the step
+        is_bad = step in bad
+        record = StepRecord(
+            step=step,
+            wall_time=0.0,
+            layout=LAYOUT,
+            full=full,
+            grad_norms=np.ones(1),
+            grad_present=np.ones(1, bool),
+            grad_finite=np.array([of_loss or not is_bad]),
+            scalars={"loss": math.nan if is_bad else 1.0} if of_loss else {},
+        )
+        list(judge.judge(record))
+        if full_steps.grants(judge, step):
+            full_steps.want()
+        full = next_full
+    return full_steps, found
+
+
+@pytest.mark.parametrize(("steps", "count"), [(50, 3), (400, 4), (2000, 8)])
+def test_requests_that_confirm_nothing_add_three_full_steps_and_a_quarter_of_the_due_ones(
+    steps: int, count: int
+) -> None:
+    assert len(full_steps(Requests(), Requests(), steps=steps)[1]) == count
+
+
+def test_an_alert_restores_the_allowance() -> None:
+    assert full_steps(Requests(20), steps=50)[1] == [2, 3, 4, 22, 23, 24]
+
+
+@pytest.mark.parametrize("of_loss", [False, True])
+def test_a_new_nan_restores_the_allowance_and_one_that_stays_does_not(of_loss: bool) -> None:
+    found = full_steps(Requests(), steps=50, bad={20, 21, 22, 23, 40}, of_loss=of_loss)[1]
+    assert found == [2, 3, 4, 22, 23, 24, 42, 43, 44]
+
+
+def test_it_counts_steps_that_have_ended_as_scheduled_or_requested() -> None:
+    counted, found = full_steps(Requests(), steps=200)
+    assert (counted.scheduled, counted.requested) == (2, len(found))
+    resumed = FullSteps(every(100))
+    resumed.load_state_dict({"full_steps": counted.state_dict()}, 200)
+    assert (resumed.scheduled, resumed.requested) == (2, len(found))

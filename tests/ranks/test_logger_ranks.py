@@ -271,9 +271,10 @@ def test_ranks_that_hang_or_die_cost_the_others_nothing(
         "from step 4 on, the records hold 2 of 3 ranks: rank 1 sent nothing in time",
         "from step 8 on, the records hold what rank 1 measured",
         "from step 12 on, the records hold 2 of 3 ranks: rank 2 sent nothing in time",
+        "full steps: 8 scheduled",
     ):
         assert first.told(told) == 1, first.log.read_text()
-    assert first.told("telemetry:") == 3, first.log.read_text()
+    assert first.told("telemetry:") == 4, first.log.read_text()
     steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
     assert steps == list(range(16))
 
@@ -297,9 +298,10 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_are_told_of(
     for told in (
         "from step 0 on, the records hold 2 of 3 ranks: rank 2 made no HookLogger",
         "step 2 was measured in full by rank 0 and not by rank 1; use the same every_n_steps",
+        "full steps: 4 scheduled",
     ):
         assert first.told(told) == 1, first.log.read_text()
-    assert first.told("telemetry:") == 2, first.log.read_text()
+    assert first.told("telemetry:") == 3, first.log.read_text()
 
 
 def test_flat_parameters_are_rank_0s_and_activations_those_of_all(
