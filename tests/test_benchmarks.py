@@ -60,6 +60,13 @@ def test_norms_tells_what_a_step_costs_that_is_not_measured_in_full(json_file: P
     assert cost["step_ms"] > cost["later_ms"]
 
 
+def test_loops_have_a_row_for_each_default(json_file: Path) -> None:
+    (costs,) = run("loops", json_file, "--only", "MLP")["figures"].values()
+    assert {"bare", "default", "alerts=()", "max_overhead=0.01"} <= set(costs)
+    assert costs["bare"]["added"] == 0
+    assert costs["default"]["full"] >= 1
+
+
 def test_dashboard_asks_for_all_that_the_page_shows(json_file: Path) -> None:
     (row,) = run("dashboard", json_file, "--sizes", "50x50")["figures"]
     assert (row["layers"], row["steps"]) == (50, 50)

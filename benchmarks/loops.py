@@ -1,0 +1,209 @@
+"""Measures what the defaults cost: whole training loops that log their loss at each step.
+
+    python benchmarks/loops.py [--quick] [--only MODEL] [--rounds N] [--json FILE]
+
+Each round trains every variant once, in turn, on a model of its own with new random data at each
+step, and times the steps after the first 300. The table gives the median over the rounds of the
+time beyond that of the bare loop in the same round: wall time, and in brackets CPU time of all
+threads. A loop ends when everything that it recorded is written. "full" is how many full steps
+there were for each scheduled one, in the whole run. torch has one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_machine, write_json
+from recordings import start_wandb
+from torch import Tensor, nn
+from workloads import GPT, mnist_cnn
+
+from telemetry import HookLogger, read
+
+EVERY = 100
+WARM_UP = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Tensor]
+    classes: int
+    steps: int
+
+
+TASKS = {
+    "MLP, 3 layers of 64": Task(
+        model=lambda: nn.Sequential(
+            nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+        ),
+        batch=lambda: torch.randn(64, 64),
+        classes=10,
+        steps=1500,
+    ),
+    "CNN, 2 convolutions": Task(
+        model=lambda: nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(4), nn.Conv2d(8, 16, 3), nn.ReLU(),
+            nn.Flatten(), nn.Linear(256, 10),
+        ),
+        batch=lambda: torch.randn(32, 1, 28, 28),
+        classes=10,
+        steps=600,
+    ),
+    "MNIST CNN, batch 64": Task(
+        model=mnist_cnn, batch=lambda: torch.randn(64, 1, 28, 28), classes=10, steps=200
+    ),
+    "transformer, 3 layers of 32": Task(
+        model=lambda: GPT(width=32, depth=3, tokens=32, length=16),
+        batch=lambda: torch.randint(32, (16, 16)),
+        classes=32,
+        steps=600,
+    ),
+    "GPT, 4 layers of 128": Task(
+        model=GPT, batch=lambda: torch.randint(256, (4, 128)), classes=256, steps=100
+    ),
+}  # fmt: skip
+
+
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "bare": None,
+    "default": {},
+    "alerts=()": {"alerts": ()},
+    "max_overhead=0.01": {"max_overhead": 0.01},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """Of one step, in milliseconds; ``full`` full steps for each scheduled one."""
+
+    wall_ms: float
+    cpu_ms: float
+    full: float = math.nan
+
+
+def train(task: Task, variant: str, folder: Path, *, warm_up: int, steps: int) -> Time:
+    """Train a new model and time its last steps."""
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    options = VARIANTS.get(variant)
+    logger: HookLogger | None = None
+    run: Any = None
+    if variant == "wandb.watch":
+        run = start_wandb(folder)
+        run.watch(model, log="all", log_freq=EVERY)
+    elif options is not None:
+        logger = HookLogger(model, folder, every_n_steps=EVERY, **options)
+
+    def step() -> None:
+        x = task.batch()
+        with torch.no_grad():
+            y = (
+                x.roll(-1, 1)
+                if x.dtype == torch.int64
+                else x.flatten(1)[:, : task.classes].argmax(1)
+            )
+        optimizer.zero_grad()
+        logits = model(x).flatten(0, -2)
+        loss = nn.functional.cross_entropy(logits, y.flatten())
+        loss.backward()
+        optimizer.step()
+        if logger is not None:
+            logger.log(loss=loss)
+        elif run is not None:
+            run.log({"loss": loss.detach()})
+
+    for _ in range(warm_up):
+        step()
+    if logger is not None:
+        logger.flush()
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        step()
+    if logger is not None:
+        logger.flush()
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    full = math.nan
+    if run is not None:
+        run.finish()
+    if logger is not None:
+        logger.close()
+        layers = read(folder).layers
+        measured = {int(s) for s in layers["step"][layers["statistic"] == "update_ratio"]}
+        full = len(measured) / math.ceil((warm_up + steps) / EVERY)
+    return Time(wall_ms=wall_s / steps * 1e3, cpu_ms=cpu_s / steps * 1e3, full=full)
+
+
+def compare(task: Task, variants: list[str], rounds: int, warm_up: int) -> dict[str, Any]:
+    """Medians over the rounds: what each variant adds to the bare loop."""
+    times: dict[str, list[Time]] = {variant: [] for variant in variants}
+    for number in range(rounds):
+        for variant in variants if number % 2 else variants[::-1]:
+            with tempfile.TemporaryDirectory() as folder:
+                steps = max(task.steps if warm_up == WARM_UP else task.steps // 10, 1)
+                times[variant].append(
+                    train(task, variant, Path(folder), warm_up=warm_up, steps=steps)
+                )
+    return {
+        variant: {
+            **asdict(
+                Time(
+                    wall_ms=statistics.median(time.wall_ms for time in found),
+                    cpu_ms=statistics.median(time.cpu_ms for time in found),
+                    full=statistics.median(time.full for time in found),
+                )
+            ),
+            "added": _added([time.wall_ms for time in found], [t.wall_ms for t in times["bare"]]),
+            "cpu_added": _added([time.cpu_ms for time in found], [t.cpu_ms for t in times["bare"]]),
+        }
+        for variant, found in times.items()
+    }
+
+
+def _added(times: list[float], bare: list[float]) -> float:
+    return statistics.median(a / b - 1 for a, b in zip(times, bare, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one round of a tenth of the steps")
+    parser.add_argument("--only", default="", help="models whose name contains this")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("telemetry").setLevel(logging.ERROR)
+    device = torch.device("cpu")
+    print(describe_machine(device))
+    variants = list(VARIANTS)
+    if find_spec("wandb") is not None:
+        variants.append("wandb.watch")
+    figures: dict[str, Any] = {}
+    for name, task in TASKS.items():
+        if arguments.only not in name:
+            continue
+        rounds, warm_up = (1, WARM_UP // 10) if arguments.quick else (arguments.rounds, WARM_UP)
+        figures[name] = costs = compare(task, variants, rounds, warm_up)
+        print(f"\n{name}: {costs['bare']['wall_ms']:.2f} ms")
+        for variant, cost in costs.items():
+            if variant != "bare":
+                full = "" if math.isnan(cost["full"]) else f"   full {cost['full']:.2f}"
+                print(f"  {variant:18} {cost['added']:+6.1%} ({cost['cpu_added']:+.1%}){full}")
+    if arguments.json:
+        write_json(arguments.json, device, figures=figures)
+
+
+if __name__ == "__main__":
+    main()
