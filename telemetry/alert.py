@@ -66,8 +66,7 @@ def parse_alert(content: Any) -> Alert:
     Raises:
         ValueError: A field is missing or has a wrong value; the message names it.
     """
-    later: dict[str, Any] = {"consequences": [], "stage": "begin", "seen_in": None}
-    known = _ALERT_FIELDS({**later, **content} if type(content) is dict else content)
+    known = _ALERT_FIELDS(content)
     severity, stage = known["severity"], known["stage"]
     known["consequences"] = tuple(known["consequences"])
     known["severity"] = severity if severity in _SEVERITIES else "warning"

@@ -318,8 +318,6 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
         return {**state, "format": 2}
     if what == "without a step":
         return {"format": 1}
-    if what == "of an earlier release":
-        state["rules"][0] = {"rule": "OneCause", "state": {"causes": {}, "course": {}}}
     if what == "other types":
         rules["no_learning"]["_looks"] = "many"
         rules["dead_units"]["_silence"] = {"0": {"silent": [True], "batches": 1}}
@@ -332,11 +330,6 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
     [
         ("newer", 3, "the state of the rules: its format 2 is unknown"),
         ("without a step", 0, "the step: None; default_rules begins anew"),
-        (
-            "of an earlier release",
-            3,
-            "default_rules: their state is of an earlier release, they begin anew",
-        ),
         (
             "other types",
             3,

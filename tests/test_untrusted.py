@@ -96,7 +96,7 @@ def test_the_place_of_a_fault_is_named() -> None:
         check({"steps": [{}]})
 
 
-@pytest.mark.parametrize("value", ["NaN", "-inf", "Infinity", 3, 0.5])
+@pytest.mark.parametrize("value", ["nan", "-inf", "inf", 3, 0.5])
 def test_numbers_may_be_names_of_those_that_json_does_not_have(value: object) -> None:
     assert isinstance(untrusted.number(value), float)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from difflib import get_close_matches
 from numbers import Real
@@ -28,8 +27,6 @@ from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.alerts.weight_jump import WeightJump
 from telemetry.rule import Rule
-
-log = logging.getLogger("telemetry")
 
 Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
@@ -67,10 +64,6 @@ _RULES: Mapping[str, type[Detector]] = {
         LossStuck,
     )
 }
-
-
-# Limits that users could set once.
-_GONE: Mapping[str, tuple[str, ...]] = {"loss_spike": ("rate_distance",)}
 
 
 def default_rules() -> tuple[Rule, ...]:
@@ -140,9 +133,7 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
     known = _RULES[name].limits()
     for parameter, value in settings.items():
         where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
-        if parameter in _GONE.get(name, ()):
-            log.warning("telemetry: %s: this limit is gone, and changes nothing", where)
-        elif parameter == "severity":
+        if parameter == "severity":
             if value not in get_args(Severity):
                 raise ValueError(f"{where}: must be one of {', '.join(get_args(Severity))}")
         elif parameter not in known:

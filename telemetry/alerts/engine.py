@@ -9,7 +9,7 @@ from typing import Any
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector
-from telemetry.alerts.memory import lacks, restore, to_plain
+from telemetry.alerts.memory import restore, to_plain
 from telemetry.records import StepRecord
 from telemetry.records.step import is_inside
 from telemetry.rule import Rule
@@ -101,18 +101,16 @@ class Engine(Rule):
         return {name: to_plain(part) for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there. A detector takes all of its state that it knows, or begins anew.
+        """Continue from there. A detector whose state does not fit begins anew.
 
         Raises:
-            ValueError: Some detectors begin anew, or in part, or do not exist; the others go on.
+            ValueError: Some detectors begin anew, or do not exist; the others go on.
         """
         parts = self._parts()
         misfits = [f"there is no rule {name}" for name in state if name not in parts]
         for name, part in parts.items():
             try:
                 restore(part, state[name])
-                if lacks(state[name], to_plain(part)):
-                    misfits.append(f"{name} begins anew in part")
             except (TypeError, ValueError, KeyError):
                 misfits.append(f"{name} begins anew")
         if misfits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,13 +26,6 @@ class Judge:
         self._failures = failures
         self._is_finite = True
         self._has_confirmed = False
-        for rule in self._rules:
-            if asked := [name for name in _NO_LONGER_ASKED if hasattr(rule, name)]:
-                failures.log_once(
-                    f"the rule {rule.name!r} is shown every step now: its {', '.join(asked)} "
-                    "are no longer asked and may go",
-                    level=logging.INFO,
-                )
 
     @property
     def wants_full(self) -> bool:
@@ -86,8 +78,6 @@ class Judge:
             try:
                 if name in known:
                     rule.load_state_dict(known.pop(name))
-                elif name == "default_rules" and known.pop(_FORMER_NAME, None) is not None:
-                    misfits.append(f"{name}: their state is of an earlier release, they begin anew")
                 elif rule.state_dict():
                     misfits.append(f"{name} begins anew")
             except Exception as error:  # of any rule
@@ -109,9 +99,3 @@ class Judge:
             seen[rule.name] += 1
             count = seen[rule.name]
             yield rule.name if count == 1 else f"{rule.name} {count}", rule
-
-
-_FORMER_NAME = "OneCause"  # of the default rules, whose state had another form
-
-# What a rule had once, to pass over steps at which it would find nothing.
-_NO_LONGER_ASKED = ("quiet_steps", "pass_over", "narrow")

@@ -33,13 +33,6 @@ def to_plain(value: object) -> Any:
     return {name: to_plain(getattr(value, name)) for name in _remembered(type(value))}
 
 
-def lacks(before: object, now: object) -> bool:
-    """Whether a plain state, of another release, lacks attributes that one of this release has."""
-    if not (isinstance(now, Mapping) and isinstance(before, Mapping)):
-        return False
-    return not now.keys() <= before.keys() or any(lacks(before[name], now[name]) for name in now)
-
-
 def restore(target: object, plain: object) -> None:
     """Let an object remember what :func:`to_plain` returned for it; all or nothing.
 
@@ -91,11 +84,8 @@ def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
         fields = {name: _restored(hints[name], item) for name, item in plain.items()}
         return cast("Any", hint)(**fields)
     filled = copy(current)
-    known = [name for name in hints if name in plain]  # what came later begins anew
-    if hints and not known:
-        raise KeyError(next(iter(hints)))
-    for name in known:
-        setattr(filled, name, _restored(hints[name], plain[name], getattr(current, name)))
+    for name, kind in hints.items():
+        setattr(filled, name, _restored(kind, plain[name], getattr(current, name)))
     return filled
 
 

@@ -16,8 +16,8 @@ class Sink(Protocol):
         wall_time: float,
         /,
         *,
-        droppable: bool,
-        flush: bool,
-        repeat: Sequence[bytes],
+        droppable: bool = False,
+        flush: bool = False,
+        repeat: Sequence[bytes] = (),
     ) -> None:
         """Add one event of these values, as ``FileWriter.write_values`` does."""

@@ -273,12 +273,6 @@ def _profile(content: Any) -> dict[str, Any]:
     return _PROFILE({**absent, **content} if type(content) is dict else content)
 
 
-def _modules(content: Any) -> dict[str, Any]:
-    """What is known of the modules; files of former versions do not say where their code is."""
-    known = untrusted.fields(name=_NAMES, type=_NAMES, left_out=untrusted.whole)(content)
-    return {**known, "code": _NAMES(content.get("code", [""] * len(known["name"])))}
-
-
 _FLIGHT = untrusted.fields(
     complete=untrusted.flag,
     step=untrusted.whole,
@@ -297,7 +291,7 @@ _FLIGHT = untrusted.fields(
         grad_norm=_NUMBERS,
         learning_rates=untrusted.listed(_NUMBERS),
     ),
-    modules=_modules,
+    modules=untrusted.fields(name=_NAMES, type=_NAMES, code=_NAMES, left_out=untrusted.whole),
     grad_norms=untrusted.listed(_NUMBERS),
     profiles=untrusted.listed(_profile, most=3),
 )

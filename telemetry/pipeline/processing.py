@@ -130,7 +130,7 @@ class Processor:
     def _process(self, item: Item) -> None:
         if isinstance(item, ReadyValues):
             repeat = needed_in_every_file(item.values)
-            self._write(item.values, item.step, item.wall_time, repeat=repeat)
+            self._sink.write_values(item.values, item.step, item.wall_time, repeat=repeat)
             if item.of_loss is not None:
                 self._await_loss.append(item.of_loss)
                 self._tell_loss(item.step - 1)
@@ -164,7 +164,7 @@ class Processor:
         with self._failures.contained("to write the latest norms"):
             step, pending = self._board.pending_values()
             if pending:
-                self._write(pending, step, time.time(), droppable=True)
+                self._sink.write_values(pending, step, time.time(), droppable=True)
 
     def end(self) -> None:
         """Process what waits: nothing else will come."""
@@ -190,20 +190,6 @@ class Processor:
         self._full_steps.load_state_dict(state, step)
         return self._judge.load_state_dict(state.get("rules")) if self.ranks.records else []
 
-    def _write(
-        self,
-        values: Sequence[bytes],
-        step: int,
-        wall_time: float,
-        *,
-        droppable: bool = False,
-        flush: bool = False,
-        repeat: Sequence[bytes] = (),
-    ) -> None:
-        self._sink.write_values(
-            values, step, wall_time, droppable=droppable, flush=flush, repeat=repeat
-        )
-
     def _log(self, item: LoggedScalars) -> None:
         values = {
             name: float(value.wait()) if isinstance(value, HostCopy) else value
@@ -220,7 +206,7 @@ class Processor:
             return
         points = [summaries.scalar(name, value) for name, value in values.items()]
         with self._failures.contained("to write what was logged"):
-            self._write(points, step, wall_time)
+            self._sink.write_values(points, step, wall_time)
         if (tag := self._loss.tag) in values:
             self._report(self._judge.judge_loss(step, values[tag]), wall_time)
 
@@ -256,7 +242,7 @@ class Processor:
             values.append(value)
         if values:
             repeat = needed_in_every_file(values)
-            self._write(values, self._board.page.last_step, time.time(), repeat=repeat)
+            self._sink.write_values(values, self._board.page.last_step, time.time(), repeat=repeat)
 
     def _record(self, record: StepRecord) -> None:
         """Judge and write a step."""
@@ -275,18 +261,18 @@ class Processor:
         is_needed = self._board.page.begins_layout(record)
         step, wall_time, late = self._board.rates.late_values(record)
         if late:
-            self._write(late, step, wall_time, droppable=True)
+            self._sink.write_values(late, step, wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
         values = iter(self._board.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
             repeat = needed_in_every_file(some) if is_needed else ()
             step, wall_time = record.step, record.wall_time
-            self._write(some, step, wall_time, droppable=not is_needed, repeat=repeat)
+            self._sink.write_values(some, step, wall_time, droppable=not is_needed, repeat=repeat)
         if not record.phase:
             self._tell_loss(record.step)
         if record.full and self._light_steps.every > 1:
             every = summaries.scalar(f"{RUN}telemetry/norms_every_n_steps", self._light_steps.every)
-            self._write([every], record.step, record.wall_time, droppable=True)
+            self._sink.write_values([every], record.step, record.wall_time, droppable=True)
 
     def _select_later_steps(self, step: int) -> None:
         """Have norms taken at each of the next steps, if a rule needs them."""
@@ -307,7 +293,9 @@ class Processor:
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
         self.write_pending()
         with self._failures.contained("to write an alert"):
-            self._write(self._board.alert_values(alert), alert.step, wall_time, flush=True)
+            self._sink.write_values(
+                self._board.alert_values(alert), alert.step, wall_time, flush=True
+            )
         with self._failures.contained("to call on_alert"):
             self._on_alert(alert, wall_time)
 

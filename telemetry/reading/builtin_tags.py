@@ -57,7 +57,7 @@ def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
 def loss_of(tags: Collection[str], chosen: str | None) -> str | None:
     """The tag of the loss among a run's scalars, if there is one.
 
-    ``chosen`` was written into the run; None in those of former versions.
+    ``chosen`` was written into the run; None: the logger was not given the loss.
     """
     return chosen if chosen in tags else loss_among(tags)
 

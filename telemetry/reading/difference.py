@@ -110,10 +110,7 @@ def _same(
 
 
 def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:
-    """The loss and the learning rates by name and step; the loss by its kind.
-
-    Runs of former versions have tags without a group.
-    """
+    """The loss and the learning rates by name and step; the loss by its kind."""
     names = {
         tag: kind if kind == "loss" else plain(tag)
         for kind, tag in builtin_tags.scalar_curves(run.source)

@@ -14,13 +14,11 @@ from tensorboard.compat.proto.event_pb2 import Event
 from telemetry.events import list_event_files
 from telemetry.events.reading import events_from_end
 from telemetry.shared.page_format import parse_chunk
-from telemetry.shared.tag_names import TOTAL_GRAD_NORM, plain
-
-_TOTAL = plain(TOTAL_GRAD_NORM)
+from telemetry.shared.tag_names import TOTAL_GRAD_NORM
 
 # Tags that every step of a logger has and that nobody else writes: the steps of a user's own tags
 # may count something else.
-_MARKS = (_TOTAL.encode(), b"telemetry/n/", b"telemetry/m/")
+_MARKS = (TOTAL_GRAD_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
 
 
 class EventFile(NamedTuple):
@@ -71,6 +69,6 @@ def _step_of(data: bytes) -> int | None:
     except DecodeError:
         return None
     tags = (value.tag for value in event.summary.value)
-    if any(plain(tag) == _TOTAL or parse_chunk(tag) is not None for tag in tags):
+    if any(tag == TOTAL_GRAD_NORM or parse_chunk(tag) is not None for tag in tags):
         return int(event.step)
     return None

@@ -93,7 +93,7 @@ class Run:
             layer: Its name, as in the column ``module_name`` of :attr:`layers`.
 
         Returns:
-            Arrays ``[steps, units]``; no step if none was recorded, as by earlier versions.
+            Arrays ``[steps, units]``; no step if none was recorded.
 
         Raises:
             KeyError: There is no such layer.
@@ -126,11 +126,8 @@ class Run:
         return tuple(self._histogram_tags)
 
     @cached_property
-    def _histogram_tags(self) -> Mapping[str, list[str]]:
-        tags: dict[str, list[str]] = {}
-        for tag in self._data.source.tags("histograms"):
-            tags.setdefault(plain(tag), []).append(tag)
-        return tags
+    def _histogram_tags(self) -> Mapping[str, str]:
+        return {plain(tag): tag for tag in sorted(self._data.source.tags("histograms"))}
 
     def histogram(self, tag: str) -> Mapping[int, NDArray[np.float64]]:
         """The histograms of a tag such as ``grad/0002.fc1.weight``.
@@ -141,12 +138,12 @@ class Run:
         Raises:
             KeyError: There is no such tag.
         """
-        tags = self._histogram_tags.get(plain(tag))
-        if tags is None:
+        found = self._histogram_tags.get(plain(tag))
+        if found is None:
             close = ", ".join(difflib.get_close_matches(plain(tag), self.histogram_tags))
             raise KeyError(f"no histograms {tag!r}; the closest are {close or 'none'}")
-        found = self._data.source.read("histograms", tags).values()
-        return {step: histogram_table(value) for series in found for step, value in series}
+        series = self._data.source.read("histograms", [found])[found]
+        return {step: histogram_table(value) for step, value in series}
 
 
 def read(run: str | os.PathLike[str]) -> Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
@@ -274,13 +273,6 @@ class StepRecord:
         record = replace(self, layout=layout, update_ratios=ratios, **some)
         record.__dict__["total_grad_norm"] = self.total_grad_norm
         return record
-
-    @property
-    def left_out(self) -> frozenset[str]:
-        """Always empty: layers no longer take turns. For one more release."""
-        message = "StepRecord.left_out is gone: a full measurement takes all layers"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return frozenset()
 
     @lazy
     def activations(self) -> Tensors[str]:

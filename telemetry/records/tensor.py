@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -96,13 +95,6 @@ class TensorRecord:
     def variation(self) -> float:
         """See :attr:`telemetry.records.rows.Rows.variation`."""
         return float(self.rows.variation[self.row])
-
-    @property
-    def spread(self) -> float:
-        """The former name of :attr:`variation`. For one more release."""
-        message = "TensorRecord.spread is now called TensorRecord.variation"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.variation
 
 
 def figures_of(

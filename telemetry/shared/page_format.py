@@ -168,7 +168,7 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
         NewerFormatError: It has a later format.
         ValueError: The text is not a layout.
     """
-    content = _LAYOUT_FIELDS({"code": [], **_parse(text, "layout")})
+    content = _LAYOUT_FIELDS(_parse(text, "layout"))
     names = [name for name, _ in content["modules"]]
     if len(set(names)) < len(names):
         raise ValueError("modules: two of them have the same name")

@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)
 
 
 def plain(tag: str) -> str:
-    """A tag without the group that TensorBoard shows it in; former versions wrote only this."""
+    """A tag without the group that TensorBoard shows it in."""
     found = _GROUP.match(tag)
     return tag[found.end() :] if found else tag
 
@@ -37,5 +37,4 @@ def numbered(place: int, name: str) -> str:
 def parse_numbered(tag: str) -> tuple[str, int, str] | None:
     """Statistic, place and name of ``statistic/NNNN.name`` in any group; None for other tags."""
     found = _NUMBERED.fullmatch(plain(tag))
-    # Older versions did not escape names.
-    return (found[1], int(found[2]), printable(found[3])) if found else None
+    return (found[1], int(found[2]), found[3]) if found else None

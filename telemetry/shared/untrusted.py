@@ -35,7 +35,7 @@ MAX_NAME = 10_000
 # Characters of a message for people; longer ones are cut off.
 MAX_TEXT = 8000
 
-_NOT_FINITE = {"nan", "inf", "-inf", "infinity", "-infinity"}
+_NOT_FINITE = {"nan", "inf", "-inf"}
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
@@ -97,8 +97,8 @@ def integer(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    """A number, or the name of one that JSON lacks, such as ``"nan"`` or ``"-Infinity"``."""
-    if type(value) in (int, float) or (type(value) is str and value.lower() in _NOT_FINITE):
+    """A number, or the name of one that JSON lacks, such as ``"nan"`` or ``"-inf"``."""
+    if type(value) in (int, float) or (type(value) is str and value in _NOT_FINITE):
         with suppress(OverflowError):  # an integer may be larger than any float
             return float(value)
     raise ValueError("must be a number")

@@ -363,18 +363,18 @@ def test_detectors_remember_all_that_a_run_changes(
     assert repr(new.state_dict()) == repr(used.state_dict())
 
 
-def test_state_of_another_release_is_told() -> None:
+def test_state_that_does_not_fit_is_reported() -> None:
     [rule], [new] = default_rules(), default_rules()
     state = rule.state_dict()
-    state["dead_units"]["once"] = state["baseline"]["norm"].pop("above")  # needed no longer
+    state["dead_units"]["unknown"] = state["baseline"]["norm"].pop("above")
     del state["eval_mode"]
-    state["of_before"] = {}
+    state["of_another"] = {}
     with pytest.raises(ValueError, match="anew") as raised:
         new.load_state_dict(state)
     assert set(str(raised.value).split(", ")) == {
-        "baseline begins anew in part",
+        "baseline begins anew",
         "eval_mode begins anew",
-        "there is no rule of_before",
+        "there is no rule of_another",
     }
 
 

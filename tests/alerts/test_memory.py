@@ -99,6 +99,7 @@ def test_containers_whose_annotation_does_not_say_what_they_hold_come_back_too()
         {"_alert": {"kind": "k"}},
         {"_alert": {"severity": "fatal"}},
         {"inner": []},
+        {"inner": {}},
         {"inner": {"_values": None}},
     ],
 )

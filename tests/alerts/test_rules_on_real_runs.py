@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from telemetry import Alert, HookLogger
-from telemetry.alerts import rules_from
 
 
 @pytest.fixture(scope="module")
@@ -332,11 +331,3 @@ def test_what_cannot_be_configured_is_named(
     model = mlp()
     with pytest.raises(error, match=message):
         HookLogger(model, tmp_path, alerts=config)  # type: ignore[arg-type]
-
-
-def test_a_limit_that_is_gone_is_accepted_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    rules_from({"loss_spike": {"rate_distance": 0.5, "distance": 3.0}})
-    assert caplog.messages == [
-        "telemetry: HookLogger(alerts={'loss_spike': {'rate_distance': 0.5}}): this limit is gone, "
-        "and changes nothing"
-    ]

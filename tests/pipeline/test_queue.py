@@ -52,9 +52,9 @@ class Sink:
         step: int,
         wall_time: float,
         *,
-        droppable: bool,
-        flush: bool,
-        repeat: Sequence[bytes],
+        droppable: bool = False,
+        flush: bool = False,
+        repeat: Sequence[bytes] = (),
     ) -> None:
         assert self.gate.wait(30)
         if self.fails:
@@ -388,9 +388,9 @@ class HangingDisk:
         step: int,
         wall_time: float,
         *,
-        droppable: bool,
-        flush: bool,
-        repeat: Sequence[bytes],
+        droppable: bool = False,
+        flush: bool = False,
+        repeat: Sequence[bytes] = (),
     ) -> None:
         event = event_of(values, step, wall_time)
         self.background.put(event, droppable=droppable, flush=flush)

@@ -40,9 +40,9 @@ def test_a_layer_that_is_called_like_an_output_of_another_is_not_taken_for_it() 
     assert [tag for _, _, tag in histogram_tags(other, [first, second])] == [second]
 
 
-def test_names_that_do_not_print_are_found_as_this_and_older_versions_wrote_them() -> None:
+def test_names_that_do_not_print_are_found() -> None:
     layer = replace(LAYER, name="a\nb")
-    tags = ["activation/0003.a\\nb", "activation/0003.a\nb[1]"]
+    tags = ["activation/0003.a\\nb", "activation/0003.a\\nb[1]"]
     assert len(histogram_tags(layer, tags)) == 2
 
 

@@ -10,21 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 import telemetry
 from telemetry import HookLogger
-from telemetry.events import list_event_files, read_events
-from telemetry.events.framing import frame
-from telemetry.reading import payloads
-from telemetry.reading.files import FileSource
-from telemetry.reading.last_step import event_files, last_step
-from telemetry.reading.log_dirs import open_run
 from telemetry.reading.run_table import read_row
-from telemetry.shared.tag_names import plain
 
 
 @pytest.fixture(scope="module")
@@ -76,29 +68,6 @@ def test_histograms_are_those_that_were_written(log_dir: Path) -> None:
     assert (left <= right).all()
     with pytest.raises(KeyError, match=r"the closest are weight/0000\.0\.weight"):
         run.histogram("weight/0000.0.weigh")
-
-
-def test_a_run_with_tags_of_before_they_had_groups_gives_the_same(
-    log_dir: Path, tmp_path: Path
-) -> None:
-    former = tmp_path / "former"
-    former.mkdir()
-    for path in list_event_files(log_dir):
-        events = list(read_events(path))
-        for value in (value for event in events for value in event.summary.value):
-            value.tag = plain(value.tag)
-        frames = [frame(event.SerializeToString()) for event in events]
-        (former / path.name).write_bytes(b"".join(frames))
-    now, then = telemetry.read(log_dir), telemetry.read(former)
-    assert set(then.scalars.tag) == set(FileSource(former).tags("scalars"))
-    pd.testing.assert_frame_equal(now.scalars, then.scalars)
-    assert now.histogram_tags == then.histogram_tags
-    assert last_step(event_files(str(former))) == last_step(event_files(str(log_dir))) == 11
-    runs = [open_run(folder) for folder in (log_dir, former)]
-    [layer, *_] = runs[0].overview().layers
-    assert len({payloads.histograms(run.source, layer) for run in runs}) == 1
-    assert len({payloads.scalars(run.source) for run in runs}) == 1
-    assert payloads.histograms(runs[0].source, layer) != payloads.pack({"histograms": []}, {})
 
 
 def test_alerts_are_those_of_the_run(log_dir: Path) -> None:
