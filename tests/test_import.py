@@ -50,6 +50,10 @@ def test_public_names_are_importable_and_listed(name: str) -> None:
     assert name in dir(telemetry)
 
 
+def test_public_names_alone_are_listed() -> None:
+    assert {*dir(telemetry)} == {*telemetry.__all__, "native"}
+
+
 def test_what_fails_inside_an_import_is_said(tmp_path: Path) -> None:
     """Python takes an AttributeError for a name that is not there."""
     (tmp_path / "torch.py").write_text("import sys\nsys.no_such_thing\n")  # a broken install

@@ -1052,7 +1052,9 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ({"max_bytes_per_step": 1e6}, TypeError, "must be an int or None"),
         ({"enabled": 1}, TypeError, r"enabled=1\): must be True or False"),
         ({"histograms": "torch"}, ValueError, 'must be "tensor" or "classic"'),
-        ({"on_alert": "halt"}, TypeError, 'must be a callable, "raise" or "stop"'),
+        ({"on_alert": "halt"}, ValueError, 'must be a callable, "raise" or "stop"'),
+        ({"on_alert": 1}, TypeError, 'must be a callable, "raise" or "stop"'),
+        ({"ranks": "all"}, ValueError, r"HookLogger\(ranks='all'\): must be"),
     ],
 )
 def test_bad_arguments_are_named(

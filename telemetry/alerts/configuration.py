@@ -87,8 +87,8 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
 
     Raises:
         TypeError: A rule's parameters are not a mapping, or a parameter is not a number.
-        ValueError: A rule or parameter of that name does not exist, a number is not positive, or a
-            detector is of another kind.
+        ValueError: A rule or parameter of that name does not exist, a number is not positive, a
+            share is above 1, or a detector is of another kind.
     """
     for name, given in config.items():
         _check(name, given)
@@ -143,6 +143,8 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
             raise TypeError(f"{where}: must be a number")
         elif not value > 0:
             raise ValueError(f"{where}: must be above 0")
+        elif value > 1 and parameter.endswith(("fraction", "share")):
+            raise ValueError(f"{where}: is a share, must be at most 1")
 
 
 def _closest(name: str, options: Mapping[str, object] | list[str]) -> str:

@@ -62,6 +62,9 @@ class Engine(Rule):
         self._hidden = {}
         self._requests = {}
 
+    def __repr__(self) -> str:
+        return f"<{self.name}: {', '.join(self._detectors)}>"
+
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         found = _found_by(d.on_loss(step, loss) for d in self._of_losses)
         return self._told(*found)

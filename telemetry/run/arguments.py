@@ -124,7 +124,8 @@ def check_loss(loss: object) -> None:
 
 def check_on_alert(on_alert: object) -> None:
     if on_alert not in (None, "raise", "stop") and not callable(on_alert):
-        raise TypeError(f'HookLogger(on_alert={on_alert!r}): must be a callable, "raise" or "stop"')
+        error = ValueError if isinstance(on_alert, str) else TypeError
+        raise error(f'HookLogger(on_alert={on_alert!r}): must be a callable, "raise" or "stop"')
 
 
 def check_phase(name: str) -> str:

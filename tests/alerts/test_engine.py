@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
@@ -395,6 +396,12 @@ def test_a_detector_of_ones_own_comes_after_the_default_ones_or_in_their_place()
     detectors = engine._detectors  # type: ignore[attr-defined]
     assert detectors["dead_units"] is mine
     assert [*detectors] == [kind for kind in _RULES if kind != "loss_spike"]
+
+
+def test_rules_show_the_kinds_that_they_look_for() -> None:
+    for config in ({}, {"loss_spike": None}):
+        [engine] = rules_from(config)
+        assert re.findall(r"\w+", repr(engine)) == ["default_rules", *kinds(config)]
 
 
 def test_users_set_limits_and_severity_of_a_default_kind() -> None:

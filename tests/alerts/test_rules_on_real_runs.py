@@ -321,6 +321,8 @@ def test_a_rule_that_is_left_out_says_nothing(
         ({"dead_units": {"fractoin": 0.5}}, ValueError, "no such parameter; .*fraction"),
         ({"dead_units": {"fraction": "half"}}, TypeError, "must be a number"),
         ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
+        ({"dead_units": {"fraction": 8}}, ValueError, "'fraction': 8.*must be at most 1"),
+        ({"vanishing_gradient": {"zero_share": 1.1}}, ValueError, "zero_share.*must be at most 1"),
         ({"dead_units": {"severity": "fatal"}}, ValueError, "must be one of note, warning, error"),
         ({"dead_units": 0.5}, TypeError, "must be a dict of parameters, a Detector"),
     ],
