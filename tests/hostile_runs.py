@@ -116,7 +116,7 @@ def alert(**changes: Any) -> bytes:
 
 def flight(**changes: Any) -> bytes:
     """The text of a small flight file, with changes; ``...`` leaves a field out."""
-    columns = {s.name: [1.0, "NaN"] for s in STATISTICS}
+    columns = {s.name: [1.0, "nan"] for s in STATISTICS}
     fields = {
         "format": FORMAT,
         "complete": True,
@@ -127,11 +127,11 @@ def flight(**changes: Any) -> bytes:
         "exception": None,
         "random": {"seed": 1, "step": None, "states": {}},
         "steps": {
-            "step": [2, 3], "wall_time": [1, 2], "loss": [0.5, None], "grad_norm": [1, "NaN"],
+            "step": [2, 3], "wall_time": [1, 2], "loss": [0.5, None], "grad_norm": [1, "nan"],
             "learning_rates": [[0.1], []], "loss_scale": [None, None],
             "skipped": [False, False], "full": [True, True],
         },
-        "modules": {"name": LAYERS, "type": ["Linear", "Linear"], "left_out": 0},
+        "modules": {"name": LAYERS, "type": ["Linear", "Linear"], "code": ["", ""], "left_out": 0},
         "grad_norms": [[1, 2], [1, 2]],
         "profiles": [{"when": "at", "step": 3, **columns, "sketches": None}],
         "picture": None,
@@ -484,7 +484,7 @@ KINDS = {
     ),
     "flight of a long step": Kind(write_flight(flight(step=[3])), "flight-3.json: step"),
     "flight with unequal columns": Kind(
-        write_flight(flight(modules={"name": ["b"] * 9, "type": ["L"], "left_out": 0})),
+        write_flight(flight(modules={"name": ["b"] * 9, "type": ["L"], "code": [""], "left_out": 0})),
         "flight-3.json: modules",
     ),
     "flight with a short profile": Kind(

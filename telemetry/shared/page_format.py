@@ -194,10 +194,10 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
 _SHAPE = untrusted.listed(untrusted.whole, most=_MAX_DIMENSIONS)
 _PLACES = untrusted.listed(untrusted.whole)
 _LAYOUT_FIELDS = untrusted.fields(
-    code=untrusted.listed(untrusted.row(untrusted.name, untrusted.name, _PLACES)),
     modules=untrusted.listed(untrusted.row(untrusted.name, untrusted.name)),
     parameters=untrusted.listed(untrusted.row(untrusted.name, untrusted.whole, _SHAPE)),
     statistics=untrusted.listed(untrusted.fields(name=untrusted.name)),
+    code=untrusted.listed(untrusted.row(untrusted.name, untrusted.name, _PLACES)),
 )
 
 
