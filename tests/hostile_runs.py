@@ -484,7 +484,7 @@ KINDS = {
     ),
     "flight of a long step": Kind(write_flight(flight(step=[3])), "flight-3.json: step"),
     "flight with unequal columns": Kind(
-        write_flight(flight(modules={"name": ["b"] * 9, "type": ["L"], "code": [""], "left_out": 0})),
+        write_flight(flight(modules={"name": ["b"] * 9, "type": ["L"], "code": [], "left_out": 0})),
         "flight-3.json: modules",
     ),
     "flight with a short profile": Kind(
