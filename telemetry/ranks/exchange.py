@@ -40,12 +40,10 @@ class Exchange:
 
     Attributes:
         observer: Selects the tensors that this rank measures; None: all tensors.
-        alone: Whether no other rank takes part, so that this process may skip steps.
         records: Whether this process records steps, so that its rules judge them.
     """
 
     observer: RankObserver | None = None
-    alone = True
     records = True
 
     def __init__(self) -> None:
@@ -98,8 +96,6 @@ class RankExchange(Exchange):
         put: Queues a merged step, on rank 0.
         ask: Has this rank measure a step in full.
     """
-
-    alone = False
 
     def __init__(
         self,
