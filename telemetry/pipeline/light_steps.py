@@ -31,6 +31,7 @@ class LightSteps:
         limited: Whether this limit holds; if not, norms are taken at every step.
 
     Attributes:
+        limited: False as well where a rule judges every step.
         every: 1 for steps of more than some milliseconds.
         loss_tag: Tag of the loss; None: unknown so far.
         loss_limit: A loss above it is unusual.
@@ -40,7 +41,7 @@ class LightSteps:
         self.every = 1
         self.loss_tag: str | None = None
         self.loss_limit = math.inf
-        self._limited = limited
+        self.limited = limited
         self._dense_until = -1
         self._costs_s: deque[float] = deque(maxlen=DENSE_STEPS)
         self._steps_s: deque[float] = deque(maxlen=DENSE_STEPS)
@@ -70,7 +71,7 @@ class LightSteps:
         self._last = step, wall_time
         self._costs_s.append(cost_s)
         self._undecided -= 1
-        if self._undecided > 0 or not self._limited or not self._steps_s:
+        if self._undecided > 0 or not self.limited or not self._steps_s:
             return
         self._undecided = DENSE_STEPS
         step_s = max(median(self._steps_s), 1e-6)

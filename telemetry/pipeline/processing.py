@@ -116,6 +116,7 @@ class Processor:
         self._scalars: dict[int, dict[str, float]] = {}
         self._layout: Layout | None = None
         self._light_steps = light_steps or LightSteps()
+        self._light_steps.limited &= self._judge.loss_limit is not None
         self._budget = budget
 
     def process(self, item: Item) -> None:
