@@ -373,8 +373,7 @@ class Capture:
         step = self.in_progress
         if step.full or not self._light.reads(optimizer):
             return False
-        step.norms &= self._have_norms(step.number)
-        if not step.norms:
+        if not self._takes_norms():
             step.light = True
         elif not step.light:
             self._read_light_step(optimizer)
@@ -391,10 +390,8 @@ class Capture:
         self._note_mode()
         if not self._light.reads(optimizer):
             self._light.stop()
-        step = self.in_progress
-        step.norms &= step.full or self._have_norms(step.number)
-        if step.norms:
-            step.before_step(optimizer)
+        if self._takes_norms():
+            self.in_progress.before_step(optimizer)
 
     def after_light_step(self, optimizer: Optimizer) -> bool:
         """The parameters have changed; whether that was such a step, which is over now."""
@@ -419,11 +416,15 @@ class Capture:
         """A step of a loop that has no ``torch.optim.Optimizer``: gradients are still there."""
         self.by_hand = True
         self._note_mode()
+        if self._takes_norms():
+            self.in_progress.step_by_hand()
+        self.step_completed()
+
+    def _takes_norms(self) -> bool:
+        """Whether at least the gradient norms of the step in progress are taken."""
         step = self.in_progress
         step.norms &= step.full or self._have_norms(step.number)
-        if step.norms:
-            step.step_by_hand()
-        self.step_completed()
+        return step.norms
 
     def _note_mode(self) -> None:
         """Whatever mode the model steps in, passes in that mode are training."""

@@ -62,7 +62,7 @@ class LightSteps:
 
     def expect_more(self, step: int) -> None:
         """Take norms at each of the next 64 steps: this one is unusual."""
-        self._dense_until = step + DENSE_STEPS
+        self._dense_until = max(self._dense_until, step + DENSE_STEPS)
 
     def add(self, step: int, wall_time: float, cost_s: float) -> None:
         """Add the CPU time that judging and writing one step took; sometimes decide anew."""

@@ -339,7 +339,7 @@ class HookLogger:
             message = "HookLogger.log() after close() writes nothing; call it earlier"
             self._failures.log_once(message)
             return
-        began_s = time.thread_time()
+        began_s = time.thread_time() if self._budget is not None else 0.0
         values, refused = scalars_of(scalars, more, named)
         self._log(values, self.current_step)
         if self._budget is not None:
