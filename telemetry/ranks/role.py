@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from torch import distributed
 
-Ranks: TypeAlias = Literal["merged", "each", "first"]
+Ranks: TypeAlias = Literal["merged", "each", "rank0"]
 
 _OF_LAUNCHERS = (
     "LOCAL_RANK",  # Lightning's own launcher sets no RANK, but this and NODE_RANK
@@ -68,7 +68,7 @@ class Role:
 
     @property
     def measures(self) -> bool:
-        return self.rank == 0 or self.ranks != "first"
+        return self.rank == 0 or self.ranks != "rank0"
 
     def directory(self, log_dir: str) -> str:
         """Where this process writes."""

@@ -124,7 +124,7 @@ class HookLogger:
             step and later ones. :meth:`load_state_dict` also restores the state of the alerts.
         ranks: Of several processes that train together: ``"merged"``: the first one writes what all
             have measured, as one run; ``"each"``: each writes its own, into ``rank-0003/``;
-            ``"first"``: the first one measures and writes, the others do nothing.
+            ``"rank0"``: rank 0 measures and writes, the others do nothing.
         max_bytes_per_step: The most that histograms and pictures of a measured step take in the
             event file. What would take more is written with wider buckets, fewer pictures at a time
             and, at last, some histograms in turn. Curves and the page's numbers are not limited.

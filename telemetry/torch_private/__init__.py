@@ -41,15 +41,15 @@ NO_TASK = -1
 _logged: set[str] = set()
 
 
-def find(owner: object, name: str, loss: str) -> Any:
-    """A private attribute. None if it is missing; what that costs, ``loss``, is then logged once.
+def find(owner: object, name: str, consequence: str) -> Any:
+    """Return a private attribute, or None if it is missing; then log the ``consequence`` once.
 
     ``owner`` may be None, if it is missing itself.
     """
     found = getattr(owner, name, None)
     if found is None and name not in _logged:
         _logged.add(name)
-        log.warning("telemetry: PyTorch %s has no %s; %s", torch.__version__, name, loss)
+        log.warning("telemetry: PyTorch %s has no %s; %s", torch.__version__, name, consequence)
     return found
 
 
@@ -61,8 +61,8 @@ def backward_task() -> int:
     try:  # without find(), for each hook asks
         return torch._C._current_graph_task_id()
     except AttributeError:
-        loss = "probes by autograd.grad and recomputation by checkpointing count as training"
-        find(torch._C, "_current_graph_task_id", loss)
+        consequence = "probes by autograd.grad and recomputation by checkpointing count as training"
+        find(torch._C, "_current_graph_task_id", consequence)
         return NO_TASK
 
 
@@ -158,11 +158,11 @@ def _modes(name: str) -> int:
 
 
 def _leave_dispatch_modes() -> Callable[[], contextlib.AbstractContextManager[object]] | None:
-    loss = (
+    consequence = (
         "modules are not measured where a torch-dispatch mode is active, as it is in selective "
         "checkpointing"
     )
-    return find(_python_dispatch, "_disable_current_modes", loss)  # type: ignore[no-any-return]
+    return find(_python_dispatch, "_disable_current_modes", consequence)  # type: ignore[no-any-return]
 
 
 def _without_modes() -> contextlib.ExitStack:
@@ -206,8 +206,8 @@ def _in_transform() -> bool:
     try:  # without find(), for each hook asks
         return torch._C._functorch.maybe_current_level() is not None
     except AttributeError:
-        loss = "tensors inside of torch.func transforms are not recognized"
-        find(getattr(torch._C, "_functorch", None), "maybe_current_level", loss)
+        consequence = "tensors inside of torch.func transforms are not recognized"
+        find(getattr(torch._C, "_functorch", None), "maybe_current_level", consequence)
         return False
 
 
@@ -359,8 +359,11 @@ def scaler_state(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
     """
     if not scaler.is_enabled():
         return None
-    loss = "gradients are logged as GradScaler leaves them, skipped steps are not counted"
-    scale, tracker = find(scaler, "_scale", loss), find(scaler, "_growth_tracker", loss)
+    consequence = "gradients are logged as GradScaler leaves them, skipped steps are not counted"
+    scale, tracker = (
+        find(scaler, "_scale", consequence),
+        find(scaler, "_growth_tracker", consequence),
+    )
     if isinstance(scale, Tensor) and isinstance(tracker, Tensor):
         return scale, tracker
     return None

@@ -31,9 +31,9 @@ def keep_in_graph(operator: torch._ops.OpOverload) -> bool:
     from torch import _higher_order_ops
 
     effects = getattr(_higher_order_ops, "effects", None)
-    loss = "modules that torch.compile has compiled show no activations"
-    register = find(effects, "_register_effectful_op", loss)
-    kinds = find(effects, "_EffectType", loss)
+    consequence = "modules that torch.compile has compiled show no activations"
+    register = find(effects, "_register_effectful_op", consequence)
+    kinds = find(effects, "_EffectType", consequence)
     if register is None or kinds is None:
         return False
     register(operator, kinds.ORDERED)
@@ -139,5 +139,5 @@ class BeforeCompilations:
 
     def _handler(self) -> Any:
         dynamo = sys.modules.get("torch._dynamo")
-        loss = "modules that torch.compile has compiled show no activations"
-        return None if dynamo is None else find(dynamo, "callback_handler", loss)
+        consequence = "modules that torch.compile has compiled show no activations"
+        return None if dynamo is None else find(dynamo, "callback_handler", consequence)

@@ -18,8 +18,8 @@ _PROBES_OF_STAGES = {"_forward_metadata_inference", "_shape_inference"}
 
 def active_ddp() -> DistributedDataParallel | None:
     """The DDP wrapper in whose forward pass this thread is; None outside of one."""
-    loss = "parameters are not shared among the ranks to be measured"
-    active = find(DistributedDataParallel, "_get_active_ddp_module", loss)
+    consequence = "parameters are not shared among the ranks to be measured"
+    active = find(DistributedDataParallel, "_get_active_ddp_module", consequence)
     wrapper = None if active is None else active()
     return wrapper if isinstance(wrapper, DistributedDataParallel) else None
 
@@ -36,8 +36,8 @@ def calling_stage() -> CallingStage | None:
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return None
-    loss = "stages of a pipeline with equal names are taken for copies of each other"
-    base = find(module, "_PipelineStageBase", loss)
+    consequence = "stages of a pipeline with equal names are taken for copies of each other"
+    base = find(module, "_PipelineStageBase", consequence)
     number, functions = None, set()
     for frame in () if base is None else callers(_MAX_FRAMES_BELOW_STAGE):
         if frame.f_code.co_filename == module.__file__:
@@ -54,8 +54,8 @@ def fsdp_mesh(module: nn.Module) -> Any | None:
     """The device mesh that ``fully_shard`` shards a module's parameters over; None without one."""
     if not _is_sharded(module):
         return None
-    loss = "dimensions of meshes are told apart by their names: dp, tp, ..."
-    get_state = find(module, "_get_fsdp_state", loss)
+    consequence = "dimensions of meshes are told apart by their names: dp, tp, ..."
+    get_state = find(module, "_get_fsdp_state", consequence)
     group = None if get_state is None else getattr(get_state(), "_fsdp_param_group", None)
     return getattr(getattr(group, "mesh_info", None), "mesh", None)
 
@@ -98,8 +98,8 @@ def ignored_by(wrapper: DistributedDataParallel) -> set[int]:
 
 def averages_weights(wrapper: DistributedDataParallel) -> bool:
     """Whether a communication hook of DDP's leaves gradients of ranks different (local SGD)."""
-    loss = "copies of parameters that local SGD averages are said to have parted"
-    hooks = find(wrapper, "_comm_hooks", loss) or ()
+    consequence = "copies of parameters that local SGD averages are said to have parted"
+    hooks = find(wrapper, "_comm_hooks", consequence) or ()
     return any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in hooks)
 
 

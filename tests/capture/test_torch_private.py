@@ -39,8 +39,8 @@ def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Have a name be missing that PyTorch itself cannot do without."""
     find = torch_private.find
 
-    def find_others(owner: object, wanted: str, loss: str) -> Any:
-        return find(None if wanted == name else owner, wanted, loss)
+    def find_others(owner: object, wanted: str, consequence: str) -> Any:
+        return find(None if wanted == name else owner, wanted, consequence)
 
     monkeypatch.setattr(torch_private, "find", find_others)
 

@@ -208,7 +208,7 @@ def begun_late(rank: int, folder: str) -> None:
     rule = OnceFull()
     given = SummaryWriter(f"{folder}/merged") if rank == 0 else f"{folder}/merged"
     logger = HookLogger(merged, given, every_n_steps=10**6, alerts=[rule])
-    other = HookLogger(first, f"{folder}/first", every_n_steps=2, ranks="first", alerts=())
+    other = HookLogger(first, f"{folder}/first", every_n_steps=2, ranks="rank0", alerts=())
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )

@@ -150,7 +150,7 @@ def test_each_rank_writes_its_own_run(two_ranks: list[Process], tmp_path: Path) 
 
 
 def test_the_first_rank_alone_writes(two_ranks: list[Process], tmp_path: Path) -> None:
-    left = every(two_ranks, "call", logging_ranks.twins, "by hand", tmp_path, ranks="first")
+    left = every(two_ranks, "call", logging_ranks.twins, "by hand", tmp_path, ranks="rank0")
     assert [rank["bare"] == rank["watched"] for rank in left] == [True, True]
     assert len(files_of(tmp_path)) == 1
     got = scalars(tmp_path)
