@@ -67,7 +67,7 @@ class Adapter:
         return self._found
 
     def _note(self, alert: Alert) -> None:
-        if alert.stage != "end" and alert.severity != "note" and alert.kind in KINDS:
+        if alert.stage != "resolved" and alert.severity != "note" and alert.kind in KINDS:
             self._found.append(
                 {"step": self._step, "kind": KINDS[alert.kind], "layer": alert.module_name}
             )

@@ -154,7 +154,7 @@ def run_once(bench: str, name: str, every: int, seed: int) -> Outcome:
             logger.close()
             alerts += logger.alerts
     verdict, layer = judged(labels[name], alerts)
-    new = [alert for alert in alerts if alert.stage != "end"]
+    new = [alert for alert in alerts if alert.stage != "resolved"]
     return Outcome(
         bench=bench,
         name=name,
@@ -177,7 +177,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def judged(label: Wanted, alerts: Iterable[Alert]) -> tuple[str, bool | None]:
     """The verdict, and whether the right layer is named."""
-    new = [alert for alert in alerts if alert.stage != "end"]
+    new = [alert for alert in alerts if alert.stage != "resolved"]
     loud = [alert for alert in new if alert.severity != "note"]
     if label.want == "H":
         return "FALSE ALARM" if loud else "note" if new else "ok", None
@@ -269,7 +269,7 @@ def told(outcome: Outcome, verbose: bool) -> str:
     layer = {None: "", True: "layer ok", False: "LAYER WRONG"}[outcome.layer]
     alerts = [
         f"{a['kind']}@{a['step']}:{a['module_name'] or '-'}"
-        + ("" if a["stage"] == "begin" else f"({a['stage']})")
+        + ("" if a["stage"] == "started" else f"({a['stage']})")
         for a in outcome.alerts
     ]
     losses = f"{outcome.first_loss:.4g} -> {outcome.last_loss:.4g}"

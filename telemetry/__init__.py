@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from telemetry.alerts.baseline import Baseline as Baseline
     from telemetry.alerts.detector import Detector as Detector
     from telemetry.alerts.detector import Finding as Finding
-    from telemetry.checking import Check as Check
+    from telemetry.checking import CheckResult as CheckResult
     from telemetry.checking import check as check
     from telemetry.events.summary_writer import SummaryWriter as SummaryWriter
     from telemetry.interventions import clip_gradients as clip_gradients
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Alert": "telemetry.alert",
     "Baseline": "telemetry.alerts.baseline",
-    "Check": "telemetry.checking",
+    "CheckResult": "telemetry.checking",
     "Detector": "telemetry.alerts.detector",
     "Finding": "telemetry.alerts.detector",
     "HookLogger": "telemetry.run.logger",

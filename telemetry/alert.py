@@ -10,7 +10,7 @@ from telemetry.shared import untrusted
 from telemetry.shared.plain_text import called
 
 Severity = Literal["note", "warning", "error"]
-Stage = Literal["begin", "worse", "end"]
+Stage = Literal["started", "escalated", "resolved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,8 @@ class Alert:
             may well be meant so: it is shown, but neither raised nor printed.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
-        seen_in: The module whose numbers show the fault, where it is not the culprit: the ReLU that
-            makes zeros of what a layer returns.
+        observed_in: The module whose numbers show the fault, if it is not ``module_name``: the ReLU
+            that zeroes the outputs of a layer.
         value: The measured figure that the rule judged; of a fault that grew worse by another one
             that follows from it, the figure of that one.
         threshold: The figure it was compared with, in the same unit.
@@ -43,8 +43,8 @@ class Alert:
     threshold: float
     message: str
     consequences: tuple[str, ...] = ()
-    stage: Stage = "begin"
-    seen_in: str | None = None
+    stage: Stage = "started"
+    observed_in: str | None = None
 
     @property
     def where(self) -> str:
@@ -54,7 +54,7 @@ class Alert:
     @property
     def title(self) -> str:
         """Kind, place and time in a few words: ``dead_units in fc1 at step 20``."""
-        what = {"begin": "", "worse": " is worse", "end": " is over"}[self.stage]
+        what = {"started": "", "escalated": " escalated", "resolved": " resolved"}[self.stage]
         return f"{self.kind}{self.where}{what} at step {self.step}"
 
 
@@ -70,7 +70,7 @@ def parse_alert(content: Any) -> Alert:
     severity, stage = known["severity"], known["stage"]
     known["consequences"] = tuple(known["consequences"])
     known["severity"] = severity if severity in _SEVERITIES else "warning"
-    known["stage"] = stage if stage in _STAGES else "begin"
+    known["stage"] = stage if stage in _STAGES else "started"
     return Alert(**known)
 
 
@@ -95,7 +95,7 @@ _ALERT_FIELDS = untrusted.fields(
     message=untrusted.text,
     consequences=untrusted.listed(untrusted.text, most=1000),
     stage=untrusted.text,
-    seen_in=untrusted.optional(untrusted.name),
+    observed_in=untrusted.optional(untrusted.name),
 )
 
 

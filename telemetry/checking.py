@@ -33,11 +33,11 @@ from telemetry.selection import check_model
 from telemetry.shared.plain_text import called, printable, type_of
 from telemetry.testing import capture_run
 
-__all__ = ["Check", "check"]
+__all__ = ["CheckResult", "check"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class CheckResult:
     """What :func:`check` found.
 
     Attributes:
@@ -94,7 +94,7 @@ def check(
     *,
     targets: Any = None,
     show: bool = True,
-) -> Check:
+) -> CheckResult:
     """Look at a model before it is trained.
 
     ::
@@ -152,7 +152,7 @@ def check(
         judged.append(_of_samples(model, inputs, record))
     findings = tuple([found for found in judged if isinstance(found, Alert)])
     skipped = tuple([why for why in judged if isinstance(why, str)])
-    result = Check(findings=findings, skipped=skipped, loss=loss, record=record)
+    result = CheckResult(findings=findings, skipped=skipped, loss=loss, record=record)
     if show:
         result.print()
     return result
@@ -204,7 +204,7 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
     Dead units need half as many samples, for the second time shows no others.
     """
     detectors: list[Detector] = [
-        SaturatedUnits(looks=1), ExplodingGradient(), ExplodingActivation(),
+        SaturatedUnits(evaluations=1), ExplodingGradient(), ExplodingActivation(),
         DeadUnits(batches=1, samples=DeadUnits.samples / 2),
         VanishingGradient(factor=_FAINT, update_factor=_FAINT, steps=2), Nonfinite(),
         EvalMode(steps=2),
@@ -215,7 +215,7 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
     ratios = {name: norms[name] / size for name, size in sizes.items() if size > 0}
     for step in (0, 1):
         for alert in engine(replace(record, step=step, update_ratios=ratios)):
-            if alert.stage == "begin":
+            if alert.stage == "started":
                 said = alert.message.replace("2 steps in a row were taken", "This step was taken")
                 yield replace(alert, step=0, message=said)
 

@@ -1,4 +1,4 @@
-"""What a rule is: it looks at each step's record and returns alerts."""
+"""Interface of a rule: it judges the record of each step and returns alerts."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from telemetry.records import StepRecord
 
 
 class Rule(ABC):
-    """Looks at each step's measurements, and remembers what it needs of the earlier ones.
+    """Judge of each step, which may keep state between steps.
 
-    Only :meth:`__call__` must be written. To override :attr:`name` or :attr:`wants_full`, set it in
-    the body of the class, or define a property. All methods are called on one background thread, in
-    the order of the steps. An exception is logged once, and the next step is judged again.
+    Only :meth:`__call__` must be written. To override :attr:`name` or :attr:`requests_full_step`,
+    set it in the body of the class, or define a property. All methods are called on one background
+    thread, in the order of the steps. An exception is logged once, and the next step is judged.
     """
 
     @property
     def name(self) -> str:
-        """In log messages and in :meth:`HookLogger.state_dict`; by default that of its class."""
+        """Name in log messages and in :meth:`HookLogger.state_dict`; by default the class's."""
         return type(self).__name__
 
     @property
-    def wants_full(self) -> bool:
-        """Whether the rule requests a full measurement; read after each call.
+    def requests_full_step(self) -> bool:
+        """Whether the rule requests a full step; read after each call.
 
-        It is made some steps later, if the run's allowance has one left: see
+        The step is measured some steps later, if the run's allowance has one left: see
         :class:`telemetry.pipeline.FullSteps`.
         """
         return False
 
     @abstractmethod
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        """Judge one step of training; ``()`` if nothing is wrong."""
+        """Judge one step of training; return ``()`` if nothing is wrong."""
 
     @property
     def loss_limit(self) -> float | None:
-        """A loss up to which the rule may be shown only one step in k; read after each call.
+        """Loss up to which the rule accepts to judge one step in k only; read after each call.
 
-        Steps may be so fast that the rules cannot judge each of them within 3 % of the time: see
-        "Fast steps" in docs/cost.md. None, the default: the rule judges every step.
+        Steps may be so fast that judging each of them costs more than 3 % of the time: see "Fast
+        steps" in docs/cost.md. None, the default: the rule judges every step.
         """
         return None
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        """Judge a loss as soon as it is logged: perhaps no optimizer step ever follows.
+        """Judge a loss as soon as it is logged, since an optimizer step may never follow.
 
         Args:
             step: The step in progress.
-            loss: What the user logged; it may be NaN or infinite.
+            loss: The logged value; it may be NaN or infinite.
         """
         return ()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the rule remembers, for a checkpoint: plain containers, numbers, strings, tensors.
+        """Return the state for a checkpoint: plain containers, numbers, strings, tensors.
 
-        An empty dict: nothing is saved.
+        Nothing is saved for an empty dict.
         """
         return {}
 
@@ -88,7 +88,7 @@ AnyRule = Rule | Callable[[StepRecord], Iterable[Alert]]
 
 
 def as_rule(rule: AnyRule) -> Rule:
-    """The rule itself; a plain callable becomes one.
+    """Return the rule itself, or a plain callable as a rule.
 
     Raises:
         TypeError: It cannot be called, or is a class.

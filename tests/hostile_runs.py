@@ -455,7 +455,7 @@ KINDS = {
     "alert of 10 MB": Kind(lambda d: add_alert(alert(message="x" * 10_000_000))(d)),
     "alert of unknown severity": Kind(add_alert(alert(severity="doom"))),
     "alert of unknown stage": Kind(add_alert(alert(stage="doom"))),
-    "alert of a list of stages": Kind(add_alert(alert(stage=["end"])), "stage"),
+    "alert of a list of stages": Kind(add_alert(alert(stage=["resolved"])), "stage"),
     "alert with a number of consequences": Kind(add_alert(alert(consequences=3)), "consequences"),
     "alert with lists of consequences": Kind(
         add_alert(alert(consequences=[["x"]])), "consequences"

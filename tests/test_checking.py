@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import telemetry
-from telemetry import Check
+from telemetry import CheckResult
 
 
 def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -36,7 +36,7 @@ class Between(nn.Module):
         return self.apply_head(self.head, F.relu(self.inside(x)))
 
 
-def look(model: nn.Module, **options: Any) -> Check:
+def look(model: nn.Module, **options: Any) -> CheckResult:
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(64, 20, generator=g), torch.randint(5, (64,), generator=g)
     return telemetry.check(model, x, nn.CrossEntropyLoss(), targets=y, show=False, **options)
@@ -120,7 +120,7 @@ def test_one_batch_is_told_as_one_and_the_result_is_short(
     inputs, classes = torch.randn(100, 20), torch.arange(100) % 3  # 283 samples of eight units
     result = telemetry.check(model, inputs, nn.CrossEntropyLoss(), targets=classes)
     dead = next(found for found in result.findings if found.kind == "dead_units")
-    assert (dead.module_name, dead.seen_in, dead.value) == ("0", "1", 1)
+    assert (dead.module_name, dead.observed_in, dead.value) == ("0", "1", 1)
     assert "one batch" in dead.message
     told = capsys.readouterr().out
     assert "2 batches" not in told

@@ -503,7 +503,7 @@ def test_removing_and_attaching_again_goes_on_with_the_count(tmp_path: Path) -> 
 class Requests(Rule):
     """Requests a full measurement after each step, and finds nothing."""
 
-    wants_full = True
+    requests_full_step = True
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         return ()
@@ -798,7 +798,7 @@ def test_an_exception_in_the_body_leaves_a_flight_file(tmp_path: Path) -> None:
 def test_an_alert_that_ends_is_no_reason_to_raise(tmp_path: Path) -> None:
     def rule(record: StepRecord) -> Iterator[Alert]:
         for alert in fault_at(1)(record):
-            yield replace(alert, stage="end")
+            yield replace(alert, stage="resolved")
 
     model = mlp()
     with HookLogger(model, tmp_path, alerts=[rule], on_alert="raise") as logger:

@@ -73,7 +73,7 @@ def test_every_run_has_a_label_and_every_label_a_kind_that_exists() -> None:
 
 
 def alert(
-    kind: str, step: int, severity: Severity = "warning", stage: Stage = "begin", name: str = ""
+    kind: str, step: int, severity: Severity = "warning", stage: Stage = "started", name: str = ""
 ) -> Alert:
     return Alert(
         kind=kind, severity=severity, step=step, module_name=name or None, value=0.0,
@@ -100,7 +100,7 @@ GAP = replace(FAULTY, want="G", kinds=frozenset())
         (FAULTY, [alert("k", 9, "note"), alert("k", 12, name="a.b")], ("ok", True)),
         (FAULTY, [alert("other", 12)], ("WRONG KIND", None)),
         (FAULTY, [alert("other", 12, "note")], ("MISSED", None)),
-        (FAULTY, [alert("k", 12, stage="end")], ("MISSED", None)),
+        (FAULTY, [alert("k", 12, stage="resolved")], ("MISSED", None)),
         (GAP, [alert("other", 12, "note")], ("gap", None)),
         (GAP, [alert("other", 12)], ("WRONG KIND", None)),
     ],

@@ -56,7 +56,7 @@ def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
 def test_gives_alerts_of_the_same_kinds_and_layers(name: str, tmp_path: Path) -> None:
     alerts = train(name, tmp_path / "first")
     assert alerts
-    told = {(alert.kind, alert.module_name) for alert in alerts if alert.stage == "begin"}
+    told = {(alert.kind, alert.module_name) for alert in alerts if alert.stage == "started"}
     for repetition in range(1, REPETITIONS):
         again = train(name, tmp_path / str(repetition))
-        assert {(a.kind, a.module_name) for a in again if a.stage == "begin"} == told
+        assert {(a.kind, a.module_name) for a in again if a.stage == "started"} == told

@@ -110,7 +110,7 @@ def test_the_runs_end_and_grow_worse_on_the_way(
     alerts: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     stages = {alert[STAGE] for found in alerts[0].values() for alert in found}
-    assert stages == {"begin", "worse", "end"}
+    assert stages == {"started", "escalated", "resolved"}
 
 
 def test_the_state_goes_through_json(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def silent(record: StepRecord) -> Iterable[Alert]:
 
 def test_only_the_call_must_be_written() -> None:
     rule = Plain()
-    assert (rule.name, rule.wants_full) == ("Plain", False)
+    assert (rule.name, rule.requests_full_step) == ("Plain", False)
     assert (rule.on_loss(3, 0.5), rule.state_dict()) == ((), {})
     rule.load_state_dict({})
     with pytest.raises(TypeError, match="__call__"):

@@ -39,10 +39,10 @@ def make() -> nn.Module:
 class Asks(Rule):
     """Asks for a full measurement after steps 1 and 2, and reports each loss."""
 
-    wants_full = False
+    requests_full_step = False
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self.wants_full = record.step in {1, 2}
+        self.requests_full_step = record.step in {1, 2}
         return ()
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
@@ -128,7 +128,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     [rule] = rules_from({"heavy_tails": page["HeavyTails"](kurtosis=1.0)})
     found = alerts_of([replace(records[0], step=step) for step in range(9)], [rule])
     assert [(alert.kind, alert.step, alert.stage) for alert in found] == [
-        ("heavy_tails", 6, "begin")
+        ("heavy_tails", 6, "started")
     ]
     assert found[0].module_name == "1"
     assert found[0].message.startswith("The outputs of 1 have a kurtosis of ")
@@ -145,17 +145,17 @@ def test_the_page_names_every_field(value: Any) -> None:
 @pytest.mark.parametrize("value", [Rule, Detector])
 def test_the_page_names_every_member(value: type[Rule]) -> None:
     members = {name for name in vars(value) if not name.startswith("_")}
-    engine = {"look", "limits", "needs_full", "judges_losses", "is_unconfirmed"}
+    engine = {"evaluate", "limits", "full_steps_needed", "judges_losses", "is_unconfirmed"}
     assert [name for name in members - engine if f"| `{name}" not in PAGE] == []
 
 
 def test_what_the_page_says_of_the_baseline_is_there() -> None:
-    names = re.findall(r"`(base\.[\w.]+)`", PAGE)
-    base, model = Baseline(), make()
+    names = re.findall(r"`(baseline\.[\w.]+)`", PAGE)
+    baseline, model = Baseline(), make()
     with capture_run(model, rules=()) as run:
         train(model, run, 3)
     for record in run.records:
-        base.add(record)
+        baseline.add(record)
     assert len(names) > 10
     for name in names:
-        assert eval(name, {"base": base}) is not None
+        assert eval(name, {"baseline": baseline}) is not None

@@ -34,30 +34,30 @@ class AttentionCollapse(Detector):
     kind = "attention_collapse"
     on = "full"
     severity = "note"
-    over_after = 2
+    clear_after = 2
     explained_by = frozenset({"logit_growth"})
     # attention_one_hot and logits_grow (benchmarks/runs) have 0.01 to 0.04, their healthy twin
     # 0.97; at 0.1 a token sees 1.3 of 24 others.
     fraction = 0.1
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         entropies = _entropies(record)
         low = {output: share for output, share in entropies.items() if share < self.fraction}
         if not low:
             return None
         worst = min(low, key=lambda output: low[output])
         return Finding(
-            seen=f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
+            summary=f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
             "entropy of even ones, so each token sees hardly more than one; the same holds for "
             f"{len(low)} of {len(entropies)} layers",
             advice="If the loss is not as low as it should be, normalize queries and keys, scale "
             "the logits by 1 / sqrt(d), and lower the learning rate or warm it up.",
             value=low[worst],
-            limit=self.fraction,
+            threshold=self.fraction,
             module_name=worst.module_name,
         )
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return not _entropies(record)
 
 
@@ -107,21 +107,21 @@ class LogitGrowth(Detector):
     kind = "logit_growth"
     on = "full"
     severity = "note"
-    over_after = 2
+    clear_after = 2
     largest = 1e4
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         ran = ((name, output.sketch) for name, output in record.activations.items())
         found = [(max(-s.min, s.max), name) for name, s in ran if _LOGITS.search(name)]
         largest, name = max(found, default=(0.0, ""))
         if not largest > self.largest:
             return None
         return Finding(
-            seen=f"The largest attention logit of {called(name)} is {largest:.3g}",
+            summary=f"The largest attention logit of {called(name)} is {largest:.3g}",
             advice="People usually normalize queries and keys, and lower the learning rate or warm "
             "it up.",
             value=largest,
-            limit=self.largest,
+            threshold=self.largest,
             module_name=name,
         )
 

@@ -412,7 +412,7 @@ class Baseline:
         return self.loss.limit if usual and not self.follows_rate_jump else None
 
     @property
-    def wants_full(self) -> bool:
+    def requests_full_step(self) -> bool:
         """Whether the norms are so unusual that the next steps should be measured in full."""
         return self.layers.are_unusual
 

@@ -9,7 +9,7 @@ from typing import Any
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector
-from telemetry.alerts.memory import restore, to_plain
+from telemetry.alerts.state import restore, to_plain
 from telemetry.records import StepRecord
 from telemetry.records.step import is_inside
 from telemetry.rule import Rule
@@ -40,7 +40,7 @@ class Engine(Rule):
     """
 
     name = "default_rules"
-    wants_full: bool = False
+    requests_full_step: bool = False
     _reported: dict[str, _Reported]
     _hidden: dict[str, _Hidden]
     _requests: dict[str, tuple[int, int, int]]  # of each detector: their beginning, pause, number
@@ -57,7 +57,7 @@ class Engine(Rule):
         self._of_losses = [detector for detector in detectors if detector.judges_losses]
         self._every_step = every_step
         self._severities = dict(severities or {})
-        self._base = Baseline()
+        self._baseline = Baseline()
         self._reported = {}
         self._hidden = {}
         self._requests = {}
@@ -70,33 +70,35 @@ class Engine(Rule):
         return self._told(*found)
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
-        self._base.add(record)
+        self._baseline.add(record)
         detectors = self._detectors.values() if record.full else self._of_light_steps
-        found = _found_by(d.look(record, self._base) for d in detectors)
+        found = _found_by(d.evaluate(record, self._baseline) for d in detectors)
         self._request(record, found[0])
         return self._told(*found)
 
     @property
     def loss_limit(self) -> float | None:
         waits = any(detector.is_unconfirmed for detector in self._of_light_steps)
-        return None if waits or self._every_step else self._base.loss_limit
+        return None if waits or self._every_step else self._baseline.loss_limit
 
     def _request(self, record: StepRecord, alerts: Iterable[Alert]) -> None:
         """Request a full measurement if a detector that does not pause does."""
-        if any(alert.stage != "end" for alert in alerts):
+        if any(alert.stage != "resolved" for alert in alerts):
             self._requests = {}
-        requesting = {kind: d.needs_full for kind, d in self._detectors.items() if d.wants_full}
-        if self._base.wants_full:
+        requesting = {
+            kind: d.full_steps_needed for kind, d in self._detectors.items() if d.requests_full_step
+        }
+        if self._baseline.requests_full_step:
             requesting[_NORMS] = 1
-        self.wants_full, step = False, record.step
-        for kind, in_a_row in requesting.items():
+        self.requests_full_step, step = False, record.step
+        for kind, full_steps_in_a_row in requesting.items():
             began, pause, made = self._requests.get(kind, (step, 0, 0))
             if step >= began + pause:
                 began, pause, made = step, max(_PAUSE, 2 * pause), 0
             # A full step that leaves a suspicion is followed by another one.
             goes_on = record.full and made < _CHAIN and kind != _NORMS
-            if step < began + in_a_row or goes_on:
-                self.wants_full, made = True, made + 1
+            if step < began + full_steps_in_a_row or goes_on:
+                self.requests_full_step, made = True, made + 1
             self._requests[kind] = began, pause, made
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class Engine(Rule):
 
     def _parts(self) -> dict[str, object]:
         """Everything that has a state, by name."""
-        return {"engine": self, "baseline": self._base, **self._detectors}
+        return {"engine": self, "baseline": self._baseline, **self._detectors}
 
     # --- causes and consequences -----------------------------------------------------------------
 
@@ -134,10 +136,10 @@ class Engine(Rule):
         reported: list[Alert] = []
         # A note explains nothing. So it comes after what may explain it at the same step.
         for alert in sorted(map(self._graded, alerts), key=lambda alert: alert.severity == "note"):
-            if alert.stage == "end":
+            if alert.stage == "resolved":
                 reported += self._end(alert)
             elif (cause := self._cause_of(alert)) is None:
-                by_rate = self._base.follows_rate_jump
+                by_rate = self._baseline.follows_rate_jump
                 self._reported[alert.kind] = _Reported(alert=alert, by_rate=by_rate)
                 reported.append(alert)
             else:
@@ -145,16 +147,16 @@ class Engine(Rule):
         return reported
 
     def _graded(self, alert: Alert) -> Alert:
-        if alert.stage == "end":
+        if alert.stage == "resolved":
             return alert
-        base, message = self._base, alert.message
-        if self._detectors[alert.kind].by_large_steps and base.follows_rate_jump:
+        baseline, message = self._baseline, alert.message
+        if self._detectors[alert.kind].explained_by_rate_jump and baseline.follows_rate_jump:
             seen = message.split("\n")[0]
-            ago = steps_in_words(base.since_rate_jump)
+            ago = steps_in_words(baseline.since_rate_jump)
             message = f"{seen[:-1]}, {ago} after the learning rate had jumped to "
-            message += f"{base.jump}.\n{_RATE_ADVICE}"
-            if alert.module_name is None and base.jumped:
-                alert = replace(alert, module_name=base.jumped[0])
+            message += f"{baseline.jump}.\n{_RATE_ADVICE}"
+            if alert.module_name is None and baseline.jumped:
+                alert = replace(alert, module_name=baseline.jumped[0])
         severity = self._severities.get(alert.kind, alert.severity)
         return replace(alert, severity=severity, message=message)
 
@@ -166,13 +168,13 @@ class Engine(Rule):
         left = [hidden.alert for hidden in self._hidden.values() if hidden.cause == alert.kind]
         for survivor in left:
             del self._hidden[survivor.kind]
-        lasting = [found for found in left if self._detectors[found.kind].lasting]
+        lasting = [found for found in left if self._detectors[found.kind].persistent]
         return [alert, *self._reportable([_outlives(found, alert.step) for found in lasting])]
 
     def _cause_of(self, alert: Alert) -> _Reported | None:
         if alert.kind in self._hidden:
             return self._reported.get(self._hidden[alert.kind].cause)
-        if alert.stage != "begin":
+        if alert.stage != "started":
             return None
         explaining = self._detectors[alert.kind].explained_by
         known = [
@@ -188,7 +190,7 @@ class Engine(Rule):
         before = after = cause.alert
         what = f"{alert.kind}{alert.where}"
         is_new = what not in before.consequences
-        lasts = self._detectors[alert.kind].lasting and alert.severity != "note"
+        lasts = self._detectors[alert.kind].persistent and alert.severity != "note"
         rises = (before.severity, alert.severity) == ("warning", "error")
         if is_new:
             after = replace(before, consequences=(*before.consequences, what))
@@ -197,8 +199,8 @@ class Engine(Rule):
         self._hidden[alert.kind] = _Hidden(alert=alert, cause=before.kind)
         self._reported[before.kind] = replace(cause, alert=after, last=alert.step)
         for index, item in enumerate(reported):
-            if item.kind == before.kind and item.stage != "end":
-                is_seen = is_new and item.stage == "worse" and alert.severity != "note"
+            if item.kind == before.kind and item.stage != "resolved":
+                is_seen = is_new and item.stage == "escalated" and alert.severity != "note"
                 seen = _seen(item, alert) if is_seen else item
                 reported[index] = replace(
                     seen, severity=after.severity, consequences=after.consequences
@@ -271,7 +273,7 @@ def _grown_worse(cause: Alert, consequence: Alert) -> Alert:
     """The alert that ``cause`` grew worse: what was seen is the consequence, with its figures."""
     since = f"It follows from the {cause.kind.replace('_', ' ')}{cause.where} of step {cause.step}."
     advice = cause.message.split("\n")[-1]
-    return _seen(replace(cause, message=f"{since}\n{advice}", stage="worse"), consequence)
+    return _seen(replace(cause, message=f"{since}\n{advice}", stage="escalated"), consequence)
 
 
 def _outlives(consequence: Alert, step: int) -> Alert:

@@ -34,10 +34,10 @@ class ExplodingActivation(Detector):
 
     kind = "exploding_activation"
     on = "full"
-    confirm = 2
-    over_after = 3  # by eye: one more than begin it
+    confirm_after = 2
+    clear_after = 3  # by eye: one more than begin it
     explained_by = RISEN_LOSSES | {"exploding_gradient", "saturated_units", "dead_units"}
-    by_large_steps = True
+    explained_by_rate_jump = True
     factor = 100.0  # by eye; tried 10 and 1000
     depth_factor = 1e4  # as in ExplodingGradient; tried 1e3 and 1e5
     _highest: dict[Output, float]
@@ -46,24 +46,24 @@ class ExplodingActivation(Detector):
     def set_up(self) -> None:
         self._highest = {}
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         found = None
         sizes = figures_of(record.outputs, rms_of)
         for output, now in figures_of(record.outputs, attrgetter("variation")).items():
             highest = self._highest.get(output, 0.0)
-            if highest and now > self.factor * highest and base.loss.is_worse:
+            if highest and now > self.factor * highest and baseline.loss.is_worse:
                 found = found or self._grown(output.module_name, now / highest)
             elif highest < sizes[output] < math.inf:
                 self._highest[output] = sizes[output]
         deep = self._is_deep(record)
         self._began_deep = deep if self._began_deep is None else self._began_deep
-        if found is None and base.is_young and deep and self._began_deep:
-            found = self._deep(forward_growth(record), base)
+        if found is None and baseline.is_young and deep and self._began_deep:
+            found = self._deep(forward_growth(record), baseline)
         # Where gradients are not finite there will be no second look.
         certain = not record.all_grads_finite
-        return replace(found, certain=certain) if found is not None else None
+        return replace(found, confirmed=certain) if found is not None else None
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return bool(self._began_deep) and self._is_deep(record)
 
     def _is_deep(self, record: StepRecord) -> bool:
@@ -71,24 +71,24 @@ class ExplodingActivation(Detector):
 
     def _grown(self, name: str, times: float) -> Finding:
         return Finding(
-            seen=f"The output of {called(name)} is {times:.2g} times as large as ever before",
+            summary=f"The output of {called(name)} is {times:.2g} times as large as ever before",
             advice="People usually lower the learning rate or warm it up, clip gradients, and add "
             "normalization.",
             value=times,
-            limit=self.factor,
+            threshold=self.factor,
             module_name=name,
         )
 
-    def _deep(self, growth: Growth, base: Baseline) -> Finding:
-        where, times = _began_large(base) or growth.stretch, 10**growth.decades
+    def _deep(self, growth: Growth, baseline: Baseline) -> Finding:
+        where, times = _began_large(baseline) or growth.stretch, 10**growth.decades
         assert where is not None
         return Finding(
-            seen=f"Activations grow {times:.2g}-fold through the network, most of all in "
+            summary=f"Activations grow {times:.2g}-fold through the network, most of all in "
             f"{where.shared}",
             advice="People usually make the initial weights smaller (He or Xavier initialization), "
             "scale the inputs, and add normalization.",
             value=times,
-            limit=self.depth_factor,
+            threshold=self.depth_factor,
             module_name=where.first,
         )
 
@@ -123,9 +123,9 @@ class ExplodingGradient(Detector):
 
     kind = "exploding_gradient"
     severity = "error"
-    over_after = 50
+    clear_after = 50
     explained_by = RISEN_LOSSES | {"exploding_activation", "saturated_units"}
-    by_large_steps = True
+    explained_by_rate_jump = True
     factor = 1000.0  # healthy runs stay within 10; tried 100 and 10,000
     lasting_factor = 30.0  # by eye; tried 6 and 300
     depth_factor = 1e4  # at 1e5 resnet_nonorm_explodes is found a step later; tried 1e3
@@ -147,39 +147,39 @@ class ExplodingGradient(Detector):
         self._amplified = deque(maxlen=LENGTH)
         self._blame = Blame()
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.all_grads_finite:
-            found = self._cut_short(base)
+            found = self._cut_short(baseline)
         else:
-            self._blame.add(record, base)
+            self._blame.add(record, baseline)
             found = (
-                self._in_time(record, base)
-                or self._before_clipping(record, base)
-                or self._over_depth(record, base)
+                self._in_time(record, baseline)
+                or self._before_clipping(record, baseline)
+                or self._over_depth(record, baseline)
             )
-        just_jumped = base.norm.since_jump < _LASTING and not record.full
+        just_jumped = baseline.norm.since_jump < _LASTING and not record.full
         asks = (
             just_jumped
             or self._looks_amplified == 1
             or self._deep_looks > 0
             or self._may_be_from_loss
         )
-        self.undecided = self.alert is None and asks
-        blamed, alert = self._blame.stretch, self.alert
+        self.needs_full_step = self.active_alert is None and asks
+        blamed, alert = self._blame.stretch, self.active_alert
         if found is None or alert is None or not self._blame.is_corrected:
             return found
         self._blame.is_corrected = False
-        return replace(found, is_worse=blamed is not None and blamed.first != alert.module_name)
+        return replace(found, escalates=blamed is not None and blamed.first != alert.module_name)
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return self._is_deep or self._looks_amplified > 0 or not record.all_grads_finite
 
-    def _in_time(self, record: StepRecord, base: Baseline) -> Finding | None:
-        norm, loss = base.norm, base.loss
+    def _in_time(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        norm, loss = baseline.norm, baseline.loss
         is_unbounded = loss.is_unbounded
         lasting = FAR_ABOVE if is_unbounded else math.log10(self.lasting_factor)
         lasts = norm.far_above >= lasting
-        self._see_gain(record, base, large=lasts)
+        self._see_gain(record, baseline, large=lasts)
         self._may_be_from_loss = lasts and self._from_loss is None and len(self._gains) > 0
         from_loss, decades = self._from_loss or 0.0, math.log10(self.factor)
         far_above = norm.above - from_loss >= decades
@@ -194,22 +194,22 @@ class ExplodingGradient(Detector):
         explodes |= self._steps_far_above >= _STEPS
         # Where it grew without a jump, no measurement has told yet how much came from the loss.
         explodes |= self._steps_lasting >= _LASTING and lost and not self._may_be_from_loss
-        led = base.gradients_led and base.since_large_step <= norm.since_jump
+        led = baseline.gradients_led and baseline.since_large_step <= norm.since_jump
         explodes |= led and len(loss.high) >= _LOSSES
-        if not explodes or base.since_rate_jump < RECENT:  # loss_divergence needs some losses
+        if not explodes or baseline.since_rate_jump < RECENT:  # loss_divergence needs some losses
             return None
         total = record.total_grad_norm
         falls = ", while the loss falls without bound" if is_unbounded else ""
         return self._found(
-            base,
+            baseline,
             value=total,
             threshold=norm.usual * self.lasting_factor,
-            seen=f"The gradient norm is {total:.3g}; it used to be {norm.usual:.3g}{falls}",
+            summary=f"The gradient norm is {total:.3g}; it used to be {norm.usual:.3g}{falls}",
             confined=_confined(record, norm.usual),
             advice=_UNBOUNDED if falls else "",
         )
 
-    def _before_clipping(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def _before_clipping(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         """An explosion that clipping hides from the optimizer, at full measurements."""
         norm, usual = record.total_grad_norm_before_clipping, self._amplified
         amplified = gain(record, norm)
@@ -225,15 +225,15 @@ class ExplodingGradient(Detector):
         scale = norm / record.total_grad_norm if record.total_grad_norm > 0 else 1.0
         what = "Before clipping the gradient norm" if scale > _IS_CLIPPED else "The gradient norm"
         return self._found(
-            base,
+            baseline,
             value=norm,
             threshold=norm / times * self.factor,
-            seen=f"{what} is {norm:.3g}, {times:.2g} times what it used to be for such a gradient "
-            "of the loss",
+            summary=f"{what} is {norm:.3g}, {times:.2g} times what it used to be for such a "
+            "gradient of the loss",
             confined=_confined(record, norm / times, scale),
         )
 
-    def _see_gain(self, record: StepRecord, base: Baseline, *, large: bool) -> None:
+    def _see_gain(self, record: StepRecord, baseline: Baseline, *, large: bool) -> None:
         """When the norm has become large, measure once how much of that came from the loss."""
         now = gain(record)
         if not large:
@@ -241,9 +241,9 @@ class ExplodingGradient(Detector):
             if not math.isnan(now):
                 self._gains.append(now)
         elif self._from_loss is None and not math.isnan(now) and self._gains:
-            self._from_loss = max(base.norm.far_above - now + median_high(self._gains), 0.0)
+            self._from_loss = max(baseline.norm.far_above - now + median_high(self._gains), 0.0)
 
-    def _over_depth(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def _over_depth(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.outputs or not record.output_grads:
             return None
         forward, backward = forward_growth(record), backward_growth(record)
@@ -251,79 +251,81 @@ class ExplodingGradient(Detector):
         smaller, least = min(forward.decades, backward.decades), math.log10(self.depth_factor)
         certain = False
         deep = self._is_deep = product >= least and smaller >= least * _SMALLER_SHARE
-        if base.is_young:
+        if baseline.is_young:
             self._began_deep = deep if self._began_deep is None else self._began_deep
             deep &= self._began_deep
             certain = deep and product >= least + _CERTAIN
         else:
             usual = median_high(self._depths) if self._depths else smaller
-            deep = smaller >= usual + TENFOLD and base.loss.is_worse
+            deep = smaller >= usual + TENFOLD and baseline.loss.is_worse
         self._deep_looks = self._deep_looks + 1 if deep else 0
         if not deep:
             self._depths.append(smaller)
         if self._deep_looks < 2 and not certain:
             return None
         return self._found(
-            base,
+            baseline,
             value=10**product,
             threshold=self.depth_factor,
-            seen=(
+            summary=(
                 f"Activations grow {10**forward.decades:.2g}-fold through the network and their "
                 f"gradients {10**backward.decades:.2g}-fold on the way back"
             ),
-            where=_began_large(base) or forward.stretch,
-            advice=_WEIGHTS if base.is_young else _STEPS_TOO_LARGE,
+            where=_began_large(baseline) or forward.stretch,
+            advice=_WEIGHTS if baseline.is_young else _STEPS_TOO_LARGE,
         )
 
-    def _cut_short(self, base: Baseline) -> Finding | None:
+    def _cut_short(self, baseline: Baseline) -> Finding | None:
         """An explosion that was about to be reported when the numbers overflowed."""
-        just_jumped = base.gradients_led and base.norm.since_jump < _LASTING
-        if self.alert is not None or not (self._deep_looks or just_jumped):
+        just_jumped = baseline.gradients_led and baseline.norm.since_jump < _LASTING
+        if self.active_alert is not None or not (self._deep_looks or just_jumped):
             return None
         return self._found(
-            base,
+            baseline,
             value=math.inf,
             threshold=self.depth_factor,
-            seen="Gradients grew until the numbers overflowed",
+            summary="Gradients grew until the numbers overflowed",
         )
 
     def _found(
         self,
-        base: Baseline,
+        baseline: Baseline,
         *,
         value: float,
         threshold: float,
-        seen: str,
+        summary: str,
         where: Stretch | None = None,
         confined: Stretch | None = None,
         advice: str = "",
     ) -> Finding:
         """A finding that blames the layers in ``where``, else the batch or what grew first."""
         batch = 0.0
-        if where is None and not base.follows_rate_jump:
+        if where is None and not baseline.follows_rate_jump:
             where, batch = self._blame.stretch, self._blame.batch
             if self._blame.is_alike and confined is None:
-                seen += ", in all layers alike: because of the batch, or of several layers"
+                summary += ", in all layers alike: because of the batch, or of several layers"
         if batch:
-            seen += f", because of the batch: its values are {batch:.2g} times as large as before"
+            summary += (
+                f", because of the batch: its values are {batch:.2g} times as large as before"
+            )
         elif confined is not None and where in (None, confined):
             where, advice = confined, advice or _ONE_LAYER
-            seen += f", and without {confined} it would be nearly the same"
+            summary += f", and without {confined} it would be nearly the same"
         elif where is not None:
-            seen += f", most likely because of {where.shared}"
+            summary += f", most likely because of {where.shared}"
             if self._blame.by_norms and where is self._blame.stretch:
-                seen += ", whose gradient alone did not grow"
+                summary += ", whose gradient alone did not grow"
         return Finding(
-            seen=seen,
+            summary=summary,
             advice=advice or (_BATCH if batch else _STEPS_TOO_LARGE),
             value=value,
-            limit=threshold,
+            threshold=threshold,
             module_name=where.first if where is not None else None,
         )
 
 
-def _began_large(base: Baseline) -> Stretch | None:
-    name, _ = base.large_start
+def _began_large(baseline: Baseline) -> Stretch | None:
+    name, _ = baseline.large_start
     return Stretch(name, name) if name else None
 
 
@@ -375,11 +377,11 @@ class Blame:
     def __init__(self) -> None:
         self._outputs, self._gradients = {}, {}
 
-    def add(self, record: StepRecord, base: Baseline) -> None:
+    def add(self, record: StepRecord, baseline: Baseline) -> None:
         """Add a step whose gradients are finite."""
         outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
-        growth, first = _growth(base), self._first_grown(record) if record.full else None
-        entered = _entered(base)
+        growth, first = _growth(baseline), self._first_grown(record) if record.full else None
+        entered = _entered(baseline)
         if growth is None and outputs is None and entered is None:
             self.stretch, self.batch, self.is_alike = None, 0.0, False
         elif self.by_norms and record.full and outputs is None and first is not None:
@@ -389,12 +391,12 @@ class Blame:
         elif self.stretch is None and not self.batch and not self.is_alike:
             self.stretch = entered
             if growth is not None:
-                self.stretch = _all_but_one(base.layers.names, growth)
+                self.stretch = _all_but_one(baseline.layers.names, growth)
             if self.stretch is None and outputs is not None:
                 self.stretch = outputs.stretch
             if outputs is not None and outputs.levels[0] > max(outputs.levels) / 2:
                 self.stretch, self.batch = None, 10 ** outputs.levels[0]
-            several = len(base.layers.names) > _FEWEST
+            several = len(baseline.layers.names) > _FEWEST
             self.by_norms = self.stretch is not None and entered is None and not record.full
             self.is_alike = self.stretch is None and not record.full and several
 
@@ -428,25 +430,25 @@ class Blame:
         return level
 
 
-def _growth(base: Baseline) -> NDArray[np.float64] | None:
+def _growth(baseline: Baseline) -> NDArray[np.float64] | None:
     """log10 of how far each norm is above its usual one, if most have grown tenfold."""
-    growth = base.layers.growth
+    growth = baseline.layers.growth
     known = growth[np.isfinite(growth)]
     is_grown = 2 * np.count_nonzero(known > TENFOLD) > len(known) >= _FEWEST
     return growth if is_grown else None
 
 
-def _entered(base: Baseline) -> Stretch | None:
+def _entered(baseline: Baseline) -> Stretch | None:
     """Where a few gradients alone have grown a hundredfold: the layer where that came in.
 
     That is the last of them, of which those before it are given theirs.
     """
-    growth = base.layers.growth
+    growth = baseline.layers.growth
     known, grown = np.isfinite(growth), np.flatnonzero(growth > 2 * TENFOLD)
     are_apart = not (known & (growth > TENFOLD / 2) & (growth <= 2 * TENFOLD)).any()
     if not 0 < 2 * len(grown) <= np.count_nonzero(known) or not are_apart:
         return None
-    name = base.layers.names[grown[-1]]
+    name = baseline.layers.names[grown[-1]]
     return Stretch(name, name)
 
 

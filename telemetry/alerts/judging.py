@@ -28,9 +28,9 @@ class Judge:
         self._has_confirmed = False
 
     @property
-    def wants_full(self) -> bool:
+    def requests_full_step(self) -> bool:
         """Whether a rule requests a full measurement."""
-        return any(rule.wants_full for rule in self._rules)
+        return any(rule.requests_full_step for rule in self._rules)
 
     @property
     def loss_limit(self) -> float | None:
@@ -89,7 +89,7 @@ class Judge:
         for alert in found if isinstance(found, Iterable) else (found,):
             if not isinstance(alert, Alert):
                 raise TypeError(f"a rule must return alerts, () for none; it returned {found!r}")
-            self._has_confirmed |= alert.stage != "end"
+            self._has_confirmed |= alert.stage != "resolved"
             yield alert
 
     def _named(self) -> Iterator[tuple[str, Rule]]:

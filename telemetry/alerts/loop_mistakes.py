@@ -30,22 +30,26 @@ class EvalMode(Detector):
 
     kind = "eval_mode"
     severity = "note"
-    confirm = "steps"
+    confirm_after = "steps"
     steps = 20  # by eye: a step or two may be an experiment
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        if base.age == 0 and not record.eval_mode and (found := _idle_norms(record)) is not None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        if (
+            baseline.age == 0
+            and not record.eval_mode
+            and (found := _idle_norms(record)) is not None
+        ):
             return found
         types = {m.type_name for m in record.layout.modules} if record.eval_mode else set()
         if not (differ := sorted(filter(_DIFFER.search, types))):
             return None
         return Finding(
-            seen=f"{self.steps} steps in a row were taken in evaluation mode, in which "
+            summary=f"{self.steps} steps in a row were taken in evaluation mode, in which "
             f"{', '.join(differ[:3])} work differently",
             advice="Call model.train() before training and after each validation, unless this is "
             "meant to be so.",
             value=self.steps,
-            limit=self.steps,
+            threshold=self.steps,
         )
 
 
@@ -66,14 +70,14 @@ def _idle_norms(record: StepRecord) -> Finding | None:
     if not new or len(idle) <= new / 2:
         return None
     return Finding(
-        seen=f"{len(idle)} of {new} new batch norms, {called(idle[0])} the first, are in "
+        summary=f"{len(idle)} of {new} new batch norms, {called(idle[0])} the first, are in "
         "evaluation mode, with the statistics that they were made with: they normalize nothing",
         advice="Call train() on them, too; to freeze batch norms helps where they have learned.",
         value=len(idle),
-        limit=new / 2,
+        threshold=new / 2,
         module_name=idle[0],
-        certain=True,
-        told_once=True,
+        confirmed=True,
+        momentary=True,
     )
 
 
@@ -105,7 +109,7 @@ class SameBatch(Detector):
     # The healthy gcn, trained on one graph with dropout, stays above 0.09; constant_batch and
     # first_batch_forever come to 0.0002 and 0.01.
     share = 0.05
-    in_a_row = 2  # whose distance has no divisor
+    full_steps_in_a_row = 2  # whose distance has no divisor
     _given: tuple[float, ...] = ()
     _begun: int = 0
     _divisor: int = 0
@@ -116,7 +120,7 @@ class SameBatch(Detector):
     def set_up(self) -> None:
         self._losses = deque(maxlen=FEWEST)
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if (loss := finite_loss(record)) is not None:
             self._losses.append(loss)
         given, distance = record.fingerprints, record.step - self._begun
@@ -128,27 +132,27 @@ class SameBatch(Detector):
             self._given, self._begun, self._divisor = given, record.step, 0
         is_one = self._divisor == 1 and distance >= self.steps
         is_zero = is_known and not any(given)
-        is_told = self.alert is not None or self._varied or is_zero
-        is_one &= is_told or self._is_known_by_heart(base)
+        is_told = self.active_alert is not None or self._varied or is_zero
+        is_one &= is_told or self._is_known_by_heart(baseline)
         # One more step would tell a loader's period from a single batch, or is the one to tell it.
-        self.undecided = self._divisor > 1 and not self._refuted
-        if not is_known and self.alert is None:
-            self.undecided |= is_one
+        self.needs_full_step = self._divisor > 1 and not self._refuted
+        if not is_known and self.active_alert is None:
+            self.needs_full_step |= is_one
             return None
         if not is_one:
             return None
         what, advice = ("nothing but zeros", _EMPTY) if is_zero else ("the same values", _SAME_ONE)
         return Finding(
-            seen=f"The model was given {what} at each step that was measured since step "
+            summary=f"The model was given {what} at each step that was measured since step "
             f"{self._begun}",
             advice=advice,
             value=distance,
-            limit=self.steps,
+            threshold=self.steps,
         )
 
-    def _is_known_by_heart(self, base: Baseline) -> bool:
+    def _is_known_by_heart(self, baseline: Baseline) -> bool:
         """Whether the loss has come down to next to nothing; True if none is logged."""
-        return not self._losses or median_high(self._losses) <= self.share * base.loss.first
+        return not self._losses or median_high(self._losses) <= self.share * baseline.loss.first
 
 
 _SAME_ONE = (
@@ -171,13 +175,13 @@ class LearningRateZero(Detector):
 
     kind = "learning_rate_zero"
     severity = "note"
-    confirm = "steps"
+    confirm_after = "steps"
     # A million such steps do what one did. Usual schedules end at 0.1 to 0.001 of their peak.
     fraction = 1e-6
     steps = 20  # by eye: a schedule that ends at 0 has one or two such steps
     _highest: float = 0.0
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         rate = max(record.learning_rates, default=math.nan)
         if not math.isfinite(sum(record.learning_rates, rate)):
             return None  # an optimizer without one, which works it out itself
@@ -187,10 +191,10 @@ class LearningRateZero(Detector):
             return None
         before = f", after up to {self._highest:.3g}" if self._highest else ""
         return Finding(
-            seen=f"The learning rate is {rate:.3g} since step {record.step - int(self.steps) + 1}"
-            f"{before}: steps go on and change nothing",
+            summary=f"The learning rate is {rate:.3g} since step "
+            f"{record.step - int(self.steps) + 1}{before}: steps go on and change nothing",
             advice="Check how many steps the schedule was made for, and that it is advanced once "
             "for each of them.",
             value=rate,
-            limit=limit,
+            threshold=limit,
         )

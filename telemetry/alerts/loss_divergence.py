@@ -49,7 +49,7 @@ class LossDivergence(Detector):
     """
 
     kind = "loss_divergence"
-    over_after = 10  # losses
+    clear_after = 10  # losses
     explained_by = EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
     update_ratio = LARGE_STEP
     losses = 3  # at 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
@@ -61,61 +61,64 @@ class LossDivergence(Detector):
     def set_up(self) -> None:
         self._sums = SummedGradients()
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self._sums.add(record)
-        ratio = base.step_ratio if record.update_ratios else base.ratio_now
+        ratio = baseline.step_ratio if record.update_ratios else baseline.ratio_now
         if ratio >= self.update_ratio:
             self._large_at, self._ratio = record.step, ratio
-        loss = base.loss
+        loss = baseline.loss
         rises = loss.high or loss.losses_lost == RECENT
-        several = base.since_rate_jump <= _JUST or self._sums.undecided
-        lasts = base.may_step_far or len(loss.high) != 1
+        several = baseline.since_rate_jump <= _JUST or self._sums.needs_full_step
+        lasts = baseline.may_step_far or len(loss.high) != 1
         suspicious = several or (rises and lasts and not record.full)
-        self.undecided, self.in_a_row = bool(suspicious) and self.alert is None, 3 if several else 1
+        self.needs_full_step, self.full_steps_in_a_row = (
+            bool(suspicious) and self.active_alert is None,
+            3 if several else 1,
+        )
         if self._sums.is_sure:
             return self._summed(record)
-        if self.alert is not None or finite_loss(record) is None:
+        if self.active_alert is not None or finite_loss(record) is None:
             return None
-        is_new = base.is_young and loss.excess > _FAR
-        enough = self.losses - (is_new or base.follows_rate_jump)
-        lost = loss.losses_lost >= RECENT and base.age > LENGTH  # of fewer, the best is luck
+        is_new = baseline.is_young and loss.excess > _FAR
+        enough = self.losses - (is_new or baseline.follows_rate_jump)
+        lost = loss.losses_lost >= RECENT and baseline.age > LENGTH  # of fewer, the best is luck
         is_high = len(loss.high) >= enough or lost
-        if not is_high or record.step - self._large_at > AFTER_JUMP or base.gradients_led:
+        if not is_high or record.step - self._large_at > AFTER_JUMP or baseline.gradients_led:
             return None
         usual = loss.past.usual
         self._rise = Rise(first=loss.first, usual=usual, peak=usual)
-        return self._found(record, base)
+        return self._found(record, baseline)
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         if (loss := finite_loss(record)) is None:
             return True
         return self._rise is not None and not self._rise.is_undone(loss)
 
-    def _found(self, record: StepRecord, base: Baseline) -> Finding:
-        rate, lowest = base.rate, base.lowest_rate
+    def _found(self, record: StepRecord, baseline: Baseline) -> Finding:
+        rate, lowest = baseline.rate, baseline.lowest_rate
         at = f" at a learning rate of {rate:.3g}" if rate > 0 else ""
         if 0 < lowest * JUMP <= rate:
             at = f" since the learning rate rose from {lowest:.3g} to {rate:.3g}"
         ratio = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{self._ratio:.2g} times"
-        name, because = base.large_start
+        name, because = baseline.large_start
         return Finding(
-            seen=f"The loss has risen to {record.loss:.4g}, far above earlier ones, and one "
+            summary=f"The loss has risen to {record.loss:.4g}, far above earlier ones, and one "
             f"optimizer step moves the weights by {ratio} their norm{at}{because}",
             advice=_INITIALIZE if name else _LOWER,
             value=self._ratio,
-            limit=self.update_ratio,
+            threshold=self.update_ratio,
             module_name=name or None,
         )
 
     def _summed(self, record: StepRecord) -> Finding:
         norm = record.total_grad_norm
         return Finding(
-            seen="The gradients of each step are added to those of the steps before, which nobody "
-            f"zeroes: their norm is {norm:.3g} by now, and steps become ever larger",
+            summary="The gradients of each step are added to those of the steps before, which "
+            f"nobody zeroes: their norm is {norm:.3g} by now, and steps become ever larger",
             advice="Call optimizer.zero_grad() in every step, before backward(). To accumulate "
             "gradients, step once for all of them, and zero them then.",
             value=norm,
-            limit=0.0,
+            threshold=0.0,
         )
 
 
@@ -144,7 +147,7 @@ class SummedGradients:
     """
 
     is_sure: bool = False  # two pairs of steps in a row have shown it, and none the contrary since
-    undecided: bool = False  # two full measurements in a row would tell
+    needs_full_step: bool = False  # two full measurements in a row would tell
     _step: int = -2
     _biases: dict[str, float]
     _pairs: int = 0
@@ -180,20 +183,20 @@ class SummedGradients:
         now = np.array([biases[name] for name in given])
         own = np.array(list(given.values()))
         if _is_one_factor(now, own):
-            self._pairs, self.is_sure, self.undecided = 0, False, False
+            self._pairs, self.is_sure, self.needs_full_step = 0, False, False
         elif before.keys() >= given.keys():
             old = np.array([before[name] for name in given])
             self._pairs = self._pairs + 1 if _is_one_factor(now, own + old) else 0
             self.is_sure |= self._pairs >= _PAIRS
-            self.undecided &= not self.is_sure and self._pairs > 0
+            self.needs_full_step &= not self.is_sure and self._pairs > 0
         elif is_first:  # there is nothing to add, so neither holds for this model
             self._asked = _ASKED
         else:
             self._ask(not self.is_sure)
 
     def _ask(self, might: bool) -> None:
-        if might and not self.undecided and self._asked < _ASKED:
-            self.undecided = True
+        if might and not self.needs_full_step and self._asked < _ASKED:
+            self.needs_full_step = True
             self._asked += 1
 
 

@@ -36,25 +36,25 @@ class WrongLossInput(Detector):
 
     kind = "wrong_loss_input"
     on = "full"
-    confirm = 3
+    confirm_after = 3
     steps = 20  # by eye; until then, a squared error of even probabilities may look alike
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         last = _last(record)
-        found = None if last is None or base.age < self.steps else _mistake(last)
+        found = None if last is None or baseline.age < self.steps else _mistake(last)
         if last is None or found is None:
             return None
         taken, advice, severity = found
         return Finding(
-            seen=f"The loss takes {taken}",
+            summary=f"The loss takes {taken}",
             advice=advice,
             severity=severity,
             value=last.grads.sum,
-            limit=0.0,
+            threshold=0.0,
             module_name=last.name,
         )
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return True  # as long as model and loss are what they are
 
 
@@ -103,11 +103,11 @@ class TargetsBroadcast(Detector):
     kind = "targets_broadcast"
     severity = "note"
     on = "full"
-    confirm = 3
+    confirm_after = 3
     steps = 50  # by eye: returns may all be the same for some steps
     _since: int = -1
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         found = self._compare(record)
         if found is None:
             self._since = -1
@@ -131,16 +131,16 @@ class TargetsBroadcast(Detector):
         if of_targets < 0.01 * error:
             return None
         return Finding(
-            seen=f"The loss compares each output of {called(name)} with the targets of the whole "
-            f"batch: their gradients are {scale:.3g} times the outputs less one number",
+            summary=f"The loss compares each output of {called(name)} with the targets of the "
+            f"whole batch: their gradients are {scale:.3g} times the outputs less one number",
             advice="Give the loss outputs and targets of one shape, by outputs.squeeze(1) for "
             f"example: [{rows}, 1] and [{rows}] broadcast to [{rows}, {rows}].",
             value=scale,
-            limit=scale,
+            threshold=scale,
             module_name=name,
         )
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return True  # as long as model and loss are what they are
 
 

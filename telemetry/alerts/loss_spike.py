@@ -53,7 +53,7 @@ class LossSpike(Detector):
 
     kind = "loss_spike"
     on = "loss"
-    over_after = RECENT
+    clear_after = RECENT
     explained_by = EXPLOSIONS | {"loss_divergence", "dead_units", "saturated_units", "nonfinite"}
     distance = 2.0  # GANs and PPO stay below 0.3
     # A batch with one example of a rare class, weighted 100 times (rare_class_1to200), is 5 above;
@@ -65,91 +65,101 @@ class LossSpike(Detector):
     _noted_at: int = -NEVER
     _rise: Rise | None = None
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        high, before = tuple(base.loss.high), self._before
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        high, before = tuple(baseline.loss.high), self._before
         self._before = high
-        if base.loss.is_floor(max(loss for _, loss in (*before, *high, base.loss.latest[-1]))):
+        if baseline.loss.is_floor(
+            max(loss for _, loss in (*before, *high, baseline.loss.latest[-1]))
+        ):
             return None
-        jumped_at = record.step - base.since_rate_jump
-        is_new = base.since_rate_jump <= FEWEST and jumped_at != self._jumped_at
-        if is_new and (len(high) >= 2 or base.loss.is_worse):
+        jumped_at = record.step - baseline.since_rate_jump
+        is_new = baseline.since_rate_jump <= FEWEST and jumped_at != self._jumped_at
+        if is_new and (len(high) >= 2 or baseline.loss.is_worse):
             self._jumped_at = jumped_at
-            jump = base.loss.jump(jumped_at + 1)
-            times = base.rate_after_jump / base.rate_before_jump
+            jump = baseline.loss.jump(jumped_at + 1)
+            times = baseline.rate_after_jump / baseline.rate_before_jump
             reason = f"after the learning rate had jumped {times:.3g}-fold to "
-            if self.alert is None:
-                self._rise = _rise(jump, base)
+            if self.active_alert is None:
+                self._rise = _rise(jump, baseline)
             return _found(
                 jump,
-                base,
-                reason=f"{reason}{base.jump}",
-                module_name=base.jumped[0] if base.jumped else None,
+                baseline,
+                reason=f"{reason}{baseline.jump}",
+                module_name=baseline.jumped[0] if baseline.jumped else None,
                 advice="Limit what the schedule can return, lower the learning rate or warm it up, "
                 "and go on from a checkpoint before the spike.",
-                is_worse=self.alert is not None,
+                escalates=self.active_alert is not None,
             )
         if not high:
-            return self._of_batch(before, base) if before else self._for_good(record, base)
-        past = base.loss.past
+            return self._of_batch(before, baseline) if before else self._for_good(record, baseline)
+        past = baseline.loss.past
         least = min(past.ranges_above(loss) for _, loss in high) * len(past) / LENGTH
-        if self.alert is not None or len(high) != _IN_A_ROW or least < self.distance:
-            return self._for_good(record, base)
+        if self.active_alert is not None or len(high) != _IN_A_ROW or least < self.distance:
+            return self._for_good(record, baseline)
         since = high[0].step
-        jump = base.loss.jump(since)
+        jump = baseline.loss.jump(since)
         # Gradients that fall are those of a low loss.
-        movers = base.layers.movers(since)
+        movers = baseline.layers.movers(since)
         early = [mover for mover in movers if mover.step < since and mover.factor > 1]
-        if len(early) >= FEW * len(base.layers.names):
-            self._rise = _rise(jump, base)
+        if len(early) >= FEW * len(baseline.layers.names):
+            self._rise = _rise(jump, baseline)
             ago = steps_in_words(since - early[0].step)
             return _found(
                 jump,
-                base,
+                baseline,
                 reason=f"and gradients had left their past {ago} before",
                 advice="People usually clip gradients, lower the learning rate or Adam's beta2, "
                 "and go on from a checkpoint before the spike without the batches around it.",
             )
-        return self._of_others(jump, record, base)
+        return self._of_others(jump, record, baseline)
 
-    def _for_good(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def _for_good(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         """The loss has lost half of what was learned, for as many steps as make a past."""
         # The best of fewer losses is luck.
-        is_lost = base.loss.losses_lost == LATEST and base.age > LENGTH
-        if self.alert is not None or not is_lost:
+        is_lost = baseline.loss.losses_lost == LATEST and baseline.age > LENGTH
+        if self.active_alert is not None or not is_lost:
             return None
-        jump = base.loss.jump(record.step - LATEST - RECENT // 2)
-        if not base.loss.median_of(LATEST) > jump.limit:  # it wanders, as a GAN's
+        jump = baseline.loss.jump(record.step - LATEST - RECENT // 2)
+        if not baseline.loss.median_of(LATEST) > jump.limit:  # it wanders, as a GAN's
             return None
-        return self._of_others(jump, record, base)
+        return self._of_others(jump, record, baseline)
 
-    def _of_others(self, jump: Jump, record: StepRecord, base: Baseline) -> Finding | None:
+    def _of_others(self, jump: Jump, record: StepRecord, baseline: Baseline) -> Finding | None:
         """A rise that nothing explains but what the model is given."""
         is_known, self._noted_at = record.step - self._noted_at <= LENGTH, record.step
-        if base.since_rate_jump <= FEWEST or is_known:
+        if baseline.since_rate_jump <= FEWEST or is_known:
             return None
         return _found(
             jump,
-            base,
+            baseline,
             reason="though neither the learning rate nor gradients had grown before: "
             "the batches, their targets, the loss or the weights are others",
             advice="A new task, harder data or another weight of a term do that. If that is not "
             "meant, look at inputs and labels from this step on, their order and their unit, and "
             "whether anything but the optimizer has written to the weights.",
             severity="note",
-            told_once=True,
+            momentary=True,
         )
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         loss = record.loss
         if self._rise is None or loss is None:
             return False
         is_undone = self._rise.is_undone(loss)
-        return loss > self._rise.usual if base.rate >= base.rate_after_jump > 0 else not is_undone
+        return (
+            loss > self._rise.usual
+            if baseline.rate >= baseline.rate_after_jump > 0
+            else not is_undone
+        )
 
-    def _of_batch(self, high: Sequence[Logged], base: Baseline) -> Finding | None:
+    def _of_batch(self, high: Sequence[Logged], baseline: Baseline) -> Finding | None:
         """The loss is usual again: high ones before it were those of single batches."""
-        past, highest = base.loss.past, max(loss for _, loss in high)
-        if self.alert is not None or len(high) > RECENT or not past.ranges_above(highest) > 0:
+        past, highest = baseline.loss.past, max(loss for _, loss in high)
+        if (
+            self.active_alert is not None
+            or len(high) > RECENT
+            or not past.ranges_above(highest) > 0
+        ):
             return None
         _, deviation = past.of_latest(LENGTH)
         deviations = past.range / deviation if deviation else 0.0
@@ -160,12 +170,12 @@ class LossSpike(Detector):
         if past.ranges_above(highest) < least or highest - known < least * (known - lowest):
             return None
         return _found(
-            base.loss.jump(high[0].step),
-            base,
+            baseline.loss.jump(high[0].step),
+            baseline,
             reason=f"and was back {steps_in_words(len(high))} later: it was the batch",
             advice="Look at that batch: inputs and targets in another unit, a wrong label or mask. "
             "People usually clip gradients so that one batch cannot do harm.",
-            is_over=True,
+            resolved=True,
         )
 
 
@@ -198,8 +208,8 @@ class LossBurst(Detector):
     _normal: int = 0
     _bursts: int = 0
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        high, loss, past = tuple(base.loss.high), record.loss or 0.0, base.loss.past
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        high, loss, past = tuple(baseline.loss.high), record.loss or 0.0, baseline.loss.past
         if high:
             self._latest, self._normal = high, 0
             return None
@@ -218,42 +228,42 @@ class LossBurst(Detector):
         highest, self._high = max(loss for _, loss in self._high), ()
         longest, self._longest = self._longest, 0
         usual = sorted(past.values)[3 * len(past) // 4]
-        is_over = base.loss.median_of(FEWEST) <= usual and not base.loss.is_floor(highest)
+        is_over = baseline.loss.median_of(FEWEST) <= usual and not baseline.loss.is_floor(highest)
         if longest < self.losses or not is_over:
             return None
         self._bursts += 1
-        if self._bursts > _TOLD or base.since_rate_jump < record.step - first + FEWEST:
+        if self._bursts > _TOLD or baseline.since_rate_jump < record.step - first + FEWEST:
             return None
         return Finding(
-            seen=f"The loss was up to {highest:.4g} from step {first} to {last}, at most "
+            summary=f"The loss was up to {highest:.4g} from step {first} to {last}, at most "
             f"{past.highest:.4g} in a hundred steps before, and is as before since: other batches, "
             "other targets or another loss",
             advice="Look at what these batches were made of: a broken file, labels in another "
             "order, an augmentation, another task.",
             value=highest,
-            limit=past.highest,
-            begun_at=first,
-            told_once=True,
+            threshold=past.highest,
+            started_at=first,
+            momentary=True,
         )
 
 
 _TOLD = 2  # bursts; more are how the data are
 
 
-def _rise(jump: Jump, base: Baseline) -> Rise:
-    return Rise(first=base.loss.first, usual=base.loss.past.usual, peak=jump.peak.loss)
+def _rise(jump: Jump, baseline: Baseline) -> Rise:
+    return Rise(first=baseline.loss.first, usual=baseline.loss.past.usual, peak=jump.peak.loss)
 
 
-def _found(jump: Jump, base: Baseline, *, reason: str, advice: str, **more: Any) -> Finding:
+def _found(jump: Jump, baseline: Baseline, *, reason: str, advice: str, **more: Any) -> Finding:
     (step, loss), peak = jump.first, jump.peak
     rise = f", and to {peak.loss:.4g} at step {peak.step}" if peak.loss > loss else ""
     return Finding(
-        seen=f"The loss, {jump.before:.4g} before, jumped to {loss:.4g} at step {step}{rise}, "
-        f"{reason}{_in_words(base.layers.movers(step), len(base.layers.names))}",
+        summary=f"The loss, {jump.before:.4g} before, jumped to {loss:.4g} at step {step}{rise}, "
+        f"{reason}{_in_words(baseline.layers.movers(step), len(baseline.layers.names))}",
         advice=advice,
         value=peak.loss,
-        limit=base.loss.past.highest,
-        begun_at=step,
+        threshold=baseline.loss.past.highest,
+        started_at=step,
         **more,
     )
 

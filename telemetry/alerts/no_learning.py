@@ -50,7 +50,7 @@ class NoLearning(Detector):
     steps = 30  # by eye; tried 15 and 60, by which the alert comes earlier or later
     zero_steps = 50  # triplet_siamese, which knows all it is shown, has 4
     losses = 100  # by eye: more micro-batches per step are unusual
-    in_a_row = 3
+    full_steps_in_a_row = 3
     _norms: deque[float]
     _before: float = 0.0
     _largest_ratio: float = 0.0
@@ -68,17 +68,17 @@ class NoLearning(Detector):
         if self._losses != self.losses:
             return None
         return Finding(
-            seen=f"{self._losses} losses were logged, and no step of this model has ended: no "
+            summary=f"{self._losses} losses were logged, and no step of this model has ended: no "
             "torch.optim.Optimizer of its parameters has stepped, and logger.step() was not called",
             advice="Call logger.step() after each step of an optimizer that is not PyTorch's. Else "
             "check that the optimizer was given the parameters of this very model, not of one that "
             "was replaced or copied since.",
             value=0.0,
-            limit=self.update_ratio,
-            told_once=True,
+            threshold=self.update_ratio,
+            momentary=True,
         )
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self._norms.append(record.total_grad_norm)
         self._before = record.total_grad_norm_before_clipping or self._before
         if record.update_ratios:
@@ -88,12 +88,12 @@ class NoLearning(Detector):
         self._zeros = self._zeros + 1 if is_zero else 0
         if self._zeros >= self.zero_steps:
             return self._all_zero(record)
-        ratio, steps, now = self._largest_ratio, base.age + 1, median_high(self._norms)
+        ratio, steps, now = self._largest_ratio, baseline.age + 1, median_high(self._norms)
         few = self._looks < _LOOKS and ratio <= self.update_ratio
-        self.undecided = few and steps >= self.steps - _LOOKS
+        self.needs_full_step = few and steps >= self.steps - _LOOKS
         if few or steps < self.steps or ratio > self.update_ratio or record.loss == 0:
             return None
-        if not now >= _FADED * base.norm.usual or base.rate > base.lowest_rate:
+        if not now >= _FADED * baseline.norm.usual or baseline.rate > baseline.lowest_rate:
             return None
         seen, advice = "No parameter gets a gradient", _GRADIENT
         if now > 0:
@@ -104,19 +104,19 @@ class NoLearning(Detector):
         if now < _CLIPPED * self._before:
             left, advice = (f"clipping leaves {now:.2g}", _CLIP) if now > 0 else _GONE
             seen += f": of a gradient norm of {self._before:.2g} after backward(), {left}"
-        return Finding(seen=seen, advice=advice, value=ratio, limit=self.update_ratio)
+        return Finding(summary=seen, advice=advice, value=ratio, threshold=self.update_ratio)
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return self._largest_ratio <= self.update_ratio
 
     def _all_zero(self, record: StepRecord) -> Finding:
         loss = "" if record.loss is None else f"The loss is {record.loss:.4g}. "
         return Finding(
-            seen=f"{loss}All gradients have been exactly 0 for {self._zeros} steps",
+            summary=f"{loss}All gradients have been exactly 0 for {self._zeros} steps",
             advice="Check masks and weights of the loss, and that it depends on the parameters. If "
             "nothing is left to learn, training can end.",
             value=self._zeros,
-            limit=self.zero_steps,
+            threshold=self.zero_steps,
         )
 
 
@@ -167,7 +167,7 @@ class LossStuck(Detector):
 
     kind = "loss_stuck"
     severity = "note"
-    over_after = 2
+    clear_after = 2
     explained_by = frozenset(
         ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
     ).union(["wrong_loss_input", "targets_broadcast", "rounded_updates"])
@@ -183,7 +183,7 @@ class LossStuck(Detector):
     def set_up(self) -> None:
         self._losses, self._sizes = deque(maxlen=int(2 * self.steps)), {}
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.update_ratios:
             counts = record.activations.rows.unit_count  # 0 where units are not told apart
             self._classes = int(counts[-1]) if len(counts) else 0
@@ -194,25 +194,27 @@ class LossStuck(Detector):
             self._given = record.fingerprints
         if (loss := finite_loss(record)) is not None:
             self._losses.append(loss)
-        return None if self.lasts(record, base) else self._judge(base)
+        return None if self.still_present(record, baseline) else self._judge(baseline)
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         """Whether this is none of the steps at which it looks: that takes some time."""
         known = finite_loss(record) is not None
         return not known or len(self._losses) < 2 * self.steps or record.step % self.steps > 0
 
-    def _judge(self, base: Baseline) -> Finding | None:
-        losses, first = np.array(self._losses), base.loss.first
+    def _judge(self, baseline: Baseline) -> Finding | None:
+        losses, first = np.array(self._losses), baseline.loss.first
         latest = losses[-int(self.steps) :]
         now = float(latest.mean())
         is_constant = bool(latest.std() <= _ROUNDING * abs(now))
         if self._varies and is_constant and now > _NOTHING * abs(first):
             return self._found(now, now, "the same at each, though the batches differ")
-        if not (is_constant or _is_noise(latest)) or base.step_ratio <= _MOVES:
+        if not (is_constant or _is_noise(latest)) or baseline.step_ratio <= _MOVES:
             return None
         least = min(map(np.median, np.array_split(losses, FEWEST)))
         guess = math.log(self._classes) if self._classes > 2 else math.nan
-        moves = f"though an optimizer step moves the weights by {base.step_ratio:.1g} of their norm"
+        moves = (
+            f"though an optimizer step moves the weights by {baseline.step_ratio:.1g} of their norm"
+        )
         if self._is_written_back:
             moves += ". Something else writes them back: they are the same at each measurement"
         if abs(now - guess) < self.reduction * guess:
@@ -224,13 +226,13 @@ class LossStuck(Detector):
 
     def _found(self, now: float, reference: float, what: str) -> Finding:
         return Finding(
-            seen=f"The loss of the last {self.steps} steps is {now:.4g}, {what}",
+            summary=f"The loss of the last {self.steps} steps is {now:.4g}, {what}",
             advice="Check that each target belongs to its input, that the output depends on the "
             "input, weight decay and learning rate, and that nothing writes the weights back, as a "
             "copy or an average in the wrong direction. A small part of the data should be learned "
             "by heart within some hundred steps.",
             value=now,
-            limit=(1 - self.reduction) * reference,
+            threshold=(1 - self.reduction) * reference,
         )
 
 

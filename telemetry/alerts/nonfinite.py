@@ -38,8 +38,8 @@ class Nonfinite(Detector):
     kind = "nonfinite"
     severity = "error"
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"ranks_diverge"}
-    lasting = True
-    by_large_steps = True
+    persistent = True
+    explained_by_rate_jump = True
     losses = 10  # a scaler halves its factor at each skipped step, and first needs several
     _bad_losses: int = 0
     _loss_step: int = -1
@@ -52,8 +52,8 @@ class Nonfinite(Detector):
     def set_up(self) -> None:
         self._usual = set()
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        self.undecided = False
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        self.needs_full_step = False
         self._skipped = record.skipped
         self._has_scaler |= record.loss_scale is not None
         if record.skipped:
@@ -65,10 +65,10 @@ class Nonfinite(Detector):
             self._usual.update(bad_among(record.inputs))
             return None
         self._calm_steps = 0
-        levels = base.layers.levels.max(axis=1, initial=-np.inf)
+        levels = baseline.layers.levels.max(axis=1, initial=-np.inf)
         levels = levels[levels > -np.inf]
         known = [("the gradient norm", 10 ** (levels[-1] - levels[0]))] if len(levels) else []
-        what, growth = max([("the loss", base.loss.excess), *known], key=lambda pair: pair[1])
+        what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
         where, advice = found.where, found.advice
         if growth >= _OVERFLOWS:
             where += f", after {what} had grown {growth:.1g}-fold: the numbers overflowed"
@@ -76,16 +76,16 @@ class Nonfinite(Detector):
         return Finding(
             module_name=found.module_name,
             value=(~record.grad_finite).sum(),
-            limit=0.0,
-            seen=f"NaN or infinity, first seen in {where}",
+            threshold=0.0,
+            summary=f"NaN or infinity, first seen in {where}",
             advice=advice,
         )
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         self._calm_steps += not record.skipped
         seems_over = self._calm_steps >= _CALM_STEPS
         is_over = seems_over and record.full and not record.skipped
-        self.undecided = seems_over and not is_over
+        self.needs_full_step = seems_over and not is_over
         return not is_over
 
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
@@ -101,9 +101,9 @@ class Nonfinite(Detector):
         why = ": the gradient scaler skips every step" if self._has_scaler else " after them"
         return Finding(
             value=self._bad_losses,
-            limit=self.losses,
-            seen=f"{self._bad_losses} losses in a row are NaN or infinite and the optimizer does "
-            f"not step{why}, waiting will not help",
+            threshold=self.losses,
+            summary=f"{self._bad_losses} losses in a row are NaN or infinite and the optimizer "
+            f"does not step{why}, waiting will not help",
             advice="People usually look for a NaN in the weights, go back to a checkpoint, and use "
             "bfloat16 or a lower learning rate.",
         )

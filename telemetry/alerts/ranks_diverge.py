@@ -28,7 +28,7 @@ class RanksDiverge(Detector):
 
     kind = "ranks_diverge"
     severity = "error"
-    over_after = 20
+    clear_after = 20
     _moved: bool = False  # parameters, by a step
     _settled: bool = False  # they were looked at after that
     _apart: set[str]  # of which ranks may have different ones
@@ -37,22 +37,22 @@ class RanksDiverge(Detector):
     def set_up(self) -> None:
         self._apart, self._told = set(), set()
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.ranks is None:
             return None
         diverged = None
         if len(record.ranks.measured) > 1:
             diverged = self._begins(record, record.ranks)
         # Averages may never fall on the schedule's steps.
-        since = record.step if self.alert is None else record.step - self.alert.step
-        self.undecided = bool(self._told) and since < _ASKED
+        since = record.step if self.active_alert is None else record.step - self.active_alert.step
+        self.needs_full_step = bool(self._told) and since < _ASKED
         rates = record.learning_rates
         self._moved = self._moved or not rates or any(rate != 0 for rate in rates)
         if diverged is not None or record.skipped:
             return diverged
         return _alone(record.ranks)
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return record.ranks is None or bool(self._told)
 
     def _begins(self, record: StepRecord, facts: RankFacts) -> Finding | None:
@@ -75,19 +75,19 @@ class RanksSameBatch(Detector):
 
     kind = "ranks_same_batch"
     on = "full"
-    confirm = 3
-    over_after = 3
+    confirm_after = 3
+    clear_after = 3
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         facts = record.ranks
         if facts is None or len(facts.same_batch) < 2:
             return None
         return Finding(
-            seen=f"{ranks_in_words(facts.same_batch)} of {facts.size} are given the same batch",
+            summary=f"{ranks_in_words(facts.same_batch)} of {facts.size} are given the same batch",
             advice="Give the DataLoader a torch.utils.data.DistributedSampler; where data are made "
             "at random, seed each rank by its number.",
             value=len(facts.same_batch),
-            limit=1.0,
+            threshold=1.0,
         )
 
 
@@ -97,15 +97,15 @@ def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergenc
     differ, those = ("are", "those") if count > 1 else ("is", "that")
     owner = {p.name: p.module_name for p in record.layout.parameters}
     return Finding(
-        seen=f"{printable(first.parameter)}{more} on {facts.called(first.rank)} {differ} no longer "
-        f"equal to {those} on {facts.called(first.other)}",
+        summary=f"{printable(first.parameter)}{more} on {facts.called(first.rank)} {differ} no "
+        f"longer equal to {those} on {facts.called(first.other)}",
         advice="If weights are averaged from time to time, this is over when they are equal again. "
         "Otherwise people usually look for passes under no_sync() or around DDP (model.module), "
         "for code that runs on some ranks only and changes parameters or random numbers, for "
         "parameters that DDP does not know of, and for faulty memory; then they go back to a "
         "checkpoint.",
         value=count,
-        limit=0.0,
+        threshold=0.0,
         module_name=owner.get(first.parameter),
     )
 
@@ -116,9 +116,9 @@ def _alone(facts: RankFacts) -> Finding | None:
         return None
     rank, where = facts.first_nonfinite
     return Finding(
-        seen=f"NaN or infinity on {facts.called(rank)} alone, first seen in {printable(where)}",
+        summary=f"NaN or infinity on {facts.called(rank)} alone, first seen in {printable(where)}",
         advice="People usually look at the samples that this rank was given, and exclude the "
         "host if it happens there again.",
         value=1.0,
-        limit=0.0,
+        threshold=0.0,
     )

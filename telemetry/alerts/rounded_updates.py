@@ -29,7 +29,7 @@ class RoundedUpdates(Detector):
     kind = "rounded_updates"
     severity = "note"
     on = "full"
-    confirm = 3
+    confirm_after = 3
     explained_by = frozenset({"learning_rate_zero", "vanishing_gradient"})
     share = 0.01
     steps = 50  # by eye
@@ -38,26 +38,26 @@ class RoundedUpdates(Detector):
     def set_up(self) -> None:
         self._largest = {}
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         learning = dict(_in_half_precision(record))
         for name, (dtype, ratio) in learning.items():
             changed = (2 * ratio / _EPS[dtype]) ** 2
             self._largest[name] = max(changed, self._largest.get(name, 0.0))
         still = [name for name in learning if self._largest[name] <= self.share]
-        if not still or 2 * len(still) < len(learning) or base.age < self.steps:
+        if not still or 2 * len(still) < len(learning) or baseline.age < self.steps:
             return None
-        if base.rate > base.lowest_rate:
+        if baseline.rate > baseline.lowest_rate:
             return None
         dtype, ratio = max((learning[name] for name in still), key=itemgetter(1))
         return Finding(
-            seen=f"{len(still)} of {len(learning)} weight matrices in {dtype} hardly change: a "
+            summary=f"{len(still)} of {len(learning)} weight matrices in {dtype} hardly change: a "
             f"step moves them by {ratio:.1g} of their norm at most, and numbers in {dtype} are "
             f"{50 * _EPS[dtype]:.1g} % or more apart, so most are rounded back to what they were",
             advice="People usually keep the weights in float32 and use torch.autocast; or an "
             "optimizer that rounds stochastically or adds up what is lost; or a higher learning "
             "rate.",
             value=max(self._largest[name] for name in still),
-            limit=self.share,
+            threshold=self.share,
         )
 
 

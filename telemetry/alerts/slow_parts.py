@@ -28,12 +28,12 @@ class LayersNotLearning(Detector):
 
     kind = "layers_not_learning"
     on = "full"
-    over_after = 3
+    clear_after = 3
     explained_by = _LIMP | EXPLOSIONS | {"no_learning", "output_collapse", "untrained_parameters"}
     # Embeddings of rare words have 0.02, fine-tuning with a decay of 0.65 over 12 layers 0.006.
     share = 1e-3
     steps = 100
-    in_a_row = 2
+    full_steps_in_a_row = 2
     _names: tuple[str, ...] = ()
     _since: Figures
     _looks: Figures
@@ -42,7 +42,7 @@ class LayersNotLearning(Detector):
     def set_up(self) -> None:
         self._since, self._looks = np.zeros((2, 0))
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
         names = tuple([p.name for p in layout.parameters if len(p.shape) > 1])
         if names != self._names:
@@ -60,24 +60,26 @@ class LayersNotLearning(Detector):
         self._since = np.where(slow & (self._looks == 0), record.step, self._since)
         self._looks = np.where(learns, 0, self._looks + slow)
         found = slow & (self._looks >= 3) & (record.step - self._since >= self.steps)
-        self.undecided = bool((slow & (record.step - self._since >= self.steps) & ~found).any())
+        self.needs_full_step = bool(
+            (slow & (record.step - self._since >= self.steps) & ~found).any()
+        )
         if not found.any():
             return None
         owner = {p.name: p.module_name for p in layout.parameters}
         layers = [owner[name] for name, is_slow in zip(names, found, strict=True) if is_slow]
         ratio = float(ratios[found].max())
         return Finding(
-            seen=f"{called_all(layers, RECENT)} get gradients and hardly move: a step changes them "
-            f"by at most {ratio:.2g} of their norm, other layers by {usual:.2g}",
+            summary=f"{called_all(layers, RECENT)} get gradients and hardly move: a step changes "
+            f"them by at most {ratio:.2g} of their norm, other layers by {usual:.2g}",
             advice="Check the learning rate of their parameter group and how rates fall from layer "
             "to layer; weights in bfloat16 lose steps below 0.4 % of a value. What should stay as "
             "it is is better frozen by requires_grad_(False).",
             value=ratio,
-            limit=limit,
+            threshold=limit,
             module_name=layers[0],
         )
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return not record.update_ratios or self._is_left
 
 
@@ -96,8 +98,8 @@ class OutputCollapse(Detector):
 
     kind = "output_collapse"
     on = "full"
-    confirm = 2
-    over_after = 3
+    confirm_after = 2
+    clear_after = 3
     explained_by = _LIMP | EXPLOSIONS | RISEN_LOSSES | {"exponential_trend", "untrained_parameters"}
     share = 0.02  # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     _highest: dict[Output, float]
@@ -105,7 +107,7 @@ class OutputCollapse(Detector):
     def set_up(self) -> None:
         self._highest = {}
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         sizes, units, counts = (
             figures_of(record.outputs, of)
             for of in (rms_of, lambda r: r.unit_count, attrgetter("count"))
@@ -122,17 +124,18 @@ class OutputCollapse(Detector):
             highest = self._highest[output] = max(share, self._highest.get(output, 0.0))
             if share <= self.share and highest >= _VARIES:
                 collapsed.append((output, share))
-        if (found := _alike(record)) is not None or not collapsed or base.age < LATEST:
+        if (found := _alike(record)) is not None or not collapsed or baseline.age < LATEST:
             return found
         output, share = collapsed[0]
         others = f", and {len(collapsed) - 1} more behind it" if len(collapsed) > 1 else ""
         return Finding(
-            seen=f"The output of {called(output.module_name)} is nearly the same for every input: "
-            f"it varies by {share:.2g} of its size, once {self._highest[output]:.2g}{others}",
+            summary=f"The output of {called(output.module_name)} is nearly the same for every "
+            f"input: it varies by {share:.2g} of its size, once "
+            f"{self._highest[output]:.2g}{others}",
             advice="Check what keeps different inputs apart: negative pairs, a stopped gradient, "
             "normalization over the batch; and weight decay and penalties.",
             value=share,
-            limit=self.share,
+            threshold=self.share,
             module_name=output.module_name,
         )
 
@@ -149,12 +152,12 @@ def _alike(record: StepRecord) -> Finding | None:
         extent = high[1] - low[0]
         if extent > 0 and (high - low).max() <= _ROUNDING * extent:
             return Finding(
-                seen=f"All {len(units)} units of {called(name)} return the same as each other: "
+                summary=f"All {len(units)} units of {called(name)} return the same as each other: "
                 "they have equal weights, get equal gradients, and never part",
                 advice="Initialize weights at random, as PyTorch does by default, not with a "
                 "constant.",
                 value=0.0,
-                limit=_ROUNDING,
+                threshold=_ROUNDING,
                 module_name=name,
             )
     return None

@@ -54,13 +54,13 @@ class ExponentialTrend(Detector):
         self._weights, self._levels = deque(maxlen=LENGTH), deque(maxlen=LENGTH)
         self._rates, self._block = deque(maxlen=LENGTH), []
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        found = self._of_rate(base) or self._of_loss(record, base)
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        found = self._of_rate(baseline) or self._of_loss(record, baseline)
         if record.weights:
-            found = self._of_weights(record, base) or found
+            found = self._of_weights(record, baseline) or found
         return found
 
-    def _of_weights(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def _of_weights(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         sizes = matrix_sizes(record)
         names = tuple(sizes)
         if names != self._names:
@@ -72,10 +72,10 @@ class ExponentialTrend(Detector):
             return None
         self._weights.append((record.step, math.log10(median(changes))))
         steps, levels = np.array(self._weights).T
-        loss = base.loss
+        loss = baseline.loss
         learns = not loss.recent > (1 - _LEARNED) * abs(loss.first)
         shrunk = -levels[-1] > math.log10(self.shrinkage) / 2
-        self.undecided = bool(shrunk and not learns and len(steps) < 2 * _LOOKS)
+        self.needs_full_step = bool(shrunk and not learns and len(steps) < 2 * _LOOKS)
         shrinks = 0.0 if learns else _steady(steps, -levels, math.log10(self.shrinkage))
         grows = 0.0
         if not loss.is_better:
@@ -101,7 +101,7 @@ class ExponentialTrend(Detector):
             )
         return None
 
-    def _of_loss(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def _of_loss(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.loss is not None:
             self._block.append((record.loss, record.total_grad_norm))
         if len(self._block) < FEWEST:
@@ -116,7 +116,7 @@ class ExponentialTrend(Detector):
         steps = FEWEST * np.arange(len(losses), dtype=float)
         least = math.log10(self.loss_growth)
         rate = _steady(steps, losses, least)
-        if not rate or not _steady(steps, norms, least / 3) or base.loss.is_floor(loss):
+        if not rate or not _steady(steps, norms, least / 3) or baseline.loss.is_floor(loss):
             return None
         return self._found(
             "loss",
@@ -128,26 +128,26 @@ class ExponentialTrend(Detector):
             self.loss_growth * 10 ** losses.min(),
         )
 
-    def _of_rate(self, base: Baseline) -> Finding | None:
-        if not self._rates or base.rate != self._rates[-1]:
-            self._rates.append(base.rate)
-        moves = max(base.step_ratio, base.ratio_now)
-        if base.age % FEWEST or moves < LARGE_STEP / 10 or len(self._rates) <= _CHANGES:
+    def _of_rate(self, baseline: Baseline) -> Finding | None:
+        if not self._rates or baseline.rate != self._rates[-1]:
+            self._rates.append(baseline.rate)
+        moves = max(baseline.step_ratio, baseline.ratio_now)
+        if baseline.age % FEWEST or moves < LARGE_STEP / 10 or len(self._rates) <= _CHANGES:
             return None
         with np.errstate(all="ignore"):
             changes = np.diff(np.log(self._rates))
             others = np.flatnonzero(~np.isclose(changes, changes[-1], rtol=1e-3, atol=0))
         count = len(changes) - (others[-1] + 1 if len(others) else 0)
         began = self._rates[-1 - count]
-        if count < _CHANGES or not base.rate >= self.rate_growth * began > 0:
+        if count < _CHANGES or not baseline.rate >= self.rate_growth * began > 0:
             return None
         return self._found(
             "rate",
             f"The learning rate is multiplied by {math.exp(changes[-1]):.4g} again and again: from "
-            f"{began:.3g} to {base.rate:.3g} so far, and steps move the weights by {moves:.2g} of "
-            "their norm",
+            f"{began:.3g} to {baseline.rate:.3g} so far, and steps move the weights by {moves:.2g} "
+            "of their norm",
             "Check the factor of the schedule: to decay it has to be below 1.",
-            base.rate,
+            baseline.rate,
             self.rate_growth * began,
         )
 
@@ -157,7 +157,7 @@ class ExponentialTrend(Detector):
         if what in self._told:
             return None
         self._told = (*self._told, what)
-        return Finding(seen=seen, advice=advice, value=value, limit=limit, told_once=True)
+        return Finding(summary=seen, advice=advice, value=value, threshold=limit, momentary=True)
 
 
 def _steady(
@@ -170,7 +170,7 @@ def _steady(
     """Return how fast levels rise per step: steadily up to the last, by ``least``; 0 if not so.
 
     Args:
-        levels: Logarithms to base 10.
+        levels: Logarithms to baseline 10.
         compound: How much faster the last quarter has to rise than the one before, as a power of
             the figure: 1 if each step adds a share of it, 0 if each adds the same amount.
     """
@@ -212,7 +212,7 @@ class UnboundedLoss(Detector):
 
     kind = "unbounded_loss"
     on = "loss"
-    over_after = NEVER
+    clear_after = NEVER
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite"}
     growth = 20.0  # wgan_gradient_penalty, whose outputs settle, has 8
     _looks: deque[tuple[int, float, float]]
@@ -221,13 +221,13 @@ class UnboundedLoss(Detector):
     def set_up(self) -> None:
         self._looks = deque(maxlen=LENGTH)
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        first, recent = base.loss.first, base.loss.recent
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        first, recent = baseline.loss.first, baseline.loss.recent
         measured = record.full and len(record.activations) > 0
         if measured:
             self._look(record, recent)
         is_low = not measured and recent < 0 and recent < first
-        self.undecided = is_low and self._needs_looks(base.age)
+        self.needs_full_step = is_low and self._needs_looks(baseline.age)
         guess = -math.log(self._classes) if self._classes > 2 else math.nan
         if abs(first - guess) < _NEAR * -guess and recent < (1 + _FALLEN) * min(first, guess):
             return self._found(
@@ -252,8 +252,8 @@ class UnboundedLoss(Detector):
             f"{times:.3g}-fold in {steps_in_words(int(steps[-1] - steps[0]))}",
         )
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        return base.loss.recent < 0
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
+        return baseline.loss.recent < 0
 
     def _needs_looks(self, age: int) -> bool:
         """Whether more looks might show that the outputs grow: in the middle of the steps first."""
@@ -272,11 +272,11 @@ class UnboundedLoss(Detector):
 
     def _found(self, loss: float, limit: float, what: str) -> Finding:
         return Finding(
-            seen=f"The loss, {loss:.4g} by now, {what}: nothing limits it",
+            summary=f"The loss, {loss:.4g} by now, {what}: nothing limits it",
             advice="Check the sign of the loss and of each of its terms, and that nll_loss is "
             "given log-probabilities (log_softmax); what is to become large needs a limit.",
             value=loss,
-            limit=limit,
+            threshold=limit,
         )
 
 

@@ -57,10 +57,10 @@ class DeadUnits(Detector):
 
     kind = "dead_units"
     on = "full"
-    over_after = 3  # by eye: one more than begin it
+    clear_after = 3  # by eye: one more than begin it
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "vanishing_gradient"}
-    lasting = True
-    by_large_steps = True
+    persistent = True
+    explained_by_rate_jump = True
     # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing mlp_overwrite_tiny is
     # missed; at 0.99 mlp_dies_slowly is found 50 steps later.
     fraction = 0.9
@@ -72,14 +72,16 @@ class DeadUnits(Detector):
     def set_up(self) -> None:
         self._silence = {}
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        self.undecided, self.in_a_row = False, 1
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        self.needs_full_step, self.full_steps_in_a_row = False, 1
         dead = [out for out, silent in _silent_units(record) if self._is_dead(out, silent, record)]
         # If nothing gets a gradient, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
         if not dead or not (record.total_grad_norm > 0 or any(gradients)):
             return None
-        if self.alert is not None:  # it grows worse with the first layer that has no unit left
+        if (
+            self.active_alert is not None
+        ):  # it grows worse with the first layer that has no unit left
             dead.sort(key=lambda output: self._silence[output].whole < self.batches)
         # Layers behind a dead one see only constants: the first is the cause.
         silence = self._silence[dead[0]]
@@ -90,29 +92,29 @@ class DeadUnits(Detector):
         # A layer before a ReLU returns no zeros: the dead units are to be seen behind it.
         behind = next((output for output in dead[1:2] if self._is_zero(output, record)), None)
         is_zero = self._is_zero(dead[0], record)
-        seen_in = None if is_zero or behind is None else behind.module_name
-        where = f", as {called(str(behind))} makes zeros of all they return" if seen_in else ""
+        observed_in = None if is_zero or behind is None else behind.module_name
+        where = f", as {called(str(behind))} makes zeros of all they return" if observed_in else ""
         first, *others = (
-            called(str(output)) for output in dead[:4] if output.module_name != seen_in
+            called(str(output)) for output in dead[:4] if output.module_name != observed_in
         )
         also = f". The same holds for units of {', '.join(others)}" if others else ""
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
         what = "are zero for every input" if is_zero else "get no gradient from any input"
         return Finding(
-            seen=f"{count} of {size} units of {first}{which} {what} of "
+            summary=f"{count} of {size} units of {first}{which} {what} of "
             f"{batches if batches > 1 else 'one'} batch{'es' if batches > 1 else ''} and cannot "
             f"learn{where}{also}",
             advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
             value=count / size,
-            limit=self.fraction,
+            threshold=self.fraction,
             module_name=module.name,
-            seen_in=seen_in,
+            observed_in=observed_in,
             severity="error" if is_whole or record.total_grad_norm == 0 else "warning",
         )
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         """Whether most units of the layer that was reported are still silent."""
-        name = self.alert.module_name if self.alert is not None else None
+        name = self.active_alert.module_name if self.active_alert is not None else None
         of_layer = (s for output, s in _silent_units(record) if output.module_name == name)
         return any(_share(silent) > _REVIVED for silent in of_layer)
 
@@ -144,7 +146,10 @@ class DeadUnits(Detector):
         if not enough:
             each = now.samples / now.batches * now.silent.sum() ** 0.5
             missing = max(self.batches, math.ceil(self.samples / each)) - now.batches
-            self.undecided, self.in_a_row = True, min(max(self.in_a_row, missing), _IN_A_ROW)
+            self.needs_full_step, self.full_steps_in_a_row = (
+                True,
+                min(max(self.full_steps_in_a_row, missing), _IN_A_ROW),
+            )
         active = np.count_nonzero(~now.silent)
         is_nearly_complete = active <= max(1, (1 - _NEARLY_ALL) * silent.size)
         return enough and bool(is_nearly_complete or record.step - now.since >= _PARTLY)
@@ -253,19 +258,19 @@ class SaturatedUnits(Detector):
 
     Args:
         fraction: Share of the outputs that are flat.
-        looks: Number of full measurements in a row.
+        evaluations: Number of full measurements in a row.
     """
 
     kind = "saturated_units"
     on = "full"
-    over_after = 3  # by eye: one more than begin it
+    clear_after = 3  # by eye: one more than begin it
     explained_by = EXPLOSIONS | RISEN_LOSSES
-    lasting = True
-    by_large_steps = True
+    persistent = True
+    explained_by_rate_jump = True
     # Healthy hidden layers have 21 % at most, faulty ones 90 % or more; the exception are the gates
     # of highway_carry_gates, which _MOST is for. Tried 0.4 and 0.95.
     fraction = 0.8
-    looks = 2  # the fewest that confirm each other; tried 1 and 4
+    evaluations = 2  # the fewest that confirm each other; tried 1 and 4
     _layers: dict[Output, _Layer]
     _ranges: dict[Output, tuple[float, float]]
     _shares: dict[str, float]
@@ -273,23 +278,25 @@ class SaturatedUnits(Detector):
     def set_up(self) -> None:
         self._layers, self._ranges, self._shares = {}, {}, {}
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        self.undecided, self._shares, found = False, {}, None
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        self.needs_full_step, self._shares, found = False, {}, None
         if not record.all_grads_finite:
             return None
         for output, share in self._flat_shares(record):
             self._shares[output.module_name] = share
-            is_faulty = self._is_faulty(output, share, record.step, base)
+            is_faulty = self._is_faulty(output, share, record.step, baseline)
             if is_faulty and found is None:
-                found = self._found(record, output, share, base)
-        self.undecided &= self.alert is None
+                found = self._found(record, output, share, baseline)
+        self.needs_full_step &= self.active_alert is None
         return found
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        name = self.alert.module_name if self.alert is not None else None
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
+        name = self.active_alert.module_name if self.active_alert is not None else None
         return not record.all_grads_finite or self._shares.get(name or "", 0.0) >= _FINE
 
-    def _found(self, record: StepRecord, output: Output, share: float, base: Baseline) -> Finding:
+    def _found(
+        self, record: StepRecord, output: Output, share: float, baseline: Baseline
+    ) -> Finding:
         name, layout = output.module_name, record.layout
         seen = f"{share:.0%} of the outputs of {called(str(output))} "
         if name in layout.owner_names:
@@ -303,22 +310,24 @@ class SaturatedUnits(Detector):
             seen += f"lie on the flat part of {printable(kind)}; hardly any gradient gets through"
             seen += f" (units {which})" if which else ""
             advice = _CENTERED
-        cause, because = base.large_start
+        cause, because = baseline.large_start
         if cause and layout.position[cause] <= layout.position[name]:
             seen, advice = seen + because, _SMALLER
-        return Finding(seen=seen, advice=advice, value=share, limit=self.fraction, module_name=name)
+        return Finding(
+            summary=seen, advice=advice, value=share, threshold=self.fraction, module_name=name
+        )
 
-    def _is_faulty(self, output: Output, share: float, step: int, base: Baseline) -> bool:
+    def _is_faulty(self, output: Output, share: float, step: int, baseline: Baseline) -> bool:
         layer = self._layers.setdefault(output, _Layer())
         if share < self.fraction:
-            layer.looks, layer.is_suspect = 0, False
+            layer.evaluations, layer.is_suspect = 0, False
             layer.fine_at = step if share < _FINE else layer.fine_at
             return False
-        layer.looks += 1
+        layer.evaluations += 1
         sudden = layer.fine_at is None or step - layer.fine_at <= LATEST
-        layer.is_suspect |= base.loss.is_worse or (sudden and not base.loss.is_better)
-        self.undecided |= layer.looks < self.looks
-        return layer.is_suspect and layer.looks >= self.looks
+        layer.is_suspect |= baseline.loss.is_worse or (sudden and not baseline.loss.is_better)
+        self.needs_full_step |= layer.evaluations < self.evaluations
+        return layer.is_suspect and layer.evaluations >= self.evaluations
 
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
         """Outputs of hidden layers, and the share of each that is flat, in forward order."""
@@ -356,7 +365,7 @@ class SaturatedUnits(Detector):
 class _Layer:
     """What the rule remembers of one layer."""
 
-    looks: int = 0  # full measurements in a row at which it was flat
+    evaluations: int = 0  # full measurements in a row at which it was flat
     fine_at: int | None = None  # the last step at which it was not; None if it never was
     is_suspect: bool = False  # it became flat in a way that training does not explain
 

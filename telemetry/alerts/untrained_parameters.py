@@ -35,7 +35,7 @@ class UntrainedParameters(Detector):
     # detached by mistake usually a third or more. By eye between them.
     share = 0.2
     steps = 90  # as long as within 100 steps: rare parts should have had their turn
-    in_a_row = 2
+    full_steps_in_a_row = 2
     _steps: int
     _looks: int
     _is_new: bool  # something can learn that could not before
@@ -53,7 +53,7 @@ class UntrainedParameters(Detector):
         self._steps = self._looks = 0
         self._marks, self._is_new = np.zeros((4, count), bool), is_new
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
         count = len(layout.parameters)
         if len(self._told) != count:
@@ -70,7 +70,7 @@ class UntrainedParameters(Detector):
         self._marks[0] |= record.grad_present
         (trained, reached, _, ran), trainable = self._marks, self._trainable
         late = abs(self._steps - self.steps) <= _LATE and self._looks < _LOOKS
-        self.undecided = late and bool((trainable & ~trained & ~self._told).any())
+        self.needs_full_step = late and bool((trainable & ~trained & ~self._told).any())
         if self._steps < self.steps or self._looks < _LOOKS or record.total_grad_norm == 0:
             return None
         left = trainable & ~trained & ~self._told & (reached | ~self._trained_before)
@@ -94,13 +94,13 @@ class UntrainedParameters(Detector):
             severity = "warning" if share >= self.share and (left & held).any() else "note"
             what = f"requires a gradient, and had none in {self._steps} steps"
         return Finding(
-            seen=f"{called_all(names, _NAMED)} ({share:.1%} of the trainable elements) {what}",
+            summary=f"{called_all(names, _NAMED)} ({share:.1%} of the trainable elements) {what}",
             advice=_NOT_STEPPED if comes else _NOT_REACHED,
             value=share,
-            limit=self.share,
+            threshold=self.share,
             module_name=names[0],
             severity=severity,
-            told_once=True,
+            momentary=True,
         )
 
 

@@ -48,13 +48,13 @@ class VanishingGradient(Detector):
     """
 
     kind = "vanishing_gradient"
-    over_after = 20
+    clear_after = 20
     explained_by = (
         EXPLOSIONS
         | RISEN_LOSSES
         | {"dead_units", "saturated_units", "untrained_parameters", "exponential_trend"}
     )
-    lasting = True
+    persistent = True
     factor = 300.0  # at 30 the healthy cnn_sigmoid_ok alarms; tried 3000
     update_factor = 300.0  # as factor; tried 30 and 3000
     branch_factor = 30.0  # by eye; tried 3 and 300
@@ -86,34 +86,34 @@ class VanishingGradient(Detector):
         self._largest = np.full(len(names), -np.inf)
         self._counted = np.ones(len(names), bool)
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
-        self.undecided = False
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        self.needs_full_step = False
         if not _is_known(record):
             return None
-        if base.layers.names != self._names:
-            self._begin(base.layers.names)
-        share = base.layers.levels[-1] - base.layers.levels[-1].max()
-        if base.norm.far_above >= FAR_ABOVE:  # others only seem so much smaller
-            share += base.norm.far_above
+        if baseline.layers.names != self._names:
+            self._begin(baseline.layers.names)
+        share = baseline.layers.levels[-1] - baseline.layers.levels[-1].max()
+        if baseline.norm.far_above >= FAR_ABOVE:  # others only seem so much smaller
+            share += baseline.norm.far_above
         zero, limit = share == -np.inf, -math.log10(self.factor)
         faint = (share < limit) & ~zero
         self._first = np.where(np.isnan(self._first) & ~zero, share, self._first)
         self._largest = np.maximum(self._largest, share)
         self._faint_steps = np.where(faint, self._faint_steps + 1, 0.0)
         self._zero_steps = np.where(zero, self._zero_steps + 1, 0.0)
-        found = self._small(record, base, share, faint) if faint.any() else None
-        self.in_a_row = _ZERO_LOOKS if zero.any() and not self.undecided else 1
+        found = self._small(record, baseline, share, faint) if faint.any() else None
+        self.full_steps_in_a_row = _ZERO_LOOKS if zero.any() and not self.needs_full_step else 1
         gone = self._zero(record) if record.full else None
         if found is not None or gone is not None or record.full or not zero.any():
             return found or gone
         lasted = self._zero_steps - self.zero_steps
         is_new = (self._counted & (lasted >= 0) & (lasted < _ZERO_LOOKS)).any()
-        if self.alert is None and is_new:
-            self.undecided |= self._may_be_gone(record.layout, zero)
+        if self.active_alert is None and is_new:
+            self.needs_full_step |= self._may_be_gone(record.layout, zero)
         return None
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
-        name = self.alert.module_name if self.alert is not None else None
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
+        name = self.active_alert.module_name if self.active_alert is not None else None
         if not _is_known(record) or name not in self._names:
             return name in self._names
         at = self._names.index(name)
@@ -121,45 +121,45 @@ class VanishingGradient(Detector):
         return bool(self._zero_steps[at] > 0 or (self._faint_steps[at] > 0 and not moves))
 
     def _small(
-        self, record: StepRecord, base: Baseline, share: Figures, faint: Marks
+        self, record: StepRecord, baseline: Baseline, share: Figures, faint: Marks
     ) -> Finding | None:
         """Modules whose gradients are small and not zero."""
-        update_limit, small = -math.log10(self.update_factor), base.began_small
+        update_limit, small = -math.log10(self.update_factor), baseline.began_small
         updates = self._update_share
         if record.update_ratios:  # one that has none now will have none later, either
             updates = np.nan_to_num(_update_share(record, small), nan=np.inf, neginf=-np.inf)
         self._update_share = np.where(faint, updates, np.nan)
-        levels = base.layers.levels
+        levels = baseline.layers.levels
         faint = faint & ~(levels[-FEWEST:] == -np.inf).any(axis=0)
-        fading = self._fading(base, share, faint, self._update_share, soon=0)
+        fading = self._fading(baseline, share, faint, self._update_share, soon=0)
         unknown = np.where(np.isnan(self._update_share), -np.inf, self._update_share)
         might = faint & np.isnan(self._update_share)
-        if self.alert is None and not fading.any() and might.any():
-            might &= self._fading(base, share, faint, unknown, soon=_SOON)
-            self.undecided = bool(might.any())
+        if self.active_alert is None and not fading.any() and might.any():
+            might &= self._fading(baseline, share, faint, unknown, soon=_SOON)
+            self.needs_full_step = bool(might.any())
         if not fading.any():
             return None
         first = int(np.flatnonzero(fading)[0])
         moves = bool(update_limit <= self._update_share[first] < math.inf)
         what = "the loss has not fallen so far" if moves else "the optimizer hardly moves it"
         return Finding(
-            seen=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g} times "
-            f"smaller than the largest, and {what}; the same holds for "
+            summary=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g} "
+            f"times smaller than the largest, and {what}; the same holds for "
             f"{int(fading.sum())} of {len(share)} layers",
             advice="People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
             "skip connections, and use He or Xavier initialization.",
             value=float(10 ** share[first]),
-            limit=1 / self.factor,
+            threshold=1 / self.factor,
             module_name=self._names[first],
         )
 
     def _fading(
-        self, base: Baseline, share: Figures, faint: Marks, updates: Figures, *, soon: int
+        self, baseline: Baseline, share: Figures, faint: Marks, updates: Figures, *, soon: int
     ) -> Marks:
         """Modules that have vanished, if these are their update ratios; so many steps ahead."""
         limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
-        levels, rows = base.layers.levels, len(base.layers.levels) - 1
-        steps = self.branch_steps if base.began_small else self.steps
+        levels, rows = baseline.layers.levels, len(baseline.layers.levels) - 1
+        steps = self.branch_steps if baseline.began_small else self.steps
         lasted = self._faint_steps + soon
         fading = faint & (lasted >= steps) & (updates < update_limit)
         fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # no gap from the first on
@@ -171,13 +171,13 @@ class VanishingGradient(Detector):
         further = math.log10(self.branch_factor)
         stuck = faint & (lasted >= self.stuck_steps) & (share < limit - further)
         stuck &= np.logical_and.accumulate(stuck | (share == -np.inf))
-        if base.loss.best > (1 - _FALLEN) * base.loss.first > 0:
+        if baseline.loss.best > (1 - _FALLEN) * baseline.loss.first > 0:
             fading |= _unless_rising(stuck, share, before)
         branch = faint & (lasted >= self.branch_steps) & (share < limit - further)
         branch &= updates < update_limit - further
         # One whose scale begins at zero and goes up and down has had larger ones.
         steady = (self._first < limit) & (share > self._largest - _STEADY)
-        branch &= steady | ((self._first >= limit) & base.loss.is_worse)
+        branch &= steady | ((self._first >= limit) & baseline.loss.is_worse)
         return fading | _unless_rising(branch, share, self._first)
 
     def _may_be_gone(self, layout: Layout, zero: Marks) -> bool:
@@ -218,7 +218,7 @@ class VanishingGradient(Detector):
             branch[:] = False
         gone = first | branch
         self._zero_looks = self._zero_looks + 1 if gone.any() else 0
-        self.undecided |= self.alert is None and self._zero_looks == 1
+        self.needs_full_step |= self.active_alert is None and self._zero_looks == 1
         if self._zero_looks < _ZERO_LOOKS:  # dead units, which may be the cause, take as many
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
@@ -228,11 +228,11 @@ class VanishingGradient(Detector):
         is_still = not np.isin(layout.owners[rates[record.groups] != 0], layout.owning[gone]).any()
         still = ". The learning rate of its parameter group is 0" if is_still else ""
         return Finding(
-            seen=f"No gradient reaches {Stretch(names[0], names[-1])}: for {steps} steps it is "
+            summary=f"No gradient reaches {Stretch(names[0], names[-1])}: for {steps} steps it is "
             f"exactly zero, while layers behind learn ({len(names)} of {len(gone)} do not){still}",
             advice=_STILL if is_still else _CUT_OFF,
             value=0.0,
-            limit=1 / self.factor,
+            threshold=1 / self.factor,
             module_name=names[0],
         )
 

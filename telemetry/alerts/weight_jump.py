@@ -33,7 +33,7 @@ class WeightJump(Detector):
     def set_up(self) -> None:
         self._levels = self._fastest = np.zeros(0)
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         sizes = matrix_sizes(record)
         names = tuple(sizes)
         with np.errstate(divide="ignore"):
@@ -57,22 +57,22 @@ class WeightJump(Detector):
         is_new = len(known) <= _LOOKS or known[-1] - known[0] < steps
         if is_new or not len(jumped) or len(jumped) > max(1, len(names) / 3):
             return None
-        if base.since_rate_jump <= steps:
+        if baseline.since_rate_jump <= steps:
             return None
         most = jumped[np.abs(changes[jumped]).argmax()]
         times, usual = math.exp(changes[most]), math.expm1(fastest[most] * steps)
         parameter = record.layout.parameters[record.layout.parameter_position[names[most]]]
         return Finding(
-            seen=f"The weights {called(parameter.name)} are {times:.3g} times what they were at "
+            summary=f"The weights {called(parameter.name)} are {times:.3g} times what they were at "
             f"step {known[-1]}; before, as many steps had changed them by {usual:.2g} of their "
             "size at most",
             advice="Look for code that writes to them beside the optimizer: a copy, a reset, a "
             "checkpoint, a scale in another unit. If one batch did it, clip gradients.",
             value=times,
-            limit=self.factor if times > 1 else 1 / self.factor,
+            threshold=self.factor if times > 1 else 1 / self.factor,
             module_name=parameter.module_name,
             severity=None if times > 1 else "note",
-            told_once=True,
+            momentary=True,
         )
 
 

@@ -18,7 +18,7 @@ FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _RECORD = (
     "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "message",
-    "consequences", "seen_in",
+    "consequences", "observed_in",
 )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def alerts(args: argparse.Namespace, console: Console) -> int:
         """The alerts of each run; None for a run without any."""
         for log_dir, run in runs.opened():
             of_run = run.overview().alerts
-            found.update(alert.severity for alert in of_run if alert.stage != "end")
+            found.update(alert.severity for alert in of_run if alert.stage != "resolved")
             yield from ((str(log_dir), alert) for alert in of_run or [None])
 
     if args.form:
@@ -46,7 +46,7 @@ def _print_alert(head: str, alert: Alert | None, console: Console) -> None:
     if alert is None:
         console.print(f"{head}no alerts")
         return
-    stage = {"worse": ", worse", "end": ", over"}.get(alert.stage, "")
+    stage = {"escalated": ", escalated", "resolved": ", resolved"}.get(alert.stage, "")
     line = Text(f"{head}step {alert.step}: ")
     line.append(alert.severity, style=_STYLES[alert.severity])
     line.append(printable(f" {alert.kind}{stage}") + alert.where)

@@ -90,7 +90,7 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
     """
     layers, matrix = run.overview().layers, run.matrix(statistic.name)
     found = run.overview().alerts
-    alerts = Counter(name for alert in found for name in {alert.module_name, alert.seen_in})
+    alerts = Counter(name for alert in found for name in {alert.module_name, alert.observed_in})
     for row in np.flatnonzero((matrix.values != MISSING).any(axis=0)):
         is_known = matrix.values[:, row] != MISSING
         values = matrix.values[is_known, row].astype(np.float64)

@@ -94,7 +94,7 @@ def _story(flight: Mapping[str, Any]) -> Iterator[str]:
     if code and not any(code in alert.message for alert in flight["alerts"]):
         yield f"In the code: {code}"
     for alert in flight["alerts"]:
-        stage = "" if alert.stage == "begin" else f", {alert.stage}"
+        stage = "" if alert.stage == "started" else f", {alert.stage}"
         yield f"\n{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"
         yield from (f"  {line}" for line in alert.message.splitlines())
     if exception is not None:

@@ -127,7 +127,11 @@ class Fault:
     def first_bad_module(self) -> str | None:
         """The module that the first error names; else the first one whose output is not finite."""
         for alert in self.alerts:
-            if alert.severity == "error" and alert.stage != "end" and alert.module_name is not None:
+            if (
+                alert.severity == "error"
+                and alert.stage != "resolved"
+                and alert.module_name is not None
+            ):
                 return alert.module_name
         return self.at.nonfinite_module if self.at is not None else None
 

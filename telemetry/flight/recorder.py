@@ -97,7 +97,7 @@ class FlightRecorder:
         """A rule has found something."""
         with self._contained():
             is_warned = alert.severity == "warning" and alert.kind in _RECORDED
-            is_recorded = (alert.severity == "error" or is_warned) and alert.stage != "end"
+            is_recorded = (alert.severity == "error" or is_warned) and alert.stage != "resolved"
             self._alerts.append(alert)
             if self._fault is not None:
                 self._fault.alerts.append(alert)

@@ -289,7 +289,7 @@ class Processor:
 
     def _report_one(self, alert: Alert, wall_time: float) -> None:
         alert = _with_code(alert, self._layout)
-        level = logging.INFO if alert.stage == "end" else _LEVELS[alert.severity]
+        level = logging.INFO if alert.stage == "resolved" else _LEVELS[alert.severity]
         if is_rank_0():
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
         self.write_pending()
@@ -310,7 +310,7 @@ def _kind_of_work(item: Item) -> Work:
 def _with_code(alert: Alert, layout: Layout | None) -> Alert:
     """The alert with the file and line of the user's own code as the second line."""
     place = None if layout is None else layout.position.get(alert.module_name or "")
-    if layout is None or place is None or alert.module_name is None or alert.stage == "end":
+    if layout is None or place is None or alert.module_name is None or alert.stage == "resolved":
         return alert
     code = printable(layout.modules[place].user_code)
     seen, *rest = alert.message.split("\n")

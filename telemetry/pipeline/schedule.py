@@ -82,7 +82,7 @@ class FullSteps:
         if judge.take_confirmation():
             self._unconfirmed = 0
         limit = ALLOWANCE + ALLOWANCE_SHARE * self._judged_due
-        return judge.wants_full and self._unconfirmed + 1 <= limit
+        return judge.requests_full_step and self._unconfirmed + 1 <= limit
 
     def ask(self, step: int) -> None:
         """Have this step measured in full, or the next one if it is decided already."""

@@ -578,7 +578,9 @@ class HookLogger:
         if callable(self._on_alert):
             self._on_alert(alert)
             return
-        stops = self._on_alert is not None and alert.stage != "end" and alert.severity != "note"
+        stops = (
+            self._on_alert is not None and alert.stage != "resolved" and alert.severity != "note"
+        )
         if stops:
             self._ranks.raise_on_all(alert)
 

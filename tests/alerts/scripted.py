@@ -29,7 +29,9 @@ def record(step: int, **known: Any) -> StepRecord:
 
 
 def finding(**known: Any) -> Finding:
-    return Finding(**{"seen": "Seen", "advice": "Advice.", "value": 1.0, "limit": 0.0, **known})
+    return Finding(
+        **{"summary": "Seen", "advice": "Advice.", "value": 1.0, "threshold": 0.0, **known}
+    )
 
 
 def at(*steps: int, **known: Any) -> dict[int, Finding]:
@@ -56,8 +58,8 @@ class Scripted(Detector):
         for name, value in others.items():
             setattr(self, name, value)
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         return self.found.get(record.step)
 
-    def lasts(self, record: StepRecord, base: Baseline) -> bool:
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return record.step in self.lasts_at

@@ -81,4 +81,4 @@ class ScoringNet(nn.Module):
 @pytest.mark.parametrize(("scale", "count"), [(0.25, 0), (1e5, 1)])
 def test_very_large_scores_of_attention_are_noted(scale: float, count: int) -> None:
     alerts = train(LogitGrowth(), 20, model=ScoringNet(scale))
-    assert [(alert.severity, alert.stage) for alert in alerts] == [("note", "begin")] * count
+    assert [(alert.severity, alert.stage) for alert in alerts] == [("note", "started")] * count

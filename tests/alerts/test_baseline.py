@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.alerts.baseline import LATEST, LENGTH, Baseline, Layers, Loss, Norm, Past
-from telemetry.alerts.memory import restore, to_plain
+from telemetry.alerts.state import restore, to_plain
 from telemetry.layers.movers import NORMAL_CONSISTENT
 from telemetry.records import Layout, Module, Parameter, StepRecord
 
@@ -110,33 +110,33 @@ def test_what_explodes_does_not_become_usual_at_once() -> None:
 
 
 def test_gradients_lead_if_the_learning_rate_stays() -> None:
-    base = Baseline()
+    baseline = Baseline()
     for step in range(30):
-        base.add(record(step, ratio=0.01))
-    base.add(record(30, norm=50.0, ratio=0.5))
-    assert base.gradients_led
-    assert base.since_large_step == 0
+        baseline.add(record(step, ratio=0.01))
+    baseline.add(record(30, norm=50.0, ratio=0.5))
+    assert baseline.gradients_led
+    assert baseline.since_large_step == 0
 
 
 def test_gradients_do_not_lead_if_the_learning_rate_jumped() -> None:
-    base = Baseline()
+    baseline = Baseline()
     for step in range(30):
-        base.add(record(step, ratio=0.01))
-    base.add(record(30, rate=1.0, ratio=0.1))
-    base.add(record(31, rate=1.0, norm=50.0, ratio=5.0))
-    assert base.since_rate_jump == 1
-    assert not base.gradients_led
+        baseline.add(record(step, ratio=0.01))
+    baseline.add(record(30, rate=1.0, ratio=0.1))
+    baseline.add(record(31, rate=1.0, norm=50.0, ratio=5.0))
+    assert baseline.since_rate_jump == 1
+    assert not baseline.gradients_led
 
 
 def test_a_rate_that_was_survived_may_come_back() -> None:
-    base = Baseline()
+    baseline = Baseline()
     for step in range(30):
-        base.add(record(step, rate=0.9 if 10 <= step < 15 else 0.1))
+        baseline.add(record(step, rate=0.9 if 10 <= step < 15 else 0.1))
         if step == 10:
-            assert base.since_rate_jump == 0
-            assert (base.rate_before_jump, base.rate_after_jump) == (0.1, 0.9)
-    base.add(record(30, rate=0.9))
-    assert base.since_rate_jump == 20
+            assert baseline.since_rate_jump == 0
+            assert (baseline.rate_before_jump, baseline.rate_after_jump) == (0.1, 0.9)
+    baseline.add(record(30, rate=0.9))
+    assert baseline.since_rate_jump == 20
 
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)

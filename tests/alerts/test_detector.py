@@ -32,38 +32,38 @@ def steps(count: int, **known: Any) -> list[StepRecord]:
 
 @pytest.mark.parametrize(("confirm", "begins"), [(1, [0, 2, 5]), (2, [3, 6]), (3, [7]), (4, [])])
 def test_findings_in_a_row_make_an_alert(confirm: int, begins: list[int]) -> None:
-    detector = Scripted(at(0, 2, 3, 5, 6, 7), confirm=confirm)
-    begun = [step for step, stage in told(detector, steps(20)) if stage == "begin"]
+    detector = Scripted(at(0, 2, 3, 5, 6, 7), confirm_after=confirm)
+    begun = [step for step, stage in told(detector, steps(20)) if stage == "started"]
     assert begun == begins
 
 
 def test_what_is_certain_needs_no_confirmation() -> None:
-    assert told(Scripted(at(4, certain=True), confirm=3), steps(5)) == [(4, "begin")]
+    assert told(Scripted(at(4, confirmed=True), confirm_after=3), steps(5)) == [(4, "started")]
 
 
 def test_full_steps_are_asked_for_until_a_finding_is_confirmed() -> None:
-    detector, base = Scripted(at(0, 4, 6, 8), on="full", confirm=3), Baseline()
+    detector, baseline = Scripted(at(0, 4, 6, 8), on="full", confirm_after=3), Baseline()
     asks = []
     for step in range(10):
-        list(detector.look(record(step, full=step % 2 == 0), base))
-        asks.append(detector.wants_full)
+        list(detector.evaluate(record(step, full=step % 2 == 0), baseline))
+        asks.append(detector.requests_full_step)
     # Found at step 0, not at 2, then at 4, 6 and 8: a light step between changes nothing.
     assert asks == [True, True, False, False, True, True, True, True, False, False]
 
 
 def test_a_detector_of_all_steps_asks_only_where_it_says_so() -> None:
-    detector = Scripted(at(0, 1), confirm=3)
-    list(detector.look(record(0), Baseline()))
-    assert not detector.wants_full
-    detector.undecided = True
-    assert detector.wants_full
+    detector = Scripted(at(0, 1), confirm_after=3)
+    list(detector.evaluate(record(0), Baseline()))
+    assert not detector.requests_full_step
+    detector.needs_full_step = True
+    assert detector.requests_full_step
 
 
 @pytest.mark.parametrize(
     ("on", "looks"), [("step", [0, 1, 2, 3, 4]), ("full", [0, 3]), ("loss", [0, 1])]
 )
 def test_it_looks_at_the_steps_that_it_names(on: str, looks: list[int]) -> None:
-    detector = Scripted(at(*range(5), told_once=True), on=on)
+    detector = Scripted(at(*range(5), momentary=True), on=on)
     losses = [1.0, 2.0, None, math.nan, math.inf]
     records = [
         record(
@@ -78,26 +78,26 @@ def test_it_looks_at_the_steps_that_it_names(on: str, looks: list[int]) -> None:
 # --- how long it lasts ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("over_after", "end"), [(1, 1), (2, 4), (3, 5)])
-def test_a_fault_is_over_after_looks_without_a_finding(over_after: int, end: int) -> None:
-    detector = Scripted(at(0, 2), over_after=over_after)
-    assert told(detector, steps(9))[:2] == [(0, "begin"), (end, "end")]
+@pytest.mark.parametrize(("clear_after", "end"), [(1, 1), (2, 4), (3, 5)])
+def test_a_fault_is_over_after_looks_without_a_finding(clear_after: int, end: int) -> None:
+    detector = Scripted(at(0, 2), clear_after=clear_after)
+    assert told(detector, steps(9))[:2] == [(0, "started"), (end, "resolved")]
 
 
 def test_only_steps_that_it_looks_at_count() -> None:
-    detector = Scripted(at(0), on="full", over_after=2)
+    detector = Scripted(at(0), on="full", clear_after=2)
     records = [record(step, full=step % 10 == 0) for step in range(30)]
-    assert told(detector, records) == [(0, "begin"), (20, "end")]
+    assert told(detector, records) == [(0, "started"), (20, "resolved")]
 
 
 def test_a_finding_that_waits_to_be_confirmed_again_is_no_look_without_one() -> None:
-    detector = Scripted(at(0, 1, 3, 5), confirm=2, over_after=2)
-    assert told(detector, steps(9)) == [(1, "begin"), (7, "end")]
+    detector = Scripted(at(0, 1, 3, 5), confirm_after=2, clear_after=2)
+    assert told(detector, steps(9)) == [(1, "started"), (7, "resolved")]
 
 
 def test_a_fault_that_lasts_is_not_over() -> None:
-    detector = Scripted(at(0), lasts_at=range(2, 6), over_after=2)
-    assert told(detector, steps(9)) == [(0, "begin"), (7, "end")]
+    detector = Scripted(at(0), lasts_at=range(2, 6), clear_after=2)
+    assert told(detector, steps(9)) == [(0, "started"), (7, "resolved")]
 
 
 def test_the_end_says_what_has_ended() -> None:
@@ -110,12 +110,12 @@ def test_the_end_says_what_has_ended() -> None:
 
 
 def test_what_is_over_already_begins_and_ends_at_once() -> None:
-    detector = Scripted(at(7, begun_at=5, is_over=True))
-    assert told(detector, steps(9)) == [(5, "begin"), (7, "end")]
+    detector = Scripted(at(7, started_at=5, resolved=True))
+    assert told(detector, steps(9)) == [(5, "started"), (7, "resolved")]
 
 
 def test_a_fact_of_a_step_neither_lasts_nor_ends() -> None:
-    assert told(Scripted(at(2, 3, told_once=True)), steps(9)) == [(2, "begin"), (3, "begin")]
+    assert told(Scripted(at(2, 3, momentary=True)), steps(9)) == [(2, "started"), (3, "started")]
 
 
 # --- severity ------------------------------------------------------------------------------------
@@ -126,15 +126,15 @@ def test_a_warning_grows_worse_when_it_becomes_an_error() -> None:
     detector = Scripted({step: finding(severity=kind) for step, kind in enumerate(kinds)})
     alerts = alerts_of(steps(6), [detector])
     assert [(a.step, a.stage, a.severity) for a in alerts] == [
-        (0, "begin", "warning"),
-        (2, "worse", "error"),
+        (0, "started", "warning"),
+        (2, "escalated", "error"),
     ]
 
 
 def test_a_finding_can_be_worse_at_the_same_severity() -> None:
-    found = at(0, 1, 2) | at(3, is_worse=True, value=9.0)
-    *_, worse = alerts_of(steps(5), [Scripted(found, over_after=9)])
-    assert (worse.step, worse.stage, worse.value) == (3, "worse", 9.0)
+    found = at(0, 1, 2) | at(3, escalates=True, value=9.0)
+    *_, worse = alerts_of(steps(5), [Scripted(found, clear_after=9)])
+    assert (worse.step, worse.stage, worse.value) == (3, "escalated", 9.0)
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class NoLoss(Detector):
 
     kind = "no_loss"
     severity = "error"
-    confirm = "losses"
+    confirm_after = "losses"
     losses = 3
     share = 0.5
     _bad: int = 0
@@ -155,7 +155,7 @@ class NoLoss(Detector):
     def set_up(self) -> None:
         self._seen, self._by_step = deque(maxlen=2), {}
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self._seen.append(float(record.step))
         self._by_step[record.step] = tuple(self._seen)
         return finding() if len(self._by_step) % 7 > self.share else None
@@ -196,7 +196,7 @@ def test_a_limit_can_be_the_findings_that_confirm() -> None:
     assert begun.step == 4
 
 
-@pytest.mark.parametrize("name", ["los", "_bad", "counted", "over_after", "kind"])
+@pytest.mark.parametrize("name", ["los", "_bad", "counted", "clear_after", "kind"])
 def test_what_is_no_limit_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=rf"Stricter\({name}=1\): no such limit"):
         Stricter(**{name: 1})
@@ -211,7 +211,7 @@ def test_a_detector_goes_on_from_its_state(cut: int) -> None:
 
     def both() -> list[Detector]:
         fault = at(2, 3, 4, 8, 12, 13, severity="warning") | at(5, severity="error")
-        return [Scripted(fault, confirm=3, over_after=2, on="full"), NoLoss()]
+        return [Scripted(fault, confirm_after=3, clear_after=2, on="full"), NoLoss()]
 
     for before, after, whole in zip(both(), both(), both(), strict=True):
         first = alerts_of(records[:cut], [before])
@@ -234,15 +234,15 @@ def test_a_limit_is_that_of_the_new_run() -> None:
 class LargeBias(Detector):
     kind = "large_bias"
     on = "full"
-    confirm = 2
+    confirm_after = 2
     largest = 10.0
 
-    def find(self, record: StepRecord, base: Baseline) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         largest = float(record.weights["bias"].sketch.max)
         if largest <= self.largest:
             return None
-        seen = f"The largest bias is {largest:.3g} at age {base.age}"
-        return finding(value=largest, limit=self.largest, seen=seen)
+        seen = f"The largest bias is {largest:.3g} at age {baseline.age}"
+        return finding(value=largest, threshold=self.largest, summary=seen)
 
 
 @pytest.mark.parametrize("form", ["list", "dict"])
@@ -260,7 +260,7 @@ def test_a_detector_of_ones_own_watches_a_run(tmp_path: Path, form: str) -> None
             optimizer.step()
             log.flush()
     mine = [alert for alert in told if alert.kind == "large_bias"]
-    assert [alert.stage for alert in mine] == ["begin", "end"]
+    assert [alert.stage for alert in mine] == ["started", "resolved"]
     begin, end = mine
     assert 20 < begin.step < 30  # asked for, after step 20: the next that is due is 30
     assert end.step == 40

@@ -31,10 +31,10 @@ def cause(*steps: int, **others: Any) -> Scripted:
     return Scripted(at(*steps), **{"kind": "cause", "severity": "error", **others})
 
 
-def effect(*steps: int, kind: str = "effect", over_after: int = 99, **others: Any) -> Scripted:
+def effect(*steps: int, kind: str = "effect", clear_after: int = 99, **others: Any) -> Scripted:
     """A fault that may follow from it; it lasts unless told otherwise."""
     others = {"severity": "error", "explained_by": {"cause"}, **others}
-    return Scripted(at(*steps), kind=kind, over_after=over_after, **others)
+    return Scripted(at(*steps), kind=kind, clear_after=clear_after, **others)
 
 
 def alerts_from(*detectors: Detector, steps: int = 100) -> list[Alert]:
@@ -54,13 +54,13 @@ def test_a_consequence_is_not_told_but_listed() -> None:
     [found] = alerts_from(cause(*range(5, 100)), follower, steps=6)
     assert (found.kind, found.consequences) == ("cause", ("dead_units in my_layer",))
     assert found.message == "Seen.\nIt leads to: dead units in my_layer.\nAdvice."
-    assert told(cause(*range(5, 100)), effect(7)) == [(5, "begin", "cause")]
+    assert told(cause(*range(5, 100)), effect(7)) == [(5, "started", "cause")]
     assert [kind for _, _, kind in told(*both, steps=6)] == ["effect", "cause"]  # it comes first
 
 
 def test_what_nothing_explains_is_told() -> None:
     other = effect(7, explained_by={"another"})
-    assert told(cause(*range(5, 100)), other) == [(5, "begin", "cause"), (7, "begin", "effect")]
+    assert told(cause(*range(5, 100)), other) == [(5, "started", "cause"), (7, "started", "effect")]
 
 
 @pytest.mark.parametrize(("distance", "hidden"), [(200, True), (201, False)])
@@ -79,20 +79,20 @@ def test_the_earliest_of_several_causes_is_the_cause() -> None:
     first = cause(*range(5, 50), severity="warning")
     later = cause(*range(6, 50), severity="warning", kind="later")
     found = alerts_from(later, first, effect(7, explained_by={"cause", "later"}))
-    [worse] = [alert for alert in found if alert.stage == "worse"]
+    [worse] = [alert for alert in found if alert.stage == "escalated"]
     assert (worse.kind, worse.consequences) == ("cause", ("effect",))
 
 
 @pytest.mark.parametrize("severity", ["warning", "error"])
 def test_a_lasting_consequence_is_told_though_its_cause_is_as_severe(severity: Severity) -> None:
     first = cause(*range(5, 100), severity=severity)
-    seen = finding(seen="7 of 9 units", value=7.0, limit=9.0, advice="Other advice.")
+    seen = finding(summary="7 of 9 units", value=7.0, threshold=9.0, advice="Other advice.")
     second = Scripted(
         {77: seen, 78: seen}, kind="dead_units", severity=severity, explained_by={"cause"},
-        lasting=True, over_after=99,
+        persistent=True, clear_after=99,
     )  # fmt: skip
     [_, worse] = alerts_from(first, second, steps=90)
-    assert (worse.kind, worse.step, worse.stage) == ("cause", 77, "worse")
+    assert (worse.kind, worse.step, worse.stage) == ("cause", 77, "escalated")
     assert (worse.value, worse.threshold, worse.severity) == (7.0, 9.0, severity)
     said = "7 of 9 units. It follows from the cause of step 5."
     assert worse.message.split("\n") == [said, "It leads to: dead units.", "Advice."]
@@ -100,9 +100,11 @@ def test_a_lasting_consequence_is_told_though_its_cause_is_as_severe(severity: S
 
 def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences() -> None:
     first = cause(*range(5, 100), severity="warning")
-    second = Scripted(at(7, seen="And"), kind="my_effect", explained_by={"cause"}, lasting=True)
+    second = Scripted(
+        at(7, summary="And"), kind="my_effect", explained_by={"cause"}, persistent=True
+    )
     [_, worse] = alerts_from(first, effect(7), second, steps=8)
-    assert (worse.stage, worse.severity, worse.step) == ("worse", "error", 7)
+    assert (worse.stage, worse.severity, worse.step) == ("escalated", "error", 7)
     assert worse.consequences == ("effect", "my_effect")
     assert worse.message.startswith(
         "And. Seen. It follows from the cause of step 5.\nIt leads to: "
@@ -111,44 +113,44 @@ def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences
 
 
 def test_a_lasting_note_makes_nothing_worse() -> None:
-    note = effect(7, severity="note", lasting=True)
-    assert told(cause(*range(5, 100)), note) == [(5, "begin", "cause")]
+    note = effect(7, severity="note", persistent=True)
+    assert told(cause(*range(5, 100)), note) == [(5, "started", "cause")]
 
 
 def test_what_began_before_a_cause_does_not_follow_from_it() -> None:
     found = at(3, severity="warning") | at(7, severity="error")
-    earlier = Scripted(found, kind="effect", explained_by={"cause"}, over_after=99)
+    earlier = Scripted(found, kind="effect", explained_by={"cause"}, clear_after=99)
     assert told(cause(*range(5, 100)), earlier) == [
-        (3, "begin", "effect"),
-        (5, "begin", "cause"),
-        (7, "worse", "effect"),
+        (3, "started", "effect"),
+        (5, "started", "cause"),
+        (7, "escalated", "effect"),
     ]
 
 
 def test_a_lasting_consequence_is_told_when_its_cause_is_over() -> None:
-    later = effect(7, lasting=True)
+    later = effect(7, persistent=True)
     assert told(cause(*range(5, 30)), later, steps=50) == [
-        (5, "begin", "cause"),
-        (7, "worse", "cause"),
-        (30, "end", "cause"),
-        (30, "begin", "effect"),
+        (5, "started", "cause"),
+        (7, "escalated", "cause"),
+        (30, "resolved", "cause"),
+        (30, "started", "effect"),
     ]
-    *_, last = alerts_from(cause(*range(5, 30)), effect(7, lasting=True), steps=50)
+    *_, last = alerts_from(cause(*range(5, 30)), effect(7, persistent=True), steps=50)
     assert last.message == "Seen. That was at step 7, and it has not ended.\nAdvice."
 
 
 def test_a_consequence_that_is_over_first_is_told_no_more() -> None:
-    assert told(cause(*range(5, 30)), effect(7, lasting=True, over_after=3)) == [
-        (5, "begin", "cause"),
-        (7, "worse", "cause"),
-        (30, "end", "cause"),
+    assert told(cause(*range(5, 30)), effect(7, persistent=True, clear_after=3)) == [
+        (5, "started", "cause"),
+        (7, "escalated", "cause"),
+        (30, "resolved", "cause"),
     ]
 
 
 def test_other_consequences_pass_with_their_cause() -> None:
-    assert told(cause(*range(5, 30)), effect(7, over_after=53)) == [
-        (5, "begin", "cause"),
-        (30, "end", "cause"),
+    assert told(cause(*range(5, 30)), effect(7, clear_after=53)) == [
+        (5, "started", "cause"),
+        (30, "resolved", "cause"),
     ]
 
 
@@ -161,9 +163,9 @@ def test_a_note_explains_notes_alone() -> None:
 
 @pytest.mark.parametrize(("place", "is_told"), [("image", False), ("images", True), ("head", True)])
 def test_a_layer_without_a_gradient_is_told_once(place: str, is_told: bool) -> None:
-    first = Scripted(at(20, module_name="image.0"), kind="vanishing_gradient", over_after=99)
+    first = Scripted(at(20, module_name="image.0"), kind="vanishing_gradient", clear_after=99)
     later = Scripted(
-        at(89, module_name=place, told_once=True), kind="untrained_parameters",
+        at(89, module_name=place, momentary=True), kind="untrained_parameters",
         explained_by={"vanishing_gradient"},
     )  # fmt: skip
     found = [kind for _, _, kind in told(first, later)]
@@ -176,19 +178,21 @@ def test_an_explosion_follows_from_a_loss_that_jumped_with_the_learning_rate(jum
     explosion = Scripted(at(19), kind="exploding_gradient", explained_by={"loss_spike"})
     rates = [5.0 if jumps and step >= 14 else 0.1 for step in range(60)]
     records = [record(step, learning_rates=(rate,)) for step, rate in enumerate(rates)]
-    begun = [a.kind for a in alerts_of(records, [Engine([spike, explosion])]) if a.stage == "begin"]
+    begun = [
+        a.kind for a in alerts_of(records, [Engine([spike, explosion])]) if a.stage == "started"
+    ]
     assert begun == ["loss_spike"] + ["exploding_gradient"] * (not jumps)
 
 
 @pytest.mark.parametrize(("after", "said"), [(0, True), (20, True), (21, False)])
-@pytest.mark.parametrize("by_large_steps", [True, False])
+@pytest.mark.parametrize("explained_by_rate_jump", [True, False])
 def test_a_jump_of_the_learning_rate_is_to_blame_for_what_follows(
-    after: int, said: bool, by_large_steps: bool
+    after: int, said: bool, explained_by_rate_jump: bool
 ) -> None:
-    fault = Scripted(at(10 + after, advice="a\nb"), by_large_steps=by_large_steps)
+    fault = Scripted(at(10 + after, advice="a\nb"), explained_by_rate_jump=explained_by_rate_jump)
     records = [record(step, learning_rates=(0.1 if step < 10 else 5.0,)) for step in range(60)]
     message = alerts_of(records, [Engine([fault])])[0].message
-    said = said and by_large_steps
+    said = said and explained_by_rate_jump
     assert ("after the learning rate had jumped to 5." in message) == said
     assert ("limit what a schedule can return" in message) == said
 
@@ -219,8 +223,8 @@ def test_what_explains_a_default_kind_is_one() -> None:
     [engine] = default_rules()
     detectors = engine._detectors  # type: ignore[attr-defined]
     assert all(detector.explained_by <= {*detectors} for detector in detectors.values())
-    lasting = {kind for kind, detector in detectors.items() if detector.lasting}
-    assert lasting == {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
+    persistent = {kind for kind, detector in detectors.items() if detector.persistent}
+    assert persistent == {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
 
 
 # --- what it requests ----------------------------------------------------------------------------
@@ -230,26 +234,26 @@ def requests(*detectors: Detector, steps: int) -> list[int]:
     engine, found = Engine(detectors), []
     for step in range(steps):
         list(engine(record(step)))
-        if engine.wants_full:
+        if engine.requests_full_step:
             found.append(step)
     return found
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_detector_requests_as_many_as_it_needs_and_begins_again_ever_later(count: int) -> None:
-    eager = Scripted({}, undecided=True, in_a_row=count)
+    eager = Scripted({}, needs_full_step=True, full_steps_in_a_row=count)
     begins = [0, 20, 60, 140]
     assert requests(eager, steps=200) == [step + k for step in begins for k in range(count)]
     assert requests(Scripted({}), steps=40) == []
 
 
 def test_the_back_off_of_one_detector_does_not_delay_another() -> None:
-    eager, late = Scripted({}, undecided=True), Undecided({30, 31}, kind="late")
+    eager, late = Scripted({}, needs_full_step=True), Undecided({30, 31}, kind="late")
     assert requests(eager, late, steps=50) == [0, 20, 30]
 
 
 def test_an_alert_ends_the_back_off() -> None:
-    eager, other = Scripted({}, undecided=True), Scripted(at(30), kind="other")
+    eager, other = Scripted({}, needs_full_step=True), Scripted(at(30), kind="other")
     assert requests(eager, other, steps=55) == [0, 20, 30, 50]
 
 
@@ -258,17 +262,17 @@ class Undecided(Scripted):
         super().__init__({}, **others)
         self.steps = steps
 
-    def find(self, record: StepRecord, base: Baseline) -> None:
-        self.undecided = record.step in self.steps
+    def find(self, record: StepRecord, baseline: Baseline) -> None:
+        self.needs_full_step = record.step in self.steps
 
 
 def test_a_finding_that_is_not_confirmed_requests_a_full_measurement() -> None:
-    detector = Scripted(at(0), on="full", confirm=2)
+    detector = Scripted(at(0), on="full", confirm_after=2)
     engine = Engine([detector])
     list(engine(record(0, full=True)))
-    assert engine.wants_full
+    assert engine.requests_full_step
     list(engine(record(1)))
-    assert not engine.wants_full  # one is missing
+    assert not engine.requests_full_step  # one is missing
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -277,7 +281,7 @@ def test_a_finding_that_is_not_confirmed_requests_a_full_measurement() -> None:
 class Broken(Detector):
     kind = "broken"
 
-    def find(self, record: StepRecord, base: object) -> None:
+    def find(self, record: StepRecord, baseline: object) -> None:
         raise RuntimeError("planted in find")
 
     def find_in_loss(self, step: int, loss: float) -> None:
@@ -307,11 +311,11 @@ def test_a_detector_that_raises_does_not_stop_the_others() -> None:
 def several() -> tuple[Detector, ...]:
     """A cause that grows worse and ends, consequences of each kind, one that is told later."""
     return (
-        cause(*range(5, 30), severity="warning", confirm=2),
-        effect(7, lasting=True),
-        effect(9, 10, 11, kind="passing", over_after=3),
-        effect(50, 51, 70, kind="alone", confirm=2, over_after=4),
-        Scripted({}, kind="eager", undecided=True),
+        cause(*range(5, 30), severity="warning", confirm_after=2),
+        effect(7, persistent=True),
+        effect(9, 10, 11, kind="passing", clear_after=3),
+        effect(50, 51, 70, kind="alone", confirm_after=2, clear_after=4),
+        Scripted({}, kind="eager", needs_full_step=True),
     )
 
 

@@ -15,9 +15,9 @@ def test_a_model_left_in_evaluation_mode_is_noted_until_it_trains_again() -> Non
             model.train(step == 60)
 
     begin, end = train(EvalMode(), 70, model=model, before=switch)
-    assert (begin.severity, begin.step, begin.stage) == ("note", 34, "begin")
+    assert (begin.severity, begin.step, begin.stage) == ("note", 34, "started")
     assert "Dropout" in begin.message
-    assert (end.severity, end.step, end.stage) == ("note", 60, "end")
+    assert (end.severity, end.step, end.stage) == ("note", 60, "resolved")
 
 
 def test_validation_between_steps_is_none() -> None:

@@ -159,5 +159,5 @@ def test_growth_from_layer_to_layer_is_not_over_while_it_lasts() -> None:
     for index in range(2, 18, 2):
         model[index].weight.data.mul_(12.0)
     alerts = train(ExplodingGradient(), 90, model=model, optimizer=SGD(model.parameters(), 1e-12))
-    assert [alert.stage for alert in alerts] == ["begin"]
+    assert [alert.stage for alert in alerts] == ["started"]
     assert "He or Xavier" in alerts[0].message

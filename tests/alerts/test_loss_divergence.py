@@ -92,5 +92,5 @@ def test_they_are_seen_behind_clipping_and_accumulation() -> None:
     assert "zero_grad()" in alert.message
     assert never_zeroed(make, every=10, clip=0.5, accumulate=2, zero_from=0) == []
     begin, end = never_zeroed(make, every=10, zero_from=60)
-    assert (begin.stage, end.stage) == ("begin", "end")
+    assert (begin.stage, end.stage) == ("started", "resolved")
     assert end.step >= 60

@@ -51,7 +51,7 @@ def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int
     begin, *rest = train(LossSpike(), 400, every=every, **rates(high))
     assert at < begin.step <= at + 3
     assert "300-fold to 0.9" in begin.message
-    assert [alert.stage for alert in rest] in ([], ["end"])
+    assert [alert.stage for alert in rest] in ([], ["resolved"])
 
 
 def test_the_layers_of_the_group_whose_rate_jumped_are_named() -> None:
@@ -93,16 +93,16 @@ def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen
 
 def test_it_is_not_over_while_the_rate_stays_high_and_the_loss_above_its_usual() -> None:
     stays = dict.fromkeys(range(205, 500), 0.5)
-    assert [alert.stage for alert in train(LossSpike(), 500, **rates(stays))] == ["begin"]
+    assert [alert.stage for alert in train(LossSpike(), 500, **rates(stays))] == ["started"]
     ends = with_returns(rates(dict.fromkeys(range(205, 300), 0.5)), [204], after=96)
-    assert [alert.stage for alert in train(LossSpike(), 400, **ends)] == ["begin", "end"]
+    assert [alert.stage for alert in train(LossSpike(), 400, **ends)] == ["started", "resolved"]
 
 
 def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -> None:
     at = range(150, 650, 100)
     settings = rates({step + i: 0.9 for step in at for i in range(3)})
     alerts = train(LossSpike(), 650, every=100, **with_returns(settings, at, after=20))
-    assert [alert.stage for alert in alerts] == ["begin", "end"] * 5
+    assert [alert.stage for alert in alerts] == ["started", "resolved"] * 5
     assert [alert.step // 50 * 50 for alert in alerts[::2]] == list(at)
     assert all("to 0.9" in alert.message for alert in alerts[::2])
 
@@ -114,7 +114,7 @@ def test_one_batch_in_another_unit_is_told_when_the_next_is_not() -> None:
 
     settings = rates({}, usual=1e-3)
     begin, end = train(LossSpike(), 300, batch=batch, **settings)
-    assert (begin.step, begin.stage, end.stage) == (220, "begin", "end")
+    assert (begin.step, begin.stage, end.stage) == (220, "started", "resolved")
     assert "it was the batch" in begin.message
 
 
@@ -130,7 +130,7 @@ def test_how_far_the_loss_of_a_batch_must_be_above(
         return times * usual if step == at else usual
 
     alerts = train(LossSpike(), at + 10, weight=weight, **rates({}, usual=1e-4))
-    assert [alert.stage for alert in alerts] == ["begin", "end"] * told
+    assert [alert.stage for alert in alerts] == ["started", "resolved"] * told
 
 
 def test_batches_as_rare_and_as_high_as_one_before_are_told_once() -> None:
@@ -138,7 +138,7 @@ def test_batches_as_rare_and_as_high_as_one_before_are_told_once() -> None:
     alerts = train(
         LossSpike(), 600, weight=lambda step: 1e3 if step in (220, 341, 463) else 1.0, **settings
     )
-    assert [(alert.step, alert.stage) for alert in alerts] == [(220, "begin"), (221, "end")]
+    assert [(alert.step, alert.stage) for alert in alerts] == [(220, "started"), (221, "resolved")]
 
 
 def test_random_classes_are_noted_though_the_loss_was_as_high_in_its_past() -> None:

@@ -13,7 +13,7 @@ def test_targets_that_do_not_belong_to_their_inputs_are_noted_once() -> None:
     model = net()
     optimizer = SGD(model.parameters(), 0.01)
     [alert] = train(LossStuck(), 300, model=model, optimizer=optimizer, batch=_random)
-    assert (alert.severity, alert.stage) == ("note", "begin")
+    assert (alert.severity, alert.stage) == ("note", "started")
     assert alert.step == 200
     assert "ln 3" in alert.message
 

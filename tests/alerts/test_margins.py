@@ -39,11 +39,11 @@ def stages(activation: nn.Module, count: Callable[[int], int]) -> list[tuple[str
     ("count", "expected"),
     [
         (lambda step: 29 if 30 <= step < 70 else 26, []),
-        (lambda step: 29 if step >= 30 else 26, [("begin", 80)]),
-        (lambda step: 31 if step >= 31 else 26, [("begin", 43)]),  # then it is asked for
-        (lambda step: 31 if step % 40 < 20 else 26, [("begin", 3)]),
+        (lambda step: 29 if step >= 30 else 26, [("started", 80)]),
+        (lambda step: 31 if step >= 31 else 26, [("started", 43)]),  # then it is asked for
+        (lambda step: 31 if step % 40 < 20 else 26, [("started", 3)]),
         (lambda step: 31 if step < 100 else 26 if step < 150 else 20,
-         [("begin", 3), ("end", 170)]),
+         [("started", 3), ("resolved", 170)]),
     ],
 )  # fmt: skip
 def test_dead_units(count: Callable[[int], int], expected: list[tuple[str, int]]) -> None:
@@ -55,7 +55,7 @@ def test_saturated_units() -> None:
         return (30 if step % 40 < 20 else 22) if step < 130 else 4
 
     (stage, _), end = stages(nn.Tanh(), count)
-    assert (stage, end) == ("begin", ("end", 150))
+    assert (stage, end) == ("started", ("resolved", 150))
 
 
 class WithFunction(nn.Module):

@@ -219,7 +219,7 @@ def test_what_shows_only_in_full_is_over_only_there() -> None:
             broken[1].running_mean.fill_(0.0)
 
     alerts = train(Nonfinite(), 260, model=broken, before=poison, every=50)
-    assert [alert.stage for alert in alerts] == ["begin", "end"]
+    assert [alert.stage for alert in alerts] == ["started", "resolved"]
     assert alerts[0].module_name == "1"
 
 

@@ -63,7 +63,7 @@ def train(
             loss.backward()
             optimizer.step()
             logger.flush()
-        return [alert for alert in logger.alerts if alert.stage == "begin"]
+        return [alert for alert in logger.alerts if alert.stage == "started"]
 
 
 @pytest.mark.parametrize("loss_unit", [1e-6, 1.0, 1e6])

@@ -57,7 +57,7 @@ def test_it_is_over_when_the_layer_moves_again() -> None:
     begin, end = train(
         LayersNotLearning(), 300, model=model, optimizer=optimizer, before=raise_rate
     )
-    assert (begin.stage, end.stage) == ("begin", "end")
+    assert (begin.stage, end.stage) == ("started", "resolved")
     assert 200 < end.step <= 240
 
 
@@ -76,7 +76,7 @@ def test_an_output_that_becomes_one_vector_is_named(left: float, every: int) -> 
     optimizer = SGD(model.parameters(), 1e-5)
     rule = OutputCollapse()
     alerts = train(rule, 320, model=model, optimizer=optimizer, before=collapse, every=every)
-    named = [alert.module_name for alert in alerts if alert.stage == "begin"]
+    named = [alert.module_name for alert in alerts if alert.stage == "started"]
     assert named == ([] if left else ["2"])
     if alerts:
         assert "nearly the same for every input" in alerts[0].message

@@ -139,7 +139,7 @@ def test_it_is_over_when_gradients_come_and_not_when_they_become_zero() -> None:
         factor[0] = 1e-7 if step < 40 else 0.0 if step < 120 else 1.0
 
     alerts = train(VanishingGradient(), 200, model=model, before=change)
-    assert [alert.stage for alert in alerts] == ["begin", "end"]
+    assert [alert.stage for alert in alerts] == ["started", "resolved"]
     assert alerts[0].step < 40
     assert alerts[1].step > 120
     assert alerts[1].message.startswith("Over: vanishing gradient in tower.0, begun at step ")

@@ -164,15 +164,15 @@ def test_units_are_told_with_the_dead_ones_in_ranges(
 @pytest.mark.parametrize(
     ("severity", "stage", "fail_on", "status"),
     [
-        ("error", "begin", None, 1),
-        ("warning", "begin", None, 1),
-        ("error", "begin", "never", 0),
-        ("error", "begin", "error", 1),
-        ("error", "begin", "warning", 1),
-        ("warning", "begin", "warning", 1),
-        ("note", "begin", "warning", 0),
-        ("warning", "worse", "error", 0),
-        ("error", "end", None, 0),
+        ("error", "started", None, 1),
+        ("warning", "started", None, 1),
+        ("error", "started", "never", 0),
+        ("error", "started", "error", 1),
+        ("error", "started", "warning", 1),
+        ("warning", "started", "warning", 1),
+        ("note", "started", "warning", 0),
+        ("warning", "escalated", "error", 0),
+        ("error", "resolved", None, 0),
     ],
 )
 def test_alerts_decide_the_exit_status(

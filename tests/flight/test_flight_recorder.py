@@ -310,16 +310,16 @@ def test_errors_until_it_is_complete_are_part_of_one_file(tmp_path: Path) -> Non
     recorder.on_alert(alert(10))
     fly(recorder, range(11, 15))
     recorder.on_alert(alert(14, module="c", consequences=("more",)))
-    recorder.on_alert(alert(14, module="c", stage="end"))
+    recorder.on_alert(alert(14, module="c", stage="resolved"))
     fly(recorder, range(15, 60))
-    recorder.on_alert(alert(55, module="c", stage="end"))
+    recorder.on_alert(alert(55, module="c", stage="resolved"))
     recorder.on_alert(alert(59, module="a"))
     first, second = flight_files(tmp_path)
     assert [(a.step, a.stage) for a in read_flight(first)["alerts"]] == [
-        (9, "begin"),
-        (10, "begin"),
-        (14, "begin"),
-        (14, "end"),
+        (9, "started"),
+        (10, "started"),
+        (14, "started"),
+        (14, "resolved"),
     ]
     assert read_flight(first)["first_bad_module"] == "b"
     assert [a.step for a in read_flight(second)["alerts"]] == [55, 59], "others are long gone"
@@ -330,7 +330,7 @@ def test_neither_warnings_nor_the_end_of_an_error_are_written_down(tmp_path: Pat
     recorder = FlightRecorder(tmp_path)
     fly(recorder, range(3))
     recorder.on_alert(alert(2, severity="warning"))
-    recorder.on_alert(alert(2, stage="end"))
+    recorder.on_alert(alert(2, stage="resolved"))
     recorder.close()
     assert list(tmp_path.iterdir()) == []
 

@@ -148,7 +148,7 @@ def test_a_healthy_run_has_norms_of_some_steps_and_each_loss(tmp_path: Path) -> 
 @pytest.mark.usefixtures("fast")
 def test_a_fault_is_judged_as_if_each_step_were(tmp_path: Path) -> None:
     def told(alerts: tuple[Alert, ...]) -> list[tuple[str, int]]:
-        return [(alert.kind, alert.step) for alert in alerts if alert.stage == "begin"]
+        return [(alert.kind, alert.step) for alert in alerts if alert.stage == "started"]
 
     alerts, steps = train(tmp_path / "fast", spike=507)
     slow, _ = train(tmp_path / "slow", spike=507, max_overhead=math.inf)

@@ -277,10 +277,10 @@ def test_a_rule_hears_of_losses_that_no_step_follows(sink: Sink) -> None:
 
 def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
     class Curious(Rule):
-        wants_full = False
+        requests_full_step = False
 
         def __call__(self, record: StepRecord) -> Iterator[Alert]:
-            self.wants_full = record.step in {1, 20, 21}
+            self.requests_full_step = record.step in {1, 20, 21}
             yield from ()
 
     full_steps = FullSteps(lambda step: False)
@@ -297,10 +297,10 @@ def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
 
 def test_training_does_not_wait_for_rules_that_are_late(sink: Sink) -> None:
     class Curious(Rule):
-        wants_full = False
+        requests_full_step = False
 
         def __call__(self, record: StepRecord) -> Iterator[Alert]:
-            self.wants_full = record.step in {1, 2}
+            self.requests_full_step = record.step in {1, 2}
             yield from ()
 
     full_steps = FullSteps(lambda step: False)
@@ -318,7 +318,7 @@ def test_training_does_not_wait_for_rules_that_are_late(sink: Sink) -> None:
 class Watch(Rule):
     """Keeps the numbers of the steps that it has seen."""
 
-    wants_full = False
+    requests_full_step = False
 
     def __init__(self) -> None:
         self.steps: list[int] = []

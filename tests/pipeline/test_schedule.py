@@ -38,7 +38,7 @@ def test_what_is_no_int_is_refused(n: object) -> None:
 class Requests(Rule):
     """Requests a full measurement after each step, and alerts at some."""
 
-    wants_full = True
+    requests_full_step = True
 
     def __init__(self, *alerts: int) -> None:
         self.alerts = alerts

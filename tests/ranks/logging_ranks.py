@@ -193,7 +193,7 @@ class OnceFull(Rule):
     seen: StepRecord | None = None
 
     @property
-    def wants_full(self) -> bool:
+    def requests_full_step(self) -> bool:
         return self.seen is None
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:

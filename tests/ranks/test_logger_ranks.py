@@ -182,11 +182,11 @@ APART: dict[str, list[str]] = {
     "averages": [],
     "DiLoCo": [],
     "post-local": [],
-    "no_sync and averages": ["begin", "end"],
-    "never synchronized": ["begin"],
-    "called past DDP": ["begin"],
+    "no_sync and averages": ["started", "resolved"],
+    "never synchronized": ["started"],
+    "called past DDP": ["started"],
     "gradients averaged": [],
-    "tampered": ["begin"],
+    "tampered": ["started"],
 }
 
 
@@ -199,7 +199,7 @@ def test_copies_may_be_averaged_and_models_may_be_the_ranks_own(
     assert [stage for stage, *_ in told] == APART[way]
     assert others == []
     for stage, _, message in told:
-        assert stage == "end" or ("no_sync()" in message and "averaged" in message)
+        assert stage == "resolved" or ("no_sync()" in message and "averaged" in message)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fully_shard", "by hand"])

@@ -231,7 +231,7 @@ def test_a_parameter_that_was_changed_on_one_rank_is_named(
 
 def test_a_rank_whose_batch_alone_is_bad_is_named(trained: Trained) -> None:
     alerts = alerts_of(merged(trained, 2, "ddp, poisoned"), [RanksDiverge()])
-    assert [(alert.step, alert.stage) for alert in alerts] == [(2, "begin")]
+    assert [(alert.step, alert.stage) for alert in alerts] == [(2, "started")]
     assert "on rank 1 (" in alerts[0].message
     assert "alone, first seen in the output of blocks.0.norm" in alerts[0].message
 

@@ -123,7 +123,10 @@ def test_a_later_recorder_goes_on_where_an_earlier_one_was(tmp_path: Path) -> No
 
 def test_alerts_have_tags_of_their_own(tmp_path: Path) -> None:
     page = PageWriter()
-    alerts = [alert_at(0, None), alert_at(0, "b", consequences=("vanishing in a",), stage="worse")]
+    alerts = [
+        alert_at(0, None),
+        alert_at(0, "b", consequences=("vanishing in a",), stage="escalated"),
+    ]
     assert len(tags_of(page.alert_value(alert, i) for i, alert in enumerate(alerts))) == 2
     writer = FileWriter(tmp_path)
     writer.write_values(list(page.values_of(record(0))), 0)

@@ -100,7 +100,7 @@ export class AlertList {
 
 /** An alert in a few lines, with the run it is of. */
 export function alertText(alert, run = null) {
-  const stage = { worse: " · worse", end: " · over" }[alert.stage] ?? "";
+  const stage = { escalated: " · escalated", resolved: " · resolved" }[alert.stage] ?? "";
   const severity = element("span", { class: "severity" }, alert.severity); // a color does not tell it
   return [
     element(
@@ -111,7 +111,7 @@ export function alertText(alert, run = null) {
     ),
     run ? element("span", { class: "muted" }, run) : null,
     alert.module_name ? element("span", { class: "alert-layer" }, alert.module_name) : null,
-    alert.seen_in ? element("span", { class: "alert-layer" }, `seen in ${alert.seen_in}`) : null,
+    alert.observed_in ? element("span", { class: "alert-layer" }, `seen in ${alert.observed_in}`) : null,
     element("span", { class: "alert-message" }, alert.message),
   ].filter((part) => part !== null);
 }

@@ -284,7 +284,7 @@ export class Panel {
     this.overview = overview;
     this.alerts = overview.alerts.map((alert) => ({
       ...alert,
-      layer: layerOf.get(alert.seen_in ?? alert.module_name) ?? null,
+      layer: layerOf.get(alert.observed_in ?? alert.module_name) ?? null,
     }));
   }
 

@@ -71,7 +71,7 @@ export class Side {
       statistics: panel.overview.statistics,
       view: app.view(),
       alerts: panel.alerts.filter(
-        (known) => [known.module_name, known.seen_in].includes(layer.name) && known !== alert,
+        (known) => [known.module_name, known.observed_in].includes(layer.name) && known !== alert,
       ),
       histogram: app.state.histogram,
       theme: app.theme,

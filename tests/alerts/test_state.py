@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.alerts.memory import restore, to_plain
+from telemetry.alerts.state import restore, to_plain
 
 
 class Inner:
