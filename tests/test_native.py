@@ -355,6 +355,14 @@ def test_nothing_beyond_a_page_is_read() -> None:
     read_everything(_native, before_a_page_that_must_not_be_read)
 
 
+@needs_extension
+def test_x87_arithmetic_is_right_after_measuring() -> None:
+    """Adds ``long double`` numbers, as ``fmod`` of the C library does, after each layout."""
+    for units, inner in ((0, 1), (3, 1), (3, 7), (1, 64), (3, 64), (2, 200)):
+        measure(torch.ones(12 * max(units, 1) * inner), units, inner)
+        assert np.longdouble(3) + np.longdouble(4) == 7
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     extension = tmp_path / "_native.so"

@@ -24,6 +24,12 @@
 
 #include "dlpack.h"
 
+/* GCC would use MMX registers where it has no AVX, and leave them in use: all x87 arithmetic of the
+ * process, such as fmod() and long double, would return NaN from then on. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#pragma GCC target("no-mmx")
+#endif
+
 #if defined(_MSC_VER)
 #define INLINE static __forceinline
 #define NOT_INLINE static __declspec(noinline)
