@@ -49,7 +49,7 @@ from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
-from telemetry.shared.tag_names import HISTOGRAMS, numbered
+from telemetry.tag_names import HISTOGRAMS, numbered
 from telemetry.writing.board import Board
 
 # TensorBoard with the plugin, Chromium and the layout of a model: those of the page's tests.

@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from telemetry.shared import untrusted
-from telemetry.shared.plain_text import called
+from telemetry import untrusted
+from telemetry.plain_text import called
 
 Severity = Literal["note", "warning", "error"]
 Stage = Literal["started", "escalated", "resolved"]

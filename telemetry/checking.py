@@ -26,11 +26,11 @@ from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.capture.own_pass import call, unchanged
 from telemetry.commands.output import Column, new_console, number, print_table
 from telemetry.layers import table
+from telemetry.plain_text import called, printable, type_of
 from telemetry.records import StepRecord
 from telemetry.records.moments import norm_of
 from telemetry.records.tensor import figures_of
 from telemetry.selection import check_model
-from telemetry.shared.plain_text import called, printable, type_of
 from telemetry.testing import capture_run
 
 __all__ = ["CheckResult", "check"]

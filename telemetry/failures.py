@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from telemetry.shared.plain_text import printable
+from telemetry.plain_text import printable
 
 log = logging.getLogger("telemetry")
 

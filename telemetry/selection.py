@@ -11,8 +11,8 @@ from typing import TypeAlias, TypeVar
 
 from torch import nn
 
+from telemetry.plain_text import called_all, type_of
 from telemetry.records.step import is_inside
-from telemetry.shared.plain_text import called_all, type_of
 
 T = TypeVar("T")
 Predicate: TypeAlias = Callable[[str, nn.Module], bool]

@@ -26,9 +26,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from telemetry.events import summaries
 from telemetry.events.framing import frame
+from telemetry.events.page_format import PLUGIN_NAME, alert_tag, encode_layout, layout_tag
 from telemetry.flight.file import FORMAT
 from telemetry.layers import MATRIX_STATISTICS, STATISTICS
-from telemetry.shared.page_format import PLUGIN_NAME, alert_tag, encode_layout, layout_tag
 
 SESSION = "20260101-000000.000-aaaa"
 OTHER = "20260101-000000.000-0000"  # sorts before it: what it says does not hide the good run

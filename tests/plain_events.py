@@ -6,7 +6,7 @@ from typing import Any
 
 from tensorboard.backend.event_processing import event_accumulator
 
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 
 
 class EventAccumulator(event_accumulator.EventAccumulator):

@@ -14,10 +14,11 @@ PACKAGE = Path(__file__).parents[1] / "telemetry"
 # Parts of the package (a module, a subpackage with all its files, or one file of a subpackage),
 # from the lowest layer up.
 LAYERS = [
-    {"shared", "version"},
+    {"plain_text", "untrusted", "version"},
+    {"tag_names"},
     {"alert", "failures", "records", "torch_private"},
     {"layers", "rule", "selection"},
-    {"measure", "shared.page_format"},
+    {"measure"},
     {"events", "ranks"},
     {"alerts", "capture", "flight", "reading", "writing"},
     {"interventions", "ranks.part_maker"},
@@ -42,12 +43,13 @@ TORCH_FREE = {
     "failures",
     "flight",
     "layers",
+    "plain_text",
     "reading",
     "records",
     "rule",
-    "shared",
-    "shared.page_format",
+    "tag_names",
     "tensorboard_plugin",
+    "untrusted",
     "version",
 }
 USES_TORCH = {f"telemetry.events.{name}" for name in ("given_writer", "summary_writer")}

@@ -25,7 +25,7 @@ from telemetry.events import list_event_files, read_events
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
 from telemetry.records import StepRecord
-from telemetry.shared.tag_names import TOTAL_GRAD_NORM
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
 KILLED = 8
 PROMISED_S = 2.0

@@ -39,17 +39,17 @@ from telemetry import Alert, HookLogger, Rule, TelemetryAlert
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.commands import cli
 from telemetry.events import list_event_files, read_events
-from telemetry.reading.files import FileSource
-from telemetry.reading.run_data import RunData
-from telemetry.records import StepRecord
-from telemetry.shared.page_format import (
+from telemetry.events.page_format import (
     END_PREFIX,
     LAYOUT_PREFIX,
     PLUGIN_NAME,
     decode_end,
     parse_layout_tag,
 )
-from telemetry.shared.tag_names import TOTAL_GRAD_NORM
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import RunData
+from telemetry.records import StepRecord
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
 
 def small_cnn() -> nn.Module:

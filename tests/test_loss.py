@@ -16,11 +16,11 @@ from torch import nn
 from twins import Recorder
 
 from telemetry import HookLogger
+from telemetry.events.page_format import PLUGIN_NAME, chosen_loss
 from telemetry.reading.builtin_tags import scalar_curves
 from telemetry.reading.difference import compare
 from telemetry.reading.log_dirs import open_run
 from telemetry.records.loss import _WORDS, LOSS_TAGS, LossChoice, loss_among
-from telemetry.shared.page_format import PLUGIN_NAME, chosen_loss
 from telemetry.testing import capture_run
 
 LOSSES = [

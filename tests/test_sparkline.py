@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.shared.sparkline import sparkline
+from telemetry.plain_text import sparkline
 
 
 def test_a_curve_rises_from_the_lowest_to_the_highest_block() -> None:

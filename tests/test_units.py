@@ -17,6 +17,7 @@ from torch import nn
 import telemetry
 from telemetry import HookLogger
 from telemetry.events import FileWriter, summaries
+from telemetry.events.page_format import PLUGIN_NAME, parse_chunk
 from telemetry.layers.record import Group
 from telemetry.layers.units import (
     MOST_BYTES,
@@ -31,7 +32,6 @@ from telemetry.reading.log_dirs import open_run
 from telemetry.reading.units import Units
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import Sketch
-from telemetry.shared.page_format import PLUGIN_NAME, parse_chunk
 
 Extremes = NDArray[np.float32]
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telemetry import untrusted
+from telemetry.events.page_format import decode_alert, decode_layout
 from telemetry.flight import explain
-from telemetry.shared import untrusted
-from telemetry.shared.page_format import decode_alert, decode_layout
 
 json_values = st.recursive(
     st.none()

@@ -9,9 +9,9 @@ import numpy as np
 
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
+from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import edges
-from telemetry.shared.plain_text import called
 
 
 class AttentionCollapse(Detector):

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.layers.movers import LOOK_BACK, NORMAL_CONSISTENT, Mover, movers
+from telemetry.plain_text import called, called_all
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
-from telemetry.shared.plain_text import called, called_all
 
 Figures = NDArray[np.float64]
 Marks = NDArray[np.bool_]

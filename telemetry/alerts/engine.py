@@ -10,10 +10,10 @@ from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.state import restore, to_plain
+from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.step import is_inside
 from telemetry.rule import Rule
-from telemetry.shared.plain_text import steps_in_words
 
 
 class Engine(Rule):

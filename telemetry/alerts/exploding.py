@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from telemetry.alerts.baseline import FAR_ABOVE, FEW, FEWEST, LENGTH, RECENT, TENFOLD, Baseline
 from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Growth, Stretch, backward_growth, forward_growth, gain
+from telemetry.plain_text import called
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
-from telemetry.shared.plain_text import called
 
 
 class ExplodingActivation(Detector):

@@ -12,10 +12,10 @@ import numpy as np
 
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
+from telemetry.plain_text import called
 from telemetry.records import Module, StepRecord, once
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
-from telemetry.shared.plain_text import called
 
 
 class Stretch(NamedTuple):

@@ -9,10 +9,10 @@ from statistics import median_high
 
 from telemetry.alerts.baseline import FEWEST, Baseline, finite_loss
 from telemetry.alerts.detector import Detector, Finding
+from telemetry.plain_text import called
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
-from telemetry.shared.plain_text import called
 
 
 class EvalMode(Detector):

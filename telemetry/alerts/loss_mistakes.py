@@ -8,10 +8,10 @@ from typing import NamedTuple
 from telemetry.alert import Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
+from telemetry.plain_text import called
 from telemetry.records import StepRecord
 from telemetry.records.buckets import limits
 from telemetry.records.sketch import Sketch
-from telemetry.shared.plain_text import called
 
 
 class WrongLossInput(Detector):

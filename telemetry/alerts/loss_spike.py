@@ -20,8 +20,8 @@ from telemetry.alerts.baseline import (
 )
 from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
 from telemetry.layers.movers import Mover
+from telemetry.plain_text import called, steps_in_words
 from telemetry.records import StepRecord
-from telemetry.shared.plain_text import called, steps_in_words
 
 
 class LossSpike(Detector):

@@ -12,10 +12,10 @@ from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers.module_types import STANDARD
 from telemetry.measure.sampling import SAMPLE_ELEMENTS
+from telemetry.plain_text import called, printable
 from telemetry.records import Module, StepRecord
 from telemetry.records.step import is_inside
 from telemetry.records.tensor import bad_among
-from telemetry.shared.plain_text import called, printable
 
 
 class Nonfinite(Detector):

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
+from telemetry.plain_text import printable, ranks_in_words
 from telemetry.records import Divergence, RankFacts, StepRecord
-from telemetry.shared.plain_text import printable, ranks_in_words
 
 _ASKED = 60  # steps: three times three in a row; by eye
 

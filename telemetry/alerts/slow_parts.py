@@ -9,10 +9,10 @@ import numpy as np
 from telemetry.alerts.baseline import FEW_SAMPLES, LATEST, RECENT, Baseline, Figures
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers.module_types import AFFINE
+from telemetry.plain_text import called, called_all
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
-from telemetry.shared.plain_text import called, called_all
 
 _LIMP = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from telemetry.alerts.baseline import FEWEST, LARGE_STEP, LENGTH, NEVER, Baseline, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.plain_text import called, steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
-from telemetry.shared.plain_text import called, steps_in_words
 
 
 class ExponentialTrend(Detector):

@@ -26,13 +26,13 @@ from telemetry.layers.module_types import (
     Flat,
 )
 from telemetry.layers.units import ranges, saturated_units
+from telemetry.plain_text import called, printable
 from telemetry.records import Output, StepRecord, once
 from telemetry.records.buckets import bucket_of
 from telemetry.records.moments import rms_of, zero_fraction_of
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
 from telemetry.records.tensor import Tensors
-from telemetry.shared.plain_text import called, printable
 
 
 class DeadUnits(Detector):

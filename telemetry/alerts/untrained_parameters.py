@@ -10,8 +10,8 @@ import numpy as np
 from telemetry.alert import Severity
 from telemetry.alerts.baseline import Baseline, Marks
 from telemetry.alerts.detector import Detector, Finding
+from telemetry.plain_text import called_all
 from telemetry.records import Layout, StepRecord
-from telemetry.shared.plain_text import called_all
 
 
 class UntrainedParameters(Detector):

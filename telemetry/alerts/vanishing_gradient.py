@@ -11,8 +11,8 @@ from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline, Figures, Mark
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Stretch
 from telemetry.layers import table
+from telemetry.plain_text import called
 from telemetry.records import Layout, StepRecord
-from telemetry.shared.plain_text import called
 
 
 class VanishingGradient(Detector):

@@ -8,8 +8,8 @@ import numpy as np
 
 from telemetry.alerts.baseline import Baseline, Figures, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.plain_text import called
 from telemetry.records import StepRecord
-from telemetry.shared.plain_text import called
 
 
 class WeightJump(Detector):

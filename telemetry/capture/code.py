@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, MethodType
 import torch
 from torch import nn
 
-from telemetry.shared.plain_text import called
+from telemetry.plain_text import called
 from telemetry.torch_private.ranks import written_class
 
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\](.+)", re.DOTALL)

@@ -13,10 +13,10 @@ from telemetry.capture.code import places_in_code
 from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.step import Step
 from telemetry.capture.unseen import NEVER_RAN
+from telemetry.plain_text import called_all
 from telemetry.records import Layout, Module, Parameter
 from telemetry.records.step import is_inside
 from telemetry.selection import Selection, clean_name, cleaned, evenly, owners
-from telemetry.shared.plain_text import called_all
 from telemetry.torch_private import AfterModeChanges, AroundModuleCalls
 from telemetry.torch_private.compiler import (
     GRAPHS_CAN_BE_OBSERVED,

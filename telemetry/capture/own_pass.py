@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from telemetry.capture.captured import Detail
 from telemetry.capture.nested import map_tensors, tensors_in
 from telemetry.measure import images
-from telemetry.shared.plain_text import type_of
+from telemetry.plain_text import type_of
 from telemetry.torch_private.compiler import is_compiled
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.torch_private.ranks import has_flat_shards, spec_of

@@ -27,9 +27,9 @@ from telemetry.capture.parameters import (
 )
 from telemetry.capture.unseen import StepsUnseen
 from telemetry.measure import Measurer, fingerprint, images
+from telemetry.plain_text import called_all
 from telemetry.records import Output, Parameter
 from telemetry.selection import cleaned
-from telemetry.shared.plain_text import called_all
 from telemetry.torch_private import (
     NO_TASK,
     at_end_of_backward,

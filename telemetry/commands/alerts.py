@@ -11,7 +11,7 @@ from rich.text import Text
 from telemetry.alert import Alert, alert_fields
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import print_records
-from telemetry.shared.plain_text import printable
+from telemetry.plain_text import printable
 
 # For each choice of ``--fail-on`` the severities that make the command fail.
 FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str]()}

@@ -10,9 +10,9 @@ from rich.text import Text
 from telemetry.commands.opening import tell_skipped
 from telemetry.commands.output import Column, number, print_records, print_table
 from telemetry.layers import PAGE_STATISTICS
+from telemetry.plain_text import called, called_all, printable
 from telemetry.reading.difference import Comparison, compare
 from telemetry.reading.log_dirs import only_log_dir, open_run
-from telemetry.shared.plain_text import called, called_all, printable
 
 _RECORD = ("statistic", "step", "module_name", "first", "second", "layer_count")
 _MAX_NAMES = 5

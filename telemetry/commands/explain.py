@@ -14,8 +14,8 @@ from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import print_records
 from telemetry.flight import explain, flight_files, read_flight
 from telemetry.layers import STATISTICS
+from telemetry.plain_text import printable
 from telemetry.reading.log_dirs import has_event_files
-from telemetry.shared.plain_text import printable
 
 _RECORD = (
     "file", "complete", "step", "batch", "first_bad_module", "alerts", "exception", "random",

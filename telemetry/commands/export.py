@@ -13,10 +13,10 @@ from rich.console import Console
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import write_csv
 from telemetry.layers import MISSING, PAGE_STATISTICS
+from telemetry.layers.heat_map import heat_map
+from telemetry.plain_text import printable
 from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import RunData, windows
-from telemetry.shared.heat_map import heat_map
-from telemetry.shared.plain_text import printable
 
 _MOST_ROWS, _MOST_COLUMNS = 512, 1024
 

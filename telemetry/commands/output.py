@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.shared.plain_text import json_plain, printable
+from telemetry.plain_text import json_plain, printable
 
 _GAP = "  "
 _NARROWEST = 24  # cells of the first column, unless it needs less

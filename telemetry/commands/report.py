@@ -18,13 +18,13 @@ from telemetry.commands.opening import tell_skipped
 from telemetry.commands.output import tell_problems
 from telemetry.flight import explain, flight_files
 from telemetry.layers import PAGE_STATISTICS
+from telemetry.plain_text import printable
 from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
 from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
-from telemetry.shared.plain_text import printable
 from telemetry.tensorboard_plugin.static_files import bundle, read_static_files
 
 MAX_ROWS = 1000

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from telemetry.commands.opening import LogDirs, tell_skipped
 from telemetry.commands.output import Column, number, print_records, print_table, tell_problems
+from telemetry.plain_text import called, printable
 from telemetry.reading.log_dirs import NoTelemetryError, natural_key
 from telemetry.reading.run_table import differing, read_row
-from telemetry.shared.plain_text import called, printable
 
 _COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "first_alert")
 _MOST_WANTED = ("status", "first_alert", "last_loss", "last_step")

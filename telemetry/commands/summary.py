@@ -16,10 +16,9 @@ from rich.text import Text
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import Column, number, print_records, print_table
 from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
+from telemetry.plain_text import printable, sparkline
 from telemetry.reading.run_data import Overview, RunData
-from telemetry.shared.plain_text import printable
-from telemetry.shared.sparkline import sparkline
-from telemetry.shared.tag_names import FULL_STEPS
+from telemetry.tag_names import FULL_STEPS
 
 _CURVE_WIDTH = 16
 _STEADY = 1.25  # a trend by a smaller factor counts as steady

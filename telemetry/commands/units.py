@@ -13,8 +13,8 @@ from rich.text import Text
 
 from telemetry.commands.output import Column, number, print_records, print_table, tell_problems
 from telemetry.layers.units import ranges
+from telemetry.plain_text import called
 from telemetry.reading.run import read
-from telemetry.shared.plain_text import called
 
 _RECORD = ("step", "unit", "min", "max", "dead", "saturated", "left_out")
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.events import framing
-from telemetry.shared.untrusted import open_file
+from telemetry.untrusted import open_file
 
 # The most that TensorBoard's data server sends at once, and that our writer holds back.
 MAX_EVENT_BYTES = 256 << 20

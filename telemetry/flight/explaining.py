@@ -11,8 +11,7 @@ from typing import Any
 
 from telemetry.flight.file import first_movers, flight_files, read_flight
 from telemetry.layers.movers import Mover
-from telemetry.shared.plain_text import called, printable
-from telemetry.shared.sparkline import sparkline
+from telemetry.plain_text import called, printable, sparkline
 
 # Four times as many as one run writes.
 MAX_FILES = 32

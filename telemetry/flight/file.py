@@ -45,12 +45,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry import untrusted
 from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.layers import STATISTICS, LayerTable
 from telemetry.layers.movers import FEWEST_TO_SHOW, Mover, movers
+from telemetry.plain_text import json_plain
 from telemetry.records import Layout
-from telemetry.shared import untrusted
-from telemetry.shared.plain_text import json_plain
 
 FORMAT = "telemetry-flight-1"
 MAX_ALERTS = 32

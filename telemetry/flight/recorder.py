@@ -18,7 +18,7 @@ from telemetry.flight.file import MAX_ALERTS, Fault, KeptStep, encode_flight
 from telemetry.layers import table
 from telemetry.records import StepRecord
 from telemetry.records.tensor import bad_among
-from telemetry.shared.untrusted import MAX_TEXT
+from telemetry.untrusted import MAX_TEXT
 
 log = logging.getLogger("telemetry")
 

@@ -18,14 +18,14 @@ from telemetry.events.sink import Sink
 from telemetry.failures import Failures
 from telemetry.pipeline.light_steps import LightSteps
 from telemetry.pipeline.schedule import FullSteps
+from telemetry.plain_text import printable, printable_lines
 from telemetry.ranks.exchange import Exchange
 from telemetry.ranks.merging import MergedStep
 from telemetry.ranks.role import is_rank_0
 from telemetry.records import Layout, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
-from telemetry.shared.plain_text import printable, printable_lines
-from telemetry.shared.tag_names import RUN
+from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.board import Board, needed_in_every_file
 

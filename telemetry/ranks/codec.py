@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from telemetry.ranks.partial_record import Row
 from telemetry.records import Layout
 from telemetry.records.rows import COLUMNS
-from telemetry.shared.untrusted import flag, integer, number
+from telemetry.untrusted import flag, integer, number
 
 Array: TypeAlias = NDArray[Any]
 Read: TypeAlias = Callable[[Any, "_Arrays"], Any]

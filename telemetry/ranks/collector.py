@@ -9,9 +9,9 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.merging import MergedStep
 from telemetry.ranks.partial_record import PartialRecord
-from telemetry.shared.plain_text import ranks_in_words
 
 log = logging.getLogger("telemetry")
 

@@ -13,6 +13,7 @@ from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.capture import CapturedStep, LightStep
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
+from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.channel import CLOSE_S, Announcement, Channel
 from telemetry.ranks.merged_records import MergedRecords
 from telemetry.ranks.merging import MergedStep
@@ -20,7 +21,6 @@ from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.part_maker import PartMaker
 from telemetry.ranks.partial_record import PartialRecord
 from telemetry.records import StepRecord
-from telemetry.shared.plain_text import ranks_in_words
 
 # While more wait to be judged, steps are dropped.
 MAX_BYTES = 128 * 2**20

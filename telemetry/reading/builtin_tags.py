@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
+from telemetry.events.page_format import PLUGIN_NAME, chosen_loss
+from telemetry.plain_text import printable
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
 from telemetry.records.loss import loss_among
-from telemetry.shared.page_format import PLUGIN_NAME, chosen_loss
-from telemetry.shared.plain_text import printable
-from telemetry.shared.tag_names import parse_numbered, plain
+from telemetry.tag_names import parse_numbered, plain
 
 _OUTPUT_KINDS = {"activation": "outputs", "activation_grad": "gradients of outputs"}
 _PARAMETER_KINDS = {"weight": "parameters", "grad": "gradients"}

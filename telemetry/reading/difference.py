@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading import builtin_tags
 from telemetry.reading.run_data import RunData, windows
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 
 _FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
 # The order within a step in which statistics arise; the others do in the forward pass.

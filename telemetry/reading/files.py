@@ -19,8 +19,8 @@ from tensorboard.data_compat import migrate_value
 from tensorboard.plugins.hparams import metadata
 
 from telemetry.events import CorruptEventFileError, list_event_files, read_events
+from telemetry.events.page_format import PLUGIN_NAME
 from telemetry.reading.sources import Problems
-from telemetry.shared.page_format import PLUGIN_NAME
 
 # Largest size of each plugin's values in memory: 2 GiB are 20,000 full steps of 1000 layers.
 MAX_KEPT_BYTES = {

@@ -12,9 +12,9 @@ from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.events import list_event_files
+from telemetry.events.page_format import parse_chunk
 from telemetry.events.reading import events_from_end
-from telemetry.shared.page_format import parse_chunk
-from telemetry.shared.tag_names import TOTAL_GRAD_NORM
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
 # Tags that every step of a logger has and that nobody else writes: the steps of a user's own tags
 # may count something else.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.shared.untrusted import MAX_WHOLE
+from telemetry.untrusted import MAX_WHOLE
 
 
 @dataclass(frozen=True, kw_only=True)

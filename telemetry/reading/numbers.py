@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.events.page_format import EVENTS_PER_TAG, PLUGIN_NAME, ChunkKind
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.sessions import NumberTag, Segment
 from telemetry.reading.sources import Problems, RunSource
-from telemetry.shared.page_format import EVENTS_PER_TAG, PLUGIN_NAME, ChunkKind
-from telemetry.shared.untrusted import MAX_WHOLE
+from telemetry.untrusted import MAX_WHOLE
 
 # Most that is read for one answer; if it would be more, steps are left out.
 READ_BYTES = 256 << 20

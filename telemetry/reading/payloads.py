@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import alert_fields
+from telemetry.events.page_format import FORMAT_VERSION
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.layers.units import ranges
 from telemetry.reading import builtin_tags
@@ -23,8 +24,7 @@ from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
 from telemetry.reading.units import Units
-from telemetry.shared.page_format import FORMAT_VERSION
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 
 # Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws.
 MAX_PICTURE_PIXELS = 1 << 22

@@ -19,7 +19,7 @@ from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.run_data import windows
 from telemetry.reading.run_table import hparams_content, read_hparams
 from telemetry.reading.units import Units
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 
 Table: TypeAlias = Any
 """A ``pandas.DataFrame``; where pandas is not installed, a dict of arrays by column."""

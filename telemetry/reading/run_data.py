@@ -12,6 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
+from telemetry.events.page_format import (
+    ALERT_PREFIX,
+    LAYOUT_PREFIX,
+    PLUGIN_NAME,
+    ChunkKind,
+    NewerFormatError,
+    decode_alert,
+    decode_layout,
+    parse_layout_tag,
+)
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.movers import FEWEST_TO_SHOW, LOOK_BACK, Mover, movers
 from telemetry.layers.units import decode_units
@@ -37,17 +47,7 @@ from telemetry.reading.sessions import (
 from telemetry.reading.sources import RunSource
 from telemetry.reading.units import Units
 from telemetry.records import Layout
-from telemetry.shared.page_format import (
-    ALERT_PREFIX,
-    LAYOUT_PREFIX,
-    PLUGIN_NAME,
-    ChunkKind,
-    NewerFormatError,
-    decode_alert,
-    decode_layout,
-    parse_layout_tag,
-)
-from telemetry.shared.untrusted import MAX_WHOLE
+from telemetry.untrusted import MAX_WHOLE
 
 _OF_RANKS = {statistic.name for statistic in PAGE_STATISTICS if statistic.of_ranks}
 

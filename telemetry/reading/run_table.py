@@ -15,12 +15,7 @@ from tensorboard.plugins.hparams import error as hparams_error
 from tensorboard.plugins.hparams import metadata
 
 from telemetry.alert import Alert
-from telemetry.reading.builtin_tags import loss_of
-from telemetry.reading.files import FileSource
-from telemetry.reading.log_dirs import natural_key
-from telemetry.reading.sessions import Sessions, session_of
-from telemetry.reading.sources import RunSource
-from telemetry.shared.page_format import (
+from telemetry.events.page_format import (
     ALERT_PREFIX,
     END_PREFIX,
     LAYOUT_PREFIX,
@@ -32,8 +27,13 @@ from telemetry.shared.page_format import (
     parse_chunk,
     session_start_s,
 )
-from telemetry.shared.tag_names import LAYERS
-from telemetry.shared.untrusted import MAX_WHOLE
+from telemetry.reading.builtin_tags import loss_of
+from telemetry.reading.files import FileSource
+from telemetry.reading.log_dirs import natural_key
+from telemetry.reading.sessions import Sessions, session_of
+from telemetry.reading.sources import RunSource
+from telemetry.tag_names import LAYERS
+from telemetry.untrusted import MAX_WHOLE
 
 # A run that is still going writes at least every few seconds, but it may pause to validate.
 _SILENT_S = 300.0

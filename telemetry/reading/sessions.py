@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.events.page_format import EVENTS_PER_TAG, NORM_BLOCK_BYTES, ChunkKind, parse_chunk
 from telemetry.layers.units import MOST_BYTES
 from telemetry.reading.sources import Problems
 from telemetry.records import Layout, Module, Parameter
-from telemetry.shared.page_format import EVENTS_PER_TAG, NORM_BLOCK_BYTES, ChunkKind, parse_chunk
-from telemetry.shared.untrusted import MAX_WHOLE
+from telemetry.untrusted import MAX_WHOLE
 
 _NEVER = 2**62
 _STEPS_BEYOND = 64  # of a block of norms: what one may hold above its limit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from telemetry.shared.plain_text import printable
+from telemetry.plain_text import printable
 
 # Lines about one run; nobody reads more than that.
 MAX_PROBLEMS = 50

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from telemetry.shared.plain_text import printable
-from telemetry.shared.tag_names import RUN
+from telemetry.plain_text import printable
+from telemetry.tag_names import RUN
 
 _OF_ONE_STEP = ("minibatch", "batch", "iteration", "iter", "step")
 _OF_MANY_STEPS = ("epoch", "average", "avg", "mean", "running", "smoothed", "smooth", "ema")

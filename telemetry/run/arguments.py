@@ -19,9 +19,9 @@ from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
 from telemetry.alerts.detector import Detector
 from telemetry.capture.own_pass import Sample
+from telemetry.plain_text import check_text, type_of
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
-from telemetry.shared.plain_text import check_text, type_of
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.bulk import Bulk
 

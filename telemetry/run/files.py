@@ -16,6 +16,7 @@ from telemetry.alert import Alert
 from telemetry.events.background import each_within
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.given_writer import GivenWriter
+from telemetry.events.page_format import encode_alert, new_session_id
 from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import SummaryWriter
 from telemetry.failures import Failures
@@ -24,7 +25,6 @@ from telemetry.ranks.role import Role, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
 from telemetry.run.claim import DirectoryClaim
 from telemetry.run.resuming import resolved
-from telemetry.shared.page_format import encode_alert, new_session_id
 
 # A step waits in the pipeline, and on the page for as long, before it comes to the writer; two
 # seconds later it is in the file.

@@ -56,7 +56,7 @@ from telemetry.run.arguments import (
 from telemetry.run.files import RunFiles
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection, Selectors
-from telemetry.shared.tag_names import RUN
+from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing import hparams, links
 from telemetry.writing.board import Board

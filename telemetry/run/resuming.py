@@ -7,10 +7,10 @@ from itertools import islice
 from typing import Any
 
 from telemetry.failures import Failures
+from telemetry.plain_text import type_of
 from telemetry.reading.last_step import EventFile, event_files, last_step
 from telemetry.records import StepRecord
 from telemetry.run.arguments import FirstStep
-from telemetry.shared.plain_text import type_of
 
 STATE_FORMAT = 1
 _FEW_FILES = 8

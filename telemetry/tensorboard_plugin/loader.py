@@ -6,7 +6,7 @@ import argparse
 
 from tensorboard.plugins import base_plugin
 
-from telemetry.shared.page_format import PLUGIN_NAME
+from telemetry.events.page_format import PLUGIN_NAME
 
 
 class TelemetryLoader(base_plugin.TBLoader):  # type: ignore[misc]

@@ -20,16 +20,16 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 from werkzeug.exceptions import BadRequest, HTTPException, NotFound
 
+from telemetry.events.page_format import PLUGIN_NAME, NewerFormatError
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.matrix import WHOLE, Region, thin
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
-from telemetry.shared.page_format import PLUGIN_NAME, NewerFormatError
-from telemetry.shared.untrusted import MAX_NAME, MAX_WHOLE
 from telemetry.tensorboard_plugin.provider_source import ProviderSource
 from telemetry.tensorboard_plugin.run_table import RunTable, list_runs
 from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, bundle, read_static_files
+from telemetry.untrusted import MAX_NAME, MAX_WHOLE
 
 MAX_ROWS = 2048
 MAX_CELLS = 4_000_000

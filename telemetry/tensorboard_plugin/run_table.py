@@ -9,9 +9,9 @@ from typing import Any
 from tensorboard.data.provider import DataProvider
 from tensorboard.plugins.hparams import metadata
 
+from telemetry.events.page_format import PLUGIN_NAME
 from telemetry.reading.builtin_tags import loss_of
 from telemetry.reading.run_table import RunEntry, loss_summary, run_entry
-from telemetry.shared.page_format import PLUGIN_NAME
 from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import PurePath
 
-from telemetry.shared.heat_map import INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR
+from telemetry.layers.heat_map import INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR
 
 # By the ending of a file's name.
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -57,7 +57,7 @@ def _variable(name: str) -> str:
 
 
 def _colors() -> bytes:
-    """A module with the colors of :mod:`telemetry.shared.heat_map`."""
+    """A module with the colors of :mod:`telemetry.layers.heat_map`."""
     constants = {
         "VIRIDIS": VIRIDIS,
         "NAN_COLORS": NAN_COLORS,

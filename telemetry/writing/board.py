@@ -12,10 +12,10 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
+from telemetry.events.page_format import LAYOUT_PREFIX, LOSS_PREFIX
+from telemetry.plain_text import printable
 from telemetry.records import StepRecord
-from telemetry.shared.page_format import LAYOUT_PREFIX, LOSS_PREFIX
-from telemetry.shared.plain_text import printable
-from telemetry.shared.tag_names import FULL_STEPS, RUN
+from telemetry.tag_names import FULL_STEPS, RUN
 from telemetry.writing import tags
 from telemetry.writing.bulk import Bulk
 from telemetry.writing.curves import (

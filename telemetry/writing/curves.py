@@ -16,7 +16,7 @@ from telemetry.events import summaries
 from telemetry.layers import STATISTICS, Statistic, table
 from telemetry.records import RankFacts, StepRecord
 from telemetry.records.loss import LOSS_TAGS
-from telemetry.shared.tag_names import RUN, plain
+from telemetry.tag_names import RUN, plain
 
 
 class LearningRates:

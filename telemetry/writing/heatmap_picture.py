@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.layers.heat_map import heat_map
+from telemetry.plain_text import printable
 from telemetry.records import Layout, StepRecord
-from telemetry.shared.heat_map import heat_map
-from telemetry.shared.plain_text import printable
-from telemetry.shared.tag_names import IMAGES
+from telemetry.tag_names import IMAGES
 from telemetry.writing.bulk import Bulk
 
 TAG = f"{IMAGES}telemetry_heatmap"

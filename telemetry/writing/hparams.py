@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-from telemetry.shared.plain_text import check_text
+from telemetry.plain_text import check_text
 
 Hyperparameter = bool | int | float | str
 

@@ -9,12 +9,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
-from telemetry.events.summaries import FLOAT32_MAX
-from telemetry.layers import MATRIX_STATISTICS, MISSING, RANK_STATISTICS, Statistic, table
-from telemetry.layers.table import PLACES
-from telemetry.layers.units import encode_units
-from telemetry.records import Layout, StepRecord
-from telemetry.shared.page_format import (
+from telemetry.events.page_format import (
     EVENTS_PER_TAG,
     NORM_BLOCK_BYTES,
     PLUGIN_NAME,
@@ -29,6 +24,11 @@ from telemetry.shared.page_format import (
     loss_tag,
     new_session_id,
 )
+from telemetry.events.summaries import FLOAT32_MAX
+from telemetry.layers import MATRIX_STATISTICS, MISSING, RANK_STATISTICS, Statistic, table
+from telemetry.layers.table import PLACES
+from telemetry.layers.units import encode_units
+from telemetry.records import Layout, StepRecord
 
 # The writer adds up to a second, so a step is in the file after at most two seconds.
 _BLOCK_S = 0.75

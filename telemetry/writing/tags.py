@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.layers import PARAMETER_STATISTICS, STATISTICS, table
+from telemetry.plain_text import printable
 from telemetry.records import Layout, Output, Parameter, StepRecord
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import TensorRecord, Tensors
 from telemetry.selection import evenly
-from telemetry.shared.plain_text import printable
-from telemetry.shared.tag_names import (
+from telemetry.tag_names import (
     ALERTS,
     HISTOGRAMS,
     IMAGES,
@@ -38,7 +38,7 @@ SHOWN_OF_MANY = 12
 def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
     """The values of one step; if it was not measured in full, only the total gradient norm.
 
-    Tags are ``statistic/NNNN.name`` (:func:`~telemetry.shared.tag_names.numbered`), in those of a
+    Tags are ``statistic/NNNN.name`` (:func:`~telemetry.tag_names.numbered`), in those of a
     phase behind the phase's name, and begin with the group in which TensorBoard shows them.
     """
     prefix = f"{record.phase}/" if record.phase else ""

@@ -17,8 +17,8 @@ import telemetry
 from telemetry import HookLogger
 from telemetry.capture.code import places_in_code
 from telemetry.commands.cli import main
+from telemetry.events.page_format import decode_layout, encode_layout
 from telemetry.records import Module
-from telemetry.shared.page_format import decode_layout, encode_layout
 from telemetry.testing import capture_run
 
 HERE = Path(__file__).relative_to(Path.cwd()).as_posix()

@@ -15,7 +15,7 @@ from twins import Recorder, seed
 from telemetry import HookLogger
 from telemetry.events import list_event_files, read_events
 from telemetry.records import StepRecord
-from telemetry.shared.tag_names import TOTAL_GRAD_NORM
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of the frameworks
 

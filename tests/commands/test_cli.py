@@ -16,11 +16,11 @@ from known_runs import alert_at, layout_of, write_run
 from telemetry.alert import Alert
 from telemetry.commands.cli import main
 from telemetry.events import FileWriter, summaries
+from telemetry.events.page_format import PLUGIN_NAME, Chunk
 from telemetry.layers.record import Group
 from telemetry.layers.units import encode_units
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
-from telemetry.shared.page_format import PLUGIN_NAME, Chunk
 from telemetry.writing.hparams import session_value
 
 ESCAPE = "\x1b[2Jcleared"

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.data import grpc_provider
 from tensorboard.data.provider import DataProvider
 
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 
 ALL = 10**9  # no downsampling
 PLUGINS = ["scalars", "histograms", "images", "text", "telemetry"]

@@ -17,7 +17,7 @@ from torch import nn
 
 from telemetry import HookLogger
 from telemetry.events import list_event_files, read_events
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 
 KILLED = 50
 EVERY = (1, 10, 100)

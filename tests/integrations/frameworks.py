@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from telemetry import Alert, StepRecord
 from telemetry.events import list_event_files, read_events
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 
 
 def mlp() -> nn.Sequential:

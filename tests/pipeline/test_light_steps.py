@@ -19,7 +19,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.pipeline import LightSteps, light_steps
 from telemetry.pipeline.light_steps import DENSE_STEPS, FIRST_STEPS, MAX_EVERY
-from telemetry.shared.tag_names import RUN
+from telemetry.tag_names import RUN
 
 STEP_S = 0.001
 

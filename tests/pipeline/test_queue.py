@@ -27,7 +27,7 @@ from telemetry.pipeline import queue as pipeline_module
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import AnyRule, Rule, as_rule
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 from telemetry.writing.board import Board
 
 LAYOUT = Layout(

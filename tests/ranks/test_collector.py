@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.collector import ENDED, Collector
 from telemetry.ranks.partial_record import PartialRecord
-from telemetry.shared.plain_text import ranks_in_words
 
 WORLD = 6
 

@@ -20,7 +20,7 @@ from telemetry.ranks.partial_record import ParameterPart, PartialRecord
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 from telemetry.writing.board import Board
 
 LAYOUT = Layout(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from telemetry.events.page_format import loss_tag
 from telemetry.reading.builtin_tags import histogram_tags, image_tags, scalar_curves
 from telemetry.reading.files import FileSource
 from telemetry.reading.sessions import Layer
 from telemetry.records import Parameter
-from telemetry.shared.page_format import loss_tag
 
 LAYER = Layer(
     name="encoder.1",

@@ -10,12 +10,12 @@ import pytest
 from known_runs import COLUMN, OpenRun, alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
+from telemetry.events.page_format import PLUGIN_NAME, NewerFormatError, alert_tag, layout_tag
 from telemetry.layers import MATRIX_STATISTICS, MISSING
 from telemetry.reading import numbers
 from telemetry.reading.files import FileSource
 from telemetry.reading.matrix import Region
 from telemetry.reading.run_data import RunData
-from telemetry.shared.page_format import PLUGIN_NAME, NewerFormatError, alert_tag, layout_tag
 
 LAYOUT = layout_of(["a", "b.x", "b.y"])
 EARLIER, LATER = "20260101-000000.000-aaaa", "20260102-000000.000-0000"

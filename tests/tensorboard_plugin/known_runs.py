@@ -10,14 +10,7 @@ from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.events import FileWriter, summaries
-from telemetry.layers import MATRIX_STATISTICS
-from telemetry.layers.record import Group
-from telemetry.layers.units import encode_units
-from telemetry.reading.run_data import RunData
-from telemetry.records import Layout, Module, Parameter
-from telemetry.records.rows import Rows
-from telemetry.records.sketch import Sketch
-from telemetry.shared.page_format import (
+from telemetry.events.page_format import (
     EVENTS_PER_TAG,
     PLUGIN_NAME,
     Chunk,
@@ -26,6 +19,13 @@ from telemetry.shared.page_format import (
     encode_layout,
     layout_tag,
 )
+from telemetry.layers import MATRIX_STATISTICS
+from telemetry.layers.record import Group
+from telemetry.layers.units import encode_units
+from telemetry.reading.run_data import RunData
+from telemetry.records import Layout, Module, Parameter
+from telemetry.records.rows import Rows
+from telemetry.records.sketch import Sketch
 
 COLUMN = {statistic.name: index for index, statistic in enumerate(MATRIX_STATISTICS)}
 ValuesOf = Callable[[int], NDArray[np.float32]]

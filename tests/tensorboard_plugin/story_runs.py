@@ -8,7 +8,7 @@ import numpy as np
 from known_runs import alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
-from telemetry.shared.page_format import PLUGIN_NAME, encode_end, end_tag
+from telemetry.events.page_format import PLUGIN_NAME, encode_end, end_tag
 from telemetry.writing import hparams
 
 HOSTILE = 'a<b>&"\x01, c'

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from telemetry import Alert, HookLogger
 from telemetry.commands.cli import main
 from telemetry.flight import explain, read_flight
+from telemetry.plain_text import printable
 from telemetry.records import Output, StepRecord
-from telemetry.shared.plain_text import printable
 
 PUNCTUATION = string.punctuation.replace(".", "")  # a dot is all that PyTorch forbids
 FORGED = "fc\nCRITICAL:telemetry:all is lost"

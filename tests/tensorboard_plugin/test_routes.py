@@ -15,13 +15,13 @@ from hostile_runs import png
 from known_runs import alert_at, layout_of, write_run
 
 from telemetry.events import FileWriter, summaries
+from telemetry.events.page_format import PLUGIN_NAME, Chunk, layout_tag
 from telemetry.layers import MATRIX_STATISTICS, PAGE_STATISTICS
 from telemetry.layers.record import Group
 from telemetry.layers.units import encode_units
 from telemetry.reading import payloads
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
-from telemetry.shared.page_format import PLUGIN_NAME, Chunk, layout_tag
 from telemetry.tensorboard_plugin import plugin
 from telemetry.tensorboard_plugin.loader import TelemetryLoader
 from telemetry.writing import hparams

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from small_records import LAYOUT, full_record
 
-from telemetry.shared.heat_map import heat_map
+from telemetry.layers.heat_map import heat_map
 from telemetry.writing.heatmap_picture import TAG, HeatmapPicture
 
 

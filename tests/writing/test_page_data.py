@@ -12,17 +12,17 @@ from known_runs import alert_at, layout_of
 from serialized import tags_of
 
 from telemetry.events import FileWriter
-from telemetry.layers import MATRIX_STATISTICS
-from telemetry.reading.files import FileSource
-from telemetry.reading.run_data import RunData
-from telemetry.records import Layout, StepRecord
-from telemetry.shared.page_format import (
+from telemetry.events.page_format import (
     decode_alert,
     decode_layout,
     encode_alert,
     encode_layout,
     new_session_id,
 )
+from telemetry.layers import MATRIX_STATISTICS
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import RunData
+from telemetry.records import Layout, StepRecord
 from telemetry.writing.page import PageWriter
 
 LAYOUT = layout_of(["a", "b"])

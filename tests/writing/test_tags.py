@@ -9,7 +9,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from telemetry.alert import Alert
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
-from telemetry.shared.tag_names import plain
+from telemetry.tag_names import plain
 from telemetry.writing.tags import alert_value, values_of
 
 LAYOUT = Layout(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from telemetry.shared.plain_text import printable
+from telemetry.plain_text import printable
 
 RUN, LAYERS, HISTOGRAMS, IMAGES = "~run/", "~layers/", "~histograms/", "~images/"
 """What our tags begin with. TensorBoard shows as one group what has the same first part, sorted by

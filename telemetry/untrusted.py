@@ -6,7 +6,7 @@ what is expected there. Checks of single values combine to checks of lists and o
     fields(step=whole, names=listed(name))(json_value)
 
 Texts are not changed and may hold control characters and lone surrogates; use
-:func:`telemetry.shared.plain_text.printable` to show them.
+:func:`telemetry.plain_text.printable` to show them.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, Literal, cast
 
+from telemetry import untrusted
 from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.layers import MISSING, Statistic
 from telemetry.records import Layout, Module, Parameter
-from telemetry.shared import untrusted
 
 PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1
