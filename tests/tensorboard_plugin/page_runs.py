@@ -42,9 +42,18 @@ def apart(step: int) -> np.ndarray:
     return np.array([1e-3, MISSING, 10, 1] if step == 9 else [1, MISSING, 1, 1], np.float32)
 
 
+def of_roles(step: int) -> np.ndarray:
+    """Norms a thousand times below linear layers; from step 5 on, one is at 100 times its own."""
+    norms = np.tile(np.float32([1e-3, 1]), 3)
+    norms[2] *= 100 if step >= 5 else 1
+    return np.append(norms, np.float32(MISSING))
+
+
 def write_runs(logdir: Path) -> None:
     names = ["group.small", "group.act", "group.large", "head"]
     write_run(logdir / "apart", layout_of(names), steps=range(10), norms=apart)
+    roles = [f"blocks.{i}.{role}" for i in range(3) for role in ("norm", "fc")]
+    write_run(logdir / "roles", layout_of([*roles, "frozen"]), steps=range(10), norms=of_roles)
     write_run(
         logdir / "demo", layout_of(NAMES), steps=range(60), norms=rising, matrices=matrices,
         units=growing, every=10,

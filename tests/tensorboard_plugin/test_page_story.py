@@ -328,7 +328,7 @@ def test_a_crosshair_goes_through_all_that_is_over_steps(page: TelemetryPage) ->
 def test_layers_far_from_what_is_usual_are_listed(page: TelemetryPage) -> None:
     page.open(run="boom", zoom="all", step=str(BOOM - 3))
     listed = page.locator(".extremes")
-    assert "Too much: 1" in listed.inner_text()  # a hundred times as much as the others
+    assert "Unusually large: 1" in listed.inner_text()  # a hundred times as much as the others
     listed.get_by_role("button", name="blocks.2.norm").click()
     assert page.link()["layer"] == ".blocks.2.norm"
 

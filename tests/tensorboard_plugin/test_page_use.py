@@ -121,6 +121,21 @@ PROFILE = """() => {
 """Of the upper half of the profile: where its line is leftmost, and whether it shows a range."""
 
 
+def test_a_layer_is_compared_with_layers_of_its_role(page: TelemetryPage) -> None:
+    page.open(run="roles", step="4")
+    assert page.locator(".extremes").is_hidden()
+    page.open(run="roles", step="5")
+    assert page.locator(".extremes li").all_inner_texts() == ["blocks.1.norm\n0.1 (100x above)"]
+
+
+def test_a_parameter_without_gradients_is_marked_as_frozen(page: TelemetryPage) -> None:
+    page.open(run="roles", layer=".frozen", all="1")
+    page.locator(".detail .frozen", has_text="Frozen: weight").wait_for()
+    page.open(run="roles", layer=".blocks.0.fc")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    assert page.locator(".detail .frozen").count() == 0
+
+
 def test_a_link_keeps_groups_apart_whatever_they_are_called(page: TelemetryPage) -> None:
     page.open(run="demo")
     names = ["a,b", "c%2Cd", "50%", "blocks.0"]

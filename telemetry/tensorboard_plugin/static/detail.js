@@ -59,7 +59,7 @@ export class Detail {
 
   /**
    * @param {Object} shown `run` (of the last click), `runs` (all of them), `layer`, `step`,
-   *   `statistic`, `statistics`, `view`, `alerts`, `histogram` (which was chosen), `theme`
+   *   `statistic`, `statistics`, `view`, `alerts`, `histogram` (which was chosen), `hasSteps`, `theme`
    */
   show(shown) {
     this.shown = shown;
@@ -70,6 +70,7 @@ export class Detail {
     fill(
       this.node,
       this.#heading(),
+      shown.hasSteps ? frozenNote(layer, groups[runs.indexOf(run)]) : null,
       data ? null : element("p", { class: "muted" }, "Loading…"),
       data?.error ? element("p", { class: "failure" }, data.error) : null,
       isKnown ? this.#table(groups) : null,
@@ -187,7 +188,7 @@ export class Detail {
       return element("p", { class: "muted" }, `${statistic.title}: not measured for this layer.`);
     if (groups.length === 1) {
       named[0][0] = statistic.title;
-      const parameters = [...groups[0].parameters].slice(0, MAX_CURVES);
+      const parameters = [...(groups[0].parameters ?? [])].slice(0, MAX_CURVES);
       if (statistic.name === "grad_norm" && parameters.length > 1)
         named.push(...parameters.map(([name, curve]) => [name.split(".").pop(), curve]));
     }
@@ -284,6 +285,17 @@ export class Detail {
   #width() {
     return Math.max((this.node.clientWidth || 360) - 2, 240);
   }
+}
+
+/** Which parameters have had no gradient at any step; null if all have, or it is unknown. */
+function frozenNote({ parameters }, group) {
+  if (!group?.parameters) return null;
+  const short = ({ name }) => name.split(".").pop();
+  const frozen = parameters.filter(({ name }) => !group.parameters.has(name)).map(short);
+  const others = parameters.filter(({ name }) => group.parameters.has(name)).map(short);
+  if (!frozen.length) return null;
+  const of = others.length ? ` Gradients and update ratio are those of ${others.join(", ")}.` : "";
+  return element("p", { class: "frozen" }, element("b", {}, `Frozen: ${frozen.join(", ")}`), ` (no gradient at any step).${of}`);
 }
 
 /** A row of the table that says at which step those below it were measured. */

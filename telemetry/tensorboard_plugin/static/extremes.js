@@ -1,11 +1,12 @@
-// Layers in which a statistic is far from what is usual: too little, or too much.
+// Layers in which a statistic is unusually small or large for their role.
 
 import { element, fill } from "./dom.js";
 import { columnAt, rowOf } from "./field.js";
 import { formatNumber, formatStep, formatValue } from "./format.js";
-import { titleOf } from "./rows.js";
+import { roleOf, titleOf } from "./rows.js";
 
-const FAR = 10; // times what is usual
+const FAR = 10; // times the reference
+const FEWEST = 3; // layers that have a median worth comparing with
 const MOST = 6;
 const MUCH = 0.5; // of a share
 
@@ -13,40 +14,39 @@ export class Extremes {
   /** @param {(layer: string, step: number) => void} onChoose */
   constructor(onChoose) {
     this.onChoose = onChoose;
-    this.node = element("section", { class: "extremes", "aria-label": "Too little, too much" });
+    this.node = element("section", { class: "extremes", "aria-label": "Unusually small or large" });
   }
 
-  /** Shows those of a run at a step, if there are any. */
+  /** Shows the unusual layers of a run at a step, if there are any. */
   show(panel, statistic, step) {
     const field = panel.field(statistic);
     const column = field ? columnAt(field.steps, step) : -1;
     const key = [statistic.name, column];
     if (field === this.field && key.every((part, i) => part === this.key[i])) return;
     [this.field, this.key] = [field, key];
-    const values = panel.overview.layers.flatMap((layer, index) => {
+    const found = panel.overview.layers.flatMap((layer, index) => {
       const row = rowOf(field, index);
       const value = row < 0 || column < 0 ? -1 : field.values[column * field.rows + row];
       return value >= 0 ? [{ layer, value }] : [];
     });
-    const { low, high, said } = limitsOf(statistic, values.map(({ value }) => value));
-    const by = (sign) => (a, b) => sign * (a.value - b.value);
-    const few = values.filter(({ value }) => value < low).sort(by(1));
-    const many = values.filter(({ value }) => value > high).sort(by(-1));
-    this.node.hidden = !few.length && !many.length;
+    const { items, text } = judge(statistic, found);
+    const small = items.filter(({ isLarge }) => !isLarge).sort((a, b) => a.ratio - b.ratio);
+    const large = items.filter(({ isLarge }) => isLarge).sort((a, b) => b.ratio - a.ratio);
+    this.node.hidden = !items.length;
     if (this.node.hidden) return fill(this.node);
-    const list = (title, meaning, found) => this.#list(title, meaning, found, statistic, step);
+    const list = (title, causes, of) => this.#list(title, causes, of, statistic, step);
     fill(
       this.node,
       element("h2", {}, statistic.title, element("span", { class: "count" }, `at step ${formatStep(field.steps[column])}`)),
-      element("p", { class: "muted" }, said),
-      list("Too little", statistic.tooLittle, few),
-      list("Too much", statistic.tooMuch, many),
+      element("p", { class: "muted" }, text),
+      list("Unusually small", statistic.tooLittle, small),
+      list("Unusually large", statistic.tooMuch, large),
     );
   }
 
-  #list(title, meaning, found, statistic, step) {
+  #list(title, causes, found, statistic, step) {
     if (!found.length) return null;
-    const item = ({ layer, value }) =>
+    const item = ({ layer, value, relation }) =>
       element(
         "li",
         {},
@@ -54,30 +54,55 @@ export class Extremes {
           "button",
           { onclick: () => this.onChoose(layer.name, step) },
           element("span", { class: "alert-layer" }, titleOf(layer)),
-          element("span", { class: "number" }, formatValue(statistic, value)),
+          element("span", { class: "number" }, formatValue(statistic, value), relation),
         ),
       );
     return element(
       "div",
       {},
       element("h3", {}, `${title}: ${found.length}`),
-      meaning ? element("p", { class: "muted" }, `It may mean: ${meaning}.`) : null,
+      causes ? element("p", { class: "muted" }, `Possible causes: ${causes}.`) : null,
       element("ol", {}, ...found.slice(0, MOST).map(item)),
       found.length > MOST ? element("p", { class: "muted" }, `and ${found.length - MOST} more`) : null,
     );
   }
 }
 
-/** Between which values a statistic is usual, as far as that is known, and in words. */
-function limitsOf({ unit, log, usual }, values) {
-  if (unit === "share") return { low: -1, high: MUCH, said: `Usual: up to ${100 * MUCH} %.` };
-  if (!log) return { low: -1, high: Infinity, said: "" };
-  const positive = values.filter((value) => value > 0 && value < Infinity).sort((a, b) => a - b);
-  const middle = usual ?? positive[positive.length >> 1] ?? 0;
-  const what = usual == null ? "the median of the layers above zero" : "usual";
-  return {
-    low: middle / FAR,
-    high: middle * FAR,
-    said: `Within ${FAR} times of ${formatNumber(middle)}, ${what}.`,
+/** The layers that are far from their reference, and how they were chosen. */
+function judge({ unit, log, usual }, found) {
+  if (unit === "share") {
+    const items = found.filter(({ value }) => value > MUCH);
+    return {
+      items: items.map((item) => ({ ...item, ratio: item.value, isLarge: true, relation: "" })),
+      text: `Listed: layers above ${100 * MUCH} %.`,
+    };
+  }
+  if (!log) return { items: [], text: "" };
+  const references = usual == null ? mediansOfPeers(found) : new Map(found.map(({ layer }) => [layer, usual]));
+  const items = found.flatMap((item) => {
+    const ratio = item.value / references.get(item.layer); // NaN without a reference
+    const isLarge = ratio > FAR;
+    if (!isLarge && !(ratio < 1 / FAR)) return [];
+    const factor = formatNumber(isLarge ? ratio : 1 / ratio);
+    return [{ ...item, ratio, isLarge, relation: ratio > 0 ? ` (${factor}x ${isLarge ? "above" : "below"})` : "" }];
+  });
+  const what = usual == null ? "the median of layers with the same role" : `the usual ${formatNumber(usual)}`;
+  return { items, text: `Listed: layers more than ${FAR}x from ${what}.` };
+}
+
+/** The median of each layer's role, else of its class, else of all layers without such a group. */
+function mediansOfPeers(found) {
+  const medians = new Map();
+  const lacks = ({ layer }) => !medians.has(layer);
+  const assign = (groups) => {
+    for (const members of groups.values()) {
+      const known = members.map(({ value }) => value).filter((v) => v > 0 && v < Infinity).sort((a, b) => a - b);
+      if (known.length < FEWEST) continue;
+      for (const { layer } of members.filter(lacks)) medians.set(layer, known[known.length >> 1]);
+    }
   };
+  assign(Map.groupBy(found, ({ layer }) => roleOf(layer)));
+  assign(Map.groupBy(found, ({ layer }) => layer.type));
+  assign(Map.groupBy(found.filter(lacks), () => ""));
+  return medians;
 }

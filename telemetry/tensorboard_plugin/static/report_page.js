@@ -50,7 +50,7 @@ export class EmbeddedSource {
     return unpackScalars(unpack(await inflate(this.data.scalars)));
   }
 
-  /** Curves of a layer, cut out of the matrices. */
+  /** Curves of a layer, cut out of the matrices; those of its parameters are unknown. */
   async layer(run, name) {
     const { layers } = this.data.overview;
     const layer = layers.findIndex((known) => known.name === name);
@@ -60,7 +60,7 @@ export class EmbeddedSource {
       const curve = curveOf(field, rowOf(field, layer));
       if (curve.steps.length) statistics.set(statistic, curve);
     }
-    return { statistics, parameters: new Map() };
+    return { statistics, parameters: null };
   }
 
   async histograms(_run, name) {

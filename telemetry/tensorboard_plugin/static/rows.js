@@ -69,7 +69,7 @@ export function groupByRole(layers) {
 }
 
 /** What follows the last number inside of a path; the class if nothing does. */
-function roleOf(layer) {
+export function roleOf(layer) {
   const path = pathOf(layer);
   const isNumber = (part) => /^\d+$/.test(part);
   let end = path.length;

@@ -74,6 +74,7 @@ export class Side {
         (known) => [known.module_name, known.observed_in].includes(layer.name) && known !== alert,
       ),
       histogram: app.state.histogram,
+      hasSteps: panel.steps(app.statistic).length > 0,
       theme: app.theme,
     });
   }
