@@ -53,9 +53,9 @@ from telemetry.tag_names import HISTOGRAMS, numbered
 from telemetry.writing.board import Board
 
 # TensorBoard with the plugin, Chromium and the layout of a model: those of the page's tests.
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "tensorboard_plugin"))
-browser: Any = import_module("browser")
-known_runs: Any = import_module("known_runs")
+sys.path.append(str(Path(__file__).parents[1]))
+browser: Any = import_module("tests.helpers.browser")
+known_runs: Any = import_module("tests.helpers.known_runs")
 
 SIZES = ["100x1000", "1000x1000"]
 QUICK_SIZES = ["20x200"]

@@ -42,8 +42,8 @@ def microseconds(call: Callable[[Measurer], object], calls: int) -> float:
 
 
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "measure"))
-    stubbed = import_module("stubbed")
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    stubbed = import_module("tests.helpers.stubbed")
     with pytest.MonkeyPatch.context() as patches, tempfile.TemporaryDirectory() as folder:
         driver = stubbed.install(patches, Path(folder), types=native.TYPES)
         driver.idle = 1

@@ -6,12 +6,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis
 import pytest
+import tensorboard_data_server
 import torch
-from disks import FreezableDisk
+
+from tests.helpers.board import Board, ReadBoard, open_fast, open_slow
+from tests.helpers.disks import FreezableDisk
+from tests.helpers.paths import SHARED
 
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 # For what is run a second time in another way.
@@ -38,7 +43,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def mnist_dir() -> Path:
     """Folder to give to ``torchvision.datasets.MNIST``: 8,000 training and 2,000 test images."""
-    folder = Path(__file__).parents[2] / "shared" / "mnist"
+    folder = SHARED / "mnist"
     if not folder.is_dir():
         pytest.skip(f"no MNIST images in {folder}")
     return folder
@@ -69,6 +74,25 @@ def freezable_disk(tmp_path: Path) -> Iterator[FreezableDisk]:
         yield FreezableDisk(disk)
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.fixture(params=["slow", "fast"])
+def read_board(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ReadBoard]:
+    """Opens a log directory as TensorBoard would; runs the test once with each loader."""
+    if request.param == "slow":
+        yield lambda logdir: Board(open_slow(logdir))
+        return
+    if tensorboard_data_server.server_binary() is None:
+        pytest.skip("no fast loader for this platform")
+    with ExitStack() as stack:
+
+        def read(logdir: Path) -> Board:
+            port_file = tmp_path_factory.mktemp("server") / "port"
+            return Board(open_fast(logdir, port_file, stack))
+
+        yield read
 
 
 def _run_or_skip(*command: str) -> None:

@@ -1,0 +1,742 @@
+"""Which forward and backward passes are training, and which are something else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.util.tensor_util import make_ndarray
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from telemetry import HookLogger
+from tests.helpers.hand import TwoParts, assert_logged, assert_tensor, by_hand, check, not_training
+from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.require import require
+from tests.helpers.twins import Recorder, assert_left_alone, seed
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch() -> Tensor:
+    return torch.randn(6, 4)
+
+
+def stepping(
+    passes: Callable[[nn.Module, HookLogger | None], object], steps: int = 3
+) -> Callable[..., Iterator[None]]:
+    """A loop in which ``passes`` does all forward and backward passes of a step."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
+        optimizer = sgd(model)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            passes(model, logger)
+            optimizer.step()
+            yield
+
+    return loop
+
+
+def loss_of(model: nn.Module, x: Tensor | None = None) -> Tensor:
+    return model(batch() if x is None else x).square().mean()
+
+
+# --- several passes of one step -------------------------------------------------------------------
+
+
+def test_micro_batches_are_merged_into_their_step(tmp_path: Path) -> None:
+    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+        for _ in range(3):
+            (loss_of(model) / 3).backward()
+
+    outcome, _ = check(mlp, stepping(passes), tmp_path)
+    assert outcome.full[0].activations["2"].calls == 3
+    assert outcome.full[0].activation_grads["2"].calls == 3
+    assert outcome.full[0].grads["2.weight"].calls == 1
+
+
+def test_several_losses_and_a_graph_that_is_kept(tmp_path: Path) -> None:
+    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+        y = model(batch())
+        y.square().mean().backward(retain_graph=True)
+        y.abs().mean().backward(retain_graph=True)
+        y.sum().backward()
+
+    outcome, _ = check(mlp, stepping(passes), tmp_path)
+    assert outcome.full[0].activations["0"].calls == 1
+    assert outcome.full[0].activation_grads["0"].calls == 3
+
+
+def test_a_graph_kept_from_an_earlier_step_is_not_of_this_one(tmp_path: Path) -> None:
+    """Truncated backpropagation through time, with a state that is not detached."""
+
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[None]:
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        state = torch.zeros(6, 4)
+        for _ in range(3):
+            optimizer.zero_grad()
+            state = state + model[0](batch())[:, :4]
+            model[2](torch.cat([state, state[:, :2]], 1)).sum().backward(retain_graph=True)
+            optimizer.step()
+            yield
+
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [r.activation_grads["0"].calls for r in outcome.full] == [1, 1, 1]
+
+
+# --- probes: gradients that are not accumulated ---------------------------------------------------
+
+
+def test_probes_by_autograd_grad_are_not_logged(tmp_path: Path) -> None:
+    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+        x = batch().requires_grad_()
+        y = model(x).square().mean()
+        with not_training():
+            torch.autograd.grad(y, x, retain_graph=True)
+            torch.autograd.grad(y, list(model.parameters()), retain_graph=True)
+        y.backward()
+
+    check(mlp, stepping(passes), tmp_path)
+
+
+def test_a_gradient_penalty_is_part_of_the_loss(tmp_path: Path) -> None:
+    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+        x = batch().requires_grad_()
+        y = model(x)
+        with not_training():
+            [grad] = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.square().mean() + (grad.norm(dim=1) - 1).square().mean()).backward()
+
+    outcome, _ = check(mlp, stepping(passes), tmp_path)
+    assert outcome.full[0].activation_grads["2"].calls == 1
+
+
+def test_a_backward_pass_that_builds_a_graph_is_logged(tmp_path: Path) -> None:
+    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+        loss_of(model).backward(create_graph=True)
+
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        check(mlp, stepping(passes), tmp_path)
+
+
+def test_where_all_gradients_come_from_autograd_grad_they_are_logged(tmp_path: Path) -> None:
+    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(loss_of(model), parameters)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+
+    outcome, _ = check(mlp, stepping(passes), tmp_path)
+    assert outcome.full[0].activation_grads["2"].calls == 1
+    assert outcome.full[0].total_grad_norm_before_clipping is None
+
+
+# --- passes that are not training -----------------------------------------------------------------
+
+
+def in_eval_mode(model: nn.Module) -> None:
+    model.eval()
+    loss_of(model)
+    model.train()
+
+
+def with_eval_gradients(model: nn.Module) -> None:
+    """Adversarial examples, saliency: gradients in evaluation mode."""
+    model.eval()
+    x = batch().requires_grad_()
+    torch.autograd.grad(loss_of(model, x), x)
+    model.train()
+
+
+def without_gradients(model: nn.Module) -> None:
+    with torch.no_grad():
+        loss_of(model)
+
+
+def in_inference_mode(model: nn.Module) -> None:
+    with torch.inference_mode():
+        loss_of(model)
+
+
+@pytest.mark.parametrize(
+    "evaluate", [in_eval_mode, with_eval_gradients, without_gradients, in_inference_mode]
+)
+def test_evaluation_between_training_passes_is_not_logged(
+    tmp_path: Path, evaluate: Callable[[nn.Module], None]
+) -> None:
+    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+        with not_training():
+            evaluate(model)
+        loss_of(model).backward()
+        with not_training():
+            evaluate(model)
+
+    outcome, _ = check(mlp, stepping(passes), tmp_path)
+    assert outcome.full[0].activations["0"].calls == 1
+
+
+def test_a_head_in_training_mode_is_logged_and_the_rest_once_steps_are_taken_so(
+    tmp_path: Path,
+) -> None:
+    def passes(model: Any, logger: HookLogger | None) -> None:
+        model.eval()
+        model[2].train()
+        loss_of(model).backward()
+
+    outcome = assert_left_alone(mlp, stepping(passes), tmp_path)
+    assert [list(record.activations) for record in outcome.full] == [["2"], *[["0", "1", "2"]] * 2]
+
+
+# --- phases ---------------------------------------------------------------------------------------
+
+
+def validating_loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
+    optimizer = sgd(model)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        if logger is not None:
+            with logger.phase("validation"), torch.no_grad():
+                model.eval()
+                loss_of(model, torch.ones(6, 4))
+                loss_of(model, torch.zeros(6, 4))
+                model.train()
+        optimizer.step()
+        yield
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3])
+def test_a_phase_is_logged_apart_from_training(tmp_path: Path, every_n_steps: int) -> None:
+    outcome = assert_left_alone(mlp, validating_loop, tmp_path, every_n_steps=every_n_steps)
+    for record, hand in zip(outcome.records, by_hand(mlp, validating_loop), strict=True):
+        if record.full:
+            assert_logged(record, hand)
+    assert [r.step for r in outcome.full] == [s for s in range(4) if s % every_n_steps == 0]
+    counts = histogram_counts(tmp_path, "validation/activation/0000.0")
+    assert counts == dict.fromkeys(range(4), 2 * 6 * 6)
+    seed(0)
+    layer = mlp()[0]
+    expected = torch.cat([layer(torch.ones(6, 4)), layer(torch.zeros(6, 4))])
+    [first, *_] = load(tmp_path).Scalars("validation/activation_max/0000.0")
+    assert first.value == pytest.approx(expected.max().item())
+    assert not any("validation/activation_grad" in tag for tag in load(tmp_path).Tags()["tensors"])
+
+
+def load(log_dir: Path) -> EventAccumulator:
+    return EventAccumulator(str(log_dir), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+
+
+def histogram_counts(log_dir: Path, tag: str) -> dict[int, int]:
+    events = load(log_dir).Tensors(tag)
+    return {event.step: make_ndarray(event.tensor_proto)[:, 2].sum() for event in events}
+
+
+def test_a_phase_inside_of_a_phase(tmp_path: Path) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path, every_n_steps=100, alerts=()) as logger:
+        with logger.phase("outer"):
+            model(batch())
+            with logger.phase("inner"):
+                model(batch())
+                model(batch())
+            model(batch())
+            model(batch())
+        model(batch())
+    assert histogram_counts(tmp_path, "outer/activation/0000.0") == {0: 3 * 6 * 6}
+    assert histogram_counts(tmp_path, "inner/activation/0000.0") == {0: 2 * 6 * 6}
+
+
+def test_a_phase_that_raises_takes_its_hooks_off(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model)
+    with HookLogger(model, tmp_path, every_n_steps=100, alerts=()) as logger:
+        loss_of(model).backward()
+        optimizer.step()
+        with pytest.raises(KeyError), logger.phase("validation"):
+            raise KeyError
+        assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_step_taken_inside_of_a_phase_is_counted(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    optimizer = sgd(model)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
+        with logger.phase("warm-up"):
+            for _ in range(3):
+                loss_of(model).backward()
+                optimizer.step()
+        loss_of(model).backward()
+        optimizer.step()
+        assert logger.current_step == 4
+    assert [list(record.activations) for record in recorder.records] == [[]] * 4
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# --- differential equations -----------------------------------------------------------------------
+
+
+class Adjoint(torch.autograd.Function):
+    """Euler steps as ``torchdiffeq.odeint_adjoint`` takes them: the pass backwards runs the
+    function again, and differentiates each call by ``autograd.grad``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, function: nn.Module, y: Tensor, *parameters: Tensor) -> Tensor:
+        for _ in range(4):
+            y = y + function(y) / 4
+        ctx.function = function
+        ctx.save_for_backward(y, *parameters)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, adjoint: Tensor) -> Any:
+        y, *parameters = ctx.saved_tensors
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        for _ in range(4):
+            with torch.enable_grad():
+                y = y.detach().requires_grad_()
+                slope = ctx.function(y)
+            of_y, *grads = torch.autograd.grad(slope, (y, *parameters), adjoint)
+            sums = [total + grad / 4 for total, grad in zip(sums, grads, strict=True)]
+            y, adjoint = y - slope / 4, adjoint + of_y / 4
+        return None, adjoint, *sums
+
+
+class Flow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 6), nn.Linear(6, 2)
+        self.slope = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(Adjoint.apply(self.slope, self.before(x), *self.slope.parameters()))
+
+
+def test_a_function_that_only_runs_in_the_backward_pass_has_no_gradients_of_outputs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = stepping(lambda model, logger: loss_of(model).backward())
+    outcome = assert_left_alone(Flow, loop, tmp_path)
+    for record in outcome.full:
+        assert {name: record.activations[name].calls for name in record.activations} == {
+            "before": 1, "after": 1, "slope.0": 4, "slope.1": 4,
+        }  # fmt: skip
+        assert set(record.activation_grads) == {"before", "after"}
+        assert set(record.grads) == {name for name, _ in outcome.model.named_parameters()}
+    [line] = [record for record in caplog.records if record.name == "telemetry"]
+    assert "activation gradients of slope.0, slope.1 are" in line.getMessage()
+
+
+def penalize(model: nn.Module, logger: HookLogger | None) -> None:
+    x = batch().requires_grad_()
+    loss = loss_of(model, x)
+    [grad] = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + grad.square().mean()).backward()
+
+
+def test_a_gradient_penalty_lacks_no_gradients_of_outputs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = assert_left_alone(mlp, stepping(penalize), tmp_path)
+    assert set(outcome.full[0].activation_grads) == set(outcome.full[0].activations)
+    assert [record for record in caplog.records if record.name == "telemetry"] == []
+
+
+# --- checkpointing --------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Two blocks with dropout, of which ``run`` may run the forward pass twice."""
+
+    def __init__(self, run: Callable[..., Tensor] = lambda block, x: block(x)) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Dropout(0.3)) for _ in range(2)
+        )
+        self.head = nn.Linear(6, 2)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x)
+
+
+def save_matmuls() -> Any:
+    policies = require("torch.utils.checkpoint.CheckpointPolicy")
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return policies.MUST_SAVE
+        return policies.PREFER_RECOMPUTE
+
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts(policy)
+
+
+CHECKPOINTING = {
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "selective": partial(checkpoint, use_reentrant=False, context_fn=save_matmuls),
+}
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_recomputation_by_checkpointing_is_no_second_call(
+    tmp_path: Path, mode: str, micro_batches: int
+) -> None:
+    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+        for _ in range(micro_batches):
+            loss_of(model).backward()
+
+    outcome = assert_left_alone(partial(Blocks, CHECKPOINTING[mode]), stepping(passes), tmp_path)
+    for record, hand in zip(outcome.full, by_hand(Blocks, stepping(passes)), strict=True):
+        assert_logged(record, hand)
+        assert record.total_grad_norm_before_clipping == pytest.approx(record.total_grad_norm)
+
+
+def test_selective_checkpointing_of_convolutions_with_images(tmp_path: Path) -> None:
+    """Pictures are copied inside of the region whose operations are cached."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return CHECKPOINTING["selective"](self.block, x.view(6, 1, 8, 8))
+
+    def passes(model: nn.Module, logger: HookLogger | None) -> None:
+        loss_of(model, torch.randn(6, 64)).backward()
+
+    outcome = assert_left_alone(Net, stepping(passes), tmp_path)
+    assert list(outcome.full[0].activations) == ["block.0", "block.1", "block.2"]
+    assert list(outcome.full[0].feature_maps) == ["block.0", "block.2"]
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def test_lbfgs_is_logged_at_its_first_evaluation(tmp_path: Path) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+        for _ in range(3):
+            x = batch()
+            calls = itertools.count()
+
+            def closure(x: Tensor = x, calls: Iterator[int] = calls) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, x)
+                loss.backward()
+                next(calls)
+                return loss
+
+            before = [p.detach().clone() for p in model.parameters()]
+            yield optimizer.step(closure)
+            assert next(calls) > 1
+            expected.append(relative_update(before, model))
+
+    expected: list[float] = []
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [record.step for record in outcome.full] == [0, 1, 2]
+    for record, ratio in zip(outcome.full, expected[3:], strict=True):
+        assert record.activations["0"].calls == 1
+        assert record.activation_grads["0"].calls == 1
+        assert record.total_grad_norm == pytest.approx(record.total_grad_norm_before_clipping)
+        assert record.update_ratios["0.weight"] == pytest.approx(ratio, rel=1e-4)
+
+
+def relative_update(before: list[Tensor], model: nn.Module) -> float:
+    after = next(model.parameters()).detach()
+    return float((after - before[0]).norm() / before[0].norm())
+
+
+def test_closures_of_ordinary_optimizers(tmp_path: Path) -> None:
+    """As in Lightning's automatic optimization; by position and by keyword."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
+        optimizer = sgd(model)
+
+        def closure() -> Tensor:
+            loss = loss_of(model)
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        for step in range(3):
+            optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+            yield
+
+    check(mlp, loop, tmp_path)
+
+
+def test_a_closure_that_raises_ends_no_step(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    optimizer = sgd(model)
+
+    def closure(fail: bool) -> Tensor:
+        loss = loss_of(model)
+        if fail:
+            raise KeyError
+        loss.backward()
+        return loss
+
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        with pytest.raises(KeyError):
+            optimizer.step(lambda: closure(True))
+        optimizer.step(lambda: closure(False))
+    [record] = recorder.records
+    assert record.activation_grads["0"].calls == 1
+
+
+def stepping_in_backward(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        norms[-1].append(parameter.grad.norm().item())
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        norms.append([])
+        loss = loss_of(model)
+        loss.backward()
+        yield loss
+
+
+norms: list[list[float]] = []
+
+
+def test_optimizers_that_step_inside_of_backward(tmp_path: Path) -> None:
+    norms.clear()
+    outcome = assert_left_alone(mlp, stepping_in_backward, tmp_path)
+    expected = by_hand(mlp, stepping_in_backward)
+    assert [record.step for record in outcome.full] == [0, 1, 2]
+    for record, hand, values in zip(outcome.full, expected, norms[:3], strict=True):
+        for name, arrays in hand.activation_grads.items():
+            assert_tensor(record.activation_grads[name], arrays, name)
+        for name, arrays in hand.activations.items():
+            assert_tensor(record.activations[name], arrays, name)
+        assert record.grad_present.all()
+        assert sorted(record.grad_norms) == pytest.approx(sorted(values))
+        assert set(record.update_ratios) == {f"{i}.{p}" for i in "02" for p in ("weight", "bias")}
+    assert not any(p.grad is not None for p in outcome.model.parameters())
+
+
+@pytest.mark.parametrize("order", [("first", "second"), ("second", "first")])
+def test_several_optimizers_are_one_step(tmp_path: Path, order: tuple[str, str]) -> None:
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[None]:
+        optimizers = {
+            "first": torch.optim.SGD(model.first.parameters(), lr=0.1),
+            "second": torch.optim.Adam(model.second.parameters(), lr=0.01),
+        }
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model).backward()
+            for name in order:
+                optimizers[name].step()
+            yield
+            assert logger is None or logger.current_step == step + 1
+
+    outcome, _ = check(TwoParts, loop, tmp_path)
+    for record in outcome.full:
+        assert record.grad_present.all()
+        assert set(record.learning_rates) == {0.1, 0.01}
+        assert len(record.update_ratios) == 4
+
+
+def test_parameters_that_no_optimizer_holds_do_not_delay_the_step(tmp_path: Path) -> None:
+    """A head is trained, but the rest is not frozen and gets gradients that nobody clears."""
+
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[None]:
+        optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+            yield
+
+    outcome = assert_left_alone(TwoParts, loop, tmp_path)
+    assert [record.step for record in outcome.full] == [0, 1, 2]
+    assert [record.activations["first"].calls for record in outcome.full] == [1, 1, 1]
+    expected = [[False, False, True, True]] * 3
+    assert [record.grad_present.tolist() for record in outcome.full] == expected
+
+
+def test_a_step_that_waits_for_other_optimizers_is_not_lost(tmp_path: Path) -> None:
+    model, recorder = TwoParts(), Recorder()
+    optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        loss_of(model).backward()
+        optimizer.step()
+    [record] = recorder.records
+    assert record.activations["first"].calls == 1
+
+
+def alternating(steps: int = 12) -> Callable[..., Iterator[None]]:
+    """Two stages of training; the first stage's optimizer lives on."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
+        optimizers = [sgd(model), torch.optim.Adam(model.parameters(), lr=1e-3)]
+        for optimizer, count in zip(optimizers, (2, 25), strict=True):
+            for _ in range(count):
+                optimizer.zero_grad()
+                loss_of(model).backward()
+                optimizer.step()
+                yield
+
+    return loop
+
+
+def test_a_second_stage_with_another_optimizer_is_counted_after_a_while(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcome = assert_left_alone(mlp, alternating(), tmp_path, every_n_steps=4)
+    assert "Adam steps more often than SGD" in caplog.text
+    assert [record.step for record in outcome.records] == list(range(2 + 25))
+
+
+def test_a_gan_is_watched_by_two_loggers(tmp_path: Path) -> None:
+    class Gan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+            self.discriminator = mlp()
+
+    recorders: list[Recorder] = []
+
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
+        g, d = model.generator, model.discriminator
+        g_optimizer = torch.optim.Adam(g.parameters(), lr=0.01)
+        d_optimizer = torch.optim.Adam(d.parameters(), lr=0.01)
+        if logger is not None:
+            logger.remove()
+            recorders.extend([Recorder(), Recorder()])
+            loggers = [
+                HookLogger(g, tmp_path / "g", alerts=[recorders[0]], every_n_steps=1),
+                HookLogger(d, tmp_path / "d", alerts=[recorders[1]], every_n_steps=1),
+            ]
+        for _ in range(3):
+            fake = g(batch())
+            d_loss = d(batch()).mean() - d(fake.detach()).mean()
+            d_optimizer.zero_grad()
+            d_loss.backward()
+            d_optimizer.step()
+            g_loss = d(fake).mean()
+            g_optimizer.zero_grad()
+            g_loss.backward()
+            g_optimizer.step()
+            yield d_loss
+            yield g_loss
+        if logger is not None:
+            for each in loggers:
+                each.close()
+
+    assert_left_alone(Gan, loop, tmp_path)
+    g_records, d_records = (recorder.records for recorder in recorders)
+    assert [record.step for record in g_records] == [0, 1, 2]
+    assert [record.activations["0"].calls for record in g_records] == [1, 1, 1]
+    assert [record.activation_grads["2"].calls for record in g_records] == [1, 1, 1]
+    # From the second step on, the discriminator also sees the generator's pass through it.
+    assert [record.activations["0"].calls for record in d_records] == [2, 3, 3]
+
+
+def test_models_trained_by_one_optimizer(tmp_path: Path) -> None:
+    encoder, decoder, recorders = mlp(), nn.Linear(2, 4), [Recorder(), Recorder()]
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)
+    with (
+        HookLogger(encoder, tmp_path / "a", alerts=[recorders[0]], every_n_steps=1),
+        HookLogger(decoder, tmp_path / "b", alerts=[recorders[1]], every_n_steps=1),
+    ):
+        for _ in range(2):
+            x = batch()
+            optimizer.zero_grad()
+            (decoder(encoder(x)) - x).square().mean().backward()
+            optimizer.step()
+    for recorder, parameters in zip(recorders, (4, 2), strict=True):
+        assert [len(record.grads) for record in recorder.records] == [parameters] * 2
+    assert recorders[1].records[0].activations[""].calls == 1
+
+
+def test_an_optimizer_that_gets_the_models_parameters_later(tmp_path: Path) -> None:
+    model, other, recorder = mlp(), nn.Linear(4, 2), Recorder()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1) as logger:
+        other(batch()).sum().backward()
+        optimizer.step()
+        assert logger.current_step == 0
+        optimizer.add_param_group({"params": model.parameters()})
+        loss_of(model).backward()
+        optimizer.step()
+        assert logger.current_step == 1
+    assert recorder.records[0].grad_present.all()
+
+
+# --- modes of the caller --------------------------------------------------------------------------
+
+
+class SeenByDispatch(TorchDispatchMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class SeenByFunction(TorchFunctionMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [SeenByDispatch, SeenByFunction])
+def test_no_mode_of_the_caller_sees_our_operations(tmp_path: Path, mode: Any) -> None:
+    """Selective checkpointing is such a mode, and so are profilers and a default device."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 2, 3)
+            self.wide = nn.Linear(72, 4000)  # too large to be copied
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wide(self.conv(x.view(6, 1, 8, 8)).flatten(1))
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[str]:
+        optimizer = sgd(model)
+        for _ in range(2):
+            seen: list[str] = []
+            x = torch.randn(6, 64)
+            with mode(seen):
+                optimizer.zero_grad()
+                loss_of(model, x).backward()
+                optimizer.step()
+            yield from seen
+
+    outcome = assert_left_alone(Net, loop, tmp_path)
+    assert outcome.full[1].activation_grads["wide"].calls == 1
+    assert outcome.yielded

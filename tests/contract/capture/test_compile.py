@@ -1,0 +1,472 @@
+"""Models that torch.compile has compiled: same training, right values, two graphs, no breaks."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from telemetry import HookLogger
+from telemetry.measure import Measurer
+from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
+from tests.helpers.hand import assert_logged, by_hand
+from tests.helpers.require import needs_observable_graphs
+from tests.helpers.twins import Outcome, Recorder, assert_left_alone
+
+# The compiler warns of its own doings.
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()  # or later tests' messages would take compiling into account
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.relu(self.linear(x))
+
+
+class Net(nn.Module):
+    """Three equal blocks between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x))
+
+
+Compile = Callable[[nn.Module], Callable[[Tensor], Tensor]]
+
+
+def whole(model: nn.Module, **options: Any) -> Callable[[Tensor], Tensor]:
+    return torch.compile(model, **{"backend": "aot_eager", "fullgraph": True, **options})
+
+
+def in_place(model: nn.Module, **options: Any) -> nn.Module:
+    model.compile(**{"backend": "aot_eager", "fullgraph": True, **options})
+    return model
+
+
+def regional(model: Any, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        block.compile(**{"backend": "aot_eager", "fullgraph": True, **options})
+    return model
+
+
+def not_at_all(model: nn.Module) -> nn.Module:
+    return model
+
+
+def loop_with(
+    compiled: Compile, *, steps: int = 6, batch_sizes: tuple[int, ...] = (5,)
+) -> Callable[..., Iterator[Tensor]]:
+    """Training; the first step of the optimizer comes after ``compiled`` was made."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        torch._dynamo.reset_code_caches()  # or the watched twin would run the bare one's graphs
+        forward = compiled(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = forward(torch.randn(batch_sizes[step % len(batch_sizes)], 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    return loop
+
+
+def assert_values(outcome: Outcome, compiled: Compile, make: Callable[[], nn.Module] = Net) -> None:
+    """What was logged is what the same model returns without the compiler."""
+    hand = by_hand(make, loop_with(not_at_all, steps=len(outcome.records)))
+    for record, step in zip(outcome.records, hand, strict=True):
+        if record.full:
+            assert_logged(record, step)
+
+
+@needs_observable_graphs
+@pytest.mark.parametrize("compiled", [whole, in_place, regional])
+def test_a_compiled_model_is_logged_and_left_alone(tmp_path: Path, compiled: Compile) -> None:
+    outcome = assert_left_alone(Net, loop_with(compiled), tmp_path, every_n_steps=3)
+    assert [record.step for record in outcome.full] == [0, 3]
+    assert_values(outcome, compiled)
+
+
+@pytest.mark.skipif(GRAPHS_CAN_BE_OBSERVED, reason="for PyTorch before 2.13")
+@pytest.mark.parametrize("compiled", [whole, in_place, regional])
+def test_graphs_that_cannot_be_observed_are_left_alone_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile
+) -> None:
+    outcome = assert_left_alone(Net, loop_with(compiled), tmp_path, every_n_steps=3)
+    assert all(record.grad_present.all() for record in outcome.full)
+    assert caplog.text.count(f"PyTorch {torch.__version__} cannot show") == 1
+
+
+@needs_observable_graphs
+def test_inductor(tmp_path: Path) -> None:
+    with_inductor = partial(whole, backend="inductor")
+    loop = loop_with(with_inductor, steps=4)
+
+    def make() -> nn.Module:
+        model = Net()
+        model.dropout.p = 0.0  # inductor draws other random numbers than eager
+        return model
+
+    outcome = assert_left_alone(make, loop, tmp_path, every_n_steps=3)
+    assert_values(outcome, whole, make)
+
+
+@needs_observable_graphs
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_tensor_that_is_recorded_as_another_one_is_told_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: bool,
+) -> None:
+    add = Measurer.add
+
+    def add_wrongly(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
+        return add(measurer, tensor, **asked) if tensor.min() < 0 else 0
+
+    if broken:  # a ReLU is recorded as the layer before
+        monkeypatch.setattr(Measurer, "add", add_wrongly)
+    with HookLogger(model := Net(), tmp_path, every_n_steps=2):
+        for _ in loop_with(whole, steps=4)(model, None):
+            pass
+    told = [r.getMessage() for r in caplog.records if "than PyTorch finds" in r.getMessage()]
+    assert len(told) == broken
+    if told:
+        assert "the first being outputs of blocks.0.relu" in told[0]
+
+
+@needs_observable_graphs
+@pytest.mark.parametrize("compiled", [whole, regional])
+def test_there_are_two_graphs_and_no_breaks(tmp_path: Path, compiled: Compile) -> None:
+    """One graph with observers, one without; equal blocks share theirs."""
+    model = Net()
+    graphs = []
+    with HookLogger(model, tmp_path, every_n_steps=3):
+        for _ in loop_with(compiled, steps=8)(model, None):
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert not counters["graph_break"]
+
+
+class Counting:
+    """A compiler backend that notes the operators of each graph and of each call."""
+
+    def __init__(self) -> None:
+        self.graphs: list[str] = []
+        self.calls: list[int] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        number = len(self.graphs)
+        self.graphs.append(graph.print_readable(print_output=False))
+
+        def run(*args: Any) -> Any:
+            self.calls.append(number)
+            return graph.forward(*args)
+
+        return run
+
+
+@needs_observable_graphs
+def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
+    backend = Counting()
+    loop = loop_with(partial(whole, backend=backend), steps=7)
+    model = Net()
+    with HookLogger(model, tmp_path, every_n_steps=3):
+        for _ in loop(model, None):
+            pass
+    assert ["telemetry.observe" in graph for graph in backend.graphs] == [True, False]
+    assert backend.calls == [0, 1, 1, 0, 1, 1, 0]
+
+
+@needs_observable_graphs
+def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Path) -> None:
+    loop = loop_with(whole, steps=8, batch_sizes=(5, 5, 7, 7, 9, 9, 6, 4))
+    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=2)
+    assert [record.step for record in outcome.full] == [0, 2, 4, 6]
+    sizes = [record.activations["head"].sketch.count for record in outcome.full]
+    assert sizes == [5 * 2, 7 * 2, 9 * 2, 6 * 2]
+    # Each of two kinds: for one size, and for any; of two twins.
+    assert counters["stats"]["unique_graphs"] == 2 + 4
+
+
+@needs_observable_graphs
+def test_a_first_compiled_call_on_an_unlogged_step_is_no_obstacle(tmp_path: Path) -> None:
+    """Training that is resumed: the first step is not one that is measured."""
+    loop = loop_with(whole, steps=4)
+    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=3, first_step=1)
+    [record] = outcome.full
+    assert record.step == 3
+    assert record.activations["head"].calls == 1
+    assert record.activation_grads["blocks.0.linear"].calls == 1
+
+
+@needs_observable_graphs
+def test_autocast_leaves_the_random_stream_alone(tmp_path: Path) -> None:
+    """Fusion may round otherwise on a logged step, so that values are close and no more."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        torch._dynamo.reset_code_caches()
+        forward = whole(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = forward(torch.randn(5, 4)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=3)
+    assert outcome.full[1].activations["head"].calls == 1
+
+
+@needs_observable_graphs
+def test_validation_phases_of_a_compiled_model(tmp_path: Path) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        torch._dynamo.reset_code_caches()
+        forward = whole(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model.eval()
+            with torch.no_grad():
+                if logger is not None:
+                    with logger.phase("validation"):
+                        forward(torch.ones(5, 4))
+                forward(torch.ones(5, 4))
+            model.train()
+            optimizer.zero_grad()
+            loss = forward(torch.randn(5, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=3)
+    for record in outcome.full:
+        assert record.activations["head"].calls == 1
+    from tests.helpers.plain_events import EventAccumulator
+
+    events = (
+        EventAccumulator(str(tmp_path)).Reload().Scalars("validation/activation_max/0000.embed")
+    )
+    assert [event.step for event in events] == [0, 1, 2, 3]
+    # Bare: evaluation, training. Watched: two graphs of each.
+    assert counters["stats"]["unique_graphs"] == 2 + 4
+
+
+@needs_observable_graphs
+def test_checkpointing_inside_of_a_compiled_region(tmp_path: Path) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(self.dropout(x))
+
+    outcome = assert_left_alone(Checkpointed, loop_with(whole, steps=4), tmp_path, every_n_steps=3)
+    for record in outcome.full:
+        assert record.activations["blocks.1.linear"].calls == 1
+        assert record.activation_grads["head"].calls == 1
+
+
+def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.randn(5, 4)).square().mean()
+            loss.backward()
+            step()
+            yield loss
+
+    outcome = assert_left_alone(partial(nn.Linear, 4, 2), loop, tmp_path, every_n_steps=3)
+    assert [record.step for record in outcome.records] == [0, 1, 2, 3]
+    assert outcome.full[0].update_ratios["weight"] > 0
+    # Two breaks around our hooks, and what the optimizer computes is one graph as without them.
+    assert counters["stats"]["unique_graphs"] == 2 * 1
+
+
+@needs_observable_graphs
+def test_compiled_autograd_costs_activation_gradients_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            if logger is not None:
+                logger.remove()
+                logger.attach()
+            yield from loop_with(whole, steps=3)(model, logger)
+
+    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=2)
+    assert "compiled autograd is on" in caplog.text
+    for record in outcome.full:
+        assert record.activations["head"].calls == 1
+        assert not record.activation_grads
+        assert record.grad_present.all()
+
+
+@needs_observable_graphs
+@pytest.mark.parametrize("compiled", [whole, not_at_all])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_autograd_by_its_context_manager(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile, fullgraph: bool
+) -> None:
+    """Nothing is known of it until the first backward pass."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        torch._dynamo.reset_code_caches()
+        forward = compiled(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiler = torch.compile(backend="aot_eager", fullgraph=fullgraph)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = forward(torch.randn(5, 4)).square().mean()
+            with torch._dynamo.compiled_autograd._enable(compiler):
+                loss.backward()
+            optimizer.step()
+            yield loss
+
+    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=2)
+    assert caplog.text.count("compiled autograd is on") == 1
+    assert "Traceback" not in caplog.text
+    assert [record.step for record in outcome.full] == [0, 2]
+    for record in outcome.full:
+        assert len(record.activations) == 9
+        assert not record.activation_grads
+        assert record.grad_present.all()
+
+
+@pytest.mark.parametrize("compile_by", ["script", "trace"])
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_a_model_of_torch_jit_is_logged_but_for_its_activations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compile_by: str
+) -> None:
+    def make() -> Any:
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        example = torch.ones(5, 4)
+        return (
+            torch.jit.script(model) if compile_by == "script" else torch.jit.trace(model, example)
+        )
+
+    outcome = assert_left_alone(make, loop_with(not_at_all, steps=3), tmp_path, every_n_steps=2)
+    for record in outcome.full:
+        assert len(record.grads) == len(record.weights) == 4
+        assert not record.activations
+    assert caplog.text.count("torch.jit has compiled") == 1
+    assert not any(words in caplog.text for words in ("Traceback", "seen running"))
+
+
+# --- compiled before it is watched ----------------------------------------------------------------
+
+WAYS_OUT = ("before the first compiled call", "reset_code_caches", "force_eager")
+
+
+@needs_observable_graphs
+@pytest.mark.parametrize("compiled", [whole, in_place, regional])
+def test_a_model_that_was_compiled_before_is_told_with_the_ways_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile
+) -> None:
+    model, recorder = Net(), Recorder()
+    forward = compiled(model)
+    forward(torch.randn(5, 4)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        for _ in range(2):
+            optimizer.zero_grad()
+            forward(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+    [message] = [r.getMessage() for r in caplog.records if "compiled before" in r.getMessage()]
+    assert all(way in message for way in WAYS_OUT)
+    if compiled is regional:
+        assert "6 of 9 watched modules" in message
+        assert "blocks.0.linear" in message
+    assert recorder.records[0].grad_present.all()
+
+
+@needs_observable_graphs
+def test_dropping_the_compiled_code_is_a_way_out(tmp_path: Path) -> None:
+    model, recorder = Net(), Recorder()
+    forward = whole(model)
+    forward(torch.randn(5, 4)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2):
+        torch._dynamo.reset_code_caches()
+        for _ in range(3):
+            optimizer.zero_grad()
+            forward(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+    assert [len(record.activations) for record in recorder.records] == [9, 0, 9]
+
+
+@needs_observable_graphs
+def test_running_the_logged_steps_eagerly_is_a_way_out(tmp_path: Path) -> None:
+    model, recorder = Net(), Recorder()
+    forward = whole(model)
+    forward(torch.randn(5, 4)).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
+        for _ in range(3):
+            stance = "default" if logger.current_step % 2 else "force_eager"
+            optimizer.zero_grad()
+            with torch.compiler.set_stance(stance):
+                forward(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+    assert [len(record.activations) for record in recorder.records] == [9, 0, 9]
+
+
+# --- afterwards -----------------------------------------------------------------------------------
+
+
+def test_after_close_the_compiled_model_runs_on_and_nothing_is_held(tmp_path: Path) -> None:
+    model = Net()
+    forward = whole(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        optimizer.zero_grad()
+        forward(torch.randn(5, 4)).sum().backward()
+        optimizer.step()
+
+    logger = HookLogger(model, tmp_path, every_n_steps=2)
+    for _ in range(3):
+        train()
+    hooks = weakref.ref(logger._capture)
+    logger.close()
+    del logger
+    assert not any(module._forward_hooks for module in model.modules())
+    for _ in range(3):
+        train()
+    gc.collect()
+    assert hooks() is None

@@ -1,0 +1,370 @@
+"""PyTorch takes other paths where modules have hooks: a watched model takes those of a bare one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from telemetry import HookLogger
+from tests.helpers.require import needs_observable_graphs
+from tests.helpers.twins import Recorder, assert_left_alone, by_pickle, by_saving, run
+
+INTERVALS = [1, 10, 100]
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(20)  # without, both paths round alike
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """With a mask."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 4, 128, batch_first=True)
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(src, CAUSAL)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+        mask = None if padding is not None else CAUSAL
+        x = self.encoder(x, mask=mask, src_key_padding_mask=padding)
+        return self.head(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def batch() -> Tensor:
+    return torch.randn(4, 20, 64)
+
+
+def padding() -> Tensor:
+    return (torch.arange(20) >= 15).expand(4, 20)
+
+
+def slow(model: nn.Module) -> nn.Module:
+    """Give a model hooks of its own."""
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, output: None)
+    return model
+
+
+def no_logger(name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def evaluate(model: nn.Module, logger: HookLogger | None) -> Tensor:
+    with torch.no_grad():
+        return model(batch())
+
+
+def evaluate_with_gradients(model: nn.Module, logger: HookLogger | None) -> Tensor:
+    return model(batch())
+
+
+def evaluate_in_half_precision(model: nn.Module, logger: HookLogger | None) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return model(batch())
+
+
+def evaluate_in_inference_mode(model: nn.Module, logger: HookLogger | None) -> Tensor:
+    with torch.inference_mode():
+        return model(batch())
+
+
+def evaluate_padded(model: nn.Module, logger: HookLogger | None) -> Tensor:
+    with torch.no_grad():
+        return model(batch(), padding())  # the encoder makes nested tensors
+
+
+def evaluate_in_a_phase(model: nn.Module, logger: HookLogger | None) -> Tensor:
+    phase = no_logger if logger is None else logger.phase
+    with phase("validation"), torch.no_grad():
+        return torch.cat([model(batch(), padding()), model(batch())], dim=1)
+
+
+EVALUATIONS = [
+    evaluate, evaluate_with_gradients, evaluate_in_half_precision, evaluate_in_inference_mode,
+    evaluate_padded, evaluate_in_a_phase,
+]  # fmt: skip
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.4."), reason="PyTorch 2.4 rounds alike on both paths"
+)
+def test_hooks_change_the_bits_of_these_models() -> None:
+    torch.manual_seed(0)
+    model = Encoder().eval()
+    x = batch()
+    with torch.no_grad():
+        assert not torch.equal(model(x), slow(copy.deepcopy(model))(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("every_n_steps", INTERVALS)
+@pytest.mark.parametrize("evaluation", EVALUATIONS)
+def test_evaluation_inside_of_a_measured_step(
+    tmp_path: Path, evaluation: Callable[..., Tensor], every_n_steps: int
+) -> None:
+    if evaluation is evaluate_in_half_precision and torch.__version__.startswith("2.4."):
+        pytest.skip("PyTorch 2.4 itself cannot evaluate the fused layer under autocast on a CPU")
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model.eval()
+            yield evaluation(model, logger)
+            model.train()
+            yield train_step(model, optimizer, model(batch()).square().mean())
+            yield evaluation(model.eval(), logger)
+
+    outcome = assert_left_alone(Encoder, loop, tmp_path, every_n_steps=every_n_steps)
+    assert outcome.full[0].activations["encoder.layers.1.linear1"].calls == 1
+    assert outcome.full[0].activations["head"].calls == 1
+
+
+@pytest.mark.parametrize("every_n_steps", INTERVALS)
+def test_a_frozen_encoder_is_fused_in_training_too(tmp_path: Path, every_n_steps: int) -> None:
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
+        model.encoder.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        for _ in range(3):
+            model.encoder.eval()
+            yield train_step(model, optimizer, model(batch()).square().mean())
+
+    outcome = assert_left_alone(Encoder, loop, tmp_path, every_n_steps=every_n_steps)
+    # The modules of the encoder do not run.
+    assert "head" in outcome.full[0].activations
+    assert not any(name.startswith("encoder") for name in outcome.full[0].activations)
+
+
+@pytest.mark.parametrize("modules", [None, nn.TransformerEncoderLayer])
+def test_a_single_layer_is_the_model(tmp_path: Path, modules: Any) -> None:
+    """Its own output is measured where it is watched, fused or not."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            yield evaluate(model.eval(), logger)
+            phase = no_logger if logger is None else logger.phase
+            with phase("validation"):
+                yield evaluate(model, logger)
+            yield train_step(model, optimizer, model.train()(batch()).square().mean())
+
+    outcome = assert_left_alone(Layer, loop, tmp_path, modules=modules)
+    assert ("" in outcome.full[0].activations) == (modules is not None)
+
+
+def averaged(model: nn.Module) -> nn.Module:
+    return torch.optim.swa_utils.AveragedModel(model)
+
+
+def hook_counts(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.mark.parametrize("every_n_steps", INTERVALS)
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, by_pickle, by_saving, averaged])
+def test_training_towards_a_frozen_copy(
+    tmp_path: Path, make_copy: Callable[[nn.Module], nn.Module], every_n_steps: int
+) -> None:
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        copies = []
+
+        def reference(moment: str) -> None:
+            twin = make_copy(model).eval()
+            assert hook_counts(twin) == 0, moment
+            copies.append(twin)
+
+        reference("attached")
+        for _ in range(3):
+            x = batch()
+            features = model.encoder(x)
+            if len(copies) == 1:
+                reference("in forward")
+            loss = model.head(features).square().mean()
+            for twin in copies:
+                loss = loss + (evaluate(twin, None) - model(x)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if len(copies) == 2:
+                reference("after backward")
+            optimizer.step()
+            if len(copies) == 3:
+                reference("after step")
+            yield loss
+        if logger is not None:
+            logger.close()
+        for twin in copies:
+            yield evaluate(twin, None)
+
+    assert_left_alone(Encoder, loop, tmp_path, every_n_steps=every_n_steps)
+
+
+def test_a_module_with_hooks_of_its_own_is_measured_after_them(tmp_path: Path) -> None:
+    model, recorder = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model[0].register_forward_hook(lambda module, args, output: output * 0 + 3)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        twins = []
+        # Also one that comes later.
+        handle = model[1].register_forward_hook(lambda module, args, output: output * 0 + 5)
+        model[1].register_forward_pre_hook(lambda m, args: twins.append(copy.deepcopy(model)))
+        model(torch.randn(3, 4)).sum().backward()
+        assert [len(module._forward_hooks) for module in model] == [1, 1]
+        optimizer.step()
+        handle.remove()
+    assert [len(module._forward_hooks) for module in twins[0]] == [1, 1]
+    record = recorder.records[0]
+    assert [record.activations[name].sketch.max for name in "01"] == [3, 5]
+    assert record.activations["0"].calls == 1
+
+
+def test_a_module_that_calls_itself_is_measured_each_time(tmp_path: Path) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+            return x * self.weight if depth == 0 else self(x, depth - 1) + 1
+
+    for hooked in (False, True):
+        model, recorder = Nested(), Recorder()
+        if hooked:
+            model.register_forward_hook(lambda module, args, output: None)
+        with HookLogger(model, tmp_path / str(hooked), alerts=[recorder], every_n_steps=1):
+            model(torch.ones(3)).sum().backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert recorder.records[0].activations[""].calls == 3
+        assert len(model._forward_hooks) == hooked
+
+
+def evaluated_eagerly(model: nn.Module, compiled: Any) -> Tensor:
+    return evaluate(model.eval(), None)
+
+
+def evaluated_in_a_graph(model: nn.Module, compiled: Any) -> Tensor:
+    compiled.eval()
+    with torch.no_grad():
+        return compiled(batch())
+
+
+@needs_observable_graphs
+@pytest.mark.parametrize("evaluated", [evaluated_eagerly, evaluated_in_a_graph])
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_a_compiled_encoder_is_fused_in_evaluation(
+    tmp_path: Path, evaluated: Callable[..., Tensor], every_n_steps: int
+) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        torch._dynamo.reset()
+        counters.clear()
+        if logger is not None:
+            logger.remove()
+            logger.attach()
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            yield evaluated(model, compiled)
+            compiled.train()
+            yield train_step(model, optimizer, compiled(batch()).square().mean())
+            yield evaluated(model, compiled)
+            if step == 2:
+                graphs.append(counters["stats"]["unique_graphs"])
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    graphs: list[int] = []
+    outcome = assert_left_alone(Encoder, loop, tmp_path, every_n_steps=every_n_steps)
+    assert graphs[-2] == graphs[-1]  # nothing is compiled again
+    for record in outcome.full:
+        assert record.activations["encoder.layers.1.linear1"].calls == 1
+        assert record.activation_grads["head"].calls == 1
+    assert "train" not in vars(nn.TransformerEncoderLayer)
+
+
+@needs_observable_graphs
+def test_a_compiled_model_does_not_warn_of_global_hooks(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, every_n_steps=2), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*global hooks")
+        for _ in range(3):
+            compiled(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+        twin = copy.deepcopy(model)
+    assert hook_counts(twin) == 0
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, output: None)
+    with pytest.warns(UserWarning, match="global hooks"):
+        compiled(torch.randn(3, 4))
+    handle.remove()
+    torch._dynamo.reset()
+
+
+@needs_observable_graphs
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_steps_that_are_not_measured_have_no_hooks_though_something_else_is_compiled(
+    tmp_path: Path,
+) -> None:
+    torch._dynamo.reset()
+    double = torch.compile(lambda x: x * 2, backend="eager")
+    hooks = []
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            loss = double(model(torch.randn(3, 4)).to([torch.float32, torch.float64][step % 2]))
+            yield train_step(model, optimizer, loss.sum().float())
+            double(torch.ones(2, dtype=[torch.int8, torch.int16, torch.int32][step % 3]))
+            hooks.append(hook_counts(model))
+
+    make = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))  # noqa: E731
+    outcome = assert_left_alone(make, loop, tmp_path, every_n_steps=3)
+    assert hooks == [0] * 10
+    assert [len(record.activations) for record in outcome.records] == [3, 0, 0, 3, 0]
+    torch._dynamo.reset()
+
+
+def test_a_watched_module_has_no_hooks_that_others_could_see(tmp_path: Path) -> None:
+    seen = []
+
+    class Asking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(hook_counts(self))
+            return self.inner(x)
+
+    outcome = run(Asking, stepping, tmp_path)
+    assert outcome.full[0].activations["inner"].calls == 1
+    assert seen == [0, 0]
+
+
+def stepping(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        yield train_step(model, optimizer, model(torch.randn(3, 4)).square().mean())

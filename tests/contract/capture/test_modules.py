@@ -1,0 +1,772 @@
+"""Modules and what they return: every kind of output is seen, none is disturbed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from telemetry import HookLogger
+from telemetry.capture.nested import tensors_in
+from telemetry.layers import table
+from telemetry.records import Output
+from telemetry.testing import capture_run
+from tests.helpers.hand import assert_logged, assert_tensor, by_hand, check, not_training
+from tests.helpers.twins import Recorder, assert_left_alone, run
+
+
+def sgd_loop(
+    step: Callable[[nn.Module, Tensor], Tensor], steps: int = 2, width: int = 4
+) -> Callable[..., Iterator[Tensor]]:
+    """A loop whose loss is ``step(model, batch)``."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = step(model, torch.randn(6, width))
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    return loop
+
+
+plain = sgd_loop(lambda model, x: model(x).square().mean())
+
+
+# --- changed after the module returned ------------------------------------------------------------
+
+
+class ChangedInPlace(nn.Module):
+    """Outputs that are overwritten by what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+        self.second = nn.Linear(4, 4)
+        self.third = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.first(x))
+        x = self.second(x)
+        x += 1.0
+        x[:, 0] = x[:, 0] * 2
+        x.mul_(3.0)
+        return self.third(x)
+
+
+def test_outputs_changed_in_place_are_logged_as_they_were_returned(tmp_path: Path) -> None:
+    check(ChangedInPlace, plain, tmp_path)
+
+
+class Clamps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.clamp_(-0.1, 0.1)
+        return x
+
+
+def test_what_a_module_changes_without_pytorch_noticing_is_logged_as_it_was_returned(
+    tmp_path: Path,
+) -> None:
+    check(lambda: nn.Sequential(nn.Linear(4, 4), Clamps(), nn.Linear(4, 2)), plain, tmp_path)
+
+
+class Views(nn.Module):
+    """Outputs that are views of other outputs, and views that are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.flatten = nn.Flatten(0)
+        self.unflatten = nn.Unflatten(0, (6, 6))
+        self.identity = nn.Identity()
+        self.last = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.unflatten(self.flatten(self.first(x)))
+        x = self.identity(x)
+        half = x[:, :3]
+        half.mul_(2.0)
+        return self.last(half)
+
+
+def test_views_and_writes_through_them_are_left_alone(tmp_path: Path) -> None:
+    check(Views, plain, tmp_path)
+
+
+# --- what the model is given ----------------------------------------------------------------------
+
+
+class TakesMany(nn.Module):
+    """Two inputs, one of them in a dict, and labels, which are no floating-point numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, features: dict[str, Tensor], *, extra: Tensor, labels: Tensor) -> Tensor:
+        logits = self.layer(features["x"] + extra)
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def test_inputs_are_those_of_all_micro_batches(tmp_path: Path) -> None:
+    batches = torch.randn(2, 2, 6, 4)
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for x, extra in batches:
+            loss = model({"x": x}, extra=extra, labels=torch.arange(6) % 4)
+            loss.backward()
+        optimizer.step()
+        yield loss
+
+    [record] = assert_left_alone(TakesMany, loop, tmp_path).records
+    given, summed = record.inputs[""], record.inputs["layer"]
+    assert_tensor(given, list(batches.flatten(0, 1).double().numpy()))
+    assert_tensor(summed, list(batches.sum(1).double().numpy()))
+
+
+def test_an_input_that_is_handed_on_is_measured_once(tmp_path: Path) -> None:
+    [record, _] = assert_left_alone(lambda: nn.Sequential(nn.Linear(4, 2)), plain, tmp_path).records
+    assert list(record.inputs) == [""]
+    assert record.inputs[""].sketch.count == 24
+
+
+def test_inputs_of_a_model_that_is_not_called_itself_are_those_of_its_first_layer(
+    tmp_path: Path,
+) -> None:
+    loop = sgd_loop(lambda model, x: model[1](model[0](x)).square().mean())
+    [record, _] = assert_left_alone(
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), loop, tmp_path
+    ).records
+    assert list(record.inputs) == ["0"]
+    assert record.inputs["0"].sketch.count == 24
+
+
+# --- what a module returns ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: Tensor
+    extra: Any = None
+
+
+class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+    """As in transformers: a mapping whose values are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+class Returning(nn.Module):
+    """A leaf module that packs two tensors by ``pack``."""
+
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.pack = pack
+
+    def forward(self, x: Tensor) -> Any:
+        y = x @ self.weight
+        return self.pack(y.tanh(), y.sigmoid())
+
+
+class Wrapped(nn.Module):
+    def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.inner = Returning(pack)
+
+
+PACKS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], list[Tensor]]]] = {
+    "tuple": (lambda a, b: (a, b), list),
+    "list": (lambda a, b: [a, None, b], lambda out: [out[0], out[2]]),
+    "dict": (lambda a, b: {"a": a, "b": b, "name": "x"}, lambda out: [out["a"], out["b"]]),
+    "nested": (lambda a, b: ({"a": [a]}, (b, 3)), lambda out: [out[0]["a"][0], out[1][0]]),
+    "namedtuple": (Pair, list),
+    "dataclass": (lambda a, b: Result(a, extra={"b": b}), lambda o: [o.hidden, o.extra["b"]]),
+    "model output": (lambda a, b: ModelOutput(a=a, b=b), lambda out: [out.a, out.b]),
+}
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_tensors_inside_any_container_are_logged(tmp_path: Path, name: str) -> None:
+    pack, flatten = PACKS[name]
+    loop = sgd_loop(lambda model, x: sum(t.square().mean() for t in flatten(model.inner(x))))
+    outcome, _ = check(lambda: Wrapped(pack), loop, tmp_path, flatten=flatten)
+    record = outcome.full[0]
+    assert list(record.outputs) == [Output("inner"), Output("inner", 1)]
+    assert set(record.output_grads) == {Output("inner"), Output("inner", 1)}
+    assert list(record.activations) == ["inner"]
+    assert record.activations["inner"].sketch.sum == record.outputs[Output("inner")].sketch.sum
+
+
+def test_an_output_that_gets_no_gradient_has_activations_only(tmp_path: Path) -> None:
+    loop = sgd_loop(lambda model, x: model.inner(x)[0].square().mean())
+    outcome, _ = check(lambda: Wrapped(lambda a, b: (a, b)), loop, tmp_path, flatten=list)
+    assert set(outcome.full[0].outputs) == {Output("inner"), Output("inner", 1)}
+    assert set(outcome.full[0].output_grads) == {Output("inner")}
+
+
+class ReturnsNothing(nn.Module):
+    """Leaves its result behind, and takes keyword arguments only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.sink = nn.Identity()
+
+    def forward(self, *, x: Tensor) -> None:
+        self.result = self.linear(input=x)
+        self.sink.forward = lambda input: None  # type: ignore[method-assign]
+        self.sink(input=x)
+
+
+def test_calls_with_keywords_only_and_none_as_output(tmp_path: Path) -> None:
+    def step(model: Any, x: Tensor) -> Tensor:
+        assert model(x=x) is None
+        return model.result.square().mean()
+
+    check(ReturnsNothing, sgd_loop(step), tmp_path, flatten=lambda o: [] if o is None else [o])
+
+
+class ReturnsParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.table()
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(4))
+
+    def forward(self) -> Tensor:
+        return self.values
+
+
+def test_a_module_may_return_its_parameter(tmp_path: Path) -> None:
+    outcome, _ = check(ReturnsParameter, plain, tmp_path)
+    assert not any(p._backward_hooks for p in outcome.model.parameters())
+
+
+# --- called several times -------------------------------------------------------------------------
+
+
+class Shared(nn.Module):
+    """One layer under two names, called four times, and weights that are tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4, bias=False)
+        self.layer = nn.Linear(4, 4)
+        self.again = self.layer
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for _ in range(2):
+            x = self.again(self.layer(x).tanh()).tanh()
+        return self.head(x)
+
+
+def test_calls_of_a_shared_module_are_merged_and_counted(tmp_path: Path) -> None:
+    outcome, _ = check(Shared, plain, tmp_path)
+    record = outcome.full[0]
+    assert record.activations["layer"].calls == 4
+    assert record.activation_grads["layer"].calls == 4
+    assert "again" not in record.activations
+    assert [p.name for p in record.layout.parameters] == [
+        "embed.weight",
+        "layer.weight",
+        "layer.bias",
+    ]
+
+
+class Unrolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(1, 5)
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = x.new_zeros(x.shape[0], 5)
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t : t + 1], state)
+        return self.head(state)
+
+
+def test_an_unrolled_cell_keeps_its_count(tmp_path: Path) -> None:
+    outcome, _ = check(Unrolled, sgd_loop(lambda m, x: m(x).square().mean(), width=30), tmp_path)
+    assert outcome.full[0].activations["cell"].calls == 30
+    assert outcome.full[0].activation_grads["cell"].calls == 30
+
+
+def test_outputs_of_an_rnn_are_told_apart(tmp_path: Path) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(1, 3, batch_first=True)
+
+    loop = sgd_loop(lambda model, x: model.rnn(x[..., None])[0].square().mean())
+    outcome, _ = check(Net, loop, tmp_path, flatten=lambda out: [out[0], out[1][0], out[1][1]])
+    assert list(outcome.full[0].outputs) == [Output("rnn", place) for place in range(3)]
+
+
+class Indexing(nn.Module):
+    """Modules that return indices, counts and masks beside what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 4, 3)
+        self.pool = nn.MaxPool1d(2, return_indices=True)
+        self.rnn = nn.LSTM(4, 3, batch_first=True)
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        pooled, _ = self.pool(self.conv(x[:, None]))
+        packed = pack_padded_sequence(pooled.transpose(1, 2), [99, 50, 7], batch_first=True)
+        _, weights, _ = self.gate(self.rnn(packed)[0].data)
+        return weights
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weights, experts = x.softmax(-1).topk(2)
+        return experts, weights, x > 0
+
+
+def test_indices_counts_and_masks_are_in_no_figure_of_a_layer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, recorder = Indexing(), Recorder()
+    returned: dict[str, list[Tensor]] = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(
+            lambda _, __, output, name=name: returned.update({name: tensors_in(output)})
+        )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        model(torch.randn(3, 200)).square().sum().backward()
+        optimizer.step()
+    [record] = recorder.records
+    assert {str(output) for output in record.outputs} == {
+        *("conv", "pool", "rnn", "rnn[2]", "rnn[3]", "gate[1]")
+    }
+    figures = table(record).column("activation_rms")
+    for name, tensors in returned.items():
+        values = torch.cat([t.detach().flatten() for t in tensors if t.is_floating_point()])
+        rms = float(values.square().mean().sqrt())
+        assert figures[record.layout.position[name]] == pytest.approx(rms, rel=1e-5), name
+        first = next(t.detach() for t in tensors if t.is_floating_point())
+        assert record.activations[name].sketch.max == pytest.approx(float(first.max()), rel=1e-6)
+
+
+# --- changing models ------------------------------------------------------------------------------
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def replacing_loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
+    """The head is replaced after the first step, and a layer is added after the second."""
+    for step in range(4):
+        if step == 1:
+            model[2] = nn.Linear(4, 3)
+        if step == 2:
+            model.append(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        loss = model(torch.randn(6, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def test_modules_replaced_or_added_are_watched_from_the_next_measured_step(tmp_path: Path) -> None:
+    outcome = assert_left_alone(mlp, replacing_loop, tmp_path)
+    assert [record.step for record in outcome.full] == [0, 1, 2, 3]
+    # Replaced after the step had begun to be watched: parameters are read at its end.
+    assert list(outcome.full[1].grads) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert outcome.full[2].activations["2"].sketch.count == 6 * 3
+    assert outcome.full[3].activations["3"].sketch.count == 6
+    assert set(outcome.full[3].grads) == {f"{i}.{p}" for i in "023" for p in ("weight", "bias")}
+
+
+def _add(model: nn.Sequential) -> None:
+    model.insert(2, nn.Linear(6, 6))
+
+
+def _remove(model: nn.Sequential) -> None:
+    del model[3]
+    del model[2]
+
+
+def _replace(model: nn.Sequential) -> None:
+    model[4] = nn.Linear(6, 2)
+
+
+@pytest.mark.parametrize("change", [_add, _remove, _replace])
+@pytest.mark.parametrize("when", ["before", "after forward", "after backward"])
+@pytest.mark.parametrize("every_n_steps", [2, 3])  # step 2 is measured, or is not
+def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
+    change: Callable[[nn.Sequential], None], when: str, every_n_steps: int
+) -> None:
+    layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with capture_run(model, every_n_steps=every_n_steps) as captured:
+        for step in range(5):
+            optimizer.zero_grad()
+            for moment in ("before", "after forward", "after backward"):
+                if step == 2 and moment == when:
+                    change(model)
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+                if moment == "before":
+                    outputs, value = {}, torch.randn(3, 4)
+                    for name, layer in model.named_children():
+                        outputs[name] = layer.weight if isinstance(layer, nn.Linear) else None
+                    loss = model(value).square().sum()
+                elif moment == "after forward":
+                    loss.backward()
+                    before = _norm([p.grad for p in model.parameters() if p.grad is not None])
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            used = _norm([p.grad for p in model.parameters() if p.grad is not None])
+            optimizer.step()
+            record = captured.records[-1]
+            assert record.step == step
+            assert record.total_grad_norm == pytest.approx(used, rel=1e-4)
+            if record.full:
+                assert {output.module_name for output in record.outputs} == set(outputs)
+                for name, weight in outputs.items():
+                    if weight is not None:
+                        assert record.outputs[Output(name)].sketch.count == 3 * len(weight)
+                clipped = record.total_grad_norm_before_clipping
+                if (step, when) != (2, "before") and step == 2:
+                    assert clipped is None  # of parameters that are gone
+                else:
+                    assert clipped == pytest.approx(before, rel=1e-4)
+
+
+def _norm(grads: list[Tensor]) -> float:
+    return float(torch.cat([grad.reshape(-1) for grad in grads] or [torch.zeros(1)]).norm())
+
+
+def test_a_line_in_the_run_says_at_which_step_layers_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "telemetry")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with HookLogger(model, tmp_path, every_n_steps=2):
+        for _ in plain(model, None):
+            pass
+        model.insert(1, nn.Linear(4, 4))
+        for _ in plain(model, None):
+            pass
+    told = "changed before step 2; added: ['2.weight', '2.bias']; of another shape: ['1.weight'"
+    assert told in caplog.text
+    [events] = tmp_path.glob("*tfevents*")
+    assert told.encode() in events.read_bytes()
+
+
+def test_frozen_weights_that_no_optimizer_holds_are_measured() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with capture_run(model, every_n_steps=2) as captured:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+    assert [len(record.weights) for record in captured.records] == [4, 0]
+    frozen = captured.records[0].weights["0.weight"].sketch
+    assert frozen.sum_squares == pytest.approx(model[0].weight.square().sum().item(), rel=1e-5)
+
+
+def test_a_replaced_module_is_not_observed(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    old = model[2]
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        model[2] = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.randn(6, 4)).sum().backward()
+        old(torch.randn(6, 4)).sum().backward()
+        optimizer.step()
+    assert recorder.records[0].activations["2"].calls == 1
+
+
+class PartlySilent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 1)
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(*[self.used(x)] * 3)[0]
+
+
+def test_modules_that_did_not_run_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "telemetry")
+    outcome = assert_left_alone(PartlySilent, plain, tmp_path)
+    [record] = [r for r in caplog.records if "did not run" in r.getMessage()]
+    assert record.levelno == logging.INFO
+    assert "1 of 3 watched modules did not run at step 0" in record.getMessage()
+    assert record.getMessage().endswith("unused")
+    assert set(outcome.full[0].activations) == {"used", "attention"}
+
+
+class Bypassed(nn.Module):
+    """As in models that people use: without parameters, or of use for its parameters only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(4, 4)
+        self.lends = nn.Linear(4, 4)
+        self.dropout = nn.Dropout(0.1)
+        self.branch = nn.Sequential()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.used(x), self.lends.weight)
+
+
+def test_modules_without_parameters_may_be_silent_and_nobody_guesses_at_the_compiler(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # something else
+    caplog.set_level(logging.INFO, "telemetry")
+    assert_left_alone(Bypassed, plain, tmp_path)
+    [record] = [r for r in caplog.records if "did not run" in r.getMessage()]
+    assert record.levelno == logging.INFO
+    assert record.getMessage().endswith(
+        "1 of 4 watched modules did not run at step 0, nothing is logged for their outputs: lends"
+    )
+
+
+class Hiding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        self.heads = {"first": nn.Linear(4, 4), "unused": nn.Linear(4, 4)}
+        self.teacher = [nn.Linear(4, 4)]
+        self.known = nn.Linear(4, 4)
+        self.again = [self.known, 3, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner.layers:
+            x = layer(x)
+        with torch.no_grad():
+            wanted = self.teacher[0](x)
+        return self.heads["first"](self.known(x)) - wanted
+
+
+def test_layers_in_plain_lists_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert_left_alone(Hiding, plain, tmp_path)
+    [record] = [r for r in caplog.records if "ModuleList" in r.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert (
+        "modules in heads, inner.layers get gradients and are not the model's"
+        in record.getMessage()
+    )
+
+
+# --- interrupted and parallel passes --------------------------------------------------------------
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+        x = self.first(x)
+        if fail:
+            raise MemoryError("planted")
+        return self.second(x)
+
+
+def test_the_pass_after_an_exception_in_forward_is_logged(tmp_path: Path) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        with pytest.raises(MemoryError):
+            model(x, fail=True)
+        return model(x).square().mean()
+
+    outcome, _ = check(Failing, sgd_loop(step), tmp_path)
+    assert outcome.full[0].activations["first"].calls == 2  # the failed one was a call, too
+    assert outcome.full[0].activations["second"].calls == 1
+
+
+def test_an_exception_in_backward_drops_what_the_pass_had_brought(tmp_path: Path) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ArithmeticError("planted")
+
+    def step(model: Any, x: Tensor) -> Tensor:
+        with pytest.raises(ArithmeticError):
+            model[2](Fails.apply(model[0](x))).sum().backward()
+        model.zero_grad()
+        return model(x).square().mean()
+
+    outcome = assert_left_alone(mlp, sgd_loop(step), tmp_path)
+    assert outcome.full[0].activations["2"].calls == 2
+    assert outcome.full[0].activation_grads["2"].calls == 1
+
+
+def test_forwards_on_other_threads_are_not_logged(tmp_path: Path) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        def elsewhere() -> None:
+            with not_training():
+                model(x * 100)
+
+        loss = model(x).square().mean()
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return loss
+
+    check(mlp, sgd_loop(step), tmp_path)
+
+
+def test_training_on_a_thread_of_its_own_is_logged(tmp_path: Path) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        losses: list[Tensor] = []
+        thread = threading.Thread(target=lambda: losses.extend(plain(model, logger)))
+        thread.start()
+        thread.join()
+        return iter(losses)
+
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [len(record.activations) for record in outcome.full] == [3, 3]
+
+
+def test_once_a_thread_has_stepped_another_one_does_not_take_over(tmp_path: Path) -> None:
+    """An evaluation thread that comes first in the second step does not pass for training."""
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        if step.count:
+            thread = threading.Thread(target=lambda: model(x * 100))
+            thread.start()
+            thread.join()
+        step.count += 1
+        return model(x).square().mean()
+
+    step.count = 0
+    outcome = run(mlp, sgd_loop(step), tmp_path)
+    expected = by_hand(mlp, plain)
+    for record, hand in zip(outcome.full, expected, strict=True):
+        assert_logged(record, hand)
+
+
+# --- the user's own hooks -------------------------------------------------------------------------
+
+
+def test_what_the_users_hooks_return_is_logged(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = mlp()
+        model[0].register_forward_hook(lambda m, a, out: out * 2)
+        return model
+
+    check(make, plain, tmp_path)
+
+
+def test_no_message_is_logged_for_an_ordinary_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "telemetry"):
+        assert_left_alone(mlp, plain, tmp_path)
+    # But the command that shows the run, once for each process, and the number of full steps.
+    expected = ("tensorboard --logdir", "telemetry: full steps: ")
+    assert [line for line in caplog.messages if not line.startswith(expected)] == []
+
+
+class NamedLikeWrappers(nn.Module):
+    """Children with the names that wrappers give to what they wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 4)
+        self._orig_mod = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self._orig_mod(self.module(x)))
+
+
+def test_names_that_look_like_wrappers_are_told_apart(tmp_path: Path) -> None:
+    outcome, _ = check(NamedLikeWrappers, plain, tmp_path)
+    assert list(outcome.full[0].activations) == ["module", "_orig_mod", "head"]
+
+
+def test_a_model_that_never_trains_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Models from a hub come in evaluation mode."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        model.eval()
+        yield from plain(model, logger)
+
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "no watched module was seen running at step 0" in message
+    assert "not in training mode" in message
+    assert all(record.grad_present.all() for record in outcome.full)
+
+
+def test_a_container_that_holds_itself_comes_to_an_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pack(a: Tensor, b: Tensor) -> dict[str, Any]:
+        output: dict[str, Any] = {"a": a, "b": b}
+        output["all"] = output
+        return output
+
+    loop = sgd_loop(lambda model, x: model.inner(x)["a"].square().mean())
+    outcome = assert_left_alone(lambda: Wrapped(pack), loop, tmp_path)
+    assert {Output("inner"), Output("inner", 1)} < set(outcome.full[0].outputs)
+    assert not caplog.records
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_part_that_was_scripted_before_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 2))
+
+    outcome = assert_left_alone(make, plain, tmp_path)
+    assert list(outcome.full[0].activations) == ["1", "2"]
+    assert outcome.full[0].grad_present.all()
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "torch.jit has compiled" in message

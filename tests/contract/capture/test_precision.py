@@ -1,0 +1,509 @@
+"""Numbers of every kind: half precision, scaled gradients, sparse and missing ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from telemetry import HookLogger
+from tests.helpers.hand import array, assert_logged, assert_tensor, by_hand, check
+from tests.helpers.twins import Recorder, assert_left_alone
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2))
+
+
+def batch() -> Tensor:
+    return torch.randn(6, 4)
+
+
+def loop_of(
+    loss_of: Callable[[nn.Module], Tensor],
+) -> Callable[..., Iterator[Tensor]]:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    return loop
+
+
+# --- autocast -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(tmp_path: Path, dtype: torch.dtype) -> None:
+    def loss_of(model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", dtype):
+            y = model(batch())
+            assert y.dtype == dtype
+            return y.float().square().mean()
+
+    check(mlp, loop_of(loss_of), tmp_path)
+
+
+def test_backward_and_step_inside_of_autocast(tmp_path: Path) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = model(batch()).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                yield loss
+
+    check(mlp, loop, tmp_path)
+
+
+# --- GradScaler -----------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "not fused": partial(torch.optim.AdamW, lr=0.01),
+    "fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+}
+OVERFLOWS = 1e38
+
+
+def scaled_loop(
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    *,
+    overflow_at: tuple[int, ...] = (),
+    iterations: int = 6,
+    clip: float | None = None,
+    micro_batches: int = 1,
+    scale: float = 1024.0,
+) -> Callable[..., Iterator[Tensor]]:
+    """One yield per iteration; iterations ``overflow_at`` have infinite gradients."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = make_optimizer(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        for iteration in range(iterations):
+            optimizer.zero_grad()
+            for number in range(micro_batches):
+                loss = model(batch()).square().mean() / micro_batches
+                if iteration in overflow_at and number == micro_batches - 1:
+                    loss = loss * OVERFLOWS
+                scaler.scale(loss).backward()
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            yield loss
+
+    return loop
+
+
+def unscaled_loop(kind: str) -> Callable[..., Iterator[Tensor]]:
+    """The same without a scaler: its gradients are the true ones, as scales are powers of two."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = model(batch()).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    return loop
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_gradients_are_logged_without_the_scale(tmp_path: Path, kind: str) -> None:
+    outcome = assert_left_alone(mlp, scaled_loop(OPTIMIZERS[kind]), tmp_path)
+    assert [record.loss_scale for record in outcome.records] == [1024, 1024, 2048, 2048, 4096, 4096]
+    for record, hand in zip(outcome.full, by_hand(mlp, unscaled_loop(kind)), strict=True):
+        assert_logged(record, hand)
+        assert record.total_grad_norm_before_clipping == pytest.approx(record.total_grad_norm)
+    assert [record.skipped_steps for record in outcome.records] == [0] * 6
+
+
+def test_steps_that_a_scaler_skipped_are_counted_and_not_logged(tmp_path: Path) -> None:
+    loop = scaled_loop(OPTIMIZERS["not fused"], overflow_at=(2, 3), iterations=6)
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [record.step for record in outcome.records] == [0, 1, 2, 3]
+    assert [record.skipped_steps for record in outcome.records] == [0, 0, 2, 2]
+    assert [record.skipped for record in outcome.records] == [False] * 4
+    assert all(np.isfinite(record.total_grad_norm) for record in outcome.records)
+    for record in outcome.full:
+        assert record.activations["0"].calls == 1
+        assert record.activation_grads["0"].calls == 1
+        assert record.activation_grads["0"].sketch.nonfinite_count == 0
+
+
+def test_steps_that_a_fused_optimizer_skipped_are_counted_and_marked(tmp_path: Path) -> None:
+    loop = scaled_loop(OPTIMIZERS["fused"], overflow_at=(2, 3), iterations=6)
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [record.step for record in outcome.records] == [0, 1, 2, 3, 4, 5]
+    assert [record.skipped for record in outcome.records] == [
+        False, False, True, True, False, False,
+    ]  # fmt: skip
+    assert [record.skipped_steps for record in outcome.records] == [0, 0, 1, 2, 2, 2]
+    for record in outcome.full:
+        assert record.grad_finite.all() != record.skipped
+        assert record.activation_grads["0"].calls == 1
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_skipped_steps_before_the_first_one_are_counted(tmp_path: Path, micro_batches: int) -> None:
+    """Scalers begin so high that the first steps of a run overflow."""
+    loop = scaled_loop(
+        OPTIMIZERS["not fused"],
+        overflow_at=(0, 1),
+        iterations=4,
+        micro_batches=micro_batches,
+        scale=65536.0,
+    )
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [record.skipped_steps for record in outcome.records] == [2, 2]
+    for record in outcome.full:
+        assert record.activations["0"].calls == micro_batches
+        assert record.activation_grads["0"].calls == micro_batches
+        assert record.activation_grads["0"].sketch.max < 1
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_clipping_under_a_scaler(tmp_path: Path, kind: str) -> None:
+    loop = scaled_loop(OPTIMIZERS[kind], clip=0.01, iterations=3)
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    [first, *_] = by_hand(mlp, unscaled_loop("not fused"))
+    true = np.sqrt(sum(np.square(grad).sum() for [grad] in first.grads.values()))
+    assert outcome.full[0].total_grad_norm_before_clipping == pytest.approx(true)
+    for record in outcome.full:
+        assert record.total_grad_norm == pytest.approx(0.01, rel=1e-3)
+        assert record.clipped_fraction == 1
+
+
+def test_a_scaler_that_is_switched_off(tmp_path: Path) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = OPTIMIZERS["fused"](model.parameters())
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(batch()).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            yield loss
+
+    outcome, _ = check(mlp, loop, tmp_path)
+    assert [record.loss_scale for record in outcome.records] == [None] * 3
+
+
+def test_two_optimizers_of_one_scaler(tmp_path: Path) -> None:
+    """One unscales by itself, the other is given unscaled gradients."""
+
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
+        fused = OPTIMIZERS["fused"](model[0].parameters())
+        other = OPTIMIZERS["not fused"](model[1:].parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(6):
+            model.zero_grad()
+            loss = model(batch()).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(fused)
+            scaler.step(other)
+            scaler.update()
+            yield loss
+
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    for record, hand in zip(
+        outcome.full[:2], by_hand(mlp, unscaled_loop("not fused"))[:2], strict=True
+    ):
+        assert_logged(record, hand)
+
+
+# --- dtypes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_models_of_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+    def loss_of(model: nn.Module) -> Tensor:
+        return model(batch().to(dtype)).float().square().mean()
+
+    check(lambda: mlp().to(dtype), loop_of(loss_of), tmp_path)
+
+
+class MixedDtypes(nn.Module):
+    """Parameters of four dtypes in one optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(4, 4, dtype=dtype)
+            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(
+            layer(x.to(layer.weight.dtype)).double().square().mean() for layer in self.layers
+        )
+
+
+def test_parameters_of_several_dtypes(tmp_path: Path) -> None:
+    outcome, _ = check(MixedDtypes, loop_of(lambda m: m(batch())), tmp_path)
+    assert len(outcome.full[0].update_ratios) == 8
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.to(torch.complex64)).abs()
+
+
+def test_complex_numbers_count_with_their_magnitude(tmp_path: Path) -> None:
+    outcome, _ = check(Complex, loop_of(lambda m: m(batch()).square().mean()), tmp_path)
+    assert set(outcome.full[0].update_ratios) == {"layer.weight", "layer.bias"}
+
+
+class Casting(nn.Module):
+    """Returns a tensor of any dtype beside the one that is trained."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.cast = Cast(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.cast(y)
+        return y.square().mean()
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.detach() * 3).abs().to(self.dtype)
+
+
+DTYPES = [
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+    "float8_e4m3fn", "float8_e5m2", "complex64", "complex128",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_outputs_of_every_dtype(tmp_path: Path, name: str) -> None:
+    dtype = getattr(torch, name)
+    check(partial(Casting, dtype), loop_of(lambda m: m(batch())), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_outputs_that_cannot_be_measured_are_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Quantize(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
+
+    class Net(Casting):
+        def __init__(self) -> None:
+            super().__init__(torch.float32)
+            self.cast = Quantize()
+
+    outcome = assert_left_alone(Net, loop_of(lambda m: m(batch())), tmp_path)
+    assert list(outcome.full[0].activations) == ["linear"]
+    assert caplog.text.count("outputs of cast are not measured: Tensor of torch.qint8") == 1
+
+
+def unsupported(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What follows the name in the only lines that the logger may have written."""
+    assert [r.exc_info for r in caplog.records if r.exc_info] == []
+    messages = [r.getMessage() for r in caplog.records if r.name == "telemetry"]
+    return [m.partition(" are not measured: ")[2] for m in messages]
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:.*prototype")
+def test_nested_tensors_are_told_once_for_each_layout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layout: torch.layout
+) -> None:
+    if layout is torch.jagged and torch.__version__.startswith("2.4"):
+        pytest.skip("PyTorch 2.4 cannot train on jagged tensors")
+
+    def loss_of(model: nn.Module) -> Tensor:
+        rows = [torch.randn(length, 4) for length in (2, 3, 5)]
+        y = model(torch.nested.nested_tensor(rows, layout=layout))
+        return torch.nested.to_padded_tensor(y, 0.0).square().mean()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+
+    outcome = assert_left_alone(make, loop_of(loss_of), tmp_path)
+    assert unsupported(caplog) == [
+        f"nested tensor of torch.float32 ({layout}, cpu) is not supported"
+    ]
+    assert [list(record.activations) for record in outcome.full] == [[]] * 3
+    assert list(outcome.full[-1].grads) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert set(outcome.full[-1].update_ratios) == set(outcome.full[-1].grads)
+
+
+class Int8(Tensor):
+    """Quantized weights as torchao makes them: a subclass that stands for its product."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: Tensor) -> Int8:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
+
+    def __init__(self, values: Tensor, scale: Tensor) -> None:
+        self.values_, self.scale = values, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values_, args[0].scale)
+        args, kwargs = tree_map_only(cls, lambda t: t.values_ * t.scale, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+        for layer in (self.layers[0], self.layers[2]):
+            scale = layer.weight.detach().abs().max() / 127
+            values = (layer.weight.detach() / scale).round().to(torch.int8)
+            layer.weight = nn.Parameter(Int8(values, scale), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def test_quantized_weights_are_told_once_for_each_class(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = loop_of(lambda m: m(batch()).square().mean())
+    outcome = assert_left_alone(Quantized, loop, tmp_path)
+    assert unsupported(caplog) == ["Int8 of torch.float32 (torch.strided, cpu) is not supported"]
+    weights = ["layers.0.bias", "layers.2.bias", "layers.3.weight", "layers.3.bias"]
+    assert sorted(outcome.full[0].weights) == sorted(weights)
+    assert len(outcome.full[0].activations) == 4
+
+
+# --- values that are not numbers ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nonfinite_values_are_logged_as_they_are(tmp_path: Path, value: float) -> None:
+    def loss_of(model: nn.Module) -> Tensor:
+        x = batch()
+        x[0, 0] = value
+        return model(x).square().mean()
+
+    outcome, _ = check(lambda: nn.Sequential(nn.Linear(4, 2)), loop_of(loss_of), tmp_path)
+    assert not outcome.full[0].grad_finite.all()
+
+
+# --- gradients that are special or missing --------------------------------------------------------
+
+
+class SparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed((x * 10).long().abs() % 50).mean()
+
+
+def test_sparse_gradients(tmp_path: Path) -> None:
+    """Indices come more than once: gradients are not coalesced."""
+    outcome, _ = check(SparseEmbedding, loop_of(lambda m: m(batch())), tmp_path)
+    assert outcome.full[0].grads["embed.weight"].sketch.count == 200
+    assert outcome.full[0].update_ratios["embed.weight"] > 0
+
+
+class Partial(nn.Module):
+    """A frozen layer, an unused one, an empty parameter, and one that gets zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.trained = nn.Linear(4, 4)
+        self.unused = nn.Linear(4, 4)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.muted = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.trained(self.frozen(x)) + 0 * self.muted
+        return y.square().mean() + self.empty.sum()
+
+
+def test_frozen_unused_empty_and_zero_gradients(tmp_path: Path) -> None:
+    outcome = assert_left_alone(Partial, loop_of(lambda m: m(batch())), tmp_path)
+    record = outcome.full[0]
+    present = dict(
+        zip((p.name for p in record.layout.parameters), record.grad_present, strict=True)
+    )
+    assert {name for name, has_grad in present.items() if has_grad} == {
+        "trained.weight", "trained.bias", "empty", "muted",
+    }  # fmt: skip
+    assert record.grads["muted"].sketch.zero_count == 4
+    assert record.grads["empty"].sketch.count == 0
+    assert record.activations["frozen"].sketch.count == 24
+    assert "frozen" not in record.activation_grads
+    assert "unused.weight" in record.weights
+    assert record.update_ratios["muted"] == 0
+
+
+def test_empty_batches(tmp_path: Path) -> None:
+    loop = loop_of(lambda model: model(torch.zeros(0, 4)).sum())
+    outcome, _ = check(mlp, loop, tmp_path)
+    assert outcome.full[0].total_grad_norm == 0
+
+
+def test_buffers_with_a_nan_are_named(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        model = mlp()
+        model.register_buffer("state", torch.tensor([1.0, torch.nan]))
+        model.register_buffer("count", torch.tensor(3))
+        return model
+
+    outcome = assert_left_alone(make, loop_of(lambda m: m(batch()).mean()), tmp_path)
+    assert outcome.full[0].nan_buffers == ("state",)
+
+
+def test_values_of_a_quantized_parameter_are_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Integer weights, as libraries for low-precision fine-tuning hold them; a loop by hand."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Parameter(torch.randint(-9, 9, (4, 4), dtype=torch.int8), False)
+            self.adapter = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.adapter(x @ self.frozen.float())
+
+    model, recorder = Net(), Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1) as logger:
+        model(batch()).sum().backward()
+        logger.step()
+    [record] = recorder.records
+    assert record.grad_present.tolist() == [False, True, True]
+    assert_tensor(record.weights["frozen"], [array(model.frozen)])
+    assert "telemetry failed" not in caplog.text

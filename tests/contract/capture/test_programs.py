@@ -1,0 +1,798 @@
+"""Programs as others write them: trained to the same bit, with the figures that plain hooks see.
+
+Each program trains a model and says where a step of it ends. It runs bare, with hooks as anyone
+would write them, and with a logger.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import optimizer as optimizers
+from torch.utils.checkpoint import checkpoint
+
+from telemetry import HookLogger
+from telemetry.records import StepRecord
+from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
+from tests.helpers.twins import Recorder, assert_same, draw, seed
+
+pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of PyTorch
+
+STEPS = 6
+
+
+class Program:
+    """What a program is given.
+
+    Attributes:
+        model: The model that is looked at.
+        step_ended: To be called where a step of it has ended.
+        aside: Around passes that are not to be counted, because they end in ``autograd.grad``.
+        compiles: Whether pieces may be compiled: plain hooks do not see into those.
+    """
+
+    def __init__(self, model: nn.Module, hooks: PlainHooks | None, compiles: bool) -> None:
+        self.model = model
+        self.step_ended = hooks.step_ended if hooks else lambda: None
+        self.aside: Callable[[], AbstractContextManager[None]] = (
+            hooks.aside if hooks else nullcontext
+        )
+        self.compiles = compiles
+
+    def steps(self, *optimizers: Optimizer) -> Iterator[int]:
+        """The usual loop; its body leaves gradients."""
+        for index in range(STEPS):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            yield index
+            for optimizer in optimizers:
+                optimizer.step()
+            self.step_ended()
+
+    def compiled(self, function: Any) -> Any:
+        return torch.compile(function, backend="aot_eager") if self.compiles else function
+
+
+Train = Callable[[Program], None]
+PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Train]] = {}
+
+
+def program(make: Callable[[], nn.Module]) -> Callable[[Train], Train]:
+    def add(train: Train) -> Train:
+        PROGRAMS[train.__name__] = make, train
+        return train
+
+    return add
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batch() -> Tensor:
+    return torch.randn(6, 4)
+
+
+def loss_of(model: Callable[..., Tensor]) -> Tensor:
+    return model(batch()).square().mean()
+
+
+# --- one optimizer --------------------------------------------------------------------------------
+
+
+@program(net)
+def plain_loop(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in p.steps(optimizer):
+        loss_of(p.model).backward()
+
+
+@program(net)
+def clipped_with_schedule(p: Program) -> None:
+    optimizer = AdamW(p.model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS)
+    for _ in range(STEPS):
+        loss_of(p.model).backward()
+        nn.utils.clip_grad_norm_(p.model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=False)
+        p.step_ended()
+
+
+@program(net)
+def fused_optimizer(p: Program) -> None:
+    optimizer = torch.optim.Adam(p.model.parameters(), 0.01, fused=True)
+    for _ in p.steps(optimizer):
+        loss_of(p.model).backward()
+
+
+@program(net)
+def accumulated_gradients(p: Program) -> None:
+    optimizer = AdamW(p.model.parameters(), 0.01)
+    for micro in range(4 * STEPS):
+        (loss_of(p.model) / 4).backward()
+        if micro % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+            p.step_ended()
+
+
+@program(net)
+def two_losses_of_one_graph(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in p.steps(optimizer):
+        out = p.model(batch())
+        out.square().mean().backward(retain_graph=True)
+        out.abs().mean().backward()
+
+
+@program(net)
+def closure_of_lbfgs(p: Program) -> None:
+    optimizer = torch.optim.LBFGS(p.model.parameters(), 0.1, max_iter=1)
+    for _ in range(STEPS):
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(p.model)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        p.step_ended()
+
+
+@program(net)
+def closure_of_sgd(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1, momentum=0.9)
+    for _ in range(STEPS):
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = loss_of(p.model)
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+        p.step_ended()
+
+
+@program(net)
+def sharpness_aware(p: Program) -> None:
+    """SAM: the gradients of a second pass, at weights that were moved by hand, are stepped with."""
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in range(STEPS):
+        x, moved = batch(), []
+        p.model(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in p.model.parameters():
+                assert parameter.grad is not None
+                moved.append(0.01 * parameter.grad)
+                parameter += moved[-1]
+        optimizer.zero_grad()
+        p.model(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter, by in zip(p.model.parameters(), moved, strict=True):
+                parameter -= by
+        optimizer.step()
+        optimizer.zero_grad()
+        p.step_ended()
+
+
+@program(net)
+def gradients_by_autograd_grad(p: Program) -> None:
+    parameters = list(p.model.parameters())
+    optimizer = SGD(parameters, 0.1)
+    for _ in range(STEPS):
+        for parameter, grad in zip(
+            parameters, torch.autograd.grad(loss_of(p.model), parameters), strict=True
+        ):
+            parameter.grad = grad
+        optimizer.step()
+        p.step_ended()
+
+
+@program(net)
+def gradient_penalty(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in p.steps(optimizer):
+        x = batch().requires_grad_()
+        out = p.model(x).mean()
+        with p.aside():
+            (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        (out + slope.square().sum()).backward()
+
+
+# --- several optimizers ---------------------------------------------------------------------------
+
+
+def halves(model: nn.Module, *, momentum_first: bool) -> list[Optimizer]:
+    """Matrices by one optimizer and the rest by another, as with Muon beside AdamW."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    both: list[Optimizer] = [SGD(matrices, 0.05, momentum=0.9), AdamW(others, 0.01)]
+    return both if momentum_first else both[::-1]
+
+
+def step_both(p: Program, *, momentum_first: bool) -> None:
+    for _ in p.steps(*halves(p.model, momentum_first=momentum_first)):
+        loss_of(p.model).backward()
+
+
+@program(net)
+def muon_before_adamw(p: Program) -> None:
+    step_both(p, momentum_first=True)
+
+
+@program(net)
+def adamw_before_muon(p: Program) -> None:
+    step_both(p, momentum_first=False)
+
+
+@program(net)
+def sparse_and_dense(p: Program) -> None:
+    """Each optimizer empties its own gradients right after its step."""
+    first, second = halves(p.model, momentum_first=True)
+    for _ in range(STEPS):
+        loss_of(p.model).backward()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+        p.step_ended()
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.actor, self.critic = nn.Linear(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(x).relu()
+        return self.actor(hidden), self.critic(hidden)
+
+
+@program(ActorCritic)
+def ppo(p: Program) -> None:
+    """A rollout without gradients, then some epochs of minibatches over it."""
+    optimizer = torch.optim.Adam(p.model.parameters(), 0.01)
+    for _ in range(STEPS // 2):
+        with torch.no_grad():
+            states = torch.randn(12, 4)
+            old = p.model(states)[0].log_softmax(-1)
+        for part in states.split(6):
+            logits, value = p.model(part)
+            ratio = (logits.log_softmax(-1) - old[: len(part)]).exp()
+            loss = ratio.clamp(0.8, 1.2).mean() + value.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(p.model.parameters(), 0.5)
+            optimizer.step()
+            p.step_ended()
+
+
+@program(ActorCritic)
+def dqn_with_target(p: Program) -> None:
+    target = copy.deepcopy(p.model)
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for index in range(STEPS):
+        with torch.no_grad():
+            goal = target(batch())[0].amax(-1)
+        optimizer.zero_grad()
+        actions, value = p.model(batch())
+        (actions.amax(-1) - goal + value.mean()).square().mean().backward()
+        optimizer.step()
+        if index % 2:
+            target.load_state_dict(p.model.state_dict())
+        p.step_ended()
+
+
+@program(net)
+def generator_of_a_gan(p: Program) -> None:
+    critic = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+    for_critic, for_generator = SGD(critic.parameters(), 0.1), SGD(p.model.parameters(), 0.1)
+    for _ in range(STEPS):
+        for_critic.zero_grad()
+        (critic(torch.randn(6, 2)) - critic(p.model(batch()).detach())).mean().backward()
+        for_critic.step()
+        for_generator.zero_grad()
+        critic(p.model(batch())).mean().backward()
+        for_generator.step()
+        p.step_ended()
+
+
+@program(lambda: nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)))
+def critic_of_a_gan(p: Program) -> None:
+    """It steps three times as often; the generator's passes leave gradients in it."""
+    generator = net()
+    for_critic, for_generator = SGD(p.model.parameters(), 0.1), SGD(generator.parameters(), 0.1)
+    for index in range(STEPS):
+        fake = generator(batch()).detach()
+        for_critic.zero_grad()
+        (p.model(torch.randn(6, 2)) - p.model(fake)).mean().backward()
+        for_critic.step()
+        p.step_ended()
+        if index % 3 == 2 and index < STEPS - 1:
+            p.model.requires_grad_(False)
+            for_generator.zero_grad()
+            with torch.no_grad():
+                p.model(fake)
+            generator(batch()).mean().backward()
+            for_generator.step()
+            p.model.requires_grad_(True)
+
+
+@program(net)
+def optimizer_made_anew(p: Program) -> None:
+    for _ in range(STEPS // 2):
+        optimizer = SGD(p.model.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss_of(p.model).backward()
+            optimizer.step()
+            p.step_ended()
+
+
+@program(net)
+def step_inside_backward(p: Program) -> None:
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    optimizers = {parameter: SGD([parameter], 0.1) for parameter in p.model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in p.model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(STEPS):
+        loss_of(p.model).backward()
+        p.step_ended()
+
+
+# --- what runs, and how often ---------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Three residual blocks that are checkpointed."""
+
+    def __init__(self, *, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.2), nn.Tanh()) for _ in range(3)
+        )
+        self.head = nn.Linear(4, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = x + block(x)
+            else:
+                x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        out: Tensor = self.head(x)
+        return out
+
+
+@program(lambda: Blocks(reentrant=False))
+def checkpointed(p: Program) -> None:
+    plain_loop(p)
+
+
+@program(lambda: Blocks(reentrant=True))
+def checkpointed_with_reentry(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in p.steps(optimizer):
+        p.model(batch().requires_grad_()).square().mean().backward()
+
+
+@program(Blocks)
+def layers_dropped_at_random(p: Program) -> None:
+    model: Any = p.model
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for index in p.steps(optimizer):
+        x = batch()
+        for number, block in enumerate(model.blocks):
+            if (index + number) % 3:
+                x = x + block(x)
+        model.head(x).square().mean().backward()
+
+
+@program(net)
+def layer_added(p: Program) -> None:
+    model: Any = p.model
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for index in range(STEPS):
+        if index == 3:
+            model.append(nn.Linear(2, 2))
+            optimizer.add_param_group({"params": model[-1].parameters()})
+        optimizer.zero_grad()
+        loss_of(p.model).backward()
+        optimizer.step()
+        p.step_ended()
+
+
+@program(net)
+def head_replaced(p: Program) -> None:
+    model: Any = p.model
+    for index in range(STEPS):
+        if index % 3 == 0:
+            model[4] = nn.Linear(8, 2 + index)
+            optimizer = SGD(p.model.parameters(), 0.1)
+        optimizer.zero_grad()
+        loss_of(p.model).backward()
+        optimizer.step()
+        p.step_ended()
+
+
+@program(net)
+def trunk_unfrozen_later(p: Program) -> None:
+    model: Any = p.model
+    model[0].requires_grad_(False)
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for index in range(STEPS):
+        if index == 3:
+            model[0].requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(p.model).backward()
+        optimizer.step()
+        p.step_ended()
+
+
+def shared() -> nn.Sequential:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(inplace=True), layer, nn.ReLU(inplace=True))
+
+
+@program(shared)
+def shared_layer_and_in_place(p: Program) -> None:
+    plain_loop(p)
+
+
+def two_views_net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@program(two_views_net)
+def two_views(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in p.steps(optimizer):
+        (p.model(batch()) - p.model(batch())).square().mean().backward()
+
+
+@program(two_views_net)
+def validated_between_steps(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(p.model).backward()
+        optimizer.step()
+        p.step_ended()
+        p.model.eval()
+        with torch.no_grad():
+            p.model(batch())
+        p.model.train()
+        with torch.no_grad():  # as Monte Carlo dropout does
+            p.model(batch())
+
+
+@program(net)
+def averaged_weights(p: Program) -> None:
+    average = torch.optim.swa_utils.AveragedModel(p.model)
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(p.model).backward()
+        optimizer.step()
+        p.step_ended()
+        average.update_parameters(p.model)
+        average(batch())
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        out, state = self.rnn(x, state)
+        return self.head(out), state
+
+
+@program(Recurrent)
+def truncated_backpropagation(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1)
+    state = None
+    for _ in p.steps(optimizer):
+        out, state = p.model(torch.randn(2, 3, 4), state)
+        out.square().mean().backward()
+        state = tuple(part.detach() for part in state)
+
+
+@program(net)
+def functional_parameters(p: Program) -> None:
+    """The model is called with weights of the caller's; gradients are put where they belong."""
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in range(STEPS):
+        weights = {n: w.detach().clone().requires_grad_() for n, w in p.model.named_parameters()}
+        functional_call(p.model, weights, (batch(),)).square().mean().backward()
+        for name, parameter in p.model.named_parameters():
+            parameter.grad = weights[name].grad
+        optimizer.step()
+        p.step_ended()
+
+
+@program(net)
+def inner_loop_of_maml(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in range(STEPS):
+        weights = dict(p.model.named_parameters())
+        inner = functional_call(p.model, weights, (batch(),)).square().mean()
+        with p.aside():
+            grads = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
+        optimizer.zero_grad()
+        functional_call(p.model, moved, (batch(),)).square().mean().backward()
+        optimizer.step()
+        p.step_ended()
+
+
+@program(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)))
+def parametrized(p: Program) -> None:
+    plain_loop(p)
+
+
+def hooked_net() -> nn.Sequential:
+    model = net()
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    model[2].register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad * 0.5)
+    return model
+
+
+@program(hooked_net)
+def with_hooks_of_others(p: Program) -> None:
+    plain_loop(p)
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(tokens))
+        return out
+
+
+@program(Embedded)
+def sparse_embedding(p: Program) -> None:
+    model: Any = p.model
+    first = torch.optim.SparseAdam(model.embedding.parameters(), 0.01)
+    second = AdamW(model.head.parameters(), 0.01)
+    for _ in range(STEPS):
+        p.model(torch.randint(0, 10, (6,))).square().mean().backward()
+        first.step()
+        second.step()
+        first.zero_grad()
+        second.zero_grad()
+        p.step_ended()
+
+
+# --- precision and compilers ----------------------------------------------------------------------
+
+
+@program(net)
+def autocast_to_bfloat16(p: Program) -> None:
+    optimizer = AdamW(p.model.parameters(), 0.01)
+    for _ in p.steps(optimizer):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = p.model(batch()).float().square().mean()
+        loss.backward()
+
+
+@program(net)
+def double_precision(p: Program) -> None:
+    p.model.double()
+    optimizer = SGD(p.model.parameters(), 0.1)
+    for _ in p.steps(optimizer):
+        p.model(batch().double()).square().mean().backward()
+
+
+@program(net)
+def compiled_in_place(p: Program) -> None:
+    if p.compiles:
+        p.model.compile(backend="aot_eager")
+    plain_loop(p)
+
+
+@program(Blocks)
+def compiled_pieces(p: Program) -> None:
+    model: Any = p.model
+    if p.compiles:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+    plain_loop(p)
+
+
+@program(net)
+def compiled_step_function(p: Program) -> None:
+    optimizer = SGD(p.model.parameters(), 0.1)
+    forward = p.compiled(lambda x: p.model(x).square().mean())
+    for _ in p.steps(optimizer):
+        forward(batch()).backward()
+
+
+# --- the hooks of anyone --------------------------------------------------------------------------
+
+Figures = dict[str, tuple[float, float, float]]
+"""Norm, minimum and maximum by module and kind."""
+
+
+class PlainHooks:
+    """What anyone would see: outputs of training passes, their gradients, gradients at the step.
+
+    Attributes:
+        steps: Of each step the figures, the norms of the gradients that optimizers were given, and
+            the modules without children, which are recorded unless told otherwise.
+    """
+
+    def __init__(self, model: nn.Module, *, closures: bool) -> None:
+        self.model = model
+        self.steps: list[tuple[Figures, dict[str, float]]] = []
+        self._closures = closures
+        self._aside = False
+        self._seen: dict[str, list[Tensor]] = defaultdict(list)
+        self._norms: dict[str, float] = {}
+        self._called: set[str] = set()
+        self._hooked: set[nn.Module] = {model}  # its output is not recorded unless asked for
+
+    @contextmanager
+    def on(self) -> Iterator[PlainHooks]:
+        handles = [
+            optimizers.register_optimizer_step_pre_hook(self._before_step),
+            nn.modules.module.register_module_forward_pre_hook(lambda *_: self._hook_all()),
+        ]
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._aside = True
+        yield
+        self._aside = False
+
+    def _hook_all(self) -> None:
+        for module in set(self.model.modules()) - self._hooked:
+            self._hooked.add(module)
+            module.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        names = [name for name, known in self.model.named_modules() if known is module]
+        if not names or not torch.is_grad_enabled() or not self.model.training:
+            return
+        # What checkpointing runs again counts if it could not be seen the first time.
+        if torch._C._current_graph_task_id() == -1:
+            self._called.add(names[0])
+        elif names[0] in self._called:
+            return
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        self._seen[f"outputs {names[0]}"].append(first.detach().double().clone())
+        if first.grad_fn is not None:
+            first.register_hook(lambda grad: self._note_grad(f"output_grads {names[0]}", grad))
+
+    def _note_grad(self, key: str, grad: Tensor) -> None:
+        if not self._aside:
+            self._seen[key].append(grad.detach().double().clone())
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._closures:  # or there is no gradient yet that it will step with
+            self._note_norms({id(p) for group in optimizer.param_groups for p in group["params"]})
+
+    def _note_norms(self, held: set[int]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) in held and parameter.grad is not None:
+                grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+                self._norms[name] = float(grad.double().norm())
+
+    def step_ended(self) -> None:
+        if self._closures:
+            self._note_norms({id(parameter) for parameter in self.model.parameters()})
+        figures = {
+            key: (
+                float(torch.cat([tensor.flatten() for tensor in tensors]).norm()),
+                min(float(tensor.min()) for tensor in tensors),
+                max(float(tensor.max()) for tensor in tensors),
+            )
+            for key, tensors in self._seen.items()
+        }
+        self.steps.append((figures, dict(self._norms)))
+        self._seen.clear()
+        self._norms.clear()
+        self._called.clear()
+
+
+def figures_of(record: StepRecord) -> tuple[Figures, dict[str, float]]:
+    found: Figures = {}
+    for kind in ("outputs", "output_grads"):
+        for output, tensor in getattr(record, kind).items():
+            if output.place == 0:
+                sketch = tensor.sketch
+                norm = float(np.sqrt(sketch.sum_squares))
+                found[f"{kind} {output.module_name}"] = norm, sketch.min, sketch.max
+    names = [parameter.name for parameter in record.layout.parameters]
+    norms = dict(zip(names, record.grad_norms.tolist(), strict=True))
+    return found, {
+        n: norms[n] for n, there in zip(names, record.grad_present, strict=True) if there
+    }
+
+
+def has_children(model: nn.Module, key: str) -> bool:
+    name = key.partition(" ")[2]
+    try:
+        return any(model.get_submodule(name).children()) or "parametrizations" in name
+    except AttributeError:  # gone since
+        return False
+
+
+def run(name: str, watch: Any = nullcontext, compiles: bool = True) -> tuple[nn.Module, Any, Any]:
+    make, train = PROGRAMS[name]
+    torch.compiler.reset()
+    seed(0)
+    model = make()
+    with watch(model) as hooks:
+        seed(1)
+        train(Program(model, hooks if isinstance(hooks, PlainHooks) else None, compiles))
+    return model, hooks, draw()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_left_alone_and_its_figures_are_right(name: str, tmp_path: Path) -> None:
+    recorder = Recorder()
+
+    def logged(model: nn.Module) -> HookLogger:
+        return HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder])
+
+    def hooked(model: nn.Module) -> AbstractContextManager[PlainHooks]:
+        return PlainHooks(model, closures="closure" in name).on()
+
+    bare, _, numbers = run(name)
+    watched, _, numbers_watched = run(name, logged)
+    again, plain, _ = run(name, hooked, compiles=False)
+    torch.compiler.reset()
+
+    assert numbers_watched == numbers
+    for (key, value), other in zip(
+        bare.state_dict().items(), watched.state_dict().values(), strict=True
+    ):
+        assert_same(value, other, key)
+    for parameter, other in zip(bare.parameters(), watched.parameters(), strict=True):
+        assert_same(parameter.grad, other.grad)
+
+    steps = [figures_of(record) for record in recorder.records]
+    assert len(steps) == len(plain.steps)
+    for index, ((figures, norms), (expected, expected_norms)) in enumerate(
+        zip(steps, plain.steps, strict=True)
+    ):
+        assert norms == pytest.approx(expected_norms, rel=1e-5), index
+        if "compiled" in name and not GRAPHS_CAN_BE_OBSERVED:
+            continue
+        missing = [key for key in expected.keys() - figures.keys() if not has_children(again, key)]
+        assert (index, missing) == (index, [])
+        for key, values in figures.items():
+            assert values == pytest.approx(expected[key], rel=1e-3, abs=1e-7), (index, key)

@@ -1,0 +1,239 @@
+"""Each private function of PyTorch may be gone: that is told once and costs detail, never a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import utils as dynamo_utils
+from torch._higher_order_ops import effects
+from torch.utils import _python_dispatch
+from torch.utils.checkpoint import checkpoint
+
+from telemetry import HookLogger, torch_private
+from telemetry.torch_private import compiler
+from tests.helpers.hand import by_hand, check
+from tests.helpers.paths import ROOT
+from tests.helpers.require import needs_observable_graphs, require
+from tests.helpers.twins import assert_left_alone
+
+
+@pytest.fixture(autouse=True)
+def nothing_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_private, "_logged", set())
+
+
+def told(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if f"has no {name};" in message]
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have a name be missing that PyTorch itself cannot do without."""
+    find = torch_private.find
+
+    def find_others(owner: object, wanted: str, consequence: str) -> Any:
+        return find(None if wanted == name else owner, wanted, consequence)
+
+    monkeypatch.setattr(torch_private, "find", find_others)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def plain_loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(6, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+GONE = [
+    (torch._C, "_current_graph_task_id"),
+    (torch._C, "_len_torch_dispatch_stack"),
+    (torch._C, "_len_torch_function_stack"),
+    (torch._C, "_is_any_autocast_enabled"),
+    (torch._C, "DisableTorchFunction"),
+    (torch._C._functorch, "maybe_current_level"),
+    (torch, "_foreach_norm"),
+    (torch._utils, "_flatten_dense_tensors"),
+    (torch, "_disable_dynamo"),
+    (_python_dispatch, "_disable_current_modes"),
+    (dynamo_utils, "counters"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), GONE, ids=[name for _, name in GONE])
+def test_an_ordinary_loop_is_logged_in_full_without(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    owner: object,
+    name: str,
+) -> None:
+    def in_autocast(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield from plain_loop(model, logger)
+
+    monkeypatch.delattr(owner, name)
+    check(mlp, in_autocast, tmp_path)
+    assert len(told(caplog, name)) <= 1
+    assert "telemetry failed" not in caplog.text
+
+
+def test_without_task_numbers_probes_count_as_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            x = torch.randn(6, 4, requires_grad=True)
+            loss = model(x).square().mean()
+            torch.autograd.grad(loss, x, retain_graph=True)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert outcome.full[0].activation_grads["2"].calls == 2
+    [message] = told(caplog, "_current_graph_task_id")
+    assert "probes by autograd.grad" in message
+
+
+def test_without_a_queue_of_callbacks_there_are_no_norms_before_clipping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hide(monkeypatch, "queue_callback")
+    outcome, _ = check(mlp, plain_loop, tmp_path)
+    assert outcome.full[0].total_grad_norm_before_clipping is None
+    assert outcome.full[0].clipped_fraction is None
+    [message] = told(caplog, "queue_callback")
+    assert "before clipping" in message
+
+
+def test_without_a_way_to_leave_modes_modules_in_selective_checkpointing_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = mlp()
+            self.head = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            make_contexts = require("torch.utils.checkpoint.create_selective_checkpoint_contexts")
+            saving = partial(make_contexts, [torch.ops.aten.addmm.default])
+            return self.head(checkpoint(self.block, x, use_reentrant=False, context_fn=saving))
+
+    monkeypatch.delattr(_python_dispatch, "_disable_current_modes")
+    outcome = assert_left_alone(Net, plain_loop, tmp_path)
+    assert list(outcome.full[0].activations) == ["head"]
+    assert outcome.full[0].grad_present.all()
+    [message] = told(caplog, "_disable_current_modes")
+    assert "selective checkpointing" in message
+
+
+@pytest.mark.parametrize("name", ["_scale", "_growth_tracker"])
+def test_without_the_scalers_state_gradients_are_logged_as_it_leaves_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(6, 4)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            yield loss
+
+    hide(monkeypatch, name)
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [record.loss_scale for record in outcome.records] == [None] * 3
+    for record, hand in zip(outcome.full, by_hand(mlp, plain_loop), strict=True):
+        norms = [grad for grads in hand.grads.values() for grad in grads]
+        assert record.grad_norms == pytest.approx([(n**2).sum() ** 0.5 for n in norms])
+    [message] = told(caplog, name)
+    assert "skipped steps are not counted" in message
+
+
+def test_without_the_initial_scale_earlier_skips_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hide(monkeypatch, "_init_scale")
+    assert torch_private.initial_scale(torch.amp.GradScaler("cpu")) is None
+    assert len(told(caplog, "_init_scale")) == 1
+
+
+@needs_observable_graphs
+@pytest.mark.parametrize("name", ["_register_effectful_op", "_EffectType"])
+def test_without_effects_operators_are_not_kept_in_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    monkeypatch.delattr(effects, name)
+    assert not compiler.keep_in_graph(torch.ops.telemetry.observe.default)
+    [message] = told(caplog, name)
+    assert "show no activations" in message
+
+
+@needs_observable_graphs
+def test_without_effects_a_compiled_model_trains_on(tmp_path: Path) -> None:
+    script = """
+        import sys, torch
+        from torch import nn
+        from torch._higher_order_ops import effects
+        del effects._register_effectful_op
+        from telemetry import HookLogger
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with HookLogger(model, sys.argv[1], every_n_steps=1):
+            for _ in range(2):
+                compiled(torch.ones(4, 2)).sum().backward()
+                optimizer.step()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
+        check=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.stderr.count("has no _register_effectful_op") == 1
+
+
+def test_without_reset_code_caches_nothing_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiler, "graphs_compiled", lambda: 1)
+    monkeypatch.delattr(torch._dynamo, "reset_code_caches")
+    compiler.drop_compiled_code()
+    assert len(told(caplog, "reset_code_caches")) == 1
+
+
+def test_each_missing_name_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    for _ in range(3):
+        assert torch_private.backward_task() == torch_private.NO_TASK
+    assert len(told(caplog, "_current_graph_task_id")) == 1

@@ -1,0 +1,224 @@
+"""Tools that trace or transform a model are not disturbed while it is watched."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from telemetry import HookLogger
+from tests.helpers.twins import Recorder, assert_left_alone, assert_same
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def batch() -> Tensor:
+    return torch.randn(6, 4)
+
+
+def scripted(model: nn.Module) -> Any:
+    return torch.jit.script(model)
+
+
+def traced(model: nn.Module) -> Any:
+    return torch.jit.trace(model, torch.ones(6, 4))
+
+
+def exported(model: nn.Module) -> Any:
+    return torch.export.export(model, (torch.ones(6, 4),), strict=False).module()
+
+
+def exported_strictly(model: nn.Module) -> Any:
+    return torch.export.export(model, (torch.ones(6, 4),), strict=True).module()
+
+
+def symbolically_traced(model: nn.Module) -> Any:
+    return torch.fx.symbolic_trace(model)
+
+
+def made_graph(model: nn.Module) -> Any:
+    return make_fx(model)(torch.ones(6, 4))
+
+
+def per_sample_gradients(model: nn.Module) -> Any:
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return functional_call(model, parameters, (x[None],)).square().mean()
+
+    gradients = vmap(grad(loss), in_dims=(None, 0))(parameters, torch.ones(3, 4))
+    return lambda x: gradients["0.weight"].sum(0)
+
+
+TOOLS = [
+    scripted, traced, exported, exported_strictly, symbolically_traced, made_graph,
+    per_sample_gradients,
+]  # fmt: skip
+
+
+@functools.cache
+def a_model_with_a_hook_is_exported_strictly() -> bool:
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    model = Net()
+    model.register_forward_hook(lambda module, args, output: None)
+    try:
+        exported_strictly(model)
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_watched_model_can_be_traced(tmp_path: Path, tool: Callable[[nn.Module], Any]) -> None:
+    """In the middle of training; what comes out is the same as from a bare model."""
+
+    if tool is exported_strictly and not a_model_with_a_hook_is_exported_strictly():
+        pytest.skip("this PyTorch exports no model that has any hook, strictly")
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            result = tool(model)
+            graphs.append(str(getattr(result, "graph", "")))
+            with torch.no_grad():  # what fx returns runs the same layers
+                yield result(torch.ones(6, 4))
+            loss = model(batch()).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss
+
+    graphs: list[str] = []
+    outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert [record.step for record in outcome.full] == [0, 1, 2]
+    for record in outcome.full:
+        assert record.activation_grads["2"].calls == 1
+        assert record.activations["0"].calls == (2 if tool is made_graph else 1)
+    assert not any("telemetry" in graph for graph in graphs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_copy_of_a_watched_model_can_be_scripted(tmp_path: Path) -> None:
+    import copy
+
+    model = mlp()
+    with HookLogger(model, tmp_path):
+        twin = copy.deepcopy(model)
+        assert_same(torch.jit.script(twin)(torch.ones(6, 4)), model(torch.ones(6, 4)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_hook_of_the_users_still_keeps_a_module_from_being_scripted(tmp_path: Path) -> None:
+    model = mlp()
+    model[0].register_forward_hook(lambda module, args, output: None)
+    with HookLogger(model, tmp_path), pytest.raises((RuntimeError, AttributeError, ValueError)):
+        torch.jit.script(model)
+
+
+def test_a_model_of_fake_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in estimating memory before a run."""
+    with FakeTensorMode():
+        model = mlp()
+        recorder = Recorder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+            for _ in range(2):
+                model(torch.randn(6, 4)).sum().backward()
+                optimizer.step()
+    assert not recorder.records or not recorder.records[0].activations
+    assert "telemetry failed" not in caplog.text
+    assert caplog.text.count("have no values to measure") == 1
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, recorder = mlp().to("meta"), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        for _ in range(2):
+            model(torch.randn(6, 4, device="meta")).sum().backward()
+            optimizer.step()
+    assert [record.step for record in recorder.records] == [0, 1]
+    assert not recorder.records[0].activations
+    assert not recorder.records[0].weights
+    assert "telemetry failed" not in caplog.text
+    assert caplog.text.count("have no values to measure") == 1
+
+
+def test_a_model_that_gets_its_values_after_it_is_watched(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = mlp()
+    recorder = Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch()).sum().backward()
+        optimizer.step()
+    [record] = recorder.records
+    assert record.grad_present.all()
+    assert record.activation_grads["2"].calls == 1
+
+
+def test_lazy_modules_are_shaped_by_their_first_call(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are said to be under development
+            return nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(2))
+
+    model, recorder = make(), Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        model(batch()).sum().backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+    [record] = recorder.records
+    assert [p.shape for p in record.layout.parameters] == [(6, 4), (6,), (2, 6), (2,)]
+    assert record.weights["0.weight"].sketch.count == 24
+    assert record.activations["2"].sketch.count == 12
+
+
+def test_a_default_device_is_left_alone(tmp_path: Path) -> None:
+    """It is a mode, and would send our own tensors to that device."""
+    model, recorder = mlp(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = batch()
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1), torch.device("meta"):
+        model(x).sum().backward()
+        optimizer.step()
+    [record] = recorder.records
+    assert record.activations["0"].sketch.count == 36
+    assert len(record.update_ratios) == 4
+
+
+def test_deterministic_algorithms_and_anomaly_detection(tmp_path: Path) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.use_deterministic_algorithms(True)
+        try:
+            with torch.autograd.detect_anomaly():
+                for _ in range(2):
+                    loss = model(batch()).square().mean()
+                    loss.backward()
+                    optimizer.step()
+                    yield loss
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    with pytest.warns(UserWarning, match="Anomaly"):
+        outcome = assert_left_alone(mlp, loop, tmp_path)
+    assert outcome.full[1].activation_grads["0"].calls == 1

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto import types_pb2
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import (
+    DATA_CLASS_BLOB_SEQUENCE,
+    DATA_CLASS_TENSOR,
+    Summary,
+    SummaryMetadata,
+)
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.plugins.histogram import metadata as histogram_metadata
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.util import tensor_util
+
+from telemetry.events import summaries
+from tests.helpers.board import ReadBoard
+from tests.helpers.serialized import histogram, parsed, summary_of
+
+
+def write(logdir: Path, *values: bytes, step: int = 3) -> None:
+    """Writes one event with TensorBoard's own writer."""
+    writer = EventFileWriter(str(logdir))
+    writer.add_event(Event(wall_time=1.0, step=step, summary=summary_of(values)))
+    writer.close()
+
+
+def test_many_values_of_one_event_are_all_shown(tmp_path: Path, read_board: ReadBoard) -> None:
+    write(tmp_path / "run", *(summaries.scalar(f"loss/{i}", i / 4) for i in range(50)))
+
+    shown = read_board(tmp_path).scalars()["run"]
+
+    assert shown == {f"loss/{i}": [(3, i / 4)] for i in range(50)}
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45])
+def test_scalars_of_every_kind_are_shown(
+    tmp_path: Path, read_board: ReadBoard, value: float
+) -> None:
+    write(tmp_path / "run", summaries.scalar("loss", value))
+
+    ((step, shown),) = read_board(tmp_path).scalars()["run"]["loss"]
+
+    assert step == 3
+    np.testing.assert_array_equal(np.float32(shown), np.float32(value))
+
+
+def test_scalars_are_found_by_the_event_accumulator(tmp_path: Path) -> None:
+    write(tmp_path, summaries.scalar("loss", 0.25))
+
+    (event,) = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+
+    assert (event.step, event.value) == (3, 0.25)
+
+
+def test_histograms_are_shown_with_their_buckets(tmp_path: Path, read_board: ReadBoard) -> None:
+    write(tmp_path / "run", histogram("grad", [-1.0, 0.0], [0.0, 2.5], [7, 9]))
+
+    ((step, buckets),) = read_board(tmp_path).tensors("histograms")["run"]["grad"]
+
+    assert step == 3
+    np.testing.assert_array_equal(buckets, [[-1.0, 0.0, 7.0], [0.0, 2.5, 9.0]])
+
+
+def test_an_empty_histogram_is_shown_as_no_buckets(tmp_path: Path, read_board: ReadBoard) -> None:
+    write(tmp_path / "run", histogram("grad", [], [], []))
+
+    ((_, buckets),) = read_board(tmp_path).tensors("histograms")["run"]["grad"]
+
+    assert buckets.shape == (0, 3)
+
+
+def test_histograms_are_found_by_the_event_accumulator(tmp_path: Path) -> None:
+    write(tmp_path, histogram("grad", [0.0], [1.0], [5]))
+
+    (event,) = EventAccumulator(str(tmp_path)).Reload().Tensors("grad")
+
+    np.testing.assert_array_equal(tensor_util.make_ndarray(event.tensor_proto), [[0.0, 1.0, 5.0]])
+
+
+def test_histogram_metadata_is_what_the_plugin_expects() -> None:
+    metadata = parsed(histogram("grad", [0.0], [1.0], [5])).metadata.plugin_data
+
+    assert metadata.plugin_name == histogram_metadata.PLUGIN_NAME
+    assert histogram_metadata.parse_plugin_metadata(metadata.content).version == 0
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "dtype"),
+    [
+        (1.0, 2**24, np.float32),
+        (1.0, 2**24 + 1, np.float64),
+        (1.0, 2**24 + 0.5, np.float32),
+        (1e300, 1.0, np.float64),
+    ],
+)
+def test_histogram_is_float32_only_where_no_whole_count_is_lost(
+    right: float, count: float, dtype: type
+) -> None:
+    value = parsed(histogram("grad", [0.0], [right], [count]))
+
+    array = tensor_util.make_ndarray(value.tensor)
+
+    assert array.dtype == dtype
+    np.testing.assert_array_equal(array, np.array([[0.0, right, count]], dtype))
+
+
+def test_images_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
+    write(tmp_path / "run", summaries.image("maps", [b"first", b"second"], width=4, height=2))
+
+    ((step, blobs),) = read_board(tmp_path).blobs("images")["run"]["maps"]
+
+    assert (step, blobs) == (3, [b"4", b"2", b"first", b"second"])
+
+
+def test_texts_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
+    write(tmp_path / "run", summaries.text("alert", "loss is **NaN** ↯"))
+
+    ((step, strings),) = read_board(tmp_path).tensors("text")["run"]["alert"]
+
+    assert step == 3
+    assert [string.decode() for string in strings] == ["loss is **NaN** ↯"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "uint8"])
+def test_tensors_of_a_plugin_come_back_bit_for_bit(
+    tmp_path: Path, read_board: ReadBoard, dtype: str
+) -> None:
+    array = np.arange(24).reshape(2, 3, 4).astype(dtype)[:, ::-1]
+    write(tmp_path / "run", summaries.tensor("m/0", array, "telemetry", b"layout 1"))
+
+    board = read_board(tmp_path)
+
+    ((_, shown),) = board.tensors("telemetry")["run"]["m/0"]
+    assert shown.dtype == dtype
+    np.testing.assert_array_equal(shown, array)
+    assert board.plugin_content("telemetry", "run", "m/0") == b"layout 1"
+
+
+def test_bytes_of_a_plugin_come_back_with_trailing_zeros(
+    tmp_path: Path, read_board: ReadBoard
+) -> None:
+    write(tmp_path / "run", summaries.tensor("layout", b'{"a": 1}\0', "telemetry"))
+
+    ((_, shown),) = read_board(tmp_path).tensors("telemetry")["run"]["layout"]
+
+    assert shown.tolist() == [b'{"a": 1}\0']
+
+
+def test_an_unsupported_dtype_is_refused() -> None:
+    with pytest.raises(KeyError, match="complex64"):
+        summaries.tensor("m/0", np.zeros(2, np.complex64), "telemetry")
+
+
+# --- the bytes are those of protocol buffers
+
+TAGS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
+ARRAYS = arrays(
+    st.sampled_from([np.float32, np.float64, np.int32, np.int64, np.uint8]),
+    array_shapes(min_dims=0, min_side=0, max_side=9),
+)
+
+
+@given(TAGS, st.floats())
+@example("", 0.0)
+@example("loss", -0.0)
+@example("loss", 3.5e38)
+def test_a_scalar_is_serialized(tag: str, value: float) -> None:
+    assert summaries.scalar(tag, value) == serialized(tag, simple_value=value)
+
+
+@given(TAGS, ARRAYS, TAGS.filter(bool), st.binary(max_size=200))
+def test_a_tensor_is_serialized(tag: str, array: np.ndarray, plugin: str, content: bytes) -> None:
+    tensor = TensorProto(
+        dtype=tensor_util.make_tensor_proto(array).dtype,
+        tensor_shape={"dim": [{"size": size} for size in array.shape]},
+        tensor_content=array.tobytes(),
+    )
+    value = serialized(tag, tensor=tensor, metadata=metadata_of(plugin, content))
+    assert summaries.tensor(tag, array, plugin, content) == value
+
+
+@given(TAGS, st.lists(st.binary(max_size=300), min_size=1, max_size=3), st.integers(0, 9999))
+def test_a_text_and_an_image_are_serialized(tag: str, strings: list[bytes], size: int) -> None:
+    def tensor(strings: list[bytes]) -> TensorProto:
+        shape = {"dim": [{"size": len(strings)}]}
+        return TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
+
+    value = serialized(tag, tensor=tensor(strings[:1]), metadata=metadata_of("telemetry"))
+    assert summaries.tensor(tag, strings[0], "telemetry") == value
+    images = tensor([str(size).encode(), b"7", *strings])
+    metadata = metadata_of("images", data_class=DATA_CLASS_BLOB_SEQUENCE)
+    value = serialized(tag, tensor=images, metadata=metadata)
+    assert summaries.image(tag, strings, size, 7) == value
+
+
+@given(
+    st.lists(st.builds(summaries.scalar, TAGS, st.floats())),
+    st.integers(-(2**63), 2**63 - 1) | st.integers(0, 300),
+    st.floats() | st.integers(0, 2**40) | st.floats(width=32).map(np.float32),
+)
+@example([], 0, 0.0)
+@example([], 1, -0.0)
+def test_an_event_is_serialized(values: list[bytes], step: int, walltime: float) -> None:
+    event = Event(wall_time=walltime, step=step, summary=summary_of(values))
+    assert summaries.event_of(values, step, walltime) == event.SerializeToString()
+
+
+def serialized(tag: str, **fields: object) -> bytes:
+    summary = Summary(value=[Summary.Value(tag=tag, **fields)])  # type: ignore[arg-type]
+    return bytes(summary.SerializeToString())
+
+
+def metadata_of(
+    plugin: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR
+) -> SummaryMetadata:
+    plugin_data = SummaryMetadata.PluginData(plugin_name=plugin, content=content)
+    return SummaryMetadata(plugin_data=plugin_data, data_class=data_class)

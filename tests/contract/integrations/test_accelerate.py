@@ -1,0 +1,88 @@
+"""A loop with Accelerate, its tracking and its checkpoints."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+from telemetry.integrations.accelerate import TelemetryTracker
+from tests.helpers.frameworks import (
+    AlertFrom,
+    assert_same_weights,
+    batches,
+    curve,
+    mlp,
+    run_example,
+    tags,
+)
+
+
+def train(
+    folder: Path, tracker: TelemetryTracker | None, *, resume: bool = False, epochs: int = 1
+) -> nn.Module:
+    accelerator = accelerate.Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        log_with=tracker,
+        project_dir=folder,
+    )
+    accelerator.init_trackers("project", {"lr": 0.1, "layers": [4, 6]})
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, batches())
+    if tracker is not None:
+        tracker.watch(accelerator, model)
+    if resume:
+        accelerator.load_state(folder / "saved")
+    for _ in range(epochs):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = (model(x) - y).square().mean()
+                accelerator.log({"loss": loss, "note": "text"})
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            if tracker is not None and tracker.should_stop:
+                break
+    accelerator.save_state(folder / "saved", safe_serialization=False)
+    accelerator.end_training()
+    return model
+
+
+def test_it_tracks_a_loop_and_its_checkpoints_resume_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    bare = train(tmp_path / "bare", None)
+    watched = train(tmp_path, TelemetryTracker(run))
+    assert_same_weights(bare, watched)
+    assert list(curve(run, "loss")) == list(curve(run, "grad_norm/total")) == [0, 1, 2]
+    assert "_hparams_/session_start_info" in tags(run)
+    train(tmp_path, TelemetryTracker(run), resume=True)
+    assert sorted(curve(run, "grad_norm/total")) == list(range(6))
+    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
+
+
+def test_an_alert_says_when_to_leave_the_loop(tmp_path: Path) -> None:
+    tracker = TelemetryTracker(tmp_path / "run", alerts=[AlertFrom(0)], on_alert="stop")
+    train(tmp_path, tracker, epochs=200)
+    assert tracker.should_stop
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {"model": model, "optimizer": optimizer, "loader": batches()}
+    run_example(
+        "Accelerate",
+        Accelerator=partial(accelerate.Accelerator, cpu=True),
+        loss_function=nn.functional.mse_loss,
+        **names,
+    )
+    assert list(curve(tmp_path / "runs" / "first", "loss")) == list(range(6))

@@ -1,0 +1,79 @@
+"""fastai's learner, with its own optimizer and with torch's."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastai.data.core import DataLoaders
+from fastai.learner import Learner
+from fastai.optimizer import Adam, OptimWrapper
+from torch import nn
+
+from telemetry import HookLogger
+from telemetry.integrations.fastai import TelemetryCallback
+from tests.helpers.frameworks import (
+    AlertFrom,
+    assert_same_weights,
+    batches,
+    curve,
+    mlp,
+    run_example,
+    tags,
+)
+
+
+def learner(optimizer: Any = Adam, *callbacks: Any) -> Learner:
+    return Learner(
+        DataLoaders(batches(), batches()), mlp(), loss_func=nn.functional.mse_loss,
+        opt_func=optimizer, cbs=list(callbacks),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer", [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)])
+def test_it_logs_several_fits_as_one_run_and_leaves_training_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, optimizer: Any
+) -> None:
+    bare, watched = learner(optimizer), learner(optimizer, TelemetryCallback(tmp_path))
+    for each in (bare, watched):
+        each.fit(1)
+        each.fit(1)
+    assert_same_weights(bare.model, watched.model)
+    assert sorted(curve(tmp_path, "loss")) == list(range(12))
+    assert sorted(curve(tmp_path, "grad_norm/total")) == list(range(12))
+    assert "validation/activation/0000.0" in tags(tmp_path)
+    watched.save(tmp_path / "saved")
+    later = learner(optimizer, TelemetryCallback(tmp_path)).load(tmp_path / "saved")
+    later.fit(1)
+    assert sorted(curve(tmp_path, "loss")) == list(range(18))
+    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
+
+
+def test_a_logger_without_the_callback_says_early_that_it_sees_no_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare, watched = learner(), learner()
+    bare.fit(6)
+    with HookLogger(watched.model, tmp_path):
+        watched.fit(6)
+    assert_same_weights(bare.model, watched.model)
+    [record] = [record for record in caplog.records if record.name.startswith("telemetry")]
+    assert record.levelno == logging.WARNING
+    assert TelemetryCallback.__module__ in record.getMessage()
+
+
+def test_an_alert_cancels_the_fit(tmp_path: Path) -> None:
+    callback = TelemetryCallback(tmp_path, alerts=[AlertFrom(2)], on_alert="stop")
+    learner(Adam, callback).fit(10_000)
+    assert 2 < callback.hook_logger.current_step < 60_000
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"Learner": Learner, "loaders": DataLoaders(batches(), batches()), "model": mlp()}
+    run_example("fastai", loss_function=nn.functional.mse_loss, **names)
+    assert list(curve(tmp_path / "runs" / "first", "loss")) == list(range(12))

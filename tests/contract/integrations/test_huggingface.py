@@ -1,0 +1,170 @@
+"""The Trainer of Transformers, with its own reporting and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from telemetry.integrations.huggingface import ReturnedLoss, TelemetryCallback
+from tests.helpers.frameworks import (
+    AlertFrom,
+    assert_same_weights,
+    batches,
+    curve,
+    mlp,
+    run_example,
+    tags,
+)
+
+
+class Regressor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.net(x)
+        loss = (y - labels).square().mean()
+        if self.training:
+            self.losses.append(loss.item())
+        return {"loss": loss, "logits": y}
+
+
+def train(
+    model: nn.Module, out: Path, callback: TelemetryCallback | None = None, **options: Any
+) -> Any:
+    """With arguments as they are by default, but for those of a small run on a CPU."""
+    resume = options.pop("resume", None)
+    rows = [{"x": x, "labels": y} for x, y in batches().dataset]
+    arguments = transformers.TrainingArguments(
+        output_dir=str(out), per_device_train_batch_size=4, use_cpu=True, disable_tqdm=True,
+        **{"report_to": "tensorboard", "num_train_epochs": 1, **options},
+    )  # fmt: skip
+    trainer = transformers.Trainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows,
+        callbacks=[] if callback is None else [callback],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 2}, 6),
+        ({"eval_strategy": "epoch", "gradient_accumulation_steps": 2}, 3),
+    ],
+)
+def test_it_writes_beside_the_trainers_runs_and_leaves_training_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], steps: int
+) -> None:
+    bare, watched = Regressor(), Regressor()
+    train(bare, tmp_path / "bare", **options)
+    train(watched, tmp_path / "watched", TelemetryCallback(), **options)
+    assert_same_weights(bare, watched)
+    [run] = (tmp_path / "watched" / "runs").glob("*_telemetry")
+    by_step = np.reshape(watched.losses, (steps, -1)).mean(axis=1)
+    assert curve(run, "loss") == pytest.approx(dict(enumerate(by_step)))
+    assert list(curve(run, "grad_norm/total")) == list(range(steps))
+    assert "validation/activation/0000.net.0" in tags(run)
+    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
+    assert not watched._forward_hooks
+
+
+class Told(Regressor):
+    """Is told how many labels a step has, as the models of Transformers are."""
+
+    def forward(
+        self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None
+    ) -> dict[str, Tensor]:
+        found = super().forward(x, labels)
+        if num_items_in_batch is None:
+            return found
+        return found | {"loss": found["loss"] * labels.numel() / num_items_in_batch}
+
+
+class Deaf(Regressor):
+    """Is told, and does not listen: ``Trainer`` then adds up the means."""
+
+    def forward(self, x: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        return super().forward(x, labels)
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("model", [Regressor, Told, Deaf])
+def test_the_loss_is_that_of_the_trainer(
+    tmp_path: Path, model: type[Regressor], average: bool
+) -> None:
+    trainer = train(
+        model(), tmp_path, TelemetryCallback(tmp_path / "run"), logging_steps=1,
+        gradient_accumulation_steps=4, average_tokens_across_devices=average,
+    )  # fmt: skip
+    history = [log for log in trainer.state.log_history if "loss" in log]
+    theirs = {log["step"] - 1: float(log["loss"]) for log in history}
+    assert len(theirs) == 2  # of four micro-batches and of two
+    assert curve(tmp_path / "run", "loss") == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+
+
+def test_a_checkpoint_resumes_steps_and_alerts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, run = tmp_path / "out", tmp_path / "run"
+    train(Regressor(), out, TelemetryCallback(run), max_steps=4, save_steps=4)
+    assert (out / "checkpoint-4" / "telemetry.json").is_file()
+    callback = TelemetryCallback(run)
+    train(Regressor(), out, callback, max_steps=6, resume=str(out / "checkpoint-4"))
+    assert sorted(curve(run, "grad_norm/total")) == list(range(6))
+    assert callback.hook_logger is not None
+    assert callback.hook_logger.current_step == 6
+    (out / "checkpoint-4" / "telemetry.json").write_text("torn")
+    train(Regressor(), out, TelemetryCallback(run), max_steps=6, resume=str(out / "checkpoint-4"))
+    [message] = [r.getMessage() for r in caplog.records if r.name.startswith("telemetry")]
+    assert "failed to read its state" in message
+
+
+def test_an_alert_stops_the_trainer(tmp_path: Path) -> None:
+    callback = TelemetryCallback(alerts=[AlertFrom(2)], on_alert="stop")
+    trainer = train(Regressor(), tmp_path, callback, max_steps=60_000, save_strategy="no")
+    assert 2 < trainer.state.global_step < 60_000
+    assert "train_runtime" in trainer.state.log_history[-1]  # it ended as trainings end
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.net(x).square().mean()}
+
+
+def test_the_loss_hook_is_no_obstacle_to_compilers_and_copies(tmp_path: Path) -> None:
+    model, x = Plain(), torch.randn(4, 4)
+    callback = TelemetryCallback(tmp_path)
+    callback.begin(model, None)
+    hook = ReturnedLoss(model)
+    copy.deepcopy(model)(x)
+    torch.compile(model, backend="eager", fullgraph=True)(x)
+    hook(model, (), {}, (x, x))
+    hook(model, (), {}, {"loss": x})  # of each sample
+    assert hook.of_step() is None
+    loss = model(x)["loss"]
+    assert hook.of_step() == loss
+    callback.end()
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"x": x, "labels": y} for x, y in batches().dataset]
+    arguments = transformers.TrainingArguments("out", use_cpu=True, max_steps=3, disable_tqdm=True)
+    names = {"Trainer": transformers.Trainer, "model": Regressor(), "arguments": arguments}
+    run_example("Hugging Face Transformers", rows=rows, **names)
+    assert list(curve(tmp_path / "runs" / "first", "loss")) == [0, 1, 2]

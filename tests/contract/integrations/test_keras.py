@@ -1,0 +1,68 @@
+"""Keras 3 on torch: ``fit`` with its own optimizers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.frameworks import AlertFrom, curve, run_example, tags
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+
+from telemetry.integrations.keras import TelemetryCallback
+
+X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+
+
+def model_of() -> Any:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([
+        keras.layers.Input((4,)), keras.layers.Dense(6, activation="relu", name="hidden"),
+        keras.layers.Dense(2, name="out"),
+    ])  # fmt: skip
+    model.compile(optimizer="adam", loss="mse")
+    return model
+
+
+def fit(model: Any, *callbacks: Any, epochs: int = 1) -> None:
+    model.fit(X, X[:, :2], batch_size=4, epochs=epochs, validation_split=0.25, verbose=0,
+              callbacks=list(callbacks))  # fmt: skip
+
+
+def test_it_logs_layers_by_name_and_leaves_training_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bare = model_of()
+    fit(bare)
+    fit(bare)
+    watched, callback = model_of(), TelemetryCallback(tmp_path, every_n_steps=2)
+    fit(watched, callback)
+    fit(watched, callback)
+    for expected, got in zip(bare.get_weights(), watched.get_weights(), strict=True):
+        np.testing.assert_array_equal(expected, got)
+    assert sorted(curve(tmp_path, "loss")) == list(range(10))
+    assert sorted(curve(tmp_path, "grad_norm/total")) == list(range(10))
+    assert {"activation/0000.hidden", "validation/activation/0000.hidden"} <= tags(tmp_path)
+    assert {"activation_grad/0000.hidden", "activation_grad/0002.out"} <= tags(tmp_path)
+    watched.save(tmp_path / "saved.keras")
+    fit(keras.models.load_model(tmp_path / "saved.keras"), TelemetryCallback(tmp_path))
+    assert sorted(curve(tmp_path, "loss")) == list(range(15))
+    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
+
+
+def test_an_alert_stops_the_training(tmp_path: Path) -> None:
+    model = model_of()
+    fit(model, TelemetryCallback(tmp_path, alerts=[AlertFrom(2)], on_alert="stop"), epochs=10_000)
+    assert 2 < int(model.optimizer.iterations) < 50_000
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_example("Keras", model=model_of(), x=X, y=X[:, :2])
+    assert list(curve(tmp_path / "runs" / "first", "loss")) == [0, 1]

@@ -1,0 +1,123 @@
+"""Lightning's own trainer, with its own loggers and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
+
+from telemetry.integrations.lightning import TelemetryCallback
+from tests.helpers.frameworks import (
+    AlertFrom,
+    assert_same_weights,
+    batches,
+    curve,
+    mlp,
+    run_example,
+    tags,
+)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.net(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def trainer(folder: Path, callback: TelemetryCallback | None = None, **options: Any) -> Any:
+    """As it is by default, with its TensorBoard logger and its checkpoints."""
+    callbacks = [] if callback is None else [callback]
+    return lightning.Trainer(
+        default_root_dir=folder, accelerator="cpu", callbacks=callbacks,
+        **{"max_epochs": 1, "enable_progress_bar": False, **options},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "steps"), [({}, 6), ({"accumulate_grad_batches": 2}, 3)])
+def test_it_writes_into_the_trainers_run_and_leaves_training_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], steps: int
+) -> None:
+    bare, watched = Module(), Module()
+    trainer(tmp_path / "bare", **options).fit(bare, batches(), batches())
+    used = trainer(tmp_path / "watched", TelemetryCallback(), **options)
+    used.fit(watched, batches(), batches())
+    assert_same_weights(bare, watched)
+    run = Path(used.logger.log_dir)
+    micro = 6 // steps
+    assert curve(run, "loss") == pytest.approx(dict(enumerate(watched.losses[::micro])))
+    assert list(curve(run, "grad_norm/total")) == list(range(steps))
+    assert "validation/activation/0000.net.0" in tags(run)
+    assert used.callbacks[0].hook_logger.current_step == steps
+    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
+
+
+def test_a_trainer_without_tensorboard_has_a_run_of_its_own(tmp_path: Path) -> None:
+    trainer(tmp_path, TelemetryCallback(), logger=CSVLogger(tmp_path)).fit(Module(), batches())
+    assert list(curve(tmp_path / "telemetry", "loss")) == list(range(6))
+
+
+def test_a_checkpoint_resumes_steps_and_alerts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def logger() -> TensorBoardLogger:
+        return TensorBoardLogger(tmp_path, name="run", version=0)
+
+    first = trainer(tmp_path, TelemetryCallback(), logger=logger())
+    first.fit(Module(), batches())
+    saved = first.checkpoint_callback.best_model_path
+    second = trainer(tmp_path, TelemetryCallback(), logger=logger(), max_epochs=2)
+    second.fit(Module(), batches(), ckpt_path=saved)
+    run = Path(second.logger.log_dir)
+    assert sorted(curve(run, "grad_norm/total")) == list(range(12))
+    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
+
+
+def test_an_alert_stops_the_trainer(tmp_path: Path) -> None:
+    callback = TelemetryCallback(alerts=[AlertFrom(2)], on_alert="stop")
+    used = trainer(tmp_path, callback, max_epochs=10_000)
+    used.fit(Module(), batches())
+    assert used.state.finished
+    assert 2 < used.global_step < 60_000
+    assert [alert.kind for alert in callback.hook_logger.alerts] == ["made_up"]
+
+
+def test_an_exception_ends_the_run_with_its_flight_file(tmp_path: Path) -> None:
+    class Broken(Module):
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            if index == 3:
+                raise ZeroDivisionError("of the user")
+            return super().training_step(batch, index)
+
+    used = trainer(tmp_path, TelemetryCallback())
+    with pytest.raises(ZeroDivisionError):
+        used.fit(Broken(), batches())
+    assert [p.name for p in Path(used.logger.log_dir).glob("flight-*")] == ["flight-3.json"]
+
+
+def test_an_unknown_argument_is_told_at_once() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'evry_n_steps'"):
+        TelemetryCallback(evry_n_steps=10)
+
+
+def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_example("Lightning", Trainer=lightning.Trainer, module=Module(), loader=batches())
+    [run] = (tmp_path / "lightning_logs").iterdir()
+    assert list(curve(run, "loss")) == list(range(12))

@@ -1,0 +1,129 @@
+"""Of one layer, step and statistic, whatever shows it shows the same number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import train_mnist
+from telemetry import HookLogger
+from telemetry.commands.cli import main
+from telemetry.flight import flight_files, read_flight
+from telemetry.layers import PAGE_STATISTICS, STATISTICS, LayerTable, table
+from telemetry.records import StepRecord
+from tests.helpers.client import OpenClient
+from tests.helpers.plain_events import EventAccumulator
+
+STEPS = 3
+
+
+class Transformer(nn.Module):
+    """Attention returns two tensors, of which one is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        x = self.norm(x + self.attention(x, x, x)[0])
+        logits: Tensor = self.head((x + self.mlp(x)).mean(1))
+        return logits
+
+
+class Seen:
+    """A rule that keeps what rules are given."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def __call__(self, record: StepRecord) -> tuple[()]:
+        self.records.append(record)
+        return ()
+
+    @property
+    def tables(self) -> list[LayerTable]:
+        return [table(record) for record in self.records]
+
+
+def train(model: nn.Module, batch: Callable[[], Tensor], log_dir: Path) -> Seen:
+    """A short run that ends in an error, so that there is a flight file."""
+    torch.manual_seed(0)
+    seen = Seen()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    logger = HookLogger(model, log_dir, every_n_steps=1, alerts=[seen])
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch()), torch.randint(10, (6,))).backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="planted"), logger:
+        raise RuntimeError("planted")
+    return seen
+
+
+MODELS: list[tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = [
+    (lambda: train_mnist.build_model("none"), lambda: torch.randn(6, 1, 28, 28)),
+    (Transformer, lambda: torch.randn(6, 5, 4)),
+]
+
+
+@pytest.mark.parametrize(("make", "batch"), MODELS, ids=["mnist", "transformer"])
+def test_curves_page_summary_flight_file_and_rules_agree(
+    make: Callable[[], nn.Module],
+    batch: Callable[[], Tensor],
+    tmp_path: Path,
+    open_client: OpenClient,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    seen = train(make(), batch, tmp_path)
+    modules = seen.records[-1].layout.modules
+    client = open_client(tmp_path)
+    curves = EventAccumulator(str(tmp_path), {"tensors": 0, "scalars": 0}).Reload()
+    at = read_flight(flight_files(tmp_path)[0])["profiles"][-1]
+    assert at["step"] == STEPS - 1
+    statistics = [statistic for statistic in STATISTICS if not statistic.of_ranks]
+    compared = dict.fromkeys((s.name for s in statistics), 0)
+    for statistic in statistics:
+        name = statistic.name
+        expected = np.array(
+            [[t.value(row, name) for t in seen.tables] for row in range(len(modules))]
+        )
+        if statistic in PAGE_STATISTICS:
+            values = client.arrays("matrix", run=".", statistic=name)[1]["values"].T
+            assert_same(np.where(values == -1, None, values), expected)
+            main(["summary", str(tmp_path), "--statistic", name])
+            printed = capsys.readouterr().out
+        assert_same(np.array(at[name], dtype=object), expected[:, -1], rtol=1e-5)
+        for row, module in enumerate(modules):
+            if expected[row, -1] is None:
+                continue
+            compared[name] += 1
+            tag = f"{name}/{row:04d}.{module.name}"
+            if statistic.as_curve and not (statistic.zero_is_silent and not any(expected[row])):
+                assert_same(np.array([p.value for p in curves.Scalars(tag)]), expected[row])
+            if statistic in PAGE_STATISTICS:
+                [last] = re.findall(rf"^ *{re.escape(module.name)} +\w+ +(\S+)", printed, re.M)
+                assert float(last) == pytest.approx(expected[row, -1], rel=5e-3)
+    assert {name for name, count in compared.items() if not count} <= {"saturation"}
+
+
+def assert_same(got: np.ndarray, expected: np.ndarray, rtol: float = 2e-6) -> None:
+    """The same are known, and these are the same number, to float32."""
+    assert (got == None).tolist() == (expected == None).tolist()  # noqa: E711 - element by element
+    known = expected != None  # noqa: E711
+    np.testing.assert_allclose(
+        got[known].astype(np.float64), expected[known].astype(np.float64), rtol=rtol, atol=1e-30
+    )

@@ -1,0 +1,168 @@
+"""A module may be called anything: whatever it is called, it is seen, found and named."""
+
+from __future__ import annotations
+
+import logging
+import string
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telemetry import Alert, HookLogger
+from telemetry.commands.cli import main
+from telemetry.flight import explain, read_flight
+from telemetry.plain_text import printable
+from telemetry.records import Output, StepRecord
+from tests.helpers.client import OpenClient
+
+PUNCTUATION = string.punctuation.replace(".", "")  # a dot is all that PyTorch forbids
+FORGED = "fc\nCRITICAL:telemetry:all is lost"
+NAMES = [
+    *PUNCTUATION,
+    *(f"a{character}1" for character in PUNCTUATION),
+    *("pair", "pair[1]", "pair[1][1]", "pair[0]", "a[0", "a]0[", "[1]"),
+    *(FORGED, "\n", "\t", "\x00", "\x1b[31m", " ", "\u200b", "\u2028", "größe", "層", "\ud800"),
+    "x" * 5000,
+]
+
+
+class Pair(nn.Module):
+    """Returns two tensors, which are never the same."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), float(size)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.weight, -x * self.weight
+
+
+class Net(nn.Module):
+    """A module of every name, side by side: no output depends on another's."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: Pair(1 + i) for i, name in enumerate(names)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = [part(x) for part in self.parts.values()]
+        return torch.stack([first.tanh() - second.sin() for first, second in pairs])
+
+
+def train(
+    log_dir: Path, *, steps: int = 3, bad: str | None = None, **options: object
+) -> HookLogger:
+    """Train on ones, so that a module's outputs are its size; one module may become NaN."""
+    model = Net(NAMES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with HookLogger(model, log_dir, every_n_steps=2, **options) as logger:  # type: ignore[arg-type]
+        for step in range(steps):
+            if bad is not None and step == steps - 1:
+                nn.init.constant_(model.parts[bad].weight, torch.nan)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    return logger
+
+
+def layer_of(name: str) -> str:
+    return f"parts.{name}"
+
+
+def test_every_output_of_every_module_is_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records: list[StepRecord] = []
+
+    def rule(record: StepRecord) -> list[Alert]:
+        records.append(record)
+        return []
+
+    train(tmp_path / "run", alerts=[rule])
+    assert not caplog.records
+    record = records[0]
+    assert set(record.activations) == set(map(layer_of, NAMES))
+    for size, name in enumerate(map(layer_of, NAMES), 1):
+        assert record.activations[name].sketch.min == size
+        assert record.outputs[Output(name, 1)].sketch.max == -size
+        assert record.output_grads[Output(name, 1)].calls == 1
+        assert record.weights[f"{name}.weight"].sketch.max == size
+
+
+def test_the_page_has_the_outputs_of_each_layer_and_no_others(
+    tmp_path: Path, open_client: OpenClient
+) -> None:
+    train(tmp_path / "run")
+    client = open_client(tmp_path)
+    assert [layer["name"] for layer in client.json("run", run="run")["layers"]] == [
+        layer_of(name) for name in NAMES
+    ]
+    for name in map(layer_of, NAMES):
+        if name in map(layer_of, ("\x00", "\ud800")):
+            continue  # cannot be part of an address
+        header, arrays = client.arrays("histograms", run="run", layer=name)
+        found = [(item["kind"], item["name"]) for item in header["histograms"]]
+        outputs = [printable(name), f"{printable(name)}[1]"]
+        assert sorted(shown for kind, shown in found if kind == "outputs") == outputs
+        assert len(found) == 6, "two outputs, their gradients, a parameter and its gradient"
+        size = 1 + NAMES.index(name.removeprefix("parts."))
+        for number, (kind, shown) in enumerate(found):
+            middle = arrays[f"edges{number}"].mean()
+            if kind == "outputs":
+                assert middle == pytest.approx(size if shown == outputs[0] else -size, rel=0.1)
+    header, _ = client.arrays("layer", run="run", layer=layer_of("a[1"))
+    assert header["parameters"] == ["parts.a[1.weight"]
+
+
+@pytest.mark.parametrize("bad", ["pair[1]", "[", "a[0", FORGED, "\x1b[31m", "\ud800"])
+def test_a_fault_is_told_by_its_name(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    bad: str,
+) -> None:
+    logger = train(tmp_path / "run", bad=bad)
+    assert [alert.module_name for alert in logger.alerts] == [layer_of(bad)]
+    told = [record.getMessage() for record in caplog.records]
+    assert printable(layer_of(bad)) in told[0]
+    lines = "\n".join(told).splitlines()
+    assert not any(line.startswith("CRITICAL") or "\x1b" in line for line in lines)
+    flight = read_flight(tmp_path / "run" / "flight-2.json")
+    assert flight["first_bad_module"] == layer_of(bad)
+    assert f"first bad module: {printable(layer_of(bad))}\n" in explain(tmp_path / "run")
+    assert main(["alerts", str(tmp_path / "run"), "--fail-on", "error"]) == 1
+    assert main(["summary", str(tmp_path / "run")]) == 0
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
+    assert "nonfinite" in capsys.readouterr().out
+
+
+def test_a_flight_file_tells_outputs_and_modules_apart(tmp_path: Path) -> None:
+    train(tmp_path, bad=NAMES[-1])
+    before = read_flight(tmp_path / "flight-2.json")["profiles"][0]
+    assert before["activation_rms"] == [1.0 + i for i in range(len(NAMES))]
+    assert set(before["nonfinite"]) == {0}
+    assert before["activation_max"] == before["activation_rms"], "of each module's first output"
+
+
+def test_a_rule_of_the_users_own_cannot_forge_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rule(record: StepRecord) -> list[Alert]:
+        return [
+            Alert(
+                kind="mine", severity="warning", step=record.step, module_name=name, value=1.0,
+                threshold=0.0, message=f"{name} is bad",
+            )
+            for name in record.activations
+            if record.step == 0
+        ]  # fmt: skip
+
+    caplog.set_level(logging.INFO)
+    train(tmp_path / "run", alerts=[rule])
+    lines = "\n".join(record.getMessage() for record in caplog.records).splitlines()
+    assert f"mine in parts.{printable(FORGED)} at step 0: parts.fc" in lines
+    assert "  CRITICAL:telemetry:all is lost is bad" in lines
+    assert not any(line.startswith("CRITICAL") for line in lines)

@@ -1,0 +1,287 @@
+"""The curves of the whole run: learning rates, times of steps, spreads over the depth.
+
+Learning rates have a point wherever one changes, and are steps. Seconds per step are a mean over
+steps of training, and nothing else. A few curves tell how a statistic is spread over the depth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorboard_data_server
+import torch
+from torch import nn
+
+from telemetry import Alert, HookLogger
+from telemetry.records import Output, StepRecord
+from telemetry.writing.curves import QUANTILES, StepTimes, depth_values
+from tests.helpers.board import Board, open_fast, open_slow
+from tests.helpers.serialized import parsed, summary_of
+from tests.helpers.small_records import full_record, tensor
+
+Points = list[tuple[int, float]]
+
+
+def train(
+    log_dir: Path,
+    rate_of: Callable[[int], float],
+    *,
+    steps: Iterable[int],
+    lr: Any = 0.1,
+    **options: Any,
+) -> None:
+    """Train a small model; the rate of its first group at each step is ``rate_of`` it."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    options = {"every_n_steps": 100, "alerts": (), "images": False, **options}
+    with HookLogger(model, log_dir, **options):
+        for step in steps:
+            group = optimizer.param_groups[0]
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate_of(step))
+            else:
+                group["lr"] = rate_of(step)
+            step_with(model, optimizer)
+
+
+def step_with(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model.zero_grad()
+    model(torch.ones(4, 2)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def curve(log_dir: Path, group: int = 0) -> Points:
+    """The points, with each rate as the float32 that the file has rounded."""
+    tags = Board(open_slow(log_dir)).scalars()["."]
+    return [(step, pytest.approx(value)) for step, value in tags[f"learning_rate/{group}"]]
+
+
+def jump(step: int) -> float:
+    return 0.1 if step < 200 else 0.01
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+def test_a_jump_is_no_ramp(tmp_path: Path, lr: Any) -> None:
+    train(tmp_path, jump, steps=range(310), lr=lr)
+    assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (199, 0.1), (200, 0.01), (300, 0.01)]
+
+
+def test_the_fast_loader_shows_the_same(tmp_path: Path) -> None:
+    if tensorboard_data_server.server_binary() is None:
+        pytest.skip("no fast loader for this platform")
+    train(tmp_path / "run", jump, steps=range(210))
+    with ExitStack() as stack:
+        board = Board(open_fast(tmp_path, tmp_path / "port", stack))
+        points = board.scalars()["run"]["learning_rate/0"]
+    assert [step for step, _ in points] == [0, 100, 199, 200]
+
+
+def test_a_jump_between_full_steps_is_where_it_was(tmp_path: Path) -> None:
+    train(tmp_path, lambda step: 0.1 if step < 150 else 0.2, steps=range(220))
+    assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (149, 0.1), (150, 0.2), (200, 0.2)]
+
+
+def test_a_spike_of_three_steps_is_there(tmp_path: Path) -> None:
+    train(tmp_path, lambda step: 5.0 if 50 <= step < 53 else 0.1, steps=range(101))
+    spike = [(49, 0.1), (50, 5.0), (52, 5.0), (53, 0.1)]
+    assert curve(tmp_path) == [(0, 0.1), *spike, (100, 0.1)]
+
+
+def test_a_schedule_that_changes_at_every_step_has_a_point_at_each(tmp_path: Path) -> None:
+    def cosine(step: int) -> float:
+        return 0.05 * (1 + math.cos(math.pi * step / 60))
+
+    train(tmp_path, cosine, steps=range(60))
+    assert curve(tmp_path) == [(step, cosine(step)) for step in range(60)]
+
+
+def test_a_rate_that_stays_as_it_is_has_a_point_at_full_steps_only(tmp_path: Path) -> None:
+    train(tmp_path, lambda step: 0.1, steps=range(50), every_n_steps=20)
+    assert curve(tmp_path) == [(0, 0.1), (20, 0.1), (40, 0.1)]
+
+
+def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    train(tmp_path, jump, steps=range(150))
+    train(tmp_path, jump, steps=range(150, 310), first_step=150)
+    assert curve(tmp_path) == [
+        *((0, 0.1), (100, 0.1), (150, 0.1), (199, 0.1), (200, 0.01), (300, 0.01))
+    ]
+
+
+def test_a_group_that_is_added_later_has_a_curve_of_its_own(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with HookLogger(model, tmp_path, alerts=(), every_n_steps=100):
+        for step in range(20):
+            if step == 10:
+                optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.5})
+            if step == 15:
+                optimizer.param_groups[1]["lr"] = 0.25
+            step_with(model, optimizer)
+    assert curve(tmp_path) == [(0, 0.1)]
+    assert curve(tmp_path, group=1) == [(10, 0.5), (14, 0.5), (15, 0.25)]
+
+
+def test_an_optimizer_that_steps_more_rarely_keeps_its_curve(tmp_path: Path) -> None:
+    """As in a GAN: the one that steps now and then comes first in the loop."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    every = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    rare = torch.optim.SGD(model[1].parameters(), lr=0.5)
+    with HookLogger(model, tmp_path, alerts=(), every_n_steps=100, optimizer=every):
+        for step in range(20):
+            if step == 12:
+                rare.param_groups[0]["lr"] = 0.25
+            step_with(model, *([rare] if step % 5 == 2 else []), every)
+    assert curve(tmp_path) == [(0, 0.1)]
+    assert curve(tmp_path, group=1) == [(2, 0.5), (11, 0.5), (12, 0.25)]
+
+
+def test_a_schedule_between_two_optimizers_does_not_come_too_early(tmp_path: Path) -> None:
+    records: list[StepRecord] = []
+
+    def rule(record: StepRecord) -> list[Alert]:
+        records.append(record)
+        return []
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(first, lambda step: 1.0 + step)
+    with HookLogger(model, tmp_path, alerts=[rule], optimizer=second):
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(4, 2)).square().mean().backward()
+            first.step()
+            schedule.step()
+            second.step()
+    rates = [record.learning_rates for record in records]
+    assert rates == [pytest.approx((0.1 * k, 0.1)) for k in (1, 2, 3)]
+
+
+def test_an_optimizer_without_a_learning_rate_is_watched_all_the_same(tmp_path: Path) -> None:
+    class OwnRate(torch.optim.Optimizer):
+        """Works its rate out itself, as Adafactor does."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter -= 0.1 * parameter.grad
+
+    model = nn.Linear(2, 1)
+    optimizer = OwnRate(model.parameters(), {"lr": None})
+    with HookLogger(model, tmp_path, alerts=()):
+        for _ in range(3):
+            step_with(model, optimizer)
+    norms = Board(open_slow(tmp_path)).scalars()["."]["grad_norm/total"]
+    assert [norm > 0 for _, norm in norms] == [True] * 3
+
+
+def points(times: StepTimes, record: StepRecord) -> dict[str, float]:
+    return {(v := parsed(value)).tag: v.simple_value for value in times.values_of(record)}
+
+
+def pass_steps(times: StepTimes, steps: Sequence[int], wall_times: Sequence[float]) -> None:
+    """Steps that are not measured in full, and have no point."""
+    for step, time_s in zip(steps, wall_times, strict=True):
+        assert points(times, full_record(step, wall_time=time_s, full=False)) == {}
+
+
+def test_a_point_is_the_mean_since_the_last_one_in_full_or_not() -> None:
+    times = StepTimes()
+    assert points(times, full_record(0, wall_time=100.0)) == {}
+    pass_steps(times, [1, 2, 3], [101.0, 103.0, 104.0])
+    assert points(times, full_record(4, wall_time=105.0, full=False)) == {}
+    found = points(times, full_record(5, wall_time=110.0, examples=8))
+    assert found == {"~run/time/step_s": 2.0, "~run/time/examples_per_s": 4.0}
+    assert points(times, full_record(6, wall_time=111.0)) == {"~run/time/step_s": 1.0}
+
+
+def test_the_time_of_a_phase_does_not_count() -> None:
+    times = StepTimes()
+    points(times, full_record(0, wall_time=100.0))
+    pass_steps(times, [1, 2], [101.0, 102.0])
+    assert points(times, full_record(3, wall_time=500.0, phase="validation")) == {}
+    pass_steps(times, [3, 4], [600.0, 603.0])
+    assert points(times, full_record(5, wall_time=604.0)) == {"~run/time/step_s": 1.5}
+    points(times, full_record(6, wall_time=900.0, phase="validation"))
+    assert points(times, full_record(6, wall_time=999.0)) == {}, "no step without the phase"
+
+
+@pytest.mark.parametrize(("step", "wall_time"), [(1, 104.0), (4, 99.0)])
+def test_steps_and_clocks_that_go_back_have_no_point(step: int, wall_time: float) -> None:
+    times = StepTimes()
+    points(times, full_record(3, wall_time=100.0))
+    assert points(times, full_record(step, wall_time=wall_time)) == {}
+    assert points(times, full_record(step + 2, wall_time=wall_time + 1)) == {
+        "~run/time/step_s": 0.5
+    }
+
+
+def train_for_times(logger: HookLogger, model: nn.Module, *, validates: bool) -> None:
+    """Nine steps of two micro-batches with eight examples, and passes that are no training."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(9):
+        for size in (5, 3):
+            model(torch.randn(size, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.randn(100, 4))
+        if validates:
+            with logger.phase("validation"):
+                model(torch.randn(100, 4))
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_run_has_both_curves_with_the_examples_of_all_micro_batches(
+    tmp_path: Path, validates: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    with HookLogger(model, tmp_path, every_n_steps=4, alerts=()) as logger:
+        train_for_times(logger, model, validates=validates)
+    curves = Board(open_slow(tmp_path)).scalars()["."]
+    if validates:
+        assert "time/step_s" not in curves, "there is a phase in each"
+        return
+    step_s, per_s = dict(curves["time/step_s"]), dict(curves["time/examples_per_s"])
+    assert list(step_s) == list(per_s) == [4, 8]
+    for step in step_s:
+        assert per_s[step] * step_s[step] == pytest.approx(8)
+
+
+def curves(**changes: object) -> dict[str, float]:
+    values = summary_of(depth_values(full_record(0, **changes))).value
+    return {value.tag: value.simple_value for value in values}
+
+
+def test_quantiles_are_taken_over_all_layers() -> None:
+    found = curves()
+    for name, share in QUANTILES.items():
+        expected = np.quantile([0, 1, 2, 3], share)  # log10 of 1, 10, 100, 1000
+        assert found[f"~run/depth/log10_grad_norm/{name}"] == pytest.approx(expected)
+    assert found["~run/depth/log10_update_ratio/median"] == pytest.approx(-3)
+    assert found["~run/depth/dead_units/p95"] == 0.25
+    assert len(found) == 12
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    norms = np.array([100.0, np.nan, np.inf, 0.0])
+    assert curves(grad_norms=norms)["~run/depth/log10_grad_norm/median"] == 2
+    assert "~run/depth/log10_grad_norm/median" not in curves(grad_norms=np.full(4, np.nan))
+    assert "~run/depth/dead_units/p05" not in curves(outputs={})
+
+
+@pytest.mark.parametrize("changes", [{"full": False}, {"phase": "validation"}, {"skipped": True}])
+def test_other_steps_have_no_curves(changes: dict[str, object]) -> None:
+    assert curves(**changes) == {}
+
+
+def test_the_record_is_not_needed_in_full() -> None:
+    found = curves(outputs={Output("layer0"): tensor(2)}, update_ratios={})
+    assert "~run/depth/log10_update_ratio/median" not in found
+    assert found["~run/depth/log10_activation_rms/median"] > 0

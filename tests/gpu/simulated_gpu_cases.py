@@ -1,0 +1,276 @@
+"""Tests that need a simulated GPU; run by ``test_simulated_gpu.py``, in a process of their own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simulated_gpu as gpu
+import torch
+from torch import Tensor, nn
+
+from telemetry import HookLogger
+from telemetry.capture import parameters
+from telemetry.interventions import clip_gradients, prune_activations, scale_gradients
+from telemetry.measure import Measurer, cuda, tensors
+from telemetry.records import StepRecord, TensorRecord
+from telemetry.torch_private import host_copy
+from telemetry.torch_private.host_copy import HostCopy, send
+from tests.helpers import stubbed
+from tests.helpers.device_loops import LOOPS, guarded, mlp, plain, skip_no_steps
+from tests.helpers.device_tensors import LAYOUTS, VALUES, assert_measured, made
+from tests.helpers.twins import assert_left_alone, run
+
+CLOSE = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(autouse=True, params=["operations", "kernels"])
+def measured_by(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[stubbed.Driver | None]:
+    """PyTorch's operations; or CUDA kernels, compiled for the host: the driver is a stub."""
+    driver = None
+    if request.param == "kernels":
+        driver = stubbed.install(
+            monkeypatch,
+            tmp_path_factory.getbasetemp(),
+            types=(gpu.SimulatedTensor, nn.Parameter),
+            stream=lambda: id(gpu.backend.current_stream()),
+        )
+        take_norms = cuda.norms
+
+        def norms(tensors: Sequence[Tensor]) -> Tensor | None:
+            found = take_norms(tensors)
+            return None if found is None else gpu.made(found)
+
+        monkeypatch.setattr(cuda, "norms", norms)
+        monkeypatch.setattr(gpu.SimulatedTensor, "is_cuda", True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    take_as_plain(monkeypatch, gpu.SimulatedTensor)
+    monkeypatch.setattr(host_copy, "_WITH_STREAMS", {gpu.NAME})
+    skip_no_steps(monkeypatch)
+    gpu.transfers.clear()
+    with torch.device(gpu.DEVICE):
+        yield driver
+
+
+def take_as_plain(patches: pytest.MonkeyPatch, plain_type: type[Tensor]) -> None:
+    """Have telemetry take tensors of this type for such that wrap no other ones."""
+    for module in (tensors, parameters):
+        patches.setattr(module, "Tensor", plain_type)
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_training_is_left_alone_and_never_waits(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    measured_by: stubbed.Driver | None,
+    name: str,
+) -> None:
+    make, loop = LOOPS[name]
+    outcome = assert_left_alone(make, guarded(loop, gpu.no_syncs), tmp_path / "gpu")
+    assert [r.getMessage() for r in caplog.records if r.name == "telemetry"] == []
+    if measured_by is not None:
+        counts = measured_by.counts()
+        assert any(counts[f"measure{kind}_4"] for kind in ("", "_wide", "_last", "_middle"))
+        assert counts["measure_many_2"]
+        assert counts["norms"]
+        measured = len(outcome.full) * (2 if name == "validation" else 1)
+        assert counts["cuMemcpyDtoHAsync_v2"] == measured
+    with torch.device("cpu"), pytest.MonkeyPatch.context() as patches:
+        take_as_plain(patches, Tensor)
+        expected = run(make, loop, tmp_path / "cpu")
+    assert len(outcome.records) == len(expected.records)
+    for record, on_cpu in zip(outcome.records, expected.records, strict=True):
+        assert_same_record(record, on_cpu)
+    assert gpu.given_away() == 0
+
+
+def assert_same_record(record: StepRecord, expected: StepRecord) -> None:
+    CLOSE(record.grad_norms, expected.grad_norms)
+    assert record.grad_present.tolist() == expected.grad_present.tolist()
+    assert record.learning_rates == pytest.approx(expected.learning_rates)
+    assert (record.loss_scale, record.skipped_steps) == (
+        expected.loss_scale,
+        expected.skipped_steps,
+    )
+    assert record.update_ratios == pytest.approx(expected.update_ratios, rel=1e-3, abs=1e-5)
+    for kind in ("activations", "activation_grads", "grads", "weights"):
+        got, wanted = getattr(record, kind), getattr(expected, kind)
+        assert list(got) == list(wanted)
+        for name in wanted:
+            assert_same_tensor(got[name], wanted[name])
+    for kind in ("feature_maps", "filters"):
+        got, wanted = getattr(record, kind), getattr(expected, kind)
+        assert list(got) == list(wanted)
+        for name in wanted:
+            np.testing.assert_array_equal(got[name], wanted[name])
+
+
+def assert_same_tensor(got: TensorRecord, wanted: TensorRecord) -> None:
+    a, b = got.sketch, wanted.sketch
+    assert (a.count, a.zero_count, a.nan_count) == (b.count, b.zero_count, b.nan_count)
+    assert a.counts.sum() == b.counts.sum()
+    CLOSE([a.min, a.max, a.sum, a.sum_squares], [b.min, b.max, b.sum, b.sum_squares])
+    if wanted.unit_min is not None:
+        CLOSE(got.unit_min, wanted.unit_min)
+        CLOSE(got.unit_max, wanted.unit_max)
+
+
+@pytest.mark.parametrize("name", ["CNN", "checkpointing"])
+def test_a_logged_step_is_one_copy_to_the_host(tmp_path: Path, name: str) -> None:
+    make, loop = LOOPS[name]
+
+    def quiet(model: nn.Module, logger: HookLogger | None) -> Iterable[object]:
+        return loop(model, None)
+
+    outcome = run(make, quiet, tmp_path)
+    assert len(outcome.full) == len(gpu.transfers) > 0
+
+
+def test_interventions_do_not_wait() -> None:
+    model = mlp()
+    with (
+        clip_gradients(model, "0.*", max_norm=0.1),
+        clip_gradients(model, "2.*", max_value=0.1),
+        scale_gradients(model, "3.*", 0.5),
+        prune_activations(model, threshold=0.1),
+        gpu.no_syncs(),
+    ):
+        for _ in plain(model, None):
+            pass
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.isnan().any()),
+        lambda x: x[x > 0],
+        lambda x: x.cpu(),
+        lambda x: torch.tensor([1.0], device=x.device),
+    ],
+    ids=["item", "bool", "mask", "cpu", "tensor"],
+)
+def test_a_wait_would_be_noticed(wait: Callable[[Tensor], object]) -> None:
+    tensor = torch.ones(3)
+    with gpu.no_syncs(), pytest.raises(gpu.WaitError):
+        wait(tensor)
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_figures_are_those_of_numpy(dtype: torch.dtype, layout: str) -> None:
+    view, axis = LAYOUTS[layout]
+    with torch.device("cpu"):
+        tensors = [made(dtype, values) for values in VALUES]
+    on_device, measurer = [tensor.to(gpu.DEVICE) for tensor in tensors], Measurer()
+    with gpu.no_syncs():
+        for tensor in on_device:
+            measurer.add(view(tensor), unit_axis=axis)
+        measurements = measurer.finish()
+    for record, tensor in zip(measurements.reduce().values(), tensors, strict=True):
+        assert_measured(record, view(tensor), axis)
+
+
+# --- streams -------------------------------------------------------------------------------------
+
+
+def test_an_unordered_access_would_be_noticed() -> None:
+    tensor, other = torch.ones(3), gpu.Stream()
+    with gpu.backend.stream(other), pytest.raises(gpu.RaceError):
+        tensor.sum()
+    other.wait_stream(gpu.default_stream)
+    with gpu.backend.stream(other):
+        tensor.sum()
+    with pytest.raises(gpu.RaceError):
+        tensor.zero_()
+    assert gpu.given_away() == 1
+    tensor.record_stream(other)
+    assert gpu.given_away() == 0
+
+
+def test_a_copy_has_the_values_of_its_time() -> None:
+    tensor, other = torch.ones(3), gpu.Stream()
+    with gpu.no_syncs():
+        copies = [HostCopy(tensor), HostCopy(tensor.half().sum())]
+        tensor.zero_()
+        with gpu.backend.stream(other):
+            copies += [HostCopy(torch.full((2, 2), 5)), HostCopy(torch.ones((), dtype=torch.bool))]
+            copies.append(HostCopy(torch.empty(0)))
+        send(gpu.DEVICE)
+    assert gpu.transfers == [3 * 4 + 2 + 4 * 8 + 1]
+    values = [copy.wait() for copy in copies]
+    assert [v.tolist() for v in values] == [[1, 1, 1], 3, [[5, 5], [5, 5]], True, []]
+    assert values[1].dtype == torch.float16
+    assert {v.device.type for v in values} == {"cpu"}
+    assert gpu.given_away() == 0
+
+
+def test_whether_a_copy_has_arrived_is_known_without_waiting() -> None:
+    copy = HostCopy(torch.ones(3))
+    with gpu.no_syncs():
+        assert [copy.arrived() for _ in range(4)] == [False, False, True, True]
+    assert gpu.transfers == [3 * 4]
+    assert copy.wait().tolist() == [1, 1, 1]
+
+
+def test_parameters_that_change_without_a_step_are_logged_when_that_is_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes: list[int] = []
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
+        for number in range(1, 31):
+            model(torch.randn(3, 4)).square().mean().backward()
+            for parameter in model.parameters():
+                parameter.data.add_(parameter.grad, alpha=-0.1)
+                parameter.grad.zero_()
+            passes.extend([number] * len(caplog.records))
+            yield
+
+    assert_left_alone(mlp, guarded(loop, gpu.no_syncs), tmp_path)
+    assert "logger.step()" in caplog.records[0].getMessage()
+    assert 20 < passes[0] < 25
+    assert gpu.given_away() == 0
+
+
+def test_what_nobody_wants_is_not_sent() -> None:
+    copy = HostCopy(torch.ones(3))
+    gone = weakref.ref(copy)
+    del copy
+    gc.collect()
+    assert gone() is None
+    HostCopy(torch.ones(5)).wait()
+    assert gpu.transfers == [5 * 4]
+
+
+def test_tensors_of_several_streams_are_measured(measured_by: stubbed.Driver | None) -> None:
+    measurer, streams = Measurer(), [gpu.Stream(), gpu.default_stream, gpu.Stream()]
+    with gpu.no_syncs():
+        for number, stream in enumerate(streams):
+            with gpu.backend.stream(stream):
+                measurer.add(torch.full((5, 5), float(number)), unit_axis=1)
+        measurements = measurer.finish()
+    assert len(gpu.transfers) == (measured_by is None)
+    assert measurements.reduce().rows.sum.tolist() == [0, 25, 50]
+    assert gpu.given_away() == 0
+
+
+def test_nothing_is_copied_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.Backend, "is_current_stream_capturing", lambda self: True)
+    with pytest.raises(RuntimeError, match="log it after the graph was replayed"):
+        HostCopy(torch.ones(3))

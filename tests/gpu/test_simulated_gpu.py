@@ -1,0 +1,23 @@
+"""What happens to tensors of a GPU, on one that is simulated in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.helpers.paths import ROOT
+
+
+def test_a_simulated_gpu_is_neither_waited_for_nor_raced() -> None:
+    # The device is registered for the whole process.
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/gpu/simulated_gpu_cases.py"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,1 @@
+"""Models, runs, readers and processes that the tests share."""

@@ -1,0 +1,211 @@
+"""A real TensorBoard in a real Chromium."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Frame, Locator, Page, ViewportSize
+
+SCREENSHOTS = ROOT / "screenshots"
+CHROMIUM_ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+PATIENCE_S = 60
+SIZE: ViewportSize = {"width": 1400, "height": 900}
+
+
+@contextmanager
+def open_browser() -> Iterator[Browser]:
+    """Chromium; skips where it or Playwright is missing."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs: pip install playwright")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def serve(logdir: Path, log: Path, *, fast: bool, wanted: int = 1) -> Iterator[str]:
+    """TensorBoard's address, once it has loaded ``wanted`` runs."""
+    command = [sys.executable, str(Path(__file__).with_name("serve.py"))]
+    flags = ["--logdir", str(logdir), "--port", "0", "--load_fast", "true" if fast else "false"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [*command, *flags, "--reload_interval", "1"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+        try:
+            address = wait_for(lambda: _address(log), "TensorBoard's address")
+            runs = f"{address}data/plugin/telemetry/runs"
+            wait_for(lambda: _get(runs).count("name") >= wanted, "the runs")
+            yield address
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """The first true value."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.05)  # another process: there is nothing to wait on
+    raise TimeoutError(f"waited {PATIENCE_S} s for {what}")
+
+
+def _address(log: Path) -> str | None:
+    found = re.search(r"at (http://localhost:\d+/)", log.read_text())
+    return found[1] if found else None
+
+
+def _get(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            text: str = response.read().decode()
+            return text
+    except OSError:
+        return ""
+
+
+class TelemetryPage:
+    """The Telemetry page inside of TensorBoard.
+
+    Attributes:
+        page: The browser's tab.
+        errors: What its console complained about.
+    """
+
+    def __init__(self, page: Page, address: str) -> None:
+        self.page = page
+        self.address = address
+        self.errors: list[str] = []
+        self._is_light = False  # open, and not in dark mode
+        page.set_default_timeout(PATIENCE_S * 1000)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on(
+            "console",
+            lambda message: self.errors.append(message.text) if message.type == "error" else None,
+        )
+
+    def open(self, *, dark: bool = False, ready: str = "true", **link: str) -> TelemetryPage:
+        """Opens the page with a link's values, and waits until it has drawn.
+
+        Where TensorBoard is open, only the page's frame is loaded again: what is around it takes
+        most of the time.
+        """
+        values = "".join(
+            f"&p.telemetry.{name}={quote(text, safe='')}" for name, text in link.items()
+        )
+        address = f"{self.address}{'?darkMode=true' if dark else ''}#telemetry{values}"
+        if self._is_light and not dark:
+            self.page.evaluate("(url) => history.replaceState(history.state, '', url)", address)
+            with self.frame.expect_navigation():
+                self.frame.evaluate("location.reload()")
+        else:
+            self.page.goto("about:blank")  # else the same document only changes its fragment
+            self.page.goto(address)
+        self._is_light = not dark
+        return self.wait(ready)
+
+    def set_dark(self, dark: bool) -> None:
+        """As TensorBoard's own switch does."""
+        self.page.evaluate("(dark) => document.body.classList.toggle('dark-mode', dark)", dark)
+        self.locator(f"html{'.dark' if dark else ':not(.dark)'}").wait_for(state="attached")
+
+    def forget(self) -> None:
+        """Undo what a test has changed around the page."""
+        if self._is_light:
+            self.set_dark(False)
+        self.page.unroute_all(behavior="ignoreErrors")
+        self.page.set_viewport_size(SIZE)
+        self.page.mouse.move(0, 0)
+        self.errors.clear()
+
+    def wait(self, ready: str = "true") -> TelemetryPage:
+        self.locator(f"html[data-ready='{ready}']").wait_for(state="attached")
+        return self
+
+    def locator(self, selector: str, **options: Any) -> Locator:
+        return self.page.frame_locator('iframe[src*="name=telemetry"]').locator(selector, **options)
+
+    @property
+    def frame(self) -> Frame:
+        return next(frame for frame in self.page.frames if "name=telemetry" in frame.url)
+
+    def pixel(self, row: float, column: float, panel: int = 0) -> str:
+        """Color of the picture, ``#rrggbb``; ``row`` and ``column`` as shares, 0 to 1."""
+        color: str = self.frame.evaluate(PIXEL, [row, column, panel])
+        return color
+
+    def point(self, row: float, column: float, panel: int = 0) -> dict[str, float]:
+        """The same place in the coordinates of :attr:`heatmap`."""
+        plot = self.locator(".heatmap").nth(panel).get_attribute("data-plot")
+        assert plot is not None
+        x, y, width, height = map(float, plot.split(","))
+        return {"x": x + width * column, "y": y + height * row}
+
+    @property
+    def heatmap(self) -> Locator:
+        return self.locator(".heatmap").first
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Drags a rectangle between two places, each (row, column) as shares."""
+        box = self.heatmap.bounding_box()
+        assert box is not None
+        mouse = self.page.mouse
+        for place, act in ((start, mouse.down), (end, mouse.up)):
+            at = self.point(*place)
+            mouse.move(box["x"] + at["x"], box["y"] + at["y"], steps=4)
+            act()
+
+    def link(self) -> dict[str, str]:
+        """What the address says about the page."""
+        parts = self.page.evaluate("location.hash").lstrip("#").split("&")
+        pairs = (part.split("=", 1) for part in parts if part.startswith("p.telemetry."))
+        return {name.removeprefix("p.telemetry."): value for name, value in pairs}
+
+    def screenshot(self, name: str) -> None:
+        SCREENSHOTS.mkdir(exist_ok=True)
+        self.page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+PIXEL = """async ([row, column, panel]) => {
+  await new Promise(requestAnimationFrame);  // what was to be drawn is drawn in this frame
+  const map = document.querySelectorAll(".heatmap")[panel];
+  const [x, y, width, height] = map.dataset.plot.split(",").map(Number);
+  const canvas = map.querySelector("canvas.cells");
+  const ratio = canvas.width / canvas.clientWidth;
+  const place = [(x + width * column) * ratio, (y + height * row) * ratio].map(Math.floor);
+  const [r, g, b] = canvas.getContext("2d").getImageData(...place, 1, 1).data;
+  return "#" + [r, g, b].map((part) => part.toString(16).padStart(2, "0")).join("");
+}"""

@@ -1,0 +1,87 @@
+"""What the tests of all frameworks share: a small model, an alert to stop at, what was written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from telemetry import Alert, StepRecord
+from telemetry.events import list_event_files, read_events
+from telemetry.tag_names import plain
+from tests.helpers.paths import ROOT
+
+
+def mlp() -> nn.Sequential:
+    """The same one at each call."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+def batches(count: int = 6) -> DataLoader[tuple[torch.Tensor, ...]]:
+    """The same ones at each call, of 4 rows."""
+    rows = torch.randn(4 * count, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(rows, rows[:, :2]), batch_size=4)
+
+
+def curve(log_dir: Path, tag: str) -> dict[int, float]:
+    """The points of a scalar in the event files at and below a directory, by step."""
+    paths = [path for folder in {p.parent for p in log_dir.rglob("*tfevents*")}
+             for path in list_event_files(folder)]  # fmt: skip
+    return {
+        event.step: value.simple_value
+        for path in paths
+        for event in read_events(path)
+        for value in event.summary.value
+        if plain(value.tag) == tag
+    }
+
+
+def tags(log_dir: Path) -> set[str]:
+    """All tags at and below a directory."""
+    return {
+        plain(value.tag)
+        for path in log_dir.rglob("*tfevents*")
+        for event in read_events(path)
+        for value in event.summary.value
+    }
+
+
+def assert_same_weights(bare: nn.Module, watched: nn.Module) -> None:
+    for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(expected, got)
+
+
+class AlertFrom:
+    """A rule with one alert, at the first step from ``step`` on."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        if record.step != self._step:
+            return ()
+        return [
+            Alert(
+                kind="made_up",
+                severity="error",
+                step=record.step,
+                module_name=None,
+                value=1.0,
+                threshold=0.0,
+                message="stop here",
+            )
+        ]
+
+
+def run_example(heading: str, **names: Any) -> dict[str, Any]:
+    """Run the code under a heading of ``docs/integrations.md``; the names that it leaves behind."""
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    [code] = re.findall(rf"^## {heading}\n+```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(code, f"docs/integrations.md, {heading}", "exec"), names)
+    return names

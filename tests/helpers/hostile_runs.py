@@ -1,0 +1,506 @@
+"""Directories that somebody else made: a good run, and beside it what no reader may trip over.
+
+Each entry of :data:`KINDS` puts one thing into the directory of :func:`write_good_run`, and names a
+part of the one line that says what was skipped; an empty one where nothing has to be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboard.compat.proto import types_pb2
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
+
+from telemetry.events import summaries
+from telemetry.events.framing import frame
+from telemetry.events.page_format import PLUGIN_NAME, alert_tag, encode_layout, layout_tag
+from telemetry.flight.file import FORMAT
+from telemetry.layers import MATRIX_STATISTICS, STATISTICS
+from tests.helpers import serialized
+from tests.helpers.known_runs import alert_at, layout_of, write_run
+
+SESSION = "20260101-000000.000-aaaa"
+OTHER = "20260101-000000.000-0000"  # sorts before it: what it says does not hide the good run
+LAYERS = ("a", "b")
+STEPS = 20
+SCRIPT = "</script><img src=x onerror=alert(1)>"
+DEEP = b"[" * 100_000
+GiB = 1 << 30
+
+_numbers = count()
+
+
+def write_good_run(log_dir: Path) -> None:
+    """Two layers, 20 steps, one alert at step 7, a histogram and a picture of the first layer."""
+    write_run(
+        log_dir, layout_of(LAYERS), steps=range(STEPS), session=SESSION,
+        norms=lambda step: np.array([step, 2 * step], np.float32),
+        matrices=lambda step: np.full((2, len(MATRIX_STATISTICS)), 0.5, np.float32),
+        alerts=[alert_at(7, "b")],
+    )  # fmt: skip
+    edges = np.linspace(-1, 1, 11)
+    buckets = serialized.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
+    add(log_dir, buckets, summaries.image("feature_maps/0000.a", [png(2, 2)], 2, 2))
+
+
+# --- pieces ------------------------------------------------------------------------------------
+
+
+def file_at(log_dir: Path, content: bytes = b"") -> Path:
+    """A further event file; its name sorts behind those of the good run."""
+    path = log_dir / f"events.out.tfevents.9999999999.{next(_numbers):06d}"
+    path.write_bytes(content)
+    return path
+
+
+def name_at(log_dir: Path) -> Path:
+    """The name of one that is not there yet."""
+    path = file_at(log_dir)
+    path.unlink()
+    return path
+
+
+def record(*values: bytes, step: int = 0) -> bytes:
+    return frame(summaries.event_of(values, step, 1.0))
+
+
+def add(log_dir: Path, *values: bytes, step: int = 0) -> None:
+    file_at(log_dir, record(*values, step=step))
+
+
+def values(tag: str, shape: Sequence[int], content: bytes = b"", **fields: Any) -> bytes:
+    """A tensor in which nothing needs to fit together."""
+    value = Summary.Value(tag=tag)
+    value.metadata.plugin_data.plugin_name = fields.pop("plugin", PLUGIN_NAME)
+    value.metadata.data_class = fields.pop("data_class", 2)
+    value.tensor.dtype = fields.pop("dtype", types_pb2.DT_FLOAT)
+    for size in shape:
+        value.tensor.tensor_shape.dim.add(size=size)
+    value.tensor.tensor_content = content
+    for name, items in fields.items():
+        getattr(value.tensor, name).extend(items)
+    return bytes(Summary(value=[value]).SerializeToString())
+
+
+def chunk(kind: str = "m", number: object = 99) -> str:
+    return f"telemetry/{kind}/{SESSION}/0000/{number}"
+
+
+def text(tag: str, content: Any) -> bytes:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return summaries.tensor(tag, data, PLUGIN_NAME)
+
+
+def layout(**changes: Any) -> bytes:
+    """The text of a layout of two layers, with changes."""
+    good = json.loads(encode_layout(layout_of(["x", "y"]), MATRIX_STATISTICS))
+    return json.dumps(good | changes).encode()
+
+
+def alert(**changes: Any) -> bytes:
+    """The text of an alert, with changes; ``...`` leaves a field out."""
+    fields = asdict(alert_at(3, "a")) | {"format": 1} | changes
+    return json.dumps({k: v for k, v in fields.items() if v is not ...}).encode()
+
+
+def flight(**changes: Any) -> bytes:
+    """The text of a small flight file, with changes; ``...`` leaves a field out."""
+    columns = {s.name: [1.0, "nan"] for s in STATISTICS}
+    fields = {
+        "format": FORMAT,
+        "complete": True,
+        "step": 3,
+        "batch": 3,
+        "first_bad_module": "b",
+        "alerts": [asdict(alert_at(3, "b"))],
+        "exception": None,
+        "random": {"seed": 1, "step": None, "states": {}},
+        "steps": {
+            "step": [2, 3], "wall_time": [1, 2], "loss": [0.5, None], "grad_norm": [1, "nan"],
+            "learning_rates": [[0.1], []], "loss_scale": [None, None],
+            "skipped": [False, False], "full": [True, True],
+        },
+        "modules": {"name": LAYERS, "type": ["Linear", "Linear"], "code": ["", ""], "left_out": 0},
+        "grad_norms": [[1, 2], [1, 2]],
+        "profiles": [{"when": "at", "step": 3, **columns, "sketches": None}],
+        "picture": None,
+    } | changes  # fmt: skip
+    return json.dumps({k: v for k, v in fields.items() if v is not ...}).encode()
+
+
+def png(width: int, height: int, padding: int = 0) -> bytes:
+    """A PNG file; its pixels are there only if it is small."""
+    rows = b"".join(bytes(1 + width) for _ in range(height)) if width * height < 1e6 else b""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"teXt", bytes(padding)), (b"IDAT", zlib.compress(rows))]
+    parts = [_png_chunk(name, data) for name, data in [*chunks, (b"IEND", b"")]]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def _png_chunk(name: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def add_socket(log_dir: Path) -> None:
+    here = Path.cwd()
+    os.chdir(log_dir)  # a socket's path has at most 107 characters
+    try:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(name_at(Path()).name)
+    finally:
+        os.chdir(here)
+
+
+def move_behind_link(log_dir: Path) -> None:
+    for number, path in enumerate(sorted(log_dir.iterdir())):
+        target = path.rename(log_dir.parent / f"{log_dir.name}-file-{number}")
+        path.symlink_to(target)
+
+
+def link(name: str, target: str) -> Callable[[Path], None]:
+    return lambda d: (d / name).symlink_to(target)
+
+
+def add_loop(log_dir: Path) -> None:
+    path = name_at(log_dir)
+    path.symlink_to(path)
+
+
+def add_sparse_record(log_dir: Path) -> None:
+    """A whole record of 3 GiB that takes no room on the disk, and an event behind it."""
+    length = struct.pack("<Q", 3 * GiB)
+    path = file_at(log_dir, length + frame(length)[-4:])
+    with path.open("r+b") as file:
+        file.seek(12 + 3 * GiB + 4)
+        file.write(record(text(alert_tag(SESSION, 50), alert(step=9))))
+
+
+def add_zeros(log_dir: Path) -> None:
+    with file_at(log_dir, record(summaries.scalar("x", 1))).open("r+b") as file:
+        file.truncate(100 * GiB)
+
+
+def write_flight(content: bytes, name: str = "flight-3.json") -> Callable[[Path], None]:
+    return lambda d: (d / name).write_bytes(content) and None
+
+
+def add_layout(content: Any, *, step: int = 0) -> Callable[[Path], None]:
+    return lambda d: add(d, text(layout_tag(OTHER, 0), content), step=step)
+
+
+def add_alert(content: bytes) -> Callable[[Path], None]:
+    return lambda d: add(d, text(alert_tag(SESSION, 77), content), step=3)
+
+
+def add_values(*items: Summary.Value, step: int = 0) -> Callable[[Path], None]:
+    return lambda d: add(d, *items, step=step)
+
+
+def add_norms(distance: float, *, step: int = 5) -> Callable[[Path], None]:
+    block = np.array([[0, 1, 1], [distance, 1, 1]], np.float32)
+    return add_values(summaries.tensor(chunk("n"), block, PLUGIN_NAME), step=step)
+
+
+def add_histogram(table: Any) -> Callable[[Path], None]:
+    value = summaries.tensor("activation/0000.a", np.array(table, np.float64), "histograms")
+    return add_values(value, step=5)
+
+
+def add_picture(*strings: bytes) -> Callable[[Path], None]:
+    value = values(
+        "feature_maps/0000.a", [len(strings)], string_val=strings, plugin="images", data_class=3,
+        dtype=types_pb2.DT_STRING,
+    )  # fmt: skip
+    return add_values(value, step=5)
+
+
+def add_foreign_files(log_dir: Path) -> None:
+    with SummaryWriter(str(log_dir), filename_suffix=".torch") as writer:
+        writer.add_histogram("activation/0000.a", np.array([0.0, 1.0, 1e30]), 3)
+        writer.add_text("note", SCRIPT, 3)
+        writer.add_scalar("train/loss", 0.5, -3)
+        writer.add_image("feature_maps/0000.a", np.zeros((3, 2, 2)), 3)
+        writer.add_hparams({"lr": 0.1}, {"accuracy": 1})
+
+
+def add_many_sessions(log_dir: Path) -> None:
+    records = (
+        record(text(f"telemetry/layout/0/{n:04d}/0000", layout()), step=n) for n in range(3000)
+    )
+    file_at(log_dir, b"".join(records))
+
+
+def add_overlapping_sessions(log_dir: Path) -> None:
+    """A session of an earlier name goes on beside it, and repeats its own steps."""
+    norms = [
+        summaries.tensor(f"telemetry/n/{OTHER}/0000/{n}", np.ones((1, 3), np.float32), PLUGIN_NAME)
+        for n in range(3)
+    ]
+    add(log_dir, text(layout_tag(OTHER, 0), encode_layout(layout_of(LAYERS), MATRIX_STATISTICS)))
+    for value, step in zip(norms, (5, 3, 5), strict=True):
+        add(log_dir, value, step=step)
+
+
+def add_tiny_files(log_dir: Path) -> None:
+    for _ in range(3000):
+        file_at(log_dir, b"\x01" * 20)
+
+
+def add_many_alerts(log_dir: Path) -> None:
+    file_at(log_dir, b"".join(
+        record(text(alert_tag(SESSION, n), alert(module_name=f"m{n}")))
+        for n in range(100, 12_000)
+    ))  # fmt: skip
+
+
+NAMES = [["\x1b[2J\n", "L"], ["\ud800", "\udfff"]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What to put into the directory, a part of the line that is said about it, all layers then."""
+
+    make: Callable[[Path], object]
+    said: str = ""
+    layers: Sequence[str] = LAYERS
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether only those who read flight files say it."""
+        return self.said.startswith("flight-")
+
+
+FLOATS = struct.pack("<8f", *range(8))
+
+KINDS = {
+    # What stands in the place of a file.
+    "fifo": Kind(lambda d: os.mkfifo(name_at(d)), "not a regular file"),
+    "socket": Kind(add_socket, "999"),
+    "directory": Kind(lambda d: name_at(d).mkdir(), "not a regular file"),
+    "endless device": Kind(lambda d: name_at(d).symlink_to("/dev/zero"), "not a regular file"),
+    "terminal": Kind(lambda d: name_at(d).symlink_to("/dev/tty"), "999"),
+    "link to itself": Kind(add_loop, "999"),
+    "link to nothing": Kind(lambda d: name_at(d).symlink_to("gone"), "No such file"),
+    "links to files": Kind(move_behind_link),
+    "unreadable file": Kind(lambda d: file_at(d).chmod(0), "Permission" if os.geteuid() else ""),
+    "endless alerts.jsonl": Kind(link("alerts.jsonl", "/dev/zero")),
+    "endless flight file": Kind(link("flight-3.json", "/dev/zero"), "flight-3.json"),
+    "fifo as flight file": Kind(lambda d: os.mkfifo(d / "flight-3.json"), "flight-3.json"),
+    "directory as flight file": Kind(lambda d: (d / "flight-3.json").mkdir(), "flight-3.json"),
+    "loop of directories": Kind(link("again", ".")),
+    # Event files.
+    "empty file": Kind(lambda d: file_at(d)),
+    "truncated record": Kind(lambda d: file_at(d, record(summaries.scalar("x", 1))[:-3])),
+    "corrupted record": Kind(
+        lambda d: file_at(d, record(summaries.scalar("x", 1))[:-6] + bytes(6)), "damaged"
+    ),
+    "no event": Kind(lambda d: file_at(d, frame(b"\xff" * 9)), "damaged"),
+    "giant length": Kind(
+        lambda d: file_at(d, struct.pack("<Q", 2**62) + frame(struct.pack("<Q", 2**62))[-4:])
+    ),
+    "record of 3 GiB": Kind(add_sparse_record, "3221225472 bytes"),
+    "100 GiB of zeros": Kind(add_zeros),
+    "3000 damaged files": Kind(add_tiny_files, "more"),
+    "files of other tools": Kind(add_foreign_files),
+    # Tensors.
+    "negative shape": Kind(add_values(values(chunk(), [-2, -4], FLOATS)), chunk()),
+    "shape of other bytes": Kind(add_values(values(chunk(), [3, 8], FLOATS)), chunk()),
+    "odd byte count": Kind(add_values(values(chunk(), [2, 1], FLOATS[:7])), chunk()),
+    "other columns": Kind(add_values(values(chunk(), [1, 8], FLOATS)), chunk()),
+    "no dimension": Kind(add_values(values(chunk(), [], FLOATS[:4])), chunk()),
+    "no dimension of norms": Kind(add_values(values(chunk("n"), [], FLOATS[:4])), chunk("n")),
+    "five dimensions": Kind(add_values(values(chunk(), [1, 1, 1, 1, 8], FLOATS)), chunk()),
+    "dimensions beyond memory": Kind(add_values(values(chunk(), [2**62, 4])), chunk()),
+    "product of 0 mod 2**64": Kind(add_values(values(chunk(), [2**32, 2**32])), chunk()),
+    "one value for all": Kind(add_values(values(chunk(), [2**50], float_val=[1.0])), chunk()),
+    "none of many": Kind(add_values(values(chunk(), [0, 2**40])), chunk()),
+    "text for numbers": Kind(
+        add_values(values(chunk(), [1], dtype=types_pb2.DT_STRING, string_val=[b"x"])), chunk()
+    ),
+    "numbers for a layout": Kind(
+        add_values(values(layout_tag(OTHER, 0), [8], FLOATS)), layout_tag(OTHER, 0)
+    ),
+    "numbers for an alert": Kind(
+        add_values(values(alert_tag(SESSION, 9), [8], FLOATS)), alert_tag(SESSION, 9)
+    ),
+    "no text at all": Kind(
+        add_values(values(alert_tag(SESSION, 9), [0], dtype=types_pb2.DT_STRING)),
+        alert_tag(SESSION, 9),
+    ),
+    "objects": Kind(add_values(values(chunk(), [2, 8], dtype=types_pb2.DT_VARIANT)), chunk()),
+    "unknown dtype": Kind(add_values(values(chunk(), [8], FLOATS, dtype=77)), chunk()),
+    "complex numbers": Kind(
+        add_values(values(chunk(), [4], FLOATS, dtype=types_pb2.DT_COMPLEX64)), chunk()
+    ),
+    "negative step": Kind(
+        add_values(values(chunk(), [2, 8], FLOATS * 2), step=-5), chunk()
+    ),
+    "last step of all": Kind(
+        add_values(values(chunk(), [2, 8], FLOATS * 2), step=2**63 - 1), chunk()
+    ),
+    "NaN as step of norms": Kind(add_norms(np.nan), chunk("n")),
+    "infinite step of norms": Kind(add_norms(-np.inf), chunk("n")),
+    "huge step of norms": Kind(add_norms(1e30), chunk("n")),
+    "norms before the start": Kind(add_norms(-100), chunk("n")),
+    "number of 5000 digits": Kind(add_values(values(chunk(number="1" * 5000), [2, 8], FLOATS * 2))),
+    "digits of another script": Kind(add_values(values(chunk(number="\u0663"), [1], FLOATS[:4]))),
+    "tag of 1 MB": Kind(add_values(values(chunk(number="x" * 2**20), [1], FLOATS[:4]))),
+    "layout of a strange tag": Kind(
+        add_values(text("telemetry/layout/" + "1" * 5000, layout())), "telemetry/layout/1"
+    ),
+    "text for a scalar": Kind(
+        add_values(
+            values("loss", [1], plugin="scalars", data_class=1, dtype=types_pb2.DT_STRING,
+                   string_val=[b"x"])
+        ), "loss",
+    ),
+    "many values for a scalar": Kind(
+        add_values(values("loss", [8], FLOATS, plugin="scalars", data_class=1)), "loss"
+    ),
+    "odd bytes for a scalar": Kind(
+        add_values(values("other", [1], FLOATS[:3], plugin="scalars", data_class=1)), "other"
+    ),
+    "loss beyond all": Kind(add_values(summaries.scalar("loss", np.inf), step=-(2**63))),
+    # Histograms and pictures.
+    "histogram of NaN": Kind(add_histogram([[np.nan] * 3] * 2), "activation/0000.a"),
+    "histogram backwards": Kind(add_histogram([[5, 6, 1], [1, 2, 1]]), "activation/0000.a"),
+    "histogram of less than nothing": Kind(add_histogram([[0, 1, -5]]), "activation/0000.a"),
+    "histogram of the largest": Kind(add_histogram([[-1e308, 1e308, 1], [1e308, 1.7e308, 1]])),
+    "histogram of two columns": Kind(add_histogram([[0, 1], [1, 2]]), "activation/0000.a"),
+    "histogram of odd bytes": Kind(
+        add_values(values("activation/0001.b", [1, 3], FLOATS[:11], plugin="histograms")),
+        "activation/0001.b",
+    ),
+    "picture of 300 MB": Kind(
+        lambda d: add_picture(b"2", b"2", png(2, 2, padding=300_000_000))(d), "bytes"
+    ),
+    "picture of 20 MB": Kind(
+        lambda d: add_picture(b"2", b"2", png(2, 2, padding=20_000_000))(d), "feature_maps/0000.a"
+    ),
+    "picture of 60000 × 60000": Kind(
+        add_picture(b"2", b"2", png(60_000, 60_000)), "feature_maps/0000.a"
+    ),
+    "picture of SVG": Kind(
+        add_picture(b"2", b"2", b"<svg onload=alert(1)>"), "feature_maps/0000.a"
+    ),
+    "picture cut off": Kind(add_picture(b"2", b"2", png(2, 2)[:20]), "feature_maps/0000.a"),
+    "picture without a picture": Kind(add_picture(b"2")),
+    # Layouts.
+    "layout is a list": Kind(add_layout([1, 2]), layout_tag(OTHER, 0)),
+    "layout is null": Kind(add_layout(None), layout_tag(OTHER, 0)),
+    "layout is deep": Kind(add_layout(DEEP), layout_tag(OTHER, 0)),
+    "layout is no text": Kind(add_layout(b"\xff\xfe\xff"), layout_tag(OTHER, 0)),
+    "layout of 100 MB": Kind(
+        lambda d: add_layout(b"[" + b"[]," * 33_000_000 + b"0]")(d), layout_tag(OTHER, 0)
+    ),
+    "names are lists": Kind(add_layout(layout(modules=[[["x"], "L"], ["y", "L"]])), "modules"),
+    "names are numbers": Kind(add_layout(layout(modules=[[1, "L"], ["y", "L"]])), "modules"),
+    "names twice": Kind(add_layout(layout(modules=[["x", "L"], ["x", "L"]])), "modules"),
+    "names of 1 MB": Kind(
+        add_layout(layout(modules=[["x" * 2**20, "L"], ["y", "L"]])), "modules"
+    ),
+    "names are half characters": Kind(
+        add_layout(layout(modules=NAMES)), layers=["\x1b[2J\n", "\ud800", *LAYERS]
+    ),
+    "names are scripts": Kind(
+        add_layout(layout(modules=[[SCRIPT, SCRIPT], ["y", "L"]])), layers=[SCRIPT, "y", *LAYERS]
+    ),
+    "modules is a number": Kind(add_layout(layout(modules=3)), "modules"),
+    "owner is NaN": Kind(add_layout(layout(parameters=[["w", np.nan, [1]]])), "parameters"),
+    "owner is negative": Kind(add_layout(layout(parameters=[["w", -1, [1]]])), "parameters"),
+    "owner is missing": Kind(add_layout(layout(parameters=[["w", 2, [1]]])), "parameters"),
+    "shape is negative": Kind(add_layout(layout(parameters=[["w", 0, [-1]]])), "parameters"),
+    "shape is endless": Kind(
+        add_layout(layout(parameters=[["w", 0, [10**18] * 50]])), "parameters"
+    ),
+    "statistics are numbers": Kind(add_layout(layout(statistics=[1])), "statistics"),
+    "layout without fields": Kind(add_layout({"format": 1}), "modules"),
+    "layout of step -1": Kind(add_layout(layout(), step=-(2**63)), layout_tag(OTHER, 0)),
+    "later format": Kind(add_layout({"format": 2}), "format 2"),
+    "format is a word": Kind(add_layout({"format": "1"}), "format"),
+    "format is infinite": Kind(add_layout(b'{"format": 1e999}'), "format"),
+    # Alerts.
+    "alert at step 1e999": Kind(
+        add_alert(alert().replace(b'"step": 3', b'"step": 1e999')), "step"
+    ),
+    "alert at step NaN": Kind(add_alert(alert(step=np.nan)), "step"),
+    "alert at step -1": Kind(add_alert(alert(step=-1)), "step"),
+    "alert at step 10**400": Kind(add_alert(alert(step=10**400)), "step"),
+    "alert at step 10**5000": Kind(
+        add_alert(alert().replace(b'"step": 3', b'"step": 1' + b"0" * 5000)),
+        alert_tag(SESSION, 77),
+    ),
+    "alert at step '3'": Kind(add_alert(alert(step="3")), "step"),
+    "alert without step": Kind(add_alert(alert(step=...)), "step"),
+    "alert in a list": Kind(add_alert(alert(module_name=["a"])), "module_name"),
+    "alert of a list": Kind(add_alert(alert(value=[1])), "value"),
+    "alert beyond floats": Kind(
+        add_alert(alert().replace(b'"value": 1000000000.0', b'"value": 1' + b"0" * 400)), "value"
+    ),
+    "alert without message": Kind(add_alert(alert(message=...)), "message"),
+    "alert of 10 MB": Kind(lambda d: add_alert(alert(message="x" * 10_000_000))(d)),
+    "alert of unknown severity": Kind(add_alert(alert(severity="doom"))),
+    "alert of unknown stage": Kind(add_alert(alert(stage="doom"))),
+    "alert of a list of stages": Kind(add_alert(alert(stage=["resolved"])), "stage"),
+    "alert with a number of consequences": Kind(add_alert(alert(consequences=3)), "consequences"),
+    "alert with lists of consequences": Kind(
+        add_alert(alert(consequences=[["x"]])), "consequences"
+    ),
+    "alert of half characters": Kind(add_alert(alert(message="\ud800\x1b[2J", kind="\udfff"))),
+    "alert of a script": Kind(add_alert(alert(message=SCRIPT, module_name=SCRIPT))),
+    "alert is deep": Kind(add_alert(b'{"format": 1, "step": ' + DEEP), alert_tag(SESSION, 77)),
+    "12,000 alerts": Kind(add_many_alerts, "10000"),
+    # Sessions.
+    "sessions that overlap": Kind(add_overlapping_sessions),
+    "3000 sessions": Kind(add_many_sessions, layers=["x", "y", *LAYERS]),
+    # Flight files.
+    "flight is empty": Kind(write_flight(b""), "flight-3.json"),
+    "flight is a list": Kind(write_flight(b"[]"), "flight-3.json"),
+    "flight is null": Kind(write_flight(b"null"), "flight-3.json"),
+    "flight is {}": Kind(write_flight(b"{}"), "flight-3.json"),
+    "flight is minimal": Kind(write_flight(b'{"format": "%s"}' % FORMAT.encode()), "flight-3.json"),
+    "flight is deep": Kind(write_flight(DEEP), "flight-3.json"),
+    "flight of 100 MB": Kind(
+        lambda d: write_flight(b"[" + b"[]," * 33_000_000 + b"0]")(d), "flight-3.json"
+    ),
+    "flight of scripts": Kind(write_flight(flight(first_bad_module=SCRIPT))),
+    "flight of half characters": Kind(write_flight(flight(first_bad_module="\ud800\x1b[2J"))),
+    "flight with an empty alert": Kind(
+        write_flight(flight(alerts=[{}])), "flight-3.json: alerts"
+    ),
+    "flight of a long step": Kind(write_flight(flight(step=[3])), "flight-3.json: step"),
+    "flight with unequal columns": Kind(
+        write_flight(flight(modules={"name": ["b"] * 9, "type": ["L"], "code": [], "left_out": 0})),
+        "flight-3.json: modules",
+    ),
+    "flight with a short profile": Kind(
+        write_flight(flight(profiles=[{"when": "at", "step": 3, "activation_rms": [1]}])),
+        "flight-3.json: profiles",
+    ),
+    "flight of words": Kind(
+        write_flight(flight(steps={"step": [1], "loss": ["x"], "grad_norm": [1],
+                                   "learning_rates": [[]]})), "flight-3.json: steps.loss",
+    ),
+    "flight of extremes": Kind(
+        write_flight(flight(steps={"step": [1, 2], "loss": [-1.7e308, 1.7e308],
+                                   "grad_norm": [5e-324, 1.7e308], "learning_rates": [[], []]}))
+    ),
+    "flight at step ²": Kind(write_flight(flight(), "flight-\u00b2.json")),
+    "flights": Kind(lambda d: [
+        write_flight(b"{}", f"flight-{n}.json")(d) for n in range(1000)
+    ], "flight-0.json"),
+}  # fmt: skip

@@ -1,0 +1,359 @@
+"""Called on ranks by test_logger_ranks.py: trains bare and with a ``HookLogger``."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.tensorboard import SummaryWriter
+
+from telemetry import Alert, HookLogger, Rule, TelemetryAlert
+from telemetry.failures import Failures
+from telemetry.ranks.channel import Channel
+from telemetry.ranks.partial_record import PartialRecord
+from telemetry.ranks.rendezvous import Address, Rendezvous
+from telemetry.records import StepRecord
+from tests.helpers import training
+from tests.helpers.twins import Recorder, draw, seed
+
+
+def twins(rank: int, size: int, way: str, folder: Path, **options: Any) -> dict[str, Any]:
+    """What a bare training left behind and one that is logged."""
+    return {"bare": train(rank, size, way), "watched": train(rank, size, way, folder, **options)}
+
+
+def train(
+    rank: int, size: int, way: str, log_dir: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """What training left behind; see :func:`training.setup`."""
+    seed(0)
+    made = training.setup(way, rank, size)
+    optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)
+    logger = None
+    if log_dir is not None:
+        logger = HookLogger(made.watched, log_dir, every_n_steps=2, **options)
+    index, count = made.share
+    losses = []
+    with logger or nullcontext():
+        for batch in training.batches():
+            optimizer.zero_grad()
+            losses.append(made.run(batch.chunk(count)[index]))
+            if made.clips:
+                nn.utils.clip_grad_norm_(made.watched.parameters(), training.MAX_NORM)
+            if logger is not None:
+                own = {"own": rank} if losses[-1] is None else {"own": rank, "loss": losses[-1]}
+                logger.log(own)
+            optimizer.step()
+        if logger is not None:
+            logger.log(accuracy=rank)
+    return {"losses": losses, "parameters": parameters(made.watched), "random": draw()}
+
+
+def parameters(model: nn.Module) -> list[list[float]]:
+    return [training.own(p).detach().flatten().tolist() for p in model.parameters()]
+
+
+class AtStep:
+    """A rule with an alert of its own at one step."""
+
+    name = "told"
+
+    def __call__(self, record: StepRecord) -> list[Alert]:
+        if record.step != 3:
+            return []
+        return [
+            Alert(
+                kind="told", severity="error", step=3, module_name=None, value=1.0, threshold=0.0,
+                message="A rule said so.",
+            )
+        ]  # fmt: skip
+
+
+def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
+    """Train until the alert is raised; a collective in each step holds the ranks together."""
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step = -1
+    try:
+        with HookLogger(model, log_dir, every_n_steps=2, alerts=[AtStep()], on_alert="raise"):
+            while step < 100_000:
+                step += 1
+                optimizer.zero_grad()
+                model(torch.randn(2, 6)).square().mean().backward()
+                optimizer.step()
+    except TelemetryAlert as raised:
+        return {"step": step, "kind": raised.alert.kind, "message": raised.alert.message}
+    return {"step": None}
+
+
+def tampered(rank: int, size: int, log_dir: Path) -> list[tuple[int, str]]:
+    """Train; the last rank changes a weight before step 50. Alerts of this rank."""
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, log_dir, every_n_steps=10) as logger:
+        for step in range(70):
+            if step == 50 and rank == size - 1:
+                with torch.no_grad():
+                    model.module[0].weight[0, 0] += 1e-6
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+        return [(a.step, a.message) for a in logger.alerts if a.kind == "ranks_diverge"]
+
+
+def apart(
+    rank: int, size: int, way: str, every_n_steps: int, log_dir: Path
+) -> list[tuple[str, int, str]]:
+    """Train on other data on each rank, and keep copies equal or not. Alerts of this rank."""
+    seed(rank if way == "other models" else 0)
+    plain = mlp()
+    ddp = way in ("never synchronized", "called past DDP", "post-local", "no_sync and averages")
+    model: Any = DistributedDataParallel(plain) if ddp else plain
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1 / (1 + rank * (way == "a sweep")))
+    if way == "post-local":
+        state = PostLocalSGDState(
+            None, None, start_localSGD_iter=5, post_local_gradient_allreduce=False
+        )
+        model.register_comm_hook(state, post_localSGD_hook)
+        optimizer = PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(4, 5))
+    warm_up = torch.optim.lr_scheduler.LambdaLR(
+        getattr(optimizer, "optim", optimizer), lambda step: min(1.0, step / 3)
+    )
+    shared = [p.detach().clone() for p in plain.parameters()]
+    generator = torch.Generator().manual_seed(rank)
+    with HookLogger(model, log_dir, every_n_steps=every_n_steps) as logger:
+        for step in range(41):
+            if way == "tampered" and step == 20 and rank == 1:
+                with torch.no_grad():
+                    plain[0].weight[0, 0] += 1e-6
+            optimizer.zero_grad()
+            batch = torch.randn(4, 6, generator=generator)
+            with model.no_sync() if "no_sync" in way or "never" in way else nullcontext():
+                out = plain(batch) if way == "called past DDP" else model(batch)
+                (out - 1).square().mean().backward()
+            if way in ("gradients averaged", "tampered"):
+                for parameter in plain.parameters():
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= size
+            optimizer.step()
+            warm_up.step()
+            if (way.endswith("averages") and step % 4 == 3) or (way == "DiLoCo" and step % 10 == 9):
+                with torch.no_grad():
+                    for parameter, before in zip(plain.parameters(), shared, strict=True):
+                        dist.all_reduce(parameter)
+                        parameter /= size
+                        if way == "DiLoCo":
+                            before += 0.7 * (parameter - before)
+                            parameter.copy_(before)
+            dist.barrier()
+        found = [a for a in logger.alerts if a.kind == "ranks_diverge"]
+    return [(a.stage, a.step, a.message) for a in found]
+
+
+def fed(rank: int, size: int, way: str, seed_of_all: bool, log_dir: Path) -> list[tuple[str, str]]:
+    """Train; the data of each rank come from its own generator, or all begin alike."""
+    model: nn.Module = mlp()
+    if way == "ddp":
+        model = DistributedDataParallel(model)
+    elif way == "fully_shard":
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(0 if seed_of_all else rank)
+    with HookLogger(model, log_dir, every_n_steps=5) as logger:
+        for _ in range(30):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+    return [(a.severity, a.message) for a in logger.alerts if a.kind == "ranks_same_batch"]
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class OnceFull(Rule):
+    """Wants a full measurement, until there was one at a step that is not in the schedule."""
+
+    seen: StepRecord | None = None
+
+    @property
+    def requests_full_step(self) -> bool:
+        return self.seen is None
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        if record.full and record.step > 0 and self.seen is None:
+            self.seen = record
+        return ()
+
+
+def begun_late(rank: int, folder: str) -> None:
+    """For ``mp.spawn``: the process group comes after the loggers, one of them with a writer."""
+    merged, first = mlp(), mlp()
+    rule = OnceFull()
+    given = SummaryWriter(f"{folder}/merged") if rank == 0 else f"{folder}/merged"
+    logger = HookLogger(merged, given, every_n_steps=10**6, alerts=[rule])
+    other = HookLogger(first, f"{folder}/first", every_n_steps=2, ranks="rank0", alerts=())
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    for model in (merged, first):
+        train_until(model, lambda: rule.seen is not None)
+    logger.log(own=float(rank))
+    with logger.phase("validation"), torch.no_grad():
+        merged(torch.full((3, 6), float(rank)))
+    logger.close()
+    other.close()
+    if rank == 0:
+        assert rule.seen is not None
+        ranks = rule.seen.ranks
+        assert ranks is not None
+        assert ranks.held == ranks.measured == {0, 1}, (rule.seen.step, ranks)
+        assert rule.seen.activations["0"].sketch.count == 2 * 4 * 8
+        given.close()  # type: ignore[union-attr]
+    dist.destroy_process_group()
+
+
+def train_until(model: nn.Module, is_done: Any) -> None:
+    """Train until the first rank says that it is done."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    done = torch.zeros(())
+    while not done:
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        done.fill_(is_done())
+        dist.broadcast(done, 0)
+
+
+class Loner:
+    """Trains without collectives: whoever goes, the others can go on. All compute the same."""
+
+    def __init__(self, log_dir: Path | None, **options: Any) -> None:
+        seed(0)
+        self.model = mlp()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.recorder = Recorder()
+        self.step = 0
+        self.logger = None
+        if log_dir is not None:
+            self.logger = HookLogger(self.model, log_dir, alerts=[self.recorder], **options)
+
+    def go_on(self, end: int) -> None:
+        while self.step < end:
+            self.optimizer.zero_grad()
+            batch = torch.full((2, 6), 0.1 * self.step)
+            (self.model(batch) - 1).square().mean().backward()
+            self.optimizer.step()
+            self.step += 1
+
+    def left(self) -> Any:
+        return parameters(self.model), draw()
+
+
+loners: list[Loner] = []
+
+
+def begin(rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2) -> None:
+    """Waits as long for others as a test can."""
+    assert Channel.__init__.__kwdefaults__ is not None
+    Channel.__init__.__kwdefaults__["timeout_s"] = 3.0
+    loners.append(Loner(log_dir, every_n_steps=every_n_steps))
+
+
+def go_on(rank: int, size: int, end: int) -> None:
+    """Train up to this step; on the first rank, wait until all that is merged."""
+    loners[-1].go_on(end)
+    if rank == 0 and loners[-1].logger is not None:
+        loners[-1].logger.flush()
+
+
+def expects(rank: int, size: int, other: int) -> None:
+    """Wait until the first rank waits for what another measured."""
+    logger = loners[-1].logger
+    assert logger is not None
+    channel = logger._ranks._channel  # type: ignore[union-attr]
+    while other not in channel._collector.members:  # type: ignore[union-attr]
+        time.sleep(0.01)
+
+
+def end(rank: int, size: int) -> dict[str, Any]:
+    """What training left behind; how long the end took; and of each step whose measurements the
+    record says to hold, whose are in the full ones, and how many numbers these have."""
+    loner = loners.pop()
+    began = time.monotonic()
+    if loner.logger is not None:
+        loner.logger.close()
+    return {
+        "close_s": time.monotonic() - began,
+        "left": loner.left(),
+        "held": [sorted(r.ranks.held) for r in loner.recorder.records if r.ranks],
+        "measured": [sorted(r.ranks.measured) for r in loner.recorder.records if r.ranks],
+        "counts": [r.activations["0"].sketch.count for r in loner.recorder.records if r.full],
+    }
+
+
+# --- more ranks than files ------------------------------------------------------------------------
+
+simulated: list[Channel] = []
+
+
+def begin_with_few_files(
+    rank: int, size: int, log_dir: Path, most_files: int, world: int
+) -> tuple[str, int, str]:
+    """Rank 0 of many, in a process that may open few files; where others find it."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    begin(rank, world, log_dir)
+    logger = loners[-1].logger
+    assert logger is not None
+    channel = logger._ranks._channel  # type: ignore[attr-defined]
+    while channel._server is None:
+        time.sleep(0.01)
+    return (*channel._server._listening.getsockname()[:2], channel._server._token)
+
+
+def simulate(rank: int, size: int, address: tuple[str, int, str], world: int) -> None:
+    """All other ranks, in one process; each sends a number at every step."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world)
+    Rendezvous.find = lambda self: Address(*address)  # type: ignore[method-assign]
+    for other in range(1, world):
+        channel = Channel(
+            name="0", rank=other, world_size=world, deliver=print, on_announcement=str,
+            failures=Failures(),
+        )  # fmt: skip
+        simulated.append(channel)
+        for step in range(6):
+            channel.send(
+                PartialRecord(
+                    rank=other, size=world, step=step, wall_time=0.0, scalars={"number": 1.0}
+                )
+            )
+    connected = 0
+    while connected < 150:
+        connected = sum(channel._client.has_met for channel in simulated)  # type: ignore[union-attr]
+        time.sleep(0.05)
+
+
+def end_simulation(rank: int, size: int) -> None:
+    for channel in simulated:
+        channel.close(0.01)

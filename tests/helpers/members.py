@@ -1,0 +1,329 @@
+"""Ranks in processes of their own, which do what a test tells them and answer when it is done.
+
+So tests wait for events and never for time. The processes are forked from one that has loaded
+torch, which takes seconds each time otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from telemetry.failures import Failures
+from telemetry.ranks.channel import Announcement, Channel
+from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.partial_record import PartialRecord
+
+ANSWER_S = 300.0
+"""A test fails when something takes longer."""
+
+PRELOADED = [
+    f"tests.helpers.{name}" for name in ("members", "training", "logging_ranks", "wrapping")
+]
+
+
+def measured(rank: int, step: int, phase: str = "") -> PartialRecord:
+    """The part of a rank at a step: a number under its own name."""
+    return PartialRecord(
+        rank=rank,
+        size=0,
+        step=step,
+        phase=phase,
+        wall_time=0.0,
+        scalars={str(rank): step + 1.0},
+    )
+
+
+def total(ranks: Sequence[int], step: int) -> dict[str, float]:
+    """The numbers of several ranks, merged."""
+    return {str(rank): step + 1.0 for rank in ranks}
+
+
+@dataclass(kw_only=True, eq=False)
+class Received:
+    """Steps and announcements of one channel."""
+
+    merged: list[MergedStep] = field(default_factory=list)
+    announcement: Announcement = field(default_factory=Announcement)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def deliver(self, merged: MergedStep) -> None:
+        with self.changed:
+            self.merged.append(merged)
+            self.changed.notify_all()
+
+    def on_announcement(self, announcement: Announcement) -> None:
+        with self.changed:
+            self.announcement = announcement
+            self.changed.notify_all()
+
+
+class Member:
+    """One rank, in its own process. Each method is a command."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.channels: dict[str, Channel] = {}
+        self.received: dict[str, Received] = {}
+        self.raised: int | None = None
+
+    def init(self, method: str) -> None:
+        dist.init_process_group(
+            "gloo", init_method=method, rank=self.rank, world_size=self.world_size
+        )
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """What a function of a test returns, which is told which rank this is of how many."""
+        return function(self.rank, self.world_size, *arguments, **named)
+
+    def open(self, name: str = "run", timeout_s: float = 3.0) -> None:
+        received = self.received[name] = Received()
+        self.channels[name] = Channel(
+            name=name,
+            rank=self.rank,
+            world_size=self.world_size,
+            deliver=received.deliver,
+            on_announcement=received.on_announcement,
+            failures=Failures(),
+            timeout_s=timeout_s,
+        )
+
+    def send(self, steps: Sequence[int], name: str = "run", phase: str = "") -> None:
+        for step in steps:
+            self.channels[name].send(measured(self.rank, step, phase))
+
+    def got(
+        self, step: int, name: str = "run", count: int = 1
+    ) -> list[tuple[int, list[int], dict[str, float]]]:
+        """Wait for a merged step; then all so far: step, ranks, their numbers."""
+        received = self.received[name]
+        with received.changed:
+            received.changed.wait_for(lambda: sum(m.step == step for m in received.merged) >= count)
+            return [(m.step, sorted(m.ranks), m.scalars()[0]) for m in received.merged]
+
+    def announce(self, step: int) -> None:
+        self.channels["run"].announce(step)
+
+    def heard(self, step: int, name: str = "run") -> None:
+        received = self.received[name]
+        with received.changed:
+            received.changed.wait_for(lambda: step == received.announcement.full_step)
+
+    def alert(self) -> None:
+        self.channels["run"].raise_on_all("alert")
+
+    def train(self, steps: int, pause_s: float, *, together: bool) -> None:
+        """Steps in the background until one raises."""
+
+        def run() -> None:
+            for step in range(steps):
+                if together:
+                    dist.barrier()
+                time.sleep(pause_s)
+                if self.channels["run"].barrier.step_ended(step):
+                    self.raised = step
+                    return
+
+        self.thread = threading.Thread(target=run)
+        self.thread.start()
+
+    def trained(self) -> int | None:
+        """Wait for the end of the training; the step at which it raised."""
+        self.thread.join()
+        return self.raised
+
+    def close(self, name: str = "run", timeout_s: float = 20.0) -> float:
+        """Returns how many seconds that took."""
+        began = time.monotonic()
+        self.channels.pop(name).close(timeout_s)
+        return time.monotonic() - began
+
+    def leave_behind(self, name: str = "run") -> None:
+        """What a run that has died leaves in a store: an address where nobody is."""
+        channel = Channel(
+            name=name, rank=0, world_size=self.world_size, deliver=print, on_announcement=print,
+            failures=Failures(),
+        )  # fmt: skip
+        store = dist.distributed_c10d._get_default_store()
+        store.wait([key := channel._rendezvous.key])
+        left = store.get(key)
+        channel.close()
+        store.set(key, left)
+
+    def keys(self) -> int:
+        """How many keys the store of the group has."""
+        return int(dist.distributed_c10d._get_default_store().num_keys())
+
+    def has_tried(self) -> None:
+        """Wait until this rank has failed to connect to rank 0."""
+        client = self.channels["run"]._client
+        while client is None or client.has_met or not client.attempts:
+            time.sleep(0.01)
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 listens, once it does."""
+        while (server := self.channels["run"]._server) is None:
+            time.sleep(0.01)
+        host, port, *_ = server._listening.getsockname()
+        return host, port
+
+    def disconnected(self, rank: int) -> None:
+        """Wait until another rank is no longer connected to rank 0."""
+        server = self.channels["run"]._server
+        while server is None or rank in server._writers:
+            time.sleep(0.01)
+
+    def peak_bytes(self) -> int:
+        """Peak memory of this process so far."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def fork(self) -> int:
+        """Fork a process that does nothing until it is killed, such as a DataLoader's worker."""
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        return child
+
+    def expects(self, rank: int) -> None:
+        """Wait until this rank waits for another one's measurements."""
+        collector = self.channels["run"]._collector
+        while rank not in collector.members:
+            time.sleep(0.01)
+
+    def threads(self) -> list[str]:
+        """Names of our threads that do not end."""
+        own = [t for t in threading.enumerate() if t.name.startswith("telemetry")]
+        for thread in own:
+            thread.join(10)
+        return sorted(thread.name for thread in own if thread.is_alive())
+
+    def exit(self) -> None:
+        sys.exit()
+
+
+def load_server(context: multiprocessing.context.ForkServerContext) -> None:
+    """Have the process from which ranks are forked load their modules, which takes seconds.
+
+    Before Python 3.13 it is not told where they are, unless by the environment.
+    """
+    former = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    context.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+    del os.environ["PYTHONPATH"]
+    if former is not None:
+        os.environ["PYTHONPATH"] = former
+
+
+class Process:
+    """A test's handle on a member."""
+
+    def __init__(self, rank: int, world_size: int, log: Path, network: str | None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        load_server(context)
+        self._connection, other = context.Pipe()
+        self.rank = rank
+        self.log = log
+        self.process = context.Process(target=serve, args=(other, rank, world_size, log, network))
+        self.process.start()
+        other.close()
+
+    def begin(self, command: str, *arguments: Any, **named: Any) -> None:
+        self._connection.send((command, arguments, named))
+
+    def answer(self) -> Any:
+        assert self._connection.poll(ANSWER_S), f"rank {self.rank}: {self.log.read_text()}"
+        try:
+            return self._connection.recv()
+        except EOFError as error:
+            raise AssertionError(f"rank {self.rank}: {self.log.read_text()}") from error
+
+    def do(self, command: str, *arguments: Any, **named: Any) -> Any:
+        self.begin(command, *arguments, **named)
+        return self.answer()
+
+    def told(self, words: str) -> int:
+        """How often it has said so."""
+        return self.log.read_text().count(words)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            stat = Path(f"/proc/{self.process.pid}/stat")
+            while stat.read_text().rpartition(")")[2].split()[0] != "T":
+                pass
+        elif number == signal.SIGKILL:
+            self.process.join()
+
+    def exit_code(self) -> int | None:
+        self.begin("exit")
+        self.process.join(ANSWER_S)
+        return self.process.exitcode
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def serve(
+    connection: Connection, rank: int, world_size: int, log: Path, network: str | None
+) -> None:
+    """In the new process: carry out commands until told to exit."""
+    descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if network is None else "veth"
+    if network is not None:
+        with open(f"/run/netns/{network}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+    member = Member(rank, world_size)
+    while True:
+        command, arguments, named = connection.recv()
+        connection.send(getattr(member, command)(*arguments, **named))
+
+
+def meet(processes: Sequence[Process], folder: Path) -> None:
+    """Form a process group."""
+    every(processes, "init", f"file://{folder}/rendezvous")
+
+
+def every(processes: Sequence[Process], command: str, *arguments: Any, **named: Any) -> list[Any]:
+    """All do the same at the same time."""
+    for process in processes:
+        process.begin(command, *arguments, **named)
+    return [process.answer() for process in processes]
+
+
+@contextmanager
+def ranks(folder: Path, count: int, networks: Sequence[str] = ()) -> Iterator[list[Process]]:
+    """So many processes; ``networks`` names the network namespace of each."""
+    processes = [
+        Process(r, count, folder / f"{r}.log", networks[r] if networks else None)
+        for r in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.end()

@@ -1,0 +1,36 @@
+"""Runs a test's scenario in a fresh interpreter: one that can be killed, or forks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+from tests.helpers.paths import ROOT
+
+
+def start_script(directory: Path, source: str, *arguments: object) -> subprocess.Popen[str]:
+    """Starts the script; the text of a file of its own, since ``spawn`` imports it again."""
+    script = directory / "scenario.py"
+    script.write_text(textwrap.dedent(source))
+    return subprocess.Popen(
+        [sys.executable, str(script), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_script(directory: Path, source: str, *arguments: object) -> tuple[str, str]:
+    """Runs the script to its end; returns what it printed and what it logged."""
+    with start_script(directory, source, *arguments) as process:
+        try:
+            output, log = process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode == 0, log
+    return output, log

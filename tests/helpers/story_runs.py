@@ -1,0 +1,59 @@
+"""Several runs to choose from, and one whose story is short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from telemetry.events import FileWriter, summaries
+from telemetry.events.page_format import PLUGIN_NAME, encode_end, end_tag
+from telemetry.writing import hparams
+from tests.helpers.known_runs import alert_at, layout_of, write_run
+
+HOSTILE = 'a<b>&"\x01, c'
+LAYERS = ["embed"] + [f"blocks.{i}.{name}" for i in range(3) for name in ("attn.qkv", "fc1")]
+BLOCKS = [*LAYERS, "blocks.2.norm", "head"]
+BOOM = 100
+"""The gradient of the last layer but one leaves its past four steps before; it is NaN from here on,
+everything is so from three steps later on."""
+
+
+def exploding(step: int) -> np.ndarray:
+    noise = np.random.default_rng(step).uniform(0.9, 1.1, len(BLOCKS)).astype(np.float32)
+    if step >= BOOM - 4:
+        noise[-2] *= 100
+    if step >= BOOM - 2:
+        noise[:] *= 10
+    if step >= BOOM:
+        noise[-2] = np.nan
+    if step >= BOOM + 3:
+        noise[:] = np.nan
+    return noise
+
+
+def write_story(logdir: Path) -> None:
+    """``boom``, the newest run; ``old9`` and ``old10``; all with hyperparameters."""
+    write_run(
+        logdir / "boom", layout_of(BLOCKS), steps=range(400), norms=exploding,
+        session="20260301-000000.000-aaaa",
+        alerts=[
+            alert_at(20, "head", severity="note", kind="logit_growth", message="A note."),
+            alert_at(BOOM - 2, "blocks.2.norm", message="The gradient exploded."),
+            alert_at(BOOM, "blocks.2.norm", kind="nonfinite", message="It is NaN."),
+        ],
+    )  # fmt: skip
+    for name, norm in (("old9", 2), ("old10", 1)):
+        write_run(
+            logdir / name, layout_of([HOSTILE, "b"]), steps=range(30),
+            session="20260201-000000.000-a",
+            norms=lambda _, norm=norm: np.full(2, norm, np.float32),
+        )  # fmt: skip
+    for name, rate, session in (("boom", 0.5, "20260301-000000.000-aaaa"), ("old9", 0.01, "")):
+        writer = FileWriter(logdir / name)
+        betas = {f"beta{i}": rate + i for i in range(8)}
+        writer.write_values(hparams.values_of({**betas, "lr": rate, "depth": 3}, ["loss"]), 0)
+        if session:
+            end = summaries.tensor(end_tag(session), encode_end(RuntimeError()), PLUGIN_NAME)
+            writer.write_values([end], 399)
+        writer.close()

@@ -1,0 +1,112 @@
+"""A few of the real training runs, and how they are judged."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import realruns
+
+import runs
+from telemetry import Alert
+from telemetry.alert import Severity, Stage
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Alerts are what is asked for; one thread, as where the benchmark runs them."""
+    log, threads = logging.getLogger("telemetry"), torch.get_num_threads()
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    yield
+    log.setLevel(level)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("matrix_factorization", 1),  # wavers while its steps are large
+        ("mixture_density", 10),
+        ("actor_critic", 10),
+        ("triplet_siamese", 10),
+        ("policy_optimized_by_default", 10),  # its last layer begins small
+        ("regression_at_its_floor", 100),
+        ("experts_rate_jumps_ok", 1),  # some experts are given one token
+    ],
+)
+def test_a_healthy_run_is_silent(name: str, every: int) -> None:
+    assert realruns.run_once("runs", name, every, 0).verdict in ("ok", "note")
+
+
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("encoder_under_no_grad", 100),
+        ("student_left_in_eval", 100),
+        ("target_spike", 100),
+        ("mask_hides_everything", 100),
+        ("classes_random_from_a_step", 100),
+        ("distance_of_zero", 100),
+        ("temperature_of_zero", 10),
+    ],
+)
+def test_a_fault_is_told_rightly(name: str, every: int) -> None:
+    outcome = realruns.run_once("runs", name, every, 0)
+    assert (outcome.verdict, outcome.layer) in (("ok", True), ("ok", None))
+    assert outcome.entries == 1
+
+
+def test_every_run_has_a_label_and_every_label_a_kind_that_exists() -> None:
+    from telemetry.alerts.configuration import _RULES
+
+    assert set(runs.RUNS) == set(runs.LABELS)
+    assert set().union(*(label.kinds for label in runs.LABELS.values())) <= set(_RULES)
+
+
+def alert(
+    kind: str, step: int, severity: Severity = "warning", stage: Stage = "started", name: str = ""
+) -> Alert:
+    return Alert(
+        kind=kind, severity=severity, step=step, module_name=name or None, value=0.0,
+        threshold=0.0, message="seen", stage=stage,
+    )  # fmt: skip
+
+
+HEALTHY = realruns.Wanted(want="H", kinds=frozenset(), layers=(), onset=0, by=None)
+FAULTY = realruns.Wanted(want="F", kinds=frozenset("k"), layers=("a.b",), onset=10, by=20)
+GAP = replace(FAULTY, want="G", kinds=frozenset())
+
+
+@pytest.mark.parametrize(
+    ("label", "alerts", "verdict"),
+    [
+        (HEALTHY, [], ("ok", None)),
+        (HEALTHY, [alert("k", 1, "note")], ("note", None)),
+        (HEALTHY, [alert("k", 1)], ("FALSE ALARM", None)),
+        (FAULTY, [], ("MISSED", None)),
+        (FAULTY, [alert("k", 12, name="a.b.c")], ("ok", True)),
+        (FAULTY, [alert("k", 12, "note", name="a.bc")], ("ok", False)),
+        (FAULTY, [alert("k", 21, name="a.b")], ("LATE", True)),
+        (FAULTY, [alert("k", 9)], ("EARLY", None)),
+        (FAULTY, [alert("k", 9, "note"), alert("k", 12, name="a.b")], ("ok", True)),
+        (FAULTY, [alert("other", 12)], ("WRONG KIND", None)),
+        (FAULTY, [alert("other", 12, "note")], ("MISSED", None)),
+        (FAULTY, [alert("k", 12, stage="resolved")], ("MISSED", None)),
+        (GAP, [alert("other", 12, "note")], ("gap", None)),
+        (GAP, [alert("other", 12)], ("WRONG KIND", None)),
+    ],
+)
+def test_verdicts(
+    label: realruns.Wanted, alerts: list[Alert], verdict: tuple[str, bool | None]
+) -> None:
+    assert realruns.judged(label, alerts) == verdict

@@ -1,0 +1,68 @@
+"""Recorded steps lead to the alerts of the run itself, and a changed verdict is found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import realruns
+import replay
+
+RUN = "runs.logits_grow"  # the histograms of outputs and of their gradients lead to alerts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder, threads = tmp_path_factory.mktemp("recorded"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert replay.record(folder, RUN, 0) == 0
+    yield folder
+    torch.set_num_threads(threads)
+
+
+def test_replay_gives_the_alerts_of_the_run(folder: Path) -> None:
+    live = realruns.run_once("runs", RUN.removeprefix("runs."), 10, 0).alerts
+    [(name, alerts, (light_s, full_s), due)] = replay.replayed(folder / f"{RUN}.0.npz", [10])
+    assert name == f"{RUN}.0 every 10"
+    # A live run is measured in full some steps later: as many as its rules are late.
+    told = [(alert["kind"], alert["module_name"], alert["severity"]) for alert in alerts]
+    assert told == [(alert["kind"], alert["module_name"], alert["severity"]) for alert in live]
+    assert alerts[0]["kind"] == "attention_collapse"  # what follows differs between processors
+    assert len(light_s) > len(full_s) >= due > 0
+
+
+def test_compare_fails_on_each_changed_field_and_names_it(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verdicts = tmp_path / "verdicts.json"
+
+    def run(*arguments: str) -> tuple[int, str]:
+        common = ["replay.py", "replay", str(folder), "--every", "10", *arguments]
+        monkeypatch.setattr(sys, "argv", common)
+        return replay.main(), capsys.readouterr().out
+
+    assert run("--save", str(verdicts))[0] == 0
+    code, out = run("--compare", str(verdicts))
+    assert (code, out.splitlines()[-1]) == (0, "no difference")
+    before = json.loads(verdicts.read_text(encoding="utf-8"))
+    [alerts] = before.values()
+    alerts[0] |= {"step": alerts[0]["step"] + 1, "consequences": ["another"]}
+    alerts.append(alerts[0] | {"kind": "dead_units"})
+    verdicts.write_text(json.dumps(before), encoding="utf-8")
+    code, out = run("--compare", str(verdicts))
+    assert code == 1
+    assert f"    step: {alerts[0]['step']} -> {alerts[0]['step'] - 1}" in out
+    assert "    consequences: ['another'] -> []" in out
+    assert "vanished" in out
+    assert "dead_units" in out

@@ -1,0 +1,450 @@
+"""The command as people run it: real runs, processes, pipes, terminals, many runs at once."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from telemetry import HookLogger
+from telemetry.commands.cli import main
+from telemetry.events import FileWriter, summaries
+from telemetry.version import __version__
+from tests.helpers.paths import ROOT
+
+STRANGE = ["a b", "注意力", "[red]x", "=1+1", "x" * 300, "new\nline", "\x1b[2J", "-rf", '"', "½"]
+RUN_NAMES = ["run 10", "run 9", "-dash", "100%", "new\nline", "[bold]", os.fsdecode(b"\xff"), "注"]
+
+
+def train(
+    log_dir: Path, *, names: list[str] | None = None, lr: float = 0.1, nan_at: int | None = None,
+    steps: int = 12,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    layers = OrderedDict((name, nn.Linear(4, 4)) for name in names or ["first", "second", "last"])
+    model = nn.Sequential(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with HookLogger(model, log_dir, every_n_steps=4, images=False) as logger:
+        for step in range(steps):
+            inputs = torch.randn(8, 4) * (torch.nan if step == nan_at else 1)
+            loss = model(inputs).square().mean()
+            logger.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of a good run, one of the same, one with another learning rate, and a bad one."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(folder / "good")
+    train(folder / "same")
+    train(folder / "faster", lr=0.2)
+    train(folder / "deep" / "bad", nan_at=5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def strange(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("strange")
+    for name in RUN_NAMES:
+        train(folder / name, names=STRANGE, steps=2)
+    return folder
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in {"COLUMNS", "NO_COLOR", "FORCE_COLOR"}}
+    return {**kept, "PYTHONPATH": str(ROOT), **changes}
+
+
+def run(
+    *arguments: str | Path, cwd: Path | None = None, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "telemetry.commands.cli", *arguments],
+        cwd=cwd, env=environment(**changes), capture_output=True, text=True, encoding="utf-8",
+    )  # fmt: skip
+
+
+def in_terminal(width: int, *arguments: str | Path) -> str:
+    """What a terminal of this width shows."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    command = [sys.executable, "-m", "telemetry.commands.cli", *arguments]
+    env = environment(TERM="xterm", NO_COLOR="1")
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+        os.close(theirs)
+        sent = b""
+        try:
+            while piece := os.read(ours, 1 << 16):
+                sent += piece
+        except OSError:  # Linux: nobody holds the other end any more
+            pass
+    os.close(ours)
+    assert process.returncode == 0
+    return re.sub(r"\x1b\[[\d;]*m", "", sent.decode().replace("\r\n", "\n"))
+
+
+def records(text: str) -> list[dict[str, Any]]:
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert isinstance(found, list)
+    return found
+
+
+def table(text: str) -> list[dict[str, str]]:
+    rows = list(csv.DictReader(text.splitlines()))
+    assert len(rows) == len(text.splitlines()) - 1
+    return rows
+
+
+# --- several runs ------------------------------------------------------------------------------
+
+
+def test_a_directory_of_runs_is_searched_to_any_depth(runs: Path) -> None:
+    done = run("alerts", ".", cwd=runs)
+    heads = [line.partition(": ")[0] for line in done.stdout.splitlines() if ": " in line[:12]]
+    assert done.returncode == 1
+    assert sorted(set(heads)) == ["deep/bad", "faster", "good", "same"]
+    assert "good: no alerts" in done.stdout
+    assert "deep/bad: step 5: error nonfinite" in done.stdout
+    assert done.stderr == ""
+
+
+def test_silent_runs_exit_with_0_and_fail_on_decides(runs: Path) -> None:
+    assert run("alerts", runs / "good", runs / "same").returncode == 0
+    assert run("alerts", runs, "--fail-on", "error").returncode == 1
+    assert run("alerts", runs, "--fail-on", "never").returncode == 0
+
+
+def test_fifty_runs_are_in_natural_order(tmp_path: Path) -> None:
+    for number in range(50):
+        train(tmp_path / f"run{number}", steps=1)
+    done = run("alerts", ".", cwd=tmp_path)
+    assert done.stdout.splitlines() == [f"run{number}: no alerts" for number in range(50)]
+    assert done.returncode == 0
+
+
+def test_a_run_that_is_given_twice_or_linked_is_shown_once(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(runs / "good", target_is_directory=True)
+    (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
+    found = records(run("summary", tmp_path, tmp_path, "--json").stdout)
+    assert {record["run"] for record in found} == {str(tmp_path / "link")}
+    assert len(found) == 3
+
+
+def test_what_cannot_be_read_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "events.out.tfevents.1.x").touch()
+    done = run("alerts", tmp_path / "nothing", runs / "good", tmp_path)
+    assert done.returncode == 2
+    assert "no such directory" in done.stderr
+    assert "skipped" in done.stderr
+    assert f"{tmp_path}/others: has event files, but no telemetry data" in done.stderr
+    assert "no alerts" in done.stdout
+    alone = run("alerts", tmp_path)
+    assert (alone.returncode, alone.stdout) == (2, "")
+
+
+# --- terminals and pipes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 12, 30, 50, 80, 200])
+def test_the_summary_keeps_the_layers_in_a_terminal_of_any_width(runs: Path, width: int) -> None:
+    shown = in_terminal(width, "summary", runs / "good")
+    body = shown.partition("Gradient norm\n")[2]
+    assert max(map(len, body.splitlines())) <= max(width, 6)
+    for name in ("first", "second", "last"):
+        assert name in (body if width >= 6 else body.replace("\n", ""))
+    assert ("Linear" in body) == (width >= 80)
+    assert ("last  " in body) == (width >= 30)
+
+
+@pytest.mark.parametrize("width", [50, 80, 120])
+def test_columns_of_runs_are_shown_or_named(runs: Path, width: int) -> None:
+    shown = in_terminal(width, "runs", runs)
+    assert max(map(len, shown.splitlines())) <= width
+    assert "nonfinite, step 5" in shown  # what matters most
+    for title in ("started", "last step", "best loss", "first alert"):
+        assert title in shown
+    assert ("no room for" in shown) == (width < 120)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_an_explanation_fits_the_terminal(runs: Path, width: int) -> None:
+    first, *lines = in_terminal(width, "explain", runs / "deep" / "bad").splitlines()
+    assert first.endswith("flight-5.json")
+    assert max(map(len, lines)) <= width
+    told = " ".join(" ".join(lines).split())
+    for said in ("By depth, before", "output rms", "gradient norm", "nonfinite at step 5"):
+        assert said in told
+
+
+def test_long_names_continue_on_the_next_line(strange: Path) -> None:
+    shown = in_terminal(60, "summary", strange / "run 9")
+    assert max(map(len, shown.splitlines())) <= 60
+    assert shown.count("x") >= 300
+
+
+def test_nothing_is_cut_in_a_pipe(strange: Path) -> None:
+    for columns in ("20", "500"):
+        done = run("summary", strange / "run 9", COLUMNS=columns)
+        [line] = [line for line in done.stdout.splitlines() if line.startswith("x" * 300)]
+        assert "Linear" in line
+
+
+def test_control_characters_never_reach_the_terminal(strange: Path) -> None:
+    for arguments in (["summary"], ["alerts"], ["explain"], ["export"], ["summary", "--csv"]):
+        done = run(*arguments, strange)
+        assert "\x1b" not in done.stdout + done.stderr
+        assert done.returncode == 0, done.stderr
+    assert "\\x1b[2J" in run("summary", strange).stdout
+
+
+def test_a_reader_that_leaves_early_is_no_error(runs: Path) -> None:
+    for arguments in (f"export {runs}", f"summary {runs} --json", f"summary {runs}"):
+        command = f"{sys.executable} -m telemetry.commands.cli {arguments} | head -1"
+        done = subprocess.run(command, shell=True, env=environment(), capture_output=True)
+        assert done.stdout.count(b"\n") == 1
+        assert done.stderr == b""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "telemetry.commands.cli", "export", str(runs)]
+    with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, env=environment()) as done:
+        os.close(write)
+        assert done.communicate()[1] == b""
+
+
+def test_letters_that_the_terminal_lacks_are_escaped(strange: Path) -> None:
+    done = run("summary", strange / "run 9", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "\\u6ce8" in done.stdout
+
+
+# --- records -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["summary", "alerts", "explain"])
+def test_json_and_csv_hold_the_same_runs(runs: Path, command: str) -> None:
+    as_json, as_csv = run(command, ".", "--json", cwd=runs), run(command, ".", "--csv", cwd=runs)
+    of = "file" if command == "explain" else "run"
+    assert {r[of] for r in records(as_json.stdout)} == {r[of] for r in table(as_csv.stdout)}
+    assert as_json.returncode == as_csv.returncode == (command == "alerts")
+    assert run(command, runs, "--json", "--csv").returncode == 2
+
+
+def test_records_name_what_no_terminal_could_show(strange: Path) -> None:
+    found = records(run("summary", strange, "--json").stdout)
+    assert {record["module_name"] for record in found} == set(STRANGE)
+    assert {record["run"] for record in found} == {str(strange / name) for name in RUN_NAMES}
+    rows = table(run("summary", strange, "--csv").stdout)
+    assert len(rows) == len(found) == len(STRANGE) * len(RUN_NAMES)
+
+
+def test_numbers_that_json_lacks_are_texts(runs: Path) -> None:
+    [alert] = records(run("alerts", runs / "deep", "--json").stdout)
+    assert alert["kind"] == "nonfinite"
+    found = records(run("summary", runs / "deep", "--json").stdout)
+    assert [record["last"] for record in found] == ["nan"] * 3
+
+
+def test_nothing_to_tell_is_an_empty_list(runs: Path) -> None:
+    assert run("alerts", runs / "good", "--json").stdout == "[]\n"
+    assert table(run("explain", runs / "good", "--csv").stdout) == []
+
+
+def test_explained_faults_are_whole_in_json_and_a_row_per_module_in_csv(runs: Path) -> None:
+    [fault] = records(run("explain", runs / "deep", "--json").stdout)
+    assert fault["alerts"][0]["kind"] == "nonfinite"
+    rows = table(run("explain", fault["file"], "--csv").stdout)
+    assert {row["module_name"] for row in rows} == set(fault["modules"]["name"])
+    assert len(rows) == len(fault["profiles"]) * 3
+
+
+# --- diff --------------------------------------------------------------------------------------
+
+
+def test_equal_runs_do_not_differ(runs: Path) -> None:
+    done = run("diff", runs / "good", runs / "same")
+    assert (done.returncode, done.stdout) == (
+        0, "3 layers and 12 steps in common: no difference\n",
+    )  # fmt: skip
+
+
+def test_the_first_step_and_layer_where_runs_part_are_named(runs: Path) -> None:
+    done = run("diff", runs / "good", runs / "deep" / "bad")
+    assert done.returncode == 1
+    assert "part at step 5 in loss, the layers at step 5 in last" in done.stdout
+    found = records(run("diff", runs / "good", runs / "faster", "--json").stdout)
+    assert [(d["statistic"], d["step"]) for d in found[:3]] == [
+        ("learning_rate/0", 0), ("update_ratio", 0), ("loss", 1),
+    ]  # fmt: skip
+    forward = next(d for d in found if d["statistic"] == "activation_rms")
+    assert (forward["step"], forward["module_name"], forward["layer_count"]) == (4, "first", 3)
+    backward = next(d for d in found if d["statistic"] == "grad_norm")
+    assert (backward["step"], backward["module_name"]) == (1, "last")
+
+
+def test_a_tolerance_hides_small_differences(runs: Path) -> None:
+    assert run("diff", runs / "good", runs / "faster", "--tolerance", "1").returncode == 0
+
+
+def test_runs_without_anything_in_common_are_an_error(runs: Path, tmp_path: Path) -> None:
+    train(tmp_path, names=["other"], steps=2)
+    done = run("diff", runs / "good", tmp_path)
+    assert done.returncode == 2
+    assert "no layer or no step in common" in done.stderr
+    assert run("diff", runs, runs).returncode == 2
+
+
+def test_layers_of_one_run_only_are_told(runs: Path, tmp_path: Path) -> None:
+    train(tmp_path, names=["first", "second", "extra"])
+    done = run("diff", runs / "good", tmp_path)
+    assert f"only in {runs / 'good'}: last\nonly in {tmp_path}: extra" in done.stdout
+
+
+# --- export, help, completion ------------------------------------------------------------------
+
+
+def test_the_export_has_a_row_per_layer_and_step(runs: Path, tmp_path: Path) -> None:
+    done = run("export", "good", "deep", "-o", tmp_path / "all.csv", cwd=runs)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    rows = table((tmp_path / "all.csv").read_text(encoding="utf-8"))
+    assert len(rows) == 2 * 12 * 3
+    assert [row["step"] for row in rows[:4]] == ["0", "0", "0", "1"]
+    assert rows[0]["module_name"] == "first"
+    assert rows[0]["activation_rms"] != "" == rows[3]["activation_rms"]
+    assert {row["run"] for row in rows} == {"good", "deep/bad"}
+    assert rows[-1]["grad_norm"] == "nan"
+    one = run("export", "good", "--statistic", "grad_norm", cwd=runs).stdout
+    assert one.startswith("run,step,module_name,type_name,grad_norm\n")
+    [norm] = [r["grad_norm"] for r in table(one) if (r["step"], r["module_name"]) == ("11", "last")]
+    [last] = [r for r in records(run("summary", "good", "--json", cwd=runs).stdout)
+              if r["module_name"] == "last"]  # fmt: skip
+    assert float(norm) == pytest.approx(last["last"], rel=1e-7)
+
+
+def test_the_picture_of_one_run_is_written_as_png_and_svg(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = str(runs / "deep" / "bad")
+    assert main(["export", bad, "-o", str(tmp_path / "a.PNG")]) == 0
+    with Image.open(tmp_path / "a.PNG") as picture:
+        colors = {color for _, color in picture.getcolors(1 << 20)}
+    assert (0xD5, 0x00, 0x6D) in colors, "NaN"
+    assert main(["export", bad, "-o", str(tmp_path / "a.svg"), "--statistic", "dead_units"]) == 0
+    texts = [node.text for node in ElementTree.parse(tmp_path / "a.svg").iter() if node.text]
+    assert {"first", "second", "last", "step 0", "Dead units  0%"} <= set(texts)
+    assert main(["export", str(runs), "-o", str(tmp_path / "b.svg")]) == 2
+    assert "a picture shows one statistic of one run" in capsys.readouterr().err
+    assert main(["export", bad, "-o", str(tmp_path / "b.pdf")]) == 2
+    assert "pictures are .png or .svg" in capsys.readouterr().err
+    assert main(["export", bad, "-o", str(tmp_path / "b.svg"), "--statistic", "saturation"]) == 2
+    assert "no layer has saturation" in capsys.readouterr().err
+    assert not list(tmp_path.glob("b.*"))
+
+
+def test_an_export_of_nothing_writes_no_file(tmp_path: Path) -> None:
+    assert run("export", tmp_path, "-o", tmp_path / "all.csv").returncode == 2
+    assert not (tmp_path / "all.csv").exists()
+
+
+@pytest.mark.parametrize("name", ["events.out.tfevents.1.x", "alerts.jsonl", "x.png", "empty"])
+def test_explain_says_what_it_wants_of_any_wrong_file(tmp_path: Path, name: str) -> None:
+    content = {"alerts.jsonl": b'{"a": 1}\n{"a": 2}\n', "x.png": b"\x89PNG\r\n\x1a\n\0\0"}
+    (tmp_path / name).write_bytes(content.get(name, b""))
+    done = run("explain", tmp_path / name)
+    assert done.returncode == 2
+    assert "give a flight-<step>.json, or the directory of a run" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_directory_that_others_wrote_is_not_called_healthy(tmp_path: Path) -> None:
+    writer = FileWriter(tmp_path)
+    writer.write_values([summaries.scalar("loss", 1.0)], 0)
+    writer.close()
+    for command in ("explain", "summary", "alerts"):
+        done = run(command, tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "has event files, but no telemetry data" in done.stderr
+
+
+def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> None:
+    log_dir, model = tmp_path / "run", nn.Linear(2, 1)
+    with HookLogger(model, log_dir) as logger:
+        for _ in range(100):
+            logger.log(loss=0.5)
+    report = tmp_path / "report.html"
+    for status, *arguments in (
+        (0, "summary", log_dir), (1, "alerts", log_dir), (0, "explain", log_dir),
+        (0, "runs", log_dir), (0, "export", log_dir), (0, "report", log_dir, "-o", report),
+    ):  # fmt: skip
+        done = run(*arguments)
+        assert (done.returncode, done.stderr) == (status, ""), arguments
+        assert done.stdout
+    [alert] = records(run("alerts", log_dir, "--json").stdout)
+    assert (alert["kind"], alert["step"], alert["module_name"]) == ("no_learning", 0, None)
+    assert records(run("summary", log_dir, "--json").stdout) == []
+    assert "no_learning" in report.read_text(encoding="utf-8")
+    for arguments in (("units", log_dir, "0"), ("diff", log_dir, log_dir)):
+        done = run(*arguments)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_explain_of_devices_and_nothing_is_one_line() -> None:
+    for wrong, said in (("/dev/zero", "not a regular file"), ("/no/such", "no such directory")):
+        done = run("explain", wrong)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_file_in_the_place_of_a_run_names_its_directory(runs: Path) -> None:
+    [file] = (runs / "good").glob("events*")
+    done = run("summary", file)
+    assert done.returncode == 2
+    assert f"give the directory of the run: {runs / 'good'}" in done.stderr
+
+
+def test_the_version_is_told() -> None:
+    assert run("--version").stdout == f"telemetry {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["summary", "alerts", "explain", "diff", "report", "export"])
+def test_the_help_explains_each_argument_and_has_an_example(command: str) -> None:
+    text = run(command, "--help", COLUMNS="100").stdout
+    assert f"example:\n  telemetry {command} runs/" in text
+    assert "directory of a run" in text
+    assert command in run("--help").stdout
+
+
+def test_the_shell_completes_commands_options_and_statistics(tmp_path: Path) -> None:
+    def completed(line: str) -> set[str]:
+        answer = tmp_path / "answer"
+        env = environment(
+            _ARGCOMPLETE="1", COMP_LINE=line, COMP_POINT=str(len(line)), _ARGCOMPLETE_IFS="\n",
+            _ARGCOMPLETE_STDOUT_FILENAME=str(answer), _ARGCOMPLETE_COMP_WORDBREAKS=" ",
+        )  # fmt: skip
+        code = "from telemetry.commands.cli import main; main()"
+        subprocess.run([sys.executable, "-c", code], env=env, check=True)
+        return {word.strip() for word in answer.read_text().split("\n")}
+
+    assert completed("telemetry ex") == {"explain", "export"}
+    assert "--statistic" in completed("telemetry summary --")
+    assert completed("telemetry summary --statistic dea") == {"dead_units"}

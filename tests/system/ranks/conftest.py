@@ -1,0 +1,30 @@
+"""Process groups that many tests share: healthy ranks that train one model after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.members import Process, meet, ranks
+
+
+@pytest.fixture(scope="session")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+    """Two ranks of one process group."""
+    yield from _meeting(tmp_path_factory, 2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+    """Four of them."""
+    yield from _meeting(tmp_path_factory, 4)
+
+
+def _meeting(tmp_path_factory: pytest.TempPathFactory, count: int) -> Iterator[list[Process]]:
+    folder = tmp_path_factory.mktemp("group")
+    with ranks(folder, count) as processes:
+        meet(processes, folder)
+        yield processes
+        for process in processes:
+            assert process.told("telemetry failed") == 0, process.log.read_text()

@@ -1,0 +1,303 @@
+"""Ranks in real processes: what they measure arrives, and no rank's fault becomes another's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.members import Process, every, meet, ranks, total
+
+PATIENT_S = 1000.0
+"""Timeout with which a test would not end if anybody waited for a late rank."""
+
+
+def assert_silent(processes: list[Process]) -> None:
+    for process in processes:
+        told = process.log.read_text().splitlines()
+        # The library says this of its own connections, too, where addresses have no names.
+        assert [line for line in told if "hostname of the client socket" not in line] == []
+
+
+@pytest.fixture
+def four(tmp_path: Path) -> Iterator[list[Process]]:
+    """Four ranks of one process group, over TCP."""
+    with ranks(tmp_path, 4) as processes:
+        meet(processes, tmp_path)
+        yield processes
+
+
+def test_healthy_ranks_become_one_and_leave_nothing(four: list[Process]) -> None:
+    first = four[0]
+    keys = first.do("keys")
+    every(four[::-1], "open", "other", timeout_s=PATIENT_S)
+    every(four, "open", timeout_s=PATIENT_S)
+    every(four, "send", range(30))
+    every(four, "send", range(100, 110), "other")
+    everyone = [0, 1, 2, 3]
+    assert first.do("got", 29) == [(s, everyone, total(everyone, s)) for s in range(30)]
+    assert [step for step, *_ in first.do("got", 109, "other")] == list(range(100, 110))
+    # Back to an earlier step, as after loading a checkpoint.
+    every(four, "send", range(20, 25))
+    seen = first.do("got", 24, count=2)
+    assert [step for step, *_ in seen[30:]] == list(range(20, 25))
+    assert all(members == everyone for _, members, _ in seen)
+    first.do("announce", 7)
+    every(four, "heard", 7)
+    assert max(every(four, "close", "other") + every(four, "close")) < 5
+    assert first.do("keys") == keys
+    assert every(four, "threads") == [[]] * 4
+    assert_silent(four)
+    assert [process.exit_code() for process in four] == [0] * 4
+
+
+def test_phases_of_a_step_stay_apart_and_in_order(four: list[Process]) -> None:
+    first, second = four[:2]
+    every([first, second], "open", timeout_s=PATIENT_S)
+    every([second, first], "send", [0])
+    for phase in ("validation", "test", "test"):
+        every([second, first], "send", [1], phase=phase)
+    first.do("send", [1, 2])
+    second.do("send", [1], phase="test")
+    every([third := four[2], four[3]], "open")
+    every([third, four[3]], "close")
+    second.do("send", [1, 2])
+    both = [0, 1]
+    assert first.do("got", 2)[1:] == [(1, both, total(both, 1))] * 3 + [
+        (1, [1], total([1], 1)),
+        (1, both, total(both, 1)),
+        (2, both, total(both, 2)),
+    ]
+    assert first.told("measured by") == 0
+    every([first, second], "close")
+
+
+def test_a_rank_that_dies_is_missed_once(four: list[Process]) -> None:
+    first, *_, last = four
+    every(four, "open")
+    every(four, "send", range(5))
+    first.do("got", 4)
+    last.signal(signal.SIGKILL)
+    every(four[:3], "send", range(5, 300))
+    seen = first.do("got", 299)
+    assert [step for step, *_ in seen] == list(range(300))
+    three = [0, 1, 2]
+    assert seen[5:] == [(s, three, total(three, s)) for s in range(5, 300)]
+    assert first.told("from step 5 on, the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
+    assert len(first.log.read_text().splitlines()) == 1
+    assert max(every(four[:3], "close")) < 10
+    assert [process.exit_code() for process in four[:3]] == [0] * 3
+
+
+def test_a_rank_that_hangs_is_missed_and_comes_back(four: list[Process]) -> None:
+    first, *_, last = four
+    every(four, "open")
+    every(four, "send", range(5))
+    first.do("got", 4)
+    last.signal(signal.SIGSTOP)
+    every(four[:3], "send", range(5, 10))
+    assert first.do("got", 9)[9] == (9, [0, 1, 2], total([0, 1, 2], 9))
+    last.signal(signal.SIGCONT)
+    last.do("send", range(5, 20))
+    first.do("expects", 3)
+    every(four[:3], "send", range(10, 20))
+    assert first.do("got", 19)[19] == (19, [0, 1, 2, 3], total(range(4), 19))
+    assert first.told("the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
+    assert first.told("the records hold what rank 3 measured") == 1
+    assert max(every(four, "close")) < 10
+
+
+def test_a_rank_without_a_logger_and_one_with_another_interval_hold_nobody_up(
+    four: list[Process],
+) -> None:
+    first, second, third, _ = four
+    every(four[:3], "open")
+    every([first, second], "send", range(40))
+    third.do("send", range(0, 40, 4))
+    seen = first.do("got", 39)
+    assert [step for step, *_ in seen] == list(range(40))
+    assert [members for _, members, _ in seen] == [[0, 1, 2], [0, 1], [0, 1], [0, 1]] * 10
+    assert first.told("rank 3 made no HookLogger") == 1
+    assert first.told("and not by rank 2, which skipped it") == 1
+    assert max(every(four[:3], "close")) < 10
+
+
+def test_without_rank_0s_logger_the_others_are_left_alone(four: list[Process]) -> None:
+    every(four[1:], "open")
+    every(four[1:], "send", range(1000))
+    assert max(every(four[1:], "close")) < 10  # they search rank 0 for 5 seconds
+    assert_silent(four)
+    assert [process.exit_code() for process in four] == [0] * 4
+
+
+def test_a_rank_0_that_ends_or_hangs_keeps_nobody(four: list[Process]) -> None:
+    first, second, *others = four
+    every(four, "open", "short", timeout_s=PATIENT_S)
+    every(four, "open")
+    every(four, "send", range(3), "short")
+    first.do("got", 2, "short")
+    first.do("close", "short")
+    every(four[1:], "send", range(3, 6), "short")
+    assert max(every(four[1:], "close", "short")) < 10
+    assert_silent(four)
+    every(four, "send", range(3))
+    first.do("got", 2)
+    first.signal(signal.SIGSTOP)
+    every(four[1:], "send", range(3, 6))
+    assert max(every(others, "close", timeout_s=1)) < 10
+    assert [process.exit_code() for process in others] == [0] * 2
+    first.signal(signal.SIGCONT)
+    assert second.do("close") < 10
+    assert first.do("close") < 15
+
+
+def test_the_group_may_come_after_the_logger(tmp_path: Path) -> None:
+    with ranks(tmp_path, 2) as processes:
+        every(processes, "open", timeout_s=PATIENT_S)
+        every(processes, "send", range(3))
+        meet(processes, tmp_path)
+        assert processes[0].do("got", 2)[2] == (2, [0, 1], total([0, 1], 2))
+        every(processes, "close")
+        assert_silent(processes)
+
+
+def test_an_address_that_a_former_run_has_left_is_given_up(four: list[Process]) -> None:
+    first, *others = four
+    first.do("leave_behind")
+    every(others, "open")
+    every(others, "has_tried")
+    first.do("open", timeout_s=PATIENT_S)
+    every(four, "send", range(3))
+    everyone = [0, 1, 2, 3]
+    assert first.do("got", 2)[2] == (2, everyone, total(everyone, 2))
+    every(four, "close")
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["in lock-step", "each at its own pace"])
+def test_all_ranks_raise_at_the_end_of_the_same_step(
+    four: list[Process], *, together: bool
+) -> None:
+    every(four, "open")
+    every(four, "send", [0])
+    four[0].do("got", 0)
+    for process in four:
+        pause_s = 0.001 * (1 + 3 * process.rank)
+        process.do("train", 100_000, pause_s, together=together)
+    four[0].do("alert")
+    (step,) = set(every(four, "trained"))
+    assert step is not None
+    every(four, "close")
+    assert_silent(four)
+
+
+@pytest.fixture(scope="module")
+def networks() -> Iterator[list[str]]:
+    """Three network namespaces on one bridge: to our ranks, machines of their own.
+
+    The bridge is in a fourth one: a browser drops what it loads when this machine's own network
+    changes (``ERR_NETWORK_CHANGED``), and the tests of the page run beside these.
+    """
+    switch = "telemetry-test-switch"
+    names = [f"telemetry-test-{n}" for n in range(3)]
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    try:
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", switch, "link", "set", "bridge", "up")
+        for n, name in enumerate(names):
+            port = f"port{n}"
+            ip("netns", "add", name)
+            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "veth", "netns", name)
+            ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", name, "address", "add", f"10.213.7.{n + 1}/24", "dev", "veth")
+            ip("-n", name, "link", "set", "veth", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs network namespaces: {error}")
+    finally:
+        for name in (*names, switch):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def test_ranks_of_other_machines_send_to_rank_0(tmp_path: Path, networks: list[str]) -> None:
+    """Machines have ranks 0 and 1; 2 and 3; and 4. One rank of another machine dies, one hangs."""
+    places = [networks[machine] for machine in (0, 0, 1, 1, 2)]
+    with ranks(tmp_path, 5, places) as processes:
+        first, _, second, third, last = processes
+        every(processes, "init", "tcp://10.213.7.1:29611")
+        every(processes, "open")
+        assert first.do("address")[0] == "10.213.7.1"
+        every(processes, "send", range(3))
+        everyone = list(range(5))
+        assert first.do("got", 2) == [(s, everyone, total(everyone, s)) for s in range(3)]
+        second.signal(signal.SIGKILL)
+        last.signal(signal.SIGSTOP)
+        others = [process for process in processes if process not in (second, last)]
+        every(others, "send", range(3, 6))
+        assert first.do("got", 5)[5] == (5, [0, 1, 3], total([0, 1, 3], 5))
+        last.signal(signal.SIGCONT)
+        last.do("send", range(3, 9))
+        first.do("expects", 4)
+        every(others, "send", range(6, 9))
+        assert first.do("got", 8)[8] == (8, [0, 1, 3, 4], total([0, 1, 3, 4], 8))
+        first.signal(signal.SIGKILL)
+        assert max(every([third, last], "close", timeout_s=5)) < 10
+
+
+def test_ranks_of_one_machine_use_the_loopback(four: list[Process]) -> None:
+    every(four, "open")
+    assert four[0].do("address")[0] == "127.0.0.1"
+    every(four, "close")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank: int) -> None:
+    """Such as a DataLoader's worker, which lives on for seconds when its rank has died."""
+    first, *others = four
+    every(four, "open", timeout_s=PATIENT_S)
+    every(four, "send", range(3))
+    first.do("got", 2)
+    child = four[rank].do("fork")
+    four[rank].signal(signal.SIGKILL)
+    if rank == 0:
+        every(others, "send", range(3, 6))
+        assert max(every(others, "close", timeout_s=20)) < 10
+    else:
+        first.do("disconnected", 1)
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_stranger_makes_rank_0_keep_nothing(four: list[Process]) -> None:
+    """Whoever has no token may send as much as they like, over as many connections."""
+    first = four[0]
+    every(four, "open", timeout_s=PATIENT_S)
+    every(four, "send", range(3))
+    first.do("got", 2)
+    address, before = first.do("address"), first.do("peak_bytes")
+    sent = 0
+    strangers = [socket.create_connection(tuple(address)) for _ in range(100)]
+    for stranger in strangers:
+        stranger.settimeout(30)
+        with suppress(OSError):
+            while True:
+                sent += stranger.send(b"x" * 2**20)
+                if sent > 300 * 2**20:
+                    break
+    assert first.do("peak_bytes") - before < 16 * 2**20
+    every(four, "send", range(3, 6))
+    everyone = [0, 1, 2, 3]
+    assert first.do("got", 5)[5] == (5, everyone, total(everyone, 5))
+    for stranger in strangers:
+        stranger.close()
+    every(four, "close")
+    assert_silent(four)

@@ -1,0 +1,343 @@
+"""Several ranks write one run with one line, and it is that of one process with the whole batch."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.util.tensor_util import make_ndarray
+from torch import multiprocessing
+
+import telemetry
+from tests.helpers import logging_ranks, training
+from tests.helpers.members import Process, every, meet, ranks
+from tests.helpers.plain_events import EventAccumulator
+from tests.system.ranks.test_merged_records import OUTPUT_GRADS, single
+
+MERGED = [
+    *((2, way) for way in ("ddp", "fsdp", "by hand", "tp", "sequence", "pipeline")),
+    (2, "ignored experts"),
+    *((4, way) for way in ("hsdp", "fsdp tp", "ddp tp", "ddp tp inside", "experts")),
+]
+
+CLIPPING_UNKNOWN = ["by hand", "experts", "ignored experts", "pipeline", "ddp tp", "ddp tp inside"]
+"""Gradients change after the backward pass, or nobody knows then whose they are."""
+
+
+@pytest.fixture(scope="module")
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, two_ranks: list[Process], four_ranks: list[Process]
+) -> dict[tuple[int, str], tuple[Path, list[Any]]]:
+    """By number of ranks and way of training, the run that they wrote and what they left behind."""
+    folder, groups = tmp_path_factory.mktemp("runs"), {2: two_ranks, 4: four_ranks}
+    runs = {}
+    for size, way in MERGED:
+        run = folder / f"{size} {way}"
+        left = every(groups[size], "call", logging_ranks.twins, way, run)
+        runs[size, way] = run, left
+    return runs
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """The runs of one process with the whole batch, and what it left behind."""
+    runs = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for way in ("alone", "alone unclipped", "alone experts"):
+        folder = tmp_path_factory.mktemp("alone")
+        runs[way] = folder, logging_ranks.train(0, 1, way, folder)
+    torch.set_num_threads(threads)
+    return runs
+
+
+def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def histogram_counts(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """How many numbers each histogram has."""
+    events = EventAccumulator(str(run), size_guidance={"tensors": 0})
+    events.Reload()
+    return {
+        tag: [(e.step, make_ndarray(e.tensor_proto)[:, 2].sum()) for e in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
+        if events.SummaryMetadata(tag).plugin_data.plugin_name == "histograms"
+    }
+
+
+def files_of(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("**/events.out.*"))
+
+
+@pytest.mark.parametrize(("size", "way"), MERGED)
+def test_training_is_left_alone_on_every_rank(trained: Any, size: int, way: str) -> None:
+    for rank in trained[size, way][1]:
+        assert rank["bare"] == rank["watched"]
+
+
+@pytest.mark.parametrize(("size", "way"), MERGED)
+def test_the_run_is_that_of_one_process(trained: Any, alone: Any, size: int, way: str) -> None:
+    run = trained[size, way][0]
+    one_process = alone[single(way)][0]
+    assert len(files_of(run)) == 1
+    got, wanted = scalars(run), scalars(one_process)
+    for tag, points in wanted.items():
+        if tag in ("own", "accuracy") or ("clipp" in tag and way in CLIPPING_UNKNOWN):
+            continue
+        if tag == "time/examples_per_s":  # of all ranks together, they are not known
+            continue
+        assert [step for step, _ in got[tag]] == [step for step, _ in points], tag
+        if tag == "time/step_s":
+            continue
+        # Each rank's backward is called with the mean over its part of the batch.
+        scale = OUTPUT_GRADS.get(way, size) if tag.startswith("activation_grad") else 1
+        values = [value / scale for _, value in got[tag]]
+        assert values == pytest.approx([value for _, value in points], rel=1e-5, abs=1e-7), tag
+    merged, whole = telemetry.read(run), telemetry.read(one_process)
+    for layer in merged.layers.module_name.unique():
+        units, wanted_units = merged.units(layer), whole.units(layer)
+        assert units.steps.tolist() == wanted_units.steps.tolist()
+        np.testing.assert_allclose(units.extremes, wanted_units.extremes, rtol=0.01, atol=1e-6)
+    counts = histogram_counts(run)
+    assert len(counts) > 20
+    assert counts == histogram_counts(one_process)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "by hand"])
+def test_what_was_logged_is_the_mean_over_ranks(trained: Any, way: str) -> None:
+    run, left = trained[2, way]
+    losses = [rank["watched"]["losses"] for rank in left]
+    got = scalars(run)
+    steps = range(training.STEPS)
+    means = [(losses[0][step] + losses[1][step]) / 2 for step in steps]
+    assert [step for step, _ in got["loss"]] == list(steps)
+    assert [value for _, value in got["loss"]] == pytest.approx(means, rel=1e-6)
+    assert got["own"] == [(step, 0.5) for step in steps]
+    assert got["accuracy"] == [(training.STEPS, 0.5)]
+    for name, pick in {"min": min, "max": max}.items():
+        found = [pick((losses[rank][step], rank) for rank in range(2)) for step in steps]
+        assert got[f"rank_spread/loss/{name}"] == [
+            (step, pytest.approx(value)) for step, (value, _) in enumerate(found)
+        ]
+        assert got[f"rank_spread/loss/{name}_rank"] == [
+            (step, rank) for step, (_, rank) in enumerate(found)
+        ]
+    assert [step for step, _ in got["rank_time/slowest"]] == list(steps)[1:]
+    assert len([tag for tag in got if tag.startswith("rank_spread/0")]) == 9
+
+
+def test_each_rank_writes_its_own_run(two_ranks: list[Process], tmp_path: Path) -> None:
+    left = every(two_ranks, "call", logging_ranks.twins, "by hand", tmp_path, ranks="each")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0000", "rank-0001"]
+    for rank in range(2):
+        run = tmp_path / f"rank-000{rank}"
+        assert left[rank]["bare"] == left[rank]["watched"]
+        assert len(files_of(run)) == 1
+        got = [value for _, value in scalars(run)["loss"]]
+        assert got == pytest.approx(left[rank]["watched"]["losses"])
+
+
+def test_the_first_rank_alone_writes(two_ranks: list[Process], tmp_path: Path) -> None:
+    left = every(two_ranks, "call", logging_ranks.twins, "by hand", tmp_path, ranks="rank0")
+    assert [rank["bare"] == rank["watched"] for rank in left] == [True, True]
+    assert len(files_of(tmp_path)) == 1
+    got = scalars(tmp_path)
+    assert [value for _, value in got["loss"]] == pytest.approx(left[0]["watched"]["losses"])
+    assert got["own"][0] == (0, 0.0)
+
+
+def test_all_ranks_raise_at_the_same_step(two_ranks: list[Process], tmp_path: Path) -> None:
+    first, second = every(two_ranks, "call", logging_ranks.until_raised, tmp_path)
+    assert first == second
+    assert first["kind"] == "told"
+    assert first["message"] == "A rule said so."
+    assert first["step"] >= 3
+
+
+def test_a_weight_that_changes_on_one_rank_is_named(
+    two_ranks: list[Process], tmp_path: Path
+) -> None:
+    (alert,), others = every(two_ranks, "call", logging_ranks.tampered, tmp_path)
+    step, message = alert
+    assert 50 <= step <= 60
+    assert message.startswith("0.weight on rank 1 (")
+    assert others == []
+
+
+APART: dict[str, list[str]] = {
+    "other models": [],
+    "a sweep": [],  # of models that begin alike
+    "averages": [],
+    "DiLoCo": [],
+    "post-local": [],
+    "no_sync and averages": ["started", "resolved"],
+    "never synchronized": ["started"],
+    "called past DDP": ["started"],
+    "gradients averaged": [],
+    "tampered": ["started"],
+}
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 10])
+@pytest.mark.parametrize("way", APART)
+def test_copies_may_be_averaged_and_models_may_be_the_ranks_own(
+    two_ranks: list[Process], tmp_path: Path, way: str, every_n_steps: int
+) -> None:
+    told, others = every(two_ranks, "call", logging_ranks.apart, way, every_n_steps, tmp_path)
+    assert [stage for stage, *_ in told] == APART[way]
+    assert others == []
+    for stage, _, message in told:
+        assert stage == "resolved" or ("no_sync()" in message and "averaged" in message)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fully_shard", "by hand"])
+@pytest.mark.parametrize("same", [True, False])
+def test_ranks_that_are_given_the_same_batch_are_named(
+    two_ranks: list[Process], tmp_path: Path, way: str, same: bool
+) -> None:
+    told, others = every(two_ranks, "call", logging_ranks.fed, way, same, tmp_path)
+    if same and way != "by hand":  # of which nothing says that ranks should be given other data
+        assert told == [("warning", told[0][1])]
+        assert told[0][1].startswith("ranks 0-1 of 2 are given the same batch")
+    else:
+        assert told == []
+    assert others == []
+
+
+def test_loggers_may_be_made_before_the_process_group(tmp_path: Path) -> None:
+    multiprocessing.start_processes(  # which mp.spawn is, with another start method
+        logging_ranks.begun_late, args=(str(tmp_path),), nprocs=2, start_method="forkserver"
+    )
+    assert [len(files_of(tmp_path / name)) for name in ("merged", "first")] == [1, 1]
+    got = scalars(tmp_path / "merged")
+    steps = [step for step, _ in got["grad_norm/total"]]
+    assert steps == list(range(len(steps)))
+    assert [value for _, value in got["validation/activation_mean/0000.0"]] != []
+    assert [value for _, value in got["own"]] == [0.5], "of the step that did not end"
+    assert [tag for tag in got if tag.startswith("validation/rank_spread/own")] == []
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Process]]:
+    """Three ranks whose training needs nobody else."""
+    with ranks(tmp_path, 3) as processes:
+        meet(processes, tmp_path)
+        yield processes
+
+
+def bare(steps: int) -> Any:
+    """What such a training leaves behind without a logger."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    loner = logging_ranks.Loner(None)
+    loner.go_on(steps)
+    torch.set_num_threads(threads)
+    return loner.left()
+
+
+def test_ranks_that_hang_or_die_cost_the_others_nothing(
+    three: list[Process], tmp_path: Path
+) -> None:
+    first, second, third = three
+    every(three, "call", logging_ranks.begin, tmp_path / "run")
+    every(three, "call", logging_ranks.go_on, 4)
+    second.signal(signal.SIGSTOP)
+    every([third, first], "call", logging_ranks.go_on, 8)
+    second.signal(signal.SIGCONT)
+    second.do("call", logging_ranks.go_on, 8)
+    first.do("call", logging_ranks.expects, 1)
+    every([third, second, first], "call", logging_ranks.go_on, 12)
+    third.signal(signal.SIGKILL)
+    every([second, first], "call", logging_ranks.go_on, 16)
+    left = every([first, second], "call", logging_ranks.end)
+    assert [rank["left"] for rank in left] == [bare(16)] * 2
+    assert max(rank["close_s"] for rank in left) < 20
+    held = [[0, 1, 2], [0, 2], [0, 1, 2], [0, 1]]
+    assert left[0]["held"] == [ranks for ranks in held for _ in range(4)]
+    assert left[0]["counts"] == [2 * 8 * len(ranks) for ranks in held for _ in range(2)]
+    for told in (
+        "from step 4 on, the records hold 2 of 3 ranks: rank 1 sent nothing in time",
+        "from step 8 on, the records hold what rank 1 measured",
+        "from step 12 on, the records hold 2 of 3 ranks: rank 2 sent nothing in time",
+        "full steps: 8 scheduled",
+    ):
+        assert first.told(told) == 1, first.log.read_text()
+    assert first.told("telemetry:") == 4, first.log.read_text()
+    steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
+    assert steps == list(range(16))
+
+
+def test_a_rank_without_a_logger_and_one_with_another_interval_are_told_of(
+    three: list[Process], tmp_path: Path
+) -> None:
+    first, second, third = three
+    for process, log_dir, every_n_steps in zip(
+        three, (tmp_path / "run", tmp_path / "run", None), (2, 3, 2), strict=True
+    ):
+        process.do("call", logging_ranks.begin, log_dir, every_n_steps)
+    every([third, second, first], "call", logging_ranks.go_on, 7)
+    left = every([third, second, first], "call", logging_ranks.end)
+    assert [rank["left"] for rank in left] == [bare(7)] * 3
+    assert max(rank["close_s"] for rank in left) < 20
+    assert left[2]["held"] == [[0, 1]] * 7
+    measured: list[list[int]] = [[0, 1], [], [0], [1], [0], [], [0, 1]]
+    assert left[2]["measured"] == measured
+    assert left[2]["counts"] == [2 * 8 * len(ranks) for ranks in measured if ranks]
+    for told in (
+        "from step 0 on, the records hold 2 of 3 ranks: rank 2 made no HookLogger",
+        "step 2 was measured in full by rank 0 and not by rank 1; use the same every_n_steps",
+        "full steps: 4 scheduled",
+    ):
+        assert first.told(told) == 1, first.log.read_text()
+    assert first.told("telemetry:") == 3, first.log.read_text()
+
+
+def test_flat_parameters_are_rank_0s_and_activations_those_of_all(
+    two_ranks: list[Process], tmp_path: Path
+) -> None:
+    """FullyShardedDataParallel: what it has flattened is measured as far as it is plain."""
+    first = two_ranks[0]
+    before = first.told("FullyShardedDataParallel flattens parameters")
+    left = every(two_ranks, "call", logging_ranks.twins, "fsdp1", tmp_path)
+    assert [rank["bare"] == rank["watched"] for rank in left] == [True, True]
+    assert first.told("FullyShardedDataParallel flattens parameters") == before + 1
+    assert two_ranks[1].told("FullyShardedDataParallel flattens parameters") == 0
+    got, counts = scalars(tmp_path), histogram_counts(tmp_path)
+    assert [step for step, _ in got["grad_norm/total"]] == list(range(training.STEPS))
+    outputs = {tag: points for tag, points in counts.items() if tag.startswith("activation/")}
+    (head,) = (points for tag, points in outputs.items() if tag.endswith("head"))
+    assert head[0] == (0, training.BATCH * training.LENGTH * training.CLASSES)
+    shard = left[0]["watched"]["parameters"]
+    weights = [points[0][1] for tag, points in counts.items() if tag.startswith("weight/")]
+    assert sorted(weights) == sorted(len(values) for values in shard if values)
+
+
+@pytest.mark.parametrize("world", [300])
+def test_more_ranks_than_files_leave_training_alone(tmp_path: Path, world: int) -> None:
+    """Rank 0 may open 256 files, and 299 other ranks send to it."""
+    threads = torch.get_num_threads()
+    with ranks(tmp_path, 2) as (zero, others):
+        address = zero.do("call", logging_ranks.begin_with_few_files, tmp_path / "run", 256, world)
+        others.do("call", logging_ranks.simulate, address, world)
+        zero.do("call", logging_ranks.go_on, 6)
+        left = zero.do("call", logging_ranks.end)
+        others.do("call", logging_ranks.end_simulation)
+        assert left["left"] == bare(6)
+        assert left["close_s"] < 30
+        assert 150 < len(left["held"][-1]) < 256
+        assert zero.told("cannot connect, as rank 0 may not open more files") == 1
+        assert zero.told("telemetry failed") == 0, zero.log.read_text()
+    assert torch.get_num_threads() == threads
+    steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
+    assert steps == list(range(6))

@@ -1,0 +1,240 @@
+"""Several loggers on one model or in one directory, here and in other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+from telemetry import HookLogger
+from tests.helpers.scripts import run_script, start_script
+from tests.helpers.twins import Recorder
+
+TAKES_THE_PLACE = "a new HookLogger replaces"
+WRITTEN_TO = "another HookLogger, in this process"
+
+
+def count(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in message for message in caplog.messages)
+
+
+def train(model: nn.Linear, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(8, 3)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def model() -> nn.Linear:
+    return nn.Linear(3, 2)
+
+
+# --- one model -----------------------------------------------------------------------------------
+
+
+def test_a_new_logger_takes_the_place_of_the_old_one(
+    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorders = [Recorder() for _ in range(4)]
+    loggers = []
+    for recorder in recorders:
+        loggers.append(HookLogger(model, tmp_path, alerts=[recorder], first_step="auto"))
+        train(model, 2)
+    loggers[-1].close()
+    # Each has written what it had, and what comes after is for the next one alone.
+    steps = [[record.step for record in recorder.records] for recorder in recorders]
+    assert steps == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert count(caplog, TAKES_THE_PLACE) == 3
+    assert len(caplog.messages) == 3
+
+
+def test_another_spelling_of_the_directory_is_the_same(
+    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = HookLogger(model, tmp_path / "run")
+    second = HookLogger(model, str(tmp_path / "run" / ".." / "run"))
+    assert "removed" in repr(first)
+    second.close()
+    assert count(caplog, TAKES_THE_PLACE) == 1
+
+
+def test_a_shared_writer_survives_the_logger_that_is_replaced(
+    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SummaryWriter(tmp_path) as writer:
+        HookLogger(model, writer)
+        recorder = Recorder()
+        with HookLogger(model, writer, alerts=[recorder]):
+            train(model, 2)
+        assert len(recorder.records) == 2
+    assert count(caplog, TAKES_THE_PLACE) == 1
+    assert count(caplog, WRITTEN_TO) == 0
+
+
+def test_another_directory_and_closed_loggers_stay_out_of_it(
+    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
+    with HookLogger(model, tmp_path / "a") as one, HookLogger(model, tmp_path / "b") as two:
+        train(model, 1)
+        assert one.current_step == two.current_step == 1
+    with HookLogger(model, tmp_path / "a", first_step=1):
+        train(model, 1)
+    assert caplog.messages == []
+
+
+def test_a_reload_of_the_code_does_not_forget_the_old_one(tmp_path: Path) -> None:
+    output, log = run_script(
+        tmp_path,
+        """
+        import importlib, sys
+        from torch import nn
+        import telemetry.run.claim, telemetry.run.logger
+        model = nn.Linear(3, 2)
+        old = telemetry.run.logger.HookLogger(model, sys.argv[1])
+        importlib.reload(telemetry.run.claim)
+        importlib.reload(telemetry.run.logger)
+        new = telemetry.run.logger.HookLogger(model, sys.argv[1])
+        print(old)
+        """,
+        tmp_path / "run",
+    )
+    assert output.startswith("<HookLogger removed")
+    assert log.count(TAKES_THE_PLACE) == 1
+    assert log.count(WRITTEN_TO) == 0
+
+
+# --- one directory -------------------------------------------------------------------------------
+
+
+def test_two_writers_in_one_directory_are_reported(
+    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = nn.Linear(3, 2)
+    with HookLogger(model, tmp_path), HookLogger(other, tmp_path):
+        [message] = caplog.messages
+    assert f"{WRITTEN_TO} or another one, also writes to {tmp_path}," in message
+    assert "its own directory" in message
+    with HookLogger(model, tmp_path):
+        pass
+    assert len(caplog.messages) == 1
+
+
+def test_two_models_may_share_a_writer(
+    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
+    discriminator = nn.Linear(2, 1)
+    with SummaryWriter(tmp_path) as writer:
+        with HookLogger(model, writer), HookLogger(discriminator, writer):
+            pass
+        with HookLogger(model, writer):
+            pass
+    assert caplog.messages == []
+
+
+def test_a_directory_holds_nothing_but_what_was_written(tmp_path: Path, model: nn.Linear) -> None:
+    with HookLogger(model, tmp_path):
+        [file] = tmp_path.iterdir()
+    assert "tfevents" in file.name
+
+
+def test_a_logger_that_fails_to_be_built_leaves_no_claim(
+    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="matches none"):
+        HookLogger(model, tmp_path, modules="nothing.*")
+    with HookLogger(model, tmp_path):
+        assert caplog.messages == []
+
+
+# --- other processes -----------------------------------------------------------------------------
+
+LOGS_UNTIL_KILLED = """
+    import multiprocessing, sys, time
+    from torch import nn
+    from telemetry import HookLogger
+
+    def worker(connection):
+        connection.send(multiprocessing.current_process().pid)
+        time.sleep(600)
+
+    model = nn.Linear(3, 2)
+    logger = HookLogger(model, sys.argv[1])
+    ours, theirs = multiprocessing.Pipe()
+    if "forks" in sys.argv:
+        process = multiprocessing.get_context("fork").Process(target=worker, args=[theirs])
+        process.start()
+        print(ours.recv(), flush=True)
+    else:
+        print(0, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def child() -> Iterator[list[int]]:
+    """Processes that outlive their parent."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        os.kill(pid, 9)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no locks on directories")
+def test_a_live_process_is_reported_and_a_dead_one_is_not(
+    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture, child: list[int]
+) -> None:
+    run = tmp_path / "run"
+    with start_script(tmp_path, LOGS_UNTIL_KILLED, run, "forks") as process:
+        assert process.stdout is not None
+        child.append(int(process.stdout.readline()))
+        with HookLogger(model, run):
+            assert count(caplog, WRITTEN_TO) == 1
+        process.kill()
+        process.wait(60)
+        # What it forked lives on, as workers of a DataLoader do for a while.
+        os.kill(child[0], 0)
+        with HookLogger(model, run):
+            pass
+        os.kill(child.pop(), 9)
+    assert len(caplog.messages) == 1
+
+
+def test_a_third_process_notices_the_second_when_the_first_is_gone(
+    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = nn.Linear(3, 2)
+    first = HookLogger(model, tmp_path)
+    with HookLogger(other, tmp_path):
+        first.close()
+        _, log = run_script(
+            tmp_path,
+            """
+            import sys
+            from torch import nn
+            from telemetry import HookLogger
+            model = nn.Linear(3, 2)
+            HookLogger(model, sys.argv[1]).close()
+            """,
+            tmp_path,
+        )
+    assert log.count(WRITTEN_TO) == 1
+
+
+def test_without_locks_nothing_is_noticed(
+    tmp_path: Path,
+    model: nn.Linear,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("telemetry.run.claim.fcntl", None)
+    other = nn.Linear(3, 2)
+    with HookLogger(model, tmp_path), HookLogger(other, tmp_path):
+        pass
+    assert caplog.messages == []

@@ -1,0 +1,62 @@
+"""A run that is repeated on a busy machine, which answers late, is told the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch.nn import functional as F
+
+from telemetry import Alert, HookLogger
+from tests.helpers.interrupted_runs import RUNS, STEPS
+
+REPETITIONS = 3
+HOG = "print('busy', flush=True)\nwhile True: pass"
+
+
+@pytest.fixture
+def busy_machine() -> Iterator[None]:
+    """Two processes that compute all the time."""
+    hogs = [subprocess.Popen([sys.executable, "-c", HOG], stdout=subprocess.PIPE) for _ in range(2)]
+    for hog in hogs:
+        assert hog.stdout is not None
+        assert hog.stdout.readline() == b"busy\n"
+    yield
+    for hog in hogs:
+        hog.kill()
+        hog.communicate()
+
+
+def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
+    """Alerts of a run that does not wait for them."""
+    run, digits = RUNS[name], load_digits()
+    images, labels = torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target)
+    model = run.model()
+    optimizer = torch.optim.SGD(model.parameters(), run.lr, momentum=0.9)
+    order = torch.Generator().manual_seed(0)
+    with HookLogger(model, log_dir, every_n_steps=100, images=False) as logger:
+        for step in range(4 * STEPS):
+            batch = torch.randint(0, len(images), (32,), generator=order)
+            inputs = run.disturb(step, model, optimizer, images[batch])
+            loss = F.cross_entropy(model(inputs), labels[batch])
+            logger.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return logger.alerts
+
+
+@pytest.mark.usefixtures("busy_machine")
+@pytest.mark.parametrize("name", ["exploding", "saturated", "dead", "diverging", "not_learning"])
+def test_gives_alerts_of_the_same_kinds_and_layers(name: str, tmp_path: Path) -> None:
+    alerts = train(name, tmp_path / "first")
+    assert alerts
+    told = {(alert.kind, alert.module_name) for alert in alerts if alert.stage == "started"}
+    for repetition in range(1, REPETITIONS):
+        again = train(name, tmp_path / str(repetition))
+        assert {(a.kind, a.module_name) for a in again if a.stage == "started"} == told

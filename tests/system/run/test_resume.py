@@ -1,0 +1,553 @@
+"""Runs that are interrupted and go on: the step, the alerts and what TensorBoard shows of both."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.tensorboard import SummaryWriter as TorchWriter
+
+from telemetry import Alert, HookLogger, SummaryWriter
+from telemetry.alerts import default_rules
+from telemetry.reading.files import FileSource
+from telemetry.reading.run_data import RunData
+from telemetry.records import StepRecord
+from telemetry.rule import Rule
+from tests.helpers.interrupted_runs import RUNS, train
+from tests.helpers.paths import ROOT
+from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.scripts import start_script
+from tests.helpers.twins import Recorder
+
+
+class Loop:
+    """A model in training that goes on whenever it is called."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.model = model or nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+
+    def __call__(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.rand(8, 3)).square().mean().backward()
+            self.optimizer.step()
+
+
+def leave(log_dir: Path, steps: int, **options: Any) -> dict[str, Any]:
+    """Train for some steps from the beginning; the state at the end."""
+    loop = Loop()
+    with HookLogger(loop.model, log_dir, **options) as logger:
+        loop(steps)
+        return logger.state_dict()
+
+
+def shown_steps(log_dir: Path) -> list[int]:
+    board = EventAccumulator(str(log_dir), size_guidance={"scalars": 0}).Reload()
+    return [event.step for event in board.Scalars("grad_norm/total")]
+
+
+# --- the alerts go on ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alerts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of runs that were not interrupted, and of a fresh process from each checkpoint on."""
+    log_dir = tmp_path_factory.mktemp("runs")
+    whole, saved = {}, {}
+    for name, run in RUNS.items():
+        whole[name], saved[name] = train(run, log_dir / name)
+    torch.save(saved, log_dir / "checkpoints.pt")
+    script = ROOT / "tests" / "helpers" / "interrupted_runs.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(log_dir / "checkpoints.pt"), str(log_dir)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    return json.loads(json.dumps(whole)), json.loads(done.stdout)
+
+
+STEP, STAGE = 2, 8  # in the list of an alert's fields
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [(name, step) for name, run in RUNS.items() for step in run.checkpoints]
+)
+def test_a_resumed_run_gives_the_alerts_of_one_that_was_not_interrupted(
+    alerts: tuple[dict[str, Any], dict[str, Any]], name: str, step: int
+) -> None:
+    whole, resumed = alerts
+    assert [alert[0] for alert in whole[name]] or name == "healthy"
+    assert resumed[f"{name} {step} True"] == [a for a in whole[name] if a[STEP] >= step]
+
+
+@pytest.mark.parametrize("step", RUNS["healthy"].checkpoints)
+@pytest.mark.parametrize("with_state", [True, False])
+def test_a_healthy_run_that_is_resumed_is_silent(
+    alerts: tuple[dict[str, Any], dict[str, Any]], step: int, with_state: bool
+) -> None:
+    assert alerts[1][f"healthy {step} {with_state}"] == []
+
+
+def test_the_runs_end_and_grow_worse_on_the_way(
+    alerts: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+    stages = {alert[STAGE] for found in alerts[0].values() for alert in found}
+    assert stages == {"started", "escalated", "resolved"}
+
+
+def test_the_state_goes_through_json(tmp_path: Path) -> None:
+    state = leave(tmp_path, 25, every_n_steps=5)
+    assert repr(json.loads(json.dumps(state))) == repr(state)  # which has NaN in it
+
+
+# --- the step ------------------------------------------------------------------------------------
+
+
+def test_the_state_sets_the_step(tmp_path: Path) -> None:
+    state, loop, recorder = leave(tmp_path, 5), Loop(), Recorder()
+    logger = HookLogger(loop.model, tmp_path, every_n_steps=2, alerts=[recorder])
+    with logger:
+        logger.load_state_dict(state)
+        assert logger.current_step == 5
+        loop(3)
+    assert [(record.step, record.full) for record in recorder.records] == [
+        (5, False),
+        (6, True),
+        (7, False),
+    ]
+    assert shown_steps(tmp_path) == list(range(8))
+
+
+@pytest.mark.parametrize("in_this_process", [True, False])
+def test_later_steps_are_hidden(tmp_path: Path, in_this_process: bool) -> None:
+    loop = Loop()
+    with HookLogger(loop.model, tmp_path, every_n_steps=2) as logger:
+        loop(4)
+        state = logger.state_dict()
+        loop(6)
+        if in_this_process:
+            logger.load_state_dict(state)
+            loop(2)
+    if not in_this_process:
+        with HookLogger(loop.model, tmp_path, every_n_steps=2) as logger:
+            logger.load_state_dict(state)
+            loop(2)
+    assert shown_steps(tmp_path) == list(range(6))
+    page = RunData(FileSource(tmp_path))
+    assert page.overview().last_step == 5
+    assert page.matrix("grad_norm").steps.tolist() == list(range(6))
+
+
+def test_a_step_that_waits_for_other_optimizers_is_over_when_the_state_is_taken(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    with HookLogger(model, tmp_path) as logger:
+        model(torch.rand(8, 3)).sum().backward()
+        first.step()  # the gradients of the second are there, too
+        assert logger.state_dict()["step"] == 1
+    del second
+
+
+def test_the_order_of_the_modules_is_known_before_they_run(tmp_path: Path) -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second, self.first = nn.Linear(4, 2), nn.Linear(3, 4)
+
+        def forward(self, inputs: Tensor) -> Any:
+            return self.second(self.first(inputs))
+
+    loop, recorder = Loop(Backwards()), Recorder()
+    with HookLogger(loop.model, tmp_path / "a", every_n_steps=5) as logger:
+        loop(3)
+        state = logger.state_dict()
+    with HookLogger(loop.model, tmp_path / "b", every_n_steps=5, alerts=[recorder]) as logger:
+        logger.load_state_dict(state)
+        loop(1)
+    assert [module.name for module in recorder.records[0].layout.modules] == ["first", "second"]
+
+
+def test_a_loss_that_was_logged_for_the_step_in_progress_is_part_of_it(tmp_path: Path) -> None:
+    loop, recorder = Loop(), Recorder()
+    with HookLogger(loop.model, tmp_path / "a") as logger:
+        loop(2)
+        logger.log(loss=0.25)
+        state = logger.state_dict()
+    with HookLogger(loop.model, tmp_path / "b", alerts=[recorder]) as logger:
+        logger.load_state_dict(state)
+        loop(1)
+    assert recorder.records[0].loss == 0.25
+
+
+def test_taking_the_state_changes_no_random_number(tmp_path: Path) -> None:
+    loop = Loop()
+    with HookLogger(loop.model, tmp_path) as logger:
+        loop(2)
+        before = torch.get_rng_state()
+        logger.load_state_dict(logger.state_dict())
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- what fits -----------------------------------------------------------------------------------
+
+
+class Counter(Rule):
+    """A rule with a state of its own."""
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(())
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self.count += 1
+        return ()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def left_out(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [m.partition("left out ")[2] for m in caplog.messages if "left out" in m]
+
+
+def test_a_rule_of_ones_own_takes_part_if_it_has_a_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bare(record: StepRecord) -> Iterable[Alert]:
+        return ()
+
+    state = leave(tmp_path / "a", 3, alerts=[bare, Counter(), *default_rules()])
+    torch.save(state, tmp_path / "state.pt")
+    loop, counter = Loop(), Counter()
+    rules = [*default_rules(), bare, counter]
+    with HookLogger(loop.model, tmp_path / "b", alerts=rules) as logger:
+        logger.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        loop(1)
+    assert counter.count == 4
+    assert left_out(caplog) == []
+
+
+def test_a_rule_whose_state_cannot_be_taken_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Counter):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("planted")
+
+    state = leave(tmp_path, 1, alerts=[Broken(), Counter()])
+    assert [item["rule"] for item in state["rules"]] == ["Counter"]
+    assert "to take the state of the rule 'Broken'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (None, {"dead_units": {"fraction": 0.5}}, []),
+        (None, {"dead_units": None}, ["default_rules: there is no rule dead_units"]),
+        ({"dead_units": None}, None, ["default_rules: dead_units begins anew"]),
+        (None, (), ["there is no rule default_rules"]),
+        ((), None, ["default_rules begins anew"]),
+        ([Counter()], (), ["there is no rule Counter"]),
+    ],
+)
+def test_other_rules_take_what_fits_and_say_in_one_line_what_does_not(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    before: Any,
+    after: Any,
+    expected: list[str],
+) -> None:
+    state, loop = leave(tmp_path / "a", 3, alerts=before), Loop()
+    with HookLogger(loop.model, tmp_path / "b", alerts=after) as logger:
+        logger.load_state_dict(state)
+        assert logger.current_step == 3
+        loop(1)
+    assert left_out(caplog) == expected
+    assert "telemetry failed" not in caplog.text
+
+
+def test_parameters_are_those_of_the_new_run(tmp_path: Path) -> None:
+    state = leave(tmp_path / "a", 3, alerts={"no_learning": {"steps": 1e9}})
+    loop = Loop()
+    loop.optimizer.param_groups[0]["lr"] = 0.0
+    settings = {"no_learning": {"steps": 6}}
+    with HookLogger(loop.model, tmp_path / "b", every_n_steps=1, alerts=settings) as logger:
+        state["rules"][0]["state"]["no_learning"]["_largest_ratio"] = 0.0
+        logger.load_state_dict(state)
+        loop(3)
+        assert [(alert.kind, alert.step) for alert in logger.alerts] == [("no_learning", 5)]
+
+
+def test_a_state_of_another_model_does_no_harm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = leave(tmp_path / "a", 12, every_n_steps=3)
+    loop = Loop(nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Sequential(nn.Linear(2, 2))))
+    with HookLogger(loop.model, tmp_path / "b", every_n_steps=3) as logger:
+        logger.load_state_dict(state)
+        loop(12)
+        assert logger.alerts == ()
+    assert "telemetry failed" not in caplog.text
+
+
+def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
+    rules = state["rules"][0]["state"]
+    if what == "newer":
+        return {**state, "format": 2}
+    if what == "without a step":
+        return {"format": 1}
+    if what == "other types":
+        rules["no_learning"]["_looks"] = "many"
+        rules["dead_units"]["_silence"] = {"0": {"silent": [True], "batches": 1}}
+        rules["baseline"] = [1, 2]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("what", "step", "expected"),
+    [
+        ("newer", 3, "the state of the rules: its format 2 is unknown"),
+        ("without a step", 0, "the step: None; default_rules begins anew"),
+        (
+            "other types",
+            3,
+            "default_rules: baseline begins anew, dead_units begins anew, no_learning begins anew",
+        ),
+    ],
+)
+def test_a_state_that_is_not_ours_is_taken_as_far_as_it_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, step: int, expected: str
+) -> None:
+    state, loop = damaged(leave(tmp_path / "a", 3), what), Loop()
+    with HookLogger(loop.model, tmp_path / "b") as logger:
+        logger.load_state_dict(state)
+        assert logger.current_step == step
+        loop(2)
+    [line] = left_out(caplog)
+    assert expected in line
+    assert "telemetry failed" not in caplog.text
+
+
+def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
+    logger = HookLogger(Loop().model, tmp_path)
+    with pytest.raises(TypeError, match=r"must be what state_dict\(\) returned"):
+        logger.load_state_dict([1])  # type: ignore[arg-type]
+    state = logger.state_dict()
+    logger.close()
+    with pytest.raises(ValueError, match="closed; make a new one"):
+        logger.load_state_dict(state)
+    assert logger.state_dict()["step"] == 0
+
+
+# --- frameworks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # of the framework
+def test_accelerate_saves_and_loads_it(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    loop = Loop()
+    with HookLogger(loop.model, tmp_path / "a") as logger:
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.register_for_checkpointing(logger)
+        loop(4)
+        accelerator.save_state(str(tmp_path / "checkpoint"))
+    with HookLogger(loop.model, tmp_path / "b") as logger:
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.register_for_checkpointing(logger)
+        accelerator.load_state(str(tmp_path / "checkpoint"))
+        assert logger.current_step == 4
+
+
+@pytest.mark.filterwarnings("ignore::Warning")  # of the framework
+def test_lightning_saves_and_loads_it(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Regression(lightning.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(3, 2)
+
+        def training_step(self, batch: list[Tensor], index: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    class Telemetry(lightning.Callback):  # type: ignore[name-defined, misc]
+        def __init__(self, logger: HookLogger) -> None:
+            self.state_dict = logger.state_dict
+            self.load_state_dict = logger.load_state_dict
+
+    def fit(log_dir: Path, max_steps: int, resume_from: Path | None) -> list[StepRecord]:
+        module, recorder = Regression(), Recorder()
+        with HookLogger(module, log_dir, alerts=[recorder]) as logger:
+            trainer = lightning.Trainer(
+                accelerator="cpu", max_steps=max_steps, logger=False, enable_progress_bar=False,
+                enable_model_summary=False, enable_checkpointing=False,
+                callbacks=[Telemetry(logger)],
+            )  # fmt: skip
+            loader = DataLoader(TensorDataset(torch.randn(24, 3)), batch_size=4)
+            trainer.fit(module, loader, ckpt_path=resume_from)
+            trainer.save_checkpoint(tmp_path / "run.ckpt")
+        return recorder.records
+
+    fit(tmp_path / "a", 4, None)
+    records = fit(tmp_path / "b", 9, tmp_path / "run.ckpt")
+    assert [record.step for record in records] == [4, 5, 6, 7, 8]
+
+
+# --- first_step="auto" ---------------------------------------------------------------------------
+
+
+def auto_step(log_dir: Path | SummaryWriter | TorchWriter) -> int:
+    model = Loop().model
+    with HookLogger(model, log_dir, first_step="auto") as logger:
+        return logger.current_step
+
+
+def test_auto_goes_on_after_the_last_step(tmp_path: Path) -> None:
+    leave(tmp_path, 7)
+    loop = Loop()
+    with HookLogger(loop.model, tmp_path, first_step="auto") as logger:
+        assert logger.current_step == 7
+        loop(2)
+    assert shown_steps(tmp_path) == list(range(9))
+    assert auto_step(tmp_path) == 9
+    assert auto_step(tmp_path) == 9  # the newest file holds no step
+
+
+@pytest.mark.parametrize("content", ["gradients", "activations"])
+def test_auto_finds_the_steps_whatever_is_recorded(tmp_path: Path, content: str) -> None:
+    names = ("activations", "activation_gradients", "gradients", "weights", "images")
+    leave(tmp_path, 3, **{name: name == content for name in names})
+    assert auto_step(tmp_path) == 3
+
+
+def test_auto_in_an_empty_or_absent_directory_is_zero(tmp_path: Path) -> None:
+    assert auto_step(tmp_path) == 0
+    assert auto_step(tmp_path / "absent") == 0
+
+
+def test_auto_goes_on_from_the_session_that_replaced_others(tmp_path: Path) -> None:
+    leave(tmp_path, 10)
+    loop = Loop()
+    with HookLogger(loop.model, tmp_path, first_step=4):
+        loop(2)
+    assert auto_step(tmp_path) == 6
+
+
+@pytest.mark.parametrize("kind", [SummaryWriter, TorchWriter])
+def test_auto_takes_the_directory_of_a_writer(
+    tmp_path: Path, kind: type[SummaryWriter] | type[TorchWriter]
+) -> None:
+    for expected in (0, 3):
+        loop, writer = Loop(), kind(tmp_path)
+        with HookLogger(loop.model, writer, first_step="auto") as logger:
+            assert logger.current_step == expected
+            loop(3)
+        writer.close()
+
+
+def test_auto_bears_torn_ends_and_foreign_files(tmp_path: Path) -> None:
+    leave(tmp_path, 5, every_n_steps=1)
+    [ours] = tmp_path.glob("*tfevents*")
+    ours.write_bytes(ours.read_bytes() + b"\x20\0\0\0\0\0\0\0torn" + bytes(50_000))
+    with TorchWriter(tmp_path, filename_suffix=".foreign") as writer:
+        for epoch in range(1000):
+            writer.add_scalar("loss", 1.0, 1000 * epoch)
+        writer.add_text("notes", "grad_norm/total was telemetry/n/ 1e9", 10**9)
+    os.mkfifo(tmp_path / "events.out.tfevents.9999999990.fifo")
+    (tmp_path / "events.out.tfevents.9999999991.zero").symlink_to("/dev/zero")
+    (tmp_path / "events.out.tfevents.9999999992.noise").write_bytes(os.urandom(1 << 20))
+    (tmp_path / "events.out.tfevents.9999999993.folder").mkdir()
+    assert auto_step(tmp_path) == 5
+
+
+def test_auto_is_refused_for_a_remote_directory() -> None:
+    with pytest.raises(ValueError, match=r"local directories only, not in memory://run; pass the"):
+        HookLogger(Loop().model, "memory://run", first_step="auto")
+
+
+@pytest.mark.parametrize(("first_step", "error"), [("last", TypeError), (-1, ValueError)])
+def test_what_is_no_first_step_is_refused(
+    tmp_path: Path, first_step: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="first_step="):
+        HookLogger(Loop().model, tmp_path, first_step=first_step)
+
+
+def test_auto_goes_on_after_a_kill(tmp_path: Path) -> None:
+    script = """
+        import sys, time, torch
+        from telemetry import HookLogger
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        logger = HookLogger(model, sys.argv[1], every_n_steps=10)
+        while True:
+            optimizer.zero_grad()
+            model(torch.rand(8, 3)).square().mean().backward()
+            optimizer.step()
+            if logger.current_step == 200:
+                logger.flush()
+                print("flushed", flush=True)
+    """
+    with start_script(tmp_path, script, tmp_path / "run") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "flushed\n"
+        process.send_signal(signal.SIGKILL)
+    assert auto_step(tmp_path / "run") >= 200
+
+
+# --- the directory holds later steps -------------------------------------------------------------
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_counting_again_from_zero_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave(tmp_path, 6)
+    assert warnings_of(caplog) == []
+    leave(tmp_path, 3)
+    [message] = warnings_of(caplog)
+    assert f"{tmp_path} already holds steps up to 5" in message
+    for way_out in ("first_step=6", 'first_step="auto"', "load_state_dict()", "another directory"):
+        assert way_out in message
+
+
+def test_who_knows_of_the_later_steps_is_not_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = leave(tmp_path, 6)
+    for options in ({"first_step": 2}, {"first_step": "auto"}):
+        loop = Loop()
+        with HookLogger(loop.model, tmp_path, **options):
+            loop(1)
+    with HookLogger(loop.model, tmp_path) as logger:
+        logger.load_state_dict(state)
+        loop(1)
+    shutil.rmtree(tmp_path)
+    leave(tmp_path, 6)
+    assert warnings_of(caplog) == []

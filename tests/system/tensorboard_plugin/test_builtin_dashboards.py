@@ -1,0 +1,121 @@
+"""TensorBoard's own dashboards show our tags, in Chromium, with both loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telemetry.events import FileWriter, summaries
+from telemetry.writing import hparams, tags
+from telemetry.writing.curves import custom_scalars_value, depth_values
+from telemetry.writing.heatmap_picture import HeatmapPicture
+from telemetry.writing.page import PageWriter
+from tests.helpers.browser import PATIENCE_S, TelemetryPage, serve
+from tests.helpers.known_runs import alert_at
+from tests.helpers.small_records import full_record
+
+
+def write_demo(log_dir: Path) -> None:
+    """What the logger writes in twenty full steps, and the hyperparameters."""
+    writer, page, picture = FileWriter(log_dir), PageWriter(), HeatmapPicture()
+    first = [
+        custom_scalars_value(),
+        *hparams.values_of({"lr": 0.25, "opt": "sgd"}, ["loss"]),
+    ]
+    writer.write_values(first, 0)
+    map_pixels = np.zeros((8, 8, 3), np.uint8)
+    for step in range(20):
+        record = full_record(step, feature_maps={"layer0": map_pixels})
+        values = [
+            *tags.values_of(record),
+            *depth_values(record),
+            *picture.values_of(record),
+            *page.values_of(record),
+            summaries.scalar("loss", 1 / (1 + step)),
+            summaries.scalar("valid/z", 1.0),
+        ]
+        writer.write_values(values, step)
+    alert = alert_at(7, "layer1", message="The gradient of layer1 grew.")
+    writer.write_values([tags.alert_value(alert, 0), page.alert_value(alert, 0)], 7)
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def address(loader: str, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    logdir = tmp_path_factory.mktemp("runs")
+    write_demo(logdir / "demo")
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(logdir, log, fast=loader == "fast") as url:
+        yield url
+
+
+@pytest.fixture
+def dashboard(page: TelemetryPage) -> Any:
+    """Opens one of TensorBoard's dashboards and finds elements in it."""
+
+    def open_dashboard(fragment: str, selector: str) -> Any:
+        page.page.goto(f"{page.address}#{fragment}")
+        found = page.page.locator(selector).first
+        found.wait_for(state="attached", timeout=PATIENCE_S * 1000)
+        return page.page.locator(selector)
+
+    yield open_dashboard
+    page.errors.clear()  # TensorBoard's own console is not ours to judge
+
+
+def tags_of(locator: Any) -> list[str]:
+    tags: list[str] = locator.evaluate_all("nodes => nodes.map((node) => node.tag)")
+    return tags
+
+
+@pytest.mark.parametrize("kind", ["histogram", "distribution"])
+def test_histograms_are_shown(dashboard: Any, kind: str) -> None:
+    tags = tags_of(dashboard(f"{kind}s", f"tf-{kind}-loader"))
+    assert "~histograms/activation/0000.layer0" in tags
+
+
+def test_images_are_shown_among_them_the_heatmap(dashboard: Any) -> None:
+    loaders = dashboard("images", "tf-image-loader")
+    assert {"~images/feature_maps/0000.layer0", "~images/telemetry_heatmap"} <= set(
+        tags_of(loaders)
+    )
+    loaders.first.locator("img").first.wait_for(state="attached")
+
+
+def test_alerts_are_shown_as_texts(dashboard: Any) -> None:
+    loaders = dashboard("text", "tf-text-loader")
+    assert tags_of(loaders) == ["~alerts/0000.exploding_gradient.layer1"]
+    loaders.first.locator("text=The gradient of layer1 grew.").wait_for()
+
+
+def test_the_custom_scalars_have_our_charts(dashboard: Any) -> None:
+    selector = "tf-custom-scalar-margin-chart-card, tf-custom-scalar-multi-line-chart-card"
+    cards = dashboard("custom_scalars", selector)
+    titles = cards.evaluate_all(
+        "nodes => nodes.map((node) => node.title || node._titleDisplayString)"
+    )
+    assert titles[:3] == ["Loss", "Alerts so far", "Seconds per step"]
+    assert any(
+        title.startswith("Gradient norm (log10): median over all layers") for title in titles
+    )
+    chart = "vz-line-chart2, tf-line-chart-data-loader"
+    cards.first.locator(chart).first.wait_for(state="attached")
+
+
+def test_hyperparameters_are_in_the_same_run(dashboard: Any) -> None:
+    view = dashboard("hparams", "tf-hparams-main, hparams-main, tf-hparams-table-view")
+    view.first.locator("text=sgd").first.wait_for(state="attached")
+
+
+def test_curves_are_shown_in_a_few_groups_behind_the_users(
+    dashboard: Any, page: TelemetryPage
+) -> None:
+    groups = dashboard("timeseries", "metrics-card-groups .group-title")
+    ours = ["~histograms", "~images", "~layers", "~run"]
+    assert groups.all_inner_texts() == ["loss", "valid", *ours]
+    page.page.goto(f"{page.address}?tagFilter=grad_norm%2Ftotal#timeseries")
+    page.page.locator('[title="~run/grad_norm/total"]').first.wait_for(state="attached")

@@ -1,0 +1,176 @@
+"""The data on the Telemetry page: in Chromium, inside of TensorBoard, with both loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.browser import TelemetryPage, serve
+from tests.helpers.known_runs import layout_of, write_run
+from tests.helpers.page_runs import (
+    COLORS,
+    DARKEST,
+    HOSTILE,
+    INFINITE,
+    LIGHTEST,
+    NAMES,
+    NAN,
+    rising,
+    write_runs,
+)
+
+RUNS = "fetch('/data/plugin/telemetry/runs').then((answer) => answer.json())"
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_runs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(
+    logdir: Path, loader: str, browser: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(logdir, log, fast=loader == "fast", wanted=3) as url:
+        yield url
+
+
+def test_known_values_have_known_colors(page: TelemetryPage) -> None:
+    page.open(run="colors", all="1")
+    rows = {name: page.pixel((i + 0.5) / 6, 0.5) for i, name in enumerate(COLORS)}
+    assert rows["low"] == DARKEST
+    assert rows["high"] == LIGHTEST
+    assert rows["zero"] == "#000000"
+    assert rows["infinite"] in INFINITE
+    assert rows["nan"] in NAN
+    assert rows["missing"] == page.frame.evaluate(
+        "getComputedStyle(document.documentElement).getPropertyValue('--missing').trim()"
+    )
+
+
+def test_what_is_usual_keeps_its_colors_beside_an_explosion(page: TelemetryPage) -> None:
+    page.open(run="explosion")
+    usual, larger, exploded = (page.pixel((i + 0.5) / 3, 0.99) for i in range(3))
+    assert (usual, exploded) == (DARKEST, LIGHTEST)
+    assert larger not in (usual, exploded)
+
+
+def test_a_long_name_is_cut_between_its_parts(page: TelemetryPage) -> None:
+    page.page.add_init_script("""{
+      const { fillText } = CanvasRenderingContext2D.prototype;
+      window.drawn = [];
+      CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+        drawn.push(text);
+        fillText.call(this, text, ...place);
+      };
+    }""")
+    page.open(run="explosion")
+    shown = {text for text in page.frame.evaluate("drawn") if "…" in text}
+    assert any(
+        text.endswith(("….10.attention.projection", "…10.attention.projection")) for text in shown
+    ), shown
+
+
+def test_a_click_opens_the_layer_and_escape_closes_it(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    page.heatmap.click(position=page.point(5.5 / 6, 30.5 / 60))
+    detail = page.locator(".detail[data-loaded=true]")
+    detail.wait_for()
+    assert "head" in detail.locator("h2").inner_text()
+    assert "step 30" in detail.inner_text()
+    detail.get_by_role("button", name="Exploding gradient, step 30").click()
+    said = page.locator(".chosen-alert").inner_text()
+    assert "The gradient of head exploded." in said
+    assert "The gradient of head exploded." not in page.locator(".alerts").inner_text()
+    assert page.link()["layer"] == ".head"
+    page.screenshot("page-detail")
+    page.page.keyboard.press("Escape")
+    detail.wait_for(state="detached")
+
+
+def test_alerts_are_listed_filtered_and_lead_to_their_cell(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    alerts = page.locator(".alerts .alert")
+    assert ["step 30" in alerts.nth(0).inner_text(), "step 7" in alerts.nth(1).inner_text()] == [
+        True,
+        True,
+    ]
+    page.locator(".alerts label:has-text('Severity') select").select_option("warning")
+    assert alerts.count() == 1
+    assert "Vanishing gradient" in alerts.first.inner_text()
+    alerts.first.click()
+    page.locator(".detail[data-loaded=true][data-layer='blocks.0.fc']").wait_for()
+    assert page.link()["step"] == "7"
+
+
+def test_two_runs_share_a_scale(page: TelemetryPage) -> None:
+    page.open(run="demo", other="colors")
+    page.locator(".panel").nth(1).wait_for()
+    assert page.locator(".run-name").all_inner_texts() == ["demo", "colors"]
+    page.screenshot("page-two-runs")
+    # 10^5 is the top of one run alone, but not beside another one with 10^6.
+    assert page.pixel(5.5 / 6, 0.5) != LIGHTEST
+    assert page.pixel(1.5 / 5, 0.05, panel=1) == LIGHTEST
+
+
+def test_zero_and_nan_of_one_run_are_differences_in_both(page: TelemetryPage) -> None:
+    page.open(run="sound", other="colors", mode="run", all="1")
+    first = page.locator(".first-nonfinite button")
+    first.nth(1).wait_for()
+    assert first.all_inner_texts() == ["First difference: step 0, in high and 3 more"] * 2
+    relative = [
+        {name: page.pixel((i + 0.5) / 6, 0.5, run) for i, name in enumerate(COLORS)}
+        for run in (0, 1)
+    ]
+    assert relative[0]["zero"] in INFINITE
+    assert relative[1]["zero"] == relative[0]["infinite"] == "#000000"
+    assert relative[0]["nan"] in NAN
+    assert relative[0]["low"] == relative[1]["low"] != relative[0]["missing"]
+
+
+def test_hostile_names_are_shown_as_text(page: TelemetryPage) -> None:
+    page.open(run=HOSTILE, layer="." + HOSTILE, step="2")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    page.heatmap.hover(position=page.point(0.25, 0.5))
+    page.locator(".tooltip").wait_for(state="visible")
+    assert HOSTILE in page.locator(".tooltip").inner_text()
+    assert HOSTILE in page.locator(".detail").inner_text()
+    assert HOSTILE in page.locator(".alerts").inner_text()
+    assert page.locator("img").count() == 0
+    assert page.frame.evaluate("window.hacked") is None
+    assert page.page.evaluate("window.hacked") is None
+
+
+def test_a_growing_run_is_followed_and_only_what_is_new_is_read(
+    page: TelemetryPage, logdir: Path, loader: str
+) -> None:
+    run = f"live-{loader}"
+    names = layout_of(NAMES)
+    write_run(logdir / run, names, steps=range(20), norms=rising, session="20260101-000000.000-a")
+    reload = page.page.locator("app-header-reload button").first
+    page.open(run="demo")
+    for _ in range(60):
+        if run in [known["name"] for known in page.frame.evaluate(RUNS)]:
+            break
+        page.page.wait_for_timeout(250)  # the loader looks once a second
+    reload.click()
+    page.locator("button[aria-label='Run: demo']").click()
+    page.locator(".runs[data-loaded]").get_by_role("button", name=run, exact=True).click()
+    page.locator(f".panel[data-run='{run}'][data-steps='20']").wait_for()
+    asked: list[str] = []
+    page.page.on("request", lambda request: asked.append(request.url))
+    write_run(
+        logdir / run, names, steps=range(20, 33), norms=rising, session="20260101-000000.000-a.0001"
+    )
+    for _ in range(60):
+        reload.click()
+        page.page.wait_for_timeout(250)
+        if page.locator(f".panel[data-run='{run}'][data-steps='33']").count():
+            break
+    assert page.locator(f".panel[data-run='{run}']").get_attribute("data-last-step") == "32"

@@ -1,0 +1,83 @@
+"""A thousand layers at a thousand steps take one request; ten thousand layers open thinned out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telemetry.layers import MATRIX_STATISTICS
+from tests.helpers.browser import TelemetryPage, serve
+from tests.helpers.known_runs import alert_at, layout_of, write_run
+
+FIRST_OPEN_BYTES = 4.5e6
+"""Of the picture of a million cells: a float32 each, and what names them."""
+
+
+def write_large(log_dir: Path, count: int, steps: int, every: int) -> None:
+    """``count`` layers at so many steps, with a fault in one cell that nothing may hide."""
+    names = [f"blocks.{i // 10}.layer{i % 10}" for i in range(count)]
+    noise = np.random.default_rng(0).lognormal(0, 1, (16, count)).astype(np.float32)
+
+    def norms(step: int) -> np.ndarray:
+        row = noise[step % 16].copy()
+        if step == steps // 2:
+            row[count // 2] = np.nan
+        return row
+
+    def matrices(step: int) -> np.ndarray:
+        return np.repeat(noise[step % 16][:, None], len(MATRIX_STATISTICS), axis=1)
+
+    write_run(
+        log_dir, layout_of(names), steps=range(steps), norms=norms, matrices=matrices,
+        every=every, losses=False, alerts=[alert_at(steps // 2, names[count // 2])],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def address(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    logdir = tmp_path_factory.mktemp("runs")
+    write_large(logdir / "thousand", 1000, 1000, every=1)
+    write_large(logdir / "ten-thousand", 10_000, 1000, every=100)
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(logdir, log, fast=True, wanted=2) as url:
+        yield url
+
+
+def test_a_thousand_layers_and_steps_are_fetched_once(page: TelemetryPage) -> None:
+    sizes: dict[str, int] = {}
+
+    def note(response: Any) -> None:
+        if "/data/plugin/telemetry/" in response.url:
+            sizes[response.url] = len(response.body())
+
+    page.page.on("response", note)
+    page.open(run="thousand")
+    panel = page.locator(".panel")
+    assert (panel.get_attribute("data-layers"), panel.get_attribute("data-steps")) == (
+        "1000",
+        "1000",
+    )
+    fetched = dict(sizes)
+    page.heatmap.focus()
+    for key in "+++0":
+        page.page.keyboard.press(key)
+        page.wait()
+    assert sum(fetched.values()) < FIRST_OPEN_BYTES
+    assert sizes == fetched
+    names = page.locator(".curve-legend span").all_inner_texts()
+    assert {"blocks.0.layer0", "blocks.50.layer0", "blocks.99.layer9"} <= set(names)  # 50: an alert
+    page.page.remove_listener("response", note)
+
+
+def test_ten_thousand_layers_open_thinned_out(page: TelemetryPage) -> None:
+    page.open(run="ten-thousand")
+    assert "Thinned out" in page.locator(".notice").inner_text()
+    assert page.locator(".panel").get_attribute("data-layers") == "10000"
+    # Zoomed in, every cell is there: also the one that was thinned away.
+    page.open(run="ten-thousand", zoom="490,510,4990,5010")
+    page.locator(".notice").wait_for(state="hidden")
+    assert page.pixel(0.525, 0.525) in {"#d5006d", "#ff7ac0"}

@@ -1,0 +1,476 @@
+"""From opening the page to knowing what happened: which run, when, where, and who was first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import axe_playwright_python
+import numpy as np
+import pytest
+
+from tests.helpers.browser import TelemetryPage, serve
+from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.page_runs import LIGHTEST
+from tests.helpers.story_runs import BLOCKS, BOOM, HOSTILE, write_story
+
+AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_story(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(browser: Any, logdir: Path) -> Iterator[str]:
+    with serve(logdir, logdir / "log", fast=True, wanted=3) as url:
+        yield url
+
+
+def zoom(page: TelemetryPage) -> tuple[float, float]:
+    step0, step1, *_ = page.link()["zoom"].replace("%2C", ",").split(",")
+    return float(step0), float(step1)
+
+
+# --- runs
+
+
+def test_the_newest_run_opens_and_the_others_follow_in_natural_order(page: TelemetryPage) -> None:
+    page.open()
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
+    row = page.locator(".runs tbody tr").first.inner_text()
+    for text in ("died", "399", "0.005", "Logit growth in head, step 20", "0.5"):
+        assert text in row
+    assert page.locator(".runs th").all_inner_texts()[-1].strip() == "lr"  # depth is the same
+
+
+def test_runs_are_filtered_sorted_and_opened(page: TelemetryPage) -> None:
+    page.open()
+    page.heatmap.focus()
+    page.page.keyboard.press("r")
+    page.locator(".runs[data-loaded]").wait_for()
+    page.page.keyboard.type("lr=0.01")
+    assert page.locator(".run-link").all_inner_texts() == ["old9"]
+    page.locator(".runs input").fill("")
+    page.locator(".runs").get_by_role("button", name="Run", exact=True).click()
+    assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
+    page.locator(".runs").get_by_role("button", name="lr", exact=True).click()
+    assert page.locator(".run-link").all_inner_texts() == ["old9", "boom", "old10"]
+    page.locator(".run-link").nth(2).focus()
+    page.page.keyboard.press("Enter")
+    page.locator(".panel[data-run=old10]").wait_for()
+    assert page.link()["run"] == "old10"
+    page.locator("button[aria-label='Beside: no run']").click()
+    page.locator(".runs[data-loaded] tr:has-text('boom')").click()
+    page.locator(".panel[data-run=boom]").wait_for()
+    page.locator("button:has-text('One run')").click()
+    page.locator(".panel[data-run=boom]").wait_for(state="detached")
+
+
+def test_a_column_keeps_the_width_it_was_dragged_to(page: TelemetryPage) -> None:
+    page.open(run="old9")
+    page.locator("button[aria-label='Run: old9']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    head = page.locator(".runs th", has_text="First alert")
+
+    def width() -> float:
+        box = head.bounding_box()
+        assert box is not None
+        return box["width"]
+
+    before, box = width(), head.bounding_box()
+    assert box is not None
+    mouse = page.page.mouse
+    for move, act in ((-3, mouse.down), (-100, mouse.up)):  # by its handle
+        mouse.move(box["x"] + before + move, box["y"] + box["height"] - 3, steps=4)
+        act()
+    narrow = width()
+    assert narrow < before - 50
+    page.locator(".runs").get_by_role("button", name="lr", exact=True).click()
+    assert width() == pytest.approx(narrow, abs=2)
+    page.page.keyboard.press("Escape")
+
+
+def test_one_statistic_of_many_runs_is_drawn_below_the_table(page: TelemetryPage) -> None:
+    page.open(run="old9", layer=".b", step="5")
+    page.locator("button[aria-label='Run: old9']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    curves = page.locator(".run-curves")
+    curves.locator("summary").click()
+    assert curves.locator("summary").inner_text() == "Gradient norm of b in these 3 runs"
+    legend = curves.locator(".curve-legend")
+    legend.wait_for()
+    assert sorted(legend.inner_text().split()) == ["old10", "old9"]  # boom has no such layer
+    curves.locator("canvas").hover(position={"x": 200, "y": 80})
+    page.locator(".tooltip tr:has-text('old9')").wait_for()
+    page.locator(".runs input").fill("lr=")
+    legend.filter(has_not_text="old10").wait_for()
+    page.page.keyboard.press("Escape")
+    page.open(run="old9")
+    page.locator("button[aria-label='Run: old9']").click()
+    assert page.locator(".run-curves summary").inner_text() == "Loss in these 3 runs"
+
+
+def test_a_range_of_a_hyperparameter_filters_the_table(page: TelemetryPage) -> None:
+    page.open(run="boom")
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    page.locator(".runs").get_by_role("button", name="Run", exact=True).click()
+    page.locator(".parallel summary").click()
+    canvas = page.locator(".parallel canvas[aria-label*=beta0]")
+    canvas.wait_for()
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    assert box is not None
+    mouse, x = page.page.mouse, box["x"] + 60  # the first axis; boom has the highest value
+    mouse.move(x, box["y"] + 90)
+    mouse.down()
+    mouse.move(x, box["y"] + 20, steps=4)
+    mouse.up()
+    assert page.locator(".run-link").all_inner_texts() == ["boom"]
+    canvas.click(position={"x": 60, "y": 100})
+    assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
+
+
+def test_a_run_that_began_since_the_page_was_read_opens(page: TelemetryPage) -> None:
+    known = '[{"name": "boom"}, {"name": "old9"}]'
+    page.page.route("**/plugin/telemetry/runs", lambda asked: asked.fulfill(body=known))
+    page.open(run="boom")
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded] .run-link", has_text="old10").click()
+    page.locator(".panel[data-run=old10]").wait_for()
+    assert page.link()["run"] == "old10"
+
+
+def test_enter_opens_the_only_run_that_is_left(page: TelemetryPage) -> None:
+    page.open()
+    page.heatmap.focus()
+    page.page.keyboard.press("r")
+    page.locator(".runs[data-loaded]").wait_for()
+    page.page.keyboard.type("old")
+    page.page.keyboard.press("Enter")  # there are two
+    assert page.locator(".run-link").all_inner_texts() == ["old9", "old10"]
+    page.page.keyboard.type("10")
+    heads = page.locator(".runs th").all_inner_texts()
+    assert "Last loss" in heads
+    assert "lr" not in heads  # that run has none
+    page.page.keyboard.press("Enter")
+    page.locator(".panel[data-run=old10]").wait_for()
+
+
+def test_a_link_to_a_run_that_is_not_there_says_so(page: TelemetryPage) -> None:
+    page.open(run="gone", other="lost")
+    said = page.locator(".missing-run")
+    assert said.inner_text() == "No telemetry data of “gone” and “lost”; this is “boom”."
+    page.open(run="old9", other="gone")
+    assert said.inner_text() == "No telemetry data of “gone”; this is “old9”."
+    page.locator("button[aria-label='Run: old9']").click()
+    page.locator(".runs[data-loaded] .run-link", has_text="old10").click()
+    page.locator(".panel[data-run=old10]").wait_for()
+    assert said.is_hidden()
+
+
+def test_details_are_of_the_run_that_was_clicked(page: TelemetryPage) -> None:
+    page.open(run="old9", other="old10")
+    detail = page.locator(".detail[data-loaded=true]")
+    for panel, name, norm in ((0, "old9", "2"), (1, "old10", "1")):
+        point = page.point(0.75, 0.5, panel)
+        page.locator(".heatmap").nth(panel).click(position=point)
+        detail.filter(has_text=name).wait_for()
+        assert detail.locator("tbody td").nth(panel).inner_text() == norm
+    link = page.link()
+    page.open(**link)
+    detail.filter(has_text="old10").wait_for()
+    page.locator(".heatmap").first.focus()
+    page.page.keyboard.press("ArrowLeft")
+    assert page.locator(".announcer").inner_text() == "old9: b, step 14: 2"
+    detail.filter(has_text="old9").wait_for()
+    assert "of" not in page.link()
+
+
+def test_two_runs_are_shown_relative_to_each_other(page: TelemetryPage) -> None:
+    page.open(run="old9", other="old10", mode="run")
+    first = page.locator(".first-nonfinite button")
+    first.nth(1).wait_for()
+    assert "First difference: step 0, in " in first.nth(0).inner_text()
+    for panel, relation in ((0, "×2"), (1, "÷2")):
+        page.locator(".heatmap").nth(panel).hover(position=page.point(0.75, 0.5, panel))
+        page.locator(".tooltip", has_text=relation).wait_for()
+    page.locator("button:has-text('One run')").click()
+    page.locator(".panel").nth(1).wait_for(state="detached")
+    page.locator(".heatmap").hover(position=page.point(0.75, 0.5))
+    page.locator(".tooltip", has_text="Gradient norm: 2").wait_for()
+
+
+# --- the story
+
+
+def test_a_run_that_is_mostly_nan_opens_where_it_came(page: TelemetryPage) -> None:
+    page.open(run="boom")
+    assert page.locator(".first-nonfinite").inner_text() == (
+        f"First NaN or infinity: step {BOOM}, in blocks.2.norm"
+    )
+    page.locator("button.reset:not([disabled])").wait_for()
+    opened = page.pixel(0.5, 0.99)
+    page.locator("button.reset").click()
+    page.locator("button.reset[disabled]").wait_for()
+    assert page.link()["zoom"] == "all"
+    page.page.reload()  # who asked for everything gets everything
+    page.wait()
+    page.locator("button.reset[disabled]").wait_for()
+    assert page.pixel(0.5, 0.2) != opened
+    page.locator(".first-nonfinite button").click()
+    assert zoom(page) == (BOOM - 20, BOOM + 21)
+
+
+def test_an_alert_shows_the_steps_around_it_and_who_moved_first(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all")
+    page.locator(".alerts .alert.error", has_text="exploded").click()
+    assert zoom(page) == (BOOM - 22, BOOM + 19)
+    assert page.frame.evaluate("scrollY") == 0
+    assert "The gradient exploded." in page.locator(".chosen-alert").inner_text()
+    page.locator(".movers li").nth(7).wait_for()
+    movers = page.locator(".movers li").all_inner_texts()
+    assert "blocks.2.norm" in movers[0]
+    assert f"step {BOOM - 4}" in movers[0]
+    assert "× 921" in movers[0]  # a hundred times by itself, ten times with all others
+    assert "9 of 9 layers" in page.locator(".movers h2").inner_text()
+    page.locator(".movers li button").nth(1).click()
+    assert page.link()["step"] == str(BOOM - 2)
+    assert page.locator(".movers li").count() == 8  # they stay until something else is chosen
+
+
+def test_movers_can_be_asked_for_at_any_step(page: TelemetryPage) -> None:
+    page.open(run="boom", layer=".head", step="60")
+    page.heatmap.focus()
+    page.page.keyboard.press("w")
+    page.locator(".movers", has_text="No layer's gradient norm was unusual at step 60").wait_for()
+    page.open(run="boom", layer=".head", step="10")
+    page.locator("button:has-text('Who moved first?')").click()
+    page.locator(".movers", has_text="Too few steps before step 10").wait_for()
+
+
+def test_a_link_leads_to_an_alert_and_who_moved_first(page: TelemetryPage) -> None:
+    page.open(run="boom")
+    page.locator(".alerts .alert.error", has_text="Exploding").click()
+    page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.locator("button:has-text('Link')").click()
+    page.locator("button:has-text('Copied')").wait_for()
+    assert page.page.evaluate("navigator.clipboard.readText()") == page.page.url
+    page.page.reload()
+    page.locator(".chosen-alert", has_text="The gradient exploded.").wait_for()
+    page.locator(".movers li", has_text="blocks.2.norm").wait_for()
+
+
+def test_back_undoes_a_zoom(page: TelemetryPage) -> None:
+    page.open(run="old9")
+    page.drag((0.1, 0.2), (0.9, 0.5))
+    page.locator("button.reset:not([disabled])").wait_for()
+    page.page.go_back()
+    page.locator("button.reset[disabled]").wait_for()
+    assert "zoom" not in page.link()
+    page.page.go_forward()
+    page.locator("button.reset:not([disabled])").wait_for()
+
+
+# --- what is around the picture
+
+
+def test_the_profile_over_the_depth_follows_the_pointer(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all")
+    profile = page.locator("canvas.profile")
+    assert profile.get_attribute("aria-label") == "Gradient norm over the depth at step 399"
+    page.heatmap.hover(position=page.point(0.5, 50.5 / 400))
+    assert "at step 50" in (profile.get_attribute("aria-label") or "")
+    page.locator(".tooltip:has-text('Gradient norm: ')").wait_for()
+    statistic = page.locator("label:has-text('Statistic') select")
+    statistic.focus()
+    page.page.keyboard.press("ArrowDown")  # the pointer stays where it is
+    page.locator(".tooltip:has-text('Gradient RMS: ')").wait_for()
+    assert statistic.evaluate("(select) => select === document.activeElement")
+
+
+def test_the_layers_curves_are_below_the_picture(page: TelemetryPage) -> None:
+    page.open(run="boom")
+    legend = page.locator(".panel > div:last-child .curve-legend span")
+    assert legend.all_inner_texts() == BLOCKS
+    page.open(run="boom", layer=".embed", zoom="90,110,6,9")
+    assert legend.all_inner_texts() == [*BLOCKS[6:], "embed"]  # the selected one is always there
+
+
+def test_a_crosshair_goes_through_all_that_is_over_steps(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all")
+    box = page.locator("canvas.strip").bounding_box()
+    plot = (page.heatmap.get_attribute("data-plot") or "").split(",")
+    assert box is not None
+    x = box["x"] + float(plot[0]) + float(plot[2]) * 50.5 / 400
+    page.page.mouse.move(x, box["y"] + 30)
+    tooltip = page.locator(".tooltip:has-text('step 50')")
+    tooltip.wait_for()
+    assert "0.0392" in tooltip.inner_text()  # the loss there, 2 / 51
+    hairs = page.locator(".plot .hair:visible")
+    for hair in hairs.all():
+        hair_box = hair.bounding_box()
+        assert hair_box is not None
+        assert abs(hair_box["x"] - x) < 2
+    assert hairs.count() == 2  # the strip, and the curves below the picture
+    label = page.locator("canvas.profile").get_attribute("aria-label") or ""
+    assert "at step 50" in label
+
+
+def test_layers_far_from_what_is_usual_are_listed(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all", step=str(BOOM - 3))
+    listed = page.locator(".extremes")
+    assert "Unusually large: 1" in listed.inner_text()  # a hundred times as much as the others
+    listed.get_by_role("button", name="blocks.2.norm").click()
+    assert page.link()["layer"] == ".blocks.2.norm"
+
+
+def test_the_controls_take_one_row_and_little_of_a_small_window(page: TelemetryPage) -> None:
+    page.page.set_viewport_size({"width": 1280, "height": 800})
+    page.open(run="boom", other="old9")
+    edges = "(nodes) => nodes.map((n) => n.getBoundingClientRect()).map((b) => [b.bottom, b.right])"
+    places = page.locator(".toolbar > *:visible").evaluate_all(edges)
+    assert len({round(bottom) for bottom, _ in places}) == 1
+    assert max(right for _, right in places) <= 1280
+    for width in (640, 480):
+        page.page.set_viewport_size({"width": width, "height": 400})
+        toolbar = page.locator(".toolbar").bounding_box()
+        assert toolbar is not None
+        assert toolbar["height"] < 80
+    page.locator("button.more").click()
+    page.locator("label:has-text('Search')").wait_for()
+
+
+def test_what_never_changes_is_not_drawn_as_the_largest(page: TelemetryPage) -> None:
+    page.open(run="old9")
+    assert page.pixel(0.5, 0.5) not in (LIGHTEST, "#000000")
+    assert page.locator(".first-nonfinite").is_hidden()
+
+
+def test_layers_are_ordered_by_role(page: TelemetryPage) -> None:
+    page.open(run="boom", zoom="all")
+    page.locator("label:has-text('Order') select").select_option("role")
+    page.heatmap.focus()
+    order = []
+    page.page.keyboard.press("ArrowDown")
+    for _ in BLOCKS:
+        order.append(page.link()["layer"])
+        page.page.keyboard.press("ArrowDown")
+    roles = [f".blocks.{block}.{role}" for role in ("attn.qkv", "fc1") for block in range(3)]
+    assert order == [".embed", ".head", *roles, ".blocks.2.norm"]
+    page.locator("label:has-text('Layers') select").select_option("1")
+    assert page.link()["folded"].replace("%2C", ",") == "Linear,attn.qkv,fc1"
+
+
+def test_a_search_without_hits_says_so(page: TelemetryPage) -> None:
+    page.open(run="boom", search="nothing")
+    assert "No layer matches “nothing”" in page.locator(".notice").inner_text()
+    page.heatmap.focus()
+    for key in ("ArrowDown", "ArrowRight", "n", "0"):
+        page.page.keyboard.press(key)
+
+
+def test_details_are_a_drawer_where_the_window_is_narrow(page: TelemetryPage) -> None:
+    page.page.set_viewport_size({"width": 1100, "height": 700})
+    page.open(run="boom")
+    page.locator(".alerts").wait_for(state="hidden")
+    page.locator("button.drawer-open").click()
+    page.locator(".alerts .alert.error", has_text="exploded").click()
+    box = page.locator(".side").bounding_box()
+    assert box is not None
+    assert box["y"] < 100
+    page.locator(".chosen-alert .alert").wait_for()
+    page.locator(".detail h2").wait_for()
+    assert page.locator(".side button:visible", has_text=re.compile("Close|✕")).count() == 1
+    page.heatmap.focus()
+    page.page.keyboard.press("Escape")
+    page.locator(".alerts").wait_for(state="hidden")
+
+
+def test_the_view_is_saved_as_picture_and_numbers(page: TelemetryPage, tmp_path: Path) -> None:
+    page.open(run="old10", zoom="10,20,0,2")
+    files = {}
+    for kind in ("png", "svg", "csv"):
+        page.locator("summary:has-text('Save')").click()
+        with page.page.expect_download() as started:
+            page.locator(f"button[aria-label='Save as {kind.upper()}']").click()
+        page.locator("summary:has-text('Save')").click()
+        started.value.save_as(tmp_path / kind)
+        assert started.value.suggested_filename == f"old10-grad_norm.{kind}"
+        files[kind] = (tmp_path / kind).read_bytes()
+    assert files["png"].startswith(b"\x89PNG")
+    texts = [node.text or "" for node in ElementTree.fromstring(files["svg"]).iter()]
+    assert HOSTILE.replace("\x01", "\ufffd") in texts
+    assert any("old10" in text and "steps 10 to 19" in text for text in texts)
+    head, *rows = files["csv"].decode().splitlines()
+    assert head == "run,step,module_name,type_name,grad_norm"
+    assert len(rows) == 20
+    assert rows[1] == "old10,10,b,Linear,1"
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_is_in_the_way_of_assistive_technology(page: TelemetryPage, dark: bool) -> None:
+    page.open(run="boom")
+    page.set_dark(dark)
+    frame = page.frame
+    assert frame.evaluate("[document.documentElement.lang, document.title]") == [
+        "en",
+        "Telemetry: boom",
+    ]
+    frame.evaluate(f"{AXE.read_text()};0")
+    check_access(page)
+    page.locator(".alerts .alert.error").first.click()
+    page.locator(".movers li").first.wait_for()
+    page.locator(".detail[data-loaded=true]").wait_for()
+    assert "error at step" in page.locator(".announcer").inner_text()
+    check_access(page)
+    page.page.set_viewport_size({"width": 1100, "height": 700})
+    page.locator("button.drawer-close").wait_for()
+    check_access(page)
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    check_access(page)
+
+
+def check_access(page: TelemetryPage) -> None:
+    found = page.frame.evaluate("axe.run(document)")["violations"]
+    assert [(item["impact"], item["id"], item["nodes"][0]["target"]) for item in found] == []
+
+
+# --- live; last, for it adds a run
+
+
+def test_live_reads_what_is_new_by_itself(page: TelemetryPage, logdir: Path) -> None:
+    def write(steps: range, part: str) -> None:
+        write_run(
+            logdir / "live", layout_of(["a", "b"]), steps=steps, norms=lambda _: np.ones(2, "f"),
+            session=f"20260101-000000.000-a{part}", alerts=[alert_at(20, None)] if part else (),
+        )  # fmt: skip
+
+    write(range(10), "")
+    page.open(run="boom")
+    live = page.locator("button[data-key=live]")
+    live.click()
+    while not page.locator(".run-link", has_text="live").count():  # the loader looks each second
+        page.page.wait_for_timeout(250)
+        page.locator("button[aria-label='Run: boom']").click()
+        page.locator(".runs[data-loaded]").wait_for()
+        if not page.locator(".run-link", has_text="live").count():
+            page.locator(".runs button:has-text('Close')").click()
+    page.locator(".run-link", has_text="live").click()
+    page.locator(".live:has-text('as of step 9')").wait_for()
+    write(range(10, 25), ".0001")
+    page.locator(".live:has-text('as of step 24')").wait_for()
+    said = page.locator(".announcer", has_text="New alert: error at step 20")
+    said.wait_for(state="attached")
+    live.click()
+    assert live.get_attribute("aria-pressed") == "false"

@@ -1,0 +1,281 @@
+"""What the page says of real runs is so: units, zeros, steps, channels, keys while data comes."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from telemetry import HookLogger
+from telemetry.events import FileWriter
+from telemetry.measure.images import _GAP_LEVEL
+from telemetry.writing import hparams
+from tests.helpers.browser import TelemetryPage, serve, wait_for
+from tests.helpers.known_runs import layout_of, write_run
+
+DIES, NAN, EVERY, STEPS = 24, 46, 10, 60
+MAPS = 10
+LR = {"lr/0": 0.1, "lr/1": 0.001}
+BEFORE = range(10)
+
+
+def cnn() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = {
+        "same": nn.Conv2d(1, MAPS, 1, bias=False), "conv": nn.Conv2d(MAPS, 8, 3), "act": nn.ReLU(),
+        "flat": nn.Flatten(), "fc": nn.Linear(8 * 30 * 30, 3),
+    }  # fmt: skip
+    layers["same"].weight.data[:] = 1  # all maps are the input
+    layers["same"].weight.data[-1] = 2 * _GAP_LEVEL / 255 - 1  # a filter as gray as the gaps
+    return nn.Sequential(OrderedDict(layers))
+
+
+def batch() -> torch.Tensor:
+    """Images of which the corner has the gray of the gaps between maps."""
+    images = (torch.rand(16, 1, 32, 32) > 0.5).float()
+    images[:, :, :8, :8] = _GAP_LEVEL / 255
+    return images
+
+
+def train(log_dir: Path, *, dies: bool = False, is_nan: bool = False) -> None:
+    model = cnn()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with HookLogger(model, log_dir, every_n_steps=EVERY) as logger:
+        for step in range(STEPS):
+            images = batch() * (torch.nan if is_nan and step == NAN else 1)
+            if dies and step == DIES:
+                model.conv.bias.data -= 100  # type: ignore[union-attr, operator]
+            loss = nn.functional.cross_entropy(model(images), torch.arange(16) % 3)
+            logger.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def write_growing(log_dir: Path, steps: range, part: str = "") -> None:
+    write_run(
+        log_dir, layout_of(["a", "b", "other"]), steps=steps,
+        session=f"20260101-000000.000-a{part}",
+        norms=lambda step: np.full(3, step + 1, np.float32),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    train(folder / "dead", dies=True)
+    train(folder / "nan", is_nan=True)
+    write_growing(folder / "growing", BEFORE)
+    sweeps = {name: {"lr": rate} for name, rate in LR.items()}
+    others = {f"batch/{i}": {"a_batch": 2**i, "optimizer": f"o{i}"} for i in range(2)}
+    for name, values in {**sweeps, **others}.items():
+        write_growing(folder / name, BEFORE)
+        writer = FileWriter(folder / name)
+        writer.write_values(hparams.values_of(values, ["loss"]), 0)
+        writer.close()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(logdir: Path, browser: Any) -> Iterator[str]:
+    with serve(logdir, logdir / "log", fast=True, wanted=7) as url:
+        yield url
+
+
+def details(page: TelemetryPage) -> list[list[str]]:
+    """The rows of the statistics of a layer."""
+    page.locator(".detail[data-loaded=true]").wait_for()
+    rows = page.locator(".statistics tbody tr").all()
+    return [row.locator("th, td:not(:has(canvas))").all_inner_texts() for row in rows]
+
+
+def test_dead_units_lead_to_the_relu_in_which_they_are(page: TelemetryPage) -> None:
+    page.open(run="dead")
+    page.locator(".alerts .alert", has_text="Dead units").last.click()
+    assert page.link()["layer"] == ".act"
+    assert ["Dead units", "100 %"] in details(page)
+    assert page.locator(".units p").inner_text().endswith("dead: 0-7")
+    assert page.locator(".chosen-alert .alert-layer").all_inner_texts() == ["conv", "seen in act"]
+    page.open(run="dead", layer=".conv", step=page.link()["step"])
+    assert ["Dead units", "0 %"] in details(page)
+    assert page.locator(".units p").inner_text().endswith("zero behind a ReLU: 0-7")
+    page.locator(".detail .to-alert", has_text="Dead units").first.wait_for()
+
+
+def test_what_was_measured_earlier_says_when(page: TelemetryPage) -> None:
+    page.open(run="nan", layer=".fc", step=str(NAN))
+    rows = details(page)
+    place = next(i for i, row in enumerate(rows) if len(row) == 1)
+    assert {row[0]: row[1] for row in rows[:place]} == {
+        "Gradient norm": "NaN",
+        "Gradient RMS": "NaN",
+    }
+    assert rows[place] == [f"measured at step {NAN - NAN % EVERY}"]
+    assert "Update ratio" in [row[0] for row in rows[place:]]
+    page.open(run="nan", layer=".fc", step="40")
+    assert all(len(row) == 2 for row in details(page))
+    page.open(run="nan", layer=".fc", step=str(NAN), statistic="update_ratio")
+    page.heatmap.focus()
+    page.page.keyboard.press("ArrowUp")  # a ReLU has none
+    page.page.keyboard.press("ArrowDown")
+    said = page.locator(".announcer").inner_text()
+    assert re.fullmatch(rf"fc, step {NAN}: \S+ \(of step {NAN - NAN % EVERY}\)", said)
+
+
+def test_zeros_are_a_bar_of_their_own(page: TelemetryPage) -> None:
+    page.open(run="nan", layer=".act", step="20")
+    rows = details(page)
+    share = next(row[1] for row in rows if row[0] == "Zero fraction")
+    assert 20 < float(share.split()[0]) < 80
+    caption = page.locator(".detail p", has_text="Exactly zero").inner_text()
+    assert f"Exactly zero: {share}" in caption
+    found = re.search(r"Linear up to ±(\S+),", caption)
+    assert found is not None
+    assert 0.01 < float(found[1]) < 10
+    page.locator(".detail button.enlarge").first.click()
+    shares, values = page.locator(".large .quantiles tr").all()
+    quantiles = dict(
+        zip(shares.inner_text().split("\t"), values.inner_text().split("\t"), strict=True)
+    )
+    assert quantiles["5 %"] == "0"
+    assert float(quantiles["95 %"]) > 0.1
+    histogram = page.locator(".large canvas")
+    box = histogram.bounding_box()
+    assert box is not None
+    # The lowest of the bars, which are of this step.
+    histogram.hover(position={"x": box["width"] - 20, "y": box["height"] - 26})
+    page.locator(".tooltip", has_text="exactly zero").filter(has_text=share).wait_for()
+    page.page.keyboard.press("Escape")
+
+
+def test_each_map_has_the_number_of_its_channel(page: TelemetryPage) -> None:
+    page.open(run="nan", layer=".same", step="20")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    for title, count in (("Feature maps", MAPS), ("Filters", MAPS)):
+        page.locator(".pictures", has_text=title).locator("button.enlarge").click()
+        page.locator(f".large canvas[aria-label$='numbered 0 to {count - 1}']").wait_for()
+        page.page.keyboard.press("Escape")
+    page.locator(".pictures", has_text="Feature maps").locator("button.enlarge").click()
+    canvas = page.locator(".large canvas[aria-label*=numbered]")
+    canvas.wait_for()
+    # White digits on dark at the corners of the maps, three or four in a row; none behind the last.
+    columns = round(MAPS**0.5)
+    rows = -(-MAPS // columns)
+    whitest = canvas.evaluate(
+        """(canvas, [rows, columns]) => Array.from({ length: rows * columns }, (_, i) => {
+          const x = ((i % columns) * (canvas.width - 1)) / columns;
+          const y = (Math.floor(i / columns) * (canvas.height - 1)) / rows;
+          const { data } = canvas.getContext("2d").getImageData(x + 4, y + 4, 12, 12);
+          return Math.max(...data.filter((_, place) => place % 4 < 3));
+        })""",
+        [rows, columns],
+    )
+    assert [white > 200 for white in whitest] == [True] * MAPS + [False] * (rows * columns - MAPS)
+    page.page.keyboard.press("Escape")
+
+
+def test_enter_opens_what_is_left_and_nothing_else(page: TelemetryPage) -> None:
+    page.open(run="nan")
+    page.locator("button[data-key=Run]").focus()
+    page.page.keyboard.press("Enter")
+    page.locator(".runs[data-loaded]").wait_for()
+    page.page.keyboard.type("growing")
+    page.page.keyboard.press("Enter")
+    page.locator(".panel[data-run=growing]").wait_for()
+    assert page.locator("dialog[open]").count() == 0
+    search = page.locator("label:has-text('Search') input")
+    search.fill("b")
+    search.press("Enter")
+    page.locator(".detail[data-layer=b][data-loaded=true]").wait_for()
+    page.page.keyboard.press("Escape")
+    page.open(run="growing")
+    search.fill("oth")
+    search.press("Enter")
+    page.locator(".detail[data-layer=other]").wait_for()
+    page.open(run="growing")
+    search.fill("")
+    search.press("Enter")  # there are three
+    assert "layer" not in page.link()
+
+
+def test_a_cell_outside_of_the_zoom_is_not_marked(page: TelemetryPage) -> None:
+    marked = """() => {
+      const canvas = document.querySelector("canvas.overlay");
+      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      return data.some((value) => value > 0);
+    }"""
+    page.open(run="growing", layer=".a", step="2")
+    assert page.frame.evaluate(marked)
+    for zoom in ("4,8,0,3", "0,2,0,3", "0,10,1,3"):
+        page.open(run="growing", layer=".a", step="2", zoom=zoom)
+        assert not page.frame.evaluate(marked), zoom
+    page.open(run="growing", layer=".a", step="2", zoom="1,3,0,1")
+    assert page.frame.evaluate(marked)
+
+
+def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage) -> None:
+    page.open(run="nan")
+    page.locator("button[data-key=Run]").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    page.locator(".parallel summary").click()
+    canvas = page.locator(".parallel canvas[aria-label]")
+    canvas.wait_for()
+    axes = (canvas.get_attribute("aria-label") or "").partition(" of ")[0].split(", ")
+    assert axes.index("lr") > 0
+    colors = canvas.evaluate(
+        """(canvas, share) => [36, 170].map((y) => {
+          const ratio = canvas.width / canvas.clientWidth;
+          const x = 60 + share * (canvas.clientWidth - 120);
+          const place = [(x - 1.5) * ratio, y * ratio].map(Math.round);
+          return canvas.getContext("2d").getImageData(...place, 1, 1).data[3];
+        })""",
+        axes.index("lr") / (len(axes) - 1),
+    )
+    assert min(colors) > 100  # both rates, at the ends of the axis
+    page.page.keyboard.press("Escape")
+
+
+def test_keys_work_while_data_comes(page: TelemetryPage, logdir: Path) -> None:
+    held: list[Any] = []
+
+    def hold() -> None:
+        page.page.unroute_all(behavior="wait")
+        page.open(run="growing", layer=".a", step="3")
+        page.page.route("**/plugin/telemetry/matrix*", lambda route: held.append(route))
+        page.heatmap.focus()
+
+    def answer() -> None:
+        while held:
+            held.pop().continue_()
+
+    hold()
+    page.locator("label:has-text('Statistic') select").select_option("weight_norm")
+    wait_for(lambda: page.page.wait_for_timeout(20) or held, "the question for a statistic")
+    page.heatmap.focus()
+    for key in ("ArrowRight", "ArrowDown", "n", "+", "ArrowLeft"):
+        page.page.keyboard.press(key)
+    assert (page.link()["layer"], page.link()["step"]) == (".b", "3")
+    answer()
+    page.locator(".notice", has_text="not measured").wait_for()
+    hold()
+    write_growing(logdir / "growing", range(10, 20), ".0001")
+
+    def is_asked() -> bool:
+        page.locator("button[data-key=reload]").click()
+        page.page.wait_for_timeout(300)
+        return bool(held)
+
+    wait_for(is_asked, "the question for what is new")
+    page.heatmap.focus()
+    page.page.keyboard.press("ArrowRight")
+    page.page.keyboard.press("ArrowDown")
+    assert (page.link()["layer"], page.link()["step"]) == (".b", "4")
+    answer()
+    page.locator(".panel[data-steps='20']").wait_for()

@@ -1,0 +1,311 @@
+"""The Telemetry page as people use it: in Chromium, inside of TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorboard_data_server
+
+from tests.helpers.browser import TelemetryPage, serve, wait_for
+from tests.helpers.page_runs import NAN, write_runs
+
+
+@pytest.fixture(scope="module")
+def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_runs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(logdir: Path, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serve(
+        logdir, log, fast=tensorboard_data_server.server_binary() is not None, wanted=3
+    ) as url:
+        yield url
+
+
+def test_layers_without_the_statistic_are_shown_on_request(page: TelemetryPage) -> None:
+    page.open(run="colors")
+    assert page.pixel(4.5 / 5, 0.5) in NAN  # the last of five rows
+    page.locator("label:has-text('Layers') select").select_option("all")
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    assert page.link()["all"] == "1"
+
+
+def test_hovering_names_layer_step_and_value(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    page.heatmap.hover(position=page.point(1.5 / 6, 20.5 / 60))
+    tooltip = page.locator(".tooltip")
+    tooltip.wait_for(state="visible")
+    text = tooltip.inner_text()
+    assert "blocks.0.fc" in text
+    assert "step 20" in text
+    assert "10.2" in text
+
+
+def test_the_keyboard_moves_through_steps_and_layers(page: TelemetryPage) -> None:
+    page.open(run="demo", layer=".blocks.0.fc", step="20")
+    page.heatmap.focus()
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        page.page.keyboard.press(key)
+    assert (page.link()["layer"], page.link()["step"]) == (".blocks.0.act", "21")
+    for key in ("Home", "PageDown", "Shift+ArrowRight"):
+        page.page.keyboard.press(key)
+    assert (page.link()["layer"], page.link()["step"]) == (".head", "10")
+    page.page.keyboard.press("n")
+    assert (page.link()["layer"], page.link()["step"]) == (".blocks.0.fc", "7")
+    # What is read out at each key is short.
+    said = page.locator(".announcer")
+    assert said.inner_text() == (
+        "warning at step 7: Vanishing gradient in blocks.0.fc. blocks.0.fc, step 7: 10.1"
+    )
+    page.page.keyboard.press("ArrowRight")
+    assert said.inner_text() == "blocks.0.fc, step 8: 10.1"
+
+
+def test_dragging_zooms_in_both_directions(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    whole = page.pixel(0.1, 0.5)
+    page.drag((3.1 / 6, 0.25), (5.9 / 6, 0.5))
+    step0, step1, row0, row1 = map(float, page.link()["zoom"].replace("%2C", ",").split(","))
+    assert (row0, row1) == (3, 6)
+    assert step0 == pytest.approx(15, abs=1)
+    assert step1 == pytest.approx(30, abs=1)
+    page.locator("button.reset:not([disabled])").wait_for()
+    assert page.pixel(0.1, 0.5) != whole
+    page.page.keyboard.press("0")
+    page.locator("button.reset[disabled]").wait_for(state="attached")
+    assert page.pixel(0.1, 0.5) == whole
+
+
+def test_groups_fold_into_one_row(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    largest = page.pixel(4.5 / 6, 0.5)
+    page.locator("label:has-text('Layers') select").select_option("1")
+    assert page.link()["folded"] == "blocks"
+    # Three rows: stem, blocks, head; a group has the color of its largest layer.
+    wait_for(lambda: page.pixel(0.5, 0.5) == largest, "the folded picture")
+
+
+@pytest.mark.parametrize("every_layer", ["", "1"])
+def test_picture_profile_and_tooltip_show_the_same_of_a_folded_group(
+    page: TelemetryPage, every_layer: str
+) -> None:
+    page.open(run="apart", mode="own", folded="group", all=every_layer, step="9")
+    assert page.pixel(0.25, 0.95) == "#08407e"  # the end for what is too small
+    point, has_range = page.frame.evaluate(PROFILE)
+    assert point < 0.2
+    assert has_range
+    page.heatmap.click(position=page.point(0.25, 0.95))
+    assert page.link()["layer"] == ".group.small"
+
+
+PROFILE = """() => {
+  const canvas = document.querySelector("canvas.profile");
+  const { width, height } = canvas;
+  const { data } = canvas.getContext("2d").getImageData(0, 0, width, height >> 1);
+  const style = getComputedStyle(document.documentElement);
+  const placesOf = (name) => {
+    const hex = style.getPropertyValue(`--${name}`).trim();
+    const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+    const isIt = (i) => data[i] === r && data[i + 1] === g && data[i + 2] === b;
+    return Array.from({ length: data.length / 4 }, (_, i) => i).filter((i) => isIt(4 * i));
+  };
+  const places = placesOf("curve1").map((i) => (i % width) / width);
+  return [Math.min(...places), placesOf("missing").length > 20];
+}"""
+"""Of the upper half of the profile: where its line is leftmost, and whether it shows a range."""
+
+
+def test_a_layer_is_compared_with_layers_of_its_role(page: TelemetryPage) -> None:
+    page.open(run="roles", step="4")
+    assert page.locator(".extremes").is_hidden()
+    page.open(run="roles", step="5")
+    assert page.locator(".extremes li").all_inner_texts() == ["blocks.1.norm\n0.1 (100x above)"]
+
+
+def test_a_parameter_without_gradients_is_marked_as_frozen(page: TelemetryPage) -> None:
+    page.open(run="roles", layer=".frozen", all="1")
+    page.locator(".detail .frozen", has_text="Frozen: weight").wait_for()
+    page.open(run="roles", layer=".blocks.0.fc")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    assert page.locator(".detail .frozen").count() == 0
+
+
+def test_a_link_keeps_groups_apart_whatever_they_are_called(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    names = ["a,b", "c%2Cd", "50%", "blocks.0"]
+    found = page.page.evaluate(
+        """async (names) => {
+            const { defaultState, fromLink, toLink } = await import(
+                "/data/plugin/telemetry/static/permalink.js"
+            );
+            const link = toLink({ ...defaultState(), folded: new Set(names) });
+            return [...fromLink(link).folded];
+        }""",
+        names,
+    )
+    assert found == names
+
+
+def test_a_search_leaves_the_layers_that_match(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    page.locator(".toolbar input[type=search]").fill("act")
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    page.page.wait_for_function("location.hash.includes('search=act')")
+    top = page.pixel(0.25, 0.5)
+    page.open(run="demo")
+    assert top == page.pixel(2.5 / 6, 0.5)
+
+
+def test_values_are_shown_relative_to_a_median(page: TelemetryPage) -> None:
+    page.open(run="demo", mode="own")
+    middle = {page.pixel((row + 0.5) / 6, 0.45) for row in range(6)}
+    assert len(middle) == 1  # each layer is at its own median
+    page.open(run="demo", mode="depth")
+    assert len({page.pixel((row + 0.5) / 6, 0.5) for row in range(6)}) == 6
+
+
+def test_units_are_shown_over_steps(page: TelemetryPage) -> None:
+    page.open(run="demo", layer=".stem", step="25")
+    units = page.locator(".units")
+    units.scroll_into_view_if_needed()
+    assert "3 units; at step 20 dead: 0" in units.inner_text()
+    box = units.locator("canvas").bounding_box()
+    assert box is not None
+    units.locator("canvas").hover(position={"x": box["width"] * 0.99 - 10, "y": 24})
+    text = page.locator(".tooltip").inner_text()
+    assert "Unit 1 at step 50" in text
+    assert "-50 to 50" in text
+    page.open(run="demo", layer=".head")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    assert page.locator(".units").count() == 0
+
+
+def test_curves_without_a_place_on_the_axis_are_marked_at_its_edges(page: TelemetryPage) -> None:
+    page.open(run="demo")
+    curves = {"values": [1.0, 10.0, 1000.0]}, {"values": [0.0] * 3}, {"values": ["NaN"] * 3}
+    above, below = page.page.evaluate(EDGES, [*curves])
+    assert (above, below) == (["#0000ff"], ["#00ff00"])
+
+
+EDGES = """async (given) => {
+  const { drawChart } = await import("/data/plugin/telemetry/static/chart.js");
+  const colors = ["#ff0000", "#00ff00", "#0000ff"];
+  const curves = given.map(({ values }, i) => (
+    { values: values.map(Number), steps: [10, 20, 30], color: colors[i], label: "" }
+  ));
+  const theme = { smallFont: "10px sans-serif", line: "#000000", muted: "#000000" };
+  const canvas = document.createElement("canvas");
+  const view = { step0: 0, step1: 40 };
+  drawChart(canvas, { curves, view, theme, width: 200, height: 100, left: 40, log: true });
+  const ratio = canvas.width / 200;
+  const colorsAt = (y) => {
+    const row = canvas.getContext("2d").getImageData(0, Math.floor(y * ratio), canvas.width, 1);
+    const found = colors.filter((color) => {
+      const wanted = [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
+      const isIt = (_, i) => i % 4 === 0 && wanted.every((part, n) => row.data[i + n] === part);
+      return row.data.some(isIt);
+    });
+    return found;
+  };
+  return [colorsAt(4), colorsAt(96)];
+}"""
+"""The colors of curves just above and below the axis of a chart."""
+
+
+def test_the_page_follows_dark_mode(page: TelemetryPage) -> None:
+    page.open(run="colors", all="1", dark=True)
+    assert page.locator("html.dark").count() == 1
+    dark = page.pixel(5.5 / 6, 0.5)
+    page.screenshot("page-dark")
+    page.set_dark(False)
+    assert page.pixel(5.5 / 6, 0.5) != dark
+
+
+def test_a_link_restores_what_was_seen(page: TelemetryPage) -> None:
+    link = {
+        "run": "demo", "statistic": "weight_norm", "mode": "depth", "folded": "blocks.0",
+        "layer": ".head", "step": "30", "search": "b",
+    }  # fmt: skip
+    page.open(**link)
+    page.page.reload()
+    page.wait()
+    assert page.link() == link
+    assert page.locator("label:has-text('Statistic') select").input_value() == "weight_norm"
+    assert "head" in page.locator(".detail h2").inner_text()
+
+
+def test_no_other_host_is_asked(page: TelemetryPage) -> None:
+    asked: list[str] = []
+    page.page.on("request", lambda request: asked.append(request.url))
+    page.open(run="demo", layer=".head")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    ours = [url for url in asked if "/plugin/telemetry/" in url]
+    assert ours
+    assert all(url.startswith((page.address, "data:", "about:")) for url in asked)
+
+
+def test_a_narrow_window_is_enough(page: TelemetryPage) -> None:
+    page.page.set_viewport_size({"width": 900, "height": 900})
+    page.open(run="demo", layer=".head", step="30")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    assert page.frame.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.screenshot("page-narrow")
+
+
+@pytest.mark.parametrize(
+    ("route", "answer", "state", "text"),
+    [
+        ("runs", "[]", "empty", "No run with telemetry yet"),
+        ("run?*", '{"newerFormat": "format 9"}', "newer", "newer version of telemetry"),
+    ],
+)
+def test_every_state_has_its_message(
+    page: TelemetryPage, route: str, answer: str, state: str, text: str
+) -> None:
+    page.page.route(
+        f"**/plugin/telemetry/{route}",
+        lambda request: request.fulfill(body=answer, content_type="application/json"),
+    )
+    page.open(ready=state)
+    assert text in page.locator(".message").inner_text()
+    page.screenshot(f"page-{state}")
+
+
+def test_an_empty_page_fills_when_data_has_come(page: TelemetryPage) -> None:
+    runs = "**/plugin/telemetry/runs"
+    page.page.route(runs, lambda asked: asked.fulfill(body="[]", content_type="application/json"))
+    page.open(ready="empty")
+    page.page.unroute(runs)
+    page.wait()
+    page.locator(".panel[data-steps]").wait_for()
+
+
+def test_a_failure_can_be_tried_again(page: TelemetryPage) -> None:
+    page.page.route("**/plugin/telemetry/matrix?*", lambda request: request.abort())
+    page.open(ready="error")
+    assert "could not be shown" in page.locator(".message").inner_text()
+    page.page.unroute("**/plugin/telemetry/matrix?*")
+    page.locator(".message button").click()
+    page.wait()
+    page.errors.clear()  # the browser itself complains about the aborted request
+
+
+def test_loading_is_shown(page: TelemetryPage) -> None:
+    held: list[Any] = []
+
+    def hold(request: Any) -> None:
+        held.append(request)
+
+    page.page.route("**/plugin/telemetry/matrix?*", hold)
+    page.open(ready="false")
+    page.locator(".message[data-state=loading]").wait_for()
+    for request in held:
+        request.abort()  # else its task is found pending, and said to be, in another test
+    page.errors.clear()

@@ -1,0 +1,216 @@
+"""The report: one file, opened from disk in Chromium, that shows what the page shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from telemetry.commands import report as report_module
+from telemetry.commands.report import write_report
+from telemetry.events import FileWriter, summaries
+from telemetry.layers import MATRIX_STATISTICS
+from telemetry.writing.page import PageWriter
+from tests.helpers import serialized
+from tests.helpers.browser import PIXEL
+from tests.helpers.hostile_runs import png
+from tests.helpers.known_runs import alert_at, layout_of, write_run
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+HOSTILE = "</script><img src=x onerror=window.hacked=1>"
+NAMES = ["low", HOSTILE, "high"]
+
+
+def norms(step: int) -> np.ndarray:
+    return np.array([1, 1e3, 1e6], np.float32)
+
+
+def write_demo(log_dir: Path) -> None:
+    ones = np.ones((3, len(MATRIX_STATISTICS)), np.float32)
+    write_run(
+        log_dir, layout_of(NAMES), steps=range(40), norms=norms, matrices=lambda _: ones, every=10,
+        alerts=[alert_at(20, HOSTILE, message=HOSTILE)],
+    )  # fmt: skip
+    writer = FileWriter(log_dir)
+    edges = np.linspace(-1, 1, 11)
+    buckets = serialized.histogram("activation/0002.high", edges[:-1], edges[1:], np.ones(10))
+    picture = summaries.image("feature_maps/0002.high", [png(1, 1)], 1, 1)
+    writer.write_values([buckets, picture], 10)
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    write_demo(folder / "demo")
+    path = folder / "report.html"
+    assert write_report(folder / "demo", path) == []
+    return path
+
+
+def test_the_report_asks_for_nothing_else(report: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    assert not re.search(r'(src|href)="(?!data:)', text)
+    assert "default-src 'none'" in text
+
+
+def test_data_cannot_end_its_script(report: Path) -> None:
+    text = report.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    data = json.loads(found[1])
+    assert data["overview"]["layers"][1]["name"] == HOSTILE
+    assert HOSTILE not in text
+
+
+def test_the_report_opens_from_disk(report: Path, browser: Browser) -> None:
+    errors: list[str] = []
+    page = browser.new_page(viewport={"width": 1300, "height": 800})
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+    page.goto(f"{report.as_uri()}#p.telemetry.layer=.high&p.telemetry.step=10")
+    check_page(page)
+    page.emulate_media(media="print")
+    assert page.locator(".toolbar").is_hidden()
+    assert page.locator(".alerts").is_visible()
+    page.close()
+    assert errors == []
+
+
+def test_a_printed_report_has_its_picture_in_light_colors(report: Path, browser: Browser) -> None:
+    page = browser.new_page(color_scheme="dark")
+    page.goto(report.as_uri())
+    page.locator("html[data-ready=true].dark").wait_for(state="attached")
+    page.emulate_media(media="print", color_scheme="dark")
+    # In a layer of its own, the canvas does not erase the picture below where it clears itself.
+    assert float(page.locator(".overlay").evaluate("(n) => getComputedStyle(n).opacity")) < 1
+    assert page.evaluate(LABELS) > 200
+    assert page.evaluate(f"window.dispatchEvent(new Event('beforeprint')), {LABELS}") < 150
+    page.close()
+
+
+LABELS = """(() => {
+    const canvas = document.querySelector("canvas.cells");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, 100, canvas.height);
+    const isInk = (_, i) => i % 4 === 0 && data[i + 3] > 200;
+    return Math.max(...data.filter(isInk));
+})()"""
+"""How bright the brightest of the names beside the picture is, 0 to 255."""
+
+
+def check_page(page: Page) -> None:
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    assert "demo" in page.locator(".report-title").inner_text()
+    rows = [page.evaluate(PIXEL, [(i + 0.5) / 3, 0.1, 0]) for i in range(3)]
+    assert (rows[0], rows[2]) == ("#440154", "#fde725")
+    detail = page.locator(".detail[data-loaded=true]")
+    detail.wait_for()
+    assert "Histogram over time" in detail.inner_text()
+    assert detail.locator("img").get_attribute("src", timeout=5000) is not None
+    assert HOSTILE in page.locator(".alerts").inner_text()
+    assert page.evaluate("window.hacked") is None
+    detail.get_by_role("button", name="Enlarge", exact=True).first.click()
+    assert page.locator(".large b").inner_text() == "step 10"
+    values = page.locator(".large .quantiles td").all_inner_texts()
+    expected = [-0.98, -0.9, -0.5, 0, 0.5, 0.9, 0.98]  # of ten equal bins from -1 to 1
+    assert [float(value) for value in values[1:]] == pytest.approx(expected, abs=0.03)
+    page.keyboard.press("Escape")
+    page.locator("label:has-text('Statistic') select").select_option("weight_norm")
+    page.locator(".panel[data-steps='4']").wait_for()
+
+
+STRIP = """() => {
+    const canvas = document.querySelector("canvas.strip");
+    const { width, height } = canvas;
+    const { data } = canvas.getContext("2d").getImageData(0, 0, width, height);
+    const columns = [];
+    for (let x = 0; x < width; x++) {
+        const rows = [...Array(height).keys()].filter((y) => {
+            const [red, , blue, alpha] = data.subarray(4 * (y * width + x));
+            return alpha > 100 && blue - red > 100;
+        });
+        if (rows.length) columns.push([rows[0] / height, rows[rows.length - 1] / height]);
+    }
+    return columns;
+}"""
+"""Of each column of the strip in which there is a curve, where it begins and ends."""
+
+
+def test_a_learning_rate_is_drawn_as_steps(tmp_path: Path, browser: Browser) -> None:
+    write_run(tmp_path / "demo", layout_of(NAMES), steps=range(40), norms=norms, losses=False)
+    writer = FileWriter(tmp_path / "demo")
+    for step, rate in ((0, 0.1), (39, 0.01)):
+        writer.write_values([summaries.scalar("learning_rate/0", rate)], step)
+    writer.close()
+    write_report(tmp_path / "demo", tmp_path / "report.html")
+    page = browser.new_page(viewport={"width": 1300, "height": 800})
+    page.goto((tmp_path / "report.html").as_uri())
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    columns = page.evaluate(STRIP)
+    page.close()
+    assert len(columns) > 100
+    assert [column for column in columns if column[0] > 0.3 and column[1] < 0.7] == []
+
+
+def test_a_large_run_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telemetry.commands.report.MAX_LAYERS_IN_DETAIL", 1)
+    monkeypatch.setattr("telemetry.commands.report.MAX_CELLS", 30)
+    write_demo(tmp_path / "demo")
+    write_report(tmp_path / "demo", tmp_path / "small.html")
+    text = (tmp_path / "small.html").read_text(encoding="utf-8")
+    found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    assert json.loads(found[1])["histograms"] == {}
+
+
+def test_what_was_recorded_around_a_fault_is_in_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telemetry.commands.report.flight_files", lambda _: [tmp_path])
+    monkeypatch.setattr("telemetry.commands.report.explain", lambda _: HOSTILE)
+    write_demo(tmp_path / "demo")
+    write_report(tmp_path / "demo", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Around alerts and exceptions" in text
+    assert HOSTILE not in text
+
+
+def test_files_without_our_data_are_reported(tmp_path: Path) -> None:
+    writer = FileWriter(tmp_path)
+    writer.write_values([summaries.scalar("loss", 1.0)], 0)
+    writer.close()
+    with pytest.raises(ValueError, match="no telemetry data"):
+        write_report(tmp_path, tmp_path / "report.html")
+
+
+def test_a_run_with_an_alert_and_no_step_has_a_report(tmp_path: Path, browser: Browser) -> None:
+    writer = FileWriter(tmp_path)
+    writer.write_values([PageWriter().alert_value(alert_at(0, None), 0)], 0)
+    writer.close()
+    write_report(tmp_path, tmp_path / "report.html")
+    page = browser.new_page(viewport={"width": 1300, "height": 800})
+    failed: list[object] = []
+    page.on("pageerror", lambda error: failed.append(error))
+    page.goto((tmp_path / "report.html").as_uri())
+    page.locator(".panel[data-layers='0'][data-steps='0']").wait_for()
+    for key in ("n", "w", "Escape", "ArrowDown", "+", "0"):
+        page.keyboard.press(key)
+    notices = page.locator(".notice").all_inner_texts()
+    page.close()
+    assert failed == []
+    assert [notice for notice in notices if "matches" in notice] == []
+
+
+def test_pictures_beyond_the_limit_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_demo(tmp_path / "demo")
+    monkeypatch.setattr(report_module, "MAX_PICTURES_BYTES", 10)
+    [problem] = write_report(tmp_path / "demo", tmp_path / "report.html")
+    assert "pictures" in problem

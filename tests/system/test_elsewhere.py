@@ -1,0 +1,128 @@
+"""The code that takes alerts and runs elsewhere, against servers and folders of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import socketserver
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email import message_from_bytes
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+PAGE = (ROOT / "docs" / "elsewhere.md").read_text(encoding="utf-8")
+
+
+CODE = {
+    section.partition("\n")[0]: "".join(re.findall(r"^```python\n(.*?)^```", section, re.S | re.M))
+    for section in PAGE.split("\n## ")
+}
+INTRODUCTION = CODE["# Alerts where people are"]
+
+
+@contextmanager
+def serving(server: socketserver.TCPServer) -> Iterator[str]:
+    """The server's address, while it answers."""
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_alerts_arrive_in_slack_and_by_mail_and_training_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: list[dict[str, str]] = []
+    mailed: list[bytes] = []
+    trained = threading.Event()
+
+    class Slack(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert trained.wait(30), "training has waited for this answer"
+            posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Mail(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.wfile.write(b"220 here\r\n")
+            while line := self.rfile.readline():
+                if line.upper().startswith(b"DATA"):
+                    self.wfile.write(b"354 go on\r\n")
+                    mailed.append(b"".join(iter(self.rfile.readline, b".\r\n")))
+                self.wfile.write(
+                    b"221 bye\r\n" if line.upper().startswith(b"QUIT") else b"250 ok\r\n"
+                )
+
+    training = CODE["In the training"] + "    trained.set()\n"  # still in the logger's block
+    names: dict[str, Any] = {"trained": trained}
+    monkeypatch.chdir(tmp_path)
+    servers = HTTPServer(("127.0.0.1", 0), Slack), socketserver.TCPServer(("127.0.0.1", 0), Mail)
+    with serving(servers[0]) as slack, serving(servers[1]) as mail:
+        monkeypatch.setenv("SLACK_WEBHOOK_URL", f"http://{slack}/services/x")
+        monkeypatch.setenv("SMTP_SERVER", mail)
+        monkeypatch.setenv("MAIL_TO", "me@example.com")
+        exec(INTRODUCTION + CODE["Slack"] + CODE["E-mail"] + training, names)
+    [alert] = [a for a in names["logger"].alerts if a.severity != "note"]
+    assert [message["text"].split("\n")[0] for message in posted] == [f"*{alert.title}*"]
+    [message] = map(message_from_bytes, mailed)
+    assert message["Subject"] == f"error: {alert.title}"
+    assert message.get_payload(decode=True).decode().splitlines() == alert.message.splitlines()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the page's training has run, without telling anybody."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(INTRODUCTION + CODE["In the training"].replace(", on_alert=tell", ""), {})
+    return folder
+
+
+def run_section(name: str, folder: Path, **env: str) -> None:
+    paths = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"}
+    subprocess.run(
+        [sys.executable, "-c", f"import telemetry\n{CODE[name]}"],
+        cwd=folder,
+        env=paths | env,
+        check=True,
+    )
+
+
+def test_a_run_is_logged_to_wandb(trained: Path) -> None:
+    run_section("Weights & Biases", trained, WANDB_MODE="offline", WANDB_SILENT="true")
+    [file] = trained.glob("wandb/offline-run-*/*.wandb")
+    content = file.read_bytes()
+    assert b"nonfinite" in content
+    assert b"grad_norm/total" in content
+    assert b"width" in content
+
+
+def test_a_run_is_logged_to_mlflow(trained: Path) -> None:
+    # A data base as MLflow recommends it needs more packages than its small distribution has.
+    uri = (trained / "mlruns").as_uri()
+    run_section("MLflow", trained, MLFLOW_TRACKING_URI=uri, MLFLOW_ALLOW_FILE_STORE="true")
+    [loss] = trained.glob("mlruns/*/*/metrics/loss")
+    rows = [line.split() for line in loss.read_text().splitlines()]
+    assert [int(step) for _, _, step in rows] == list(range(20))
+    assert float(rows[0][1]) > 0
+    assert next(trained.glob("mlruns/*/*/params/lr")).read_text() == "0.05"
+    assert next(trained.glob("mlruns/*/*/tags/first_alert")).read_text().startswith("nonfinite")
+    assert list(trained.glob("mlruns/*/*/artifacts/alerts.jsonl"))

@@ -1,0 +1,101 @@
+"""The example trains, says what it saw, and finds its own faults."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import train_mnist
+from telemetry.writing.links import command
+from tests.helpers.plain_events import EventAccumulator
+
+
+@pytest.fixture(autouse=True)
+def _restore_socket_timeout() -> Iterator[None]:
+    timeout = socket.getdefaulttimeout()
+    yield
+    socket.setdefaulttimeout(timeout)
+
+
+@pytest.fixture
+def no_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that can download nothing."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Error downloading train-images-idx3-ubyte.gz:\nTried https://...")
+
+    monkeypatch.setattr(train_mnist, "MNIST", fail)
+
+
+def run(capsys: pytest.CaptureFixture[str], log_dir: Path, *arguments: str) -> str:
+    """What the example prints, with its log in ``log_dir``."""
+    train_mnist.main(["--log-dir", str(log_dir), "--device", "cpu", *arguments])
+    return capsys.readouterr().out
+
+
+def test_mnist_is_learned_and_raises_no_alert(
+    mnist_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    printed = run(capsys, tmp_path, "--data", str(mnist_dir))
+    assert caplog.messages == []
+    accuracy = re.search(r"test accuracy +([\d.]+)%", printed)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 97
+    assert re.search(r"alerts +none", printed)
+    assert f"{command(str(tmp_path))} --port 6006\n" in printed
+    assert printed.endswith(f"/#telemetry&p.telemetry.run={tmp_path.name}\n")
+
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(375))
+    assert [event.step for event in events.Scalars("test_accuracy")] == [125, 250, 375]
+    assert {"activation/0000.conv1", "weight/0000.conv1.weight"} <= set(events.Tags()["tensors"])
+
+
+@pytest.mark.usefixtures("no_mnist")
+def test_without_mnist_small_digits_are_learned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_mnist.main(["--epochs", "2"])
+    printed = capsys.readouterr().out
+    assert printed.startswith(
+        "No MNIST (Error downloading train-images-idx3-ubyte.gz); training on"
+    )
+    assert re.search(r"alerts +none", printed)
+    [log_dir] = tmp_path.glob("runs/*")
+    assert re.fullmatch(r"digits-\d{8}-\d{6}", log_dir.name)
+    shown = EventAccumulator(str(log_dir)).Reload().SummaryMetadata("_hparams_/session_start_info")
+    assert all(name in shown.plugin_data.content for name in (b"digits", b"fault", b"batch_size"))
+
+
+@pytest.mark.usefixtures("no_mnist")
+@pytest.mark.parametrize("seed", ["0", "1"])
+@pytest.mark.parametrize(
+    ("fault", "alert"),
+    [
+        ("exploding", r"exploding_gradient in hidden\.\d+ at step 0"),
+        ("vanishing", r"vanishing_gradient in conv1 at step \d"),
+        (
+            "nonfinite",
+            r"nonfinite in conv1 at step 10",
+        ),
+        ("dead", r"dead_units in hidden\.0 at step \d"),
+        ("saturated", r"saturated_units in hidden\.1 at step \d"),
+        ("lr_too_high", r"loss_divergence at step \d"),
+        ("lr_too_low", r"no_learning at step \d+"),
+    ],
+)
+def test_each_fault_is_found_in_its_layer(
+    fault: str, alert: str, seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = run(capsys, tmp_path, "--fault", fault, "--seed", seed, "--every-n-steps", "10")
+    # A run that is lost may well show a second fault; the first one told is the one that was made.
+    assert re.search(rf"alerts +\d+\n  {alert}", printed)

@@ -1,0 +1,84 @@
+"""Attention that collapses, and logits that grow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telemetry.alerts.attention import AttentionCollapse, LogitGrowth, _entropy
+from telemetry.testing import capture_run
+from tests.helpers.small_runs import train
+
+
+class Net(nn.Module):
+    """One layer of attention over eight tokens."""
+
+    def __init__(self, scale: float, name: str = "attention") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.query, self.key = nn.Linear(1, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale, self.name = scale, name
+        self.add_module(name, nn.Softmax(-1))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x[..., None])
+        weights = getattr(self, self.name)(self.scale * self.query(h) @ self.key(h).mT)
+        logits: Tensor = self.head((weights @ h).mean(1))
+        return logits
+
+
+def test_rows_that_see_one_token_are_noted_once() -> None:
+    [alert] = train(AttentionCollapse(), 30, model=Net(1000.0))
+    assert (alert.severity, alert.module_name) == ("note", "attention")
+    assert alert.value < 0.1
+
+
+@pytest.mark.parametrize("model", [Net(0.25), Net(1000.0, name="gate")])
+def test_even_rows_and_other_softmaxes_are_none(model: nn.Module) -> None:
+    assert train(AttentionCollapse(), 30, model=model) == []
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 20.0])
+def test_the_entropy_of_a_histogram_is_that_of_the_rows(scale: float) -> None:
+    model = nn.Sequential(nn.Linear(12, 12), nn.Softmax(-1))
+    seen: list[Tensor] = []
+    model[1].register_forward_hook(lambda module, given, output: seen.append(output.detach()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with capture_run(model, rules=[]) as run:
+        model(scale * torch.randn(64, 12)).square().sum().backward()
+        optimizer.step()
+    [rows] = seen
+    exact = torch.special.entr(rows.double()).sum(-1).mean().item() / math.log(12)
+    assert _entropy(run.records[0].outputs["1", 0]) == pytest.approx(exact, abs=0.02)  # type: ignore[index]
+
+
+class Scores(nn.Module):
+    """Of each token with each other; the future is masked."""
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        scores = query @ key.mT
+        return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1) > 0, -float("inf"))
+
+
+class ScoringNet(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.query, self.key, self.scale = nn.Linear(1, 16), nn.Linear(1, 16), scale
+        self.attn = nn.ModuleDict({"scores": Scores()})
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[..., None]
+        weights = self.attn["scores"](self.scale * self.query(tokens), self.key(tokens)).softmax(-1)
+        logits: Tensor = self.head((weights @ tokens)[..., 0])
+        return logits
+
+
+@pytest.mark.parametrize(("scale", "count"), [(0.25, 0), (1e5, 1)])
+def test_very_large_scores_of_attention_are_noted(scale: float, count: int) -> None:
+    alerts = train(LogitGrowth(), 20, model=ScoringNet(scale))
+    assert [(alert.severity, alert.stage) for alert in alerts] == [("note", "started")] * count

@@ -1,0 +1,34 @@
+"""Units that die one after another."""
+
+from __future__ import annotations
+
+import pytest
+from torch.optim import SGD
+
+from telemetry.alerts.units import DeadUnits
+from tests.helpers.small_runs import net, train
+
+
+@pytest.mark.parametrize("gradient_is_left", [False, True])
+def test_dead_units_become_an_error_in_the_end(gradient_is_left: bool) -> None:
+    model = net()
+    _, bias, *head = model.parameters()
+    optimizer = SGD(model.parameters(), 0.1)
+
+    def silence(step: int) -> None:
+        if step == 150:
+            bias.data[1:] = -999.0
+        elif step == 160:
+            bias.data[0] = -999.0
+            for parameter in head:
+                parameter.requires_grad_(gradient_is_left)
+
+    found = train(DeadUnits(), 200, model=model, optimizer=optimizer, before=silence, every=1)
+    assert [(a.severity, a.stage) for a in found] == [
+        ("warning", "started"),
+        ("error", "escalated"),
+    ]
+    assert "31 of 32 units of 0 (1-31) get no gradient" in found[0].message
+    seen = "32 of 32 units of 0 get no gradient from any input of 2 batches"
+    assert (seen in found[-1].message) == gradient_is_left  # else at once, whatever units are left
+    assert [(a.module_name, a.observed_in) for a in found] == [("0", "1"), ("0", "1")]

@@ -1,0 +1,269 @@
+"""A detector says what it finds in a step; when that is told, and when it is over, follows."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from telemetry import Alert, Baseline, Detector, Finding, HookLogger, StepRecord
+from telemetry.alerts import default_rules
+from telemetry.testing import alerts_of
+from tests.helpers.scripted import Scripted, at, finding, record
+
+
+def told(detector: Detector, records: Iterable[StepRecord]) -> list[tuple[int, str]]:
+    return [(alert.step, alert.stage) for alert in alerts_of(records, [detector])]
+
+
+def steps(count: int, **known: Any) -> list[StepRecord]:
+    return [record(step, **known) for step in range(count)]
+
+
+# --- confirmation --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("confirm", "begins"), [(1, [0, 2, 5]), (2, [3, 6]), (3, [7]), (4, [])])
+def test_findings_in_a_row_make_an_alert(confirm: int, begins: list[int]) -> None:
+    detector = Scripted(at(0, 2, 3, 5, 6, 7), confirm_after=confirm)
+    begun = [step for step, stage in told(detector, steps(20)) if stage == "started"]
+    assert begun == begins
+
+
+def test_what_is_certain_needs_no_confirmation() -> None:
+    assert told(Scripted(at(4, confirmed=True), confirm_after=3), steps(5)) == [(4, "started")]
+
+
+def test_full_steps_are_asked_for_until_a_finding_is_confirmed() -> None:
+    detector, baseline = Scripted(at(0, 4, 6, 8), on="full", confirm_after=3), Baseline()
+    asks = []
+    for step in range(10):
+        list(detector.evaluate(record(step, full=step % 2 == 0), baseline))
+        asks.append(detector.requests_full_step)
+    # Found at step 0, not at 2, then at 4, 6 and 8: a light step between changes nothing.
+    assert asks == [True, True, False, False, True, True, True, True, False, False]
+
+
+def test_a_detector_of_all_steps_asks_only_where_it_says_so() -> None:
+    detector = Scripted(at(0, 1), confirm_after=3)
+    list(detector.evaluate(record(0), Baseline()))
+    assert not detector.requests_full_step
+    detector.needs_full_step = True
+    assert detector.requests_full_step
+
+
+@pytest.mark.parametrize(
+    ("on", "looks"), [("step", [0, 1, 2, 3, 4]), ("full", [0, 3]), ("loss", [0, 1])]
+)
+def test_it_looks_at_the_steps_that_it_names(on: str, looks: list[int]) -> None:
+    detector = Scripted(at(*range(5), momentary=True), on=on)
+    losses = [1.0, 2.0, None, math.nan, math.inf]
+    records = [
+        record(
+            step, full=step in (0, 3), scalars={} if loss is None else {"loss": loss},
+            loss_tag="loss",
+        )
+        for step, loss in enumerate(losses)
+    ]  # fmt: skip
+    assert [step for step, _ in told(detector, records)] == looks
+
+
+# --- how long it lasts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("clear_after", "end"), [(1, 1), (2, 4), (3, 5)])
+def test_a_fault_is_over_after_looks_without_a_finding(clear_after: int, end: int) -> None:
+    detector = Scripted(at(0, 2), clear_after=clear_after)
+    assert told(detector, steps(9))[:2] == [(0, "started"), (end, "resolved")]
+
+
+def test_only_steps_that_it_looks_at_count() -> None:
+    detector = Scripted(at(0), on="full", clear_after=2)
+    records = [record(step, full=step % 10 == 0) for step in range(30)]
+    assert told(detector, records) == [(0, "started"), (20, "resolved")]
+
+
+def test_a_finding_that_waits_to_be_confirmed_again_is_no_look_without_one() -> None:
+    detector = Scripted(at(0, 1, 3, 5), confirm_after=2, clear_after=2)
+    assert told(detector, steps(9)) == [(1, "started"), (7, "resolved")]
+
+
+def test_a_fault_that_lasts_is_not_over() -> None:
+    detector = Scripted(at(0), lasts_at=range(2, 6), clear_after=2)
+    assert told(detector, steps(9)) == [(0, "started"), (7, "resolved")]
+
+
+def test_the_end_says_what_has_ended() -> None:
+    detector = Scripted(at(3, module_name="fc_1"), kind="my_kind", severity="error")
+    begin, end = alerts_of(steps(5), [detector])
+    assert (begin.kind, begin.module_name, begin.severity) == ("my_kind", "fc_1", "error")
+    assert (begin.value, begin.threshold, begin.message) == (1.0, 0.0, "Seen.\nAdvice.")
+    assert end.message == "Over: my kind in fc_1, begun at step 3."
+    assert end.severity == "warning"
+
+
+def test_what_is_over_already_begins_and_ends_at_once() -> None:
+    detector = Scripted(at(7, started_at=5, resolved=True))
+    assert told(detector, steps(9)) == [(5, "started"), (7, "resolved")]
+
+
+def test_a_fact_of_a_step_neither_lasts_nor_ends() -> None:
+    assert told(Scripted(at(2, 3, momentary=True)), steps(9)) == [(2, "started"), (3, "started")]
+
+
+# --- severity ------------------------------------------------------------------------------------
+
+
+def test_a_warning_grows_worse_when_it_becomes_an_error() -> None:
+    kinds = ["warning", "warning", "error", "error", "warning", "error"]
+    detector = Scripted({step: finding(severity=kind) for step, kind in enumerate(kinds)})
+    alerts = alerts_of(steps(6), [detector])
+    assert [(a.step, a.stage, a.severity) for a in alerts] == [
+        (0, "started", "warning"),
+        (2, "escalated", "error"),
+    ]
+
+
+def test_a_finding_can_be_worse_at_the_same_severity() -> None:
+    found = at(0, 1, 2) | at(3, escalates=True, value=9.0)
+    *_, worse = alerts_of(steps(5), [Scripted(found, clear_after=9)])
+    assert (worse.step, worse.stage, worse.value) == (3, "escalated", 9.0)
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+class NoLoss(Detector):
+    """Counts losses that are NaN, and remembers some more, of each type that may be remembered."""
+
+    kind = "no_loss"
+    severity = "error"
+    confirm_after = "losses"
+    losses = 3
+    share = 0.5
+    _bad: int = 0
+    _seen: deque[float]
+    _by_step: dict[int, tuple[float, ...]]
+
+    def set_up(self) -> None:
+        self._seen, self._by_step = deque(maxlen=2), {}
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        self._seen.append(float(record.step))
+        self._by_step[record.step] = tuple(self._seen)
+        return finding() if len(self._by_step) % 7 > self.share else None
+
+    def find_in_loss(self, step: int, loss: float) -> Finding | None:
+        self._bad += math.isnan(loss)
+        return finding(value=self._bad) if self._bad >= self.losses else None
+
+
+def test_a_loss_is_judged_before_its_step_ends() -> None:
+    detector = NoLoss()
+    alerts = [alert for _ in range(9) for alert in detector.on_loss(5, math.nan)]
+    assert [(alert.step, alert.value) for alert in alerts] == [(5, 3.0)]
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+class Stricter(NoLoss):
+    losses = 2
+    depth = 4
+    counted: int = 0  # what it remembers is no limit
+
+
+def test_limits_are_the_public_numbers_of_the_class_and_of_those_before_it() -> None:
+    assert NoLoss.limits() == ["losses", "share"]
+    assert Stricter.limits() == ["losses", "share", "depth"]
+
+
+def test_users_set_limits_of_one_detector() -> None:
+    detector = Stricter(losses=5, share=0.1)
+    assert (detector.losses, detector.share, detector.depth) == (5, 0.1, 4)
+    assert (Stricter().losses, Stricter.losses) == (2, 2)
+
+
+def test_a_limit_can_be_the_findings_that_confirm() -> None:
+    [begun, *_] = alerts_of(steps(9), [NoLoss(losses=5)])
+    assert begun.step == 4
+
+
+@pytest.mark.parametrize("name", ["los", "_bad", "counted", "clear_after", "kind"])
+def test_what_is_no_limit_is_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"Stricter\({name}=1\): no such limit"):
+        Stricter(**{name: 1})
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", range(1, 14))
+def test_a_detector_goes_on_from_its_state(cut: int) -> None:
+    records = steps(20, full=True)
+
+    def both() -> list[Detector]:
+        fault = at(2, 3, 4, 8, 12, 13, severity="warning") | at(5, severity="error")
+        return [Scripted(fault, confirm_after=3, clear_after=2, on="full"), NoLoss()]
+
+    for before, after, whole in zip(both(), both(), both(), strict=True):
+        first = alerts_of(records[:cut], [before])
+        after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+        second = alerts_of(records[cut:], [after])
+        assert first + second == alerts_of(records, [whole])
+        assert len(first + second) >= 2
+        assert repr(after.state_dict()) == repr(whole.state_dict())
+
+
+def test_a_limit_is_that_of_the_new_run() -> None:
+    after = NoLoss(losses=5)
+    after.load_state_dict(NoLoss(losses=4).state_dict())
+    assert after.losses == 5
+
+
+# --- in a logger ---------------------------------------------------------------------------------
+
+
+class LargeBias(Detector):
+    kind = "large_bias"
+    on = "full"
+    confirm_after = 2
+    largest = 10.0
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        largest = float(record.weights["bias"].sketch.max)
+        if largest <= self.largest:
+            return None
+        seen = f"The largest bias is {largest:.3g} at age {baseline.age}"
+        return finding(value=largest, threshold=self.largest, summary=seen)
+
+
+@pytest.mark.parametrize("form", ["list", "dict"])
+def test_a_detector_of_ones_own_watches_a_run(tmp_path: Path, form: str) -> None:
+    model, own = nn.Linear(4, 2), LargeBias(largest=20.0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    alerts: Any = [*default_rules(), own] if form == "list" else {"large_bias": own}
+    told: list[Alert] = []
+    with HookLogger(model, tmp_path, every_n_steps=10, alerts=alerts, on_alert=told.append) as log:
+        for step in range(60):
+            if step in (20, 40):
+                nn.init.constant_(model.bias, 30.0 if step == 20 else 0.0)
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            log.flush()
+    mine = [alert for alert in told if alert.kind == "large_bias"]
+    assert [alert.stage for alert in mine] == ["started", "resolved"]
+    begin, end = mine
+    assert 20 < begin.step < 30  # asked for, after step 20: the next that is due is 30
+    assert end.step == 40
+    assert begin.threshold == 20.0
+    assert begin.message.startswith("The largest bias is 2")
+    assert f"at age {begin.step}." in begin.message

@@ -1,0 +1,443 @@
+"""Of the faults that follow from each other the first is told, with the others listed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+import pytest
+from torch.optim import SGD
+
+from telemetry import Alert, Baseline, Detector, StepRecord
+from telemetry.alert import Severity
+from telemetry.alerts import default_rules, rules_from
+from telemetry.alerts.configuration import _RULES
+from telemetry.alerts.engine import Engine
+from telemetry.testing import alerts_of
+from tests.helpers.interrupted_runs import RUNS
+from tests.helpers.interrupted_runs import train as train_interrupted
+from tests.helpers.scripted import Scripted, at, finding, record
+from tests.helpers.small_runs import net, train
+
+
+def cause(*steps: int, **others: Any) -> Scripted:
+    """A fault that explains others; it is an error and lasts for these steps."""
+    return Scripted(at(*steps), **{"kind": "cause", "severity": "error", **others})
+
+
+def effect(*steps: int, kind: str = "effect", clear_after: int = 99, **others: Any) -> Scripted:
+    """A fault that may follow from it; it lasts unless told otherwise."""
+    others = {"severity": "error", "explained_by": {"cause"}, **others}
+    return Scripted(at(*steps), kind=kind, clear_after=clear_after, **others)
+
+
+def alerts_from(*detectors: Detector, steps: int = 100) -> list[Alert]:
+    return alerts_of(map(record, range(steps)), [Engine(detectors)])
+
+
+def told(*detectors: Detector, steps: int = 100) -> list[tuple[int, str, str]]:
+    return [(a.step, a.stage, a.kind) for a in alerts_from(*detectors, steps=steps)]
+
+
+# --- causes and consequences ---------------------------------------------------------------------
+
+
+def test_a_consequence_is_not_told_but_listed() -> None:
+    both = effect(5, module_name="my_layer"), cause(5)
+    follower = Scripted(at(5, module_name="my_layer"), kind="dead_units", explained_by={"cause"})
+    [found] = alerts_from(cause(*range(5, 100)), follower, steps=6)
+    assert (found.kind, found.consequences) == ("cause", ("dead_units in my_layer",))
+    assert found.message == "Seen.\nIt leads to: dead units in my_layer.\nAdvice."
+    assert told(cause(*range(5, 100)), effect(7)) == [(5, "started", "cause")]
+    assert [kind for _, _, kind in told(*both, steps=6)] == ["effect", "cause"]  # it comes first
+
+
+def test_what_nothing_explains_is_told() -> None:
+    other = effect(7, explained_by={"another"})
+    assert told(cause(*range(5, 100)), other) == [(5, "started", "cause"), (7, "started", "effect")]
+
+
+@pytest.mark.parametrize(("distance", "hidden"), [(200, True), (201, False)])
+def test_a_cause_explains_what_begins_within_200_steps(distance: int, hidden: bool) -> None:
+    found = told(cause(*range(5, 300)), effect(5 + distance), steps=300)
+    assert [kind for _, _, kind in found] == ["cause"] + ["effect"] * (not hidden)
+
+
+def test_a_consequence_explains_no_less_than_its_cause() -> None:
+    second = effect(350, kind="second")
+    found = told(cause(*range(5, 400)), effect(180), second, steps=400)
+    assert [kind for _, _, kind in found] == ["cause"]  # 170 steps after the last consequence
+
+
+def test_the_earliest_of_several_causes_is_the_cause() -> None:
+    first = cause(*range(5, 50), severity="warning")
+    later = cause(*range(6, 50), severity="warning", kind="later")
+    found = alerts_from(later, first, effect(7, explained_by={"cause", "later"}))
+    [worse] = [alert for alert in found if alert.stage == "escalated"]
+    assert (worse.kind, worse.consequences) == ("cause", ("effect",))
+
+
+@pytest.mark.parametrize("severity", ["warning", "error"])
+def test_a_lasting_consequence_is_told_though_its_cause_is_as_severe(severity: Severity) -> None:
+    first = cause(*range(5, 100), severity=severity)
+    seen = finding(summary="7 of 9 units", value=7.0, threshold=9.0, advice="Other advice.")
+    second = Scripted(
+        {77: seen, 78: seen}, kind="dead_units", severity=severity, explained_by={"cause"},
+        persistent=True, clear_after=99,
+    )  # fmt: skip
+    [_, worse] = alerts_from(first, second, steps=90)
+    assert (worse.kind, worse.step, worse.stage) == ("cause", 77, "escalated")
+    assert (worse.value, worse.threshold, worse.severity) == (7.0, 9.0, severity)
+    said = "7 of 9 units. It follows from the cause of step 5."
+    assert worse.message.split("\n") == [said, "It leads to: dead units.", "Advice."]
+
+
+def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences() -> None:
+    first = cause(*range(5, 100), severity="warning")
+    second = Scripted(
+        at(7, summary="And"), kind="my_effect", explained_by={"cause"}, persistent=True
+    )
+    [_, worse] = alerts_from(first, effect(7), second, steps=8)
+    assert (worse.stage, worse.severity, worse.step) == ("escalated", "error", 7)
+    assert worse.consequences == ("effect", "my_effect")
+    assert worse.message.startswith(
+        "And. Seen. It follows from the cause of step 5.\nIt leads to: "
+    )
+    assert "It leads to: effect, my effect." in worse.message
+
+
+def test_a_lasting_note_makes_nothing_worse() -> None:
+    note = effect(7, severity="note", persistent=True)
+    assert told(cause(*range(5, 100)), note) == [(5, "started", "cause")]
+
+
+def test_what_began_before_a_cause_does_not_follow_from_it() -> None:
+    found = at(3, severity="warning") | at(7, severity="error")
+    earlier = Scripted(found, kind="effect", explained_by={"cause"}, clear_after=99)
+    assert told(cause(*range(5, 100)), earlier) == [
+        (3, "started", "effect"),
+        (5, "started", "cause"),
+        (7, "escalated", "effect"),
+    ]
+
+
+def test_a_lasting_consequence_is_told_when_its_cause_is_over() -> None:
+    later = effect(7, persistent=True)
+    assert told(cause(*range(5, 30)), later, steps=50) == [
+        (5, "started", "cause"),
+        (7, "escalated", "cause"),
+        (30, "resolved", "cause"),
+        (30, "started", "effect"),
+    ]
+    *_, last = alerts_from(cause(*range(5, 30)), effect(7, persistent=True), steps=50)
+    assert last.message == "Seen. That was at step 7, and it has not ended.\nAdvice."
+
+
+def test_a_consequence_that_is_over_first_is_told_no_more() -> None:
+    assert told(cause(*range(5, 30)), effect(7, persistent=True, clear_after=3)) == [
+        (5, "started", "cause"),
+        (7, "escalated", "cause"),
+        (30, "resolved", "cause"),
+    ]
+
+
+def test_other_consequences_pass_with_their_cause() -> None:
+    assert told(cause(*range(5, 30)), effect(7, clear_after=53)) == [
+        (5, "started", "cause"),
+        (30, "resolved", "cause"),
+    ]
+
+
+def test_a_note_explains_notes_alone() -> None:
+    note = cause(*range(5, 100), severity="note")
+    assert [kind for _, _, kind in told(note, effect(7))] == ["cause", "effect"]
+    note = cause(*range(5, 100), severity="note")
+    assert [kind for _, _, kind in told(note, effect(7, severity="note"))] == ["cause"]
+
+
+@pytest.mark.parametrize(("place", "is_told"), [("image", False), ("images", True), ("head", True)])
+def test_a_layer_without_a_gradient_is_told_once(place: str, is_told: bool) -> None:
+    first = Scripted(at(20, module_name="image.0"), kind="vanishing_gradient", clear_after=99)
+    later = Scripted(
+        at(89, module_name=place, momentary=True), kind="untrained_parameters",
+        explained_by={"vanishing_gradient"},
+    )  # fmt: skip
+    found = [kind for _, _, kind in told(first, later)]
+    assert found == ["vanishing_gradient"] + ["untrained_parameters"] * is_told
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+def test_an_explosion_follows_from_a_loss_that_jumped_with_the_learning_rate(jumps: bool) -> None:
+    spike = Scripted(at(*range(15, 60)), kind="loss_spike")
+    explosion = Scripted(at(19), kind="exploding_gradient", explained_by={"loss_spike"})
+    rates = [5.0 if jumps and step >= 14 else 0.1 for step in range(60)]
+    records = [record(step, learning_rates=(rate,)) for step, rate in enumerate(rates)]
+    begun = [
+        a.kind for a in alerts_of(records, [Engine([spike, explosion])]) if a.stage == "started"
+    ]
+    assert begun == ["loss_spike"] + ["exploding_gradient"] * (not jumps)
+
+
+@pytest.mark.parametrize(("after", "said"), [(0, True), (20, True), (21, False)])
+@pytest.mark.parametrize("explained_by_rate_jump", [True, False])
+def test_a_jump_of_the_learning_rate_is_to_blame_for_what_follows(
+    after: int, said: bool, explained_by_rate_jump: bool
+) -> None:
+    fault = Scripted(at(10 + after, advice="a\nb"), explained_by_rate_jump=explained_by_rate_jump)
+    records = [record(step, learning_rates=(0.1 if step < 10 else 5.0,)) for step in range(60)]
+    message = alerts_of(records, [Engine([fault])])[0].message
+    said = said and explained_by_rate_jump
+    assert ("after the learning rate had jumped to 5." in message) == said
+    assert ("limit what a schedule can return" in message) == said
+
+
+@pytest.mark.parametrize("jump", [1.0, 300.0])
+def test_units_that_died_between_two_measurements_died_when_the_rate_jumped(jump: float) -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), 0.1)
+
+    def kill(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.1 * (jump if step == 33 else 1.0)
+        if step == 33:
+            model[0].bias.data.fill_(-999.0)
+
+    others = {name: None for name in _RULES if name not in {"dead_units", "vanishing_gradient"}}
+    [rule] = rules_from(others)
+    [alert] = train(rule, 50, model=model, optimizer=optimizer, before=kill, every=100)
+    assert (alert.kind, alert.step) == ("dead_units", 38)  # measured twice
+    assert (", 5 steps after the learning rate had jumped to 30." in alert.message) == (jump > 1)
+
+
+def test_users_choose_the_severity_of_a_kind() -> None:
+    engine = Engine([cause(5, 6, 7)], severities={"cause": "note"})
+    assert [a.severity for a in alerts_of(map(record, range(10)), [engine])] == ["note", "warning"]
+
+
+def test_what_explains_a_default_kind_is_one() -> None:
+    [engine] = default_rules()
+    detectors = engine._detectors  # type: ignore[attr-defined]
+    assert all(detector.explained_by <= {*detectors} for detector in detectors.values())
+    persistent = {kind for kind, detector in detectors.items() if detector.persistent}
+    assert persistent == {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
+
+
+# --- what it requests ----------------------------------------------------------------------------
+
+
+def requests(*detectors: Detector, steps: int) -> list[int]:
+    engine, found = Engine(detectors), []
+    for step in range(steps):
+        list(engine(record(step)))
+        if engine.requests_full_step:
+            found.append(step)
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_detector_requests_as_many_as_it_needs_and_begins_again_ever_later(count: int) -> None:
+    eager = Scripted({}, needs_full_step=True, full_steps_in_a_row=count)
+    begins = [0, 20, 60, 140]
+    assert requests(eager, steps=200) == [step + k for step in begins for k in range(count)]
+    assert requests(Scripted({}), steps=40) == []
+
+
+def test_the_back_off_of_one_detector_does_not_delay_another() -> None:
+    eager, late = Scripted({}, needs_full_step=True), Undecided({30, 31}, kind="late")
+    assert requests(eager, late, steps=50) == [0, 20, 30]
+
+
+def test_an_alert_ends_the_back_off() -> None:
+    eager, other = Scripted({}, needs_full_step=True), Scripted(at(30), kind="other")
+    assert requests(eager, other, steps=55) == [0, 20, 30, 50]
+
+
+class Undecided(Scripted):
+    def __init__(self, steps: set[int], **others: Any) -> None:
+        super().__init__({}, **others)
+        self.steps = steps
+
+    def find(self, record: StepRecord, baseline: Baseline) -> None:
+        self.needs_full_step = record.step in self.steps
+
+
+def test_a_finding_that_is_not_confirmed_requests_a_full_measurement() -> None:
+    detector = Scripted(at(0), on="full", confirm_after=2)
+    engine = Engine([detector])
+    list(engine(record(0, full=True)))
+    assert engine.requests_full_step
+    list(engine(record(1)))
+    assert not engine.requests_full_step  # one is missing
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+class Broken(Detector):
+    kind = "broken"
+
+    def find(self, record: StepRecord, baseline: object) -> None:
+        raise RuntimeError("planted in find")
+
+    def find_in_loss(self, step: int, loss: float) -> None:
+        raise RuntimeError("planted in find_in_loss")
+
+
+class InLoss(Detector):
+    kind = "in_loss"
+
+    def find_in_loss(self, step: int, loss: float) -> Any:
+        return finding()
+
+
+def test_a_detector_that_raises_does_not_stop_the_others() -> None:
+    engine = Engine([Broken(), cause(0), InLoss()])
+    found: list[Alert] = []
+    with pytest.raises(RuntimeError, match=r"planted in find$"):
+        found.extend(engine(record(0)))
+    with pytest.raises(RuntimeError, match="planted in find_in_loss"):
+        found.extend(engine.on_loss(1, 0.5))
+    assert [alert.kind for alert in found] == ["cause", "in_loss"]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def several() -> tuple[Detector, ...]:
+    """A cause that grows worse and ends, consequences of each kind, one that is told later."""
+    return (
+        cause(*range(5, 30), severity="warning", confirm_after=2),
+        effect(7, persistent=True),
+        effect(9, 10, 11, kind="passing", clear_after=3),
+        effect(50, 51, 70, kind="alone", confirm_after=2, clear_after=4),
+        Scripted({}, kind="eager", needs_full_step=True),
+    )
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 3))
+def test_a_run_goes_on_from_its_state(cut: int) -> None:
+    records = [record(step, learning_rates=(0.1,)) for step in range(90)]
+    before, after, whole = (Engine(several()) for _ in range(3))
+    first = alerts_of(records[:cut], [before])
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert first + alerts_of(records[cut:], [after]) == alerts_of(records, [whole])
+    assert repr(after.state_dict()) == repr(whole.state_dict())
+
+
+def forgotten(used: object, new: object, path: str) -> set[str]:
+    """Attributes of a used object that differ from a new one's, and that are not remembered."""
+    hints, found = get_type_hints(type(used)), set()
+    for name, value in vars(used).items():
+        before = getattr(new, name)
+        if name in hints:
+            if hasattr(value, "__dict__") and not is_dataclass(value):
+                found |= forgotten(value, before, f"{path}.{name}")
+        elif isinstance(value, np.ndarray):
+            found |= set() if np.array_equal(value, before) else {f"{path}.{name}"}
+        elif isinstance(value, int | float | str | bool | dict | list | tuple | deque):
+            found |= set() if repr(value) == repr(before) else {f"{path}.{name}"}
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_detectors_remember_all_that_a_run_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    [used], [new] = default_rules(), default_rules()
+    assert isinstance(used, Engine)
+    assert isinstance(new, Engine)
+    pairs = [(part, old, new._parts()[part]) for part, old in used._parts().items()]
+    found: set[str] = set()
+
+    def look(record: StepRecord) -> Iterable[Alert]:
+        for part, old, fresh in pairs:
+            found.update(forgotten(old, fresh, part))
+        return ()
+
+    train_interrupted(RUNS[name], tmp_path, rules=[used, look])
+    assert "telemetry failed" not in caplog.text
+    # These have parts of their own.
+    parts = {"_detectors", "_of_light_steps", "_of_losses"}
+    assert found <= {f"engine.{part}" for part in parts}
+    new.load_state_dict(used.state_dict())
+    assert repr(new.state_dict()) == repr(used.state_dict())
+
+
+def test_state_that_does_not_fit_is_reported() -> None:
+    [rule], [new] = default_rules(), default_rules()
+    state = rule.state_dict()
+    state["dead_units"]["unknown"] = state["baseline"]["norm"].pop("above")
+    del state["eval_mode"]
+    state["of_another"] = {}
+    with pytest.raises(ValueError, match="anew") as raised:
+        new.load_state_dict(state)
+    assert set(str(raised.value).split(", ")) == {
+        "baseline begins anew",
+        "eval_mode begins anew",
+        "there is no rule of_another",
+    }
+
+
+# --- which detectors it has ----------------------------------------------------------------------
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    [engine] = rules_from(config)
+    assert isinstance(engine, Engine)
+    return [*engine._detectors]
+
+
+def test_a_detector_of_ones_own_comes_after_the_default_ones_or_in_their_place() -> None:
+    mine = Scripted({})
+    assert kinds({"scripted": mine}) == [*_RULES, "scripted"]
+    mine = Scripted({}, kind="dead_units")
+    [engine] = rules_from({"dead_units": mine, "loss_spike": None})
+    detectors = engine._detectors  # type: ignore[attr-defined]
+    assert detectors["dead_units"] is mine
+    assert [*detectors] == [kind for kind in _RULES if kind != "loss_spike"]
+
+
+def test_rules_show_the_kinds_that_they_look_for() -> None:
+    for config in ({}, {"loss_spike": None}):
+        [engine] = rules_from(config)
+        assert re.findall(r"\w+", repr(engine)) == ["default_rules", *kinds(config)]
+
+
+def test_users_set_limits_and_severity_of_a_default_kind() -> None:
+    rates = [0.1] * 30 + [0.0] * 40
+    records = [record(step, learning_rates=(rate,)) for step, rate in enumerate(rates)]
+    settings = {"learning_rate_zero": {"steps": 5, "severity": "error"}}
+    for config, step, severity in ((settings, 34, "error"), ({}, 49, "note")):
+        [found] = alerts_of(records, rules_from(config))
+        assert (found.kind, found.step, found.severity) == ("learning_rate_zero", step, severity)
+
+
+def test_a_detector_of_ones_own_takes_part_in_causes_and_consequences() -> None:
+    mine = Scripted(at(7), explained_by={"eval_mode"})
+    first = Scripted(at(*range(5, 40)), kind="eval_mode")
+    found = alerts_of(map(record, range(9)), rules_from({"scripted": mine, "eval_mode": first}))
+    assert [alert.kind for alert in found] == ["eval_mode"]
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"another": Scripted({})}, ValueError, r"'another': Scripted\(\)}\): its kind is 'scrip"),
+        ({"eval_mode": Scripted({})}, ValueError, "its kind is 'scripted'; that has to be the key"),
+        ({"scripted": Scripted}, TypeError, r"is a class; pass an instance: Scripted\(\)"),
+        ({"scripted": {"x": 1}}, ValueError, "no such rule"),
+        ({"dead_units": 3}, TypeError, "a dict of parameters, a Detector of this kind, or None"),
+        ({"dead_units": {"severity": "bad"}}, ValueError, "must be one of note, warning, error"),
+        ({"dead_units": {"fractoin": 0.5}}, ValueError, "no such parameter; .*fraction"),
+        ({"dead_units": {"fraction": "1"}}, TypeError, "must be a number"),
+        ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
+    ],
+)
+def test_what_users_give_is_checked(config: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        rules_from(config)

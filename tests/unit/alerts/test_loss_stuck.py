@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch.optim import SGD
+
+from telemetry.alerts.no_learning import LossStuck
+from tests.helpers.small_runs import draw, net, train
+
+
+def test_targets_that_do_not_belong_to_their_inputs_are_noted_once() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), 0.01)
+    [alert] = train(LossStuck(), 300, model=model, optimizer=optimizer, batch=_random)
+    assert (alert.severity, alert.stage) == ("note", "started")
+    assert alert.step == 200
+    assert "ln 3" in alert.message
+
+
+def test_a_run_that_learns_is_none() -> None:
+    assert train(LossStuck(), 500) == []
+
+
+def test_weights_that_do_not_move_are_the_matter_of_another_rule() -> None:
+    model = net()
+    assert train(LossStuck(), 300, model=model, optimizer=SGD(model.parameters(), 1e-9)) == []
+
+
+def test_a_loss_that_is_the_same_for_all_batches_is_noted() -> None:
+    model = net()
+    model.append(Off())
+
+    def dies(step: int) -> None:
+        model[-1].on = step < 120
+
+    [alert] = train(LossStuck(), 400, model=model, before=dies)
+    assert alert.step == 300
+    assert "the same at each, though the batches differ" in alert.message
+
+
+def test_weights_that_are_written_back_after_each_step_are_told() -> None:
+    def told(written_back: bool) -> bool:
+        model = net()
+        kept = copy.deepcopy(model.state_dict())
+        optimizer = SGD(model.parameters(), 0.01)
+
+        def before(step: int) -> None:
+            if written_back:
+                model.load_state_dict(kept)
+
+        [alert] = train(
+            LossStuck(), 300, model=model, optimizer=optimizer, batch=_random, before=before
+        )
+        return "writes them back" in alert.message
+
+    assert told(True)
+    assert not told(False)
+
+
+def _random(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return draw()[0], torch.randint(3, (32,))
+
+
+class Off(torch.nn.Module):
+    """A gate that closes, so that all outputs are the same."""
+
+    on = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.on else 0 * x

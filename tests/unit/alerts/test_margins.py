@@ -1,0 +1,84 @@
+"""Units near a limit: a fault has one begin and one end, however they go up and down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telemetry.alerts.units import DeadUnits, SaturatedUnits
+from tests.helpers.small_runs import train
+
+UNITS = 32
+
+
+def biased(activation: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, UNITS), activation, nn.Linear(UNITS, 3))
+
+
+def some(model: nn.Sequential, count: Callable[[int], int], bias: float) -> Callable[[int], None]:
+    """Give so many units, which depends on the step, a bias that makes them silent or flat."""
+
+    def set_biases(step: int) -> None:
+        model[0].bias.data[:] = torch.where(torch.arange(UNITS) < count(step), bias, 0.1)
+
+    return set_biases
+
+
+def stages(activation: nn.Module, count: Callable[[int], int]) -> list[tuple[str, int]]:
+    model, dead = biased(activation), isinstance(activation, nn.ReLU)
+    before = some(model, count, -50.0 if dead else 9.0)
+    alerts = train(DeadUnits() if dead else SaturatedUnits(), 200, model=model, before=before)
+    return [(alert.stage, alert.step) for alert in alerts]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (lambda step: 29 if 30 <= step < 70 else 26, []),
+        (lambda step: 29 if step >= 30 else 26, [("started", 80)]),
+        (lambda step: 31 if step >= 31 else 26, [("started", 43)]),  # then it is asked for
+        (lambda step: 31 if step % 40 < 20 else 26, [("started", 3)]),
+        (lambda step: 31 if step < 100 else 26 if step < 150 else 20,
+         [("started", 3), ("resolved", 170)]),
+    ],
+)  # fmt: skip
+def test_dead_units(count: Callable[[int], int], expected: list[tuple[str, int]]) -> None:
+    assert stages(nn.ReLU(), count) == expected
+
+
+def test_saturated_units() -> None:
+    def count(step: int) -> int:
+        return (30 if step % 40 < 20 else 22) if step < 130 else 4
+
+    (stage, _), end = stages(nn.Tanh(), count)
+    assert (stage, end) == ("started", ("resolved", 150))
+
+
+class WithFunction(nn.Module):
+    """Its activation is a function, which nobody sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, UNITS), nn.Linear(UNITS, 3)
+        self.first.weight.data *= 1000.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x).tanh())
+        return y
+
+
+def test_advice_fits_what_is_flat() -> None:
+    [alert] = train(SaturatedUnits(), 60, model=WithFunction())
+    assert alert.module_name == "first"
+    assert "what follows is most likely flat there" in alert.message
+    assert "queries and keys where they go into a softmax" in alert.message
+    dropped = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.9999), nn.Linear(32, 3))
+    [alert, *_] = train(DeadUnits(), 60, model=dropped)
+    assert alert.module_name == "2"
+    assert alert.message.endswith("\nCheck the probability of this dropout: it is the share that "
+                                  "is dropped.")  # fmt: skip

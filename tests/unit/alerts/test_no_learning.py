@@ -1,0 +1,50 @@
+"""Why no weight moves: what the optimizer was given is compared with what backward left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+from telemetry import Alert
+from telemetry.alerts.no_learning import NoLearning
+from telemetry.testing import capture_run
+from tests.helpers.small_runs import draw, net
+
+
+def train(after_backward: Callable[[nn.Module, Optimizer], object], every: int) -> list[Alert]:
+    torch.manual_seed(0)
+    model = net()
+    optimizer = SGD(model.parameters(), 0.1)
+    with capture_run(model, every_n_steps=every, rules=[NoLearning()]) as run:
+        for _ in range(80):
+            points, classes = draw()
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(points), classes)
+            loss.backward()
+            after_backward(model, optimizer)
+            run.log(loss=loss)
+            optimizer.step()
+    return run.alerts
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_that_are_zeroed_before_the_step_are_told(every: int, to_none: bool) -> None:
+    (alert,) = train(lambda model, optimizer: optimizer.zero_grad(set_to_none=to_none), every)
+    assert "nothing is left for the optimizer" in alert.message
+    assert "zero_grad() before backward()" in alert.message
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_a_clipping_that_leaves_nothing_is_told(every: int) -> None:
+    (alert,) = train(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-7), every)
+    assert "clipping leaves 1e-07" in alert.message
+
+
+def test_a_clipping_that_leaves_enough_is_silent() -> None:
+    assert train(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.1), 10) == []

@@ -1,0 +1,316 @@
+"""Where NaN or infinity began is told from what is known of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+
+from telemetry import Alert
+from telemetry.alerts.nonfinite import Nonfinite
+from telemetry.testing import capture_run
+from tests.helpers.small_runs import Batch, draw, net, train
+
+Step = Callable[[int], bool]
+
+
+class Root(nn.Module):
+    """At 0 the square root is fine and its gradient infinite; below it is NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+class Gate(nn.Module):
+    """Lets a value through that is chosen from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().clamp_min(1.0) * self.low
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), Gate(), Root(), nn.Linear(16, 3))
+
+
+def first(at: int, **faults: object) -> Alert:
+    """The first alert of a run with a fault at one step; steps 0, 10, 20, ... are full."""
+    return train(Nonfinite(), at + 1, **faults)[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("at", "module", "seen"),
+    [
+        (10, "0", "the inputs: 8 of 256 values of the batch itself, which reach 0."),
+        (
+            13,
+            None,
+            "a function between the modules, the inputs, the targets or the loss of a step that",
+        ),
+    ],
+)
+def test_a_bad_batch(at: int, module: str | None, seen: str) -> None:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        points, classes = draw()
+        points[5] = math.nan if step == at else points[5]
+        return points, classes
+
+    alert = first(at, batch=batch)
+    assert (alert.step, alert.module_name) == (at, module)
+    assert alert.message.startswith(f"NaN or infinity, first seen in {seen}")
+
+
+@pytest.mark.parametrize(
+    ("at", "seen"),
+    [
+        (10, "the targets or the loss: no output of a module is bad."),
+        (13, "a function between the modules, the inputs, the targets or the loss of a step that"),
+    ],
+)
+def test_a_bad_loss(at: int, seen: str) -> None:
+    alert = first(at, weight=lambda step: math.nan if step == at else 1.0)
+    assert (alert.step, alert.module_name) == (at, None)
+    assert seen in alert.message
+
+
+def test_an_infinite_loss_is_not_that_of_a_bad_batch() -> None:
+    alert = first(13, weight=lambda step: math.inf if step == 13 else 1.0)
+    assert (alert.step, alert.module_name) == (13, None)
+    assert "modules, the targets or the loss, which is infinite but not NaN, of a" in alert.message
+
+
+@pytest.mark.parametrize(
+    ("at", "low", "module", "seen"),
+    [
+        (10, -1.0, "2", "the forward pass, in the output of 2."),
+        (13, -1.0, None, "the forward pass, perhaps in 1 or 2, or in the inputs, the targets or"),
+        (10, 0.0, "2", "the backward pass, in that of 2."),
+        (13, 0.0, "0", "the backward pass, between 3 and 0, perhaps in 1 or 2."),
+    ],
+)
+def test_the_forward_and_the_backward_pass(
+    at: int, low: float, module: str | None, seen: str
+) -> None:
+    broken = model()
+
+    def turn(step: int) -> None:
+        broken[1].low = low if step == at else 1.0
+
+    alert = first(at, model=broken, before=turn)
+    assert (alert.step, alert.module_name) == (at, module)
+    assert seen in alert.message
+
+
+class Scale(nn.Module):
+    """Divides by the size of what it is given, without an eps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.norm(dim=1, keepdim=True) * self.weight
+
+
+@pytest.mark.parametrize(
+    ("layers", "at", "module", "seen"),
+    [
+        ([Scale()], 13, "1", "the forward pass, perhaps in 1, or in the inputs, the targets or"),
+        ([nn.BatchNorm1d(16), Scale(), nn.Tanh(), nn.BatchNorm1d(16)], 13, "2",
+         "the forward pass, before 4, whose running statistics are NaN, and behind 1, whose are "
+         "not, perhaps in 2."),
+        ([nn.Tanh(), nn.BatchNorm1d(16)], 13, "2",
+         "the forward pass, before 2, whose running statistics are NaN, or in the inputs of a"),
+    ],
+)  # fmt: skip
+def test_at_a_step_that_is_not_measured_in_full(
+    layers: list[nn.Module], at: int, module: str, seen: str
+) -> None:
+    torch.manual_seed(0)
+    broken = nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 3))
+    suspect = next((layer for layer in layers if isinstance(layer, Scale)), broken[0])
+    gate = torch.ones(())
+    suspect.register_forward_pre_hook(lambda module, given: (given[0] * gate,))
+
+    def close(step: int) -> None:
+        value = 0.0 if isinstance(suspect, Scale) else math.nan
+        gate.fill_(value if step == at else 1.0)
+
+    alert = first(at, model=broken, before=close)
+    assert (alert.step, alert.module_name) == (at, module)
+    assert seen in alert.message
+
+
+def test_one_of_two_terms_of_the_loss_is_bad() -> None:
+    torch.manual_seed(0)
+    trunk, heads = nn.Linear(8, 16), nn.ModuleList([nn.Linear(16, 1), nn.Linear(16, 3)])
+    model = nn.ModuleDict({"trunk": trunk, "heads": heads})
+    optimizer = Adam(model.parameters())
+    with capture_run(model, every_n_steps=10, rules=[Nonfinite()]) as run:
+        for step in range(14):
+            points, classes = draw()
+            hidden = trunk(points)
+            root = (heads[0](hidden).square() - (1e9 if step == 13 else -1.0)).sqrt().mean()
+            loss = root + F.cross_entropy(heads[1](hidden), classes)
+            optimizer.zero_grad()
+            loss.backward()
+            run.log(loss=loss)
+            optimizer.step()
+    [alert] = run.alerts
+    assert (alert.step, alert.module_name) == (13, "heads.0")
+    assert "first seen in what follows heads.0, be it a function, targets or a" in alert.message
+    assert "the term of heads.1 is fine, by its gradient." in alert.message
+
+
+@pytest.mark.parametrize("every", [1, 1000])  # the step itself is seen, or what it left
+def test_an_optimizer_that_makes_it_so(every: int) -> None:
+    broken = net()
+    with torch.no_grad():
+        broken[0].bias.fill_(-99.0)  # no unit gets a gradient: 0 / (0 + eps)
+        broken[3].bias.fill_(1.0)
+    optimizer = Adam(broken.parameters(), eps=0.0)
+    alert = train(Nonfinite(), 3, model=broken, optimizer=optimizer, every=every)[0]
+    assert (alert.step, alert.module_name) == (0, "0")
+    assert "first seen in the optimizer: its step made 0.weight so" in alert.message
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_numbers_that_overflow_because_steps_are_too_large(every: int) -> None:
+    def batch(step: int) -> Batch:
+        points, classes = draw()
+        return points * 1e3, classes
+
+    model = net()
+    optimizer = SGD(model.parameters(), 1e4, momentum=0.9)
+    alert = train(Nonfinite(), 40, model=model, optimizer=optimizer, batch=batch, every=every)[0]
+    assert "-fold: the numbers overflowed." in alert.message
+    assert "lower the learning rate" in alert.message
+
+
+def test_weights_that_are_overwritten_after_a_good_step() -> None:
+    broken = net()
+
+    def overwrite(step: int) -> None:
+        if step == 13:
+            broken[3].weight.data[1, 2] = math.inf
+
+    alert = first(13, model=broken, before=overwrite)
+    assert (alert.step, alert.module_name) == (13, "3")
+    assert "the optimizer, or what else changes weights: 3.weight is so after" in alert.message
+
+
+def test_what_shows_only_in_full_is_over_only_there() -> None:
+    broken = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+    def poison(step: int) -> None:
+        if step == 5:
+            broken[1].running_mean.fill_(math.nan)
+        if step == 160:
+            broken[1].running_mean.fill_(0.0)
+
+    alerts = train(Nonfinite(), 260, model=broken, before=poison, every=50)
+    assert [alert.stage for alert in alerts] == ["started", "resolved"]
+    assert alerts[0].module_name == "1"
+
+
+# --- losses without a record of what followed them -----------------------------------------------
+
+
+def logged(*, at: Callable[[int], int], factor: float | None = None) -> list[Alert]:
+    """Good records until step 5, and then a dozen losses that are NaN."""
+    rule = Nonfinite()
+    healthy = nn.Linear(4, 1)
+    with capture_run(healthy) as run:
+        run_for(healthy, 5)
+    for record in run.records:
+        assert not list(rule(replace(record, loss_scale=factor)))
+    return [alert for i in range(12) for alert in rule.on_loss(at(i), math.nan)]
+
+
+def run_for(model: nn.Module, steps: int) -> None:
+    optimizer = SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(8, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_scaler_that_skips_every_step_is_named_only_if_there_is_one() -> None:
+    [alert] = logged(at=lambda i: 5)
+    assert "losses in a row are NaN or infinite and the optimizer does not step" in alert.message
+    assert "scaler" not in alert.message
+    [alert] = logged(at=lambda i: 5, factor=1024.0)
+    assert "the gradient scaler skips every step" in alert.message
+
+
+def test_steps_without_a_record_are_steps() -> None:
+    assert logged(at=lambda i: 5 + i) == []
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer of its own."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner or nn.Identity()
+        self.register_buffer("gain", torch.ones(()))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x) * self.gain
+        with torch.no_grad():
+            self.mean.lerp_(y.mean(), 0.1)
+        return y
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+@pytest.mark.parametrize("at", [10, 13])
+@pytest.mark.parametrize(
+    ("buffer", "module", "named"),
+    [
+        ("gain", "", "the model"),
+        ("inner.1.gain", "inner.1", "inner.1"),
+        ("inner.2.gain", "inner.2", "inner.2"),
+    ],
+)
+def test_a_buffer_is_named(at: int, buffer: str, module: str, named: str) -> None:
+    parts = nn.Linear(8, 8), Gain(), Scaled(nn.Linear(8, 8)), nn.Linear(8, 3)
+    broken = Scaled(nn.Sequential(*parts))
+
+    def spoil(step: int) -> None:
+        if step == at:
+            broken.get_buffer(buffer).fill_(math.nan)
+
+    alert = first(at, model=broken, before=spoil)
+    assert (alert.step, alert.module_name) == (at, module)
+    seen = f"in or before {named}, whose buffer {buffer} is NaN" if at == 13 else f"buffer {buffer}"
+    assert seen in alert.message
+
+
+def test_a_bad_batch_that_buffers_have_noted_is_no_fault_of_theirs() -> None:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        points, classes = draw()
+        points[5] = math.nan if step == 10 else points[5]
+        return points, classes
+
+    model = Scaled(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    alert = first(10, model=model, batch=batch)
+    assert "the inputs: 8 of 256 values" in alert.message

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+
+from telemetry.alerts.slow_parts import LayersNotLearning, OutputCollapse
+from telemetry.testing import capture_run
+from tests.helpers.small_runs import draw, train
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
+    )
+
+
+def by_layer(model: nn.Sequential, decay: float) -> Adam:
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    rates = [1e-2 * decay**depth for depth in range(len(layers))][::-1]
+    groups: Iterator[tuple[nn.Linear, float]] = zip(layers, rates, strict=True)
+    return Adam([{"params": [*layer.parameters()], "lr": rate} for layer, rate in groups])
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_a_layer_whose_rate_has_vanished_is_named(every: int) -> None:
+    model = deep()
+    alert, *rest = train(
+        LayersNotLearning(), 350, model=model, optimizer=by_layer(model, 0.003), every=every
+    )
+    assert (alert.severity, alert.module_name) == ("warning", "0")
+    assert "0 get gradients and hardly move" in alert.message
+    assert 100 <= alert.step <= 220
+    assert not rest
+
+
+def test_rates_of_fine_tuning_and_layers_without_gradient_are_none() -> None:
+    model = deep()
+    assert train(LayersNotLearning(), 250, model=model, optimizer=by_layer(model, 0.2)) == []
+    model[0].requires_grad_(False)
+    assert train(LayersNotLearning(), 250, model=model, optimizer=by_layer(model, 0.2)) == []
+
+
+def test_it_is_over_when_the_layer_moves_again() -> None:
+    model = deep()
+    optimizer = by_layer(model, 0.003)
+
+    def raise_rate(step: int) -> None:
+        if step == 200:
+            optimizer.param_groups[0]["lr"] = 1e-2
+
+    begin, end = train(
+        LayersNotLearning(), 300, model=model, optimizer=optimizer, before=raise_rate
+    )
+    assert (begin.stage, end.stage) == ("started", "resolved")
+    assert 200 < end.step <= 240
+
+
+@pytest.mark.parametrize("every", [10, 100])
+@pytest.mark.parametrize("left", [0.0, 0.3])
+def test_an_output_that_becomes_one_vector_is_named(left: float, every: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16), nn.Linear(16, 3))
+
+    def collapse(step: int) -> None:
+        if step == 150:
+            with torch.no_grad():
+                model[2].weight.mul_(left)
+                model[2].bias.fill_(1.0)
+
+    optimizer = SGD(model.parameters(), 1e-5)
+    rule = OutputCollapse()
+    alerts = train(rule, 320, model=model, optimizer=optimizer, before=collapse, every=every)
+    named = [alert.module_name for alert in alerts if alert.stage == "started"]
+    assert named == ([] if left else ["2"])
+    if alerts:
+        assert "nearly the same for every input" in alerts[0].message
+
+
+def test_one_number_far_from_zero_is_no_collapse() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+    optimizer = Adam(model.parameters(), 3e-2)
+    with capture_run(model, rules=[OutputCollapse()], every_n_steps=10) as run:
+        for _ in range(200):
+            points, _ = draw()
+            loss = F.mse_loss(model(points)[:, 0], 100 + points[:, 0])
+            optimizer.zero_grad()
+            loss.backward()
+            run.log(loss=loss)
+            optimizer.step()
+    assert run.alerts == []
+
+
+def constant(weight: float) -> nn.Module:
+    model = nn.Sequential(
+        nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)
+    )
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, weight)
+    return model
+
+
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_units_that_begin_alike_and_never_part_are_told(every: int) -> None:
+    (alert,) = train(OutputCollapse(), 40, model=constant(0.02), every=every)
+    assert (alert.step < 20, alert.module_name) == (True, "0")
+    assert "All 32 units of 0 return the same as each other" in alert.message
+
+
+def test_units_that_are_zero_or_differ_are_none() -> None:
+    torch.manual_seed(0)
+    zero_head = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 3))
+    nn.init.zeros_(zero_head[2].weight)
+    nn.init.constant_(zero_head[2].bias, 0.5)
+    assert train(OutputCollapse(), 40, model=zero_head, every=1) == []
+    assert train(OutputCollapse(), 3, model=constant(0.0), every=1) == []

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from telemetry import Alert
+from telemetry.alerts.weight_jump import WeightJump
+from tests.helpers.small_runs import net, train
+
+
+def run(
+    change: Callable[[nn.Sequential, Any], None], *, at: int = 94, every: int = 10
+) -> list[Alert]:
+    """One change before a step of a run that learns slowly by then."""
+    model = net()
+    train(WeightJump(), 100, model=model)
+    optimizer = SGD(model.parameters(), 1e-3)
+
+    def before(step: int) -> None:
+        if step == at:
+            with torch.no_grad():
+                change(model, optimizer)
+
+    return train(WeightJump(), 120, model=model, optimizer=optimizer, before=before, every=every)
+
+
+def times(factor: float, *layers: int) -> Callable[[nn.Sequential, Any], None]:
+    def change(model: nn.Sequential, _: Any) -> None:
+        for layer in layers:
+            model.get_submodule(str(layer)).get_parameter("weight").mul_(factor)
+
+    return change
+
+
+@pytest.mark.parametrize(("every", "told_at", "before"), [(1, 94, 93), (10, 100, 90)])
+def test_a_matrix_that_something_else_wrote_to_is_named(
+    every: int, told_at: int, before: int
+) -> None:
+    (alert,) = run(times(5, 3), every=every)
+    assert (alert.severity, alert.module_name, alert.step) == ("warning", "3", told_at)
+    assert f"3.weight are 5 times what they were at step {before}; before, " in alert.message
+
+
+def test_one_that_is_begun_anew_smaller_is_a_note() -> None:
+    (alert,) = run(times(0.1, 3))
+    assert (alert.severity, alert.module_name) == ("note", "3")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, optimizer: None,
+        times(2, 3),
+        times(5, 0, 3),
+        lambda model, optimizer: optimizer.param_groups[0].update(lr=20.0),
+    ],
+    ids=["nothing", "twice", "all", "a rate that jumps"],
+)
+def test_other_changes_are_no_jump(change: Callable[[nn.Sequential, Any], None]) -> None:
+    assert run(change) == []
+
+
+def test_weights_that_learn_fast_from_the_start_are_no_jump() -> None:
+    assert train(WeightJump(), 200, every=10) == []
+    assert run(times(5, 3), at=25) == [], "too little is known of them"
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3])
+def test_layers_that_are_unfrozen_grow_as_they_like(scale: float) -> None:
+    model = net()
+    train(WeightJump(), 100, model=model)
+    last = model.get_submodule("3").get_parameter("weight")
+    with torch.no_grad():
+        last.mul_(scale)
+    last.requires_grad_(False)
+    optimizer = SGD(model.parameters(), 0.1)
+
+    def unfreeze(step: int) -> None:
+        last.requires_grad_(step >= 94)
+
+    assert train(WeightJump(), 120, model=model, optimizer=optimizer, before=unfreeze) == []
+    assert last.norm() > 0.1

@@ -1,0 +1,153 @@
+"""Adam's running means of squared gradients, as each step leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telemetry import HookLogger
+from tests.helpers.hand import array, assert_tensor
+from tests.helpers.require import require
+from tests.helpers.twins import Outcome, assert_left_alone
+
+Make = Callable[..., torch.optim.Optimizer]
+
+WITH_SECOND_MOMENTS: dict[str, Make] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "foreach": partial(torch.optim.AdamW, foreach=True),
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "amsgrad": partial(torch.optim.Adam, amsgrad=True),
+}
+WITHOUT: dict[str, Make] = {
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adamax": torch.optim.Adamax,
+    "adafactor": lambda *args, **options: require("torch.optim.Adafactor")(*args, **options),
+    "lbfgs": torch.optim.LBFGS,
+}
+OVERFLOWS = 1e38
+
+
+class Net(nn.Sequential):
+    """Has a parameter that never gets a gradient, so no optimizer makes a state for it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.unused = nn.Parameter(torch.ones(5))
+
+
+def loop_of(make: Make, *, overflow_at: int | None = None) -> Callable[..., Iterator[Tensor | int]]:
+    """Yields all second moments after each call of ``scaler.step()``, and how many states."""
+
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor | int]:
+        optimizer = make(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=overflow_at is not None)
+        inputs = torch.ones(6, 3, device=model[0].weight.device)
+        for iteration in range(4):
+            optimizer.zero_grad()
+
+            def closure(factor: float = OVERFLOWS if iteration == overflow_at else 1.0) -> Tensor:
+                loss = model(inputs).square().mean() * factor
+                scaler.scale(loss).backward()
+                return loss
+
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step(closure)
+            else:
+                closure()
+                scaler.step(optimizer)
+            scaler.update()
+            moments = [
+                optimizer.state[p]["exp_avg_sq"].flatten()
+                for p in model.parameters()
+                if p in optimizer.state and "exp_avg_sq" in optimizer.state[p]
+            ]
+            yield torch.cat(moments).cpu() if moments else torch.zeros(0)
+            yield len(optimizer.state)
+
+    return loop
+
+
+def assert_second_moments(outcome: Outcome) -> None:
+    """Each record holds what the optimizer remembered at the end of its step."""
+    sizes = {n: p.numel() for n, p in outcome.model.named_parameters() if n != "unused"}
+    for record, after in zip(outcome.records, outcome.yielded[::2], strict=True):
+        assert list(record.second_moments) == list(sizes)
+        for (name, tensor), values in zip(
+            record.second_moments.items(), after.split(list(sizes.values())), strict=True
+        ):
+            assert_tensor(tensor, [array(values)], f"{name} at step {record.step}")
+
+
+@pytest.mark.parametrize("kind", WITH_SECOND_MOMENTS)
+def test_they_are_those_after_the_step(tmp_path: Path, kind: str) -> None:
+    outcome = assert_left_alone(Net, loop_of(WITH_SECOND_MOMENTS[kind]), tmp_path)
+    assert len(outcome.full) == 4
+    assert outcome.full[0].second_moments["0.weight"].sketch.sum > 0
+    assert outcome.yielded[1::2] == [4] * 4  # none was made for the unused parameter
+    assert_second_moments(outcome)
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_there_are_none_for_other_optimizers(tmp_path: Path, kind: str) -> None:
+    outcome = assert_left_alone(Net, loop_of(WITHOUT[kind]), tmp_path)
+    assert len(outcome.full) == 4
+    assert all(record.weights and not record.second_moments for record in outcome.full)
+
+
+def test_there_are_none_where_weights_are_not_measured(tmp_path: Path) -> None:
+    outcome = assert_left_alone(Net, loop_of(torch.optim.Adam), tmp_path, weights=False)
+    assert all(record.grads and not record.second_moments for record in outcome.full)
+
+
+def test_there_are_none_on_steps_that_are_not_measured_in_full(tmp_path: Path) -> None:
+    outcome = assert_left_alone(Net, loop_of(torch.optim.Adam), tmp_path, every_n_steps=2)
+    assert [bool(record.second_moments) for record in outcome.records] == [True, False, True, False]
+
+
+def test_a_step_that_a_scaler_skips_leaves_them_out(tmp_path: Path) -> None:
+    outcome = assert_left_alone(Net, loop_of(torch.optim.Adam, overflow_at=1), tmp_path)
+    assert [record.step for record in outcome.records] == [0, 1, 2]
+    del outcome.yielded[2:4]
+    assert_second_moments(outcome)
+
+
+def test_a_step_that_a_fused_optimizer_skips_leaves_them_as_they_were(tmp_path: Path) -> None:
+    fused = WITH_SECOND_MOMENTS["fused"]
+    outcome = assert_left_alone(Net, loop_of(fused, overflow_at=1), tmp_path)
+    assert [record.skipped for record in outcome.records] == [False, True, False, False]
+    assert_second_moments(outcome)
+    before, after = (record.second_moments["0.weight"].sketch for record in outcome.records[:2])
+    assert before.sum == after.sum
+
+
+def test_of_two_optimizers_each_gives_its_own(tmp_path: Path) -> None:
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
+        adam = torch.optim.Adam(model[0].parameters())
+        sgd = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        for _ in range(2):
+            loss = model(torch.ones(6, 3)).square().mean()
+            loss.backward()
+            adam.step()
+            sgd.step()
+            yield loss
+
+    outcome = assert_left_alone(Net, loop, tmp_path)
+    for record in outcome.full:
+        assert list(record.second_moments) == ["0.weight", "0.bias"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
+def test_on_a_gpu(tmp_path: Path, option: str) -> None:
+    make = partial(torch.optim.Adam, **{option: True})
+    outcome = assert_left_alone(lambda: Net().cuda(), loop_of(make), tmp_path)
+    assert_second_moments(outcome)

@@ -1,0 +1,276 @@
+"""When a step ends: whatever optimizers there are, each step holds what was computed in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from telemetry import HookLogger
+from telemetry.testing import capture_run
+from tests.helpers.hand import TwoParts, array, assert_tensor
+from tests.helpers.twins import Recorder, seed
+
+BATCHES = 14
+
+
+# Which part is stepped, after how many batches, and in which of them; in this order.
+SCHEDULES: dict[str, list[tuple[str, int, int]]] = {
+    "one optimizer": [("", 1, 0)],
+    "one part first": [("first", 1, 0), ("second", 1, 0)],
+    "the other part first": [("second", 1, 0), ("first", 1, 0)],
+    "the rare one last": [("first", 1, 0), ("second", 4, 3)],
+    "the rare one first": [("second", 4, 3), ("first", 1, 0)],
+    "the rare one last, in the first batch": [("first", 1, 0), ("second", 4, 0)],
+    "the rare one first, in the first batch": [("second", 4, 0), ("first", 1, 0)],
+}
+
+
+def by_plain_hooks(
+    name: str, log_dir: Path, optimizer: str | None = None
+) -> tuple[list[Any], list[list[np.ndarray]], list[dict[str, float]], list[int]]:
+    """The records; of each batch an output and the gradients that were used, and where it ended."""
+    seed(0)
+    model, recorder = TwoParts(), Recorder()
+    of = {p: torch.optim.SGD(model.get_submodule(p).parameters(), 0.1) for p, *_ in SCHEDULES[name]}
+    outputs: list[list[np.ndarray]] = []
+    model.first.register_forward_hook(lambda m, a, output: outputs.append([array(output)]))
+    used: list[dict[str, float]] = [{} for _ in range(BATCHES + 1)]
+    steps, after = [], 0
+    options: Any = {} if optimizer is None else {"optimizer": of[optimizer]}
+    with HookLogger(model, log_dir, alerts=[recorder], every_n_steps=1, **options) as logger:
+        for batch in range(BATCHES):
+            model(torch.randn(3, 4)).square().mean().backward()
+            ended = False
+            for part, every, at in SCHEDULES[name]:
+                if batch % every == at:
+                    # What steps after the one that steps always is in the next step.
+                    late = every > 1 and ended and batch > after
+                    for own, parameter in model.named_parameters():
+                        if own.startswith(part):
+                            assert parameter.grad is not None
+                            used[batch + late][own] = float(parameter.grad.norm())
+                    of[part].step()
+                    of[part].zero_grad()
+                ended = ended or every == 1
+            steps.append(logger.current_step)
+    return recorder.records, outputs, used, steps
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_holds_its_batch_and_the_gradients_that_were_used(tmp_path: Path, name: str) -> None:
+    records, outputs, used, steps = by_plain_hooks(name, tmp_path)
+    # Only later batches show that the second optimizer does not step at each.
+    settled = 5 if name == "the rare one last, in the first batch" else 0
+    assert [record.step for record in records] == list(range(BATCHES))
+    first = max(settled, 1)  # in the first batch there may be gradients for another optimizer
+    assert steps[first:] == list(range(first + 1, BATCHES + 1))
+    for record in records[settled:]:
+        assert_tensor(record.activations["first"], outputs[record.step])
+        norms = zip(record.layout.parameters, record.grad_norms, record.grad_present, strict=True)
+        found = {parameter.name: norm for parameter, norm, present in norms if present}
+        assert found == pytest.approx(used[record.step])
+
+
+def test_the_optimizer_that_is_named_ends_the_steps(tmp_path: Path) -> None:
+    records, _, _, steps = by_plain_hooks("the rare one last", tmp_path, optimizer="second")
+    assert [record.step for record in records] == [0, 1, 2]
+    assert steps == [batch // 4 for batch in range(1, BATCHES + 1)]
+
+
+def test_gradients_of_a_gan_are_those_of_each_models_own_step(tmp_path: Path) -> None:
+    seed(0)
+    models = {
+        "generator": nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)),
+        "discriminator": nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)),
+    }
+    generator, discriminator = models.values()
+    of = {name: torch.optim.Adam(model.parameters()) for name, model in models.items()}
+    recorders = {name: Recorder() for name in models}
+    loggers = [
+        HookLogger(models[n], tmp_path / n, alerts=[recorders[n]], every_n_steps=2) for n in models
+    ]
+    used: dict[str, list[list[float]]] = {name: [] for name in models}
+
+    def step(name: str, loss: Tensor) -> None:
+        of[name].zero_grad()
+        loss.backward()
+        used[name].append([float(p.grad.norm()) for p in models[name].parameters()])
+        of[name].step()
+
+    for _ in range(5):
+        for _ in range(2):
+            fake = generator(torch.randn(3, 4))
+            real = discriminator(torch.randn(3, 4)).mean()
+            step("discriminator", discriminator(fake.detach()).mean() - real)
+        step("generator", -discriminator(fake).mean())
+    for logger in loggers:
+        logger.close()
+    for name, recorder in recorders.items():
+        assert [record.step for record in recorder.records] == list(range(len(used[name])))
+        for record, norms in zip(recorder.records, used[name], strict=True):
+            np.testing.assert_allclose(record.grad_norms, norms, rtol=1e-5)
+
+
+def test_each_parameter_has_the_rate_of_its_group(tmp_path: Path) -> None:
+    model, recorder = TwoParts(), Recorder()
+    first = torch.optim.SGD([{"params": [p]} for p in model.first.parameters()], 0.1)
+    second = torch.optim.SGD(model.second.parameters(), 0.2)
+    first.param_groups[1]["lr"] = 0.3
+    frozen = next(model.second.parameters()).requires_grad_(False)
+    second.param_groups[0]["params"] = [p for p in model.second.parameters() if p is not frozen]
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
+        for _ in range(3):
+            model(torch.randn(3, 4)).square().mean().backward()
+            first.step()
+            second.step()
+    for record in recorder.records[1:]:
+        assert record.learning_rates == (0.1, 0.3, 0.2)
+        names = [parameter.name for parameter in record.layout.parameters]
+        groups = dict(zip(names, record.groups.tolist(), strict=True))
+        expected = {"first.weight": 0, "first.bias": 1, "second.weight": -1, "second.bias": 2}
+        assert {name: groups[name] for name in expected} == expected
+
+
+# --- optimizers around others ---------------------------------------------------------------------
+
+
+class Ahead:
+    """Lookahead, https://arxiv.org/abs/1907.08610: every other step goes half as far."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.steps = base, 0
+        self.slow = [(p, p.detach().clone()) for g in base.param_groups for p in g["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.base.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            with torch.no_grad():
+                for fast, slow in self.slow:
+                    fast.copy_(slow.lerp_(fast, 0.5))
+        return loss
+
+
+class AheadOptimizer(Ahead, Optimizer):
+    """The same as an optimizer, with a state of its own."""
+
+    def __init__(self, base: Optimizer) -> None:
+        Optimizer.__init__(self, base.param_groups, base.defaults)
+        Ahead.__init__(self, base)
+
+    def step(self, closure: Any = None) -> Any:
+        return Ahead.step(self, closure)
+
+
+class Both(Optimizer):
+    """Steps biases itself, and has another optimizer step the rest."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__([p for p in model.parameters() if p.dim() == 1], {"lr": 0.1})
+        self.base = AdamW([p for p in model.parameters() if p.dim() == 2], 0.01)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.base.step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=0.1)
+
+
+def adam(model: nn.Module) -> AdamW:
+    return AdamW(model.parameters(), 0.01)
+
+
+WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
+    "a wrapper": lambda model: AheadOptimizer(adam(model)),
+    "a wrapper of a wrapper": lambda model: AheadOptimizer(AheadOptimizer(adam(model))),
+    "a wrapper that holds others": Both,
+}
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_an_optimizer_that_another_one_calls_counts_nothing_twice(name: str, closure: bool) -> None:
+    torch.manual_seed(0)
+    model = TwoParts()
+    optimizer = WRAPPED[name](model)
+    if closure and name == "a wrapper that holds others":
+        pytest.skip("it takes none")
+    truth: list[dict[str, float]] = []
+
+    def evaluated() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    with capture_run(model, rules=()) as run:
+        for _ in range(6):
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            optimizer.step(evaluated) if closure else (evaluated(), optimizer.step())
+            truth.append(
+                {
+                    name: float((p.detach() - before[name]).norm() / before[name].norm())
+                    for name, p in model.named_parameters()
+                }
+            )
+    assert [record.step for record in run.records] == list(range(6))
+    for record, ratios in zip(run.records, truth, strict=True):
+        assert record.update_ratios == pytest.approx(ratios, rel=1e-4)
+        sizes = {p.name: p.size for p in record.layout.parameters}
+        for kind in ("weights", "grads"):
+            counts = {name: t.sketch.count for name, t in getattr(record, kind).items()}
+            assert counts == sizes, kind
+        moments = [name for name in sizes if name in record.second_moments]
+        assert moments == [
+            n for n in sizes if "weight" in n or name != "a wrapper that holds others"
+        ]
+        assert record.held.all()
+        assert len(record.learning_rates) == (2 if name == "a wrapper that holds others" else 1)
+
+
+def test_the_inner_optimizer_may_be_the_one_that_is_named() -> None:
+    model = TwoParts()
+    base = adam(model)
+    optimizer = AheadOptimizer(base)
+    with capture_run(model, rules=(), optimizer=base, every_n_steps=3) as run:
+        for _ in range(4):
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+    assert [record.step for record in run.records] == [0, 1, 2, 3]
+    assert [len(record.update_ratios) for record in run.records] == [4, 0, 0, 4]
+
+
+def test_after_a_wrapper_has_raised_the_inner_optimizer_is_counted_by_itself() -> None:
+    model = TwoParts()
+    base = adam(model)
+    optimizer = AheadOptimizer(base)
+    optimizer.slow = None  # type: ignore[assignment]
+    with capture_run(model, rules=()) as run:
+        for index in range(10):
+            model(torch.ones(3, 4)).square().mean().backward()
+            with contextlib.suppress(TypeError):
+                (base if index > 1 else optimizer).step()
+    assert [record.step for record in run.records] == list(range(9))
+    assert all(len(record.grads) == 4 for record in run.records)
+
+
+def test_ratios_of_a_wrapper_that_is_no_optimizer_are_said_to_be_the_inner_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wrapped in (False, True):
+        model = TwoParts()
+        optimizer: Any = Ahead(adam(model)) if wrapped else adam(model)
+        with HookLogger(model, tmp_path / str(wrapped), alerts=(), every_n_steps=2):
+            for _ in range(6):
+                model(torch.ones(3, 4)).square().mean().backward()
+                optimizer.step()
+        said = [r for r in caplog.records if "AdamW.step() alone" in r.getMessage()]
+        assert len(said) == wrapped

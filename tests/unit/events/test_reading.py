@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.compat.proto.event_pb2 import Event
+
+from telemetry.events import CorruptEventFileError, EventReader, read_events, reading, summaries
+from telemetry.events.framing import frame
+from tests.helpers.scripts import run_script
+from tests.helpers.serialized import summary_of
+
+EVENTS = [
+    Event(wall_time=1.0, file_version="brain.Event:2"),
+    Event(wall_time=2.0, step=7, summary=summary_of([summaries.scalar("loss", 0.5)])),
+    Event(wall_time=3.0, step=8, graph_def=b"graph"),
+]
+FRAMES = [frame(event.SerializeToString()) for event in EVENTS]
+FILE = b"".join(FRAMES)
+
+# Steps are int64; protobuf tells 0.0 from -0.0, and NaN differs from itself.
+events = st.builds(
+    Event,
+    wall_time=st.floats(allow_nan=False),
+    step=st.integers(-(2**63), 2**63 - 1),
+    graph_def=st.binary(max_size=100),
+)
+
+
+def read(content: bytes) -> tuple[list[Event], EventReader]:
+    """All events of a file with this content, and the reader that gave them."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "events.out.tfevents.1"
+        path.write_bytes(content)
+        reader = read_events(path)
+        return list(reader), reader
+
+
+@given(st.lists(events, max_size=5))
+def test_events_come_back_as_they_were_written(written: list[Event]) -> None:
+    content = b"".join(frame(event.SerializeToString()) for event in written)
+
+    found, reader = read(content)
+
+    assert found == written
+    assert reader.torn_at is None
+    assert reader.offset == len(content)
+
+
+@pytest.mark.parametrize("cut", range(len(FILE)))
+def test_a_torn_tail_ends_the_file_and_is_reported(cut: int) -> None:
+    whole = sum(len(b"".join(FRAMES[: n + 1])) <= cut for n in range(len(FRAMES)))
+    end = len(b"".join(FRAMES[:whole]))
+
+    found, reader = read(FILE[:cut])
+
+    assert found == EVENTS[:whole]
+    assert reader.torn_at == (None if end == cut else end)
+    assert reader.offset == end
+
+
+def test_zeros_after_a_power_cut_are_a_torn_tail() -> None:
+    found, reader = read(FILE + bytes(4096))
+
+    assert found == EVENTS
+    assert reader.torn_at == len(FILE)
+
+
+def test_the_reader_says_how_far_it_has_come(tmp_path: Path) -> None:
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(FILE)
+    reader = read_events(path)
+
+    next(reader)
+
+    assert reader.offset == len(FRAMES[0])
+
+
+@pytest.mark.parametrize("place", ["length", "data", "checksum"])
+def test_a_damaged_record_is_named_after_the_good_ones(tmp_path: Path, place: str) -> None:
+    start = len(FRAMES[0])
+    offset = {"length": 0, "data": 15, "checksum": len(FRAMES[1]) - 1}[place]
+    content = bytearray(FILE)
+    content[start + offset] ^= 0x10
+    path = tmp_path / "events.out.tfevents.1"
+    path.write_bytes(content)
+    reader = read_events(path)
+
+    assert next(reader) == EVENTS[0]
+    with pytest.raises(CorruptEventFileError, match=f"damaged at byte {start}") as caught:
+        next(reader)
+    assert (caught.value.path, caught.value.offset) == (path, start)
+
+
+def test_a_whole_record_that_is_no_event_is_named() -> None:
+    with pytest.raises(CorruptEventFileError, match="not an event"):
+        read(FRAMES[0] + frame(b"\xff\xff\xff"))
+
+
+def test_a_length_beyond_the_file_allocates_nothing() -> None:
+    enormous = framing_header(2**62)
+
+    found, reader = read(FRAMES[0] + enormous + b"some data")
+
+    assert found == EVENTS[:1]
+    assert reader.torn_at == len(FRAMES[0])
+
+
+def framing_header(length: int) -> bytes:
+    """A valid header of a record that is not there."""
+    packed = length.to_bytes(8, "little")
+    return packed + frame(packed)[-4:]
+
+
+@given(st.data())
+def test_a_corrupted_file_gives_a_clean_stop_or_a_named_error(drawn: st.DataObject) -> None:
+    content = bytearray(FILE)
+    for _ in range(drawn.draw(st.integers(1, 4))):
+        start = drawn.draw(st.integers(0, len(content)))
+        end = drawn.draw(st.integers(start, min(start + 30, len(content))))
+        content[start:end] = drawn.draw(st.binary(max_size=30))
+
+    try:
+        found, _ = read(bytes(content))
+    except CorruptEventFileError:
+        return
+    assert all(isinstance(event, Event) for event in found)
+
+
+@given(st.binary(max_size=200))
+def test_a_file_of_anything_gives_a_clean_stop_or_a_named_error(content: bytes) -> None:
+    try:
+        found, _ = read(content)
+    except CorruptEventFileError:
+        return
+    assert found == []  # no chance of a valid checksum
+
+
+def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        next(read_events(tmp_path / "events.out.tfevents.1"))
+
+
+def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
+    output, _ = run_script(
+        tmp_path,
+        """
+        import sys
+        import telemetry.events
+        heavy = {"torch", "grpc", "werkzeug", "fsspec", "tensorboard.backend"}
+        print(heavy & set(sys.modules))
+        """,
+    )
+
+    assert output == "set()\n"
+
+
+def test_an_oversized_record_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = frame(bytes(1000))
+    monkeypatch.setattr(reading, "MAX_EVENT_BYTES", 100)
+
+    found, reader = read(FRAMES[0] + large + b"".join(FRAMES[1:]))
+
+    assert found == EVENTS
+    assert reader.oversized == [(len(FRAMES[0]), 1000)]
+    assert reader.offset == len(FILE) + len(large)
+
+
+def test_a_file_that_shrinks_while_it_is_read_ends_with_a_named_error(tmp_path: Path) -> None:
+    path = tmp_path / "events.out.tfevents.1"
+    larger_than_what_is_read_ahead = Event(file_version="x" * 1_000_000)
+    path.write_bytes(FILE + frame(larger_than_what_is_read_ahead.SerializeToString()))
+    reader = read_events(path)
+    next(reader)
+
+    os.truncate(path, len(FRAMES[0]))
+
+    with pytest.raises(CorruptEventFileError):
+        list(reader)
+
+
+def test_what_is_no_regular_file_is_an_os_error(tmp_path: Path) -> None:
+    path = tmp_path / "events.out.tfevents.1"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="not a regular file"):
+        next(read_events(path))

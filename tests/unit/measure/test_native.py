@@ -1,0 +1,425 @@
+"""The C extension against NumPy, at the borders of memory, and under sanitizers."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+from torch import Tensor
+
+from telemetry.measure import native
+from telemetry.measure.native import HostRows
+from telemetry.measure.sampling import sample_step
+from telemetry.measure.tensors import values_of
+from telemetry.records import TensorRecord
+from telemetry.records.buckets import bucket_indices
+from telemetry.records.rows import Rows
+from telemetry.records.sketch import sketch_array
+from tests.helpers.moments_close import assert_moments_close
+from tests.helpers.native_cases import LETTERS, libc, read_everything
+from tests.helpers.paths import ROOT
+from tests.helpers.require import needs_tensor_reader
+
+if native.available:
+    from telemetry.measure import _native
+
+
+def needs_extension(test: Callable[..., None]) -> Any:
+    """Run a test with the extension's code for each set of instructions that this processor has."""
+    skip = pytest.mark.skipif(not native.available, reason=native.native)
+    return skip(pytest.mark.usefixtures("instructions")(test))
+
+
+@pytest.fixture(scope="module", params=_native.instructions() if native.available else [None])
+def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    _native.use_instructions(request.param)
+    yield
+    _native.use_instructions(_native.instructions()[-1])
+
+
+def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
+    dtype = native.DTYPES[tensor.dtype]
+    place = tensor.data_ptr(), tensor.numel(), dtype
+    rows = bytearray(), bytearray(), bytearray()
+    _native.measure((*place, units, inner, sample_step, 4), *rows)
+    return TensorRecord.of_row(Rows.decode(*rows), 0)
+
+
+def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
+    expected = sketch_array(x)
+    assert_moments_close(record.sketch, expected, rtol=1e-12)
+    np.testing.assert_array_equal(record.sketch.buckets, expected.buckets)
+    np.testing.assert_array_equal(record.sketch.counts, expected.counts)
+
+
+# --- instructions --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not native.available, reason=native.native)
+def test_the_fastest_instructions_that_the_processor_has_are_used() -> None:
+    cpus = Path("/proc/cpuinfo")
+    flags = set(cpus.read_text().split()) if cpus.exists() else set()
+    wanted = {"avx2": "AVX2", "avx512f": "AVX-512"}
+    assert _native.instructions() == ["baseline", *(wanted[f] for f in wanted if f in flags)]
+    assert native.native.endswith(f"({_native.instructions()[-1]})")
+    with pytest.raises(ValueError, match="has no instructions 'AVX3'"):
+        _native.use_instructions("AVX3")
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+@needs_extension
+@given(arrays(np.uint32, st.integers(1, 100), elements=st.integers(0, 2**32 - 1)))
+def test_any_bits_are_read_as_numpy_reads_them(bits: NDArray[np.uint32]) -> None:
+    x = bits.view(np.float32)
+    assert_exact(measure(torch.from_numpy(x)), x)
+    with np.errstate(invalid="ignore"):  # of signaling NaN
+        wide = x.astype(np.float64)
+    assert_exact(measure(torch.from_numpy(wide)), wide)
+
+
+@needs_extension
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_every_8_bit_pattern_is_read_as_pytorch_reads_it(dtype: torch.dtype) -> None:
+    for byte in range(256):
+        tensor = torch.tensor([byte], dtype=torch.uint8).view(dtype)
+        assert_exact(measure(tensor), tensor.float().numpy())
+
+
+@needs_extension
+@pytest.mark.parametrize("sign", [0, 0x80000000])
+def test_the_border_of_every_bucket_is_where_numpy_has_it(sign: int) -> None:
+    borders = (np.arange(1, 1 << 16, dtype=np.uint32) << 15) + np.uint32(sign)
+    for moved in (-1, 0, 1):
+        x = (borders.astype(np.int64) + moved).astype(np.uint32).view(np.float32)
+        for part in np.array_split(x[np.isfinite(x)], 20):
+            assert_exact(measure(torch.from_numpy(part.copy())), part)
+
+
+@needs_extension
+@pytest.mark.parametrize("letter", LETTERS)
+def test_what_is_rare_is_seen_wherever_it_is(letter: str) -> None:
+    """In whole blocks and in what is left over, vectorized or not."""
+    dtype = next(dtype for dtype, code in native.DTYPES.items() if code == ord(letter))
+    for place in (0, 5, 2047, 2048, 4099, 4100):
+        # NaN where there is no Inf
+        for rare in (0.0, np.nan, np.inf, -np.inf) if dtype.is_floating_point else (0.0,):
+            values = torch.ones(4101)
+            values[place] = rare
+            tensor = values.to(dtype)
+            assert_exact(measure(tensor), tensor.double().numpy())
+            assert measure(tensor).sketch.zero_count == (rare == 0)
+
+
+@needs_extension
+def test_sums_are_those_of_float64() -> None:
+    """Where squares of float32 numbers overflow, fourth powers vanish, or a mean hides the rest."""
+    x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
+    for values in (x, x * np.float32(1e30), x * np.float32(1e-30), 1000 + x):
+        assert_exact(measure(torch.from_numpy(values)), values)
+    sketch = measure(torch.from_numpy(1000 + x)).sketch
+    exact = (1000 + x).astype(np.float64)
+    np.testing.assert_allclose(sketch.std, exact.std(), rtol=1e-7)
+    np.testing.assert_allclose(measure(torch.from_numpy(x)).sketch.kurtosis, 3, rtol=0.05)
+
+
+@needs_extension
+def test_results_are_the_same_bits_wherever_the_values_lie() -> None:
+    memory = torch.randn(9_100, generator=torch.Generator().manual_seed(0)).abs()
+    copies = []
+    for start in range(17):
+        place = torch.empty(9_100 + start)[start:]
+        place.copy_(memory)
+        copies.append(vars(measure(place, units=91, inner=100).sketch))
+    for copy in copies[1:]:
+        for name, value in copy.items():
+            np.testing.assert_array_equal(value, copies[0][name], err_msg=name)
+
+
+@needs_extension
+def test_unaligned_numbers_are_read() -> None:
+    x = np.arange(5000, dtype=np.float32)
+    tensor = torch.frombuffer(bytearray(b"\0" + x.tobytes()), dtype=torch.float32, offset=1)
+    assert tensor.data_ptr() % 4
+    assert_exact(measure(tensor), x)
+
+
+@needs_extension
+@pytest.mark.parametrize("value", [0.0, 1e-60, -3.0, 1e300])
+def test_a_sample_of_equal_numbers_is_all_of_them(value: float) -> None:
+    tensor = torch.full((200_000,), value, dtype=torch.float64)
+    sketch = measure(tensor, sample_step=sample_step(tensor.numel())).sketch
+    assert sketch.buckets.tolist() == [int(bucket_indices(np.array(value)))]
+    assert sketch.counts.tolist() == [200_000]
+
+
+def layout(value: object) -> str | None:
+    if not isinstance(value, Tensor):
+        return None
+    return f"{value.layout} {list(value.shape)} {value.dtype}"
+
+
+X = torch.randn(6, 4, 5, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Labelled(Tensor):
+    """May override whatever it likes."""
+
+
+@needs_tensor_reader
+@pytest.mark.parametrize(
+    ("tensor", "axis"),
+    [
+        *[(X, axis) for axis in (None, 0, 1, 2, 3, -1, -4)],
+        *[(X.to(memory_format=torch.channels_last), axis) for axis in (None, 1, 3)],
+        (X.permute(2, 0, 3, 1), 3),
+        (X[:1].transpose(0, 2), 2),
+        (X[:, :1].contiguous(memory_format=torch.channels_last), 1),
+        (X.double(), 1),
+        (X.half(), 1),
+        (X.bfloat16(), 1),
+        (X.clone().requires_grad_() * 2, 1),
+        (torch.nn.Parameter(X), 1),
+        (torch.randn(200_000), None),
+        (torch.randn(50, 20_000), 0),
+        (torch.tensor(3.0), None),
+    ],
+    ids=layout,
+)
+def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | None) -> None:
+    found, expected = HostRows(), HostRows()
+    values = values_of(tensor, axis)
+    assert values is not None
+    assert found.add_plain([tensor], axis, 4) == [True]
+    expected.add(values, 4)
+    assert (found.heads, found.pairs, found.units) == (
+        expected.heads,
+        expected.pairs,
+        expected.units,
+    )
+
+
+@needs_tensor_reader
+@pytest.mark.parametrize(
+    ("tensor", "axis"),
+    [
+        (X, 4),
+        (X, -5),
+        (X[..., :2], None),
+        (X[:1].expand(6, 4, 5, 3), None),
+        (X[:0], None),
+        (X.long(), None),
+        (X.to_sparse(), None),
+        (X.to("meta"), None),
+        (torch._neg_view(X), None),
+        (X.as_subclass(Labelled), None),
+    ],
+    ids=layout,
+)
+def test_other_tensor_objects_are_refused(tensor: Tensor, axis: int | None) -> None:
+    rows = HostRows()
+    assert rows.add_plain([tensor], axis, 4) == [False]
+    assert len(rows) == 0
+    assert rows.add_plain([X, tensor, X], None, 4) == [True, axis is not None, True]
+    assert len(rows) == 2 + (axis is not None)
+
+
+# --- units ---------------------------------------------------------------------------------------
+
+
+@needs_extension
+@given(st.integers(1, 20), st.integers(1, 70), st.integers(1, 40), st.integers(0, 5))
+def test_extremes_of_units(outer: int, units: int, inner: int, odd: int) -> None:
+    x = np.random.default_rng(outer * units).normal(size=outer * units * inner).astype(np.float32)
+    x[:: max(x.size // (odd + 1), 1)] = [np.nan, np.inf, -np.inf, 0, 1e38, -1e38][odd]
+    record = measure(torch.from_numpy(x), units, inner)
+    expected = x.reshape(outer, units, inner)
+    np.testing.assert_array_equal(record.unit_min, expected.min(axis=(0, 2)))
+    np.testing.assert_array_equal(record.unit_max, expected.max(axis=(0, 2)))
+    assert_moments_close(record.sketch, sketch_array(x), rtol=1e-12)
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+@needs_extension
+def test_norms_of_many_tensors_in_one_call() -> None:
+    tensors = [torch.full((size,), 2.0) for size in (0, 1, 15, 16, 2048, 2049, 70_000)]
+    tensors += [torch.ones(3).to(dtype) for dtype in native.DTYPES]
+    expected = [float(t.double().square().sum()) for t in tensors]
+    assert native.squared_norms(tensors).tolist() == expected
+    assert native.squared_norms([]).tolist() == []
+
+
+@needs_extension
+@pytest.mark.parametrize("place", [0, 2, 2050, 4096])
+def test_norms_show_what_is_not_finite_and_nothing_else(place: int) -> None:
+    tensor = torch.full((4097,), 3e38)
+    assert native.squared_norms([tensor]) == [4097 * float(tensor[0]) ** 2]
+    tensor[place] = float("inf")
+    assert native.squared_norms([tensor]) == [np.inf]
+    tensor[place - 1] = float("nan")
+    assert np.isnan(native.squared_norms([tensor])[0])
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+@needs_tensor_reader
+def test_what_is_no_list_of_tensors_is_refused() -> None:
+    rows = bytearray(), bytearray(), bytearray()
+    with pytest.raises(TypeError, match="list"):
+        _native.measure_tensors((X,), None, (Tensor,), native.TENSORS, sample_step, 4, *rows)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="PyCapsule"):
+        _native.measure_tensors([X], None, (Tensor,), None, sample_step, 4, *rows)
+    with pytest.raises(ValueError, match="count"):
+        _native.measure_tensors([X, X], None, (Tensor,), native.TENSORS, lambda count: -1, 4, *rows)
+    with pytest.raises(TypeError, match="bytearrays"):
+        _native.measure_tensors([X], None, (Tensor,), native.TENSORS, sample_step, 4, b"", b"", b"")  # type: ignore[arg-type]
+    assert rows == (b"", b"", b"")
+
+
+@needs_tensor_reader
+@pytest.mark.parametrize("locked", range(3))
+def test_rows_are_as_before_if_one_of_their_parts_cannot_grow(locked: int) -> None:
+    rows = bytearray(b"a"), bytearray(b"b"), bytearray(b"c")
+    arguments = [X], 1, (Tensor,), native.TENSORS, sample_step, 4
+    with memoryview(rows[locked]), pytest.raises(BufferError):
+        _native.measure_tensors(*arguments, *rows)
+    assert rows == (b"a", b"b", b"c")
+
+
+@needs_extension
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    address, rows = torch.ones(6).data_ptr(), (bytearray(), bytearray(), bytearray())
+    for arguments in (
+        (address, 6, ord("x"), 0, 1, 0, 4),
+        (address, -1, ord("f"), 0, 1, 0, 4),
+        (address, 6, ord("f"), 7, 1, 0, 4),
+        (address, 6, ord("f"), 2, 0, 0, 4),
+        (address, 6, ord("f"), 1 << 62, 1 << 62, 0, 4),
+        (address, 6, ord("f"), 0, 1, -1, 4),
+        (address, 6, ord("f"), 0, 1, 0, 3),
+        (address, 1 << 40, ord("f"), 0, 1, 0, 4),
+    ):
+        with pytest.raises(ValueError, match="count"):
+            _native.measure(arguments, *rows)
+    for wrong in ((address,), address):
+        with pytest.raises(TypeError, match="tuples of 7"):
+            _native.measure(wrong, *rows)  # type: ignore[arg-type]
+    for lists in (([address], [6, 6], b"f"), ([address], [6], b"ff"), ([address], [6])):
+        with pytest.raises(ValueError, match="as long"):
+            _native.squared_norms(*lists)
+    with pytest.raises(TypeError):
+        _native.squared_norms(["a"], [6], b"f")  # type: ignore[list-item]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def before_a_page_that_must_not_be_read(size: int) -> Iterator[int]:
+    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    with mmap.mmap(-1, whole + mmap.PAGESIZE) as pages:
+        view = (ctypes.c_char * len(pages)).from_buffer(pages)
+        start = ctypes.addressof(view)
+        libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        assert libc.mprotect(start + whole, mmap.PAGESIZE, 0) == 0
+        try:
+            yield start + whole - size
+        finally:
+            del view
+
+
+@needs_extension
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
+def test_nothing_beyond_a_page_is_read() -> None:
+    read_everything(_native, before_a_page_that_must_not_be_read)
+
+
+@needs_extension
+def test_x87_arithmetic_is_right_after_measuring() -> None:
+    """Adds ``long double`` numbers, as ``fmod`` of the C library does, after each layout."""
+    for units, inner in ((0, 1), (3, 1), (3, 7), (1, 64), (3, 64), (2, 200)):
+        measure(torch.ones(12 * max(units, 1) * inner), units, inner)
+        assert np.longdouble(3) + np.longdouble(4) == 7
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    extension = tmp_path / "_native.so"
+    sanitize = "-fsanitize=address,undefined"
+    build = ["gcc", "-shared", "-fPIC", "-O1", "-g", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror"]
+    build += [sanitize, "-fno-sanitize-recover=all", "-DPy_LIMITED_API=0x030A0000"]
+    build += [f"-I{sysconfig.get_paths()['include']}", str(ROOT / "telemetry/measure/_native.c")]
+    done = subprocess.run([*build, "-o", str(extension)], capture_output=True, text=True)
+    if "Python.h" in done.stderr or "cannot find" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    runtime = subprocess.check_output(["gcc", "-print-file-name=libasan.so"], text=True).strip()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/helpers/native_cases.py"), str(extension)],
+        env={**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("required", ["", "1"])
+def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
+    tmp_path: Path, required: str
+) -> None:
+    """As in making the wheels of a release."""
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}",
+         f"--build-temp={tmp_path}"],
+        cwd=ROOT,
+        env={**os.environ, "CC": "false", "TELEMETRY_REQUIRE_NATIVE": required},
+        capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert bool(done.returncode) is bool(required), done.stderr
+
+
+# --- without it ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not native.available, reason=native.native)
+def test_numpy_measures_the_same_without_the_extension() -> None:
+    tests = ["tests/unit/measure/test_measure.py", "tests/contract/events/test_torch_values.py"]
+    tests += [f"{__file__}::{NUMPY}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=brief", *tests],
+        cwd=ROOT,
+        env={**os.environ, "TELEMETRY_NATIVE": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+NUMPY = "test_without_the_extension_it_reads_nothing"
+
+
+@pytest.mark.skipif(native.available, reason="of NumPy")
+def test_without_the_extension_it_reads_nothing() -> None:
+    assert native.DTYPES == {}

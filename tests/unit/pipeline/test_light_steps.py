@@ -1,0 +1,190 @@
+"""Fast loops: norms are taken at one usual step in k, and at every step after an unusual one."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from telemetry import HookLogger, StepRecord, read
+from telemetry.alert import Alert
+from telemetry.alerts.detector import Detector, Finding
+from telemetry.pipeline import LightSteps, light_steps
+from telemetry.pipeline.light_steps import DENSE_STEPS, FIRST_STEPS, MAX_EVERY
+from telemetry.tag_names import RUN
+from tests.helpers.plain_events import EventAccumulator
+
+STEP_S = 0.001
+
+
+def taken(
+    steps: LightSteps, count: int, *, cost: float, first: int = 0, odd: int | None = None
+) -> list[int]:
+    """Numbers of the steps at which norms are taken, where one costs this share of a step."""
+    numbers = []
+    for number in range(first, first + count):
+        if number == odd:
+            steps.expect_more(number)
+        if steps.have_norms(number):
+            numbers.append(number)
+            steps.add(number, number * STEP_S, cost * STEP_S)
+    return numbers
+
+
+def test_norms_are_taken_at_each_step_where_that_takes_three_percent_of_the_time() -> None:
+    steps = LightSteps()
+    assert taken(steps, 2000, cost=0.024) == list(range(2000))
+    assert steps.every == 1
+
+
+@pytest.mark.parametrize(("cost", "every"), [(0.04, 2), (0.17, 7), (10.0, MAX_EVERY)])
+def test_of_faster_steps_it_is_one_in_k(cost: float, every: int) -> None:
+    steps = LightSteps()
+    numbers = taken(steps, FIRST_STEPS + 100, cost=cost)
+    assert steps.every == every
+    later = [number for number in range(FIRST_STEPS, FIRST_STEPS + 100) if number % every == 0]
+    assert numbers == [*range(FIRST_STEPS), *later]
+
+
+def test_it_is_each_step_again_where_steps_become_slower() -> None:
+    steps = LightSteps()
+    taken(steps, FIRST_STEPS, cost=1.0)
+    assert steps.every == MAX_EVERY
+    taken(steps, 2 * DENSE_STEPS * MAX_EVERY, first=FIRST_STEPS, cost=0.01)
+    assert steps.every == 1
+
+
+def test_after_an_unusual_step_it_is_each_of_64() -> None:
+    steps, odd = LightSteps(), 501
+    numbers = taken(steps, 1000, cost=1.0, odd=odd)
+    assert [n for n in numbers if odd <= n <= odd + DENSE_STEPS] == list(range(501, 566))
+    assert len(numbers) < FIRST_STEPS + DENSE_STEPS + 60
+
+
+def test_a_loss_above_its_limit_is_unusual() -> None:
+    steps = LightSteps()
+    steps.every, steps.loss_tag, steps.loss_limit = 16, "loss", 2.0
+    assert not steps.see_logged(3, {"loss": 2.0, "other": 9.0})
+    assert not steps.have_norms(3)
+    for loss in (2.1, math.inf, math.nan):
+        steps.every, steps._dense_until = 16, -1
+        assert steps.see_logged(5, {"loss": loss})
+        assert steps.have_norms(5)
+        assert steps.have_norms(5 + DENSE_STEPS)
+        assert not steps.have_norms(6 + DENSE_STEPS)
+
+
+def test_without_a_limit_norms_are_taken_at_each_step() -> None:
+    assert len(taken(LightSteps(limited=False), 1000, cost=1.0)) == 1000
+
+
+# --- in a run ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever judging a step takes is far too much, as beside steps of microseconds."""
+    monkeypatch.setattr(light_steps, "SHARE", 1e-6)
+
+
+class EachStep(Detector):
+    """A detector of the user's, which judges every step."""
+
+    kind = "each_step"
+
+    def set_up(self) -> None:
+        self.steps: list[int] = []
+
+    def find(self, record: StepRecord, base: Any) -> Finding | None:
+        self.steps.append(record.step)
+        return None
+
+
+def train(log_dir: Path, *, steps: int = 600, spike: int | None = None, **options: Any) -> Any:
+    """Alerts, and the steps of which gradient norms are in the file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with HookLogger(model, log_dir, images=False, **options) as logger:
+        for number in range(steps):
+            x = torch.randn(64, 4)
+            y = x.sum(1, keepdim=True) * (300 if number == spike else 1)
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            logger.log(loss=loss)
+            optimizer.step()
+    return logger.alerts, steps_in(log_dir)
+
+
+def steps_in(log_dir: Path) -> list[int]:
+    """Steps of which gradient norms are in the event file."""
+    table = read(log_dir).layers
+    return [int(number) for number in np.unique(table["step"])]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_healthy_run_has_norms_of_some_steps_and_each_loss(tmp_path: Path) -> None:
+    alerts, steps = train(tmp_path)
+    assert alerts == ()
+    assert steps[:FIRST_STEPS] == list(range(FIRST_STEPS))
+    later = [number for number in steps if number >= FIRST_STEPS]
+    assert len(later) < 344 / 2  # with those after unusual ones
+    assert {300, 400, 500} <= {*later}  # full steps
+    accumulator = EventAccumulator(str(tmp_path), {"scalars": 0})
+    accumulator.Reload()
+    assert len(accumulator.Scalars("loss")) == 600
+    every = [event.value for event in accumulator.Scalars(f"{RUN}telemetry/norms_every_n_steps")]
+    assert {*every} == {MAX_EVERY}
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_fault_is_judged_as_if_each_step_were(tmp_path: Path) -> None:
+    def told(alerts: tuple[Alert, ...]) -> list[tuple[str, int]]:
+        return [(alert.kind, alert.step) for alert in alerts if alert.stage == "started"]
+
+    alerts, steps = train(tmp_path / "fast", spike=507)
+    slow, _ = train(tmp_path / "slow", spike=507, max_overhead=math.inf)
+    assert {*range(507, 571)} <= {*steps}
+    assert told(alerts)[0] == told(slow)[0] == ("loss_spike", 507)
+
+
+@pytest.mark.usefixtures("fast")
+def test_rules_and_detectors_of_the_user_see_every_step(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def rule(record: StepRecord) -> list[Alert]:
+        seen.append(record.step)
+        return []
+
+    train(tmp_path / "rule", alerts=[rule])
+    assert seen == list(range(600))
+    detector = EachStep()
+    train(tmp_path / "detector", alerts={"each_step": detector})
+    assert detector.steps == list(range(600))
+
+
+@pytest.mark.usefixtures("fast")
+def test_without_rules_no_step_is_unusual(tmp_path: Path) -> None:
+    _, steps = train(tmp_path, alerts=())
+    assert len(steps) < FIRST_STEPS + 60
+
+
+def test_a_line_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, fast: None) -> None:
+    with caplog.at_level(logging.INFO, "telemetry"):
+        train(tmp_path, steps=900)
+    lines = [message for message in caplog.messages if "norms_every_n_steps" in message]
+    assert len(lines) == 1
+    assert "max_overhead=math.inf" in lines[0]
+
+
+def test_no_limit_means_each_step(tmp_path: Path, fast: None) -> None:
+    _, steps = train(tmp_path, alerts=(), max_overhead=math.inf)
+    assert steps == list(range(600))

@@ -1,0 +1,512 @@
+"""The background thread: order, bounds, forks, and what happens when something fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.compat.proto.event_pb2 import Event
+
+from telemetry.alert import Alert
+from telemetry.capture.captured import CapturedStep, Detail, Observation, RunTotals
+from telemetry.events.background import BackgroundWriter
+from telemetry.events.sink import Sink as AnySink
+from telemetry.events.summaries import event_of
+from telemetry.failures import Failures
+from telemetry.measure import Measurer
+from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
+from telemetry.pipeline import queue as pipeline_module
+from telemetry.records import Layout, Module, Parameter, StepRecord
+from telemetry.records.loss import LossChoice
+from telemetry.rule import AnyRule, Rule, as_rule
+from telemetry.tag_names import plain
+from telemetry.writing.board import Board
+from tests.helpers.serialized import summary_of
+
+LAYOUT = Layout(
+    modules=(Module(name="layer", type_name="Linear"),),
+    parameters=(Parameter(name="weight", module_name="layer", shape=(3,)),),
+)
+
+
+class Sink:
+    """Keeps what is written; ``gate`` holds the background thread up."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[int, list[str], bool]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fails = False
+        self._changed = threading.Condition()
+
+    def write_values(
+        self,
+        values: Sequence[bytes],
+        step: int,
+        wall_time: float,
+        *,
+        droppable: bool = False,
+        flush: bool = False,
+        repeat: Sequence[bytes] = (),
+    ) -> None:
+        assert self.gate.wait(30)
+        if self.fails:
+            raise OSError("no space left on device")
+        with self._changed:
+            self.written.append(
+                (step, [plain(value.tag) for value in summary_of(values).value], droppable)
+            )
+            self._changed.notify_all()
+
+    def has_got(self, prefix: str) -> bool:
+        """Wait for a value whose tag begins so."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: any(tag.startswith(prefix) for _, tags, _ in self.written for tag in tags),
+                30,
+            )
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, tags, _ in self.written if "grad_norm/total" in tags]
+
+
+@pytest.fixture
+def sink() -> Sink:
+    return Sink()
+
+
+def make(
+    sink: AnySink,
+    *rules: AnyRule,
+    told: list[Alert] | None = None,
+    board: Board | None = None,
+    full_steps: FullSteps | None = None,
+) -> Pipeline:
+    alerts = [] if told is None else told
+    return make_pipeline(
+        board=board or Board(),
+        sink=sink,
+        rules=[as_rule(rule) for rule in rules],
+        on_alert=lambda alert, wall_time: alerts.append(alert),
+        full_steps=full_steps,
+    )
+
+
+def make_pipeline(
+    *,
+    board: Board,
+    sink: AnySink,
+    rules: Sequence[Rule],
+    on_alert: Callable[[Alert, float], None],
+    full_steps: FullSteps | None = None,
+) -> Pipeline:
+    failures, full_steps = Failures(), full_steps or FullSteps(every(10))
+    processor = Processor(
+        board=board,
+        sink=sink,
+        rules=rules,
+        on_alert=on_alert,
+        full_steps=full_steps,
+        failures=failures,
+        loss=LossChoice(),
+    )
+    return Pipeline(processor, failures)
+
+
+def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
+    detail = Detail()
+    if full:
+        measurer = Measurer()
+        measured = measurer.add(torch.ones(10))
+        assert measured is not None
+        detail.observations.append(Observation("weights", "weight", measured, False))
+        detail.measurements = measurer.finish()
+    return CapturedStep(
+        step=step,
+        full=full,
+        wall_time=wall_time,
+        layout=LAYOUT,
+        detail=detail,
+        totals=RunTotals(),
+        failures=Failures(),
+    )
+
+
+def scalars(step: int, **values: float) -> LoggedScalars:
+    return LoggedScalars(step=step, wall_time=0.0, values=values)
+
+
+def an_alert(step: int) -> Alert:
+    return Alert(
+        kind="nonfinite",
+        severity="warning",
+        step=step,
+        module_name=None,
+        value=np.nan,
+        threshold=0.0,
+        message="planted",
+    )
+
+
+def test_steps_are_written_in_order_by_the_time_flush_returns(sink: Sink) -> None:
+    pipeline = make(sink)
+    for step in range(5):
+        pipeline.submit(captured(step))
+    pipeline.flush()
+    assert sink.steps == [0, 1, 2, 3, 4]
+    pipeline.close()
+
+
+def test_light_steps_wait_by_the_thousand_and_each_is_judged(sink: Sink) -> None:
+    watch = Watch()
+    pipeline = make(sink, watch)
+    sink.gate.clear()
+    for step in range(5000):
+        pipeline.submit(captured(step))
+    sink.gate.set()
+    pipeline.close()
+    assert watch.steps == sink.steps == list(range(5000))
+    assert (pipeline.thinned, pipeline.dropped) == (0, 0)
+
+
+def test_what_a_waiting_step_takes_is_about_what_is_counted(sink: Sink) -> None:
+    kept = [captured(step) for step in range(1000)]
+    tracemalloc.start()
+    kept = [captured(step) for step in range(1000)]
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(step.nbytes for step in kept) == pytest.approx(taken, rel=0.5)
+
+
+def test_steps_without_room_keep_their_norms_and_are_judged(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline_module, "MAX_DETAIL_BYTES", 0)
+    seen: list[StepRecord] = []
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        seen.append(record)
+        yield from ()
+
+    pipeline = make(sink, rule)
+    sink.gate.clear()
+    for step in range(4):
+        pipeline.submit(captured(step, full=True))
+    sink.gate.set()
+    pipeline.close()
+    assert [record.step for record in seen] == [0, 1, 2, 3]
+    assert [(record.full, len(record.weights)) for record in seen] == [(True, 1), *[(False, 0)] * 3]
+    assert sink.steps == [0, 1, 2, 3]
+    assert caplog.text.count("is recorded with its norms alone") == 1
+    assert "3 steps were recorded with their norms alone" in caplog.text
+
+
+def test_steps_beyond_all_room_are_dropped_counted_and_told(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline_module, "MAX_BYTES", 3 * captured(0).nbytes - 1)
+    pipeline = make(sink)
+    sink.gate.clear()
+    for step in range(10):
+        pipeline.submit(captured(step))
+        pipeline.submit_logged(scalars(step, accuracy=0.5))
+    sink.gate.set()
+    pipeline.close()
+    assert sink.steps == [0, 1, 2]
+    assert sum("accuracy" in tags for _, tags, _ in sink.written) == 10
+    assert caplog.text.count("is not recorded") == 1
+    assert "7 steps were dropped" in caplog.text
+
+
+def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(sink: Sink) -> None:
+    pipeline = make(sink, lambda record: [an_alert(record.step)])
+    pipeline.submit(captured(0))  # takes the layout along, without which nothing can be read
+    pipeline.submit_logged(scalars(1, loss=1.0))
+    pipeline.submit(captured(1))
+    pipeline.close()
+    droppable = {
+        (step, tag.partition("/")[0]): may_drop
+        for step, tags, may_drop in sink.written
+        for tag in tags
+    }
+    assert droppable[1, "grad_norm"]
+    assert not droppable[0, "grad_norm"]
+    assert not droppable[1, "loss"]
+    assert not droppable[1, "~alerts"]
+
+
+def test_a_step_gets_the_scalars_logged_for_it(sink: Sink) -> None:
+    seen: list[StepRecord] = []
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        seen.append(record)
+        yield from ()
+
+    pipeline = make(sink, rule)
+    pipeline.submit_logged(scalars(0, loss=3.0))
+    pipeline.submit_logged(scalars(0, accuracy=0.1))
+    pipeline.submit(captured(0))
+    pipeline.submit(captured(1))
+    pipeline.close()
+    assert [record.scalars for record in seen] == [{"loss": 3.0, "accuracy": 0.1}, {}]
+
+
+def test_a_rule_hears_of_losses_that_no_step_follows(sink: Sink) -> None:
+    class Watcher(Rule):
+        def __call__(self, record: StepRecord) -> Iterator[Alert]:
+            yield from ()
+
+        def on_loss(self, step: int, loss: float) -> Iterator[Alert]:
+            if loss > 1:
+                yield an_alert(step)
+
+    told: list[Alert] = []
+    pipeline = make(sink, Watcher(), told=told)
+    pipeline.submit_logged(scalars(7, loss=2.0))
+    pipeline.close()
+    assert [alert.step for alert in told] == [7]
+
+
+def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
+    class Curious(Rule):
+        requests_full_step = False
+
+        def __call__(self, record: StepRecord) -> Iterator[Alert]:
+            self.requests_full_step = record.step in {1, 20, 21}
+            yield from ()
+
+    full_steps = FullSteps(lambda step: False)
+    pipeline = make(sink, Curious(), full_steps=full_steps)
+    full = []
+    for step in range(30):
+        if full_steps(step):
+            full.append(step)
+        pipeline.submit(captured(step))
+        pipeline.flush()
+    pipeline.close()
+    assert full == [2, 21, 22]
+
+
+def test_training_does_not_wait_for_rules_that_are_late(sink: Sink) -> None:
+    class Curious(Rule):
+        requests_full_step = False
+
+        def __call__(self, record: StepRecord) -> Iterator[Alert]:
+            self.requests_full_step = record.step in {1, 2}
+            yield from ()
+
+    full_steps = FullSteps(lambda step: False)
+    pipeline = make(sink, Curious(), full_steps=full_steps)
+    sink.gate.clear()
+    for step in range(10):
+        assert not full_steps(step)
+        pipeline.submit(captured(step))
+    sink.gate.set()
+    pipeline.flush()
+    assert [full_steps(step) for step in range(10, 14)] == [True, True, False, False]
+    pipeline.close()
+
+
+class Watch(Rule):
+    """Keeps the numbers of the steps that it has seen."""
+
+    requests_full_step = False
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def __call__(self, record: StepRecord) -> Iterator[Alert]:
+        self.steps.append(record.step)
+        yield from ()
+
+
+# --- what is held back ---------------------------------------------------------------------------
+
+
+def test_norms_of_the_last_steps_do_not_wait_for_a_later_one(sink: Sink) -> None:
+    pipeline = make(sink)
+    for step in range(3):
+        pipeline.submit(captured(step, wall_time=time.time()))
+    assert sink.has_got("telemetry/n/")
+    pipeline.close()
+    blocks = [tags for _, tags, _ in sink.written if any("telemetry/n/" in tag for tag in tags)]
+    assert len(blocks) == 1
+
+
+def test_the_thread_sleeps_while_nothing_is_held_back(sink: Sink) -> None:
+    class Watched(Board):
+        asked = threading.Event()
+
+        def pending_s(self, now: float) -> float | None:
+            self.asked.set()
+            return super().pending_s(now)
+
+        def pending_values(self) -> tuple[int, Sequence[bytes]]:
+            self.asked.set()
+            return super().pending_values()
+
+    board = Watched()
+    pipeline = make(sink, board=board)
+    pipeline.submit(captured(0, wall_time=time.time()))
+    assert sink.has_got("telemetry/n/")
+    pipeline.flush()
+    pipeline.submit_logged(scalars(1, accuracy=0.5))
+    assert sink.has_got("accuracy")
+    for _ in range(20):
+        board.asked.clear()
+        if not board.asked.wait(0.3):
+            break
+    else:
+        pytest.fail("it wakes for nothing")
+    pipeline.close()
+
+
+# --- a disk that hangs ---------------------------------------------------------------------------
+
+
+class HangingDisk:
+    """A sink whose file is written by a thread of its own, which hangs until ``answering``."""
+
+    def __init__(self) -> None:
+        self.answering = threading.Event()
+        self.written: list[Event] = []
+        self.background = BackgroundWriter(
+            self, name="runs/x", flush_s=3600.0, max_pending_bytes=1 << 20
+        )
+
+    def write_values(
+        self,
+        values: Sequence[bytes],
+        step: int,
+        wall_time: float,
+        *,
+        droppable: bool = False,
+        flush: bool = False,
+        repeat: Sequence[bytes] = (),
+    ) -> None:
+        event = event_of(values, step, wall_time)
+        self.background.put(event, droppable=droppable, flush=flush)
+
+    def write(self, records: deque[bytes], *, urgent: bool) -> None:
+        assert self.answering.wait(30)
+        while records:
+            self.written.append(Event.FromString(records.popleft()))
+
+    def close(self) -> None: ...
+
+
+def test_rules_judge_each_step_and_alerts_are_told_while_the_disk_hangs() -> None:
+    disk, watch, told = HangingDisk(), Watch(), []
+    pipeline = make(disk, watch, lambda record: [an_alert(record.step)], told=told)
+    for step in range(2000):
+        pipeline.submit(captured(step))
+    pipeline.flush()
+    assert watch.steps == list(range(2000))
+    assert [alert.step for alert in told] == list(range(2000))
+    assert disk.written == []
+    disk.answering.set()
+    pipeline.close()
+    disk.background.close()
+    alerts = [e.step for e in disk.written if e.summary.value[0].tag.startswith("~alerts/")]
+    assert alerts == list(range(2000))
+
+
+def test_what_a_rule_that_hangs_leaves_is_counted_when_time_is_over(
+    sink: Sink, caplog: pytest.LogCaptureFixture
+) -> None:
+    entered, may_go_on = threading.Event(), threading.Event()
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        entered.set()
+        assert may_go_on.wait(30)
+        yield from ()
+
+    pipeline = make(sink, rule)
+    for step in range(5):
+        pipeline.submit(captured(step))
+    assert entered.wait(30)
+    pipeline.flush(0.01)
+    assert pipeline.is_late
+    pipeline.close(0.01)
+    assert "telemetry: 5 steps were not judged within 0.01 s" in caplog.messages
+    may_go_on.set()
+    pipeline._thread.join(30)
+    assert sink.steps == [0]  # the one at which it hung; the writer may be closed by now
+
+
+def test_a_pipeline_does_not_wait_for_another_that_waits_for_it(sink: Sink) -> None:
+    met, done = threading.Barrier(2), threading.Barrier(3)
+    pipelines: list[Pipeline] = []
+
+    def flush_both(alert: Alert) -> None:
+        met.wait(20)
+        for pipeline in pipelines:
+            pipeline.flush()
+        done.wait(20)
+
+    pipelines += [
+        make_pipeline(
+            board=Board(),
+            sink=sink,
+            rules=[as_rule(lambda record: [an_alert(record.step)])],
+            on_alert=lambda alert, wall_time: flush_both(alert),
+        )
+        for _ in range(2)
+    ]
+    for pipeline in pipelines:
+        pipeline.submit(captured(0))
+    done.wait(20)
+    for pipeline in pipelines:
+        pipeline.close()
+
+
+def test_a_writer_that_fails_is_told_once_and_the_next_steps_are_taken(
+    sink: Sink, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = make(sink)
+    sink.fails = True
+    pipeline.submit(captured(0))
+    pipeline.submit(captured(1))
+    pipeline.flush()
+    sink.fails = False
+    pipeline.submit(captured(2))
+    pipeline.close()
+    assert sink.steps == [2]
+    assert caplog.text.count("telemetry failed to record a step") == 1
+
+
+def test_nothing_is_taken_after_close(sink: Sink) -> None:
+    pipeline = make(sink)
+    pipeline.close()
+    pipeline.submit(captured(0))
+    pipeline.submit_logged(scalars(0, loss=1.0))
+    pipeline.flush()
+    pipeline.close()
+    assert sink.written == []
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_neither_writes_nor_hangs(sink: Sink) -> None:
+    pipeline = make(sink)
+    child = os.fork()
+    if child == 0:
+        pipeline.submit(captured(0))
+        pipeline.flush()
+        pipeline.close()
+        os._exit(7)
+    deadline = time.monotonic() + 30
+    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(done[1]) == 7
+    pipeline.submit(captured(1))
+    pipeline.close()
+    assert sink.steps == [1]

@@ -1,0 +1,208 @@
+"""Merging parts of tensors equals measuring the whole, in whatever order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from telemetry.ranks.merged_records import MergedRecords, differing, with_whole_units
+from telemetry.ranks.merging import MergedStep, merge_parameters, merge_tensors, spreads
+from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable
+from telemetry.ranks.topology import LocalShard
+from telemetry.records import Layout, Module, Parameter, Spread, StepRecord, TensorRecord
+from telemetry.records.sketch import sketch_array
+from tests.helpers.moments_close import assert_moments_close
+
+ROW = Row(0, "weights", "layer.weight")
+VALUES = st.floats(allow_nan=True, allow_infinity=True, width=32)
+SHARDS = st.lists(arrays(np.float32, st.integers(0, 20), elements=VALUES), min_size=1, max_size=6)
+
+
+def record_of(values: NDArray[Any], **units: Any) -> TensorRecord:
+    return TensorRecord(sketch=sketch_array(values), **units)
+
+
+def table(values: NDArray[Any], **shard: Any) -> TensorTable:
+    return TensorTable.of({ROW: LocalShard(**shard)}, record_of(values).rows)
+
+
+def merge(parts: Sequence[PartialRecord]) -> MergedStep:
+    merged = MergedStep(parts[0])
+    for one in parts[1:]:
+        merged.add(one)
+    return merged
+
+
+def record_from(parts: Sequence[PartialRecord]) -> StepRecord:
+    record = MergedRecords().record(merge(parts))
+    assert record is not None
+    return record
+
+
+@given(shards=SHARDS, data=st.data())
+def test_shards_add_up_in_any_grouping_and_other_copies_do_not_count(
+    shards: list[NDArray[np.float32]], data: st.DataObject
+) -> None:
+    tables = [table(shard) for shard in shards] + [table(shard, copy=1) for shard in shards]
+    while len(tables) > 1:
+        tables = data.draw(st.permutations(tables))
+        size = data.draw(st.integers(2, len(tables)))
+        tables = [merge_tensors(tables[:size]), *tables[size:]]
+    whole = sketch_array(np.concatenate(shards))
+    got = with_whole_units(tables[0])[ROW].sketch
+    assert_moments_close(got, whole, rtol=1e-13)
+    np.testing.assert_array_equal(got.buckets, whole.buckets)
+    np.testing.assert_array_equal(got.counts, whole.counts)
+
+
+@given(norms=st.lists(st.floats(0, 1e300), min_size=1, max_size=6), data=st.data())
+def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.DataObject) -> None:
+    parts = [part(rank, norm) for rank, norm in enumerate(norms)]
+    copies = [part(10, 1e301, copy=3), *parts, part(11, math.nan, copy=2)]
+    for several in (parts, data.draw(st.permutations(copies))):
+        own = [one.parameters for one in several if one.parameters is not None]
+        merged = merge_parameters([(own, np.array([1]))], 2)
+        assert merged["norms"].tolist() == [
+            pytest.approx(math.nan, nan_ok=True),
+            pytest.approx(math.hypot(*norms), rel=1e-14),
+        ]
+        assert merged["present"].tolist() == [False, True]
+        assert "before" not in merged
+
+
+def test_nan_of_one_shard_is_not_hidden_by_infinity_of_another() -> None:
+    record = record_from([part(0, math.inf), part(1, math.nan)])
+    assert math.isnan(record.total_grad_norm)
+    assert not record.grad_finite[0]
+
+
+def test_units_that_are_spread_over_ranks_are_put_together() -> None:
+    low = np.array([1, 2], np.float32)
+    pieces = [
+        TensorTable.of(
+            {ROW: LocalShard(piece=rank % 2, pieces=2)},
+            record_of(low, unit_min=low - rank, unit_max=low + rank).rows,
+        )
+        for rank in range(4)
+    ]
+    record = with_whole_units(merge_tensors(pieces))[ROW]
+    np.testing.assert_array_equal(record.unit_min, [-1, 0, -2, -1])
+    np.testing.assert_array_equal(record.unit_max, [3, 4, 4, 5])
+    incomplete = with_whole_units(merge_tensors(pieces[::2]))[ROW]
+    assert incomplete.unit_min is None
+
+
+def test_logged_scalars_are_means_over_the_ranks_that_logged_them() -> None:
+    logged = [(0, {"loss": 1.0}), (2, {"loss": 4.0}), (1, {"other": 7.0}), (3, {"none": math.nan})]
+    parts = [
+        PartialRecord(rank=rank, size=4, step=0, wall_time=0.0, scalars=scalars)
+        for rank, scalars in logged
+    ]
+    assert merge(parts).scalars() == (
+        {"loss": 2.5, "other": 7.0, "none": pytest.approx(math.nan, nan_ok=True)},
+        {
+            "loss": Spread(low=1.0, low_rank=0, high=4.0, high_rank=2),
+            "other": Spread(low=7.0, low_rank=1, high=7.0, high_rank=1),
+        },
+    )
+
+
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: arrays(np.float64, (n, 2), elements=st.sampled_from([1.0, 2.0, np.nan, np.inf]))
+    )
+)
+def test_spreads_name_the_lowest_rank_of_each_extreme(values: NDArray[np.float64]) -> None:
+    for found, column in zip(spreads(values, range(len(values))), values.T, strict=True):
+        pairs = [(value, rank) for rank, value in enumerate(column) if not math.isnan(value)]
+        if not pairs:
+            assert found is None
+            continue
+        (low, low_rank), high = min(pairs), max(value for value, _ in pairs)
+        high_rank = min(rank for value, rank in pairs if value == high)
+        assert found == Spread(low=low, low_rank=low_rank, high=high, high_rank=high_rank)
+
+
+@pytest.mark.parametrize(
+    ("sums", "expected"),
+    [
+        ([5, 5, 5, 5], None),
+        ([5, 5, 6, 5], (2, 0)),
+        ([6, 5, 5, 5], (0, 1)),
+        ([5, 6], (1, 0)),
+    ],
+)
+def test_the_copy_that_differs_from_most_is_named(
+    sums: list[int], expected: tuple[int, int] | None
+) -> None:
+    checks = [(0, 0, total, rank) for rank, total in enumerate(sums)]
+    checks += [(1, 0, 9, rank) for rank, _ in enumerate(sums)]
+    parameters = [Parameter(name=n, module_name="", shape=(1,)) for n in "ab"]
+    found = differing(np.array(checks).T, parameters)
+    assert found == differing(np.array(checks[::-1]).T, parameters)
+    ranks = [(divergence.rank, divergence.other) for divergence in found]
+    assert ranks == ([] if expected is None else [expected])
+    assert all(divergence.parameter == "a" and divergence.declared for divergence in found)
+
+
+def test_stages_whose_parameters_have_equal_names_are_told_apart() -> None:
+    parts = [part(rank, 3.0 + rank, stage=rank) for rank in range(2)]
+    record = record_from(parts)
+    names = [parameter.name for parameter in record.layout.parameters]
+    assert names == ["stage0.layer.weight", "stage1.layer.weight"]
+    assert record.total_grad_norm == 5.0
+
+
+def test_a_layout_need_not_be_sent_again() -> None:
+    whole, full = MergedRecords(), part(0, 1.0)
+    assert full.parameters is not None
+    light = replace(full, step=1, parameters=replace(full.parameters, layout=None))
+    assert whole.record(merge([light])) is None
+    first = whole.record(merge([full]))
+    record = whole.record(merge([light]))
+    assert first is not None
+    assert record is not None
+    assert record.layout.parameters[0].name == "layer.weight"
+    assert record.layout is first.layout
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 0), (1, 1)])
+def test_parts_that_do_not_belong_together_are_refused(rank: int, step: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} sent step {step}"):
+        merge([part(0, 1.0), replace(part(rank, 1.0), step=step)])
+
+
+def part(
+    rank: int, norm: float, *, stage: int = 0, copy: int = 0, table: TensorTable | None = None
+) -> PartialRecord:
+    """Of a rank that holds a shard of one gradient."""
+    layout = Layout(
+        modules=(Module(name="layer", type_name="Linear"),),
+        parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),
+    )
+    own = ParameterPart(
+        stage=stage,
+        layout_id="a",
+        layout=layout,
+        copies=np.array([copy]),
+        norms=np.array([norm]),
+        present=np.ones(1, bool),
+        finite=np.isfinite([norm]),
+    )
+    return PartialRecord(
+        rank=rank,
+        size=8,
+        step=0,
+        wall_time=0.0,
+        parameters=own,
+        tensors=table,
+    )

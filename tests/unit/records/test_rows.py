@@ -1,0 +1,155 @@
+"""Rows of tensors: against the oracle, and that merging equals measuring everything at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from telemetry.measure.measurer import Measurer
+from telemetry.records.rows import HEAD, PAIR, UNIT, Rows
+from telemetry.records.sketch import Sketch, sketch_array
+from telemetry.records.tensor import TensorRecord, Tensors
+from tests.helpers.moments_close import assert_moments_close
+
+Floats = NDArray[np.float32]
+Floats32 = arrays(np.float32, st.integers(0, 30), elements=st.floats(width=32))
+
+
+def rows_of(values: list[Floats]) -> Rows:
+    return Rows.of([sketch_array(one) for one in values])
+
+
+def sketch_of(rows: Rows, row: int) -> Sketch:
+    return TensorRecord.of_row(rows, row).sketch
+
+
+def assert_rows_are(rows: Rows, values: list[Floats]) -> None:
+    assert len(rows) == len(values)
+    for row, one in enumerate(values):
+        found, expected = sketch_of(rows, row), sketch_array(one)
+        assert_moments_close(found, expected, rtol=1e-12)
+        np.testing.assert_array_equal(found.buckets, expected.buckets)
+        np.testing.assert_array_equal(found.counts, expected.counts)
+
+
+@given(st.lists(Floats32, max_size=5))
+def test_what_was_encoded_is_decoded(values: list[Floats]) -> None:
+    heads, pairs, units = rows_of(values).encode()
+    assert_rows_are(Rows.decode(bytearray(heads), bytearray(pairs), bytearray(units)), values)
+
+
+def test_no_rows_are_decoded_from_nothing() -> None:
+    assert len(Rows.decode(bytearray(), bytearray(), bytearray())) == 0
+
+
+def test_a_sample_is_scaled_to_the_values_that_are_not_zero_and_its_zeros_are_exact() -> None:
+    head, pair = np.zeros(1, HEAD), np.zeros(3, PAIR)
+    head["count"], head["nan_count"], head["zero_count"] = 111, 1, 10
+    head["sampled"], head["bucket_count"] = 4, 3
+    pair["bucket"], pair["count"] = [-5, 0, 7], [1, 2, 3]
+    rows = Rows.decode(bytearray(head.tobytes()), bytearray(pair.tobytes()), bytearray())
+    assert rows.counts.tolist() == [25, 10, 75]
+
+
+@given(st.lists(Floats32, min_size=1, max_size=6), st.data())
+def test_merging_equals_measuring_everything_at_once(
+    values: list[Floats], data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(1, len(values)))
+    others = data.draw(
+        st.lists(
+            st.integers(-1, size - 1), min_size=len(values) - size, max_size=len(values) - size
+        )
+    )
+    places = np.array(data.draw(st.permutations([*range(size), *others])), np.int64)
+    merged = rows_of(values).merged(places, size)
+    parts = [[v for v, at in zip(values, places, strict=True) if at == p] for p in range(size)]
+    assert_rows_are(merged, [np.concatenate(one) for one in parts])
+    assert merged.calls.tolist() == [len(one) for one in parts]
+
+
+@given(st.lists(Floats32, min_size=1, max_size=5), st.data())
+def test_rows_are_taken_and_joined_in_the_order_asked_for(
+    values: list[Floats], data: st.DataObject
+) -> None:
+    rows = rows_of(values)
+    order = data.draw(st.lists(st.integers(0, len(values) - 1)))
+    assert_rows_are(rows.take(np.array(order, np.intp)), [values[i] for i in order])
+    assert_rows_are(Rows.concatenate([rows, rows]), values + values)
+
+
+def with_units(*units: Floats) -> Rows:
+    """Each a tensor ``[elements, units]``."""
+    extremes = [np.stack([one.min(axis=0), one.max(axis=0)], axis=1) for one in units]
+    return Rows.of([sketch_array(one) for one in units], units=extremes)
+
+
+def test_units_are_merged_if_equally_many_and_keep_their_nan() -> None:
+    a = np.array([[1, np.nan, 0]], np.float32)
+    b = np.array([[-2, 5, 0]], np.float32)
+    merged = with_units(a, b).merged(np.zeros(2, np.int64), 1)
+    np.testing.assert_array_equal(merged.units, [[-2, 1], [np.nan, np.nan], [0, 0]])
+    assert merged.dead_fraction == pytest.approx([1 / 3])
+    assert with_units(a, b[:, :2]).merged(np.zeros(2, np.int64), 1).units_of(0) is None
+
+
+def test_variation_is_the_smaller_of_deviation_and_half_of_the_ranges_of_units() -> None:
+    random = np.random.default_rng(0)
+    same = np.tile(random.normal(size=4).astype(np.float32), (9, 1))  # for each input
+    other = random.normal(size=(9, 4)).astype(np.float32)
+    rows = with_units(same, other)
+    ranges = np.ptp(other.astype(np.float64), axis=0)
+    expected = min(other.std(dtype=np.float64), np.sqrt((ranges**2).mean()) / 2)
+    np.testing.assert_allclose(rows.variation, [0, expected], rtol=1e-6)
+
+
+def test_rows_times_powers_of_two_are_those_of_the_products() -> None:
+    x = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    scaled = rows_of([x, x]).scaled(np.array([4.0, 0.25]))
+    assert_rows_are(scaled, [x * np.float32(4), x * np.float32(0.25)])
+
+
+def test_tensors_are_views_in_order() -> None:
+    values = [np.full(n, n, np.float32) for n in (1, 2, 3)]
+    tensors = Tensors(range(3), rows_of(values))
+    assert list(reversed(tensors)) == [2, 1, 0]
+    assert {n: record.sketch.count for n, record in tensors.items()} == {0: 1, 1: 2, 2: 3}
+    assert tensors[1].rows is tensors.rows
+
+
+# --- what is rare --------------------------------------------------------------------------------
+
+
+def test_negative_zeros_lie_in_bucket_0_and_nothing_finite_has_no_extremes() -> None:
+    measurer = Measurer()
+    measurer.add(torch.tensor([-0.0, 0.0]))
+    measurer.add(torch.full((3, 2), torch.nan), unit_axis=1)
+    measurer.add(torch.zeros(0, 3), unit_axis=1)
+    zeros, nan, empty = measurer.finish().reduce().values()
+    assert zeros.sketch.zero_count == 2
+    assert (zeros.sketch.buckets.tolist(), zeros.sketch.counts.tolist()) == ([0], [2])
+    assert np.isnan(nan.unit_min).all()
+    assert np.isnan([nan.sketch.min, nan.sketch.max, empty.sketch.min, empty.sketch.max]).all()
+    assert len(nan.sketch.buckets) == len(empty.sketch.buckets) == 0
+
+
+def test_counters_do_not_wrap_at_2_to_the_32() -> None:
+    size = 1 << 17
+    place = torch.tensor([[1], [2]])
+    measurer = Measurer()
+    measurer.add(torch.sparse_coo_tensor(place, torch.ones(1), (size, size), check_invariants=True))
+    (record,) = measurer.finish().reduce().values()
+    assert record.sketch.counts.tolist() == [size * size - 1, 1]
+    # Many rows of one tensor.
+    head, pair = np.zeros(2, HEAD), np.zeros(2, PAIR)
+    head["count"], head["sampled"], head["bucket_count"] = 2**32 - 1, -1, 1
+    head["min"] = head["max"] = 1
+    pair["bucket"], pair["count"] = 1016, 2**32 - 1
+    units = np.empty(0, UNIT)
+    rows = Rows.decode(*(bytearray(part.tobytes()) for part in (head, pair, units)))
+    assert rows.merged(np.zeros(2, np.int64), 1).counts.tolist() == [2 * (2**32 - 1)]

@@ -1,0 +1,193 @@
+"""Modules import only from lower layers; what reads and draws records does without torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+PACKAGE = ROOT / "telemetry"
+
+# Parts of the package (a module, a subpackage with all its files, or one file of a subpackage),
+# from the lowest layer up.
+LAYERS = [
+    {"plain_text", "untrusted", "version"},
+    {"tag_names"},
+    {"alert", "failures", "records", "torch_private"},
+    {"layers", "rule", "selection"},
+    {"measure"},
+    {"events", "ranks"},
+    {"alerts", "capture", "flight", "reading", "writing"},
+    {"interventions", "ranks.part_maker"},
+    {"ranks.exchange"},
+    {"pipeline"},
+    {"run"},
+    {"testing"},
+    {"integrations"},
+    {"tensorboard_plugin"},
+    {"commands"},
+    {"checking"},
+    {"__main__"},
+    {""},  # telemetry/__init__.py
+]
+LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
+
+# What reads and draws records starts within a moment; importing torch takes seconds.
+TORCH_FREE = {
+    "alert",
+    "commands",
+    "events",
+    "failures",
+    "flight",
+    "layers",
+    "plain_text",
+    "reading",
+    "records",
+    "rule",
+    "tag_names",
+    "tensorboard_plugin",
+    "untrusted",
+    "version",
+}
+USES_TORCH = {f"telemetry.events.{name}" for name in ("given_writer", "summary_writer")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A source file and what it imports."""
+
+    name: str
+    imports: frozenset[str]
+
+    @property
+    def part(self) -> str:
+        return part(self.name)
+
+    @property
+    def is_torch_free(self) -> bool:
+        return self.part in TORCH_FREE and self.name not in USES_TORCH
+
+
+def part(name: str) -> str:
+    """Which part in ``LAYERS`` a dotted module name belongs to; a file may be one by itself."""
+    _, _, rest = name.partition(".")
+    return rest if rest in LAYER_OF else rest.partition(".")[0]
+
+
+def read_modules(package: Path) -> dict[str, Module]:
+    """Every module below ``package``, by dotted name."""
+    paths = {}
+    for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        paths[".".join(parts[:-1] if path.stem == "__init__" else parts)] = path
+    return {
+        name: Module(name=name, imports=frozenset(read_imports(name, path, set(paths))))
+        for name, path in paths.items()
+    }
+
+
+def read_imports(name: str, path: Path, known: set[str]) -> Iterator[str]:
+    """Absolute names of what a module imports, anywhere in it: in functions and for types, too.
+
+    ``from a import b`` is ``a.b`` where that is one of the ``known`` modules, else ``a``.
+    """
+    package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                full = f"{source}.{alias.name}"
+                yield full if full in known else source
+
+
+def violations(package: Path) -> list[str]:
+    """Every broken rule, in words."""
+    modules = read_modules(package)
+    unknown = [f"{name} has no layer" for name in modules if part(name) not in LAYER_OF]
+    return unknown or [
+        f"{module.name} imports {target}, {fault}"
+        for module in modules.values()
+        for target in sorted(module.imports)
+        if (fault := find_fault(module, target, modules))
+    ]
+
+
+def find_fault(module: Module, target: str, modules: dict[str, Module]) -> str | None:
+    """What is wrong with one import; None if nothing is."""
+    if target.partition(".")[0] != PACKAGE.name:
+        heavy = target.partition(".")[0] in {"torch", "torchvision"}
+        return "but must do without torch" if heavy and module.is_torch_free else None
+    if target not in modules:
+        return "which does not exist"
+    if part(target) != module.part and LAYER_OF[part(target)] >= LAYER_OF[module.part]:
+        return "which is not in a lower layer"
+    if module.is_torch_free and not modules[target].is_torch_free:
+        return "which needs torch"
+    return None
+
+
+def test_modules_import_only_from_lower_layers() -> None:
+    assert violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "fault"),
+    [
+        ("measure.py", "from telemetry.testing import HookLogger", "not in a lower layer"),
+        ("measure.py", "from telemetry import HookLogger", "not in a lower layer"),
+        ("measure.py", "from telemetry import testing", "not in a lower layer"),
+        ("measure.py", "from . import testing", "not in a lower layer"),
+        ("measure.py", "def f():\n    import telemetry.testing", "not in a lower layer"),
+        ("measure.py", "if TYPE_CHECKING:\n    from .testing import X", "not in a lower layer"),
+        ("capture/__init__.py", "from ..testing import HookLogger", "not in a lower layer"),
+        ("capture/__init__.py", "from ..selektion import x", "does not exist"),
+        ("records/sketch.py", "import torch.nn as nn", "must do without torch"),
+        ("reading/files.py", "def f():\n    from torch import Tensor", "must do without torch"),
+        ("reading/files.py", "from telemetry.selection import x", "needs torch"),
+        ("reading/files.py", "from telemetry.events.summary_writer import x", "needs torch"),
+        ("helpers.py", "", "has no layer"),
+        ("measure.py", "from .records.sketch import Sketch\nimport torch", None),
+        ("capture/__init__.py", "from .hooks import x\nfrom ..records.sketch import y", None),
+        ("events/writer.py", "from telemetry.events import hooks\nimport numpy", None),
+    ],
+)
+def test_each_rule_is_checked(tmp_path: Path, path: str, code: str, fault: str | None) -> None:
+    package = tmp_path / "telemetry"
+    for name in ["__init__", "testing", "selection", "records/sketch", "capture/__init__"]:
+        write(package / f"{name}.py", "")
+    for name in ["capture/hooks", "events/__init__", "events/hooks", "events/summary_writer"]:
+        write(package / f"{name}.py", "")
+    write(package / path, code)
+    found = violations(package)
+    if fault is None:
+        assert found == []
+    else:
+        assert len(found) == 1
+        assert fault in found[0]
+
+
+def write(path: Path, code: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code, encoding="utf-8")
+
+
+def test_no_tuple_is_filled_by_a_generator() -> None:
+    """A thread that calls ``gc.get_objects()`` meanwhile holds it, which is a ``SystemError``."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "tuple"
+        and any(isinstance(argument, ast.GeneratorExp) for argument in node.args)
+    ]
+    assert found == []

@@ -1,0 +1,793 @@
+"""Changing gradients and activations, and reading what flows through modules."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import threading
+import weakref
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+from telemetry import HookLogger
+from telemetry.interventions import (
+    Intervention,
+    capture,
+    clip_gradients,
+    prune_activations,
+    scale_gradients,
+    zero_gradients,
+)
+from tests.helpers.twins import Recorder, assert_left_alone
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Two layers that share the weight of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+        self.fc1 = nn.Linear(3, 3)
+        self.fc2 = nn.Linear(3, 3)
+        self.fc2.weight = self.fc1.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(self.encoder(x)).relu_())
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def grads_after(model: nn.Module, passes: int = 1) -> dict[str, Tensor]:
+    """Gradients of the same backward pass, done so many times."""
+    torch.manual_seed(1)
+    x = torch.randn(5, 3)
+    model.zero_grad()
+    for _ in range(passes):
+        (100 * model(x).square().sum()).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_each_tensor_is_clipped_to_its_own_norm() -> None:
+    plain = grads_after(net())
+    limit = sorted(g.norm().item() for g in plain.values())[3]
+    model = net()
+    with clip_gradients(model, max_norm=limit):
+        clipped = grads_after(model)
+    for name, grad in plain.items():
+        expected = nn.Parameter(torch.zeros_like(grad))
+        expected.grad = grad.clone()
+        torch.nn.utils.clip_grad_norm_([expected], limit)
+        torch.testing.assert_close(clipped[name], expected.grad, rtol=1e-5, atol=0)
+        if grad.norm() <= limit:
+            assert torch.equal(clipped[name], grad), "what is small enough stays to the bit"
+
+
+def test_each_element_is_clipped_to_a_value() -> None:
+    plain = grads_after(net())
+    model = net()
+    with clip_gradients(model, max_value=0.5):
+        clipped = grads_after(model)
+    for name, grad in plain.items():
+        assert torch.equal(clipped[name], grad.clamp(-0.5, 0.5))
+
+
+@given(
+    grad=arrays.arrays(np.float32, (2, 3), elements=st.floats(-(2.0**100), 2.0**100, width=32)),
+    limit=st.floats(2.0**-20, 2.0**20),
+)
+def test_a_clipped_gradient_keeps_its_direction(grad: np.ndarray, limit: float) -> None:
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    model = nn.Module()
+    model.register_parameter("w", parameter)
+    with clip_gradients(model, max_norm=limit):
+        parameter.backward(torch.from_numpy(grad))
+    wide = grad.astype(np.float64)
+    norm = np.linalg.norm(wide)
+    expected = wide * min(1.0, limit / norm) if norm else wide
+    np.testing.assert_allclose(parameter.grad.double(), expected, rtol=1e-6, atol=1e-38)
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"max_value": 1.0}])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_clipping_does_not_hide_what_is_not_finite(options: dict[str, float], bad: float) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with clip_gradients(model, **options):
+        model.weight.backward(torch.tensor([[bad, -5.0]]))
+    finite = -5.0 if "max_norm" in options else -1.0
+    expected = torch.tensor([[bad, finite]])
+    torch.testing.assert_close(model.weight.grad, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_every_dtype_is_clipped(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4, bias=False, dtype=dtype)
+    grad = torch.full((4, 4), 3000.0).to(dtype)
+    with clip_gradients(model, max_norm=0.001):
+        model.weight.backward(grad)
+    assert model.weight.grad.dtype == dtype
+    assert torch.linalg.vector_norm(model.weight.grad).item() == pytest.approx(0.001, rel=0.01)
+    model.zero_grad()
+    with clip_gradients(model, max_value=0.5):
+        model.weight.backward(grad)
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 0.5).to(dtype))
+
+
+def test_sparse_gradients_are_changed_like_dense_ones() -> None:
+    rows = torch.tensor([1, 1, 2])
+    for make in (
+        lambda model: clip_gradients(model, max_norm=1.5),
+        lambda model: clip_gradients(model, max_value=1.5),
+        lambda model: scale_gradients(model, "*", -2.0),
+    ):
+        grads = []
+        for sparse in (False, True):
+            model = nn.Embedding(4, 2, sparse=sparse)
+            with make(model):
+                model(rows).sum().backward()
+            grad = model.weight.grad
+            assert grad.is_sparse == sparse
+            grads.append(grad.to_dense())
+        torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_gradients_are_zeroed_and_scaled_by_name() -> None:
+    plain = grads_after(net())
+    model = net()
+    with zero_gradients(model, "fc*.bias"), scale_gradients(model, "encoder", -0.5):
+        changed = grads_after(model)
+    for name, grad in plain.items():
+        factor = {"encoder": -0.5, "fc1": 0.0, "fc2": 0.0}[name.partition(".")[0]]
+        factor = 1.0 if name == "fc1.weight" else factor
+        assert torch.equal(changed[name], grad * factor), name
+
+
+@pytest.mark.parametrize(
+    ("select", "names"),
+    [
+        ("encoder.0", ["encoder.0.weight", "encoder.0.bias"]),
+        ("*.bias", ["encoder.0.bias", "encoder.2.bias", "fc1.bias", "fc2.bias"]),
+        ("fc2.weight", ["fc1.weight"]),  # by another of its names
+        (["fc1.bias", "encoder.2.b*"], ["encoder.2.bias", "fc1.bias"]),
+        (lambda name, module: name == "fc1", ["fc1.weight", "fc1.bias"]),
+        (nn.Sequential, [f"encoder.{k}" for k in ("0.weight", "0.bias", "2.weight", "2.bias")]),
+    ],
+)
+def test_parameters_are_selected_like_modules(select: object, names: list[str]) -> None:
+    model = net()
+    with zero_gradients(model, select):
+        grads = grads_after(model)
+    assert [name for name, grad in grads.items() if not grad.any()] == names
+
+
+def test_each_backward_pass_is_changed_by_itself() -> None:
+    plain = grads_after(net())["fc1.weight"]
+    limit = 0.1 * plain.norm().item()
+    model = net()
+    with clip_gradients(model, max_norm=limit):
+        grads = grads_after(model, passes=3)
+    assert grads["fc1.weight"].norm().item() == pytest.approx(3 * limit, rel=1e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_shared_and_checkpointed_parameter_is_changed_once(use_reentrant: bool) -> None:
+    layer = nn.Linear(3, 3)
+    x = torch.randn(2, 3, requires_grad=True)
+
+    def loss() -> Tensor:
+        return checkpoint(lambda v: layer(layer(v)), x, use_reentrant=use_reentrant).sum()
+
+    plain = torch.autograd.grad(layer(layer(x)).sum(), layer.weight)[0]
+    with scale_gradients(layer, "weight", 10.0):
+        loss().backward()
+    torch.testing.assert_close(layer.weight.grad, 10 * plain)
+
+
+def test_a_scaler_tells_the_bound_without_its_factor() -> None:
+    plain = grads_after(net())
+    limit = min(g.norm().item() for g in plain.values())
+    model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    torch.manual_seed(1)
+    with clip_gradients(model, max_norm=limit, scaler=scaler):
+        scaler.scale(100 * model(torch.randn(5, 3)).square().sum()).backward()
+    scaler.unscale_(optimizer)
+    for name, p in model.named_parameters():
+        expected = plain[name] * (limit / plain[name].norm())
+        torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_a_compiled_model_is_clipped() -> None:
+    model = net()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    grads_after(compiled)
+    with clip_gradients(compiled, max_norm=0.25):
+        grads = grads_after(compiled)
+    assert max(g.norm().item() for g in grads.values()) == pytest.approx(0.25)
+    assert max(g.norm().item() for g in grads_after(compiled).values()) > 1.0
+
+
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) + sum(
+        len(p._backward_hooks or ()) for p in model.parameters()
+    )
+
+
+MAKERS: list[Callable[[nn.Module], Intervention]] = [
+    lambda model: clip_gradients(model, max_norm=0.1),
+    lambda model: scale_gradients(model, "*", 0.5),
+    lambda model: prune_activations(model, threshold=0.5),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_removing_brings_back_the_plain_network(make: Callable[[nn.Module], Intervention]) -> None:
+    plain, model = grads_after(net()), net()
+    handle = make(model)
+    assert not all(torch.equal(g, plain[n]) for n, g in grads_after(model).items())
+    handle.remove()
+    handle.remove()
+    assert hooks_on(model) == 0
+    assert all(torch.equal(g, plain[n]) for n, g in grads_after(model).items())
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_hooks_are_removed_when_the_body_raises(make: Callable[[nn.Module], Intervention]) -> None:
+    model = net()
+    with pytest.raises(ZeroDivisionError), make(model):
+        raise ZeroDivisionError
+    assert hooks_on(model) == 0
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_copies_and_files_are_without_the_intervention(
+    make: Callable[[nn.Module], Intervention], tmp_path: Path
+) -> None:
+    plain, model = grads_after(net()), net()
+    with make(model):
+        torch.save(model, tmp_path / "model.pt")
+        loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
+        for other in copies:
+            assert all(torch.equal(g, plain[n]) for n, g in grads_after(other).items())
+
+
+def test_interventions_work_together_and_the_logger_shows_them(tmp_path: Path) -> None:
+    model, recorder = net(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder]):
+        grads_after(model)
+        optimizer.step()
+        with (
+            scale_gradients(model, "encoder", 1000.0),
+            clip_gradients(model, max_norm=0.01),
+            zero_gradients(model, "fc2"),
+        ):
+            grads_after(model)
+            optimizer.step()
+        grads_after(model)
+        optimizer.step()
+    before, during, after = (
+        dict(zip(names(r), r.grad_norms, strict=True)) for r in recorder.records
+    )
+    assert before == after
+    assert during["encoder.0.weight"] == pytest.approx(0.01)
+    assert during["fc1.bias"] == pytest.approx(0.01)
+    assert during["fc1.weight"] == during["fc2.bias"] == 0.0
+    shown = recorder.records[1].grads["encoder.0.weight"].sketch
+    assert shown.norm == pytest.approx(0.01, rel=1e-4)
+
+
+def names(record: object) -> list[str]:
+    return [parameter.name for parameter in record.layout.parameters]
+
+
+def test_frozen_parameters_are_passed_over_unless_all_are() -> None:
+    model = net()
+    model.encoder.requires_grad_(False)
+    with clip_gradients(model, max_norm=0.1):
+        assert max(g.norm() for g in grads_after(model).values()) < 0.11
+    with pytest.raises(ValueError, match="all 4 selected parameters are frozen"):
+        zero_gradients(model, "encoder")
+
+
+# --- activations --------------------------------------------------------------------------------
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass(frozen=True)
+class Answer:
+    values: Tensor
+    kind: str = "logits"
+
+
+class Returns(nn.Module):
+    """Returns a structure made of its input."""
+
+    def __init__(self, make: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> object:
+        return self.make(x)
+
+
+X = torch.tensor([-2.0, -0.5, -0.49, 0.0, 0.3, 0.5, torch.nan, torch.inf])
+
+
+PRUNED = torch.tensor([-2.0, -0.5, 0.0, 0.0, 0.0, 0.5, torch.nan, torch.inf])
+
+
+def test_small_magnitudes_become_zero_and_have_no_gradient() -> None:
+    model = nn.Identity()
+    x = X.clone().requires_grad_()
+    with prune_activations(model, threshold=0.5):
+        y = model(x)
+    torch.testing.assert_close(y, PRUNED, rtol=0, atol=0, equal_nan=True)
+    upstream = torch.arange(1.0, 9.0)
+    upstream[3] = torch.nan
+    y.backward(upstream)
+    assert x.grad.tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 6.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "read"),
+    [
+        (lambda x: (x, [x, None, 3]), lambda y: [y[0], y[1][0]]),
+        (lambda x: Pair(x, "words"), lambda y: [y.first]),
+        (lambda x: {"a": x, "b": {"c": x}}, lambda y: [y["a"], y["b"]["c"]]),
+        (lambda x: OrderedDict(a=x), lambda y: [y["a"]]),
+        (lambda x: Answer(x), lambda y: [y.values]),
+        (lambda x: x.sort(), lambda y: [y.values]),
+        (lambda x: pack_sequence([x]), lambda y: [y.data]),
+    ],
+)
+def test_every_structure_is_rebuilt_as_it_was(
+    make: Callable[[Tensor], object], read: Callable[[object], list[Tensor]]
+) -> None:
+    model = Returns(make)
+    plain = model(X[:6])
+    kept = [t.clone() for t in read(plain)]
+    with prune_activations(model, threshold=0.5):
+        pruned = model(X[:6])
+    assert type(pruned) is type(plain)
+    for before, after in zip(kept, read(pruned), strict=True):
+        assert torch.equal(after, torch.where(before.abs() < 0.5, 0.0, before))
+
+
+def test_what_is_no_floating_point_tensor_stays_as_it_is() -> None:
+    for value in (torch.tensor([0, 1]), torch.tensor([False]), None, MappingProxyType({"a": X})):
+        model = Returns(lambda x, value=value: value)
+        with prune_activations(model, threshold=0.5):
+            assert model(X) is value
+
+
+def test_only_selected_modules_are_pruned() -> None:
+    model = nn.Sequential(OrderedDict(a=nn.Identity(), b=nn.Identity(), c=nn.Identity()))
+    seen = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda m, a, out, name=name: seen.__setitem__(name, out))
+    with prune_activations(model, "[bc]", threshold=1.0):
+        model(X[:6])
+    assert seen["a"].count_nonzero() == 5
+    assert seen["b"].count_nonzero() == seen["c"].count_nonzero() == 1
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_compiled_model_is_pruned_and_then_no_longer(compiled_before: bool) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 3)
+    plain = model(x)
+    if compiled_before:
+        assert torch.equal(compiled(x), plain)
+    for _ in range(2):
+        with prune_activations(compiled, threshold=0.5):
+            pruned = model(x)
+            assert torch.equal(compiled(x), pruned)
+            assert not torch.equal(pruned, plain)
+        assert torch.equal(compiled(x), plain)
+
+
+# --- capturing ----------------------------------------------------------------------------------
+
+
+class ConvNet(nn.Module):
+    """Convolutions with an in-place activation after the first and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 2, 3)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(2, 3, 3)
+        self.drop = nn.Dropout(0.5)
+        self.fc = nn.Linear(3 * 4 * 4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv2(self.relu(self.conv1(x)))
+        x += 1
+        return self.fc(self.drop(x).flatten(1))
+
+
+def by_hand(model: ConvNet, x: Tensor) -> dict[str, Tensor]:
+    """Values and gradients of the intermediate results, taken without hooks."""
+    first = model.conv1(x)
+    first.retain_grad()
+    second = model.conv2(first.relu())
+    second.retain_grad()
+    (model.drop(second + 1).flatten(1) @ model.fc.weight.T + model.fc.bias).sum().backward()
+    return {"conv1": first, "conv2": second}
+
+
+def test_values_and_gradients_are_those_of_the_network() -> None:
+    model, x = ConvNet(), torch.randn(4, 1, 8, 8)
+    torch.manual_seed(1)
+    expected = by_hand(model, x)
+    torch.manual_seed(1)
+    with capture(model, "conv*") as captured:
+        model(x).sum().backward()
+    assert list(captured) == ["conv1", "conv2"]
+    for name, value in expected.items():
+        [output], [grad] = captured[name].outputs, captured[name].grad_outputs
+        assert torch.equal(output, value), "not what in-place operations made of it"
+        assert torch.equal(grad, value.grad)
+        assert not output.requires_grad
+    assert torch.equal(captured["conv1"].inputs[0], x)
+    assert torch.equal(captured["conv2"].inputs[0], expected["conv1"].relu())
+
+
+def train(model: nn.Module, logger: HookLogger | None = None) -> Iterator[Tensor]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(3):
+        loss = F.cross_entropy(model(torch.rand(4, 1, 8, 8)), torch.randint(0, 2, (4,)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def test_capturing_changes_nothing_bit_for_bit(tmp_path: Path) -> None:
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        if logger is None:
+            yield from train(model)
+            return
+        with capture(model, nn.Module) as captured:
+            yield from train(model)
+        assert captured["fc"].grad_outputs[0] is not None
+
+    assert_left_alone(ConvNet, loop, tmp_path)
+
+
+@dataclass
+class Scaled:
+    logits: Tensor
+    hidden: dict[str, Tensor]
+
+
+class Structured(nn.Module):
+    def forward(self, x: Tensor, *, scale: Tensor, words: str = "") -> Scaled:
+        return Scaled(logits=x * scale, hidden={"square": x * x, "index": x.argmax()})
+
+
+def test_structures_and_keyword_arguments_are_looked_into() -> None:
+    model = Structured()
+    x = torch.randn(3, requires_grad=True)
+    with capture(model) as captured:
+        answer = model(x, scale=torch.tensor(2.0), words="words")
+        (answer.logits.sum() + 3 * answer.logits.sum()).backward()
+    call = captured[""]
+    assert [t.tolist() for t in call.inputs] == [x.tolist(), 2.0]
+    assert [t.tolist() for t in call.outputs] == [
+        answer.logits.tolist(),
+        answer.hidden["square"].tolist(),
+        answer.hidden["index"].tolist(),
+    ]
+    assert call.grad_outputs[0].tolist() == [4.0] * 3
+    assert call.grad_outputs[1:] == (None, None)
+
+
+def test_the_latest_calls_of_a_shared_module_are_kept() -> None:
+    model = nn.Linear(2, 2)
+    x = torch.randn(1, 2)
+    with capture(model, calls=2) as captured:
+        values = [x]
+        for _ in range(3):
+            values.append(model(values[-1]))
+            values[-1].retain_grad()
+        values[-1].sum().backward()
+    calls = captured.calls("")
+    assert captured[""] is calls[-1]
+    assert len(calls) == 2
+    for call, taken, returned in zip(calls, values[1:-1], values[2:], strict=True):
+        assert torch.equal(call.inputs[0], taken)
+        assert torch.equal(call.outputs[0], returned)
+        assert torch.equal(call.grad_outputs[0], returned.grad)
+
+
+def test_gradients_of_several_backward_passes_add_up() -> None:
+    model = nn.Linear(2, 2)
+    with capture(model) as captured:
+        y = model(torch.randn(1, 2))
+        y.sum().backward(retain_graph=True)
+        (2 * y).sum().backward()
+    assert captured[""].grad_outputs[0].tolist() == [[3.0, 3.0]]
+
+
+def test_without_gradients_only_values_are_captured() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with capture(model) as captured, mode():
+            y = model(torch.randn(1, 2))
+        assert torch.equal(captured["0"].outputs[0], y)
+        assert not captured["0"].outputs[0].is_inference()
+        assert captured["0"].grad_outputs == (None,)
+
+
+def test_a_parameter_that_is_handed_through_has_no_gradient() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.ones(2))
+
+        def forward(self) -> Tensor:
+            return self.rows
+
+    model = Table()
+    with capture(model) as captured:
+        model().sum().backward()
+    assert captured[""].grad_outputs == (None,)
+    assert not model.rows._backward_hooks
+
+
+def test_checkpointing_gives_each_call_its_gradient() -> None:
+    layer, drop = nn.Linear(2, 2), nn.Dropout(0.5)
+    x = torch.randn(3, 2, requires_grad=True)
+
+    def twice(v: Tensor) -> Tensor:
+        return layer(drop(layer(v)))
+
+    def run(*, checkpointed: bool) -> list[tuple[Tensor, Tensor | None]]:
+        torch.manual_seed(2)
+        with capture(layer, calls=9) as captured:
+            y = x
+            for _ in range(2):
+                y = checkpoint(twice, y, use_reentrant=False) if checkpointed else twice(y)
+            y.square().sum().backward()
+        return [(call.outputs[0], call.grad_outputs[0]) for call in captured.calls("")]
+
+    plain, checkpointed = run(checkpointed=False), run(checkpointed=True)
+    assert len(plain) == len(checkpointed) == 4
+    for expected, got in zip(plain, checkpointed, strict=True):
+        assert torch.equal(expected[0], got[0])
+        assert torch.equal(expected[1], got[1])
+
+
+def test_reentrant_checkpointing_keeps_values_without_gradients() -> None:
+    model = nn.Linear(2, 2)
+    with capture(model) as captured:
+        y = checkpoint(model, torch.ones(1, 2, requires_grad=True), use_reentrant=True)
+        y.sum().backward()
+    [call] = captured.values()
+    assert torch.equal(call.outputs[0], y)
+    assert call.grad_outputs == (None,)
+
+
+def test_a_failed_call_is_not_kept_nor_are_its_inputs() -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x < 0:
+                raise ArithmeticError
+            return x + 1
+
+    model = Fails()
+    with capture(model, calls=9) as captured:
+        with pytest.raises(ArithmeticError):
+            model(torch.tensor(-1.0))
+        model(torch.tensor(2.0))
+    [call] = captured.calls("")
+    assert [call.inputs[0].item(), call.outputs[0].item()] == [2.0, 3.0]
+
+
+def test_an_input_is_that_from_before_the_module_changed_it() -> None:
+    model = nn.ReLU(inplace=True)
+    with capture(model) as captured:
+        model(torch.tensor([-1.0, 2.0]))
+    assert captured[""].inputs[0].tolist() == [-1.0, 2.0]
+    assert captured[""].outputs[0].tolist() == [0.0, 2.0]
+
+
+def test_threads_do_not_mix_up_their_inputs() -> None:
+    model, turn = nn.Sequential(nn.Identity()), threading.Barrier(2, timeout=20)
+
+    def meet(module: nn.Module, args: object) -> None:
+        turn.wait()
+
+    with capture(model, calls=2) as captured:
+        model[0].register_forward_pre_hook(meet)
+        threads = [threading.Thread(target=model, args=[torch.full((1,), k)]) for k in (1.0, 2.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    calls = captured.calls("0")
+    assert {c.inputs[0].item() for c in calls} == {1.0, 2.0}
+    assert all(torch.equal(c.inputs[0], c.outputs[0]) for c in calls)
+
+
+def test_it_sees_what_other_interventions_and_the_logger_see(tmp_path: Path) -> None:
+    model, recorder = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 1)), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with (
+        HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder]),
+        capture(model) as captured,
+        prune_activations(model, "1", threshold=0.5),
+        clip_gradients(model, max_norm=1e-3),
+    ):
+        model(torch.randn(8, 3)).sum().backward()
+        optimizer.step()
+    [record] = recorder.records
+    zeros = (captured["1"].outputs[0] == 0).double().mean().item()
+    assert zeros > 0.1
+    assert record.activations["1"].sketch.zero_fraction == pytest.approx(zeros)
+    assert torch.equal(captured["2"].inputs[0], captured["1"].outputs[0])
+    grad = captured["1"].grad_outputs[0].double().norm().item()
+    assert record.activation_grads["1"].sketch.norm == pytest.approx(grad, rel=1e-5)
+    assert record.grad_norms.max() == pytest.approx(1e-3)
+
+
+# The compiler looks at it of every tensor that crosses a break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_compiled_model_can_be_looked_into(compiled_before: bool) -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    compiled = torch.compile(model, backend="aot_eager")
+    x = torch.randn(4, 3)
+    if compiled_before:
+        compiled(x)
+    plain = model(x)
+    for _ in range(2):
+        with capture(compiled) as captured:
+            y = compiled(x)
+            y.sum().backward()
+        assert list(captured) == ["0", "1", "2"]
+        assert torch.equal(y, plain)
+        assert torch.equal(captured["2"].outputs[0], y)
+        assert torch.equal(captured["1"].outputs[0], model[:2](x))
+        assert torch.equal(captured["1"].grad_outputs[0], model[2].weight.expand(4, 3))
+        assert torch.equal(compiled(x), plain)
+
+
+def test_a_full_graph_cannot_be_captured() -> None:
+    torch.compiler.reset()
+    says_why = "reason" in inspect.signature(torch.compiler.disable).parameters
+    message = "compile without fullgraph=True" if says_why else "_Calls.__call__"
+    model = torch.compile(nn.Linear(3, 3), backend="aot_eager", fullgraph=True)
+    with capture(model), pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+        model(torch.ones(1, 3))
+    assert model(torch.ones(1, 3)).shape == (1, 3)
+
+
+def test_transforms_are_passed_over() -> None:
+    model = nn.Linear(2, 2)
+    with capture(model) as captured:
+        torch.func.vmap(model)(torch.ones(3, 2))
+    assert not captured
+
+
+def test_removing_takes_off_every_hook_also_those_in_the_graph() -> None:
+    model = ConvNet()
+
+    def fail(y: Tensor) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), capture(model) as captured:
+        fail(y := model(torch.randn(4, 1, 8, 8)))
+    assert hooks_on(model) == 0
+    y.sum().backward()
+    captured.remove()
+    assert len(captured) == 5
+    assert all(call.grad_outputs == (None,) for call in captured.values())
+
+
+def test_dropping_the_result_takes_off_the_hooks() -> None:
+    model = ConvNet()
+    capture(model)
+    gc.collect()
+    assert hooks_on(model) == 0
+
+
+def test_neither_the_model_nor_its_graph_is_kept_alive() -> None:
+    model = ConvNet()
+    captured = capture(model)
+    x = torch.randn(4, 1, 8, 8, requires_grad=True)
+    gone = weakref.ref(model), weakref.ref(x)
+    model(x)
+    del model, x
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert len(captured) == 5
+
+
+def test_faults_of_ours_do_not_reach_the_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(value: object) -> Iterator[Tensor]:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("telemetry.interventions.tensors_in", broken)
+    model = nn.Linear(1, 1)
+    with capture(model) as captured:
+        for _ in range(2):
+            model(torch.ones(1, 1)).sum().backward()
+    assert not captured
+    assert caplog.text.count("telemetry failed to capture the inputs of the model") == 1
+    assert caplog.text.count("telemetry failed to capture the outputs of the model") == 1
+
+
+def test_what_is_not_there_is_named() -> None:
+    model = ConvNet()
+    with capture(model, "conv*") as captured:
+        with pytest.raises(KeyError, match="'conv1' has not run since"):
+            captured["conv1"]
+        with pytest.raises(KeyError, match="'fc' is not captured; choose from conv1, conv2"):
+            captured["fc"]
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: clip_gradients(m, 1.0), ValueError, "needs either max_norm=... or max_value=.."),
+        (lambda m: clip_gradients(m, max_norm=1, max_value=1), ValueError, "needs either"),
+        (lambda m: clip_gradients(m, max_norm=0), ValueError, r"max_norm=0\): must be positive"),
+        (lambda m: clip_gradients(m, max_value="1"), TypeError, r"max_value='1'\): must be a num"),
+        (lambda m: clip_gradients(m, max_norm=1, scaler=2), TypeError, r"\(scaler=...\): must be"),
+        (
+            lambda m: clip_gradients(m, "encodr.*", max_norm=1),
+            ValueError,
+            r'clip_gradients\(select="encodr.\*"\): matches none of the 8 parameters and 7 modules'
+            r"; the closest names are encoder",
+        ),
+        (lambda m: zero_gradients(m, "encoder.1"), ValueError, "selects none of the 8 parameters"),
+        (lambda m: scale_gradients(m, "fc1", True), TypeError, r"factor=True\): must be a number"),
+        (lambda m: scale_gradients(m, "fc1", float("inf")), ValueError, "must be finite"),
+        (lambda m: prune_activations(m, threshold=-1), ValueError, "must be finite, at least 0"),
+        (lambda m: prune_activations(m, 5, threshold=1), TypeError, r"activations\(select=5\)"),
+        (lambda m: capture(m, calls=0), ValueError, r"capture\(calls=0\): must be at least 1"),
+        (lambda m: capture(m, calls=1.5), TypeError, r"capture\(calls=1.5\): must be an int"),
+        (lambda m: capture(m, "fk1"), ValueError, r'capture\(select="fk1"\): .* names are fc1'),
+    ],
+)
+def test_bad_arguments_are_named(
+    call: Callable[[nn.Module], object], error: type[Exception], message: str
+) -> None:
+    model = net()
+    with pytest.raises(error, match=message):
+        call(model)
+    assert hooks_on(model) == 0

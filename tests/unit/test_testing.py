@@ -1,0 +1,162 @@
+"""The public test doubles, and the page about rules, whose examples are run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from telemetry import Alert, Baseline, Detector, Finding, HookLogger, Rule, StepRecord
+from telemetry.alerts import rules_from
+from telemetry.testing import CapturedRun, alerts_of, capture_run
+from tests.helpers.paths import ROOT
+
+PAGE = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
+
+
+def train(model: nn.Module, run: CapturedRun | HookLogger, steps: int, scale: float = 1.0) -> None:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(steps):
+        loss = mse_loss(model(torch.randn(8, 4)), torch.randn(8, 2)) * scale**step
+        run.log(loss=loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Asks(Rule):
+    """Asks for a full measurement after steps 1 and 2, and reports each loss."""
+
+    requests_full_step = False
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self.requests_full_step = record.step in {1, 2}
+        return ()
+
+    def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
+        return [replace(AN_ALERT, step=step, value=loss)]
+
+
+AN_ALERT = Alert(
+    kind="planted",
+    severity="warning",
+    step=0,
+    module_name=None,
+    value=0.0,
+    threshold=0.0,
+    message="Planted.",
+)
+
+
+def test_a_run_is_recorded_at_once_and_without_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = make()
+    with capture_run(model, every_n_steps=10, rules=[Asks()]) as run:
+        train(model, run, 5)
+    assert [record.step for record in run.records] == [0, 1, 2, 3, 4]
+    assert [record.step for record in run.records if record.full] == [0, 3, 4]
+    assert [alert.value for alert in run.alerts] == [record.loss for record in run.records]
+    assert list(run.records[0].activations) == ["0", "1", "2"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_recorded_after_the_body() -> None:
+    model = make()
+    with capture_run(model) as run:
+        train(model, run, 2)
+    train(model, run, 2)
+    assert len(run.records) == 2
+
+
+def test_the_same_records_give_the_same_alerts(tmp_path: Path) -> None:
+    model, seen = make(), []
+    with capture_run(model) as run:
+        train(model, run, 40, scale=1e3)
+    with HookLogger(make_same := make(), tmp_path, every_n_steps=1, images=False) as logger:
+        train(make_same, logger, 40, scale=1e3)
+        seen = [(alert.kind, alert.step, alert.stage) for alert in logger.alerts]
+    assert [(alert.kind, alert.step, alert.stage) for alert in run.alerts] == seen != []
+    assert alerts_of(run.records) == run.alerts
+
+
+def test_what_a_rule_raises_is_raised() -> None:
+    def broken(record: StepRecord) -> Iterable[Alert]:
+        raise ArithmeticError("planted")
+
+    model = make()
+    with (
+        pytest.raises(ArithmeticError, match="planted"),
+        capture_run(model, rules=[broken]) as run,
+    ):
+        train(model, run, 1)
+    with capture_run(model, rules=()) as run:
+        train(model, run, 1)
+    with pytest.raises(TypeError, match="must return alerts"):
+        alerts_of(run.records, [lambda record: "text"])  # type: ignore[arg-type,return-value]
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = make()
+    batches = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(12)]
+    page: dict[str, Any] = {
+        "model": model,
+        "batches": batches,
+        "cross_entropy": cross_entropy,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.1),
+    }
+    for example in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(example, page)
+    page["logger"].close()
+    records = page["run"].records
+    assert [record.full for record in records] == [step in (0, 10) for step in range(12)]
+
+    [rule] = rules_from({"heavy_tails": page["HeavyTails"](kurtosis=1.0)})
+    found = alerts_of([replace(records[0], step=step) for step in range(9)], [rule])
+    assert [(alert.kind, alert.step, alert.stage) for alert in found] == [
+        ("heavy_tails", 6, "started")
+    ]
+    assert found[0].module_name == "1"
+    assert found[0].message.startswith("The outputs of 1 have a kurtosis of ")
+    negative = replace(page["run"].records[0], scalars={"loss": -1.0})
+    [alert] = alerts_of([negative], [page["loss_is_negative"]])
+    assert (alert.kind, alert.value) == ("negative_loss", -1.0)
+
+
+@pytest.mark.parametrize("value", [StepRecord, Alert, Finding])
+def test_the_page_names_every_field(value: Any) -> None:
+    assert [field.name for field in fields(value) if f"`{field.name}`" not in PAGE] == []
+
+
+@pytest.mark.parametrize("value", [Rule, Detector])
+def test_the_page_names_every_member(value: type[Rule]) -> None:
+    members = {name for name in vars(value) if not name.startswith("_")}
+    engine = {"evaluate", "limits", "full_steps_needed", "judges_losses", "is_unconfirmed"}
+    assert [name for name in members - engine if f"| `{name}" not in PAGE] == []
+
+
+def test_what_the_page_says_of_the_baseline_is_there() -> None:
+    names = re.findall(r"`(baseline\.[\w.]+)`", PAGE)
+    baseline, model = Baseline(), make()
+    with capture_run(model, rules=()) as run:
+        train(model, run, 3)
+    for record in run.records:
+        baseline.add(record)
+    assert len(names) > 10
+    for name in names:
+        assert eval(name, {"baseline": baseline}) is not None

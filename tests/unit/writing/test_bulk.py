@@ -1,0 +1,213 @@
+"""Histograms and pictures of a step stay within their bytes, and each comes in its turn.
+
+Histograms of many tensors are those of each; of log10 |x|, they hold each value with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tensorboard.util.tensor_util import make_ndarray
+
+from telemetry.records.rows import Rows
+from telemetry.records.sketch import Sketch, sketch_array
+from telemetry.writing.bulk import (
+    _AT_ONCE,
+    Bulk,
+    Picture,
+    Tagged,
+    histogram_values,
+    log10_histogram_values,
+    log10_histograms,
+    row_count,
+)
+from tests.helpers.serialized import parsed, summary_of
+
+RANDOM = np.random.default_rng(0)
+SKETCHES = {f"grad/{i:04d}.layer": sketch_array(RANDOM.normal(size=400)) for i in range(150)}
+PICTURES = [(f"maps/{i}", RANDOM.integers(255, size=(40, 40, 3), dtype=np.uint8)) for i in range(9)]
+
+
+def tagged(sketches: Mapping[str, Sketch]) -> Tagged:
+    return list(sketches), Rows.of(list(sketches.values()))
+
+
+def step(
+    bulk: Bulk, pictures: Iterable[Picture] = PICTURES, sketches: Mapping[str, Sketch] = SKETCHES
+) -> dict[str, int]:
+    """Bytes by tag of what is written of one step."""
+    magnitudes = {f"log10/{tag}": sketch for tag, sketch in sketches.items()}
+    values = list(bulk.values_of(list(pictures), tagged(sketches), tagged(magnitudes)))
+    return {parsed(value).tag: len(value) for value in values}
+
+
+WHOLE = step(Bulk())
+
+
+def test_a_step_that_fits_is_written_whole() -> None:
+    bulk = Bulk(max_bytes=3 * sum(WHOLE.values()))
+    found, whole = (
+        list(one.values_of(PICTURES, tagged(SKETCHES), tagged(SKETCHES))) for one in (bulk, Bulk())
+    )
+    assert found == whole
+
+
+@pytest.mark.parametrize("classic", [False, True])
+@given(share=st.floats(0.005, 1.0))
+def test_a_step_never_takes_more(classic: bool, share: float) -> None:
+    bulk = Bulk(max_bytes=int(share * sum(WHOLE.values())), classic=classic)
+    for _ in range(2):
+        assert sum(step(bulk).values()) <= share * sum(WHOLE.values())
+
+
+def test_first_magnitudes_go_and_buckets_are_wider_then_tags_take_turns() -> None:
+    plain = sum(size for tag, size in WHOLE.items() if tag in SKETCHES)
+    fine = step(Bulk(max_bytes=plain), ())
+    coarse = step(Bulk(max_bytes=plain // 4), ())
+    assert set(coarse) == set(SKETCHES)
+    assert max(coarse.values()) < min(fine.values())
+    bulk = Bulk(max_bytes=plain // 20)
+    seen = [tag for _ in range(5) for tag in step(bulk, ())]
+    assert len(step(bulk, ())) < len(SKETCHES) < len(seen)
+    assert seen == [tag for _ in range(5) for tag in SKETCHES][: len(seen)]
+    widest = set(histogram_values(*tagged(SKETCHES), merged=32))
+    for _ in range(5):
+        assert widest.issuperset(bulk.values_of((), tagged(SKETCHES), tagged({})))
+
+
+def test_that_magnitudes_are_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    plain = sum(size for tag, size in WHOLE.items() if tag in SKETCHES)
+    for bulk in (Bulk(max_bytes=plain + 2000), Bulk(max_bytes=plain // 2)):
+        caplog.clear()
+        for _ in range(3):
+            step(bulk, ())
+        [said] = caplog.messages
+        assert "grad_log10/...) are left out" in said
+        assert "max_bytes_per_step=" in said
+
+
+def test_pictures_take_turns_and_a_large_one_is_made_smaller() -> None:
+    size = max(WHOLE[tag] for tag, _ in PICTURES)
+    bulk = Bulk(max_bytes=int(3 * 3.5 * size))
+    seen = [list(step(bulk, sketches={})) for _ in range(4)]
+    assert [int(tag[-1]) for tags in seen for tag in tags] == [*range(9), 0, 1, 2]
+    large: NDArray[np.uint8] = RANDOM.integers(255, size=(400, 300, 3), dtype=np.uint8)
+    [value] = Bulk(max_bytes=75_000).values_of([("large", large)], tagged({}), tagged({}))
+    assert [int(n) for n in parsed(value).tensor.string_val[:2]] == [75, 100]
+
+
+VALUES = st.lists(st.floats(width=32), max_size=60).map(np.array)
+WIDE_VALUES = st.lists(st.floats(width=32) | st.floats(), max_size=60).map(np.array)
+SAMPLED = st.sampled_from([1.0, 10.58, 2.0**24 + 1])
+
+
+def written(values: Sequence[bytes]) -> dict[str, NDArray[np.generic]]:
+    return {value.tag: make_ndarray(value.tensor) for value in summary_of(values).value}
+
+
+def sketch_of(values: NDArray[np.float64], scale: float = 1.0) -> Sketch:
+    sketch = sketch_array(values)
+    return replace(sketch, counts=sketch.counts * scale)
+
+
+@given(st.lists(st.tuples(WIDE_VALUES, SAMPLED), max_size=5))
+def test_many_histograms_are_those_of_each(
+    tensors: list[tuple[NDArray[np.float64], float]],
+) -> None:
+    sketches = {str(i): sketch_of(*tensor) for i, tensor in enumerate(tensors)}
+    found = written(list(histogram_values(*tagged(sketches))))
+    assert list(found) == list(sketches)
+    for tag, sketch in sketches.items():
+        rows = np.stack(sketch.histogram(), axis=1)
+        beyond_float32 = np.abs(rows[:, :2]).max(initial=0) > np.finfo(np.float32).max
+        lossy = (rows[:, 2] % 1 == 0) & (rows[:, 2].astype(np.float32) != rows[:, 2])
+        assert found[tag].dtype == (np.float64 if beyond_float32 or lossy.any() else np.float32)
+        np.testing.assert_array_equal(found[tag], rows.astype(found[tag].dtype))
+
+
+def test_between_two_histograms_there_is_no_gap() -> None:
+    sketches = {str(i): sketch_array(np.array([i])) for i in (-1.0, 1.0)}
+    found = written(list(histogram_values(*tagged(sketches))))
+    assert {tag: rows.tolist() for tag, rows in found.items()} == {
+        "-1.0": [[-1.0, -1.0, 1.0]],
+        "1.0": [[1.0, 1.0, 1.0]],
+    }
+
+
+def test_more_histograms_than_are_made_at_once() -> None:
+    count = 2 * _AT_ONCE + 1
+    sketches = {str(i): sketch_array(np.arange(i % 7)) for i in range(count)}
+    for tag, rows in written(list(histogram_values(*tagged(sketches)))).items():
+        np.testing.assert_array_equal(rows[:, 2].sum(), int(tag) % 7)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=4))
+def test_each_value_lies_in_a_bucket_that_counts_it(tensors: list[NDArray[np.float64]]) -> None:
+    sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
+    found = written(list(log10_histogram_values(*tagged(sketches))))
+    for tag, values in zip(sketches, tensors, strict=True):
+        magnitudes = np.abs(values[np.isfinite(values)])
+        magnitudes = magnitudes[magnitudes > 1.5e-39].astype(np.float32)
+        if tag not in found:
+            assert not magnitudes.size
+            continue
+        left, right, counts = found[tag].T
+        assert counts.sum() >= magnitudes.size  # the rest is on the edge of the smallest bucket
+        assert (right >= left).all()
+        np.testing.assert_array_equal(left[1:], right[:-1])
+        if magnitudes.size:
+            logs = np.log10(magnitudes.astype(np.float64))
+            assert left[0] <= logs.min() + 0.002  # half a bfloat16 unit
+            assert right[-1] >= logs.max() - 0.002
+
+
+@given(st.lists(VALUES, min_size=1, max_size=4))
+def test_many_magnitudes_are_those_of_each(tensors: list[NDArray[np.float64]]) -> None:
+    sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
+    together = list(log10_histogram_values(*tagged(sketches)))
+    alone = [v for t, s in sketches.items() for v in log10_histogram_values([t], Rows.of([s]))]
+    assert together == alone
+
+
+def test_counts_are_those_of_the_magnitudes() -> None:
+    sketch = sketch_array(np.array([-1.0, 1.0, 1e-3, 0.0, np.nan]))
+    left, right, counts = log10_histograms(Rows.of([sketch]))[0].T
+    assert counts.sum() == 3
+    assert counts[-1] == 2
+    assert left[0] <= -3 <= right[0]
+
+
+def test_without_magnitudes_there_is_no_histogram() -> None:
+    values = ([], [0.0, 0.0], [np.nan])
+    sketches = {str(i): sketch_array(np.array(x)) for i, x in enumerate(values)}
+    assert not list(log10_histogram_values(*tagged(sketches)))
+
+
+@example([np.array([-1.0, 1.0])], 8)
+@given(st.lists(WIDE_VALUES, min_size=1, max_size=4), st.sampled_from([2, 3, 8, 32]))
+def test_merged_buckets_hold_what_the_fine_ones_held(
+    tensors: list[NDArray[np.float64]], merged: int
+) -> None:
+    sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
+    fine, coarse = (
+        written(list(histogram_values(*tagged(sketches)))),
+        written(list(histogram_values(*tagged(sketches), merged=merged))),
+    )
+    for tag, rows in coarse.items():
+        left, right, counts = rows.astype(np.float64).T
+        np.testing.assert_array_equal(left[1:], right[:-1])
+        assert (left <= right).all()
+        middles = fine[tag].astype(np.float64)
+        places = np.searchsorted(right, middles[:, 1])  # the row whose right edge is not below
+        np.testing.assert_array_equal(
+            counts, np.bincount(places, middles[:, 2], minlength=len(right))
+        )
+        buckets = sketches[tag].buckets.tolist()
+        groups = {(b > 0, -(-abs(b) // merged)) for b in buckets}  # sign and size
+        assert np.count_nonzero(counts) == len(groups)
+        assert len(rows) <= row_count(Rows.of([sketches[tag]]), merged) <= len(fine[tag])
