@@ -194,7 +194,7 @@ def judged(label: Wanted, alerts: Iterable[Alert]) -> tuple[str, bool | None]:
     first = told[0]
     layer = None
     if label.layers:
-        named = [first.module_name or "", *re.findall(r"[\w.]+", first.message.split("\n")[0])]
+        named = [first.module_name or "", *re.findall(r"[\w.]+", f"{first.summary} {first.cause}")]
         layer = any(n == c or n.startswith(f"{c}.") for n in named for c in label.layers)
     return ("LATE" if label.by is not None and first.step > label.by else "ok"), layer
 
@@ -274,7 +274,7 @@ def told(outcome: Outcome, verbose: bool) -> str:
     ]
     losses = f"{outcome.first_loss:.4g} -> {outcome.last_loss:.4g}"
     head = f"{outcome.want} {outcome.name:<30} {outcome.verdict:<11} {layer:<11} loss {losses:<20}"
-    messages = [f"      {a['severity']}: {a['message']}" for a in outcome.alerts]
+    messages = [f"      {a['severity']}: {a['summary']}" for a in outcome.alerts]
     return "\n".join([f"{head} {' '.join(alerts)}", *(messages if verbose else [])])
 
 

@@ -48,7 +48,7 @@ from telemetry import Alert, Rule, StepRecord
 from telemetry.alert import alert_fields
 from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
-from telemetry.failures import Failures
+from telemetry.failures import RaisingFailures
 from telemetry.pipeline import FullSteps, every
 from telemetry.records import Layout, Module, Output, Parameter, TensorRecord
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
@@ -291,13 +291,6 @@ Fields = dict[str, Any]
 """Of an alert."""
 
 
-class _Raising(Failures):
-    """A rule that raises is not passed over."""
-
-    def report(self, doing: str) -> None:
-        raise
-
-
 class Replay:
     """The default rules, which are shown a run as a logger with this ``every_n_steps`` does.
 
@@ -314,7 +307,7 @@ class Replay:
         self.times_s: tuple[list[float], list[float]] = ([], [])
         self._full_steps = FullSteps(self._is_due)
         self._full: bool | None = None  # of the next step, which is decided before it begins
-        self._judge = Judge(default_rules(), _Raising())
+        self._judge = Judge(default_rules(), RaisingFailures())
         self._loss_s = 0.0
 
     def show(self, file: Recorded, event: Any) -> None:

@@ -63,7 +63,7 @@ def usual(record: StepRecord) -> Iterator[Alert]:
     if record.step == FAULTY:
         yield Alert(
             kind="usual", severity="error", step=FAULTY, module_name=None, value=0.0,
-            threshold=0.0, message="planted",
+            threshold=0.0, summary="planted",
         )  # fmt: skip
 
 

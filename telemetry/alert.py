@@ -1,38 +1,54 @@
-"""Values: one training fault, as rules report it."""
+"""Values: an alert about one training fault, and its JSON form."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from telemetry import untrusted
-from telemetry.plain_text import called
+from telemetry.plain_text import called, printable
+from telemetry.records import CodeLocation, Layout
 
 Severity = Literal["note", "warning", "error"]
 Stage = Literal["started", "escalated", "resolved"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Consequence:
+    """Another fault that an alert explains, and that has no alert of its own."""
+
+    kind: str
+    module_name: str | None = None
+
+    def __str__(self) -> str:
+        where = f" in {called(self.module_name)}" if self.module_name else ""
+        return f"{self.kind.replace('_', ' ')}{where}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Alert:
-    """One training fault: that it begins, grows worse or ends.
+    """One training fault that started, escalated or resolved.
+
+    Sentences are composed of the fields only where they are shown: :attr:`title`, :attr:`message`.
 
     Attributes:
-        kind: What is wrong; those of the default rules are in ``docs/alerts.md``.
-        severity: ``error``: the run is lost or wrong; ``warning``: look; ``note``: a fact, which
-            may well be meant so: it is shown, but neither raised nor printed.
+        kind: Kind of fault; ``docs/alerts.md`` lists those of the default rules.
+        severity: ``error``: the run is lost or wrong; ``warning``: worth a look; ``note``: a fact
+            that may be intended: it is shown, but neither raised nor printed.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
         observed_in: The module whose numbers show the fault, if it is not ``module_name``: the ReLU
             that zeroes the outputs of a layer.
-        value: The measured figure that the rule judged; of a fault that grew worse by another one
-            that follows from it, the figure of that one.
+        value: The measured figure that the rule judged; of an escalated alert that of the
+            consequence that escalated it.
         threshold: The figure it was compared with, in the same unit.
-        message: What was seen, where, and what people usually try; at most three lines. The default
-            rules list the consequences, too.
-        consequences: Other faults that this one explains, in words; they have no alerts of their
-            own.
-        stage: Whether the fault begins, grows worse or has ended.
+        summary: One sentence without its period: the measured figures, and where.
+        cause: One sentence about the reason, if it is known.
+        advice: Usual remedies, a short phrase each.
+        location: The user's own code that ran the module, if it is known.
+        consequences: Other faults that this one explains.
+        stage: Whether the fault started, escalated or resolved.
     """
 
     kind: str
@@ -41,10 +57,18 @@ class Alert:
     module_name: str | None
     value: float
     threshold: float
-    message: str
-    consequences: tuple[str, ...] = ()
+    summary: str
+    cause: str | None = None
+    advice: tuple[str, ...] = ()
+    location: CodeLocation | None = None
+    consequences: tuple[Consequence, ...] = ()
     stage: Stage = "started"
     observed_in: str | None = None
+
+    @property
+    def anchor(self) -> str:
+        """Anchor of the kind's section in the documentation."""
+        return self.kind
 
     @property
     def where(self) -> str:
@@ -53,29 +77,53 @@ class Alert:
 
     @property
     def title(self) -> str:
-        """Kind, place and time in a few words: ``dead_units in fc1 at step 20``."""
-        what = {"started": "", "escalated": " escalated", "resolved": " resolved"}[self.stage]
-        return f"{self.kind}{self.where}{what} at step {self.step}"
+        """Kind, module and step in a few words: ``dead_units in fc1 at step 20``."""
+        stage = "" if self.stage == "started" else f" {self.stage}"
+        return f"{self.kind}{self.where}{stage} at step {self.step}"
+
+    @property
+    def message(self) -> str:
+        """Summary and cause, code, consequences, and advice, in one line each."""
+        lines = [_sentences(self.summary, self.cause or "")]
+        if self.location is not None:
+            lines.append(f"Code: {printable(str(self.location))}")
+        if self.consequences:
+            lines.append(_sentences(f"Consequences: {', '.join(map(str, self.consequences))}"))
+        return "\n".join([*lines, *([_sentences(*self.advice)] if self.advice else [])])
+
+
+def _sentences(*parts: str) -> str:
+    """Join sentences, each with a period unless it has a mark of its own."""
+    return " ".join(p if p.endswith((".", "!", "?")) else f"{p}." for p in parts if p)
+
+
+def located(alert: Alert, layout: Layout | None) -> Alert:
+    """Return the alert with the location of the user's code that ran its module."""
+    place = None if layout is None else layout.position.get(alert.module_name or "")
+    if layout is None or place is None or alert.module_name is None or alert.stage == "resolved":
+        return alert
+    return replace(alert, location=layout.modules[place].user_code)
 
 
 def parse_alert(content: Any) -> Alert:
-    """An alert from a JSON object with its fields.
+    """Return the alert of a JSON object.
 
-    An unknown severity becomes ``warning``, an unknown stage ``begin``.
+    An unknown severity becomes ``warning``, an unknown stage ``started``.
 
     Raises:
         ValueError: A field is missing or has a wrong value; the message names it.
     """
     known = _ALERT_FIELDS(content)
     severity, stage = known["severity"], known["stage"]
-    known["consequences"] = tuple(known["consequences"])
+    known["advice"] = tuple(known["advice"])
+    known["consequences"] = tuple([Consequence(**fields) for fields in known["consequences"]])
     known["severity"] = severity if severity in _SEVERITIES else "warning"
     known["stage"] = stage if stage in _STAGES else "started"
     return Alert(**known)
 
 
 def alert_fields(alert: Alert) -> dict[str, Any]:
-    """The alert as a JSON object, which :func:`parse_alert` reads.
+    """Return the alert as a JSON object, which :func:`parse_alert` reads.
 
     ``value`` and ``threshold`` are ``"nan"``, ``"inf"`` or ``"-inf"`` where JSON has no number.
     """
@@ -84,7 +132,19 @@ def alert_fields(alert: Alert) -> dict[str, Any]:
     return asdict(alert) | plain
 
 
+def parse_location(content: Any) -> CodeLocation:
+    """Return the code location of a JSON object.
+
+    Raises:
+        ValueError: A field is missing or has a wrong value; the message names it.
+    """
+    return CodeLocation(**_LOCATION_FIELDS(content))
+
+
 _SEVERITIES, _STAGES = get_args(Severity), get_args(Stage)
+_LOCATION_FIELDS = untrusted.fields(
+    file=untrusted.name, line=untrusted.whole, class_name=untrusted.name
+)
 _ALERT_FIELDS = untrusted.fields(
     kind=untrusted.name,
     severity=untrusted.text,
@@ -92,15 +152,21 @@ _ALERT_FIELDS = untrusted.fields(
     module_name=untrusted.optional(untrusted.name),
     value=untrusted.number,
     threshold=untrusted.number,
-    message=untrusted.text,
-    consequences=untrusted.listed(untrusted.text, most=1000),
+    summary=untrusted.text,
+    cause=untrusted.optional(untrusted.text),
+    advice=untrusted.listed(untrusted.text, most=20),
+    location=untrusted.optional(parse_location),
+    consequences=untrusted.listed(
+        untrusted.fields(kind=untrusted.name, module_name=untrusted.optional(untrusted.name)),
+        most=1000,
+    ),
     stage=untrusted.text,
     observed_in=untrusted.optional(untrusted.name),
 )
 
 
 class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert
-    """Raised between two steps where the user asked for it (``on_alert="raise"``).
+    """Raised between two steps where the user requested it (``on_alert="raise"``).
 
     Attributes:
         alert: The alert.

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from telemetry.alert import Alert
+from telemetry.alert import Alert, located
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
@@ -23,15 +25,15 @@ from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
+from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.capture.own_pass import call, unchanged
-from telemetry.commands.output import Column, new_console, number, print_table
+from telemetry.failures import RaisingFailures
 from telemetry.layers import table
 from telemetry.plain_text import called, printable, type_of
 from telemetry.records import StepRecord
 from telemetry.records.moments import norm_of
 from telemetry.records.tensor import figures_of
-from telemetry.selection import check_model
-from telemetry.testing import capture_run
+from telemetry.selection import Selection, check_model
 
 __all__ = ["CheckResult", "check"]
 
@@ -60,14 +62,18 @@ class CheckResult:
 
     def print(self) -> None:
         """Print a table of the layers and the findings to stdout."""
-        console, layers, modules = new_console(), table(self.record), self.record.layout.modules
-        rows = [row for row in range(len(modules)) if layers.known[row].any()]
-        columns = [Column("class", [Text(printable(modules[row].type_name)) for row in rows], 0)]
-        for place, (title, name) in enumerate(_SHOWN.items()):
-            values = (layers.value(row, name) for row in rows)
-            cells = [Text() if value is None else number(value) for value in values]
-            columns.append(Column(title, cells, len(_SHOWN) - place, is_number=True))
-        print_table(console, "layer", [called(modules[row].name) for row in rows], columns)
+        console = Console(highlight=False, emoji=False, markup=False, soft_wrap=True)
+        if not console.is_terminal:
+            console.width = _ANY_WIDTH
+        layers, grid = table(self.record), Table("layer", "class", box=None, pad_edge=False)
+        for title in _SHOWN:
+            grid.add_column(title, justify="right")
+        for row, module in enumerate(self.record.layout.modules):
+            if layers.known[row].any():
+                values = [layers.value(row, name) for name in _SHOWN.values()]
+                cells = ["" if value is None else f"{value:.3g}" for value in values]
+                grid.add_row(*map(Text, (called(module.name), printable(module.type_name), *cells)))
+        console.print(grid)
         console.print(f"\nloss {self.loss:.4g}")
         for found in self.findings:
             console.print(f"{found.severity}: {found.kind.replace('_', ' ')}{found.where}")
@@ -78,6 +84,7 @@ class CheckResult:
             console.print("nothing found")
 
 
+_ANY_WIDTH = 1 << 16
 _SHOWN = {
     "output RMS": "activation_rms",
     "gradient RMS": "activation_grad_rms",
@@ -150,9 +157,9 @@ def check(
         for parameter in model.parameters():
             parameter.grad = None
         judged.append(_of_samples(model, inputs, record))
-    findings = tuple([found for found in judged if isinstance(found, Alert)])
+    findings = [located(f, record.layout) for f in judged if isinstance(f, Alert)]
     skipped = tuple([why for why in judged if isinstance(why, str)])
-    result = CheckResult(findings=findings, skipped=skipped, loss=loss, record=record)
+    result = CheckResult(findings=tuple(findings), skipped=skipped, loss=loss, record=record)
     if show:
         result.print()
     return result
@@ -189,13 +196,26 @@ def _measured(model: nn.Module, run: Callable[[], Tensor]) -> tuple[StepRecord, 
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("check(): the model has no parameter that requires a gradient")
-    optimizer = _Still(trainable, {})
-    with capture_run(model, rules=[], optimizer=optimizer) as recorded:
+    optimizer, steps = _Still(trainable, {}), list[CapturedStep | LightStep]()
+    capture = Capture(
+        model,
+        selection=Selection(),
+        is_full=lambda step: True,
+        content=Content(images=False),
+        deliver=steps.append,
+        safe_point=lambda: None,
+        primary=optimizer,
+        failures=RaisingFailures(),
+    )
+    capture.attach()
+    try:
         loss = run()
-        recorded.log(loss=loss.item())
         loss.backward(inputs=trainable)  # a loss may have parameters, as a discriminator has
         optimizer.step()
-    return recorded.records[0], loss.item()
+    finally:
+        capture.detach()
+    value = loss.item()
+    return steps[0].record({"loss": value}, "loss"), value
 
 
 def _of_training(record: StepRecord) -> Iterator[Alert]:
@@ -207,7 +227,7 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
         SaturatedUnits(evaluations=1), ExplodingGradient(), ExplodingActivation(),
         DeadUnits(batches=1, samples=DeadUnits.samples / 2),
         VanishingGradient(factor=_FAINT, update_factor=_FAINT, steps=2), Nonfinite(),
-        EvalMode(steps=2),
+        EvalMode(steps=1),
     ]  # fmt: skip
     engine = Engine(detectors)
     sizes = figures_of(record.weights, norm_of)
@@ -216,8 +236,7 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
     for step in (0, 1):
         for alert in engine(replace(record, step=step, update_ratios=ratios)):
             if alert.stage == "started":
-                said = alert.message.replace("2 steps in a row were taken", "This step was taken")
-                yield replace(alert, step=0, message=said)
+                yield replace(alert, step=0)
 
 
 # Adam moves layers whose gradients are small; far below that, the second moment's epsilon does not
@@ -226,11 +245,8 @@ _FAINT = 1e4
 
 
 def _untrained(record: StepRecord) -> Iterator[Alert]:
-    """Parameters without a gradient, as at the end of the steps that the rule waits for."""
-    rule = UntrainedParameters(steps=2)
-    for step in (0, 1):
-        for alert in rule(replace(record, step=step)):
-            yield replace(alert, step=0, message=alert.message.replace("in 2 steps", "in this one"))
+    """Yield alerts about parameters without a gradient."""
+    yield from UntrainedParameters(steps=1, evaluations=1)(record)
 
 
 def _of_loss(
@@ -251,21 +267,20 @@ def _of_loss(
     if not isinstance(of, Tensor) or of.is_floating_point() or classes < 2:
         return "the loss against ln C: the targets are no classes"
     if bool((logits >= 0).all() and (logits.sum(axis) - 1).abs().max() < _ROUNDED):
-        seen = "The outputs are probabilities, of which the cross entropy takes the softmax again"
-        advice = "Return logits: CrossEntropyLoss has a softmax of its own."
-        return _alert("wrong_loss_input", seen, advice, 1.0, 1.0)
+        summary = "The outputs are probabilities, and the cross entropy takes their softmax again"
+        softmax = ("Return logits: CrossEntropyLoss has its own softmax",)
+        return _alert("wrong_loss_input", summary, softmax, 1.0, 1.0)
     if getattr(loss_function, "reduction", "mean") == "sum":
         loss /= of.numel()
     guess = math.log(classes)
     if not loss > _FAR * guess:
         return None
-    seen = f"The loss is {loss:.4g}; a guess among {classes} classes has {guess:.3g}, ln {classes}"
+    summary = f"The loss is {loss:.4g}, and {guess:.3g} (ln {classes}) for a random guess"
     advice = (
-        "The first outputs are too large: people usually make the weights of the last layer "
-        "smaller, or scale what it is given; of a trained model, check that inputs and targets "
-        "belong to it."
+        "Make the initial weights of the last layer smaller, or scale its inputs",
+        "For a trained model, check that inputs and targets belong to it",
     )
-    return _alert("loss_at_start", seen, advice, loss, _FAR * guess)
+    return _alert("loss_at_start", summary, advice, loss, _FAR * guess)
 
 
 _ROUNDED = 0.01  # of a sum of numbers in half precision
@@ -321,29 +336,30 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | st
         matrices = (w for name, w in record.weights.items() if name in record.layout.matrices)
         if any(weight.sketch.min == weight.sketch.max == 0 for weight in matrices):
             return "whether outputs depend on inputs: there is a weight that begins at zero"
-        seen = "The outputs do not depend on the inputs"
-        advice = (
-            "Look for detach(), a factor of zero, dead units, and an input that forward() does not "
-            "use."
+        summary = "The outputs do not depend on the inputs"
+        unused = (
+            "Check for detach(), a factor of zero, and dead units",
+            "Check that forward() uses its input",
         )
-        return _alert("input_ignored", seen, advice, 0.0, 0.0)
+        return _alert("input_ignored", summary, unused, 0.0, 0.0)
     if not leaks.any():
         return None
     row, other = leaks.nonzero()[0].tolist()
-    seen = f"The output of sample {rows[row]} depends on sample {other} of the batch"
+    summary = f"The output of sample {rows[row]} depends on sample {other} of the batch"
     advice = (
-        "Look for a mean, a softmax, a norm or a reshape over the first axis; attention may "
-        "expect the sequence there (batch_first). In-batch negatives belong into the loss."
+        "Check for a mean, a softmax, a norm or a reshape over the first axis",
+        "Set batch_first=True if attention expects the sequence there",
+        "Move in-batch negatives into the loss",
     )
     largest = float(depends.max() / max(float(own.max()), 1e-30))
-    found = _alert("batch_leak", seen, advice, largest, 0.0)
+    found = _alert("batch_leak", summary, advice, largest, 0.0)
     has_square = any(map(_is_square, (*pytree.tree_leaves(inputs), output)))
     if has_square or _is_sequence_first(output, given[0]):
-        return replace(found, severity="note", message=f"{found.message}\n{_MEANT}")
+        return replace(found, severity="note", advice=(_INTENDED, *found.advice))
     return found
 
 
-_MEANT = "This is right if the first axis is time, or if the model relates samples to each other."
+_INTENDED = "Ignore it if the first axis is time, or if the model relates samples to each other"
 
 
 def _is_square(value: Any) -> bool:
@@ -369,7 +385,7 @@ def _influence(output: Tensor, given: Tensor, axis: int = 0) -> Tensor:
     return gradient.abs().transpose(0, axis).flatten(1).amax(1).float().cpu()
 
 
-def _alert(kind: str, seen: str, advice: str, value: float, limit: float) -> Alert:
+def _alert(kind: str, summary: str, advice: tuple[str, ...], value: float, limit: float) -> Alert:
     return Alert(
         kind=kind,
         severity="warning",
@@ -377,5 +393,6 @@ def _alert(kind: str, seen: str, advice: str, value: float, limit: float) -> Ale
         module_name=None,
         value=value,
         threshold=limit,
-        message=f"{seen}.\n{advice}",
+        summary=summary,
+        advice=advice,
     )

@@ -41,3 +41,10 @@ class Failures:
     def summary(self) -> str:
         """What failed and how often, or an empty string."""
         return ", ".join(f"{doing} ({count}×)" for doing, count in self._counts.items())
+
+
+class RaisingFailures(Failures):
+    """Raises what :class:`Failures` logs, for tests and single passes."""
+
+    def report(self, doing: str) -> None:
+        raise

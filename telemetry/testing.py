@@ -16,7 +16,7 @@ from telemetry.alert import Alert
 from telemetry.alerts import default_rules
 from telemetry.alerts.judging import Judge
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
-from telemetry.failures import Failures
+from telemetry.failures import RaisingFailures
 from telemetry.pipeline import FullSteps, every
 from telemetry.records import StepRecord
 from telemetry.records.loss import LossChoice
@@ -38,7 +38,7 @@ class CapturedRun:
         chosen = default_rules() if rules is None else map(as_rule, rules)
         self.records: list[StepRecord] = []
         self.alerts: list[Alert] = []
-        self._judge = Judge(chosen, _RaisingFailures())
+        self._judge = Judge(chosen, RaisingFailures())
         self._logged: dict[int, dict[str, float]] = {}
         self._loss = LossChoice()
         self._capture: Capture | None = None
@@ -123,17 +123,10 @@ def capture_run(
         deliver=run._take,
         safe_point=lambda: None,
         primary=optimizer,
-        failures=_RaisingFailures(),
+        failures=RaisingFailures(),
     )
     capture.attach()
     try:
         yield run
     finally:
         capture.detach()
-
-
-class _RaisingFailures(Failures):
-    """Lets through what a logger would report."""
-
-    def report(self, doing: str) -> None:
-        raise

@@ -50,8 +50,10 @@ class AttentionCollapse(Detector):
             summary=f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
             "entropy of even ones, so each token sees hardly more than one; the same holds for "
             f"{len(low)} of {len(entropies)} layers",
-            advice="If the loss is not as low as it should be, normalize queries and keys, scale "
-            "the logits by 1 / sqrt(d), and lower the learning rate or warm it up.",
+            advice=(
+                "If the loss is not as low as it should be, normalize queries and keys, scale "
+                "the logits by 1 / sqrt(d), and lower the learning rate or warm it up.",
+            ),
             value=low[worst],
             threshold=self.fraction,
             module_name=worst.module_name,
@@ -118,8 +120,10 @@ class LogitGrowth(Detector):
             return None
         return Finding(
             summary=f"The largest attention logit of {called(name)} is {largest:.3g}",
-            advice="People usually normalize queries and keys, and lower the learning rate or warm "
-            "it up.",
+            advice=(
+                "People usually normalize queries and keys, and lower the learning rate or warm "
+                "it up.",
+            ),
             value=largest,
             threshold=self.largest,
             module_name=name,

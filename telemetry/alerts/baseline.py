@@ -442,6 +442,11 @@ class Baseline:
         return f"{self.rate_after_jump:.3g}{where}"
 
     @property
+    def jump_step(self) -> int:
+        """The step of that jump."""
+        return self._step - self.since_rate_jump
+
+    @property
     def rate(self) -> float:
         """The highest learning rate of this step; 0 if there is none."""
         return self._rates[-1] if self._rates else 0.0

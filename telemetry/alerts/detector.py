@@ -1,4 +1,4 @@
-"""What a detector is: one kind of alert, what it finds in one step, and when that is told."""
+"""Detector: one kind of alert, its finding in one step, and its stages."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from typing import Any, ClassVar, Literal, get_type_hints
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import LATEST, Baseline, finite_loss
 from telemetry.alerts.state import restore, to_plain
+from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a detector sees in one step."""
+    """A fault that a detector finds in one step.
 
-    summary: str  # what was seen and where, with figures; a sentence without its period
-    advice: str  # what people usually try
-    value: float  # the figure that was judged
-    threshold: float  # what it was compared with, in the same unit
-    module_name: str | None = None  # the culprit; None if it is the loss or the model
-    observed_in: str | None = None  # the module that shows it, where that is not the culprit
-    severity: Severity | None = None  # None: that of the detector
-    confirmed: bool = False  # needs no confirmation
-    momentary: bool = False  # is a fact of this step, which neither lasts nor ends
-    escalates: bool = False  # makes a fault worse that has begun, though its severity is the same
-    started_at: int | None = None  # the step at which it began; None: this one
-    resolved: bool = False  # already
+    Fields that :class:`Alert` has, too, mean the same there.
+    """
+
+    summary: str
+    value: float
+    threshold: float
+    cause: str | None = None
+    advice: tuple[str, ...] = ()
+    module_name: str | None = None
+    observed_in: str | None = None
+    severity: Severity | None = None  # None: the detector's
+    started_at: int | None = None  # step at which the fault started; None: this one
+    confirmed: bool = False  # needs no confirmation by later steps
+    momentary: bool = False  # an event of this step, which neither lasts nor resolves
+    escalates: bool = False  # escalates an active alert though its severity is the same
+    resolved: bool = False  # is over already
 
 
 EXPLOSIONS = frozenset({"exploding_gradient", "exploding_activation"})
@@ -36,41 +41,37 @@ RISEN_LOSSES = frozenset({"loss_divergence", "loss_spike"})
 
 
 class Detector(Rule):
-    """One kind of alert. A subclass names it and says what it finds in one step.
+    """One kind of alert. A subclass names it and implements :meth:`find`.
 
-    The engine does the rest: it asks for full measurements until a finding is confirmed, tells that
-    a fault begins, grows worse and ends, and which faults only follow from another. Public numbers
-    of the class are its limits, which ``alerts={kind: {...}}`` may set; what it remembers between
-    steps is annotated, and saved with a run (see :mod:`telemetry.alerts.state`).
+    The engine does the rest: it requests full steps until a finding is confirmed, reports that a
+    fault started, escalated or resolved, and suppresses faults that another one explains. Public
+    numbers of the class are its limits, which ``alerts={kind: {...}}`` may set. Annotated
+    attributes are its state, which is saved with a run (see :mod:`telemetry.alerts.state`).
 
     Args:
-        limits: Other values for some of them.
+        limits: Other values for some limits.
     """
 
     kind: ClassVar[str]
-    # It looks at each step, those measured in full, or those of which a finite loss is known.
+    # Which steps it evaluates: each, full steps, or those with a finite loss.
     on: ClassVar[Literal["step", "full", "loss"]] = "step"
     severity: ClassVar[Severity] = "warning"
-    explained_by: ClassVar[frozenset[str]] = frozenset()  # kinds of faults that it may follow from
-    persistent: ClassVar[bool] = False  # does not pass with what caused it
-    explained_by_rate_jump: ClassVar[bool] = (
-        False  # a learning rate that has just jumped explains it
-    )
-    confirm_after: ClassVar[int | str] = (
-        1  # findings in a row that make an alert, or the limit that says
-    )
-    # Looks without a finding after which a fault is over; of several full steps, in 20 steps at
-    # least: what comes and goes with each batch is one fault.
+    explained_by: ClassVar[frozenset[str]] = frozenset()  # kinds that may be its root cause
+    persistent: ClassVar[bool] = False  # may outlast its root cause
+    explained_by_rate_jump: ClassVar[bool] = False  # a recent jump of the learning rate explains it
+    # Debounce: consecutive findings that make an alert, or the name of the limit that holds them.
+    confirm_after: ClassVar[int | str] = 1
+    # Evaluations without a finding until the alert resolves; of full steps over 20 steps at least,
+    # so that a fault that comes and goes with the batches is one alert.
     clear_after: ClassVar[int] = 1
 
-    # A full measurement would help; to be set by find(). While a finding of a full step waits to be
-    # confirmed, one is asked for anyway.
+    # Set by find() to request a full step. An unconfirmed finding of a full step requests one, too.
     needs_full_step: bool = False
-    full_steps_in_a_row: int = 1  # full steps that it then needs; it pauses after as many requests
-    active_alert: Alert | None = None  # of the fault that is on
+    full_steps_in_a_row: int = 1  # consecutive full steps it needs; after these requests it pauses
+    active_alert: Alert | None = None
     _findings: int = 0
-    _looks_without: int = 0
-    _found_at: int = 0  # the last step at which it was there
+    _evaluations_without: int = 0
+    _found_at: int = 0  # the last step with the fault
 
     def __init__(self, **limits: float) -> None:
         known = self.limits()
@@ -83,7 +84,7 @@ class Detector(Rule):
 
     @classmethod
     def limits(cls) -> list[str]:
-        """Names of its limits, in their order."""
+        """Return the names of its limits, in their order."""
         values = {name: v for part in reversed(cls.__mro__) for name, v in vars(part).items()}
         others = {*dir(Detector), *get_type_hints(cls)}
         return [
@@ -93,89 +94,84 @@ class Detector(Rule):
         ]
 
     def set_up(self) -> None:
-        """Make what it remembers and what cannot be shared by all detectors of the class."""
+        """Create state that instances must not share."""
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        """What is wrong at this step; None if nothing is.
+        """Return the fault of this step, if there is one.
 
         Args:
             record: The step.
-            baseline: What this run's figures were, this step included.
+            baseline: Figures of this run, this step included.
         """
         raise NotImplementedError
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        """Whether the fault that is on is still there, or not known to be over.
+        """Whether the active fault is still present, or not known to be over.
 
-        Asked where :meth:`find` found nothing.
+        Called where :meth:`find` found nothing. A lower threshold here is the hysteresis.
         """
         return False
 
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
-        """What is wrong with a loss just logged, NaN perhaps: its step may never end."""
+        """Return the fault of a loss that was just logged, which may be NaN."""
         return None
 
-    # --- what the engine calls -------------------------------------------------------------------
+    # --- called by the engine --------------------------------------------------------------------
 
     def evaluate(self, record: StepRecord, baseline: Baseline) -> Iterator[Alert]:
         """Judge a step."""
-        if not self._looks_at(record):
+        if not self._applies_to(record):
             return
         if (found := self.find(record, baseline)) is not None:
             self._findings += 1
-            self._looks_without, self._found_at = 0, record.step
-            if found.confirmed or self._findings >= self._enough:
-                yield from self._tell(record.step, found)
+            self._evaluations_without, self._found_at = 0, record.step
+            if found.confirmed or self._findings >= self._required:
+                yield from self._report(record.step, found)
         elif self.active_alert is not None and self.still_present(record, baseline):
-            self._looks_without, self._found_at = 0, record.step
+            self._evaluations_without, self._found_at = 0, record.step
         else:
             self._findings = 0
-            self._looks_without += 1
-            is_brief = record.step - self._found_at < LATEST
-            waits = self.on == "full" and self.clear_after > 1 and is_brief
-            if (
-                self.active_alert is not None
-                and self._looks_without >= self.clear_after
-                and not waits
-            ):
-                ended, self.active_alert = _ended(self.active_alert, record.step), None
-                yield ended
+            self._evaluations_without += 1
+            is_recent = record.step - self._found_at < LATEST
+            is_early = self.on == "full" and self.clear_after > 1 and is_recent
+            clears = self._evaluations_without >= self.clear_after and not is_early
+            if self.active_alert is not None and clears:
+                resolved, self.active_alert = _resolved(self.active_alert, record.step), None
+                yield resolved
 
     def on_loss(self, step: int, loss: float) -> Iterator[Alert]:
         if (found := self.find_in_loss(step, loss)) is not None:
-            self._looks_without = 0
-            yield from self._tell(step, found)
+            self._evaluations_without = 0
+            yield from self._report(step, found)
 
     @property
     def judges_losses(self) -> bool:
-        """Whether :meth:`find_in_loss` does anything."""
+        """Whether :meth:`find_in_loss` is implemented."""
         return type(self).find_in_loss is not Detector.find_in_loss
 
     @property
     def is_unconfirmed(self) -> bool:
-        """Whether a finding waits to be confirmed by more steps."""
-        return self._findings > 0 and self._findings < self._enough
+        """Whether a finding is not confirmed yet."""
+        return 0 < self._findings < self._required
 
     @property
     def requests_full_step(self) -> bool:
-        """Whether it asks for a full measurement."""
         return self.needs_full_step or (self.on == "full" and self.is_unconfirmed)
 
     @property
     def full_steps_needed(self) -> int:
-        """How many full steps it requests before it pauses."""
-        waits = self.on == "full" and self.is_unconfirmed
-        return max(self.full_steps_in_a_row, int(self._enough - self._findings) if waits else 0)
+        """Full steps that it requests before it pauses."""
+        is_waiting = self.on == "full" and self.is_unconfirmed
+        missing = int(self._required - self._findings) if is_waiting else 0
+        return max(self.full_steps_in_a_row, missing)
 
     @property
-    def _enough(self) -> float:
-        return (
-            getattr(self, self.confirm_after)
-            if isinstance(self.confirm_after, str)
-            else self.confirm_after
-        )
+    def _required(self) -> float:
+        """Consecutive findings that make an alert."""
+        after = self.confirm_after
+        return getattr(self, after) if isinstance(after, str) else after
 
-    # --- as a rule by itself ---------------------------------------------------------------------
+    # --- as a rule without an engine -------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -194,14 +190,14 @@ class Detector(Rule):
 
     # ---------------------------------------------------------------------------------------------
 
-    def _looks_at(self, record: StepRecord) -> bool:
+    def _applies_to(self, record: StepRecord) -> bool:
         if self.on == "full":
             return record.full
         return self.on == "step" or finite_loss(record) is not None
 
-    def _tell(self, step: int, found: Finding) -> Iterator[Alert]:
-        """The alerts of a finding that needs no more confirmation."""
-        begun = self.active_alert
+    def _report(self, step: int, found: Finding) -> Iterator[Alert]:
+        """Yield the alerts of a confirmed finding."""
+        active = self.active_alert
         alert = Alert(
             kind=self.kind,
             severity=found.severity or self.severity,
@@ -210,24 +206,29 @@ class Detector(Rule):
             observed_in=found.observed_in,
             value=float(found.value),
             threshold=float(found.threshold),
-            message=f"{found.summary}.\n{found.advice}",
+            summary=found.summary,
+            cause=found.cause,
+            advice=found.advice,
         )
-        grown = begun is not None and (begun.severity, alert.severity) == ("warning", "error")
+        grown = active is not None and (active.severity, alert.severity) == ("warning", "error")
         if found.momentary or found.resolved:
             yield alert
             if found.resolved:
-                yield _ended(alert, step)
-        elif begun is None or grown or found.escalates:
+                yield _resolved(alert, step)
+        elif active is None or grown or found.escalates:
             self.active_alert = alert
-            yield alert if begun is None else replace(alert, stage="escalated")
+            yield alert if active is None else replace(alert, stage="escalated")
 
 
-def _ended(begun: Alert, step: int) -> Alert:
+def _resolved(alert: Alert, step: int) -> Alert:
+    duration = steps_in_words(step - alert.step)
     return replace(
-        begun,
-        severity="note" if begun.severity == "note" else "warning",
+        alert,
+        severity="note" if alert.severity == "note" else "warning",
         step=step,
         stage="resolved",
-        message=f"Over: {begun.kind.replace('_', ' ')}{begun.where}, begun at step {begun.step}.",
+        summary=f"Resolved {duration} after it started at step {alert.step}",
+        cause=None,
+        advice=(),
         consequences=(),
     )

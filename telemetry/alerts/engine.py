@@ -1,37 +1,36 @@
-"""Applies the detectors to each step, and tells one alert for each cause."""
+"""Engine: applies the detectors to each step, and reports one alert for each root cause."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from telemetry.alert import Alert, Severity
+from telemetry.alert import Alert, Consequence, Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.state import restore, to_plain
-from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.step import is_inside
 from telemetry.rule import Rule
 
 
 class Engine(Rule):
-    """The detectors of a run, of whose faults only the first cause is told.
+    """Detectors of a run; a fault that another one explains is suppressed.
 
-    If several faults begin at the same step, the one whose detector comes first is the cause. Those
-    that begin within 200 steps of one that explains them are its consequences: they are listed in
-    its alert and not reported themselves, unless they are still there when it is over. The cause is
-    reported again, as worse and with the figures of the consequence, if that is an error and the
-    cause was a warning, or if it does not pass with the cause: NaN, dead units and the like.
+    If several faults start at the same step, the one whose detector comes first is the root cause.
+    A fault that starts within 200 steps of one that explains it is suppressed: the root cause lists
+    it as a consequence. It is reported itself if it is still present when the root cause resolves.
+    The root cause escalates, with the figures of the consequence, if the consequence is an error
+    and the root cause was a warning, or if it is persistent: NaN, dead units and the like.
 
-    If the learning rate has just jumped above all former ones, a fault that may come from steps
-    that are too large is said to come from that, and the advice is that for learning rates.
+    If the learning rate has just jumped above all former ones, that jump is the cause of a fault
+    that large steps may explain, and the advice is that for learning rates.
 
-    It requests the full measurements that a detector needs, usually one, and another one if that
-    leaves a suspicion. If they confirm nothing, the detector requests again after 20 steps at the
-    earliest, then after 40, 80 and so on, and leaves the rest of the run's allowance to the others
-    (exponential back-off). An alert ends that.
+    It requests the full steps that a detector needs, usually one, and another one if that does not
+    decide. If they confirm nothing, the detector's next request comes after 20 steps at the
+    earliest, then after 40, 80 and so on (exponential back-off), so that the others get their share
+    of the run's allowance. An alert resets that.
 
     Args:
         detectors: Causes before consequences.
@@ -42,8 +41,8 @@ class Engine(Rule):
     name = "default_rules"
     requests_full_step: bool = False
     _reported: dict[str, _Reported]
-    _hidden: dict[str, _Hidden]
-    _requests: dict[str, tuple[int, int, int]]  # of each detector: their beginning, pause, number
+    _suppressed: dict[str, _Suppressed]
+    _requests: dict[str, _Requests]
 
     def __init__(
         self,
@@ -59,85 +58,83 @@ class Engine(Rule):
         self._severities = dict(severities or {})
         self._baseline = Baseline()
         self._reported = {}
-        self._hidden = {}
+        self._suppressed = {}
         self._requests = {}
 
     def __repr__(self) -> str:
         return f"<{self.name}: {', '.join(self._detectors)}>"
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        found = _found_by(d.on_loss(step, loss) for d in self._of_losses)
-        return self._told(*found)
+        return self._report(*_found_by(d.on_loss(step, loss) for d in self._of_losses))
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._baseline.add(record)
         detectors = self._detectors.values() if record.full else self._of_light_steps
         found = _found_by(d.evaluate(record, self._baseline) for d in detectors)
         self._request(record, found[0])
-        return self._told(*found)
+        return self._report(*found)
 
     @property
     def loss_limit(self) -> float | None:
-        waits = any(detector.is_unconfirmed for detector in self._of_light_steps)
-        return None if waits or self._every_step else self._baseline.loss_limit
+        unconfirmed = any(detector.is_unconfirmed for detector in self._of_light_steps)
+        return None if unconfirmed or self._every_step else self._baseline.loss_limit
 
     def _request(self, record: StepRecord, alerts: Iterable[Alert]) -> None:
-        """Request a full measurement if a detector that does not pause does."""
+        """Request a full step if a detector that does not pause needs one."""
         if any(alert.stage != "resolved" for alert in alerts):
             self._requests = {}
-        requesting = {
+        needed = {
             kind: d.full_steps_needed for kind, d in self._detectors.items() if d.requests_full_step
         }
         if self._baseline.requests_full_step:
-            requesting[_NORMS] = 1
+            needed[_NORMS] = 1
         self.requests_full_step, step = False, record.step
-        for kind, full_steps_in_a_row in requesting.items():
-            began, pause, made = self._requests.get(kind, (step, 0, 0))
+        for kind, in_a_row in needed.items():
+            began, pause, made = self._requests.get(kind, _Requests(step, 0, 0))
             if step >= began + pause:
                 began, pause, made = step, max(_PAUSE, 2 * pause), 0
-            # A full step that leaves a suspicion is followed by another one.
+            # A full step that does not decide is followed by another one.
             goes_on = record.full and made < _CHAIN and kind != _NORMS
-            if step < began + full_steps_in_a_row or goes_on:
+            if step < began + in_a_row or goes_on:
                 self.requests_full_step, made = True, made + 1
-            self._requests[kind] = began, pause, made
+            self._requests[kind] = _Requests(began, pause, made)
 
     def state_dict(self) -> dict[str, Any]:
-        """What this and its detectors remember, as numbers, strings, lists and dicts."""
+        """Return the state of the engine and its detectors: numbers, strings, lists and dicts."""
         return {name: to_plain(part) for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there. A detector whose state does not fit begins anew.
+        """Restore what fits. A detector whose state does not fit starts without one.
 
         Raises:
-            ValueError: Some detectors begin anew, or do not exist; the others go on.
+            ValueError: Some detectors reset, or do not exist; the others continue.
         """
         parts = self._parts()
-        misfits = [f"there is no rule {name}" for name in state if name not in parts]
+        problems = [f"there is no rule {name}" for name in state if name not in parts]
         for name, part in parts.items():
             try:
                 restore(part, state[name])
             except (TypeError, ValueError, KeyError):
-                misfits.append(f"{name} begins anew")
-        if misfits:
-            raise ValueError(", ".join(misfits))
+                problems.append(f"{name} resets")
+        if problems:
+            raise ValueError(", ".join(problems))
 
     def _parts(self) -> dict[str, object]:
-        """Everything that has a state, by name."""
         return {"engine": self, "baseline": self._baseline, **self._detectors}
 
-    # --- causes and consequences -----------------------------------------------------------------
+    # --- root causes and consequences ------------------------------------------------------------
 
-    def _told(self, alerts: list[Alert], errors: list[Exception]) -> Iterator[Alert]:
-        yield from map(_with_consequences, self._reportable(alerts))
+    def _report(self, alerts: list[Alert], errors: list[Exception]) -> Iterator[Alert]:
+        yield from self._reportable(alerts)
         if errors:
             raise errors[0]
 
     def _reportable(self, alerts: list[Alert]) -> list[Alert]:
         reported: list[Alert] = []
-        # A note explains nothing. So it comes after what may explain it at the same step.
+        # A note explains nothing, so it comes after its possible causes of the same step.
         for alert in sorted(map(self._graded, alerts), key=lambda alert: alert.severity == "note"):
             if alert.stage == "resolved":
-                reported += self._end(alert)
+                reported += self._resolve(alert)
             elif (cause := self._cause_of(alert)) is None:
                 by_rate = self._baseline.follows_rate_jump
                 self._reported[alert.kind] = _Reported(alert=alert, by_rate=by_rate)
@@ -147,33 +144,35 @@ class Engine(Rule):
         return reported
 
     def _graded(self, alert: Alert) -> Alert:
+        """Return the alert with the user's severity, and with a jump of the rate as its cause."""
         if alert.stage == "resolved":
             return alert
-        baseline, message = self._baseline, alert.message
+        baseline = self._baseline
         if self._detectors[alert.kind].explained_by_rate_jump and baseline.follows_rate_jump:
-            seen = message.split("\n")[0]
-            ago = steps_in_words(baseline.since_rate_jump)
-            message = f"{seen[:-1]}, {ago} after the learning rate had jumped to "
-            message += f"{baseline.jump}.\n{_RATE_ADVICE}"
-            if alert.module_name is None and baseline.jumped:
-                alert = replace(alert, module_name=baseline.jumped[0])
-        severity = self._severities.get(alert.kind, alert.severity)
-        return replace(alert, severity=severity, message=message)
+            name = alert.module_name
+            name = next(iter(baseline.jumped), None) if name is None else name
+            cause = f"The learning rate jumped to {baseline.jump} at step {baseline.jump_step}"
+            alert = replace(alert, module_name=name, cause=cause, advice=RATE_ADVICE)
+        return replace(alert, severity=self._severities.get(alert.kind, alert.severity))
 
-    def _end(self, alert: Alert) -> list[Alert]:
-        """Report the end of a fault that was reported, and consequences that outlive it."""
-        self._hidden.pop(alert.kind, None)
+    def _resolve(self, alert: Alert) -> list[Alert]:
+        """Report that a fault resolved, and its consequences that are still present."""
+        self._suppressed.pop(alert.kind, None)
         if self._reported.pop(alert.kind, None) is None:
             return []
-        left = [hidden.alert for hidden in self._hidden.values() if hidden.cause == alert.kind]
+        left = [s.alert for s in self._suppressed.values() if s.suppressed_by == alert.kind]
         for survivor in left:
-            del self._hidden[survivor.kind]
-        lasting = [found for found in left if self._detectors[found.kind].persistent]
-        return [alert, *self._reportable([_outlives(found, alert.step) for found in lasting])]
+            del self._suppressed[survivor.kind]
+        persistent = [found for found in left if self._detectors[found.kind].persistent]
+        survivors = [
+            replace(s, step=alert.step, summary=f"{s.summary} (measured at step {s.step})")
+            for s in persistent
+        ]
+        return [alert, *self._reportable(survivors)]
 
     def _cause_of(self, alert: Alert) -> _Reported | None:
-        if alert.kind in self._hidden:
-            return self._reported.get(self._hidden[alert.kind].cause)
+        if alert.kind in self._suppressed:
+            return self._reported.get(self._suppressed[alert.kind].suppressed_by)
         if alert.stage != "started":
             return None
         explaining = self._detectors[alert.kind].explained_by
@@ -188,35 +187,40 @@ class Engine(Rule):
         self, cause: _Reported, alert: Alert, reported: list[Alert]
     ) -> list[Alert]:
         before = after = cause.alert
-        what = f"{alert.kind}{alert.where}"
-        is_new = what not in before.consequences
-        lasts = self._detectors[alert.kind].persistent and alert.severity != "note"
+        consequence = Consequence(kind=alert.kind, module_name=alert.module_name)
+        is_new = consequence not in before.consequences
+        persists = self._detectors[alert.kind].persistent and alert.severity != "note"
         rises = (before.severity, alert.severity) == ("warning", "error")
         if is_new:
-            after = replace(before, consequences=(*before.consequences, what))
+            after = replace(before, consequences=(*before.consequences, consequence))
         if rises:
             after = replace(after, severity="error")
-        self._hidden[alert.kind] = _Hidden(alert=alert, cause=before.kind)
+        self._suppressed[alert.kind] = _Suppressed(alert=alert, suppressed_by=before.kind)
         self._reported[before.kind] = replace(cause, alert=after, last=alert.step)
         for index, item in enumerate(reported):
             if item.kind == before.kind and item.stage != "resolved":
-                is_seen = is_new and item.stage == "escalated" and alert.severity != "note"
-                seen = _seen(item, alert) if is_seen else item
-                reported[index] = replace(
-                    seen, severity=after.severity, consequences=after.consequences
-                )
+                changes: dict[str, Any] = {}
+                if is_new and item.stage == "escalated" and alert.severity != "note":
+                    changes = _figures(alert) | {"summary": f"{alert.summary}; {item.summary}"}
+                changes |= {"severity": after.severity, "consequences": after.consequences}
+                reported[index] = replace(item, **changes)
                 return reported
-        return [*reported, _grown_worse(after, alert)] if rises or (lasts and is_new) else reported
+        if rises or (persists and is_new):
+            root = Consequence(kind=before.kind, module_name=before.module_name)
+            since = f"Follows from {root}, which started at step {before.step}"
+            escalated = replace(after, stage="escalated", cause=since, **_figures(alert))
+            return [*reported, replace(escalated, summary=alert.summary)]
+        return reported
 
 
-def _found_by(looks: Iterable[Iterator[Alert]]) -> tuple[list[Alert], list[Exception]]:
-    """What detectors find; one that raises, perhaps the user's, does not stop the others."""
+def _found_by(evaluations: Iterable[Iterator[Alert]]) -> tuple[list[Alert], list[Exception]]:
+    """Return the alerts of detectors; one that raises does not stop the others."""
     alerts: list[Alert] = []
     errors: list[Exception] = []
-    for found in looks:
+    for found in evaluations:
         try:
             alerts.extend(found)
-        except Exception as error:  # of any detector
+        except Exception as error:  # of any detector, perhaps the user's
             errors.append(error)
     return alerts, errors
 
@@ -227,22 +231,30 @@ class _Reported:
 
     alert: Alert
     last: int = -1  # the last step at which it had a consequence
-    by_rate: bool  # the learning rate had jumped when it began
+    by_rate: bool  # the learning rate had jumped when it started
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Hidden:
-    """An alert that was not reported, and the kind of the one that was reported instead."""
+class _Suppressed:
+    """An alert that was not reported, and the kind of its root cause."""
 
     alert: Alert
-    cause: str
+    suppressed_by: str
+
+
+class _Requests(NamedTuple):
+    """Back-off of one detector: when its requests began, the pause after it, and their number."""
+
+    began: int
+    pause: int
+    made: int
 
 
 def _may_explain(reported: _Reported, alert: Alert) -> bool:
-    """Whether it is near and fits: a note explains nothing, nor one unreached layer another.
+    """Whether a reported alert may be the root cause of a later one.
 
-    A loss that jumps because of the learning rate may make things explode; otherwise they come
-    first.
+    A note explains no warning, and one unreached layer explains no other. A loss that jumps because
+    of the learning rate may cause explosions; otherwise explosions come first.
     """
     cause = reported.alert
     if alert.step - max(cause.step, reported.last) > _REACH:
@@ -257,47 +269,15 @@ def _may_explain(reported: _Reported, alert: Alert) -> bool:
     return is_inside(inner, outer)
 
 
-def _seen(item: Alert, consequence: Alert) -> Alert:
-    """An alert with the figures of a consequence, which is told before what it told."""
-    seen = consequence.message.split("\n")[0]
-    return replace(
-        item,
-        step=consequence.step,
-        value=consequence.value,
-        threshold=consequence.threshold,
-        message=f"{seen} {item.message}",
-    )
+def _figures(alert: Alert) -> dict[str, Any]:
+    return {"step": alert.step, "value": alert.value, "threshold": alert.threshold}
 
 
-def _grown_worse(cause: Alert, consequence: Alert) -> Alert:
-    """The alert that ``cause`` grew worse: what was seen is the consequence, with its figures."""
-    since = f"It follows from the {cause.kind.replace('_', ' ')}{cause.where} of step {cause.step}."
-    advice = cause.message.split("\n")[-1]
-    return _seen(replace(cause, message=f"{since}\n{advice}", stage="escalated"), consequence)
-
-
-def _outlives(consequence: Alert, step: int) -> Alert:
-    """What was not reported, when its cause is over: with the figures and the step they are of."""
-    seen, _, advice = consequence.message.partition("\n")
-    seen += f" That was at step {consequence.step}, and it has not ended."
-    return replace(consequence, step=step, message=f"{seen}\n{advice}")
-
-
-def _with_consequences(alert: Alert) -> Alert:
-    """The alert with its consequences as the second line of the message."""
-    if not alert.consequences:
-        return alert
-    seen, _, advice = alert.message.partition("\n")
-    kinds = (consequence.partition(" ") for consequence in alert.consequences)
-    listed = ", ".join(f"{kind.replace('_', ' ')}{space}{where}" for kind, space, where in kinds)
-    return replace(alert, message=f"{seen}\nIt leads to: {listed}.\n{advice}")
-
-
-_RATE_ADVICE = (
-    "People usually limit what a schedule can return, lower the learning rate or warm it up, and "
-    "go on from a checkpoint before the jump."
+RATE_ADVICE = (
+    "Fix the schedule or lower the learning rate",
+    "Resume from a checkpoint before the jump",
 )
-_REACH = 200  # by eye, in steps; tried 40 and 1000
-_PAUSE = 20  # steps, doubled each time: what was requested is there by then, unless rules are late
+_REACH = 200  # steps; chosen manually; tried 40 and 1000
+_PAUSE = 20  # steps, doubled each time: a requested step is measured by then, unless rules are late
 _CHAIN = 2  # requests before a pause, the second after the full step of the first; tried 1, 3
 _NORMS = "norms"  # of the baseline, among the detectors

@@ -72,8 +72,10 @@ class ExplodingActivation(Detector):
     def _grown(self, name: str, times: float) -> Finding:
         return Finding(
             summary=f"The output of {called(name)} is {times:.2g} times as large as ever before",
-            advice="People usually lower the learning rate or warm it up, clip gradients, and add "
-            "normalization.",
+            advice=(
+                "People usually lower the learning rate or warm it up, clip gradients, and add "
+                "normalization.",
+            ),
             value=times,
             threshold=self.factor,
             module_name=name,
@@ -85,8 +87,10 @@ class ExplodingActivation(Detector):
         return Finding(
             summary=f"Activations grow {times:.2g}-fold through the network, most of all in "
             f"{where.shared}",
-            advice="People usually make the initial weights smaller (He or Xavier initialization), "
-            "scale the inputs, and add normalization.",
+            advice=(
+                "People usually make the initial weights smaller (He or Xavier initialization), "
+                "scale the inputs, and add normalization.",
+            ),
             value=times,
             threshold=self.depth_factor,
             module_name=where.first,
@@ -206,7 +210,7 @@ class ExplodingGradient(Detector):
             threshold=norm.usual * self.lasting_factor,
             summary=f"The gradient norm is {total:.3g}; it used to be {norm.usual:.3g}{falls}",
             confined=_confined(record, norm.usual),
-            advice=_UNBOUNDED if falls else "",
+            advice=_UNBOUNDED if falls else (),
         )
 
     def _before_clipping(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -296,7 +300,7 @@ class ExplodingGradient(Detector):
         summary: str,
         where: Stretch | None = None,
         confined: Stretch | None = None,
-        advice: str = "",
+        advice: tuple[str, ...] = (),
     ) -> Finding:
         """A finding that blames the layers in ``where``, else the batch or what grew first."""
         batch = 0.0
@@ -338,20 +342,22 @@ _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 
 _WEIGHTS = (
     "People usually make the initial weights smaller (He or Xavier initialization), scale down the "
-    "branches of residual blocks, and add normalization."
+    "branches of residual blocks, and add normalization.",
 )
 _BATCH = (
     "Look at how that batch was made and normalized. People usually clip gradients "
-    "(clip_grad_norm_), so that one batch cannot do harm."
+    "(clip_grad_norm_), so that one batch cannot do harm.",
 )
-_UNBOUNDED = "Look for a term of the loss with the wrong sign, or that nothing limits from below."
+_UNBOUNDED = (
+    "Look for a term of the loss with the wrong sign, or that nothing limits from below.",
+)
 _ONE_LAYER = (
     "Look at what only this layer's gradient contains: a term of the loss, a backward function, a "
-    "hook. People usually clip gradients (clip_grad_norm_), too."
+    "hook. People usually clip gradients (clip_grad_norm_), too.",
 )
 _STEPS_TOO_LARGE = (
     "People usually clip gradients (clip_grad_norm_), lower the learning rate or warm it up, and "
-    "check the batch."
+    "check the batch.",
 )
 
 

@@ -79,7 +79,7 @@ class Judge:
                 if name in known:
                     rule.load_state_dict(known.pop(name))
                 elif rule.state_dict():
-                    misfits.append(f"{name} begins anew")
+                    misfits.append(f"{name} resets")
             except Exception as error:  # of any rule
                 misfits.append(f"{name}: {error or repr(error)}")
         return misfits + [f"there is no rule {name}" for name in known]

@@ -9,7 +9,7 @@ from statistics import median_high
 
 from telemetry.alerts.baseline import FEWEST, Baseline, finite_loss
 from telemetry.alerts.detector import Detector, Finding
-from telemetry.plain_text import called
+from telemetry.plain_text import called, steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
@@ -44,10 +44,12 @@ class EvalMode(Detector):
         if not (differ := sorted(filter(_DIFFER.search, types))):
             return None
         return Finding(
-            summary=f"{self.steps} steps in a row were taken in evaluation mode, in which "
-            f"{', '.join(differ[:3])} work differently",
-            advice="Call model.train() before training and after each validation, unless this is "
-            "meant to be so.",
+            summary=f"{steps_in_words(int(self.steps))} in evaluation mode, which changes "
+            f"{', '.join(differ[:3])}",
+            advice=(
+                "Call model.train() before training and after each validation, unless this is "
+                "meant to be so.",
+            ),
             value=self.steps,
             threshold=self.steps,
         )
@@ -72,7 +74,7 @@ def _idle_norms(record: StepRecord) -> Finding | None:
     return Finding(
         summary=f"{len(idle)} of {new} new batch norms, {called(idle[0])} the first, are in "
         "evaluation mode, with the statistics that they were made with: they normalize nothing",
-        advice="Call train() on them, too; to freeze batch norms helps where they have learned.",
+        advice=("Call train() on them, too; to freeze batch norms helps where they have learned.",),
         value=len(idle),
         threshold=new / 2,
         module_name=idle[0],
@@ -157,9 +159,11 @@ class SameBatch(Detector):
 
 _SAME_ONE = (
     "Check that the loop takes a new batch at each step (next(iter(loader)) begins anew), unless "
-    "the data are a single batch."
+    "the data are a single batch.",
 )
-_EMPTY = "Look at how inputs are made: a division of integers, a mask, a buffer that nobody fills."
+_EMPTY = (
+    "Look at how inputs are made: a division of integers, a mask, a buffer that nobody fills.",
+)
 
 
 class LearningRateZero(Detector):
@@ -193,8 +197,10 @@ class LearningRateZero(Detector):
         return Finding(
             summary=f"The learning rate is {rate:.3g} since step "
             f"{record.step - int(self.steps) + 1}{before}: steps go on and change nothing",
-            advice="Check how many steps the schedule was made for, and that it is advanced once "
-            "for each of them.",
+            advice=(
+                "Check how many steps the schedule was made for, and that it is advanced once "
+                "for each of them.",
+            ),
             value=rate,
             threshold=limit,
         )

@@ -115,17 +115,19 @@ class LossDivergence(Detector):
         return Finding(
             summary="The gradients of each step are added to those of the steps before, which "
             f"nobody zeroes: their norm is {norm:.3g} by now, and steps become ever larger",
-            advice="Call optimizer.zero_grad() in every step, before backward(). To accumulate "
-            "gradients, step once for all of them, and zero them then.",
+            advice=(
+                "Call optimizer.zero_grad() in every step, before backward(). To accumulate "
+                "gradients, step once for all of them, and zero them then.",
+            ),
             value=norm,
             threshold=0.0,
         )
 
 
-_LOWER = "People usually divide the learning rate by 3 to 10, and warm it up."
+_LOWER = ("Divide the learning rate by 3 to 10", "Warm it up")
 _INITIALIZE = (
     "Make these weights smaller (PyTorch's own begin at 0.4 times He's); if they are meant to be "
-    "so, divide the learning rate by 3 to 10, and warm it up."
+    "so, divide the learning rate by 3 to 10, and warm it up.",
 )
 _JUST = 2  # steps after a jump of the learning rate that are measured in full; tried 1 and 4
 _FAR = 3.0  # times the loss itself; meta_learning, which learns, has 2.4 in its first steps

@@ -58,12 +58,14 @@ class WrongLossInput(Detector):
         return True  # as long as model and loss are what they are
 
 
-def _mistake(last: _Last) -> tuple[str, str, Severity] | None:
+def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
     """What the loss takes, in words, what to do, and how bad it is; None if nothing is wrong."""
     type_name, p, g = last.type_name, last.outputs, last.grads
     name = f"{called(last.name)} ({type_name})"
-    logits = f"Give the loss the logits, without the {type_name}: CrossEntropyLoss has a softmax "
-    logits += "of its own, BCEWithLogitsLoss a sigmoid."
+    logits = (
+        f"Give the loss the logits, without the {type_name}",
+        "CrossEntropyLoss has its own softmax, BCEWithLogitsLoss its own sigmoid",
+    )
     columns = last.means[1] * last.units
     if type_name == "Softmax" and p.sum > 0:
         classes = p.finite_count / p.sum  # of each row, the sum is 1
@@ -74,7 +76,7 @@ def _mistake(last: _Last) -> tuple[str, str, Severity] | None:
         totals = [p.sum, *last.means, last.means[0] / classes]  # the last is KLDivLoss's own mean
         are_targets = g.max <= 0 and any(abs(g.sum + all_) < _EXACT * all_ for all_ in totals)
         if are_targets and p.sum_squares < _LEARNED * p.sum:
-            logarithms = "Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss."
+            logarithms = ("Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss",)
             return f"the probabilities that {name} returns for logarithms", logarithms, "note"
         is_over_units = abs(classes - last.units) < _EXACT * last.units
         if not is_over_units and last.units > 1 and abs(p.sum - columns) < _EXACT * columns:
@@ -133,8 +135,10 @@ class TargetsBroadcast(Detector):
         return Finding(
             summary=f"The loss compares each output of {called(name)} with the targets of the "
             f"whole batch: their gradients are {scale:.3g} times the outputs less one number",
-            advice="Give the loss outputs and targets of one shape, by outputs.squeeze(1) for "
-            f"example: [{rows}, 1] and [{rows}] broadcast to [{rows}, {rows}].",
+            advice=(
+                "Give the loss outputs and targets of one shape, by outputs.squeeze(1) for "
+                f"example: [{rows}, 1] and [{rows}] broadcast to [{rows}, {rows}].",
+            ),
             value=scale,
             threshold=scale,
             module_name=name,
@@ -200,7 +204,7 @@ def _is_of_cross_entropy(grads: Sketch, units: int) -> bool:
     return bool(units > 2 and is_balanced and abs(of_each - 1) < _ABOUT)
 
 
-_DIMENSION = "Use dim=1, or dim=-1; CrossEntropyLoss needs no softmax before it."
+_DIMENSION = ("Use dim=1, or dim=-1", "CrossEntropyLoss needs no softmax before it")
 _BOUNDS = {
     "ReLU": "no logit can be below 0",
     "Sigmoid": "all logits are between 0 and 1",

@@ -86,8 +86,10 @@ class LossSpike(Detector):
                 baseline,
                 reason=f"{reason}{baseline.jump}",
                 module_name=baseline.jumped[0] if baseline.jumped else None,
-                advice="Limit what the schedule can return, lower the learning rate or warm it up, "
-                "and go on from a checkpoint before the spike.",
+                advice=(
+                    "Limit what the schedule can return, lower the learning rate or warm it up, "
+                    "and go on from a checkpoint before the spike.",
+                ),
                 escalates=self.active_alert is not None,
             )
         if not high:
@@ -108,8 +110,10 @@ class LossSpike(Detector):
                 jump,
                 baseline,
                 reason=f"and gradients had left their past {ago} before",
-                advice="People usually clip gradients, lower the learning rate or Adam's beta2, "
-                "and go on from a checkpoint before the spike without the batches around it.",
+                advice=(
+                    "People usually clip gradients, lower the learning rate or Adam's beta2, "
+                    "and go on from a checkpoint before the spike without the batches around it.",
+                ),
             )
         return self._of_others(jump, record, baseline)
 
@@ -134,9 +138,11 @@ class LossSpike(Detector):
             baseline,
             reason="though neither the learning rate nor gradients had grown before: "
             "the batches, their targets, the loss or the weights are others",
-            advice="A new task, harder data or another weight of a term do that. If that is not "
-            "meant, look at inputs and labels from this step on, their order and their unit, and "
-            "whether anything but the optimizer has written to the weights.",
+            advice=(
+                "Check inputs and labels from this step on, their order and their unit",
+                "Check whether something else than the optimizer wrote to the weights",
+                "Ignore it if the task or the loss changed on purpose",
+            ),
             severity="note",
             momentary=True,
         )
@@ -173,8 +179,10 @@ class LossSpike(Detector):
             baseline.loss.jump(high[0].step),
             baseline,
             reason=f"and was back {steps_in_words(len(high))} later: it was the batch",
-            advice="Look at that batch: inputs and targets in another unit, a wrong label or mask. "
-            "People usually clip gradients so that one batch cannot do harm.",
+            advice=(
+                "Look at that batch: inputs and targets in another unit, a wrong label or mask. "
+                "People usually clip gradients so that one batch cannot do harm.",
+            ),
             resolved=True,
         )
 
@@ -238,8 +246,10 @@ class LossBurst(Detector):
             summary=f"The loss was up to {highest:.4g} from step {first} to {last}, at most "
             f"{past.highest:.4g} in a hundred steps before, and is as before since: other batches, "
             "other targets or another loss",
-            advice="Look at what these batches were made of: a broken file, labels in another "
-            "order, an augmentation, another task.",
+            advice=(
+                "Look at what these batches were made of: a broken file, labels in another "
+                "order, an augmentation, another task.",
+            ),
             value=highest,
             threshold=past.highest,
             started_at=first,
@@ -254,7 +264,9 @@ def _rise(jump: Jump, baseline: Baseline) -> Rise:
     return Rise(first=baseline.loss.first, usual=baseline.loss.past.usual, peak=jump.peak.loss)
 
 
-def _found(jump: Jump, baseline: Baseline, *, reason: str, advice: str, **more: Any) -> Finding:
+def _found(
+    jump: Jump, baseline: Baseline, *, reason: str, advice: tuple[str, ...], **more: Any
+) -> Finding:
     (step, loss), peak = jump.first, jump.peak
     rise = f", and to {peak.loss:.4g} at step {peak.step}" if peak.loss > loss else ""
     return Finding(

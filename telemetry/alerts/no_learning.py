@@ -68,11 +68,12 @@ class NoLearning(Detector):
         if self._losses != self.losses:
             return None
         return Finding(
-            summary=f"{self._losses} losses were logged, and no step of this model has ended: no "
-            "torch.optim.Optimizer of its parameters has stepped, and logger.step() was not called",
-            advice="Call logger.step() after each step of an optimizer that is not PyTorch's. Else "
-            "check that the optimizer was given the parameters of this very model, not of one that "
-            "was replaced or copied since.",
+            summary=f"{self._losses} losses were logged, and no step of this model has ended: "
+            "no optimizer of its parameters has stepped, and logger.step() was not called",
+            advice=(
+                "Call logger.step() after each step of an optimizer that is not PyTorch's",
+                "Check that the optimizer has the parameters of this model, not of a copy",
+            ),
             value=0.0,
             threshold=self.update_ratio,
             momentary=True,
@@ -95,15 +96,18 @@ class NoLearning(Detector):
             return None
         if not now >= _FADED * baseline.norm.usual or baseline.rate > baseline.lowest_rate:
             return None
-        seen, advice = "No parameter gets a gradient", _GRADIENT
+        seen = "No parameter gets a gradient"
+        advice: tuple[str, ...] = _GRADIENT
         if now > 0:
             seen = f"In {steps} steps no step moved any weight"
             seen, advice = f"{seen} by more than {ratio:.1g} of its size" if ratio else seen, _RATE
             if record.learning_rates and not any(record.learning_rates):
                 seen += ": the learning rate is 0"
         if now < _CLIPPED * self._before:
-            left, advice = (f"clipping leaves {now:.2g}", _CLIP) if now > 0 else _GONE
-            seen += f": of a gradient norm of {self._before:.2g} after backward(), {left}"
+            left, advice = (f"{now:.2g}", _CLIP) if now > 0 else ("nothing", _ZEROED)
+            seen += (
+                f": the gradient norm was {self._before:.2g} after backward(), and {left} is left"
+            )
         return Finding(summary=seen, advice=advice, value=ratio, threshold=self.update_ratio)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
@@ -113,8 +117,10 @@ class NoLearning(Detector):
         loss = "" if record.loss is None else f"The loss is {record.loss:.4g}. "
         return Finding(
             summary=f"{loss}All gradients have been exactly 0 for {self._zeros} steps",
-            advice="Check masks and weights of the loss, and that it depends on the parameters. If "
-            "nothing is left to learn, training can end.",
+            advice=(
+                "Check masks and weights of the loss, and that it depends on the parameters",
+                "End training if nothing is left to learn",
+            ),
             value=self._zeros,
             threshold=self.zero_steps,
         )
@@ -126,20 +132,18 @@ _FADED = 0.3  # by eye; tried 0.15 and 0.6
 _CLIPPED = 1e-3  # by eye: who clips to a thousandth wants to be told
 
 _GRADIENT = (
-    "Check that the loss depends on the parameters of this model: detach(), no_grad(), item(), "
-    "another copy of the model."
+    "Check that the loss depends on the parameters of this model",
+    "Check for detach(), no_grad(), item(), another copy of the model",
 )
-_GONE = (
-    "nothing is left for the optimizer",
-    "Call zero_grad() before backward(), not between backward() and step().",
-)
+_ZEROED = ("Call zero_grad() before backward(), not between backward() and step()",)
 _CLIP = (
-    "Check the limit of the clipping, and with a GradScaler that unscale_() comes before it; raise "
-    "the learning rate if this is meant."
+    "Check the limit of the clipping",
+    "With a GradScaler, call unscale_() before clipping",
+    "Raise the learning rate if the limit is intended",
 )
 _RATE = (
-    "People usually raise the learning rate; check its schedule, and that the optimizer was given "
-    "the parameters that should move."
+    "Raise the learning rate, and check its schedule",
+    "Check that the optimizer has the parameters that should move",
 )
 
 
@@ -227,10 +231,13 @@ class LossStuck(Detector):
     def _found(self, now: float, reference: float, what: str) -> Finding:
         return Finding(
             summary=f"The loss of the last {self.steps} steps is {now:.4g}, {what}",
-            advice="Check that each target belongs to its input, that the output depends on the "
-            "input, weight decay and learning rate, and that nothing writes the weights back, as a "
-            "copy or an average in the wrong direction. A small part of the data should be learned "
-            "by heart within some hundred steps.",
+            advice=(
+                "Check that each target belongs to its input",
+                "Check that the output depends on the input",
+                "Check the weight decay and the learning rate",
+                "Check that nothing writes the weights back, such as a copy or an average",
+                "Test that the model overfits a small part of the data in some hundred steps",
+            ),
             value=now,
             threshold=(1 - self.reduction) * reference,
         )

@@ -104,8 +104,10 @@ class Nonfinite(Detector):
             threshold=self.losses,
             summary=f"{self._bad_losses} losses in a row are NaN or infinite and the optimizer "
             f"does not step{why}, waiting will not help",
-            advice="People usually look for a NaN in the weights, go back to a checkpoint, and use "
-            "bfloat16 or a lower learning rate.",
+            advice=(
+                "People usually look for a NaN in the weights, go back to a checkpoint, and use "
+                "bfloat16 or a lower learning rate.",
+            ),
         )
 
 
@@ -113,7 +115,7 @@ _CALM_STEPS = 20  # after which it is over: two full measurements of every ten s
 _OVERFLOWS = 1e6  # cnn_lr30 grows to 5e15; cnn_nan_batch, which does not overflow, to 4
 _TOO_LARGE = (
     "People usually lower the learning rate or warm it up, clip gradients (clip_grad_norm_), and "
-    "check the initial weights and custom backward functions; float16 ends at 65504."
+    "check the initial weights and custom backward functions; float16 ends at 65504.",
 )
 
 
@@ -122,7 +124,7 @@ class Origin(NamedTuple):
 
     module_name: str | None  # the culprit, if it is a module and known
     where: str  # to follow "first seen in"
-    advice: str
+    advice: tuple[str, ...]
 
 
 def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> Origin | None:
@@ -330,19 +332,19 @@ _STATISTICS = "running_mean", "running_var"
 _NOT_MEASURED = " of a step that was not measured in full"
 _OPTIMIZER = (
     "Look for eps=0 in Adam, for a learning rate or weight decay that is far too large, and for "
-    "code that changes weights."
+    "code that changes weights.",
 )
-_BUFFER = "Look at the batches that went in since it was last fine; the module may be reset."
-_BATCH = "Look at how these samples were made and normalized, and leave them out."
+_BUFFER = ("Look at the batches that went in since it was last fine; the module may be reset.",)
+_BATCH = ("Look at how these samples were made and normalized, and leave them out.",)
 _FORWARD = (
     "Look there for log, sqrt or division without an eps, and for exp of large numbers; people "
-    "also lower the learning rate and clip gradients."
+    "also lower the learning rate and clip gradients.",
 )
 _TARGETS = (
     "Look for NaN in the batch and its targets, for targets that the loss does not allow, and for "
-    "log, sqrt or division without an eps."
+    "log, sqrt or division without an eps.",
 )
 _BACKWARD = (
     "Look there for sqrt, norm, log or division at 0, which are finite and have a gradient that "
-    "is not: add an eps inside, or leave these values out before."
+    "is not: add an eps inside, or leave these values out before.",
 )

@@ -84,8 +84,10 @@ class RanksSameBatch(Detector):
             return None
         return Finding(
             summary=f"{ranks_in_words(facts.same_batch)} of {facts.size} are given the same batch",
-            advice="Give the DataLoader a torch.utils.data.DistributedSampler; where data are made "
-            "at random, seed each rank by its number.",
+            advice=(
+                "Give the DataLoader a torch.utils.data.DistributedSampler",
+                "Seed random data of each rank by its number",
+            ),
             value=len(facts.same_batch),
             threshold=1.0,
         )
@@ -99,11 +101,13 @@ def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergenc
     return Finding(
         summary=f"{printable(first.parameter)}{more} on {facts.called(first.rank)} {differ} no "
         f"longer equal to {those} on {facts.called(first.other)}",
-        advice="If weights are averaged from time to time, this is over when they are equal again. "
-        "Otherwise people usually look for passes under no_sync() or around DDP (model.module), "
-        "for code that runs on some ranks only and changes parameters or random numbers, for "
-        "parameters that DDP does not know of, and for faulty memory; then they go back to a "
-        "checkpoint.",
+        advice=(
+            "Ignore it if weights are averaged now and then: it resolves when they are equal",
+            "Check for passes under no_sync() or around DDP (model.module)",
+            "Check for code of some ranks that changes parameters or random numbers",
+            "Check for parameters that DDP does not know of, and for faulty memory",
+            "Resume from a checkpoint",
+        ),
         value=count,
         threshold=0.0,
         module_name=owner.get(first.parameter),
@@ -117,8 +121,10 @@ def _alone(facts: RankFacts) -> Finding | None:
     rank, where = facts.first_nonfinite
     return Finding(
         summary=f"NaN or infinity on {facts.called(rank)} alone, first seen in {printable(where)}",
-        advice="People usually look at the samples that this rank was given, and exclude the "
-        "host if it happens there again.",
+        advice=(
+            "Check the samples of this rank",
+            "Exclude the host if it happens there again",
+        ),
         value=1.0,
         threshold=0.0,
     )

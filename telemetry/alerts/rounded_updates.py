@@ -53,9 +53,11 @@ class RoundedUpdates(Detector):
             summary=f"{len(still)} of {len(learning)} weight matrices in {dtype} hardly change: a "
             f"step moves them by {ratio:.1g} of their norm at most, and numbers in {dtype} are "
             f"{50 * _EPS[dtype]:.1g} % or more apart, so most are rounded back to what they were",
-            advice="People usually keep the weights in float32 and use torch.autocast; or an "
-            "optimizer that rounds stochastically or adds up what is lost; or a higher learning "
-            "rate.",
+            advice=(
+                "Keep the weights in float32 and use torch.autocast",
+                "Use an optimizer with stochastic rounding or Kahan summation",
+                "Raise the learning rate",
+            ),
             value=max(self._largest[name] for name in still),
             threshold=self.share,
         )

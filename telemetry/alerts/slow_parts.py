@@ -71,9 +71,11 @@ class LayersNotLearning(Detector):
         return Finding(
             summary=f"{called_all(layers, RECENT)} get gradients and hardly move: a step changes "
             f"them by at most {ratio:.2g} of their norm, other layers by {usual:.2g}",
-            advice="Check the learning rate of their parameter group and how rates fall from layer "
-            "to layer; weights in bfloat16 lose steps below 0.4 % of a value. What should stay as "
-            "it is is better frozen by requires_grad_(False).",
+            advice=(
+                "Check the learning rate of their parameter group, and layer-wise decay",
+                "Keep weights in float32: bfloat16 rounds steps below 0.4 % of a value away",
+                "Freeze layers that should not learn by requires_grad_(False)",
+            ),
             value=ratio,
             threshold=limit,
             module_name=layers[0],
@@ -132,8 +134,10 @@ class OutputCollapse(Detector):
             summary=f"The output of {called(output.module_name)} is nearly the same for every "
             f"input: it varies by {share:.2g} of its size, once "
             f"{self._highest[output]:.2g}{others}",
-            advice="Check what keeps different inputs apart: negative pairs, a stopped gradient, "
-            "normalization over the batch; and weight decay and penalties.",
+            advice=(
+                "Check what keeps different inputs apart: negative pairs, a stopped gradient, "
+                "normalization over the batch; and weight decay and penalties.",
+            ),
             value=share,
             threshold=self.share,
             module_name=output.module_name,
@@ -154,8 +158,10 @@ def _alike(record: StepRecord) -> Finding | None:
             return Finding(
                 summary=f"All {len(units)} units of {called(name)} return the same as each other: "
                 "they have equal weights, get equal gradients, and never part",
-                advice="Initialize weights at random, as PyTorch does by default, not with a "
-                "constant.",
+                advice=(
+                    "Initialize weights at random, as PyTorch does by default, not with a "
+                    "constant.",
+                ),
                 value=0.0,
                 threshold=_ROUNDING,
                 module_name=name,

@@ -85,8 +85,10 @@ class ExponentialTrend(Detector):
                 "weights",
                 f"The weights shrink by {1 - 10**-shrinks:.2g} of their size at each step, and "
                 f"nothing is learned: they are {10 ** levels[-1]:.2g} of what they were",
-                "Check the weight decay: times the learning rate it is the part that each step "
-                "takes away; usual are 1e-6 to 1e-3.",
+                (
+                    "Check the weight decay: times the learning rate it is the part that each step "
+                    "takes away; usual are 1e-6 to 1e-3.",
+                ),
                 10 ** levels[-1],
                 1 / self.shrinkage,
             )
@@ -95,7 +97,7 @@ class ExponentialTrend(Detector):
                 "weights",
                 f"The weights grow by {10**grows - 1:.2g} of their size at each step: they are "
                 f"{10 ** levels[-1]:.3g} times what they were",
-                "Check the signs of weight decay, penalties and loss, and the learning rate.",
+                ("Check the signs of weight decay, penalties and loss, and the learning rate.",),
                 10 ** levels[-1],
                 self.weight_growth,
             )
@@ -122,8 +124,10 @@ class ExponentialTrend(Detector):
             "loss",
             f"The loss grows by {10**rate - 1:.2g} of itself at each step, and the gradients with "
             f"it: it is {loss:.3g}, after {10 ** losses.min():.3g}",
-            "Look for what feeds on itself: targets that the model makes (a discount of 1 or more, "
-            "a target network that is not held back), a penalty or decay with the wrong sign.",
+            (
+                "Check targets that the model makes: the discount, the target network",
+                "Check the signs of penalties and decay",
+            ),
             loss,
             self.loss_growth * 10 ** losses.min(),
         )
@@ -146,13 +150,13 @@ class ExponentialTrend(Detector):
             f"The learning rate is multiplied by {math.exp(changes[-1]):.4g} again and again: from "
             f"{began:.3g} to {baseline.rate:.3g} so far, and steps move the weights by {moves:.2g} "
             "of their norm",
-            "Check the factor of the schedule: to decay it has to be below 1.",
+            ("Check the factor of the schedule: to decay it has to be below 1.",),
             baseline.rate,
             self.rate_growth * began,
         )
 
     def _found(
-        self, what: str, seen: str, advice: str, value: float, limit: float
+        self, what: str, seen: str, advice: tuple[str, ...], value: float, limit: float
     ) -> Finding | None:
         if what in self._told:
             return None
@@ -273,8 +277,10 @@ class UnboundedLoss(Detector):
     def _found(self, loss: float, limit: float, what: str) -> Finding:
         return Finding(
             summary=f"The loss, {loss:.4g} by now, {what}: nothing limits it",
-            advice="Check the sign of the loss and of each of its terms, and that nll_loss is "
-            "given log-probabilities (log_softmax); what is to become large needs a limit.",
+            advice=(
+                "Check the sign of the loss and of each of its terms, and that nll_loss is "
+                "given log-probabilities (log_softmax); what is to become large needs a limit.",
+            ),
             value=loss,
             threshold=limit,
         )

@@ -157,9 +157,9 @@ class DeadUnits(Detector):
 
 _ADVICE = (
     "People usually lower the learning rate, check biases, initialization and penalties, and use "
-    "LeakyReLU or GELU."
+    "LeakyReLU or GELU.",
 )
-_DROPPED = "Check the probability of this dropout: it is the share that is dropped."
+_DROPPED = ("Check the probability of this dropout: it is the share that is dropped.",)
 # The largest healthy share is 0.47; that of sparsity_too_strong goes up and down from 0.86 to 0.98.
 _REVIVED = 2 / 3
 # In labels_shuffled, whose loss has nothing to learn, 0.906 are silent for 30 steps.
@@ -372,11 +372,11 @@ class _Layer:
 
 _SMALLER = (
     "People usually make its weights smaller or normalize: queries and keys where they go into a "
-    "softmax, else what goes into the activation."
+    "softmax, else what goes into the activation.",
 )
 _CENTERED = (
     "People usually scale or center the inputs, make the initial weights smaller, and add "
-    "normalization before the activation."
+    "normalization before the activation.",
 )
 _MOST = 0.75  # so that nearly closed gates pass; by eye; tried 0.375 and 0.95
 _FINE = 0.5  # by eye; tried 0.25 and 0.95

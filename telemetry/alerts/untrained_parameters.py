@@ -10,7 +10,7 @@ import numpy as np
 from telemetry.alert import Severity
 from telemetry.alerts.baseline import Baseline, Marks
 from telemetry.alerts.detector import Detector, Finding
-from telemetry.plain_text import called_all
+from telemetry.plain_text import called_all, steps_in_words
 from telemetry.records import Layout, StepRecord
 
 
@@ -35,9 +35,10 @@ class UntrainedParameters(Detector):
     # detached by mistake usually a third or more. By eye between them.
     share = 0.2
     steps = 90  # as long as within 100 steps: rare parts should have had their turn
+    evaluations = 2  # full steps; a step of one optimizer of several says too little
     full_steps_in_a_row = 2
     _steps: int
-    _looks: int
+    _evaluations: int
     _is_new: bool  # something can learn that could not before
     _marks: Marks  # which was trained, reached by a gradient, held by an optimizer, and ran
     _trainable: Marks
@@ -50,7 +51,7 @@ class UntrainedParameters(Detector):
 
     def _begin(self, count: int, *, is_new: bool = True) -> None:
         """Look at so many parameters from now on."""
-        self._steps = self._looks = 0
+        self._steps = self._evaluations = 0
         self._marks, self._is_new = np.zeros((4, count), bool), is_new
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -62,16 +63,20 @@ class UntrainedParameters(Detector):
         if len(record.trainable) == count:
             if not self._is_new and (record.trainable & ~self._trainable).any():
                 self._begin(count)
-            self._looks += 1
+            self._evaluations += 1
             ran = [p.module_name in record.activations for p in layout.parameters]
             self._marks[1:] |= np.array([record.reached, record.held, ran])
             self._trainable = record.trainable
         self._steps += 1
         self._marks[0] |= record.grad_present
         (trained, reached, _, ran), trainable = self._marks, self._trainable
-        late = abs(self._steps - self.steps) <= _LATE and self._looks < _LOOKS
+        late = abs(self._steps - self.steps) <= _LATE and self._evaluations < self.evaluations
         self.needs_full_step = late and bool((trainable & ~trained & ~self._told).any())
-        if self._steps < self.steps or self._looks < _LOOKS or record.total_grad_norm == 0:
+        if (
+            self._steps < self.steps
+            or self._evaluations < self.evaluations
+            or record.total_grad_norm == 0
+        ):
             return None
         left = trainable & ~trained & ~self._told & (reached | ~self._trained_before)
         left &= reached | ran | ~_one_of_many(layout, trained)
@@ -87,12 +92,14 @@ class UntrainedParameters(Detector):
         comes = bool((left & reached).any())
         if self._trained_before[left].all():
             severity: Severity = "note"
-            what = f"gets gradients, and no optimizer has stepped it for {self._steps} steps"
+            what = (
+                f"gets gradients, and no optimizer has stepped it for {steps_in_words(self._steps)}"
+            )
         elif comes:
             severity, what = "warning", "gets gradients, and no optimizer steps it"
         else:
             severity = "warning" if share >= self.share and (left & held).any() else "note"
-            what = f"requires a gradient, and had none in {self._steps} steps"
+            what = f"requires a gradient, and got none in {steps_in_words(self._steps)}"
         return Finding(
             summary=f"{called_all(names, _NAMED)} ({share:.1%} of the trainable elements) {what}",
             advice=_NOT_STEPPED if comes else _NOT_REACHED,
@@ -106,13 +113,12 @@ class UntrainedParameters(Detector):
 
 _NOT_STEPPED = (
     "Make the optimizer after the last module is in place, with all parameters, and step it; what "
-    "should stay as it is is better frozen by requires_grad_(False)."
+    "should stay as it is is better frozen by requires_grad_(False).",
 )
 _NOT_REACHED = (
     "Check for detach() and no_grad() between it and the loss, and that its output is used; what "
-    "should stay as it is is better frozen by requires_grad_(False)."
+    "should stay as it is is better frozen by requires_grad_(False).",
 )
-_LOOKS = 2  # a look at a step of one optimizer of several says too little
 _LATE = 9  # steps around the last one in which a measurement is asked for
 _NAMED = 5
 _NUMBER = re.compile(r"\.\d+(?=\.)")

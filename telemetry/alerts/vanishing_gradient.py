@@ -146,8 +146,10 @@ class VanishingGradient(Detector):
             summary=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g} "
             f"times smaller than the largest, and {what}; the same holds for "
             f"{int(fading.sum())} of {len(share)} layers",
-            advice="People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
-            "skip connections, and use He or Xavier initialization.",
+            advice=(
+                "People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
+                "skip connections, and use He or Xavier initialization.",
+            ),
             value=float(10 ** share[first]),
             threshold=1 / self.factor,
             module_name=self._names[first],
@@ -239,12 +241,12 @@ class VanishingGradient(Detector):
 
 _STILL = (
     "Raise the rate of that group: what has a scale that begins at 0 passes no gradient on until "
-    "it moves. A part that should stay as it is is better frozen by requires_grad_(False)."
+    "it moves. A part that should stay as it is is better frozen by requires_grad_(False).",
 )
 _CUT_OFF = (
     "Check what lies between: detach(), no_grad(), a state that is not handed on, a factor of "
     "zero, activations that let nothing through; a part that should stay as it is is better frozen "
-    "by requires_grad_(False)."
+    "by requires_grad_(False).",
 )
 _FALLEN = 0.03  # of the first loss, as in LossStuck
 # Decades: branches whose scale begins at zero change by more. At 0.3 init_div100 is found 4 steps

@@ -66,8 +66,10 @@ class WeightJump(Detector):
             summary=f"The weights {called(parameter.name)} are {times:.3g} times what they were at "
             f"step {known[-1]}; before, as many steps had changed them by {usual:.2g} of their "
             "size at most",
-            advice="Look for code that writes to them beside the optimizer: a copy, a reset, a "
-            "checkpoint, a scale in another unit. If one batch did it, clip gradients.",
+            advice=(
+                "Look for code that writes to them beside the optimizer: a copy, a reset, a "
+                "checkpoint, a scale in another unit. If one batch did it, clip gradients.",
+            ),
             value=times,
             threshold=self.factor if times > 1 else 1 / self.factor,
             module_name=parameter.module_name,

@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, MethodType
 import torch
 from torch import nn
 
-from telemetry.plain_text import called
+from telemetry.records import CodeLocation
 from telemetry.torch_private.ranks import written_class
 
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\](.+)", re.DOTALL)
@@ -22,18 +22,20 @@ _MOST_WRAPPERS = 20
 _NEVER_WRITTEN = nn.Module.forward.__code__  # as of containers
 
 
-def places_in_code(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, str]]:
+def places_in_code(
+    modules: Mapping[str, nn.Module],
+) -> dict[str, tuple[str, CodeLocation | None]]:
     """``forward`` and ``user_code`` of each :class:`telemetry.records.Module`, outer ones first."""
-    found: dict[str, tuple[str, str]] = {}
-    around: dict[str, str] = {}
+    found: dict[str, tuple[str, CodeLocation | None]] = {}
     for name, module in modules.items():
         code = _code_of(module)
         file, is_own = ("", False) if code is None else _file(code.co_filename)
-        place = f"{file}:{code.co_firstlineno}" if code is not None and file else ""
-        outer = around.get(name.rpartition(".")[0], "")
-        found[name] = place, place if is_own else outer
-        of_class = f"{place}, forward of {called(name)} ({written_class(module).__name__})"
-        around[name] = of_class if is_own else outer
+        line = 0 if code is None else code.co_firstlineno
+        _, user_code = found.get(name.rpartition(".")[0], ("", None))
+        if is_own:
+            class_name = written_class(module).__name__
+            user_code = CodeLocation(file=file, line=line, class_name=class_name)
+        found[name] = f"{file}:{line}" if file else "", user_code
     return found
 
 

@@ -277,7 +277,7 @@ class WatchedModules:
             last = depth.setdefault(name, last)
         described = []
         for name in sorted((n for n in modules if n in shown), key=depth.__getitem__):
-            kind, (forward, user_code) = modules[name], places.get(name, ("", ""))
+            kind, (forward, user_code) = modules[name], places.get(name, ("", None))
             described.append(
                 Module(
                     name=name,

@@ -17,8 +17,8 @@ from telemetry.plain_text import printable
 FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str]()}
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _RECORD = (
-    "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "message",
-    "consequences", "observed_in",
+    "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "summary",
+    "cause", "advice", "location", "consequences", "observed_in",
 )  # fmt: skip
 
 

@@ -113,6 +113,8 @@ def reason(error: OSError | ValueError) -> str:
 
 def _cell(value: Any) -> str:
     """A text without line breaks or control characters, so that a record is a line."""
+    if isinstance(value, Mapping):
+        return " ".join(_cell(item) for item in value.values() if item is not None)
     if isinstance(value, (list, tuple)):
         return "; ".join(map(_cell, value))
     return "" if value is None else printable(str(value))

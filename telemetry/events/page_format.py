@@ -28,14 +28,14 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from typing import Any, Literal, cast
 
 from telemetry import untrusted
-from telemetry.alert import Alert, alert_fields, parse_alert
+from telemetry.alert import Alert, alert_fields, parse_alert, parse_location
 from telemetry.layers import MISSING, Statistic
-from telemetry.records import Layout, Module, Parameter
+from telemetry.records import CodeLocation, Layout, Module, Parameter
 
 PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1
@@ -144,13 +144,16 @@ def parse_layout_tag(tag: str) -> tuple[str, int]:
 
 def encode_layout(layout: Layout, statistics: Sequence[Statistic]) -> bytes:
     """The JSON text of a layout; ``statistics`` are the columns of its ``m`` tags."""
-    code: dict[tuple[str, str], list[int]] = {}
+    code: dict[tuple[str, CodeLocation | None], list[int]] = {}
     for place, module in enumerate(layout.modules):
         if module.forward or module.user_code:
             code.setdefault((module.forward, module.user_code), []).append(place)
     content = {
         "format": FORMAT_VERSION,
-        "code": [[*where, places] for where, places in code.items()],
+        "code": [
+            [forward, user_code and asdict(user_code), places]
+            for (forward, user_code), places in code.items()
+        ],
         "modules": [[module.name, module.type_name] for module in layout.modules],
         "parameters": [
             [p.name, layout.position[p.module_name], p.shape] for p in layout.parameters
@@ -183,7 +186,7 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
             [
                 Module(name=name, type_name=kind, forward=forward, user_code=user_code)
                 for place, (name, kind) in enumerate(content["modules"])
-                for forward, user_code in [code.get(place, ("", ""))]
+                for forward, user_code in [code.get(place, ("", None))]
             ]
         ),
         parameters=tuple(parameters),
@@ -197,7 +200,9 @@ _LAYOUT_FIELDS = untrusted.fields(
     modules=untrusted.listed(untrusted.row(untrusted.name, untrusted.name)),
     parameters=untrusted.listed(untrusted.row(untrusted.name, untrusted.whole, _SHAPE)),
     statistics=untrusted.listed(untrusted.fields(name=untrusted.name)),
-    code=untrusted.listed(untrusted.row(untrusted.name, untrusted.name, _PLACES)),
+    code=untrusted.listed(
+        untrusted.row(untrusted.name, untrusted.optional(parse_location), _PLACES)
+    ),
 )
 
 

@@ -90,7 +90,9 @@ def _story(flight: Mapping[str, Any]) -> Iterator[str]:
     yield f"{what} at step {flight['step']}{where}{missing}"
     modules = flight["modules"]
     code = dict(zip(modules["name"], modules["code"], strict=True)).get(module)
-    if code and not any(code in alert.message for alert in flight["alerts"]):
+    if code and not any(
+        alert.location for alert in flight["alerts"] if alert.module_name == module
+    ):
         yield f"In the code: {code}"
     for alert in flight["alerts"]:
         stage = "" if alert.stage == "started" else f", {alert.stage}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from telemetry.alert import Alert
+from telemetry.alert import Alert, located
 from telemetry.alerts.judging import Judge
 from telemetry.capture import Budget, CapturedStep, LightStep
 from telemetry.capture.budget import Work
@@ -18,7 +18,7 @@ from telemetry.events.sink import Sink
 from telemetry.failures import Failures
 from telemetry.pipeline.light_steps import LightSteps
 from telemetry.pipeline.schedule import FullSteps
-from telemetry.plain_text import printable, printable_lines
+from telemetry.plain_text import printable_lines
 from telemetry.ranks.exchange import Exchange
 from telemetry.ranks.merging import MergedStep
 from telemetry.ranks.role import is_rank_0
@@ -288,7 +288,7 @@ class Processor:
             self._report_one(alert, wall_time)
 
     def _report_one(self, alert: Alert, wall_time: float) -> None:
-        alert = _with_code(alert, self._layout)
+        alert = located(alert, self._layout)
         level = logging.INFO if alert.stage == "resolved" else _LEVELS[alert.severity]
         if is_rank_0():
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
@@ -305,13 +305,3 @@ def _kind_of_work(item: Item) -> Work:
     if isinstance(item, CapturedStep) and item.full:
         return "full"
     return "norms" if isinstance(item, CapturedStep | LightStep) else "logged"
-
-
-def _with_code(alert: Alert, layout: Layout | None) -> Alert:
-    """The alert with the file and line of the user's own code as the second line."""
-    place = None if layout is None else layout.position.get(alert.module_name or "")
-    if layout is None or place is None or alert.module_name is None or alert.stage == "resolved":
-        return alert
-    code = printable(layout.modules[place].user_code)
-    seen, *rest = alert.message.split("\n")
-    return replace(alert, message="\n".join([seen, f"In {code}.", *rest])) if code else alert

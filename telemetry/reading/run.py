@@ -117,7 +117,7 @@ class Run:
             module_name=(rows, [layer.name for layer in layers]),
             type_name=(rows, [layer.type_name for layer in layers]),
             forward=(rows, [layer.forward for layer in layers]),
-            user_code=(rows, [layer.user_code for layer in layers]),
+            user_code=(rows, [str(layer.user_code or "") for layer in layers]),
         )
 
     @property

@@ -18,21 +18,36 @@ from telemetry.records.tensor import Output, TensorRecord, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodeLocation:
+    """Line at which a class of the user defines its ``forward``.
+
+    ``file`` is relative to the working directory where it is below that.
+    """
+
+    file: str
+    line: int
+    class_name: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.class_name}.forward)"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Module:
     """One module of the model: its name in ``named_modules()`` and the name of its class.
 
     Attributes:
         forward: File and line of its ``forward``, such as ``torch/nn/modules/linear.py:124``, below
             the working directory relative to that; empty if unknown.
-        user_code: The same where that is the user's own code; else file and line of the nearest
-            module around it, and its name; empty if there is none.
+        user_code: Where the user's own code defines its ``forward``, or else that of the nearest
+            module around it; None if there is none.
         recorded: Whether it is watched, or a parameter of its own is recorded.
     """
 
     name: str
     type_name: str
     forward: str = ""
-    user_code: str = ""
+    user_code: CodeLocation | None = None
     recorded: bool = True
 
     @property
@@ -40,7 +55,9 @@ class Module:
         """The line to look at: the user's own, or that of another library; empty if there is only
         PyTorch's, which says nothing about a layer of a ``Sequential``.
         """
-        return self.user_code or ("" if self.forward.startswith("torch/") else self.forward)
+        if self.user_code is not None:
+            return str(self.user_code)
+        return "" if self.forward.startswith("torch/") else self.forward
 
 
 def is_inside(name: str, module_name: str) -> bool:

@@ -74,7 +74,7 @@ class AlertFrom:
                 module_name=None,
                 value=1.0,
                 threshold=0.0,
-                message="stop here",
+                summary="stop here",
             )
         ]
 

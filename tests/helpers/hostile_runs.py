@@ -451,8 +451,8 @@ KINDS = {
     "alert beyond floats": Kind(
         add_alert(alert().replace(b'"value": 1000000000.0', b'"value": 1' + b"0" * 400)), "value"
     ),
-    "alert without message": Kind(add_alert(alert(message=...)), "message"),
-    "alert of 10 MB": Kind(lambda d: add_alert(alert(message="x" * 10_000_000))(d)),
+    "alert without summary": Kind(add_alert(alert(summary=...)), "summary"),
+    "alert of 10 MB": Kind(lambda d: add_alert(alert(summary="x" * 10_000_000))(d)),
     "alert of unknown severity": Kind(add_alert(alert(severity="doom"))),
     "alert of unknown stage": Kind(add_alert(alert(stage="doom"))),
     "alert of a list of stages": Kind(add_alert(alert(stage=["resolved"])), "stage"),
@@ -460,8 +460,8 @@ KINDS = {
     "alert with lists of consequences": Kind(
         add_alert(alert(consequences=[["x"]])), "consequences"
     ),
-    "alert of half characters": Kind(add_alert(alert(message="\ud800\x1b[2J", kind="\udfff"))),
-    "alert of a script": Kind(add_alert(alert(message=SCRIPT, module_name=SCRIPT))),
+    "alert of half characters": Kind(add_alert(alert(summary="\ud800\x1b[2J", kind="\udfff"))),
+    "alert of a script": Kind(add_alert(alert(summary=SCRIPT, module_name=SCRIPT))),
     "alert is deep": Kind(add_alert(b'{"format": 1, "step": ' + DEEP), alert_tag(SESSION, 77)),
     "12,000 alerts": Kind(add_many_alerts, "10000"),
     # Sessions.

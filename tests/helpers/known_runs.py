@@ -106,6 +106,6 @@ def alert_at(step: int, module_name: str | None, **changes: object) -> Alert:
         "severity": "error",
         "value": 1e9,
         "threshold": 10.0,
-        "message": "The gradient grew.",
+        "summary": "The gradient grew.",
     }
     return Alert(step=step, module_name=module_name, **{**values, **changes})  # type: ignore[arg-type]

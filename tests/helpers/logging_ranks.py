@@ -80,7 +80,7 @@ class AtStep:
         return [
             Alert(
                 kind="told", severity="error", step=3, module_name=None, value=1.0, threshold=0.0,
-                message="A rule said so.",
+                summary="A rule said so.",
             )
         ]  # fmt: skip
 

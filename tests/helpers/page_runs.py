@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from telemetry.alert import Consequence
 from telemetry.layers import MATRIX_STATISTICS, MISSING
 from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_run
 
@@ -59,7 +60,7 @@ def write_runs(logdir: Path) -> None:
         units=growing, every=10,
         alerts=[
             alert_at(7, "blocks.0.fc", severity="warning", kind="vanishing_gradient"),
-            alert_at(30, "head", message="The gradient of head exploded."),
+            alert_at(30, "head", summary="The gradient of head exploded."),
         ],
     )  # fmt: skip
     special = np.array([1, 1e6, 0, np.inf, np.nan, MISSING], np.float32)
@@ -71,8 +72,9 @@ def write_runs(logdir: Path) -> None:
         logdir / "explosion", layout_of(["a", "b", "transformer.blocks.10.attention.projection"]),
         steps=range(60), norms=exploding,
     )  # fmt: skip
+    effect = Consequence(kind=HOSTILE, module_name=HOSTILE)
     write_run(
         logdir / HOSTILE, layout_of([HOSTILE, "plain"]), steps=range(5),
         norms=lambda s: np.ones(2, np.float32),
-        alerts=[alert_at(2, HOSTILE, message=HOSTILE, kind=HOSTILE, consequences=(HOSTILE,))],
+        alerts=[alert_at(2, HOSTILE, summary=HOSTILE, kind=HOSTILE, consequences=(effect,))],
     )  # fmt: skip

@@ -30,7 +30,7 @@ def record(step: int, **known: Any) -> StepRecord:
 
 def finding(**known: Any) -> Finding:
     return Finding(
-        **{"summary": "Seen", "advice": "Advice.", "value": 1.0, "threshold": 0.0, **known}
+        **{"summary": "Seen", "advice": ("Advice",), "value": 1.0, "threshold": 0.0, **known}
     )
 
 

@@ -18,12 +18,13 @@ PACKAGE = ROOT / "telemetry"
 LAYERS = [
     {"plain_text", "untrusted", "version"},
     {"tag_names"},
-    {"alert", "failures", "records", "torch_private"},
+    {"failures", "records", "torch_private"},
+    {"alert"},
     {"layers", "rule", "selection"},
     {"measure"},
     {"events", "ranks"},
     {"alerts", "capture", "flight", "reading", "writing"},
-    {"interventions", "ranks.part_maker"},
+    {"checking", "interventions", "ranks.part_maker"},
     {"ranks.exchange"},
     {"pipeline"},
     {"run"},
@@ -31,7 +32,6 @@ LAYERS = [
     {"integrations"},
     {"tensorboard_plugin"},
     {"commands"},
-    {"checking"},
     {"__main__"},
     {""},  # telemetry/__init__.py
 ]

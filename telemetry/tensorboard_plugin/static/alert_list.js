@@ -112,8 +112,28 @@ export function alertText(alert, run = null) {
     run ? element("span", { class: "muted" }, run) : null,
     alert.module_name ? element("span", { class: "alert-layer" }, alert.module_name) : null,
     alert.observed_in ? element("span", { class: "alert-layer" }, `seen in ${alert.observed_in}`) : null,
-    element("span", { class: "alert-message" }, alert.message),
+    element("span", { class: "alert-message" }, alertMessage(alert)),
   ].filter((part) => part !== null);
+}
+
+/** Summary and cause, code, consequences, and advice, in one line each, as Alert.message. */
+function alertMessage({ summary, cause, location, consequences, advice }) {
+  const named = consequences.map(
+    ({ kind, module_name }) => kind.replaceAll("_", " ") + (module_name ? ` in ${module_name}` : ""),
+  );
+  const lines = [
+    sentences([summary, cause]),
+    location ? `Code: ${location.file}:${location.line} (${location.class_name}.forward)` : "",
+    named.length ? sentences([`Consequences: ${named.join(", ")}`]) : "",
+    sentences(advice),
+  ];
+  return lines.filter((line) => line).join("\n");
+}
+
+/** Sentences, each with a period unless it has a mark of its own. */
+function sentences(parts) {
+  const given = parts.filter((part) => part);
+  return given.map((part) => (/[.!?]$/.test(part) ? part : `${part}.`)).join(" ");
 }
 
 /** A kind of alert as a title. */

@@ -154,7 +154,7 @@ def test_a_rule_of_the_users_own_cannot_forge_a_line(
         return [
             Alert(
                 kind="mine", severity="warning", step=record.step, module_name=name, value=1.0,
-                threshold=0.0, message=f"{name} is bad",
+                threshold=0.0, summary=f"{name} is bad",
             )
             for name in record.activations
             if record.step == 0

@@ -46,7 +46,7 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
     run = tmp_path / "demo"
     write_run(
         run, layout_of(["a", HOSTILE]), steps=range(40), norms=norms, matrices=matrices, every=10,
-        alerts=[alert_at(7, HOSTILE, message=HOSTILE, value=float("inf"))],
+        alerts=[alert_at(7, HOSTILE, summary=HOSTILE, value=float("inf"))],
     )  # fmt: skip
     writer = FileWriter(run)
     edges = np.linspace(-1, 1, 11)

@@ -78,7 +78,7 @@ def alert(
 ) -> Alert:
     return Alert(
         kind=kind, severity=severity, step=step, module_name=name or None, value=0.0,
-        threshold=0.0, message="seen", stage=stage,
+        threshold=0.0, summary="seen", stage=stage,
     )  # fmt: skip
 
 

@@ -57,12 +57,12 @@ def test_compare_fails_on_each_changed_field_and_names_it(
     assert (code, out.splitlines()[-1]) == (0, "no difference")
     before = json.loads(verdicts.read_text(encoding="utf-8"))
     [alerts] = before.values()
-    alerts[0] |= {"step": alerts[0]["step"] + 1, "consequences": ["another"]}
+    alerts[0] |= {"step": alerts[0]["step"] + 1, "advice": ["another"]}
     alerts.append(alerts[0] | {"kind": "dead_units"})
     verdicts.write_text(json.dumps(before), encoding="utf-8")
     code, out = run("--compare", str(verdicts))
     assert code == 1
     assert f"    step: {alerts[0]['step']} -> {alerts[0]['step'] - 1}" in out
-    assert "    consequences: ['another'] -> []" in out
+    assert "    advice: ['another'] -> " in out
     assert "vanished" in out
     assert "dead_units" in out

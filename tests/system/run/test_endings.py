@@ -43,7 +43,7 @@ def every_tenth(record):
     if record.step % 10 == 0:
         yield Alert(
             kind="nonfinite", severity="warning", step=record.step, module_name="0",
-            value=1.0, threshold=0.0, message="planted",
+            value=1.0, threshold=0.0, summary="planted",
         )
 
 def train(log_dir, pause_s, steps, begun):
@@ -169,7 +169,7 @@ def disk(tmp_path: Path) -> Iterator[FrozenDisk]:
 def alert_at(step: int) -> Alert:
     return Alert(
         kind="nonfinite", severity="error", step=step, module_name="0",
-        value=1.0, threshold=0.0, message="planted",
+        value=1.0, threshold=0.0, summary="planted",
     )  # fmt: skip
 
 

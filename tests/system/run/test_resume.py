@@ -264,9 +264,9 @@ def test_a_rule_whose_state_cannot_be_taken_is_left_out(
     [
         (None, {"dead_units": {"fraction": 0.5}}, []),
         (None, {"dead_units": None}, ["default_rules: there is no rule dead_units"]),
-        ({"dead_units": None}, None, ["default_rules: dead_units begins anew"]),
+        ({"dead_units": None}, None, ["default_rules: dead_units resets"]),
         (None, (), ["there is no rule default_rules"]),
-        ((), None, ["default_rules begins anew"]),
+        ((), None, ["default_rules resets"]),
         ([Counter()], (), ["there is no rule Counter"]),
     ],
 )
@@ -327,11 +327,11 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
     ("what", "step", "expected"),
     [
         ("newer", 3, "the state of the rules: its format 2 is unknown"),
-        ("without a step", 0, "the step: None; default_rules begins anew"),
+        ("without a step", 0, "the step: None; default_rules resets"),
         (
             "other types",
             3,
-            "default_rules: baseline begins anew, dead_units begins anew, no_learning begins anew",
+            "default_rules: baseline resets, dead_units begins anew, no_learning begins anew",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def write_demo(log_dir: Path) -> None:
             summaries.scalar("valid/z", 1.0),
         ]
         writer.write_values(values, step)
-    alert = alert_at(7, "layer1", message="The gradient of layer1 grew.")
+    alert = alert_at(7, "layer1", summary="The gradient of layer1 grew.")
     writer.write_values([tags.alert_value(alert, 0), page.alert_value(alert, 0)], 7)
     writer.close()
 

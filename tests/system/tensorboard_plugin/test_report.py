@@ -35,7 +35,7 @@ def write_demo(log_dir: Path) -> None:
     ones = np.ones((3, len(MATRIX_STATISTICS)), np.float32)
     write_run(
         log_dir, layout_of(NAMES), steps=range(40), norms=norms, matrices=lambda _: ones, every=10,
-        alerts=[alert_at(20, HOSTILE, message=HOSTILE)],
+        alerts=[alert_at(20, HOSTILE, summary=HOSTILE)],
     )  # fmt: skip
     writer = FileWriter(log_dir)
     edges = np.linspace(-1, 1, 11)

@@ -104,8 +104,10 @@ def test_the_end_says_what_has_ended() -> None:
     detector = Scripted(at(3, module_name="fc_1"), kind="my_kind", severity="error")
     begin, end = alerts_of(steps(5), [detector])
     assert (begin.kind, begin.module_name, begin.severity) == ("my_kind", "fc_1", "error")
-    assert (begin.value, begin.threshold, begin.message) == (1.0, 0.0, "Seen.\nAdvice.")
-    assert end.message == "Over: my kind in fc_1, begun at step 3."
+    assert (begin.value, begin.threshold, begin.summary) == (1.0, 0.0, "Seen")
+    assert (begin.advice, begin.message) == (("Advice",), "Seen.\nAdvice.")
+    assert (end.stage, end.step, end.title) == ("resolved", 4, "my_kind in fc_1 resolved at step 4")
+    assert (end.advice, end.summary) == ((), "Resolved one step after it started at step 3")
     assert end.severity == "warning"
 
 
@@ -265,5 +267,5 @@ def test_a_detector_of_ones_own_watches_a_run(tmp_path: Path, form: str) -> None
     assert 20 < begin.step < 30  # asked for, after step 20: the next that is due is 30
     assert end.step == 40
     assert begin.threshold == 20.0
-    assert begin.message.startswith("The largest bias is 2")
-    assert f"at age {begin.step}." in begin.message
+    assert begin.summary.startswith("The largest bias is 2")
+    assert begin.summary.endswith(f"at age {begin.step}")

@@ -15,10 +15,10 @@ import pytest
 from torch.optim import SGD
 
 from telemetry import Alert, Baseline, Detector, StepRecord
-from telemetry.alert import Severity
+from telemetry.alert import Consequence, Severity
 from telemetry.alerts import default_rules, rules_from
 from telemetry.alerts.configuration import _RULES
-from telemetry.alerts.engine import Engine
+from telemetry.alerts.engine import RATE_ADVICE, Engine
 from telemetry.testing import alerts_of
 from tests.helpers.interrupted_runs import RUNS
 from tests.helpers.interrupted_runs import train as train_interrupted
@@ -52,8 +52,11 @@ def test_a_consequence_is_not_told_but_listed() -> None:
     both = effect(5, module_name="my_layer"), cause(5)
     follower = Scripted(at(5, module_name="my_layer"), kind="dead_units", explained_by={"cause"})
     [found] = alerts_from(cause(*range(5, 100)), follower, steps=6)
-    assert (found.kind, found.consequences) == ("cause", ("dead_units in my_layer",))
-    assert found.message == "Seen.\nIt leads to: dead units in my_layer.\nAdvice."
+    assert (found.kind, found.consequences) == (
+        "cause",
+        (Consequence(kind="dead_units", module_name="my_layer"),),
+    )
+    assert found.message == "Seen.\nConsequences: dead units in my_layer.\nAdvice."
     assert told(cause(*range(5, 100)), effect(7)) == [(5, "started", "cause")]
     assert [kind for _, _, kind in told(*both, steps=6)] == ["effect", "cause"]  # it comes first
 
@@ -80,13 +83,13 @@ def test_the_earliest_of_several_causes_is_the_cause() -> None:
     later = cause(*range(6, 50), severity="warning", kind="later")
     found = alerts_from(later, first, effect(7, explained_by={"cause", "later"}))
     [worse] = [alert for alert in found if alert.stage == "escalated"]
-    assert (worse.kind, worse.consequences) == ("cause", ("effect",))
+    assert (worse.kind, worse.consequences) == ("cause", (Consequence(kind="effect"),))
 
 
 @pytest.mark.parametrize("severity", ["warning", "error"])
 def test_a_lasting_consequence_is_told_though_its_cause_is_as_severe(severity: Severity) -> None:
     first = cause(*range(5, 100), severity=severity)
-    seen = finding(summary="7 of 9 units", value=7.0, threshold=9.0, advice="Other advice.")
+    seen = finding(summary="7 of 9 units", value=7.0, threshold=9.0, advice=("Other advice",))
     second = Scripted(
         {77: seen, 78: seen}, kind="dead_units", severity=severity, explained_by={"cause"},
         persistent=True, clear_after=99,
@@ -94,8 +97,9 @@ def test_a_lasting_consequence_is_told_though_its_cause_is_as_severe(severity: S
     [_, worse] = alerts_from(first, second, steps=90)
     assert (worse.kind, worse.step, worse.stage) == ("cause", 77, "escalated")
     assert (worse.value, worse.threshold, worse.severity) == (7.0, 9.0, severity)
-    said = "7 of 9 units. It follows from the cause of step 5."
-    assert worse.message.split("\n") == [said, "It leads to: dead units.", "Advice."]
+    assert worse.consequences == (Consequence(kind="dead_units"),)
+    assert (worse.summary, worse.advice) == ("7 of 9 units", ("Advice",))
+    assert worse.cause == "Follows from cause, which started at step 5"
 
 
 def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences() -> None:
@@ -105,11 +109,9 @@ def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences
     )
     [_, worse] = alerts_from(first, effect(7), second, steps=8)
     assert (worse.stage, worse.severity, worse.step) == ("escalated", "error", 7)
-    assert worse.consequences == ("effect", "my_effect")
-    assert worse.message.startswith(
-        "And. Seen. It follows from the cause of step 5.\nIt leads to: "
-    )
-    assert "It leads to: effect, my effect." in worse.message
+    assert worse.consequences == (Consequence(kind="effect"), Consequence(kind="my_effect"))
+    assert worse.summary == "And; Seen"
+    assert worse.cause == "Follows from cause, which started at step 5"
 
 
 def test_a_lasting_note_makes_nothing_worse() -> None:
@@ -136,7 +138,7 @@ def test_a_lasting_consequence_is_told_when_its_cause_is_over() -> None:
         (30, "started", "effect"),
     ]
     *_, last = alerts_from(cause(*range(5, 30)), effect(7, persistent=True), steps=50)
-    assert last.message == "Seen. That was at step 7, and it has not ended.\nAdvice."
+    assert (last.step, last.summary, last.cause) == (30, "Seen (measured at step 7)", None)
 
 
 def test_a_consequence_that_is_over_first_is_told_no_more() -> None:
@@ -189,12 +191,16 @@ def test_an_explosion_follows_from_a_loss_that_jumped_with_the_learning_rate(jum
 def test_a_jump_of_the_learning_rate_is_to_blame_for_what_follows(
     after: int, said: bool, explained_by_rate_jump: bool
 ) -> None:
-    fault = Scripted(at(10 + after, advice="a\nb"), explained_by_rate_jump=explained_by_rate_jump)
+    fault = Scripted(
+        at(10 + after, advice=("a", "b")), explained_by_rate_jump=explained_by_rate_jump
+    )
     records = [record(step, learning_rates=(0.1 if step < 10 else 5.0,)) for step in range(60)]
-    message = alerts_of(records, [Engine([fault])])[0].message
-    said = said and explained_by_rate_jump
-    assert ("after the learning rate had jumped to 5." in message) == said
-    assert ("limit what a schedule can return" in message) == said
+    found = alerts_of(records, [Engine([fault])])[0]
+    if said and explained_by_rate_jump:
+        assert found.cause == "The learning rate jumped to 5 at step 10"
+        assert found.advice == RATE_ADVICE
+    else:
+        assert (found.cause, found.advice) == (None, ("a", "b"))
 
 
 @pytest.mark.parametrize("jump", [1.0, 300.0])
@@ -211,7 +217,8 @@ def test_units_that_died_between_two_measurements_died_when_the_rate_jumped(jump
     [rule] = rules_from(others)
     [alert] = train(rule, 50, model=model, optimizer=optimizer, before=kill, every=100)
     assert (alert.kind, alert.step) == ("dead_units", 38)  # measured twice
-    assert (", 5 steps after the learning rate had jumped to 30." in alert.message) == (jump > 1)
+    cause = "The learning rate jumped to 30 at step 33" if jump > 1 else None
+    assert alert.cause == cause
 
 
 def test_users_choose_the_severity_of_a_kind() -> None:
@@ -377,8 +384,8 @@ def test_state_that_does_not_fit_is_reported() -> None:
     with pytest.raises(ValueError, match="anew") as raised:
         new.load_state_dict(state)
     assert set(str(raised.value).split(", ")) == {
-        "baseline begins anew",
-        "eval_mode begins anew",
+        "baseline resets",
+        "eval_mode resets",
         "there is no rule of_another",
     }
 

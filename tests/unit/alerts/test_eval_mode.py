@@ -16,7 +16,7 @@ def test_a_model_left_in_evaluation_mode_is_noted_until_it_trains_again() -> Non
 
     begin, end = train(EvalMode(), 70, model=model, before=switch)
     assert (begin.severity, begin.step, begin.stage) == ("note", 34, "started")
-    assert "Dropout" in begin.message
+    assert "Dropout" in begin.summary
     assert (end.severity, end.step, end.stage) == ("note", 60, "resolved")
 
 

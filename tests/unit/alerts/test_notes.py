@@ -19,7 +19,7 @@ def noted(record: StepRecord) -> Iterable[Alert]:
     if record.step == 1:
         yield Alert(
             kind="habit", severity="note", step=1, module_name=None, value=1.0, threshold=0.0,
-            message="Perhaps meant so.",
+            summary="Perhaps meant so.",
         )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from telemetry.alert import Alert
+from telemetry.alert import Alert, Consequence
 from telemetry.alerts.state import restore, to_plain
+from telemetry.records import CodeLocation
 
 
 class Inner:
@@ -53,7 +54,8 @@ def test_a_value_comes_back_as_what_it_was() -> None:
     before._range = (-np.inf, 1)
     before._alert = Alert(
         kind="k", severity="error", step=3, module_name=None, value=1.0, threshold=0.0,
-        message="m", consequences=("x",),
+        summary="m", consequences=(Consequence(kind="x", module_name="a"),), advice=("A", "B"),
+        location=CodeLocation(file="nets.py", line=7, class_name="Net"),
     )  # fmt: skip
     inner = after.inner
     restore(after, to_plain(before))

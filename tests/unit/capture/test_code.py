@@ -18,7 +18,7 @@ from telemetry import HookLogger
 from telemetry.capture.code import places_in_code
 from telemetry.commands.cli import main
 from telemetry.events.page_format import decode_layout, encode_layout
-from telemetry.records import Module
+from telemetry.records import CodeLocation, Module
 from telemetry.testing import capture_run
 
 HERE = Path(__file__).relative_to(Path.cwd()).as_posix()
@@ -34,29 +34,31 @@ class Block(nn.Module):
 
 
 LINE = f"{HERE}:{Block.forward.__code__.co_firstlineno}"
+BLOCK = CodeLocation(file=HERE, line=Block.forward.__code__.co_firstlineno, class_name="Block")
 
 
-def place_of(module: nn.Module) -> tuple[str, str]:
+def place_of(module: nn.Module) -> tuple[str, CodeLocation | None]:
     return places_in_code({"": module})[""]
 
 
 def test_a_layer_of_torch_has_its_own_line_and_the_nearest_of_the_user() -> None:
     model = nn.Sequential(Block(), nn.ReLU())
     places = places_in_code(dict(model.named_modules()))
-    assert places["0"] == (LINE, LINE)
+    assert places["0"] == (LINE, BLOCK)
     forward, user_code = places["0.layers.0"]
     line = nn.Linear.forward.__code__.co_firstlineno
     assert forward == f"torch/nn/modules/linear.py:{line}"
-    assert user_code == f"{LINE}, forward of 0 (Block)"
+    assert user_code == BLOCK
     assert places["0.layers"] == ("", user_code)  # never called
-    assert places["1"][1] == ""
+    assert places["1"][1] is None
 
 
 def test_a_line_of_torch_is_no_place_to_look_at() -> None:
     torch_line, library = "torch/nn/modules/linear.py:124", "timm/models/resnet.py:9"
-    where = [(torch_line, ""), (library, ""), (torch_line, LINE), ("", "")]
+    own = CodeLocation(file=HERE, line=7, class_name="Block")
+    where = [(torch_line, None), (library, None), (torch_line, own), ("", None)]
     modules = [Module(name="", type_name="A", forward=f, user_code=u) for f, u in where]
-    assert [module.code for module in modules] == ["", library, LINE, ""]
+    assert [module.code for module in modules] == ["", library, f"{HERE}:7 (Block.forward)", ""]
 
 
 def wraps(module: nn.Module) -> Callable[..., Any]:
@@ -86,7 +88,7 @@ def as_accelerate_does(module: nn.Module) -> Callable[..., Any]:
 def test_what_wraps_forward_is_looked_through(wrap: Callable[[nn.Module], Any]) -> None:
     module = Block()
     module.forward = wrap(module)  # type: ignore[method-assign]
-    assert place_of(module) == (LINE, LINE)
+    assert place_of(module) == (LINE, BLOCK)
 
 
 class Endless:
@@ -103,15 +105,17 @@ def test_forwards_without_a_source_have_no_line() -> None:
     for forward in (torch.relu, len, None, Endless(), eval("lambda x: x")):
         module = Block()
         module.__dict__["forward"] = forward
-        assert place_of(module) == ("", "")
+        assert place_of(module) == ("", None)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
 def test_compiled_and_traced_models_do_not_break() -> None:
     block = Block()
-    assert place_of(torch.compile(block)._orig_mod) == (LINE, LINE)
+    assert place_of(torch.compile(block)._orig_mod) == (LINE, BLOCK)
     for module in (torch.fx.symbolic_trace(block), torch.jit.trace(block, torch.ones(1, 4))):
-        assert all(user == "" for _, user in places_in_code(dict(module.named_modules())).values())
+        assert all(
+            user is None for _, user in places_in_code(dict(module.named_modules())).values()
+        )
 
 
 def test_the_layout_holds_it() -> None:
@@ -151,8 +155,9 @@ def test_alert_flight_and_table_lead_from_nan_to_the_line(
     table = run.modules
     [user_code] = table["user_code"]
     assert list(table["module_name"]) == ["fc"]
-    assert user_code == "nets.py:9, forward of the model (Net)"
+    assert user_code == "nets.py:9 (Net.forward)"
     alert = next(alert for alert in run.alerts if alert.module_name == "fc")
-    assert alert.message.split("\n")[1] == f"In {user_code}."
+    assert alert.location == CodeLocation(file="nets.py", line=9, class_name="Net")
+    assert f"Code: {user_code}" in alert.message.splitlines()
     assert main(["explain", "run"]) == 0
     assert user_code in capsys.readouterr().out

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from telemetry.alert import Alert
+from telemetry.alert import Alert, Consequence
 from telemetry.commands.cli import main
 from telemetry.events import FileWriter, summaries
 from telemetry.events.page_format import PLUGIN_NAME, Chunk
@@ -57,7 +57,7 @@ def test_the_summary_is_a_table_of_all_layers(
 def test_control_characters_and_markup_do_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_demo(tmp_path, alert_at(5, None, message=f"[red]{ESCAPE}", kind=ESCAPE))
+    write_demo(tmp_path, alert_at(5, None, summary=f"[red]{ESCAPE}", kind=ESCAPE))
     main(["summary", str(tmp_path)])
     main(["alerts", str(tmp_path)])
     main(["alerts", str(tmp_path / ESCAPE)])
@@ -192,12 +192,18 @@ def test_alerts_decide_the_exit_status(
 
 
 def test_consequences_are_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = replace(alert_at(5, "growing"), consequences=("dead_units",))
-    told = replace(told, message="Seen.\nIt leads to: dead units.\nAdvice.")
+    told = replace(
+        alert_at(5, "growing"), consequences=(Consequence(kind="dead_units", module_name="fc"),)
+    )
+    told = replace(told, summary="7 of 9", cause="A jump", advice=("Lower it", "Warm it up"))
     write_demo(tmp_path, told)
     assert main(["alerts", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:] == ["  Seen.", "  It leads to: dead units.", "  Advice."]
+    assert lines[1:] == [
+        "  7 of 9. A jump.",
+        "  Consequences: dead units in fc.",
+        "  Lower it. Warm it up.",
+    ]
 
 
 def test_no_alerts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

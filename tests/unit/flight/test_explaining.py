@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from telemetry.alert import Alert
+from telemetry.alert import Alert, Consequence
 from telemetry.flight import FlightRecorder, explain
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
@@ -65,8 +65,9 @@ def fly(
                     module_name=names[culprit],
                     value=7.0,
                     threshold=0.0,
-                    message="NaN in 7 of 8 elements\nPeople usually look at the batch",
-                    consequences=("loss_divergence",),
+                    summary="7 of 8 elements are NaN",
+                    advice=("Check the batch",),
+                    consequences=(Consequence(kind="loss_divergence"),),
                 )
             )
     return recorder
@@ -78,8 +79,9 @@ def test_it_says_what_where_when_and_since(tmp_path: Path) -> None:
     for line in (
         "Something went wrong at step 30; first bad module: block.2",
         "error: nonfinite in block.2 at step 30",
-        "  NaN in 7 of 8 elements",
-        "  People usually look at the batch",
+        "  7 of 8 elements are NaN.",
+        "  Consequences: loss divergence.",
+        "  Check the batch.",
         "Batch 30 of a loop with one batch per step; torch was seeded with 123; the file holds the "
         "random state at step 30",
         "Steps 15 to 34",

@@ -48,7 +48,7 @@ def write(log_dir: Path, *, modules: int, culprit: int = 0, steps: int = 3) -> d
             module_name=names[culprit],
             value=1.0,
             threshold=0.0,
-            message="planted",
+            summary="planted",
         )
     )
     return read_flight(log_dir / f"flight-{steps - 1}.json")

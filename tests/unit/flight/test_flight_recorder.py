@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from telemetry import Alert, HookLogger, TelemetryAlert
+from telemetry.alert import Consequence
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.flight import FlightRecorder, flight_files, read_flight
 from telemetry.flight import recorder as recorder_module
@@ -100,7 +101,7 @@ def alert(step: int, *, module: str | None = "b", severity: Any = "error", **fie
         module_name=module,
         value=float("nan"),
         threshold=float("inf"),
-        message="planted",
+        summary="planted",
         **fields,
     )
 
@@ -309,7 +310,7 @@ def test_errors_until_it_is_complete_are_part_of_one_file(tmp_path: Path) -> Non
     fly(recorder, [10])
     recorder.on_alert(alert(10))
     fly(recorder, range(11, 15))
-    recorder.on_alert(alert(14, module="c", consequences=("more",)))
+    recorder.on_alert(alert(14, module="c", consequences=(Consequence(kind="more"),)))
     recorder.on_alert(alert(14, module="c", stage="resolved"))
     fly(recorder, range(15, 60))
     recorder.on_alert(alert(55, module="c", stage="resolved"))

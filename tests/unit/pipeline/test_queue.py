@@ -152,7 +152,7 @@ def an_alert(step: int) -> Alert:
         module_name=None,
         value=np.nan,
         threshold=0.0,
-        message="planted",
+        summary="planted",
     )
 
 

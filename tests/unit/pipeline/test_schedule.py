@@ -51,7 +51,7 @@ class Requests(Rule):
             module_name=None,
             value=0.0,
             threshold=0.0,
-            message="Planted.",
+            summary="Planted.",
         )
         return [found] if record.step in self.alerts else ()
 

@@ -100,7 +100,7 @@ def test_the_first_alert_is_a_note_that_came_shortly_before_a_fault(
             Alert(
                 kind="loss_spike" if step < 323 else "dead_units",
                 severity="note" if step < 323 else "warning",
-                step=step, module_name=None, value=1.0, threshold=0.0, message="",
+                step=step, module_name=None, value=1.0, threshold=0.0, summary="",
             )
         )  # fmt: skip
     tags[norms(FIRST)] = series(400)

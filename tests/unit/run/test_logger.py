@@ -678,7 +678,8 @@ def fault_at(step: int) -> Callable[[StepRecord], Iterable[Alert]]:
                 module_name="0",
                 value=1.0,
                 threshold=0.0,
-                message="planted fault\nin module 0\ntry to remove it",
+                summary="planted fault in module 0",
+                advice=("try to remove it",),
             )
 
     return rule

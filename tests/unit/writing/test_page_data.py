@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from telemetry.alert import Consequence
 from telemetry.events import FileWriter
 from telemetry.events.page_format import (
     decode_alert,
@@ -125,7 +126,12 @@ def test_alerts_have_tags_of_their_own(tmp_path: Path) -> None:
     page = PageWriter()
     alerts = [
         alert_at(0, None),
-        alert_at(0, "b", consequences=("vanishing in a",), stage="escalated"),
+        alert_at(
+            0,
+            "b",
+            consequences=(Consequence(kind="vanishing", module_name="a"),),
+            stage="escalated",
+        ),
     ]
     assert len(tags_of(page.alert_value(alert, i) for i, alert in enumerate(alerts))) == 2
     writer = FileWriter(tmp_path)
@@ -153,7 +159,7 @@ def test_texts_read_back_as_what_was_written() -> None:
     layout, names = decode_layout(encode_layout(LAYOUT, MATRIX_STATISTICS))
     assert layout == LAYOUT
     assert names == tuple(statistic.name for statistic in MATRIX_STATISTICS)
-    alert = alert_at(3, "a", value=float("inf"), message="<img src=x onerror=alert(1)>")
+    alert = alert_at(3, "a", value=float("inf"), summary="<img src=x onerror=alert(1)>")
     assert decode_alert(encode_alert(alert)) == alert
 
 

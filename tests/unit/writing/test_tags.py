@@ -165,10 +165,11 @@ def test_each_alert_has_a_tag_of_its_own() -> None:
         module_name="out",
         value=1.0,
         threshold=0.0,
-        message="line one\nline two",
+        summary="line one",
+        advice=("line two",),
     )
     first, second = parsed(alert_value(alert, 0)), parsed(alert_value(alert, 1))
     assert first.tag == "~alerts/0000.nonfinite.out"
     assert second.tag == "~alerts/0001.nonfinite.out"
     [text] = first.tensor.string_val
-    assert text.decode().startswith("**error** at step 3\n\nline one")
+    assert text.decode().startswith("**error** at step 3\n\nline one.  \nline two.")
