@@ -381,7 +381,7 @@ def test_state_that_does_not_fit_is_reported() -> None:
     state["dead_units"]["unknown"] = state["baseline"]["norm"].pop("above")
     del state["eval_mode"]
     state["of_another"] = {}
-    with pytest.raises(ValueError, match="anew") as raised:
+    with pytest.raises(ValueError, match="resets") as raised:
         new.load_state_dict(state)
     assert set(str(raised.value).split(", ")) == {
         "baseline resets",
