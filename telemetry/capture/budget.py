@@ -44,9 +44,17 @@ class Budget:
     Args:
         max_overhead: The share, above 0 and at most 1.
         every_n_steps: The distance of full measurements if the budget allows it.
+        log_costs: Called with curves and the number of each step that was measured in full, when
+            its cost is known.
     """
 
-    def __init__(self, *, max_overhead: float, every_n_steps: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_overhead: float,
+        every_n_steps: int,
+        log_costs: Callable[[Mapping[str, float], int], None] = lambda curves, step: None,
+    ) -> None:
         if not isinstance(max_overhead, int | float) or isinstance(max_overhead, bool):
             raise TypeError(f"HookLogger(max_overhead={max_overhead!r}): must be a number")
         if not 0 < max_overhead <= 1:
@@ -54,9 +62,7 @@ class Budget:
                 f"HookLogger(max_overhead={max_overhead}): must be above 0 and at most 1; 0.01 is "
                 "one percent, math.inf is no limit"
             )
-        # Called with curves and the number of each step that was measured in full, when its cost is
-        # known.
-        self.entered: Callable[[Mapping[str, float], int], None] = lambda scalars, step: None
+        self._log_costs = log_costs
         self._share, self._every_n_steps = max_overhead, every_n_steps
         self._own_s = self._bare_s = 0.0
         self._norms_every = 1
@@ -144,7 +150,9 @@ class Budget:
             # In the beginning the time of bare training is unknown.
             all_s = self._own_s + self._logged_s + self._worker_s["logged"]
             overhead = {"overhead": all_s / self._bare_s} if self._bare_s > 0 else {}
-            self.entered({f"telemetry/{k}": float(v) for k, v in (curves | overhead).items()}, step)
+            self._log_costs(
+                {f"telemetry/{k}": float(v) for k, v in (curves | overhead).items()}, step
+            )
             return
         self._bare_steps_s.append(bare_s)
         self._norms_s += [own_s] * norms

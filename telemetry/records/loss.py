@@ -99,7 +99,7 @@ class LossChoice:
             return f"the loss {printable(self.tag)!r} is not among what is logged: {shown}"
         return (
             f"no scalar that is logged is taken for the loss ({shown}), so no rule looks at one "
-            'and no curve is shown; name it: HookLogger(loss="...")'
+            'and no curve is shown; name it: HookLogger(loss_tag="...")'
         )
 
     def state_dict(self) -> str | None:

@@ -34,8 +34,8 @@ OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise", "stop"] | None
 _OF_OTHERS = {"step", "global_step", "walltime", "commit"}
 
 
-def is_off(enabled: object) -> bool:
-    """Whether a logger is turned off, by its argument or by the environment."""
+def is_disabled(enabled: object) -> bool:
+    """Whether a logger is disabled by its argument or the environment."""
     if not isinstance(enabled, bool):
         raise TypeError(f"HookLogger(enabled={enabled!r}): must be True or False")
     return not enabled or os.environ.get("TELEMETRY_DISABLED", "0") not in ("", "0")
@@ -108,18 +108,18 @@ def check_first_step(first_step: object) -> None:
         raise ValueError(f"HookLogger(first_step={first_step}): must be below 2**63")
 
 
-def check_loss(loss: object) -> None:
+def check_loss_tag(loss_tag: object) -> None:
     """Check the tag of the loss, if the user has named it."""
-    if loss is None:
+    if loss_tag is None:
         return
-    if not isinstance(loss, str):
+    if not isinstance(loss_tag, str):
         raise TypeError(
-            f"HookLogger(loss={reprlib.repr(loss)}): must be the tag of a logged scalar, such "
-            "as 'train/ce', or None"
+            f"HookLogger(loss_tag={reprlib.repr(loss_tag)}): must be the tag of a logged scalar, "
+            "such as 'train/ce', or None"
         )
-    check_text(f"HookLogger(loss={loss!r}): it", loss)
-    if not loss:
-        raise ValueError("HookLogger(loss=''): must be the tag of a logged scalar, or None")
+    check_text(f"HookLogger(loss_tag={loss_tag!r}): it", loss_tag)
+    if not loss_tag:
+        raise ValueError("HookLogger(loss_tag=''): must be the tag of a logged scalar, or None")
 
 
 def check_on_alert(on_alert: object) -> None:

@@ -1,4 +1,4 @@
-"""The files of one run: its event file, its alerts, the steps around a fault."""
+"""Files of one run: its event file, its alerts, the steps around a fault."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert
-from telemetry.events.background import each_within
+from telemetry.events.background import PATIENCE_S, each_within
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.given_writer import GivenWriter
 from telemetry.events.page_format import encode_alert, new_session_id
@@ -23,21 +23,50 @@ from telemetry.failures import Failures
 from telemetry.flight import FlightRecorder
 from telemetry.ranks.role import Role, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
-from telemetry.run.claim import DirectoryClaim
+from telemetry.run.lock import DirectoryLock
 from telemetry.run.resuming import resolved
 
-# A step waits in the pipeline, and on the page for as long, before it comes to the writer; two
-# seconds later it is in the file.
+# Steps are queued in the pipeline for as long as this before the writer receives them; two seconds
+# after its end a step is in the file.
 _FLUSH_S = 0.75
 
 
+class NoFiles:
+    """Files of a rank that does not write: discards everything."""
+
+    def write_values(
+        self, values: Sequence[bytes], step: int, wall_time: float, /, **options: Any
+    ) -> None: ...
+
+    def append_line(self, path: Path, line: bytes) -> None: ...
+
+    def write_whole(self, path: Path, content: bytes) -> None: ...
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+class HeldValues(NoFiles):
+    """Values of a process whose rank is unknown; kept until it is known."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Sequence[bytes], int, float, dict[str, Any]]] = []
+
+    def write_values(
+        self, values: Sequence[bytes], step: int, wall_time: float, /, **options: Any
+    ) -> None:
+        self.events.append((values, step, wall_time, options))
+
+
 class RunFiles:
-    """Opens the files of one logger, and claims their directory.
+    """Opens the files of one logger, and locks their directory.
 
     Args:
-        role: What this process does; if it may be another one, values wait until
+        role: Role of this process. If its rank may be another one, values are kept in memory until
             :meth:`open_for`.
-        close: Closes the logger, when another one takes its place.
+        close: Closes the logger when another one replaces it.
         before_flush: Called before somebody else flushes or, if True, closes the user's writer.
 
     Raises:
@@ -58,29 +87,37 @@ class RunFiles:
         self._given = writer if isinstance(writer, tensorboard.SummaryWriter) else None
         log_dir = log_dir_of(writer, written=role.writes)
         self.log_dir = log_dir if self._given is not None else role.directory(log_dir)
-        self.session_id = new_session_id()  # of this part of the run, other for each logger
+        self.session_id = new_session_id()  # another one for each logger of this run
         self._process_id = os.getpid()
         self._before_flush = before_flush
         self._failures = failures
-        self._claim = DirectoryClaim(model, self.log_dir, close)
+        self._lock = DirectoryLock(model, self.log_dir, close)
         self.first_step = resolved(first_step, self.log_dir)
-        self.is_undecided = may_be_any_rank()  # nobody has told so far if this process writes
-        self._waiting: list[tuple[Sequence[bytes], int, float, dict[str, Any]]] = []
-        self._writer = None if self.is_undecided else self._open(role)
         self._has_ended = False
-        self._plain = PlainFiles(self.log_dir)
+        self._writer: FileWriter | GivenWriter | NoFiles = HeldValues()
+        if not may_be_any_rank():
+            self._writer = self._open(role)
+        self._plain = self._plain_files(role)
         self.flight = FlightRecorder(
             self.log_dir,
             seed=torch.initial_seed(),
             failures=failures,
-            write=self._plain.write_whole,
+            write=lambda path, content: self._plain.write_whole(path, content),
         )
 
-    def _open(self, role: Role) -> FileWriter | GivenWriter | None:
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is still unknown if this process writes."""
+        return isinstance(self._writer, HeldValues)
+
+    def _plain_files(self, role: Role) -> PlainFiles | NoFiles:
+        return PlainFiles(self.log_dir) if role.writes else NoFiles()
+
+    def _open(self, role: Role) -> FileWriter | GivenWriter | NoFiles:
         if not role.writes:
-            return None
+            return NoFiles()
         if self._given is not None:
-            self._claim.hold(self._given)
+            self._lock.acquire(self._given)
             return GivenWriter(self._given, self._before_flush)
         first = self.first_step or None
         try:
@@ -90,38 +127,37 @@ class RunFiles:
                 f"HookLogger(writer={self.log_dir!r}): the log directory cannot be written: {error}"
             ) from error
         file_writer = opened._get_file_writer()
-        self._claim.hold(file_writer)
+        self._lock.acquire(file_writer)
         return file_writer
 
     def open_for(self, role: Role) -> None:
-        """What this process does is known now: open the event file, or leave it to another."""
-        if self.is_undecided:
+        """Open the files of a role that is final, or close them if another rank writes."""
+        former = self._writer
+        if isinstance(former, HeldValues):
             writer = self._open(role)
-            if writer is not None:
-                for values, step, wall_time, how in self._waiting:
-                    writer.write_values(values, step, wall_time, **how)
-            self._writer, self._waiting, self.is_undecided = writer, [], False
-        elif self._writer is not None and not role.writes:
-            former, self._writer = self._writer, None
-            former.close()
+            for values, step, wall_time, options in former.events:
+                writer.write_values(values, step, wall_time, **options)
+            self._writer = writer
+        elif not role.writes:
+            self._writer = NoFiles()
+            former.close(PATIENCE_S)
+        if role.writes == isinstance(self._plain, NoFiles):
+            self._plain = self._plain_files(role)
 
     def write_values(
-        self, values: Sequence[bytes], step: int, wall_time: float, /, **how: Any
+        self, values: Sequence[bytes], step: int, wall_time: float, /, **options: Any
     ) -> None:
-        """As :class:`~telemetry.events.sink.Sink` says, if this process writes."""
+        """Add one event of these values; see :class:`~telemetry.events.sink.Sink`."""
         self._has_ended = False
-        if self.is_undecided:
-            self._waiting.append((values, step, wall_time, how))
-        elif self._writer is not None:
-            self._writer.write_values(values, step, wall_time, **how)
+        self._writer.write_values(values, step, wall_time, **options)
 
     def purge(self, step: int) -> None:
-        """Hide what was logged for this step and later ones, in a directory of our own."""
+        """Hide earlier records of this step and later ones, if the file is our own."""
         if isinstance(self._writer, FileWriter):
             self._writer.purge(step)
 
     def write_alert(self, alert: Alert, wall_time: float) -> None:
-        """Append to ``alerts.jsonl``, and have the steps before it written.
+        """Append to ``alerts.jsonl``, and write the flight file of the steps before it.
 
         A line has the alert's fields, the session of the page, and when the step ended in seconds
         since the epoch. Remote directories have no such file.
@@ -133,10 +169,10 @@ class RunFiles:
                 self._plain.append_line(Path(self.log_dir, "alerts.jsonl"), line)
 
     def write_end(self, step: int, values: Sequence[bytes]) -> None:
-        """Write that the run is closed, so that nobody waits for more or takes it for killed.
+        """Write that the run is closed, so that readers expect no more records.
 
-        What is recorded afterwards makes it void; if nothing was, it is not written again. A fork
-        of the process that trained has nothing to say.
+        Later records make it void; without any, it is not written again. A fork of the process that
+        trained writes nothing.
         """
         if values and not self._has_ended and os.getpid() == self._process_id:
             with self._failures.contained("to write that the run has ended"):
@@ -146,14 +182,12 @@ class RunFiles:
             self._has_ended = True
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written, or has failed; False if that takes longer."""
-        writers = [self._plain] if self._writer is None else [self._plain, self._writer]
-        return False not in each_within(timeout_s, *(writer.flush for writer in writers))
+        """Wait until everything is written, or has failed; False if that takes longer."""
+        return False not in each_within(timeout_s, self._plain.flush, self._writer.flush)
 
     def close(self, timeout_s: float) -> None:
-        """Write what waits, and give the directory up."""
-        if os.getpid() == self._process_id:  # in a fork, a lock may never be released
+        """Write queued records and release the directory."""
+        if os.getpid() == self._process_id:  # a fork may never be able to take the locks
             self.flight.close()
-            writers = [self._plain] if self._writer is None else [self._plain, self._writer]
-            each_within(timeout_s, *(writer.close for writer in writers))
-        self._claim.release()
+            each_within(timeout_s, self._plain.close, self._writer.close)
+        self._lock.release()

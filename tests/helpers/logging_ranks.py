@@ -289,7 +289,7 @@ def expects(rank: int, size: int, other: int) -> None:
     """Wait until the first rank waits for what another measured."""
     logger = loners[-1].logger
     assert logger is not None
-    channel = logger._ranks._channel  # type: ignore[union-attr]
+    channel = logger._run._ranks._channel  # type: ignore[union-attr]
     while other not in channel._collector.members:  # type: ignore[union-attr]
         time.sleep(0.01)
 
@@ -324,7 +324,7 @@ def begin_with_few_files(
     begin(rank, world, log_dir)
     logger = loners[-1].logger
     assert logger is not None
-    channel = logger._ranks._channel  # type: ignore[attr-defined]
+    channel = logger._run._ranks._channel  # type: ignore[attr-defined]
     while channel._server is None:
         time.sleep(0.01)
     return (*channel._server._listening.getsockname()[:2], channel._server._token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -44,14 +45,17 @@ def test_an_alert_is_usable_without_torch() -> None:
     assert run_python(code) == "False"
 
 
-@pytest.mark.parametrize("name", [n for n in telemetry.__all__ if not n.startswith("_")])
+@pytest.mark.parametrize("name", sorted({*telemetry.__all__} - {"__version__", "native"}))
 def test_public_names_are_importable_and_listed(name: str) -> None:
     assert getattr(telemetry, name).__name__ == name
     assert name in dir(telemetry)
 
 
-def test_public_names_alone_are_listed() -> None:
-    assert {*dir(telemetry)} == {*telemetry.__all__, "native"}
+def test_names_of_the_stub_alone_are_listed() -> None:
+    stub = ast.parse(Path(telemetry.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    names = [alias.asname for node in imports for alias in node.names]
+    assert dir(telemetry) == telemetry.__all__ == sorted(names)
 
 
 def test_what_fails_inside_an_import_is_said(tmp_path: Path) -> None:

@@ -462,7 +462,7 @@ def test_after_close_the_compiled_model_runs_on_and_nothing_is_held(tmp_path: Pa
     logger = HookLogger(model, tmp_path, every_n_steps=2)
     for _ in range(3):
         train()
-    hooks = weakref.ref(logger._capture)
+    hooks = weakref.ref(logger._run._capture)
     logger.close()
     del logger
     assert not any(module._forward_hooks for module in model.modules())

@@ -124,7 +124,7 @@ def test_the_copy_of_a_model_that_holds_its_logger_holds_one_that_is_off(
     assert model.logger.current_step == steps + 1
     model.logger.close()
     assert copy.copy(model.logger).current_step == steps + 1
-    reference = weakref.ref(model.logger._capture)
+    reference = weakref.ref(model.logger._run._capture)
     del model, optimizer
     gc.collect()
     assert reference() is None
@@ -185,7 +185,7 @@ def test_outputs_that_the_user_keeps_do_not_keep_the_logger(tmp_path: Path) -> N
     logger = HookLogger(model, tmp_path)
     output = model(batch())
     logger.close()
-    hooks = weakref.ref(logger._capture)
+    hooks = weakref.ref(logger._run._capture)
     del logger
     gc.collect()
     assert hooks() is None

@@ -214,13 +214,12 @@ def device_events(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_on_a_gpu_steps_are_entered_when_the_device_has_come_to_them() -> None:
     entered: list[int] = []
     curves: dict[str, float] = {}
-    budget = Budget(max_overhead=0.1, every_n_steps=1)
 
     def enter(scalars: Mapping[str, float], step: int) -> None:
         entered.append(step)
         curves.update(scalars)
 
-    budget.entered = enter
+    budget = Budget(max_overhead=0.1, every_n_steps=1, log_costs=enter)
     durations_ms = [100, 100, 100, 130, 100, 100]  # 3 is measured in full
     for step in range(len(durations_ms)):
         budget.step_ended(step, full=step == 3, norms=True, device=DEVICE)

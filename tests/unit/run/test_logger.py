@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -919,6 +920,21 @@ def test_a_logger_that_is_turned_off_does_nothing(
     logger.close()
     with pytest.raises(RuntimeError, match="of the user"), logger:
         raise RuntimeError("of the user")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_notebook_shows_state_step_directory_and_alerts(tmp_path: Path, enabled: bool) -> None:
+    log_dir, model = tmp_path / "a<b", mlp()
+    options: dict[str, Any] = {"alerts": [fault_at(1)], "enabled": enabled}
+    with HookLogger(model, log_dir, **options) as logger:
+        run_through(train(model, steps=3))
+        alerts = [alert.kind for alert in logger.alerts]
+        table = ElementTree.fromstring(logger._repr_html_())
+    cells = {row[0].text: row[1].text or "" for row in table.iter("tr")}
+    assert cells["log_dir"] == str(log_dir)
+    assert (cells["state"], cells["step"]) == (("attached", "3") if enabled else ("removed", "0"))
+    assert len(alerts) == enabled
+    assert all(kind in cells["alerts"] for kind in alerts)
 
 
 @WRITERS

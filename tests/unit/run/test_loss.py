@@ -165,7 +165,7 @@ def test_rules_records_page_hparams_and_diff_have_the_same_loss(tmp_path: Path) 
 
 def test_the_loss_may_be_named(tmp_path: Path) -> None:
     recorder = Recorder()
-    train(tmp_path, {"loss": 1.0, "ce": 2.0}, options={"loss": "ce", "alerts": [recorder]})
+    train(tmp_path, {"loss": 1.0, "ce": 2.0}, options={"loss_tag": "ce", "alerts": [recorder]})
     assert {record.loss for record in recorder.records} == {2.0}
     assert curves(tmp_path) == ["ce"]
 
@@ -189,9 +189,9 @@ def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "options", "told"),
     [
-        (3, {}, r"no scalar .* \(val_loss, loss_kl\).*HookLogger\(loss="),
-        (250, {}, r"no scalar .* \(val_loss, loss_kl\).*HookLogger\(loss="),
-        (3, {"loss": "ce"}, r"the loss 'ce' is not among what is logged: val_loss, loss_kl"),
+        (3, {}, r"no scalar .* \(val_loss, loss_kl\).*HookLogger\(loss_tag="),
+        (250, {}, r"no scalar .* \(val_loss, loss_kl\).*HookLogger\(loss_tag="),
+        (3, {"loss_tag": "ce"}, r"the loss 'ce' is not among what is logged: val_loss, loss_kl"),
     ],
 )
 def test_one_line_tells_that_nothing_logged_is_a_loss(
@@ -225,8 +225,8 @@ def test_that_no_loss_is_logged_is_told_after_fifty_steps(
 def test_a_loss_that_is_no_tag_is_refused(
     tmp_path: Path, loss: Any, error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=r"HookLogger\(loss=.*must be the tag of a logged scalar"):
-        HookLogger(nn.Linear(1, 1), tmp_path, loss=loss)
+    with pytest.raises(error, match=r"HookLogger\(loss_tag=.*must be the tag of a logged scalar"):
+        HookLogger(nn.Linear(1, 1), tmp_path, loss_tag=loss)
 
 
 def test_the_docs_name_all_words() -> None:

@@ -1,4 +1,4 @@
-"""Notices when several loggers write to the same directory."""
+"""Detects that several loggers write to the same directory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ except ImportError:  # Windows
 log = logging.getLogger("telemetry")
 
 
-class DirectoryClaim:
-    """A logger's claim on a directory, held while it writes there.
+class DirectoryLock:
+    """Shared lock of a logger on the directory where it writes.
 
-    A new claim for the same model and directory replaces the former one and closes its logger. If
-    other loggers claim the directory, in this process or another one, a warning is logged, unless
-    they share a writer. The claim is a lock on the directory itself: it leaves no file, and the
-    system releases it however the process ends. Windows, remote directories and some network drives
-    have no such locks; there, other processes are not noticed.
+    A new lock for the same model and directory replaces the former one and closes its logger. If
+    other loggers lock the directory, in this process or another one, a warning is logged, unless
+    they share a writer. The directory itself is locked: the lock leaves no file, and the system
+    releases it however the process ends. Windows, remote directories and some network drives have
+    no such locks; there, other processes are not detected.
     """
 
     def __init__(self, model: object, log_dir: str, close: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class DirectoryClaim:
         self._close = weakref.WeakMethod(close)
         self._writer: weakref.ref[object] = weakref.ref(self)
         self._unlock: Callable[[], object] = lambda: None
-        for other in list(_CLAIMS):
+        for other in list(_LOCKS):
             if other._model() is model and other._directory == self._directory:
                 log.warning(
                     "telemetry: a new HookLogger replaces the one that watched the same model and "
@@ -42,12 +42,12 @@ class DirectoryClaim:
                 if (close_it := other._close()) is not None:
                     close_it()
 
-    def hold(self, writer: object) -> None:
-        """Begin to write with ``writer``; the directory must exist."""
-        is_shared = any(other._writer() is writer for other in _CLAIMS)
+    def acquire(self, writer: object) -> None:
+        """Lock the directory, which must exist, for this writer; log a conflict."""
+        is_shared = any(other._writer() is writer for other in _LOCKS)
         self._writer = weakref.ref(writer)
-        _CLAIMS.add(self)
-        if self._is_contested() and not is_shared:
+        _LOCKS.add(self)
+        if self._has_conflict() and not is_shared:
             log.warning(
                 "telemetry: another HookLogger, in this process or another one, also writes to %s, "
                 "and their steps will mix. Give each run its own directory. Ranks that train one "
@@ -57,34 +57,34 @@ class DirectoryClaim:
                 self._directory,
             )
 
-    def _is_contested(self) -> bool:
-        """Lock the directory, shared; whether others had done so before."""
+    def _has_conflict(self) -> bool:
+        """Take a shared lock; return whether others held one before."""
         if fcntl is None:
             return False
-        contested = False
+        conflict = False
         with suppress(OSError):
             descriptor = os.open(self._directory, os.O_RDONLY)
             self._unlock = weakref.finalize(self, os.close, descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                contested = True
+                conflict = True
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return contested
+        return conflict
 
     def release(self) -> None:
-        """End the claim. Harmless when repeated."""
+        """Release the lock. Harmless when repeated."""
         self._unlock()
-        _CLAIMS.discard(self)
+        _LOCKS.discard(self)
 
 
-def _leave_to_parent() -> None:
-    """Release all claims in a forked child, whose copies of the locks could outlive the parent."""
-    for claim in list(_CLAIMS):
-        claim.release()
+def _release_in_child() -> None:
+    """Release all locks in a forked child: its copies could outlive the parent."""
+    for lock in list(_LOCKS):
+        lock.release()
 
 
 # Outlives a reload of this module in a notebook.
-_CLAIMS: weakref.WeakSet[DirectoryClaim] = globals().get("_CLAIMS") or weakref.WeakSet()
+_LOCKS: weakref.WeakSet[DirectoryLock] = globals().get("_LOCKS") or weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+    os.register_at_fork(after_in_child=_release_in_child)

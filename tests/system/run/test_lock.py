@@ -95,10 +95,10 @@ def test_a_reload_of_the_code_does_not_forget_the_old_one(tmp_path: Path) -> Non
         """
         import importlib, sys
         from torch import nn
-        import telemetry.run.claim, telemetry.run.logger
+        import telemetry.run.lock, telemetry.run.logger
         model = nn.Linear(3, 2)
         old = telemetry.run.logger.HookLogger(model, sys.argv[1])
-        importlib.reload(telemetry.run.claim)
+        importlib.reload(telemetry.run.lock)
         importlib.reload(telemetry.run.logger)
         new = telemetry.run.logger.HookLogger(model, sys.argv[1])
         print(old)
@@ -144,7 +144,7 @@ def test_a_directory_holds_nothing_but_what_was_written(tmp_path: Path, model: n
     assert "tfevents" in file.name
 
 
-def test_a_logger_that_fails_to_be_built_leaves_no_claim(
+def test_a_logger_that_fails_to_be_built_leaves_no_lock(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match="matches none"):
@@ -233,7 +233,7 @@ def test_without_locks_nothing_is_noticed(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("telemetry.run.claim.fcntl", None)
+    monkeypatch.setattr("telemetry.run.lock.fcntl", None)
     other = nn.Linear(3, 2)
     with HookLogger(model, tmp_path), HookLogger(other, tmp_path):
         pass

@@ -1,0 +1,473 @@
+"""The parts of one run, put together in one place, and the stand-in of a disabled logger."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from multiprocessing.util import Finalize
+from threading import RLock, Thread
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from telemetry.alert import Alert, TelemetryAlert
+from telemetry.capture import Budget, Capture, Content
+from telemetry.capture.own_pass import Sample
+from telemetry.events.background import each_within
+from telemetry.failures import Failures
+from telemetry.pipeline import (
+    CLOSE_TIMEOUT_S,
+    FullSteps,
+    LightSteps,
+    LoggedScalars,
+    Pipeline,
+    Processor,
+    ReadyValues,
+    every,
+)
+from telemetry.ranks.exchange import Exchange, RankExchange
+from telemetry.ranks.observer import RankObserver
+from telemetry.ranks.role import Ranks, rank_and_world_size, role_of
+from telemetry.records.loss import LossChoice
+from telemetry.rule import Rule
+from telemetry.run.arguments import FirstStep, OnAlert, check_phase, scalars_of
+from telemetry.run.files import RunFiles
+from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
+from telemetry.selection import Selection
+from telemetry.tag_names import RUN
+from telemetry.torch_private.host_copy import HostCopy
+from telemetry.writing import hparams, links
+from telemetry.writing.board import Board
+from telemetry.writing.bulk import Bulk
+from telemetry.writing.hparams import Hyperparameter
+
+log = logging.getLogger("telemetry")
+
+# Time limit in seconds of a flush that somebody else's flush or close of the writer starts.
+_FOREIGN_FLUSH_S = 30.0
+
+# Time limit in seconds for the disk when a checkpoint is taken.
+_CHECKPOINT_S = 10.0
+
+
+class DisabledRun:
+    """Run of a disabled logger: records nothing and returns the state that it was given."""
+
+    attached = should_stop = False
+    alerts: tuple[Alert, ...] = ()
+    noted_alerts: Sequence[Alert] = ()
+
+    def __init__(self, log_dir: str, first_step: int) -> None:
+        self.log_dir = log_dir
+        self._first_step = first_step
+        self._state: dict[str, Any] = {}
+
+    @property
+    def current_step(self) -> int:
+        return self._state.get("step", self._first_step)  # type: ignore[no-any-return]
+
+    def inert(self) -> DisabledRun:
+        return self
+
+    def log(self, scalars: object, more: Sequence[object], named: Mapping[str, object]) -> None: ...
+
+    def hparams(self, values: object, metrics: object) -> None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = dict(state)
+
+    def attach(self) -> None: ...
+
+    def detach(self) -> None: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+    def end_block(self, exception: BaseException | None) -> None: ...
+
+
+class ActiveRun:
+    """Run of an enabled logger: creates its parts and passes calls on to them.
+
+    Downstream parts are created first: files, dashboard, processor, queue, hooks. The exchange with
+    other ranks is joined last, at the first forward pass if no rank is known before.
+
+    The run closes when the model is garbage-collected and when the process exits. Unlike
+    ``atexit``, this includes processes of ``multiprocessing``.
+
+    Args:
+        content, selection, optimizer, sample: Settings of the hooks.
+        bulk: Writes histograms and pictures.
+        Others: As in :class:`telemetry.HookLogger`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        writer: object,
+        *,
+        first_step: FirstStep,
+        ranks: Ranks,
+        on_alert: OnAlert,
+        every_n_steps: int,
+        max_overhead: float | None,
+        content: Content,
+        selection: Selection,
+        optimizer: Optimizer | None,
+        sample: Sample | None,
+        bulk: Bulk,
+        rules: Sequence[Rule],
+        loss_tag: str | None,
+    ) -> None:
+        self._budget: Budget | None = None
+        if max_overhead not in (None, math.inf):
+            self._budget = Budget(
+                max_overhead=max_overhead, every_n_steps=every_n_steps, log_costs=self._log_costs
+            )
+        self._full_steps = FullSteps(every(every_n_steps))
+        self._light_steps = LightSteps(limited=max_overhead is None)
+        self.noted_alerts: list[Alert] = []
+        self._on_alert = on_alert
+        self._may_stop = on_alert in ("raise", "stop")
+        self._should_stop = False
+        self._ending = RLock()  # a signal handler may close on the thread that closes
+        self._ended = False
+        self._exception: BaseException | None = None
+        self._failures = Failures()
+        role_is_final = rank_and_world_size() is not None
+        self._role = role_of(ranks)
+        self._files = RunFiles(
+            model,
+            writer,
+            first_step,
+            role=self._role,
+            close=self.close,
+            before_flush=self._before_foreign_flush,
+            failures=self._failures,
+        )
+        self.log_dir = self._files.log_dir
+        resumed = self._files.first_step > 0
+        self._later_steps = LaterSteps(self.log_dir, self._failures, expected=resumed)
+        self._board = Board(
+            pictures=content.images, session_id=self._files.session_id, bulk=bulk, loss=loss_tag
+        )
+        self._processor = Processor(
+            board=self._board,
+            sink=self._files,
+            rules=rules,
+            observers=(self._files.flight, self._later_steps),
+            on_alert=self._note_alert,
+            full_steps=self._full_steps,
+            failures=self._failures,
+            loss=LossChoice(loss_tag),
+            budget=self._budget,
+            light_steps=self._light_steps,
+        )
+        self._pipeline = Pipeline(self._processor, self._failures)
+        self._capture = Capture(
+            model,
+            selection=selection,
+            is_full=self._full_steps,
+            have_norms=self._light_steps.have_norms,
+            content=content,
+            deliver=self._pipeline.submit,
+            safe_point=self._step_ended,
+            primary=optimizer,
+            failures=self._failures,
+            first_step=self._files.first_step,
+            budget=self._budget,
+            sample=sample,
+            find_ranks=self._find_ranks,
+        )
+        if role_is_final:
+            self._join_ranks()
+            if self._ranks.observer is not None:
+                self._ranks.observer.topology.read_model(model)
+        # Priority 10: before the finalizer of the writer, which has priority 0.
+        self._finalizer = Finalize(model, self.close, exitpriority=10)
+        self.attach()
+        self._write(self._board.first_values())
+        links.log_once(self.log_dir)
+
+    @property
+    def attached(self) -> bool:
+        return self._capture.attached
+
+    @property
+    def current_step(self) -> int:
+        return self._capture.step
+
+    @property
+    def should_stop(self) -> bool:
+        return self._should_stop
+
+    @property
+    def alerts(self) -> tuple[Alert, ...]:
+        """The alerts of all steps up to now; waits for the rules."""
+        self._await_steps()
+        return tuple(self.noted_alerts)
+
+    @property
+    def _closed(self) -> bool:
+        return not self._finalizer.still_active()
+
+    def inert(self) -> DisabledRun:
+        """Return the run of a copied or unpickled logger: a copied model is another model."""
+        return DisabledRun(self.log_dir, self.current_step)
+
+    # --- hooks -----------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        if self._closed:
+            gone = "the model is gone; keep it in a variable of yours"
+            why = gone if self._capture.model() is None else "the logger is closed; make a new one"
+            raise ValueError(f"HookLogger.attach(): {why}")
+        if self._role.measures:
+            self._capture.attach()
+
+    def detach(self) -> None:
+        self._capture.detach()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self._capture.phase(check_phase(name))
+
+    def step(self) -> None:
+        if self._capture.attached:
+            self._capture.manual_step()
+        self._step_ended()
+
+    # --- logged values ---------------------------------------------------------------------------
+
+    def log(self, scalars: object, more: Sequence[object], named: Mapping[str, object]) -> None:
+        if self._closed:
+            message = "HookLogger.log() after close() writes nothing; call it earlier"
+            self._failures.log_once(message)
+            return
+        started_s = time.thread_time() if self._budget is not None else 0.0
+        values, errors = scalars_of(scalars, more, named)
+        self._log(values, self._capture.step)
+        if self._budget is not None:
+            self._budget.logged(time.thread_time() - started_s)
+        if errors:
+            raise errors[0]
+        if self._may_stop and not self._role.merges:
+            self._stop_if_requested(None)
+
+    def hparams(self, values: Mapping[str, Hyperparameter], metrics: Iterable[str] | None) -> None:
+        if metrics is not None:
+            self._write(hparams.values_of(values, metrics))
+            return
+        session, known = hparams.session_value(values), dict(values)
+        self._write([session], lambda loss: hparams.experiment_value(known, [loss]))
+
+    def _log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
+        item = LoggedScalars(step=step, wall_time=time.time(), values=values)
+        self._pipeline.submit_logged(item, at_once=self._light_steps.see_logged(step, values))
+
+    def _log_costs(self, curves: Mapping[str, float], step: int) -> None:
+        self._log({RUN + name: value for name, value in curves.items()}, step)
+
+    def _write(
+        self, values: Sequence[bytes], of_loss: Callable[[str], bytes] | None = None
+    ) -> None:
+        """Write encoded values at the current step, and one more when the loss's tag is known."""
+        self._pipeline.submit_logged(
+            ReadyValues(
+                step=self._capture.step, wall_time=time.time(), values=values, of_loss=of_loss
+            )
+        )
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        capture = self._capture.state_dict()
+        self._await_steps()
+        rules = self._pipeline.state_dict(capture["step"])
+        # A resumed run counts on these files even if the process is killed next.
+        if not self._files.flush(_CHECKPOINT_S):
+            log.warning(
+                "telemetry: the records up to the checkpoint at step %d are not written within "
+                "%.0f s; if the process is killed now, a resumed run lacks them",
+                capture["step"],
+                _CHECKPOINT_S,
+            )
+        return {"format": STATE_FORMAT, **capture, **rules}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        usable, incompatible = checked_state(state)
+        if self._closed:
+            raise ValueError("HookLogger.load_state_dict(): the logger is closed; make a new one")
+        self._later_steps.expect_them()
+        attached = self._capture.attached
+        self._capture.detach()
+        self._await_steps()
+        self._capture.load_state_dict(usable)
+        self._files.purge(self._capture.step)
+        incompatible += self._pipeline.load_state_dict(usable, self._capture.step)
+        if attached:
+            self._capture.attach()
+        if incompatible:
+            log.warning("telemetry: load_state_dict() ignored %s", "; ".join(incompatible))
+
+    # --- ranks -----------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> Exchange:
+        return self._processor.ranks
+
+    def _find_ranks(self) -> RankObserver | None:
+        """Join the other ranks at the first forward pass, if none was known before."""
+        if self._role.size == 1:
+            self._role = role_of(self._role.ranks)
+            self._join_ranks()
+        return self._ranks.observer
+
+    def _join_ranks(self) -> None:
+        """Open the files and the exchange of the role, which is final."""
+        self._files.open_for(self._role)
+        if self._role.merges:
+            self._processor.ranks = RankExchange(
+                rank=self._role.rank,
+                size=self._role.size,
+                put=self._pipeline.put_now,
+                ask=self._full_steps.ask,
+                current_step=lambda: self._capture.step,
+                failures=self._failures,
+            )
+        elif not self._role.measures:
+            self._pipeline.ignore_all()
+
+    def _settle_role(self) -> None:
+        """Write in this process if the rank is still unknown."""
+        if self._files.is_undecided:
+            with self._failures.contained("to open its files"):
+                self._find_ranks()
+
+    # --- waiting ---------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        self._settle_role()
+        each_within(CLOSE_TIMEOUT_S, self._await_steps, self._files.flush)
+
+    def _await_steps(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until the rules have checked all steps up to now, on all ranks."""
+        waits: list[Callable[[float], None]] = [self._pipeline.flush]
+        if self._role.merges and not self._pipeline.on_own_thread():
+            waits += [self._ranks.wait, self._pipeline.flush]
+        each_within(timeout_s, *waits)
+
+    def _before_foreign_flush(self, closing: bool) -> None:
+        """Write queued items before somebody else flushes or closes the writer."""
+        if not self._pipeline.is_late:
+            self._pipeline.flush(_FOREIGN_FLUSH_S)
+        if closing:
+            self._write_end()
+
+    # --- alerts ----------------------------------------------------------------------------------
+
+    def _note_alert(self, alert: Alert, wall_time: float) -> None:
+        """Store an alert and respond to it; on the background thread."""
+        self.noted_alerts.append(alert)
+        self._files.write_alert(alert, wall_time)
+        if callable(self._on_alert):
+            self._on_alert(alert)
+        elif self._may_stop and alert.stage != "resolved" and alert.severity != "note":
+            self._ranks.raise_on_all(alert)
+
+    def _step_ended(self) -> None:
+        if self._may_stop or self._role.merges:
+            self._stop_if_requested(self._capture.step - 1)
+
+    def _stop_if_requested(self, step: int | None) -> None:
+        """Stop training if an alert requests it; all ranks stop after the same step.
+
+        Args:
+            step: The step that has ended; None: no other step will end.
+        """
+        if self._pipeline.on_own_thread():
+            return
+        if (alert := self._ranks.to_raise(step)) is not None:
+            if self._on_alert == "raise":
+                raise TelemetryAlert(alert)
+            self._should_stop = True
+
+    # --- end -------------------------------------------------------------------------------------
+
+    def end_block(self, exception: BaseException | None) -> None:
+        """Close at the end of a ``with`` block; raise a requested alert."""
+        if exception is not None:
+            each_within(CLOSE_TIMEOUT_S, partial(self._note_exception, exception), self.close)
+            return
+        self.close()
+        self._stop_if_requested(None)
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        self._finalizer.cancel()
+        if self._pipeline.on_own_thread():  # on_alert closes; the rules check the rest afterwards
+            Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
+        else:
+            self._end(timeout_s)
+
+    def _note_exception(self, exception: BaseException, timeout_s: float) -> None:
+        """Write the flight file of an exception that ends the training."""
+        self._exception = exception
+        self._pipeline.flush(timeout_s)
+        self._files.flight.on_exception(exception, self._capture.step)
+        self._capture.detach()  # without a message about a run without steps
+
+    def _end(self, timeout_s: float) -> None:
+        """End the run, or wait until another thread has done so."""
+        if not self._ending.acquire(timeout=timeout_s):
+            return
+        try:
+            if not self._ended:
+                self._capture.end()
+                self._settle_role()
+                each_within(
+                    timeout_s,
+                    self._end_exchange,
+                    self._pipeline.close,
+                    lambda left_s: self._write_end(),
+                    self._files.close,
+                )
+                self._log_full_steps()
+                self._exception = None  # its frames hold the model
+                self._ended = True
+        finally:
+            self._ending.release()
+
+    def _end_exchange(self, timeout_s: float) -> None:
+        """Send the rest to the other ranks, and receive theirs."""
+        if self._role.merges:
+            self._pipeline.in_turn(self._processor.send_rest)
+            self._ranks.close(timeout_s / 2)
+
+    def _write_end(self) -> None:
+        steps = self._full_steps
+        counts = {"scheduled": steps.scheduled, "requested": steps.requested}
+        self._files.write_end(*self._board.end_values(self._exception, **counts))
+
+    def _log_full_steps(self) -> None:
+        """Log the number of full steps and their reasons; a warning if rules doubled them."""
+        scheduled, requested = self._full_steps.scheduled, self._full_steps.requested
+        if not (self._role.writes and scheduled):
+            return
+        level, hint = logging.INFO, ""
+        if requested > scheduled:
+            level, hint = logging.WARNING, "; max_overhead limits their cost"
+        message = "telemetry: full steps: %d scheduled, %d more requested by rules%s"
+        log.log(level, message, scheduled, requested, hint)
