@@ -143,20 +143,20 @@ def parse_location(content: Any) -> CodeLocation:
 
 _SEVERITIES, _STAGES = get_args(Severity), get_args(Stage)
 _LOCATION_FIELDS = untrusted.fields(
-    file=untrusted.name, line=untrusted.whole, class_name=untrusted.name
+    file=untrusted.name, line=untrusted.non_negative_int, class_name=untrusted.name
 )
 _ALERT_FIELDS = untrusted.fields(
     kind=untrusted.name,
     severity=untrusted.text,
-    step=untrusted.whole,
+    step=untrusted.non_negative_int,
     module_name=untrusted.optional(untrusted.name),
     value=untrusted.number,
     threshold=untrusted.number,
     summary=untrusted.text,
     cause=untrusted.optional(untrusted.text),
-    advice=untrusted.listed(untrusted.text, most=20),
+    advice=untrusted.list_of(untrusted.text, most=20),
     location=untrusted.optional(parse_location),
-    consequences=untrusted.listed(
+    consequences=untrusted.list_of(
         untrusted.fields(kind=untrusted.name, module_name=untrusted.optional(untrusted.name)),
         most=1000,
     ),

@@ -1,11 +1,11 @@
-"""Checks files and JSON texts that somebody else may have made.
+"""Validate files and JSON texts from untrusted sources.
 
-A check takes a value of any type and returns it, or raises :class:`ValueError` with the place and
-what is expected there. Checks of single values combine to checks of lists and objects::
+A check takes a value of any type and returns it, or raises :class:`ValueError` with the path and
+the expected type. Checks of single values combine to checks of lists and objects::
 
-    fields(step=whole, names=listed(name))(json_value)
+    fields(step=non_negative_int, names=list_of(name))(json_value)
 
-Texts are not changed and may hold control characters and lone surrogates; use
+Strings are not changed and may hold control characters and lone surrogates; use
 :func:`telemetry.plain_text.printable` to show them.
 """
 
@@ -26,13 +26,13 @@ Check = Callable[[Any], Checked]
 # layout of 20,000 modules has 2 MB, and so has a large flight file.
 MAX_JSON_BYTES = 32 << 20
 
-# Largest whole number that JavaScript holds exactly.
-MAX_WHOLE = 2**53
+# JavaScript represents every integer up to here exactly.
+MAX_INTEGER = 2**53
 
-# Characters of a name; a link with such a name still fits into a request.
+# Characters of a name; a request URL can still hold such a name.
 MAX_NAME = 10_000
 
-# Characters of a message for people; longer ones are cut off.
+# Characters of a message for people; longer ones are truncated.
 MAX_TEXT = 8000
 
 _NOT_FINITE = {"nan", "inf", "-inf"}
@@ -40,7 +40,7 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a regular file, or a link to one, for reading.
+    """Open a regular file, or a link to one, for reading.
 
     Other files may be endless (``/dev/zero``), block forever (a pipe), or have side effects.
 
@@ -48,7 +48,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
         OSError: It is not a regular file, or cannot be opened.
     """
     _require_regular(path, os.stat(path))
-    # If it becomes a pipe at this moment, opening still does not wait for a writer.
+    # The file may have become a pipe; opening it must not block until there is a writer.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AT_ONCE))  # noqa: SIM115
     try:
         _require_regular(path, os.fstat(file.fileno()))
@@ -64,7 +64,7 @@ def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> No
 
 
 def parse_json(text: bytes) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text.
 
     Raises:
         ValueError: It is not JSON, too large, or nested too deeply for Python.
@@ -82,22 +82,22 @@ def parse_json(text: bytes) -> Any:
 # --- single values -----------------------------------------------------------------------------
 
 
-def whole(value: Any) -> int:
-    """A step, a size or an index: 0 or more."""
-    if type(value) is not int or not 0 <= value <= MAX_WHOLE:
-        raise ValueError("must be a whole number from 0 to 2**53")
+def non_negative_int(value: Any) -> int:
+    """Check a step, a size or an index."""
+    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+        raise ValueError("must be an integer from 0 to 2**53")
     return value
 
 
 def integer(value: Any) -> int:
-    """Any number that torch accepts as a seed."""
+    """Check a seed of torch: signed or unsigned 64 bits."""
     if type(value) is not int or not -(2**63) <= value < 2**64:
-        raise ValueError("must be a whole number of 64 bits")
+        raise ValueError("must be an integer of 64 bits")
     return value
 
 
 def number(value: Any) -> float:
-    """A number, or the name of one that JSON lacks, such as ``"nan"`` or ``"-inf"``."""
+    """Check a number, or ``"nan"``, ``"inf"`` or ``"-inf"``, which JSON has no numbers for."""
     if type(value) in (int, float) or (type(value) is str and value in _NOT_FINITE):
         with suppress(OverflowError):  # an integer may be larger than any float
             return float(value)
@@ -111,14 +111,14 @@ def flag(value: Any) -> bool:
 
 
 def name(value: Any) -> str:
-    """The name of a module, a parameter or a class."""
+    """Check the name of a module, a parameter or a class."""
     if type(value) is not str or len(value) > MAX_NAME:
         raise ValueError(f"must be a name of at most {MAX_NAME} characters")
     return value
 
 
 def text(value: Any) -> str:
-    """A text for people; a long one is cut off."""
+    """Check a text for people; a long one is truncated."""
     if type(value) is not str:
         raise ValueError("must be a text")
     return value[:MAX_TEXT]
@@ -128,36 +128,36 @@ def text(value: Any) -> str:
 
 
 def optional(check: Check[Checked]) -> Check[Checked | None]:
-    """A value that passes the check, or null."""
+    """Accept null and any value that passes the check."""
     return lambda value: None if value is None else check(value)
 
 
-def listed(check: Check[Checked], *, most: int | None = None) -> Check[list[Checked]]:
-    """A list of at most ``most`` values that pass the check."""
+def list_of(check: Check[Checked], *, most: int | None = None) -> Check[list[Checked]]:
+    """Check a list of at most ``most`` items."""
 
     def check_all(value: Any) -> list[Checked]:
         if type(value) is not list:
             raise ValueError("must be a list")
         if most is not None and len(value) > most:
             raise ValueError(f"must have at most {most} items, not {len(value)}")
-        return [_at(f"[{place}]", check, item) for place, item in enumerate(value)]
+        return [_at(f"[{i}]", check, item) for i, item in enumerate(value)]
 
     return check_all
 
 
-def row(*checks: Check[Any]) -> Check[list[Any]]:
-    """A list with one item for each check."""
+def fixed_array(*checks: Check[Any]) -> Check[list[Any]]:
+    """Check a list with one item per check."""
 
-    def check_row(value: Any) -> list[Any]:
+    def check_array(value: Any) -> list[Any]:
         if type(value) is not list or len(value) != len(checks):
             raise ValueError(f"must be a list of {len(checks)} items")
         return [_at(f"[{i}]", checks[i], item) for i, item in enumerate(value)]
 
-    return check_row
+    return check_array
 
 
 def fields(**checks: Check[Any]) -> Check[dict[str, Any]]:
-    """An object with these fields; other fields are dropped."""
+    """Check an object with these fields; other fields are dropped."""
 
     def check_fields(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
@@ -170,17 +170,17 @@ def fields(**checks: Check[Any]) -> Check[dict[str, Any]]:
     return check_fields
 
 
-def _at(place: str, check: Check[Checked], value: Any) -> Checked:
+def _at(path: str, check: Check[Checked], value: Any) -> Checked:
     try:
         return check(value)
     except ValueError as error:
-        below, problem = error.args if isinstance(error, _MisplacedError) else ("", str(error))
-        raise _MisplacedError(place + below, problem) from None
+        below, problem = error.args if isinstance(error, _InvalidValueError) else ("", str(error))
+        raise _InvalidValueError(path + below, problem) from None
 
 
-class _MisplacedError(ValueError):
-    """A place in the value, and the problem there: ``steps.loss[3]: must be a number``."""
+class _InvalidValueError(ValueError):
+    """Path in the value, and the problem there: ``steps.loss[3]: must be a number``."""
 
     def __str__(self) -> str:
-        place, problem = self.args
-        return f"{place.removeprefix('.')}: {problem}"
+        path, problem = self.args
+        return f"{path.removeprefix('.')}: {problem}"

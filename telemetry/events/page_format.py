@@ -177,7 +177,7 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
         raise ValueError("modules: two of them have the same name")
     parameters = []
     for name, owner, shape in content["parameters"]:
-        if owner >= len(names) or math.prod(shape) > untrusted.MAX_WHOLE:
+        if owner >= len(names) or math.prod(shape) > untrusted.MAX_INTEGER:
             raise ValueError("parameters: the module or the shape of one is out of range")
         parameters.append(Parameter(name=name, module_name=names[owner], shape=tuple(shape)))
     code = {place: where for *where, places in content["code"] for place in places}
@@ -194,14 +194,16 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
     return layout, tuple([statistic["name"] for statistic in content["statistics"]])
 
 
-_SHAPE = untrusted.listed(untrusted.whole, most=_MAX_DIMENSIONS)
-_PLACES = untrusted.listed(untrusted.whole)
+_SHAPE = untrusted.list_of(untrusted.non_negative_int, most=_MAX_DIMENSIONS)
+_PLACES = untrusted.list_of(untrusted.non_negative_int)
 _LAYOUT_FIELDS = untrusted.fields(
-    modules=untrusted.listed(untrusted.row(untrusted.name, untrusted.name)),
-    parameters=untrusted.listed(untrusted.row(untrusted.name, untrusted.whole, _SHAPE)),
-    statistics=untrusted.listed(untrusted.fields(name=untrusted.name)),
-    code=untrusted.listed(
-        untrusted.row(untrusted.name, untrusted.optional(parse_location), _PLACES)
+    modules=untrusted.list_of(untrusted.fixed_array(untrusted.name, untrusted.name)),
+    parameters=untrusted.list_of(
+        untrusted.fixed_array(untrusted.name, untrusted.non_negative_int, _SHAPE)
+    ),
+    statistics=untrusted.list_of(untrusted.fields(name=untrusted.name)),
+    code=untrusted.list_of(
+        untrusted.fixed_array(untrusted.name, untrusted.optional(parse_location), _PLACES)
     ),
 )
 
@@ -242,7 +244,7 @@ def decode_end(text: bytes) -> str | None:
 
 def _parse(text: bytes, what: str) -> Any:
     content = untrusted.parse_json(text)
-    version = untrusted.fields(format=untrusted.whole)(content)["format"]
+    version = untrusted.fields(format=untrusted.non_negative_int)(content)["format"]
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"the {what} has format {version}, this version of telemetry reads {FORMAT_VERSION}; "

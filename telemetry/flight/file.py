@@ -262,11 +262,11 @@ def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 _NUMBER = untrusted.optional(untrusted.number)
-_NUMBERS = untrusted.listed(_NUMBER)
-_NAMES = untrusted.listed(untrusted.name, most=MAX_MODULES)
+_NUMBERS = untrusted.list_of(_NUMBER)
+_NAMES = untrusted.list_of(untrusted.name, most=MAX_MODULES)
 _PROFILE = untrusted.fields(
     when=untrusted.name,
-    step=untrusted.whole,
+    step=untrusted.non_negative_int,
     **dict.fromkeys(_COLUMNS, untrusted.optional(_NUMBERS)),
 )
 
@@ -279,25 +279,28 @@ def _profile(content: Any) -> dict[str, Any]:
 
 _FLIGHT = untrusted.fields(
     complete=untrusted.flag,
-    step=untrusted.whole,
-    batch=untrusted.whole,
+    step=untrusted.non_negative_int,
+    batch=untrusted.non_negative_int,
     first_bad_module=untrusted.optional(untrusted.name),
-    alerts=untrusted.listed(parse_alert, most=MAX_ALERTS),
+    alerts=untrusted.list_of(parse_alert, most=MAX_ALERTS),
     exception=untrusted.optional(
         untrusted.fields(type=untrusted.name, message=untrusted.text, traceback=untrusted.text)
     ),
     random=untrusted.fields(
-        seed=untrusted.optional(untrusted.integer), step=untrusted.optional(untrusted.whole)
+        seed=untrusted.optional(untrusted.integer),
+        step=untrusted.optional(untrusted.non_negative_int),
     ),
     steps=untrusted.fields(
-        step=untrusted.listed(untrusted.whole),
+        step=untrusted.list_of(untrusted.non_negative_int),
         loss=_NUMBERS,
         grad_norm=_NUMBERS,
-        learning_rates=untrusted.listed(_NUMBERS),
+        learning_rates=untrusted.list_of(_NUMBERS),
     ),
-    modules=untrusted.fields(name=_NAMES, type=_NAMES, code=_NAMES, left_out=untrusted.whole),
-    grad_norms=untrusted.listed(_NUMBERS),
-    profiles=untrusted.listed(_profile, most=3),
+    modules=untrusted.fields(
+        name=_NAMES, type=_NAMES, code=_NAMES, left_out=untrusted.non_negative_int
+    ),
+    grad_norms=untrusted.list_of(_NUMBERS),
+    profiles=untrusted.list_of(_profile, most=3),
 )
 
 

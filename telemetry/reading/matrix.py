@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.untrusted import MAX_WHOLE
+from telemetry.untrusted import MAX_INTEGER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +15,9 @@ class Region:
     """A part of a matrix, both ends included."""
 
     first_step: int = 0
-    last_step: int = MAX_WHOLE
+    last_step: int = MAX_INTEGER
     first_layer: int = 0
-    last_layer: int = MAX_WHOLE
+    last_layer: int = MAX_INTEGER
 
     def holds(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether each of the steps lies inside."""

@@ -13,7 +13,7 @@ from telemetry.events.page_format import EVENTS_PER_TAG, PLUGIN_NAME, ChunkKind
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.sessions import NumberTag, Segment
 from telemetry.reading.sources import Problems, RunSource
-from telemetry.untrusted import MAX_WHOLE
+from telemetry.untrusted import MAX_INTEGER
 
 # Most that is read for one answer; if it would be more, steps are left out.
 READ_BYTES = 256 << 20
@@ -114,7 +114,7 @@ def _event_numbers(kind: ChunkKind, step: int, array: object, shape: tuple[int, 
             f"it has {list(values.shape[1:])} numbers per step, its layout has {list(shape)}"
         )
     exact = step + distances
-    if not ((exact >= 0) & (exact <= MAX_WHOLE)).all():
+    if not ((exact >= 0) & (exact <= MAX_INTEGER)).all():
         raise ValueError("its steps must be from 0 to 2**53")
     return step + distances.astype(np.int64), values
 

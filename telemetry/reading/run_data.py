@@ -47,7 +47,7 @@ from telemetry.reading.sessions import (
 from telemetry.reading.sources import RunSource
 from telemetry.reading.units import Units
 from telemetry.records import Layout
-from telemetry.untrusted import MAX_WHOLE
+from telemetry.untrusted import MAX_INTEGER
 
 _OF_RANKS = {statistic.name for statistic in PAGE_STATISTICS if statistic.of_ranks}
 
@@ -261,7 +261,7 @@ class RunData:
         session, number = parse_layout_tag(tag) if is_layout else ("", 0)
         if not isinstance(text, bytes):
             raise ValueError("it is not a text")
-        if is_layout and not 0 <= step <= MAX_WHOLE:
+        if is_layout and not 0 <= step <= MAX_INTEGER:
             raise ValueError("its step must be from 0 to 2**53")
         if text not in self._decoded:
             if len(text) > self._text_room:

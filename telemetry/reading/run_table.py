@@ -33,7 +33,7 @@ from telemetry.reading.log_dirs import natural_key
 from telemetry.reading.sessions import Sessions, session_of
 from telemetry.reading.sources import RunSource
 from telemetry.tag_names import LAYERS
-from telemetry.untrusted import MAX_WHOLE
+from telemetry.untrusted import MAX_INTEGER
 
 # A run that is still going writes at least every few seconds, but it may pause to validate.
 _SILENT_S = 300.0
@@ -223,7 +223,7 @@ def read_hparams(content: bytes | None) -> Iterator[tuple[str, str | float | boo
         kind = value.WhichOneof("kind")
         if kind == "number_value":  # whole ones are most likely written as such
             number = value.number_value
-            is_whole = number.is_integer() and abs(number) <= MAX_WHOLE
+            is_whole = number.is_integer() and abs(number) <= MAX_INTEGER
             yield name[:_MAX_TEXT], int(number) if is_whole else number
         elif kind == "bool_value":
             yield name[:_MAX_TEXT], value.bool_value

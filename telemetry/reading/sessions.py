@@ -17,7 +17,7 @@ from telemetry.events.page_format import EVENTS_PER_TAG, NORM_BLOCK_BYTES, Chunk
 from telemetry.layers.units import MOST_BYTES
 from telemetry.reading.sources import Problems
 from telemetry.records import Layout, Module, Parameter
-from telemetry.untrusted import MAX_WHOLE
+from telemetry.untrusted import MAX_INTEGER
 
 _NEVER = 2**62
 _STEPS_BEYOND = 64  # of a block of norms: what one may hold above its limit
@@ -197,7 +197,7 @@ def _group(
     chunks = [(chunk, tag) for tag in last_steps if (chunk := parse_chunk(tag))]
     for chunk, tag in sorted(chunks, key=lambda pair: pair[0].number):
         last = last_steps[tag]
-        if not 0 <= last <= MAX_WHOLE:
+        if not 0 <= last <= MAX_INTEGER:
             problems.add(tag, "its last step must be from 0 to 2**53")
             continue
         key = chunk.session, chunk.layout, chunk.kind

@@ -29,7 +29,7 @@ from telemetry.reading.sessions import Layer
 from telemetry.tensorboard_plugin.provider_source import ProviderSource
 from telemetry.tensorboard_plugin.run_table import RunTable, list_runs
 from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, bundle, read_static_files
-from telemetry.untrusted import MAX_NAME, MAX_WHOLE
+from telemetry.untrusted import MAX_INTEGER, MAX_NAME
 
 MAX_ROWS = 2048
 MAX_CELLS = 4_000_000
@@ -199,7 +199,7 @@ def number(request: wrappers.Request, name: str, default: int | None = None) -> 
     if default is not None and name not in request.args:
         return default
     value = text(request, name)
-    if not (value.isascii() and value.isdigit()) or len(value) > 16 or int(value) > MAX_WHOLE:
+    if not (value.isascii() and value.isdigit()) or len(value) > 16 or int(value) > MAX_INTEGER:
         raise BadRequest(f"{name} must be a whole number of 0 or more")
     return int(value)
 

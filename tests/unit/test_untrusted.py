@@ -88,7 +88,7 @@ def test_a_changed_flight_file_is_explained_or_skipped(
 
 def test_the_place_of_a_fault_is_named() -> None:
     check = untrusted.fields(
-        steps=untrusted.listed(untrusted.fields(loss=untrusted.row(untrusted.number)))
+        steps=untrusted.list_of(untrusted.fields(loss=untrusted.fixed_array(untrusted.number)))
     )
     with pytest.raises(ValueError, match=r"^steps\[1\]\.loss\[0\]: must be a number$"):
         check({"steps": [{"loss": [1]}, {"loss": ["x"]}]})
