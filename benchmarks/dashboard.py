@@ -82,7 +82,7 @@ NOTE_WHEN_READY = """new MutationObserver((_, observer) => {
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a run."""
+    """Times of a run."""
 
     layers: int
     steps: int

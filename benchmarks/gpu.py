@@ -104,7 +104,7 @@ def workloads(small: bool) -> list[Workload]:
 
 
 def gpt2(depth: int, width: int, tokens: int) -> nn.Module:
-    """That of transformers, or, where that is not installed, one of the same shapes."""
+    """Return the model of transformers, or one of the same shapes where it is not installed."""
     heads = max(1, width // 64)
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -130,7 +130,7 @@ class Logits(nn.Module):
 
 
 def mean_and_std(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Recording:
-    """Of each output and its gradient, with one copy to the host per step; nothing is written."""
+    """Measure each output and its gradient with one copy to the host per step; write nothing."""
     taken: list[Tensor] = []
 
     def take(values: Tensor) -> None:
@@ -192,7 +192,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one training step under a variant; medians over the rounds.
+    """Times of one training step under a variant; medians over the rounds.
 
     Attributes:
         trained_ms: Until the device is done.
@@ -257,7 +257,7 @@ def measure_training(
 
 
 def with_peak(make: Callable[[], Training], device: torch.device) -> tuple[Training, int]:
-    """What is made, and the peak of the device's memory meanwhile, in bytes beyond that before."""
+    """Return the built object and the peak of device memory meanwhile, in additional bytes."""
     gc.collect()
     if device.type != "cuda":
         return make(), 0
@@ -267,7 +267,7 @@ def with_peak(make: Callable[[], Training], device: torch.device) -> tuple[Train
 
 
 def full_steps(log_dir: Path) -> int:
-    """How many steps of a run were measured in full; none where telemetry did not record."""
+    """Return the number of full steps of a run, or None where telemetry did not record."""
     if not any(log_dir.glob("*tfevents*")):
         return 0
     layers = telemetry.read(log_dir).layers

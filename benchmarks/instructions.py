@@ -120,7 +120,7 @@ _COUNTS, _ADDS = (re.compile(rf"(@\S+ )?{name}\b") for name in ("ATOMS", "DADD")
 
 def _ordinary_path(function: list[Instruction], head: int, end: int) -> tuple[int, int, int]:
     """The most elements counted between two places, sums added, and minus the fewest slots."""
-    # Slots by what was counted and added before.
+    # Slots by the earlier counts and sums.
     reached: dict[int, dict[tuple[int, int], int]] = {head: {(0, 0): 0}}
     for place in range(head, end + 1):
         text, following = function[place]

@@ -48,7 +48,7 @@ def main() -> None:
         driver = stubbed.install(patches, Path(folder), types=native.TYPES)
         driver.idle = 1
         patches.setattr(cuda, "_pinned_memory", partial(torch.zeros, dtype=torch.uint8))
-        # All tensors are in the stub's memory, and PyTorch is asked what it is asked on a GPU.
+        # All tensors are in the stub's memory, and PyTorch receives the same calls as on a GPU.
         patches.setattr(torch.Tensor, "is_cuda", True)
         patches.setattr(torch.Tensor, "is_cpu", False)
         patches.setattr(torch.Tensor, "get_device", lambda tensor: 0)

@@ -86,7 +86,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Time:
-    """Of one step, in milliseconds; ``full`` full steps for each scheduled one."""
+    """Times of one step, in milliseconds; ``full`` full steps for each scheduled one."""
 
     wall_ms: float
     cpu_ms: float

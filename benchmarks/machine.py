@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# The code beside which this file lies, installed or not.
+# The code next to this file, installed or not.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import telemetry

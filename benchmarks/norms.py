@@ -33,7 +33,7 @@ _ENOUGH_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one step that is not measured in full; medians over the rounds, in milliseconds.
+    """Times of one light step; medians over the rounds, in milliseconds.
 
     Attributes:
         parameters: How many the model has.

@@ -43,7 +43,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of one training step under a variant; medians over the rounds.
+    """Times of one training step under a variant; medians over the rounds.
 
     Attributes:
         wall_ms: Wall time in milliseconds.
@@ -70,7 +70,7 @@ class Training:
         self._train(steps=1)  # step 0
 
     def run_block(self) -> Block:
-        self._train(steps=1)  # brings memory and caches to what this variant leaves
+        self._train(steps=1)  # brings memory and caches to the state of this variant
         wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
         self._train(self._steps)
         return Block(

@@ -48,7 +48,7 @@ ADDITIONAL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What should be said of a run.
+    """Expected alerts of a run.
 
     Attributes:
         want: ``H`` nothing, ``F`` one of ``kinds``, ``G`` the same but silence is no error, ``A``
@@ -65,10 +65,10 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One run and what was said of it.
+    """One run and its alerts.
 
     Attributes:
-        verdict: ``ok``; or what is wrong, in capitals.
+        verdict: ``ok``, or the fault in capitals.
         layer: Whether the right layer is named; None if it does not matter or nothing was said.
         entries: The most alerts of one kind, ends left out.
         notes: How many alerts are notes, ends left out.
@@ -89,7 +89,7 @@ class Outcome:
 
 
 class Log:
-    """What a run is given: makes loggers as a user would, and keeps the losses."""
+    """Log of a run: creates loggers as a user would, and keeps the losses."""
 
     def __init__(self, every: int, seed: int, folder: str) -> None:
         self.every, self.seed = every, seed
@@ -100,7 +100,7 @@ class Log:
     def attach(
         self, model: nn.Module, optimizer: Optimizer | None = None, **options: Any
     ) -> HookLogger:
-        """A logger with default settings, in a directory of its own."""
+        """Logger with default settings in a separate directory."""
         logger = HookLogger(
             model,
             f"{self._folder}/{len(self.loggers)}",
@@ -112,7 +112,7 @@ class Log:
         return logger
 
     def note(self, **figures: float) -> None:
-        """What else a run has to say is for those who wrote its label."""
+        """Other output of a run is for the authors of its label."""
 
 
 def load(bench: str) -> tuple[dict[str, Callable[[Log], None]], dict[str, Wanted]]:
@@ -143,7 +143,7 @@ def _known(label: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_once(bench: str, name: str, every: int, seed: int) -> Outcome:
-    """Train one run in this process, and judge what is said of it."""
+    """Train one run in this process and judge its alerts."""
     runs, labels = load(bench)
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +187,7 @@ def judged(label: Wanted, alerts: Iterable[Alert]) -> tuple[str, bool | None]:
     if any(alert.step < label.onset for alert in loud):
         return "EARLY", None
     told = [a for a in new if a.kind in label.kinds and a.step >= label.onset]
-    if not told:  # a note of another kind misleads nobody
+    if not told:  # a note of another kind is not misleading
         missed = "gap" if label.want == "G" else "MISSED"
         wrong = any(alert.kind not in ADDITIONAL for alert in loud)
         return ("WRONG KIND" if wrong else missed), None

@@ -1,4 +1,4 @@
-"""Keeps what the rules are told of real runs, and shows it to them again in seconds.
+"""Records the input of the rules in real runs, and replays it to them in seconds.
 
     python benchmarks/replay.py record --out DIR [--only GLOB] [--seed N]
     python benchmarks/replay.py replay DIR [--only GLOB] [--every 1 10 100] [--jobs N] [--times]
@@ -70,7 +70,7 @@ MOMENTS = (*COUNTS, *EXTREMES, *POWER_SUMS)
 
 
 class Recorder(Rule):
-    """Finds nothing, and keeps all that a rule is told.
+    """Rule that finds nothing and keeps its input.
 
     Attributes:
         kept: Where the run keeps its records: they are taken from there, to spare memory.
@@ -164,7 +164,7 @@ class Log:
         return self._run
 
     def note(self, **figures: float) -> None:
-        """As :meth:`realruns.Log.note`."""
+        """Equivalent of :meth:`realruns.Log.note`."""
 
     def after_backward(self, step: int, loss: float) -> None:
         self._run.log(loss=loss)
@@ -174,7 +174,7 @@ class Log:
 
 
 def all_runs(seed: int) -> dict[str, Callable[[Any], object]]:
-    """What trains each run, by its bench and name; says which benches are not there."""
+    """Return the training of each run by bench and name; print the missing benches."""
     found: dict[str, Callable[[Any], object]] = {}
     for bench in ("runs", "realruns"):
         runs = realruns.load(bench)[0]
@@ -191,7 +191,7 @@ def all_runs(seed: int) -> dict[str, Callable[[Any], object]]:
 
 
 def record(out: Path, only: str, seed: int) -> int:
-    """Record what is not there yet; returns how many runs could not be."""
+    """Record the missing runs; return the number of failures."""
     failed = 0
     for name, train in all_runs(seed).items():
         if not fnmatch(name, only) or (out / f"{name}.0.npz").exists():
@@ -248,7 +248,7 @@ class Recorded:
                 event["tensors"] = range(tensor, tensor := tensor + event["tensors"])
 
     def record(self, step: Mapping[str, Any], *, full: bool) -> StepRecord:
-        """Of a step, in full, or as where only norms are taken."""
+        """Input of the rules at a full step or at a light one."""
         fields: dict[str, Any] = {n: self._arrays[n][step["parameters"]] for n in NORMS}
         fields |= {name: step[name] for name in (*FACTS, "layout")} | {"full": full}
         finite = fields["grad_finite"].all()
@@ -292,7 +292,7 @@ Fields = dict[str, Any]
 
 
 class Replay:
-    """The default rules, which are shown a run as a logger with this ``every_n_steps`` does.
+    """Default rules, with a run replayed as by a logger with this ``every_n_steps``.
 
     Attributes:
         alerts: What they found.
@@ -391,7 +391,7 @@ def healthy_runs() -> set[str]:
 
 
 def show_full_steps(rows: Sequence[Row], intervals: Sequence[int]) -> None:
-    """How many full steps the healthy runs had, beside those that were due."""
+    """Number of full steps of the healthy runs in addition to the scheduled ones."""
     healthy = healthy_runs()
     for n in intervals:
         counts = [

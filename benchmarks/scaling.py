@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of torch; default: 1")
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)  # here only for what is printed
+    torch.set_num_threads(args.threads)  # here only for the printed description
     device = torch.device("cpu")
     print(describe_machine(device))
     sizes = args.modules or (SIZES[:2] if args.quick else SIZES)

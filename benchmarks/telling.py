@@ -1,4 +1,4 @@
-"""Measures how soon a fault is known: raised, in ``alerts.jsonl``, and in what the page reads.
+"""Measures how soon a fault is raised, in ``alerts.jsonl``, and in the files that the page reads.
 
     python benchmarks/telling.py [--quick] [--json FILE]
 

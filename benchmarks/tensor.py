@@ -82,7 +82,7 @@ class Result:
         return statistics.median(time.wall_ns for time in self.rounds)
 
     def ratio(self, other: Result) -> float:
-        """How many times longer than ``other`` it took."""
+        """Ratio of its time to that of ``other``."""
         pairs = zip(self.rounds, other.rounds, strict=True)
         return statistics.median(ours.cpu_ns / theirs.cpu_ns for ours, theirs in pairs)
 
@@ -91,7 +91,7 @@ class Result:
 
 
 def together(tensor: Tensor) -> int:
-    """How many tensors like this are measured at once."""
+    """Number of such tensors measured at once."""
     return max(1, min(TOGETHER, 1_000_000 // tensor.numel()))
 
 
@@ -99,7 +99,7 @@ class Ours:
     """Telemetry's two halves: adding on the training thread, reducing on another."""
 
     def __init__(self, tensor: Tensor, unit_axis: int | None = None) -> None:
-        # Objects of their own: what is measured twice in a row is read once.
+        # Separate objects: a tensor measured twice in a row is read once.
         self._tensors = [tensor.detach() for _ in range(together(tensor))]
         self._unit_axis = unit_axis
         self._measurer = Measurer()

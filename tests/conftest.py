@@ -1,4 +1,4 @@
-"""What all tests share: steady Hypothesis runs, one torch thread, real MNIST, disks that fail."""
+"""Fixtures of all tests: steady Hypothesis runs, one torch thread, real MNIST, failing disks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.disks import FreezableDisk
 from tests.helpers.paths import SHARED
 
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
-# For what is run a second time in another way.
+# For tests that run a second time in another way.
 hypothesis.settings.register_profile(
     "brief", hypothesis.settings.get_profile("steady"), max_examples=15
 )

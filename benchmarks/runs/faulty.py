@@ -1,4 +1,4 @@
-"""Runs with a fault that people really make; see the labels for what is wrong."""
+"""Runs with faults that occur in practice; see the labels for each."""
 
 from __future__ import annotations
 

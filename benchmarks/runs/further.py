@@ -1,4 +1,4 @@
-"""Further runs that learn; see the labels for what looks odd about each."""
+"""Further healthy runs; see the labels for the oddities of each."""
 
 from __future__ import annotations
 

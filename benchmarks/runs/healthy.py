@@ -1,4 +1,4 @@
-"""Runs that learn; see the labels for what looks odd about each."""
+"""Healthy runs; see the labels for the oddities of each."""
 
 from __future__ import annotations
 

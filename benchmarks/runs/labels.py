@@ -1,4 +1,4 @@
-"""What a practitioner would want to hear of each run; written before any rule saw it."""
+"""Labels of the runs by a practitioner, written before any rule was run on them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TREND = frozenset({"exponential_trend"})
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What should be said.
+    """Expected alerts of a run.
 
     Attributes:
         kinds: Kinds of alerts any of which is right; none for a healthy run.
@@ -78,7 +78,7 @@ LABELS = {
     ),
     "pooler_unused": Label(
         kinds=frozenset({"untrained_parameters"}), layers=("pooler",), by=100,
-        why="a head that nobody reads; worth a note",
+        why="an unused head; worth a note",
     ),
     "ctc_impossible_length": Label(
         kinds=frozenset({"nonfinite"}), onset=117, by=117,

@@ -268,7 +268,7 @@ def moons(g: torch.Generator, size: int = 128) -> Tensor:
 
 
 class ActorCritic(nn.Module):
-    """A policy and the value of a state, each with a net of its own."""
+    """Policy and value of a state, each with a separate net."""
 
     def __init__(self, states: int = 16, actions: int = 2) -> None:
         super().__init__()
@@ -501,7 +501,7 @@ def letters(g: torch.Generator, size: int = 16, length: int = 33) -> Tensor:
 
 
 def chain(g: torch.Generator, size: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """States of a random walk of 8 in a ring, rewards of 1 at one of them, and what follows."""
+    """States of a random walk of 8 in a ring, rewards of 1 at one of them, and the returns."""
     at = torch.randint(0, 8, (size,), generator=g)
     following = (at + 2 * torch.randint(0, 2, (size,), generator=g) - 1) % 8
     return F.one_hot(at, 8).float(), (at == 3).float(), F.one_hot(following, 8).float()

@@ -1,4 +1,4 @@
-"""What the runs share: who logs them, a usual loop, and data that needs no download."""
+"""Logging, the usual loop and data without downloads, shared by the runs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def warm_cosine(warm: int, total: int) -> Callable[[int], float]:
 
 
 def generator(log: Log) -> torch.Generator:
-    """Of the run's data; the model takes torch's own."""
+    """Generator of the run's data; the model uses torch's default one."""
     return torch.Generator().manual_seed(log.seed + 1000)
 
 

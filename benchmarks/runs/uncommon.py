@@ -54,7 +54,7 @@ def hyper_weights_scaled(log: Log, faulty: bool) -> None:
 
 
 class Spectral(nn.Module):
-    """Mixes the channels of each low frequency of a series, beside a pointwise path."""
+    """Mixes the channels of each low frequency of a series, in parallel to a pointwise path."""
 
     def __init__(self, width: int = 12, modes: int = 5) -> None:
         super().__init__()
@@ -388,7 +388,7 @@ def gates_in_a_row(log: Log, faulty: bool) -> None:
 
 
 class SkipGram(nn.Module):
-    """Scores of words beside each other."""
+    """Scores of adjacent words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ def margin_never_reached(log: Log, faulty: bool) -> None:
 
 
 class Stacks(nn.Module):
-    """Forecast in blocks, each of which explains a part of the past and of what comes (N-BEATS)."""
+    """Forecast in blocks, each of which explains a part of the past and of the future (N-BEATS)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -345,7 +345,7 @@ def temperature_of_zero(log: Log, faulty: bool) -> None:
 
 @twins(
     kinds=NONFINITE, layers=("wide",), onset=139, by=139,
-    why="one value of a table beside the pictures is missing", healthy="wide and deep",
+    why="one value of the table next to the pictures is missing", healthy="wide and deep",
 )  # fmt: skip
 def table_with_a_gap(log: Log, faulty: bool) -> None:
     model, g, steps = models.WideAndDeep(), generator(log), iter(range(10**6))
@@ -501,7 +501,7 @@ def tower_dies(log: Log, faulty: bool) -> None:
 
 @twins(
     kinds=DEAD, layers=("blocks.1",), onset=126, by=176,
-    why="the gates of one feed-forward layer, a functional ReLU, shut for good",
+    why="the gates of one feed-forward layer, a functional ReLU, shut permanently",
     healthy="pre-norm blocks with gated layers, SGD",
 )  # fmt: skip
 def gates_shut(log: Log, faulty: bool) -> None:

@@ -190,7 +190,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class Reverse(nn.Module):
-    """Returns what it is given; gradients come back times ``factor``, as in domain adaptation."""
+    """Identity whose gradients are multiplied by ``factor``, as in domain adaptation."""
 
     factor = -0.1
 
@@ -200,7 +200,7 @@ class Reverse(nn.Module):
 
 
 class Adversarial(nn.Module):
-    """Classes of digits from features that should not tell whether a picture is mirrored."""
+    """Classes of digits from features that should be invariant to mirrored pictures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ class PowerPooled(nn.Module):
 
 
 class Attend(nn.Module):
-    """A few learned queries attend to what is given, at a learned temperature."""
+    """A few learned queries attend to the input, at a learned temperature."""
 
     def __init__(self, width: int, queries: int = 4) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class Reader(nn.Module):
 
 
 class WideAndDeep(nn.Module):
-    """A linear part of its own for a table beside the picture."""
+    """Separate linear part for a table next to the picture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +452,7 @@ class Softsigns(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Users and items, each with a tower of their own."""
+    """Users and items, each with a separate tower."""
 
     def __init__(self) -> None:
         super().__init__()

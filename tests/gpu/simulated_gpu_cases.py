@@ -1,4 +1,4 @@
-"""Tests that need a simulated GPU; run by ``test_simulated_gpu.py``, in a process of their own."""
+"""Tests that need a simulated GPU; run by ``test_simulated_gpu.py`` in a separate process."""
 
 from __future__ import annotations
 

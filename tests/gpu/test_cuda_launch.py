@@ -153,7 +153,7 @@ def test_a_parameter_of_a_class_of_its_own_is_measured_by_kernels(
     driver: Driver, by_operations: list[object]
 ) -> None:
     class OnGpuFlat(stubbed.OnGpu):
-        """Of a class that the extension does not know, as a FlatParameter of FSDP is."""
+        """Tensor of a class unknown to the extension, like FSDP's FlatParameter."""
 
     tensors = [normal(10, 7), normal(5)]
     measurer = Measurer()

@@ -29,7 +29,7 @@ from tests.helpers.stubbed import KERNELS
 
 THREADS = 64  # two warps, so that what happens between them is tried, and quickly
 
-# What is lost where a vector's powers are added in float32, relative to the sum of magnitudes.
+# Error of float32 sums of a vector's powers, relative to the sum of magnitudes.
 SUM_TOLERANCE = 1e-6
 
 ROW = np.dtype(

@@ -144,7 +144,7 @@ def test_training_is_left_alone_and_never_waits(
 
 @pytest.mark.parametrize("every_n_steps", [1, 1000])
 def test_a_step_ends_while_the_device_has_not_begun_it(tmp_path: Path, every_n_steps: int) -> None:
-    # Small enough for the device's queue: when that is full, whoever adds to it waits.
+    # Small enough for the device's queue: a launch blocks when the queue is full.
     model = nn.Linear(4, 2).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs, begun = torch.rand(8, 4, device=DEVICE), torch.cuda.Event()
@@ -155,7 +155,7 @@ def test_a_step_ends_while_the_device_has_not_begun_it(tmp_path: Path, every_n_s
         optimizer.step()
 
     with HookLogger(model, tmp_path, every_n_steps=every_n_steps) as logger:
-        for _ in range(3):  # what is loaded and allocated once may wait
+        for _ in range(3):  # one-time loading and allocation may wait
             step()
             logger.flush()
         torch.cuda.synchronize()
@@ -193,7 +193,7 @@ def test_a_compiled_model_is_left_alone_and_never_waits(
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's
 def test_a_logged_step_is_two_copies_to_the_host_at_most(tmp_path: Path) -> None:
-    """One of what was measured of tensors, and one of all else."""
+    """One copy of the tensors' rows and one of everything else."""
 
     def quiet(model: nn.Module, logger: HookLogger | None) -> Iterable[object]:
         return plain(model, None)
@@ -240,9 +240,9 @@ def test_a_captured_step_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_thread_waits_while_a_graph_is_captured() -> None:
-    """In the default mode, what another thread asks of an event would invalidate the capture."""
+    """In the default mode, an event query by another thread would invalidate the capture."""
     tensor, measurer, graph = torch.ones(1000, device=DEVICE), Measurer(), torch.cuda.CUDAGraph()
-    (tensor * 2).sum()  # what is loaded and allocated once may wait
+    (tensor * 2).sum()  # one-time loading and allocation may wait
     measurer.add(tensor)
     measurements, copy = measurer.finish(), HostCopy(tensor)
     with ThreadPoolExecutor(1) as pool, torch.cuda.graph(graph):
@@ -298,7 +298,7 @@ def test_figures_are_those_of_plain_hooks(
 
 
 def measure(tensors: Iterable[Tensor], axis: int | None = None) -> list[TensorRecord]:
-    """What is measured of tensors on a GPU, which nothing waits for."""
+    """Rows of tensors on a GPU, measured without synchronization."""
     measurer = Measurer()
     with no_syncs():
         for tensor in tensors:
@@ -329,7 +329,7 @@ def test_every_dtype_is_measured(dtype: torch.dtype, layout: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_every_16_bit_pattern_is_measured(dtype: torch.dtype) -> None:
-    """As the upper half of a float32 number, too, with any lower half: where a bucket ends."""
+    """Include the upper half of a float32 number with any lower half: the edge of a bucket."""
     bits = torch.arange(1 << 16, dtype=torch.int32)
     if dtype is torch.float32:
         halves = [(bits << 16) + lower for lower in (0, 0x7FFF, 0x8000, 0x8001)]
@@ -412,7 +412,7 @@ def test_a_sparse_tensor_is_not_waited_for_to_coalesce() -> None:
 def test_a_tensor_is_measured_as_it_was() -> None:
     tensor, measurer = torch.ones(1 << 20, device=DEVICE), Measurer()
     measurer.add(tensor)
-    measurer.finish().reduce()  # what is loaded and allocated once may wait
+    measurer.finish().reduce()  # one-time loading and allocation may wait
     torch.cuda._sleep(SECOND // 10)
     with no_syncs():
         measurer.add(tensor)

@@ -42,7 +42,7 @@ def _nvrtc_is_installed() -> None:
 
 @pytest.fixture
 def logs(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, str]:
-    """What the compiler says, by the machine code: of what is compiled, not in the cache."""
+    """Return the compiler's log of each kernel, compiled again and not taken from the cache."""
     found: dict[bytes, str] = {}
     compile_source = nvrtc._compile
 

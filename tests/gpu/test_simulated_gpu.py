@@ -1,4 +1,4 @@
-"""What happens to tensors of a GPU, on one that is simulated in a process of its own."""
+"""Streams and copies of GPU tensors, on a simulated GPU in a separate process."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ Points = list[tuple[int, Any]]
 
 
 class Board:
-    """What TensorBoard would show of a log directory."""
+    """Content of a log directory as TensorBoard shows it."""
 
     def __init__(self, provider: DataProvider) -> None:
         self.provider = provider

@@ -138,7 +138,7 @@ class TelemetryPage:
         return self.wait(ready)
 
     def set_dark(self, dark: bool) -> None:
-        """As TensorBoard's own switch does."""
+        """Switch the theme like TensorBoard's own button."""
         self.page.evaluate("(dark) => document.body.classList.toggle('dark-mode', dark)", dark)
         self.locator(f"html{'.dark' if dark else ':not(.dark)'}").wait_for(state="attached")
 
@@ -189,7 +189,7 @@ class TelemetryPage:
             act()
 
     def link(self) -> dict[str, str]:
-        """What the address says about the page."""
+        """The page's state in the address."""
         parts = self.page.evaluate("location.hash").lstrip("#").split("&")
         pairs = (part.split("=", 1) for part in parts if part.startswith("p.telemetry."))
         return {name.removeprefix("p.telemetry."): value for name, value in pairs}

@@ -81,7 +81,7 @@ def made(dtype: torch.dtype, values: str) -> Tensor:
 def assert_measured(
     record: TensorRecord, tensor: Tensor, axis: int | None = None, *, powers: int = 4
 ) -> None:
-    """What was measured of a tensor is what NumPy measures of it, in float64.
+    """Compare a measured tensor with NumPy's float64 values.
 
     Sums may differ by some of float32's last digits: a device may add up a few neighbours in it.
     Of two powers, the sums of others are not compared.

@@ -1,4 +1,4 @@
-"""What the tests of all frameworks share: a small model, an alert to stop at, what was written."""
+"""Small model, stopping alert and readers shared by the tests of all frameworks."""
 
 from __future__ import annotations
 

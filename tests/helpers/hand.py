@@ -1,4 +1,4 @@
-"""What a training loop computes, captured by a few plain hooks of the tests' own."""
+"""Capture of a training loop by a few plain hooks, independent of the package."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def array(tensor: Tensor) -> np.ndarray:
 def check(
     make: Callable[[], nn.Module], loop: Loop, log_dir: Path, **options: Any
 ) -> tuple[Outcome, list[HandStep]]:
-    """Training is left alone, and what is logged is what was captured by hand."""
+    """Check that training is left alone and that the logged values equal the captured ones."""
     flatten = options.pop("flatten", None)
     outcome = assert_left_alone(make, loop, log_dir, **options)
     expected = by_hand(make, loop, flatten=flatten)

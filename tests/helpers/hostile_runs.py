@@ -1,4 +1,4 @@
-"""Directories that somebody else made: a good run, and beside it what no reader may trip over.
+"""Untrusted directories: a good run, next to files that must not break a reader.
 
 Each entry of :data:`KINDS` puts one thing into the directory of :func:`write_good_run`, and names a
 part of the one line that says what was skipped; an empty one where nothing has to be.
@@ -140,7 +140,7 @@ def flight(**changes: Any) -> bytes:
 
 
 def png(width: int, height: int, padding: int = 0) -> bytes:
-    """A PNG file; its pixels are there only if it is small."""
+    """PNG file; it contains its pixels only if it is small."""
     rows = b"".join(bytes(1 + width) for _ in range(height)) if width * height < 1e6 else b""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"teXt", bytes(padding)), (b"IDAT", zlib.compress(rows))]
@@ -245,7 +245,7 @@ def add_many_sessions(log_dir: Path) -> None:
 
 
 def add_overlapping_sessions(log_dir: Path) -> None:
-    """A session of an earlier name goes on beside it, and repeats its own steps."""
+    """A session with an earlier name continues in parallel and repeats its own steps."""
     norms = [
         summaries.tensor(f"telemetry/n/{OTHER}/0000/{n}", np.ones((1, 3), np.float32), PLUGIN_NAME)
         for n in range(3)
@@ -272,7 +272,7 @@ NAMES = [["\x1b[2J\n", "L"], ["\ud800", "\udfff"]]
 
 @dataclass(frozen=True)
 class Kind:
-    """What to put into the directory, a part of the line that is said about it, all layers then."""
+    """Content of the directory, a part of its log line, and the resulting layers."""
 
     make: Callable[[Path], object]
     said: str = ""
@@ -287,7 +287,7 @@ class Kind:
 FLOATS = struct.pack("<8f", *range(8))
 
 KINDS = {
-    # What stands in the place of a file.
+    # Replacement of a file.
     "fifo": Kind(lambda d: os.mkfifo(name_at(d)), "not a regular file"),
     "socket": Kind(add_socket, "999"),
     "directory": Kind(lambda d: name_at(d).mkdir(), "not a regular file"),

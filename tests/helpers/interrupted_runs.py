@@ -146,7 +146,7 @@ def train(
 
 
 def resume(checkpoints: Path, log_dir: Path) -> None:
-    """Print the alerts after each checkpoint; of the healthy run also without what they knew."""
+    """Print the alerts after each checkpoint; of the healthy run also without the saved state."""
     saved = torch.load(checkpoints, weights_only=True)
     alerts = {
         f"{name} {step} {with_state}": train(

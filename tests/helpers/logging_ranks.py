@@ -34,14 +34,14 @@ from tests.helpers.twins import Recorder, draw, seed
 
 
 def twins(rank: int, size: int, way: str, folder: Path, **options: Any) -> dict[str, Any]:
-    """What a bare training left behind and one that is logged."""
+    """Results of a bare training and of a logged one."""
     return {"bare": train(rank, size, way), "watched": train(rank, size, way, folder, **options)}
 
 
 def train(
     rank: int, size: int, way: str, log_dir: Path | None = None, **options: Any
 ) -> dict[str, Any]:
-    """What training left behind; see :func:`training.setup`."""
+    """Results of a training; see :func:`training.setup`."""
     seed(0)
     made = training.setup(way, rank, size)
     optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)
@@ -70,7 +70,7 @@ def parameters(model: nn.Module) -> list[list[float]]:
 
 
 class AtStep:
-    """A rule with an alert of its own at one step."""
+    """Rule that raises an alert at one step."""
 
     name = "told"
 
@@ -244,7 +244,7 @@ def train_until(model: nn.Module, is_done: Any) -> None:
 
 
 class Loner:
-    """Trains without collectives: whoever goes, the others can go on. All compute the same."""
+    """Train without collectives: if a rank exits, the others can continue. All compute the same."""
 
     def __init__(self, log_dir: Path | None, **options: Any) -> None:
         seed(0)
@@ -295,7 +295,7 @@ def expects(rank: int, size: int, other: int) -> None:
 
 
 def end(rank: int, size: int) -> dict[str, Any]:
-    """What training left behind; how long the end took; and of each step whose measurements the
+    """Results of a training, the duration of its end, and of each step whose measurements the
     record says to hold, whose are in the full ones, and how many numbers these have."""
     loner = loners.pop()
     began = time.monotonic()

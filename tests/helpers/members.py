@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, which do what a test tells them and answer when it is done.
+"""Ranks in separate processes, which run a test's commands and answer when each is done.
 
 So tests wait for events and never for time. The processes are forked from one that has loaded
 torch, which takes seconds each time otherwise.
@@ -91,7 +91,7 @@ class Member:
         )
 
     def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What a function of a test returns, which is told which rank this is of how many."""
+        """Return the result of a test's function, called with this rank and the number of ranks."""
         return function(self.rank, self.world_size, *arguments, **named)
 
     def open(self, name: str = "run", timeout_s: float = 3.0) -> None:
@@ -113,7 +113,7 @@ class Member:
     def got(
         self, step: int, name: str = "run", count: int = 1
     ) -> list[tuple[int, list[int], dict[str, float]]]:
-        """Wait for a merged step; then all so far: step, ranks, their numbers."""
+        """Wait for a merged step; return all merged steps: step, ranks, their numbers."""
         received = self.received[name]
         with received.changed:
             received.changed.wait_for(lambda: sum(m.step == step for m in received.merged) >= count)
@@ -157,7 +157,7 @@ class Member:
         return time.monotonic() - began
 
     def leave_behind(self, name: str = "run") -> None:
-        """What a run that has died leaves in a store: an address where nobody is."""
+        """Write the stale address that a dead run leaves in a store."""
         channel = Channel(
             name=name, rank=0, world_size=self.world_size, deliver=print, on_announcement=print,
             failures=Failures(),
@@ -169,7 +169,7 @@ class Member:
         store.set(key, left)
 
     def keys(self) -> int:
-        """How many keys the store of the group has."""
+        """Return the number of keys in the group's store."""
         return int(dist.distributed_c10d._get_default_store().num_keys())
 
     def has_tried(self) -> None:
@@ -179,7 +179,7 @@ class Member:
             time.sleep(0.01)
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 listens, once it does."""
+        """Wait until rank 0 listens; return its address."""
         while (server := self.channels["run"]._server) is None:
             time.sleep(0.01)
         host, port, *_ = server._listening.getsockname()
@@ -192,7 +192,7 @@ class Member:
             time.sleep(0.01)
 
     def peak_bytes(self) -> int:
-        """Peak memory of this process so far."""
+        """Peak memory of this process."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def fork(self) -> int:
@@ -261,7 +261,7 @@ class Process:
         return self.answer()
 
     def told(self, words: str) -> int:
-        """How often it has said so."""
+        """Number of occurrences in the log."""
         return self.log.read_text().count(words)
 
     def signal(self, number: signal.Signals) -> None:
@@ -287,7 +287,7 @@ class Process:
 def serve(
     connection: Connection, rank: int, world_size: int, log: Path, network: str | None
 ) -> None:
-    """In the new process: carry out commands until told to exit."""
+    """Run commands in the new process until the exit command."""
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -317,7 +317,7 @@ def every(processes: Sequence[Process], command: str, *arguments: Any, **named: 
 
 @contextmanager
 def ranks(folder: Path, count: int, networks: Sequence[str] = ()) -> Iterator[list[Process]]:
-    """So many processes; ``networks`` names the network namespace of each."""
+    """Start ``count`` processes; ``networks`` names the network namespace of each."""
     processes = [
         Process(r, count, folder / f"{r}.log", networks[r] if networks else None)
         for r in range(count)

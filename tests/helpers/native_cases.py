@@ -33,7 +33,7 @@ libc.free.argtypes = (ctypes.c_void_p,)
 
 @contextmanager
 def on_the_heap(size: int) -> Iterator[int]:
-    """Of exactly this size, which a sanitizer knows."""
+    """Memory of exactly this size, known to the sanitizer."""
     address = libc.malloc(size)
     try:
         yield address

@@ -1,4 +1,4 @@
-"""The runs that the tests of the page look at."""
+"""Runs for the tests of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skips tests of what an older PyTorch does not have."""
+"""Skips of tests that need a newer PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
 
 
 def require(name: str) -> Any:
-    """What PyTorch has under a dotted name, ``torch.int4``; skips the test if there is nothing."""
+    """Return PyTorch's object of a dotted name, ``torch.int4``, or skip the test."""
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError):

@@ -40,7 +40,7 @@ def at(*steps: int, **known: Any) -> dict[int, Finding]:
 
 
 class Scripted(Detector):
-    """Finds what it is told to find.
+    """Detector with scripted findings.
 
     Args:
         found: By step.

@@ -12,7 +12,7 @@ from tests.helpers.paths import ROOT
 
 
 def start_script(directory: Path, source: str, *arguments: object) -> subprocess.Popen[str]:
-    """Starts the script; the text of a file of its own, since ``spawn`` imports it again."""
+    """Start the source as a script, from a separate file because ``spawn`` imports it again."""
     script = directory / "scenario.py"
     script.write_text(textwrap.dedent(source))
     return subprocess.Popen(
@@ -25,7 +25,7 @@ def start_script(directory: Path, source: str, *arguments: object) -> subprocess
 
 
 def run_script(directory: Path, source: str, *arguments: object) -> tuple[str, str]:
-    """Runs the script to its end; returns what it printed and what it logged."""
+    """Run the script to its end; return its stdout and stderr."""
     with start_script(directory, source, *arguments) as process:
         try:
             output, log = process.communicate(timeout=60)

@@ -25,7 +25,7 @@ def tags_of(values: Iterable[bytes]) -> set[str]:
 
 
 def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) -> bytes:
-    """Of ``k`` buckets, which may be 0."""
+    """Histogram with ``k`` buckets; ``k`` may be 0."""
     rows = np.array([left, right, counts], dtype=np.float64).T
     dtype = summaries.histogram_dtype(rows[:, 2], np.abs(rows[:, :2]).max(initial=0.0))
     (value,) = summaries.histograms([tag], rows.astype(dtype), [len(rows)])

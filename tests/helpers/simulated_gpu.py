@@ -1,4 +1,4 @@
-"""A GPU that is none: a device whose tensors lie in CPU memory and whose streams are kept apart.
+"""Simulated GPU: a device with tensors in CPU memory and separate streams.
 
 It refuses what would wait for a GPU, and finds accesses on different streams that nothing orders,
 and memory that may be given away while another stream reads it.
@@ -132,7 +132,7 @@ def no_syncs() -> Iterator[None]:
 
 
 class SimulatedTensor(Tensor):
-    """A tensor on the device: stands for ``inner``, which is in CPU memory."""
+    """Tensor on the device; represents ``inner``, which is in CPU memory."""
 
     inner: Tensor
 
@@ -187,7 +187,7 @@ class SimulatedTensor(Tensor):
 
 
 class _Memory:
-    """Of one storage: when each stream last read it and wrote it."""
+    """Last read and write of one storage by each stream."""
 
     def __init__(self) -> None:
         self.made_on = backend.current_stream()
@@ -201,7 +201,7 @@ _all_memories: list[_Memory] = []
 
 
 def given_away() -> int:
-    """Of how many storages the memory may be used again while another stream reads it."""
+    """Number of storages whose memory may be reused while another stream reads it."""
     return sum(bool({*m.read} - m.kept_for - {m.made_on}) for m in _all_memories)
 
 
@@ -281,7 +281,7 @@ for _name, _function in {
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """What ``torch.tensor(..., device=...)`` ends in."""
+    """Implementation behind ``torch.tensor(..., device=...)``."""
     if guarded:
         raise WaitError("the device waits for numbers from the host")
     target.inner.copy_(source)  # type: ignore[attr-defined]

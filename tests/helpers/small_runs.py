@@ -37,7 +37,7 @@ def train(
     weight: Callable[[int], float] = lambda step: 1.0,
     every: int = 10,
 ) -> list[Alert]:
-    """What the rule said.
+    """Alerts of the rule.
 
     Args:
         before: Called before each step.

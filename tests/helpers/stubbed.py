@@ -45,7 +45,7 @@ def on_gpu(tensor: Tensor) -> Tensor:
 
 
 class Driver:
-    """The stub: what it was asked, and how it is to answer."""
+    """The stub: its recorded calls and its configured answers."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

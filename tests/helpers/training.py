@@ -251,7 +251,7 @@ def tensor_parallel(model: Net, mesh: Any, *, in_sequence: bool) -> None:
 
 
 def pipeline(model: Net, rank: int, size: int) -> Setup:
-    """Two stages with global names: each deletes what it does not have."""
+    """Two stages with global names: each deletes the modules of the other."""
     assert size == 2
     if rank == 0:
         del model.blocks["1"]
@@ -312,7 +312,7 @@ def own(tensor: Tensor) -> Tensor:
 def train(
     name: str, rank: int, size: int, *, watch: bool, fault: str = ""
 ) -> tuple[dict[str, Any], list[StepRecord], list[bytes]]:
-    """What training left behind, the records of this rank, and its parts."""
+    """Results of a training, the records of this rank, and its parts."""
     seed(0)
     made = setup(name, rank, size)
     optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)

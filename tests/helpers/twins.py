@@ -33,7 +33,7 @@ class Recorder:
 
 @dataclass
 class Outcome:
-    """What a run of a loop left behind."""
+    """Results of a run of a loop."""
 
     model: nn.Module
     yielded: list[Any]

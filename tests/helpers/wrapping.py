@@ -1,4 +1,4 @@
-"""Called on two ranks by test_wrapping.py: trains a model bare and watched; what was logged."""
+"""Called on two ranks by test_wrapping.py: trains bare and watched, returns the logged values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code that takes alerts and runs elsewhere, against servers and folders of its own."""
+"""Code of the docs that sends alerts and runs to other programs, against local servers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_alerts_arrive_in_slack_and_by_mail_and_training_does_not_wait(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the page's training has run, without telling anybody."""
+    """Directory of the page's training, which sends nothing."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

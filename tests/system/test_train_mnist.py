@@ -1,4 +1,4 @@
-"""The example trains, says what it saw, and finds its own faults."""
+"""The example trains, prints a summary, and finds its own faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def no_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], log_dir: Path, *arguments: str) -> str:
-    """What the example prints, with its log in ``log_dir``."""
+    """Return the output of the example, with its log in ``log_dir``."""
     train_mnist.main(["--log-dir", str(log_dir), "--device", "cpu", *arguments])
     return capsys.readouterr().out
 

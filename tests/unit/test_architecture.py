@@ -59,7 +59,7 @@ USES_TORCH = {f"telemetry.events.{name}" for name in ("given_writer", "summary_w
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A source file and what it imports."""
+    """Source file and its imports."""
 
     name: str
     imports: frozenset[str]
@@ -74,7 +74,7 @@ class Module:
 
 
 def part(name: str) -> str:
-    """Which part in ``LAYERS`` a dotted module name belongs to; a file may be one by itself."""
+    """Return the part in ``LAYERS`` of a dotted module name; a single file may be a part."""
     _, _, rest = name.partition(".")
     return rest if rest in LAYER_OF else rest.partition(".")[0]
 
@@ -109,7 +109,7 @@ def read_imports(name: str, path: Path, known: set[str]) -> Iterator[str]:
 
 
 def violations(package: Path) -> list[str]:
-    """Every broken rule, in words."""
+    """Return a message for each broken rule."""
     modules = read_modules(package)
     unknown = [f"{name} has no layer" for name in modules if part(name) not in LAYER_OF]
     return unknown or [
@@ -121,7 +121,7 @@ def violations(package: Path) -> list[str]:
 
 
 def find_fault(module: Module, target: str, modules: dict[str, Module]) -> str | None:
-    """What is wrong with one import; None if nothing is."""
+    """Return the violation of one import, or None."""
     if target.partition(".")[0] != PACKAGE.name:
         heavy = target.partition(".")[0] in {"torch", "torchvision"}
         return "but must do without torch" if heavy and module.is_torch_free else None

@@ -13,7 +13,7 @@ import telemetry
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints for this code."""
+    """Return the stdout of this code in a fresh interpreter."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
@@ -21,7 +21,7 @@ def run_python(code: str) -> str:
 
 
 def test_import_loads_a_handful_of_modules() -> None:
-    """Beside what any program loads."""
+    """In addition to the modules that any program loads."""
     code = (
         "import importlib, sys, typing; before = len(sys.modules); import telemetry; "
         "print(len(sys.modules) - before)"
@@ -29,7 +29,7 @@ def test_import_loads_a_handful_of_modules() -> None:
     assert int(run_python(code)) <= 10
 
 
-def test_what_is_loaded_later_says_nothing() -> None:
+def test_modules_loaded_later_log_nothing() -> None:
     code = "import telemetry; [getattr(telemetry, name) for name in telemetry.__all__]"
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -80,7 +80,7 @@ def test_each_tensor_is_clipped_to_its_own_norm() -> None:
         torch.nn.utils.clip_grad_norm_([expected], limit)
         torch.testing.assert_close(clipped[name], expected.grad, rtol=1e-5, atol=0)
         if grad.norm() <= limit:
-            assert torch.equal(clipped[name], grad), "what is small enough stays to the bit"
+            assert torch.equal(clipped[name], grad), "small values stay equal bit by bit"
 
 
 def test_each_element_is_clipped_to_a_value() -> None:
@@ -110,7 +110,7 @@ def test_a_clipped_gradient_keeps_its_direction(grad: np.ndarray, limit: float) 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"max_value": 1.0}])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_clipping_does_not_hide_what_is_not_finite(options: dict[str, float], bad: float) -> None:
+def test_clipping_does_not_hide_nan_and_infinity(options: dict[str, float], bad: float) -> None:
     model = nn.Linear(2, 1, bias=False)
     with clip_gradients(model, **options):
         model.weight.backward(torch.tensor([[bad, -5.0]]))
@@ -203,7 +203,7 @@ def test_a_shared_and_checkpointed_parameter_is_changed_once(use_reentrant: bool
     torch.testing.assert_close(layer.weight.grad, 10 * plain)
 
 
-def test_a_scaler_tells_the_bound_without_its_factor() -> None:
+def test_a_scaler_reports_the_bound_without_its_factor() -> None:
     plain = grads_after(net())
     limit = min(g.norm().item() for g in plain.values())
     model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -377,7 +377,7 @@ def test_every_structure_is_rebuilt_as_it_was(
         assert torch.equal(after, torch.where(before.abs() < 0.5, 0.0, before))
 
 
-def test_what_is_no_floating_point_tensor_stays_as_it_is() -> None:
+def test_other_values_than_floating_point_tensors_are_unchanged() -> None:
     for value in (torch.tensor([0, 1]), torch.tensor([False]), None, MappingProxyType({"a": X})):
         model = Returns(lambda x, value=value: value)
         with prune_activations(model, threshold=0.5):
@@ -658,7 +658,7 @@ def test_it_sees_what_other_interventions_and_the_logger_see(tmp_path: Path) -> 
     assert record.grad_norms.max() == pytest.approx(1e-3)
 
 
-# The compiler looks at it of every tensor that crosses a break.
+# The compiler reads it from every tensor that crosses a break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_a_compiled_model_can_be_looked_into(compiled_before: bool) -> None:
@@ -748,7 +748,7 @@ def test_faults_of_ours_do_not_reach_the_training(
     assert caplog.text.count("telemetry failed to capture the outputs of the model") == 1
 
 
-def test_what_is_not_there_is_named() -> None:
+def test_a_missing_module_is_named() -> None:
     model = ConvNet()
     with capture(model, "conv*") as captured:
         with pytest.raises(KeyError, match="'conv1' has not run since"):

@@ -1,4 +1,4 @@
-"""Each recipe of the docs runs, on its own, and prints what it says it prints."""
+"""Each recipe of the docs runs alone and prints its documented output."""
 
 from __future__ import annotations
 

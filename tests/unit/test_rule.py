@@ -1,4 +1,4 @@
-"""What a rule is, and what it may leave out."""
+"""The protocol of rules and its optional members."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_a_plain_callable_becomes_a_rule_once() -> None:
     ("value", "message"),
     [(1, "1 is not a rule: it cannot be called"), (Plain, r"pass an instance: Plain\(\)")],
 )
-def test_what_is_no_rule_is_refused(value: object, message: str) -> None:
+def test_an_object_that_is_not_a_rule_is_refused(value: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         as_rule(value)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which modules are watched: leaves by default, or what globs, types and predicates pick."""
+"""Selection of watched modules: leaves by default, or by globs, types and predicates."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_exclude_wins_over_modules() -> None:
 
 
 class Encoder(nn.Module):
-    """A module with a parameter of its own, attention whose projection never runs, a tied head."""
+    """Module with a direct parameter, attention whose projection never runs, a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_clean_names_are_the_keys_unless_two_are_the_same() -> None:
     assert cleaned([("module.a", 1), ("a", 2)]) == {"module.a": 1, "a": 2}
 
 
-def test_a_clean_name_stands_for_what_is_wrapped() -> None:
+def test_a_clean_name_names_the_wrapped_module() -> None:
     model = torch.compile(nn.DataParallel(Net()), backend="eager")
     modules = cleaned(model.named_modules())
     assert modules.keys() == dict(Net().named_modules()).keys()

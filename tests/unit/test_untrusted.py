@@ -1,4 +1,4 @@
-"""Whatever a file holds, it is taken as what it should be, or refused with the place."""
+"""Values of any file are converted to the expected type, or refused with their location."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ json_values = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something is in a JSON value, from the outside in."""
+    """Path to a part of a JSON value, from the outside in."""
     items: Any = value.items() if isinstance(value, dict) else ()
     items = enumerate(value) if isinstance(value, list) else items
     return [path, *(place for key, item in items for place in places(item, (*path, key)))]
@@ -102,7 +102,7 @@ def test_numbers_may_be_names_of_those_that_json_does_not_have(value: object) ->
 
 
 @pytest.mark.parametrize("value", [True, None, "1", "x", [1], 10**400])
-def test_what_is_no_number_is_refused(value: object) -> None:
+def test_a_value_that_is_not_a_number_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="must be a number"):
         untrusted.number(value)
 

@@ -1,4 +1,4 @@
-"""Each benchmark runs, prints what it ran on, and writes the rows that it promises."""
+"""Each benchmark runs, prints its hardware and versions, and writes the promised rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.paths import ROOT
 
 
 def run(script: str, json_file: Path, *arguments: str) -> dict[str, Any]:
-    """What a benchmark writes in its quick form."""
+    """Return the rows of a benchmark with ``--quick``."""
     command = [sys.executable, f"benchmarks/{script}.py", "--quick", "--json", str(json_file)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(

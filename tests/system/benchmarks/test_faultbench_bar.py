@@ -43,7 +43,7 @@ def bench() -> Iterator[ModuleType]:
     if module is None:
         pytest.skip(f"no faultbench in {ours.HOME}")
     log = logging.getLogger("telemetry")
-    level = log.level  # the benchmark is quiet about what it finds
+    level = log.level  # the benchmark prints no findings
     yield module
     log.setLevel(level)
     sys.modules.pop("faultbench", None)

@@ -22,7 +22,7 @@ from telemetry.alert import Severity, Stage
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Alerts are what is asked for; one thread, as where the benchmark runs them."""
+    """Only alerts are requested; one thread, as in the benchmark."""
     log, threads = logging.getLogger("telemetry"), torch.get_num_threads()
     level = log.level
     log.setLevel(logging.CRITICAL)

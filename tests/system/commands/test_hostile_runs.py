@@ -1,4 +1,4 @@
-"""Of a directory that somebody else made the good part is shown; the rest is a line each."""
+"""Untrusted directories: the valid part is shown, and each invalid file is one line."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def run(
 
 
 def in_terminal(width: int, *arguments: str | Path) -> str:
-    """What a terminal of this width shows."""
+    """Return the output on a terminal of this width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
     command = [sys.executable, "-m", "telemetry.commands.cli", *arguments]
@@ -95,7 +95,7 @@ def in_terminal(width: int, *arguments: str | Path) -> str:
         try:
             while piece := os.read(ours, 1 << 16):
                 sent += piece
-        except OSError:  # Linux: nobody holds the other end any more
+        except OSError:  # Linux: the other end is closed
             pass
     os.close(ours)
     assert process.returncode == 0

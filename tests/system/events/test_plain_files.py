@@ -96,7 +96,7 @@ def test_a_thread_begins_with_the_first_line_and_ends_with_close(tmp_path: Path)
     assert not thread.is_alive()
 
 
-def test_what_is_refused_is_tried_again_in_order(
+def test_refused_lines_are_retried_in_order(
     tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = PlainFiles("runs/x")
@@ -127,7 +127,7 @@ def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "run" / "lines").exists()
 
 
-def test_a_disk_that_hangs_holds_nobody_up(
+def test_a_hanging_disk_does_not_block_the_caller(
     freezable_disk: FreezableDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = PlainFiles("runs/x")

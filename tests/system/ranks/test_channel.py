@@ -1,4 +1,4 @@
-"""Ranks in real processes: what they measure arrives, and no rank's fault becomes another's."""
+"""Ranks in real processes: their measurements arrive, and a fault stays in its rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENT_S = 1000.0
 def assert_silent(processes: list[Process]) -> None:
     for process in processes:
         told = process.log.read_text().splitlines()
-        # The library says this of its own connections, too, where addresses have no names.
+        # The library logs this for its own connections, too, where addresses have no names.
         assert [line for line in told if "hostname of the client socket" not in line] == []
 
 
@@ -198,7 +198,7 @@ def test_all_ranks_raise_at_the_end_of_the_same_step(
 
 @pytest.fixture(scope="module")
 def networks() -> Iterator[list[str]]:
-    """Three network namespaces on one bridge: to our ranks, machines of their own.
+    """Three network namespaces on one bridge, separate machines to the ranks.
 
     The bridge is in a fourth one: a browser drops what it loads when this machine's own network
     changes (``ERR_NETWORK_CHANGED``), and the tests of the page run beside these.
@@ -262,7 +262,7 @@ def test_ranks_of_one_machine_use_the_loopback(four: list[Process]) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank: int) -> None:
-    """Such as a DataLoader's worker, which lives on for seconds when its rank has died."""
+    """Such a child is a DataLoader's worker, which survives its rank for seconds."""
     first, *others = four
     every(four, "open", timeout_s=PATIENT_S)
     every(four, "send", range(3))
@@ -278,7 +278,7 @@ def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank
 
 
 def test_a_stranger_makes_rank_0_keep_nothing(four: list[Process]) -> None:
-    """Whoever has no token may send as much as they like, over as many connections."""
+    """A client without the token may send any amount over any number of connections."""
     first = four[0]
     every(four, "open", timeout_s=PATIENT_S)
     every(four, "send", range(3))

@@ -1,4 +1,4 @@
-"""A run of several ranks goes on as one line after torchrun has begun them again."""
+"""A run of several ranks continues as one curve after torchrun has restarted them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.plain_events import EventAccumulator
 SCRIPT = Path(restarted_run.__file__)
 
 
-def test_a_restart_by_torchrun_goes_on_with_the_run(tmp_path: Path) -> None:
+def test_a_restart_by_torchrun_continues_the_run(tmp_path: Path) -> None:
     launcher = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1")
     done = subprocess.run(
         [sys.executable, "-m", *launcher, str(SCRIPT), str(tmp_path)],

@@ -33,7 +33,7 @@ CLIPPING_UNKNOWN = ["by hand", "experts", "ignored experts", "pipeline", "ddp tp
 def trained(
     tmp_path_factory: pytest.TempPathFactory, two_ranks: list[Process], four_ranks: list[Process]
 ) -> dict[tuple[int, str], tuple[Path, list[Any]]]:
-    """By number of ranks and way of training, the run that they wrote and what they left behind."""
+    """Runs and training results, by number of ranks and way of training."""
     folder, groups = tmp_path_factory.mktemp("runs"), {2: two_ranks, 4: four_ranks}
     runs = {}
     for size, way in MERGED:
@@ -45,7 +45,7 @@ def trained(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """The runs of one process with the whole batch, and what it left behind."""
+    """Runs and training results of one process with the whole batch."""
     runs = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -66,7 +66,7 @@ def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def histogram_counts(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """How many numbers each histogram has."""
+    """Return the number of values in each histogram."""
     events = EventAccumulator(str(run), size_guidance={"tensors": 0})
     events.Reload()
     return {
@@ -230,14 +230,14 @@ def test_loggers_may_be_made_before_the_process_group(tmp_path: Path) -> None:
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[list[Process]]:
-    """Three ranks whose training needs nobody else."""
+    """Three ranks that train independently."""
     with ranks(tmp_path, 3) as processes:
         meet(processes, tmp_path)
         yield processes
 
 
 def bare(steps: int) -> Any:
-    """What such a training leaves behind without a logger."""
+    """Results of the same training without a logger."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     loner = logging_ranks.Loner(None)
@@ -278,7 +278,7 @@ def test_ranks_that_hang_or_die_cost_the_others_nothing(
     assert steps == list(range(16))
 
 
-def test_a_rank_without_a_logger_and_one_with_another_interval_are_told_of(
+def test_a_rank_without_a_logger_and_one_with_another_interval_are_reported(
     three: list[Process], tmp_path: Path
 ) -> None:
     first, second, third = three
@@ -306,7 +306,7 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_are_told_of(
 def test_flat_parameters_are_rank_0s_and_activations_those_of_all(
     two_ranks: list[Process], tmp_path: Path
 ) -> None:
-    """FullyShardedDataParallel: what it has flattened is measured as far as it is plain."""
+    """FullyShardedDataParallel: flattened parameters are measured where they are plain."""
     first = two_ranks[0]
     before = first.told("FullyShardedDataParallel flattens parameters")
     left = every(two_ranks, "call", logging_ranks.twins, "fsdp1", tmp_path)

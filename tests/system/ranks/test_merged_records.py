@@ -71,7 +71,7 @@ class Trained:
 def trained(
     tmp_path_factory: pytest.TempPathFactory, two_ranks: list[Process], four_ranks: list[Process]
 ) -> Trained:
-    """What two ranks and four ranks have trained."""
+    """Trainings of two ranks and of four ranks."""
     folder = tmp_path_factory.mktemp("parts")
     left = {
         len(processes): every(processes, "call", training.run, folder, names)
@@ -82,7 +82,7 @@ def trained(
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, tuple[dict[str, Any], list[StepRecord]]]:
-    """What one process saw with the whole batch, and its records."""
+    """Results and records of one process with the whole batch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     runs = {}
@@ -173,7 +173,7 @@ def assert_tensors_close(
     calls: int = 1,
     scale: float = 1.0,
 ) -> None:
-    """As if one process had measured them; buckets but for values that rounding moved."""
+    """Compare with one process; buckets may differ by values that rounding moved."""
     assert set(got) == set(wanted)
     rows = Tensors.of(got).rows
     scaled = Tensors(tuple(got), rows.scaled(np.full(len(rows), 1 / scale)))
@@ -273,7 +273,7 @@ def test_a_rank_that_is_missing_is_said_to_be(trained: Trained) -> None:
     assert record.ranks.size == 4
 
 
-def test_flat_parameters_are_compared_with_nobodys(trained: Trained) -> None:
+def test_flat_parameters_are_not_compared(trained: Trained) -> None:
     """Shards of FullyShardedDataParallel that begin alike, such as biases, are no copies."""
     for part in parts_of(trained, 2, "fsdp1", 0):
         assert part.parameters is not None

@@ -1,4 +1,4 @@
-"""Of several processes one speaks and writes for all, whoever has begun them."""
+"""One of several processes logs and writes for all, with every launcher."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_launchers_variables_say_how_many_there_are(
 
 
 def launch(*command: str) -> str:
-    """What two processes wrote to stderr and stdout."""
+    """Return stderr and stdout of two processes."""
     environment = {n: value for n, value in os.environ.items() if n not in VARIABLES}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

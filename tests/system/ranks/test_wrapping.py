@@ -1,4 +1,4 @@
-"""Training on two ranks: nobody waits for the logger, and each rank logs what it holds."""
+"""Training on two ranks: no rank waits for the logger, and each logs its own shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run may end: by kill -9, or on a disk that hangs. What is promised is in the files."""
+"""Ends of a run by kill -9 or on a hanging disk: the files contain the promised records."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_a_new_logger_takes_the_place_of_the_old_one(
         loggers.append(HookLogger(model, tmp_path, alerts=[recorder], first_step="auto"))
         train(model, 2)
     loggers[-1].close()
-    # Each has written what it had, and what comes after is for the next one alone.
+    # Each has written its records, and later steps belong to the next one alone.
     steps = [[record.step for record in recorder.records] for recorder in recorders]
     assert steps == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert count(caplog, TAKES_THE_PLACE) == 3
@@ -198,7 +198,7 @@ def test_a_live_process_is_reported_and_a_dead_one_is_not(
             assert count(caplog, WRITTEN_TO) == 1
         process.kill()
         process.wait(60)
-        # What it forked lives on, as workers of a DataLoader do for a while.
+        # Its forked children survive it for a while, like workers of a DataLoader.
         os.kill(child[0], 0)
         with HookLogger(model, run):
             pass

@@ -1,4 +1,4 @@
-"""A run that is repeated on a busy machine, which answers late, is told the same."""
+"""A repeated run on a busy machine with late answers has the same alerts."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from tests.helpers.twins import Recorder
 
 
 class Loop:
-    """A model in training that goes on whenever it is called."""
+    """Model in training; each call trains on."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model = model or nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -64,7 +64,7 @@ def shown_steps(log_dir: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def alerts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those of runs that were not interrupted, and of a fresh process from each checkpoint on."""
+    """Alerts of uninterrupted runs, and of a fresh process from each checkpoint on."""
     log_dir = tmp_path_factory.mktemp("runs")
     whole, saved = {}, {}
     for name, run in RUNS.items():
@@ -161,7 +161,7 @@ def test_a_step_that_waits_for_other_optimizers_is_over_when_the_state_is_taken(
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
     with HookLogger(model, tmp_path) as logger:
         model(torch.rand(8, 3)).sum().backward()
-        first.step()  # the gradients of the second are there, too
+        first.step()  # the second has gradients, too
         assert logger.state_dict()["step"] == 1
     del second
 
@@ -210,7 +210,7 @@ def test_taking_the_state_changes_no_random_number(tmp_path: Path) -> None:
 
 
 class Counter(Rule):
-    """A rule with a state of its own."""
+    """Rule with a state."""
 
     def __init__(self) -> None:
         self.count = torch.zeros(())
@@ -348,7 +348,7 @@ def test_a_state_that_is_not_ours_is_taken_as_far_as_it_goes(
     assert "telemetry failed" not in caplog.text
 
 
-def test_what_is_no_state_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_state_is_refused(tmp_path: Path) -> None:
     logger = HookLogger(Loop().model, tmp_path)
     with pytest.raises(TypeError, match=r"must be what state_dict\(\) returned"):
         logger.load_state_dict([1])  # type: ignore[arg-type]
@@ -425,7 +425,7 @@ def auto_step(log_dir: Path | SummaryWriter | TorchWriter) -> int:
         return logger.current_step
 
 
-def test_auto_goes_on_after_the_last_step(tmp_path: Path) -> None:
+def test_auto_continues_after_the_last_step(tmp_path: Path) -> None:
     leave(tmp_path, 7)
     loop = Loop()
     with HookLogger(loop.model, tmp_path, first_step="auto") as logger:
@@ -448,7 +448,7 @@ def test_auto_in_an_empty_or_absent_directory_is_zero(tmp_path: Path) -> None:
     assert auto_step(tmp_path / "absent") == 0
 
 
-def test_auto_goes_on_from_the_session_that_replaced_others(tmp_path: Path) -> None:
+def test_auto_continues_from_the_session_that_replaced_others(tmp_path: Path) -> None:
     leave(tmp_path, 10)
     loop = Loop()
     with HookLogger(loop.model, tmp_path, first_step=4):
@@ -489,14 +489,14 @@ def test_auto_is_refused_for_a_remote_directory() -> None:
 
 
 @pytest.mark.parametrize(("first_step", "error"), [("last", TypeError), (-1, ValueError)])
-def test_what_is_no_first_step_is_refused(
+def test_an_invalid_first_step_is_refused(
     tmp_path: Path, first_step: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match="first_step="):
         HookLogger(Loop().model, tmp_path, first_step=first_step)
 
 
-def test_auto_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_auto_continues_after_a_kill(tmp_path: Path) -> None:
     script = """
         import sys, time, torch
         from telemetry import HookLogger

@@ -22,7 +22,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module", params=["slow", "fast"])
 def loader(request: pytest.FixtureRequest) -> str:
-    """Which of TensorBoard's loaders reads the files."""
+    """TensorBoard's loader that reads the files."""
     if request.param == "fast" and tensorboard_data_server.server_binary() is None:
         pytest.skip("no fast loader for this platform")
     name: str = request.param

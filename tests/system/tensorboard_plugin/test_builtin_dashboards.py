@@ -20,7 +20,7 @@ from tests.helpers.small_records import full_record
 
 
 def write_demo(log_dir: Path) -> None:
-    """What the logger writes in twenty full steps, and the hyperparameters."""
+    """Output of the logger in twenty full steps, and the hyperparameters."""
     writer, page, picture = FileWriter(log_dir), PageWriter(), HeatmapPicture()
     first = [
         custom_scalars_value(),

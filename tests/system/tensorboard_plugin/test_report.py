@@ -88,7 +88,7 @@ def test_a_printed_report_has_its_picture_in_light_colors(report: Path, browser:
     page.goto(report.as_uri())
     page.locator("html[data-ready=true].dark").wait_for(state="attached")
     page.emulate_media(media="print", color_scheme="dark")
-    # In a layer of its own, the canvas does not erase the picture below where it clears itself.
+    # Keep the canvas in a separate layer: there, clearing it does not erase the picture below.
     assert float(page.locator(".overlay").evaluate("(n) => getComputedStyle(n).opacity")) < 1
     assert page.evaluate(LABELS) > 200
     assert page.evaluate(f"window.dispatchEvent(new Event('beforeprint')), {LABELS}") < 150
