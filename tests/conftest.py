@@ -29,6 +29,26 @@ torch.set_num_threads(1)
 torch.set_warn_always(True)
 
 
+SLOW = ["system", "gpu", "contract/integrations", "contract/tensorboard_plugin"]
+"""Folders whose tests are all slow."""
+
+
+def _is_slow(path: Path) -> bool:
+    here = Path(__file__).parent
+    return any(path.is_relative_to(here / folder) for folder in SLOW)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _is_slow(item.path):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no slow test, nor the frameworks that it needs, where none is selected."""
+    return (config.option.markexpr == "not slow" and _is_slow(collection_path)) or None
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """For ``-n auto``: one more than cores, as many tests wait for other processes and disks."""

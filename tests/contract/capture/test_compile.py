@@ -111,6 +111,7 @@ def assert_values(outcome: Outcome, compiled: Compile, make: Callable[[], nn.Mod
             assert_logged(record, step)
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
 def test_a_compiled_model_is_logged_and_left_alone(tmp_path: Path, compiled: Compile) -> None:
@@ -129,6 +130,7 @@ def test_graphs_that_cannot_be_observed_are_left_alone_and_the_log_says_so(
     assert caplog.text.count(f"PyTorch {torch.__version__} cannot show") == 1
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_inductor(tmp_path: Path) -> None:
     with_inductor = partial(whole, backend="inductor")
@@ -143,6 +145,7 @@ def test_inductor(tmp_path: Path) -> None:
     assert_values(outcome, whole, make)
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_tensor_that_is_recorded_as_another_one_is_told_once(
@@ -167,6 +170,7 @@ def test_a_tensor_that_is_recorded_as_another_one_is_told_once(
         assert "the first being outputs of blocks.0.relu" in told[0]
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, regional])
 def test_there_are_two_graphs_and_no_breaks(tmp_path: Path, compiled: Compile) -> None:
@@ -198,6 +202,7 @@ class Counting:
         return run
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
     backend = Counting()
@@ -210,6 +215,7 @@ def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
     assert backend.calls == [0, 1, 1, 0, 1, 1, 0]
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Path) -> None:
     loop = loop_with(whole, steps=8, batch_sizes=(5, 5, 7, 7, 9, 9, 6, 4))
@@ -221,6 +227,7 @@ def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Pat
     assert counters["stats"]["unique_graphs"] == 2 + 4
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_a_first_compiled_call_on_an_unlogged_step_is_no_obstacle(tmp_path: Path) -> None:
     """Training that is resumed: the first step is not one that is measured."""
@@ -232,6 +239,7 @@ def test_a_first_compiled_call_on_an_unlogged_step_is_no_obstacle(tmp_path: Path
     assert record.activation_grads["blocks.0.linear"].calls == 1
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_autocast_leaves_the_random_stream_alone(tmp_path: Path) -> None:
     """Fusion may round otherwise on a logged step, so that values are close and no more."""
@@ -252,6 +260,7 @@ def test_autocast_leaves_the_random_stream_alone(tmp_path: Path) -> None:
     assert outcome.full[1].activations["head"].calls == 1
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_validation_phases_of_a_compiled_model(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -285,6 +294,7 @@ def test_validation_phases_of_a_compiled_model(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == 2 + 4
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_checkpointing_inside_of_a_compiled_region(tmp_path: Path) -> None:
     class Checkpointed(Net):
@@ -300,6 +310,7 @@ def test_checkpointing_inside_of_a_compiled_region(tmp_path: Path) -> None:
         assert record.activation_grads["head"].calls == 1
 
 
+@pytest.mark.slow
 def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -318,6 +329,7 @@ def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == 2 * 1
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_compiled_autograd_costs_activation_gradients_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -337,6 +349,7 @@ def test_compiled_autograd_costs_activation_gradients_only(
         assert record.grad_present.all()
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, not_at_all])
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -393,6 +406,7 @@ def test_a_model_of_torch_jit_is_logged_but_for_its_activations(
 WAYS_OUT = ("before the first compiled call", "reset_code_caches", "force_eager")
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
 def test_a_model_that_was_compiled_before_is_told_with_the_ways_out(
@@ -415,6 +429,7 @@ def test_a_model_that_was_compiled_before_is_told_with_the_ways_out(
     assert recorder.records[0].grad_present.all()
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_dropping_the_compiled_code_is_a_way_out(tmp_path: Path) -> None:
     model, recorder = Net(), Recorder()
@@ -430,6 +445,7 @@ def test_dropping_the_compiled_code_is_a_way_out(tmp_path: Path) -> None:
     assert [len(record.activations) for record in recorder.records] == [9, 0, 9]
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_running_the_logged_steps_eagerly_is_a_way_out(tmp_path: Path) -> None:
     model, recorder = Net(), Recorder()
@@ -449,6 +465,7 @@ def test_running_the_logged_steps_eagerly_is_a_way_out(tmp_path: Path) -> None:
 # --- afterwards -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_after_close_the_compiled_model_runs_on_and_nothing_is_held(tmp_path: Path) -> None:
     model = Net()
     forward = whole(model)

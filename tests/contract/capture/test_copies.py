@@ -100,6 +100,7 @@ class HoldsItsLogger(Net):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_copy", [*COPIES, torch.optim.swa_utils.AveragedModel])
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_the_copy_of_a_model_that_holds_its_logger_holds_one_that_is_off(
@@ -130,6 +131,7 @@ def test_the_copy_of_a_model_that_holds_its_logger_holds_one_that_is_off(
     assert reference() is None
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_where_telemetry_is_not_installed(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     with HookLogger(model, tmp_path):
@@ -180,6 +182,7 @@ def test_outputs_can_be_saved_without_a_warning(tmp_path: Path) -> None:
         torch.save(output, io.BytesIO())
 
 
+@pytest.mark.slow
 def test_outputs_that_the_user_keeps_do_not_keep_the_logger(tmp_path: Path) -> None:
     model = Net()
     logger = HookLogger(model, tmp_path)
@@ -270,6 +273,7 @@ def of_ours() -> set[int]:
     return {id(o) for o in gc.get_objects() if str(type(o).__module__).startswith(ours)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_nothing_is_left_after_close(tmp_path: Path, steps: int) -> None:
     global_hooks = (
@@ -292,6 +296,7 @@ def test_nothing_is_left_after_close(tmp_path: Path, steps: int) -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Net, lambda: nn.Linear(64, 3)])
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_logger_that_is_dropped_does_not_keep_the_model(
@@ -311,6 +316,7 @@ def test_a_logger_that_is_dropped_does_not_keep_the_model(
     assert of_ours() <= ours
 
 
+@pytest.mark.slow
 def test_a_model_dropped_in_the_middle_of_a_step_is_freed(tmp_path: Path) -> None:
     model = Net()
     HookLogger(model, tmp_path, every_n_steps=1)
@@ -321,6 +327,7 @@ def test_a_model_dropped_in_the_middle_of_a_step_is_freed(tmp_path: Path) -> Non
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_a_replaced_module_is_freed(tmp_path: Path) -> None:
     model = Net()
     with HookLogger(model, tmp_path, every_n_steps=100):

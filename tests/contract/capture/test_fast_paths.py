@@ -119,6 +119,7 @@ def test_hooks_change_the_bits_of_these_models() -> None:
         assert not torch.equal(model(x), slow(copy.deepcopy(model))(x))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.parametrize("every_n_steps", INTERVALS)
 @pytest.mark.parametrize("evaluation", EVALUATIONS)
@@ -182,6 +183,7 @@ def hook_counts(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_n_steps", INTERVALS)
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, by_pickle, by_saving, averaged])
 def test_training_towards_a_frozen_copy(
@@ -270,6 +272,7 @@ def evaluated_in_a_graph(model: nn.Module, compiled: Any) -> Tensor:
         return compiled(batch())
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.parametrize("evaluated", [evaluated_eagerly, evaluated_in_a_graph])
 @pytest.mark.parametrize("every_n_steps", [1, 2])
@@ -303,6 +306,7 @@ def test_a_compiled_encoder_is_fused_in_evaluation(
     assert "train" not in vars(nn.TransformerEncoderLayer)
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_a_compiled_model_does_not_warn_of_global_hooks(tmp_path: Path) -> None:
     torch._dynamo.reset()

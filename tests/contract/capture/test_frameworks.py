@@ -112,6 +112,7 @@ LIGHTNING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "steps", "calls"), LIGHTNING)
 def test_lightning(tmp_path: Path, options: dict[str, Any], steps: int, calls: int) -> None:
     pytest.importorskip("lightning")
@@ -209,6 +210,7 @@ HUGGING_FACE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "steps", "calls"), HUGGING_FACE)
 def test_hugging_face_trainer(
     tmp_path: Path, options: dict[str, Any], steps: int, calls: int
@@ -225,6 +227,7 @@ def test_hugging_face_trainer(
         assert all(record.total_grad_norm == pytest.approx(0.01, rel=1e-3) for record in records)
 
 
+@pytest.mark.slow
 def test_the_trainers_callback_closes_its_writer_before_us_and_every_step_is_there(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,6 +262,7 @@ def test_accelerate_with_a_prepared_optimizer_that_is_named(tmp_path: Path) -> N
 # --- Keras ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_keras_layers_are_watched_in_a_module_list(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

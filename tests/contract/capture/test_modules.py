@@ -428,6 +428,7 @@ def _replace(model: nn.Sequential) -> None:
     model[4] = nn.Linear(6, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [_add, _remove, _replace])
 @pytest.mark.parametrize("when", ["before", "after forward", "after backward"])
 @pytest.mark.parametrize("every_n_steps", [2, 3])  # step 2 is measured, or is not

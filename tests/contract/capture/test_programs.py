@@ -761,6 +761,7 @@ def run(name: str, watch: Any = nullcontext, compiles: bool = True) -> tuple[nn.
     return model, hooks, draw()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_is_left_alone_and_its_figures_are_right(name: str, tmp_path: Path) -> None:
     recorder = Recorder()

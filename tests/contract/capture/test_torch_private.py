@@ -194,6 +194,7 @@ def test_without_effects_operators_are_not_kept_in_graphs(
     assert "show no activations" in message
 
 
+@pytest.mark.slow
 @needs_observable_graphs
 def test_without_effects_a_compiled_model_trains_on(tmp_path: Path) -> None:
     script = """

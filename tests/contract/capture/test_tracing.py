@@ -82,6 +82,7 @@ def a_model_with_a_hook_is_exported_strictly() -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_watched_model_can_be_traced(tmp_path: Path, tool: Callable[[nn.Module], Any]) -> None:

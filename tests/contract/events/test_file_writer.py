@@ -103,6 +103,7 @@ def test_a_closed_writer_refuses_events(tmp_path: Path) -> None:
         add_scalar(writer, 0)
 
 
+@pytest.mark.slow
 def test_tags_of_every_character_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
     tags = ["".join(EVERY_CHARACTER[i : i + 999]) for i in range(0, len(EVERY_CHARACTER), 999)]
     writer = FileWriter(tmp_path / "run")
@@ -155,6 +156,7 @@ def test_a_clock_that_goes_back_hides_nothing(
     assert [step for step, _ in shown] == list(range(10))
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.text(st.characters(exclude_categories=["Cs"])), st.floats(width=32)),

@@ -47,6 +47,7 @@ VALUES = (
 )
 
 
+@pytest.mark.slow
 @given(arrays(np.float64, st.integers(1, 60), elements=VALUES))
 def test_a_histogram_is_that_of_torch(values: np.ndarray) -> None:
     assert _histogram("grad", values, BINS) == torchs_histogram(values)

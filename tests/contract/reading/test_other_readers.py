@@ -88,6 +88,7 @@ def test_we_find_the_same_in_both_forms(classic: Path, tmp_path: Path) -> None:
             assert theirs.histogram(tag)[step] == pytest.approx(table)
 
 
+@pytest.mark.slow
 def test_wandb_syncs_a_run_offline(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", FOR_WANDB, str(tmp_path)],

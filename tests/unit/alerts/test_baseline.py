@@ -142,6 +142,7 @@ def test_a_rate_that_was_survived_may_come_back() -> None:
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
+@pytest.mark.slow
 @given(st.lists(FINITE | st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=200))
 def test_the_latest_values_are_no_past(values: list[float]) -> None:
     past = Past()

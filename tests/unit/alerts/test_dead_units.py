@@ -9,6 +9,7 @@ from telemetry.alerts.units import DeadUnits
 from tests.helpers.small_runs import net, train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient_is_left", [False, True])
 def test_dead_units_become_an_error_in_the_end(gradient_is_left: bool) -> None:
     model = net()

@@ -326,6 +326,7 @@ def several() -> tuple[Detector, ...]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", range(1, 60, 3))
 def test_a_run_goes_on_from_its_state(cut: int) -> None:
     records = [record(step, learning_rates=(0.1,)) for step in range(90)]
@@ -351,6 +352,7 @@ def forgotten(used: object, new: object, path: str) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_detectors_remember_all_that_a_run_changes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str

@@ -68,6 +68,7 @@ def test_a_gradient_that_grows_in_one_layer_alone_is_named() -> None:
     assert "without 10 it would be nearly the same" in alert.message
 
 
+@pytest.mark.slow
 def test_a_loss_without_a_lower_limit_explodes() -> None:
     model = net()
     optimizer = Adam(model.parameters(), 0.01)

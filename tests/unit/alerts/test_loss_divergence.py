@@ -14,6 +14,7 @@ from telemetry.testing import capture_run
 from tests.helpers.small_runs import draw, net, train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 @pytest.mark.parametrize("ramp", [20, 60])
 def test_a_learning_rate_that_rose_is_named_once_and_it_is_not_over(ramp: int, every: int) -> None:
@@ -73,6 +74,7 @@ def never_zeroed(
     return run.alerts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 @pytest.mark.parametrize("adam", [True, False])
 def test_gradients_that_nobody_zeroes_are_named_early(adam: bool, every: int) -> None:
@@ -84,6 +86,7 @@ def test_gradients_that_nobody_zeroes_are_named_early(adam: bool, every: int) ->
     assert "zero_grad()" in alert.message
 
 
+@pytest.mark.slow
 def test_they_are_seen_behind_clipping_and_accumulation() -> None:
     def make(model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), 0.05)

@@ -47,6 +47,7 @@ def cross_entropy_of_most(logits: Tensor, classes: Tensor) -> Tensor:
     return F.cross_entropy(logits, classes.masked_fill(torch.arange(len(classes)) % 4 == 0, -100))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize(
     ("loss_function", "classes", "rate", "micro_batches"),
@@ -91,6 +92,7 @@ def test_other_activations_before_a_cross_entropy_are_named(last: nn.Module, bou
     assert bound in alert.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("loss_function", [F.cross_entropy, lambda p, y: F.nll_loss(p.log(), y)])
 def test_a_softmax_over_the_batch_is_named(loss_function: Loss, micro_batches: int) -> None:
@@ -103,6 +105,7 @@ def divergence(p: Tensor, classes: Tensor) -> Tensor:
     return F.kl_div(p, 0.9 * F.one_hot(classes, 10) + 0.01, reduction="batchmean")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_function", [F.nll_loss, divergence])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_probabilities_in_the_place_of_their_logarithms_are_named(
@@ -121,6 +124,7 @@ def squared(p: Tensor, classes: Tensor) -> Tensor:
     return (p - F.one_hot(classes, p.shape[1])).square().sum(1).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [1e-4, 0.1])
 @pytest.mark.parametrize(
     ("last", "loss_function", "classes"),
@@ -151,6 +155,7 @@ def test_other_losses_are_not(
     assert run(last, loss_function, classes=classes, rate=rate) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_function", "rate"),
     [

@@ -44,6 +44,7 @@ def with_returns(settings: dict[str, Any], at: Collection[int], *, after: int) -
     return {**settings, "before": before}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 @pytest.mark.parametrize("at", [133, 205, 301])
 def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int) -> None:
@@ -54,6 +55,7 @@ def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int
     assert [alert.stage for alert in rest] in ([], ["resolved"])
 
 
+@pytest.mark.slow
 def test_the_layers_of_the_group_whose_rate_jumped_are_named() -> None:
     model = net()
     *_, head = (module for module in model if isinstance(module, torch.nn.Linear))
@@ -91,6 +93,7 @@ def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen
     assert "10-fold to 0.03" in alert.message
 
 
+@pytest.mark.slow
 def test_it_is_not_over_while_the_rate_stays_high_and_the_loss_above_its_usual() -> None:
     stays = dict.fromkeys(range(205, 500), 0.5)
     assert [alert.stage for alert in train(LossSpike(), 500, **rates(stays))] == ["started"]
@@ -98,6 +101,7 @@ def test_it_is_not_over_while_the_rate_stays_high_and_the_loss_above_its_usual()
     assert [alert.stage for alert in train(LossSpike(), 400, **ends)] == ["started", "resolved"]
 
 
+@pytest.mark.slow
 def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -> None:
     at = range(150, 650, 100)
     settings = rates({step + i: 0.9 for step in at for i in range(3)})
@@ -107,6 +111,7 @@ def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -
     assert all("to 0.9" in alert.message for alert in alerts[::2])
 
 
+@pytest.mark.slow
 def test_one_batch_in_another_unit_is_told_when_the_next_is_not() -> None:
     def batch(step: int) -> Batch:
         points, classes = draw()
@@ -118,6 +123,7 @@ def test_one_batch_in_another_unit_is_told_when_the_next_is_not() -> None:
     assert "it was the batch" in begin.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "tails", "times", "told"),
     [(220, False, 30.0, True), (30, False, 30.0, False), (220, True, 3e5, False)],
@@ -133,6 +139,7 @@ def test_how_far_the_loss_of_a_batch_must_be_above(
     assert [alert.stage for alert in alerts] == ["started", "resolved"] * told
 
 
+@pytest.mark.slow
 def test_batches_as_rare_and_as_high_as_one_before_are_told_once() -> None:
     settings = rates({}, usual=1e-4)
     alerts = train(
@@ -141,6 +148,7 @@ def test_batches_as_rare_and_as_high_as_one_before_are_told_once() -> None:
     assert [(alert.step, alert.stage) for alert in alerts] == [(220, "started"), (221, "resolved")]
 
 
+@pytest.mark.slow
 def test_random_classes_are_noted_though_the_loss_was_as_high_in_its_past() -> None:
     def batch(step: int) -> Batch:
         points, classes = draw()
@@ -155,6 +163,7 @@ def shifted(step: int) -> Batch:
     return points, (classes + (step >= 200)) % 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [{"batch": shifted}, {"weight": lambda step: 3e3 if step >= 200 else 1.0}],
@@ -182,6 +191,7 @@ def test_no_flight_file_is_written_for_what_is_only_noted(tmp_path: Path) -> Non
     assert list(tmp_path.glob("flight-*.json")) == []
 
 
+@pytest.mark.slow
 def test_a_warm_restart_is_none() -> None:
     restarts = {step: 0.03 * (1 - step % 60 / 60) for step in range(300)}
     assert train(LossSpike(), 300, **rates(restarts)) == []
@@ -243,6 +253,7 @@ def test_the_state_continues_in_another_run() -> None:
     assert "300-fold" in alert.message
 
 
+@pytest.mark.slow
 def test_a_flight_file_is_written_for_it_and_the_page_names_the_same_layers(tmp_path: Any) -> None:
     settings = rates({150: 0.9, 151: 0.9, 152: 0.9})
     model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]
@@ -277,6 +288,7 @@ def bursts(*steps: range) -> Callable[[int], Batch]:
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_some_batches_of_other_data_are_noted_with_their_steps(every: int) -> None:
     (note,) = train(LossBurst(), 250, every=every, batch=bursts(range(173, 183)), **slow())
@@ -284,12 +296,14 @@ def test_some_batches_of_other_data_are_noted_with_their_steps(every: int) -> No
     assert "from step 173 to 182" in note.message
 
 
+@pytest.mark.slow
 def test_bursts_that_follow_each_other_are_one() -> None:
     (note,) = train(LossBurst(), 250, batch=bursts(range(173, 180), range(183, 187)), **slow())
     assert note.step == 173
     assert "from step 173 to 186" in note.message
 
 
+@pytest.mark.slow
 def test_other_data_for_good_hard_batches_and_what_comes_again_are_no_burst() -> None:
     assert train(LossBurst(), 250, batch=bursts(range(173, 250)), **slow()) == []
     hard = bursts(*(range(step, step + 1) for step in range(120, 300, 15)))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch.optim import SGD
 
@@ -9,6 +10,7 @@ from telemetry.alerts.no_learning import LossStuck
 from tests.helpers.small_runs import draw, net, train
 
 
+@pytest.mark.slow
 def test_targets_that_do_not_belong_to_their_inputs_are_noted_once() -> None:
     model = net()
     optimizer = SGD(model.parameters(), 0.01)
@@ -18,15 +20,18 @@ def test_targets_that_do_not_belong_to_their_inputs_are_noted_once() -> None:
     assert "ln 3" in alert.message
 
 
+@pytest.mark.slow
 def test_a_run_that_learns_is_none() -> None:
     assert train(LossStuck(), 500) == []
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_move_are_the_matter_of_another_rule() -> None:
     model = net()
     assert train(LossStuck(), 300, model=model, optimizer=SGD(model.parameters(), 1e-9)) == []
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_the_same_for_all_batches_is_noted() -> None:
     model = net()
     model.append(Off())
@@ -39,6 +44,7 @@ def test_a_loss_that_is_the_same_for_all_batches_is_noted() -> None:
     assert "the same at each, though the batches differ" in alert.message
 
 
+@pytest.mark.slow
 def test_weights_that_are_written_back_after_each_step_are_told() -> None:
     def told(written_back: bool) -> bool:
         model = net()

@@ -35,6 +35,7 @@ def stages(activation: nn.Module, count: Callable[[int], int]) -> list[tuple[str
     return [(alert.stage, alert.step) for alert in alerts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "expected"),
     [

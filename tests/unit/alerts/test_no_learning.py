@@ -32,6 +32,7 @@ def train(after_backward: Callable[[nn.Module, Optimizer], object], every: int) 
     return run.alerts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gradients_that_are_zeroed_before_the_step_are_told(every: int, to_none: bool) -> None:
@@ -40,6 +41,7 @@ def test_gradients_that_are_zeroed_before_the_step_are_told(every: int, to_none:
     assert "zero_grad() before backward()" in alert.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_clipping_that_leaves_nothing_is_told(every: int) -> None:
     (alert,) = train(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-7), every)

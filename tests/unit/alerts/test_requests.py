@@ -89,6 +89,7 @@ def trained(model: nn.Module) -> CapturedRun:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [Blocks(), Blocks(gain=0.0), frozen(Blocks()), Experts()],
@@ -100,6 +101,7 @@ def test_what_is_always_so_requests_nothing(model: nn.Module) -> None:
     assert run.alerts == []
 
 
+@pytest.mark.slow
 def test_a_part_that_gets_no_gradient_is_found_between_two_due_steps() -> None:
     run = trained(Blocks(lets_through=Tensor.detach))
     assert [(alert.kind, alert.module_name) for alert in run.alerts][:1] == [
@@ -108,6 +110,7 @@ def test_a_part_that_gets_no_gradient_is_found_between_two_due_steps() -> None:
     assert run.alerts[0].step < 30
 
 
+@pytest.mark.slow
 def test_gradients_that_nearly_vanish_are_found_between_two_due_steps() -> None:
     def shrinks(x: Tensor) -> Tensor:
         return x.detach() + 1e-3 * (x - x.detach())

@@ -27,6 +27,7 @@ def run(dtype: torch.dtype, rate: float, *, warm_up: float = 0.0, every: int = 1
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize(
     ("dtype", "rate", "apart"), [(torch.bfloat16, 3e-4, "0.4 %"), (torch.float16, 1e-4, "0.05 %")]
@@ -63,6 +64,7 @@ def test_what_a_step_changed_holds_at_most_the_share_of_the_squares() -> None:
     assert 0 < max(shares) <= max(rule._largest.values())
 
 
+@pytest.mark.slow
 def test_it_is_silent_where_steps_change_weights() -> None:
     assert run(torch.float32, 1e-3) == []
     assert run(torch.bfloat16, 1.0) == []

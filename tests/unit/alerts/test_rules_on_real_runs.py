@@ -66,6 +66,7 @@ def train(
         return [alert for alert in logger.alerts if alert.stage == "started"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_unit", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.GELU])
 def test_a_healthy_run_is_silent_in_any_unit(
@@ -85,6 +86,7 @@ def test_weights_that_are_too_large_explode(digits: tuple[Tensor, Tensor], tmp_p
     assert alert.step <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
 def test_weights_that_grow_on_the_way_explode(
     digits: tuple[Tensor, Tensor], tmp_path: Path, activation: type[nn.Module]
@@ -106,6 +108,7 @@ def test_weights_that_grow_on_the_way_explode(
     assert first.module_name in {"4", "5"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight", [300.0, 3000.0])
 def test_another_weight_of_the_loss_is_no_explosion(
     digits: tuple[Tensor, Tensor], tmp_path: Path, weight: float
@@ -117,12 +120,14 @@ def test_another_weight_of_the_loss_is_no_explosion(
     assert [(alert.kind, alert.severity) for alert in alerts] == [("loss_spike", "note")]
 
 
+@pytest.mark.slow
 def test_a_deep_stack_of_sigmoids_vanishes(digits: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     alerts = train(mlp(12, nn.Sigmoid, gain=1.0), digits, tmp_path)
     assert [alert.kind for alert in alerts] == ["vanishing_gradient"]
     assert alerts[0].module_name in {"0", "2", "4"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "seen"),
     [
@@ -158,6 +163,7 @@ class Prepared(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_what_the_first_layer_is_given_is_told_from_the_batch(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
@@ -173,6 +179,7 @@ def test_what_the_first_layer_is_given_is_told_from_the_batch(
     assert seen in first.message
 
 
+@pytest.mark.slow
 def test_missing_values_that_the_model_fills_in_are_not_blamed(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
@@ -190,6 +197,7 @@ def test_missing_values_that_the_model_fills_in_are_not_blamed(
     assert (first.kind, first.step, first.module_name) == ("nonfinite", 30, "layers.4")
 
 
+@pytest.mark.slow
 def test_a_layer_that_gives_only_zeros_is_dead(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
@@ -201,6 +209,7 @@ def test_a_layer_that_gives_only_zeros_is_dead(
     assert alert.message.count("\n") <= 2
 
 
+@pytest.mark.slow
 def test_a_layer_on_the_flat_part_is_saturated(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
@@ -232,6 +241,7 @@ class SqueezeAndExcite(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [1, 8])  # maps of 6 x 6 pixels, and of one
 @pytest.mark.parametrize("as_convolutions", [True, False])
 def test_gates_that_are_open_or_closed_are_not_saturated(
@@ -278,6 +288,7 @@ class ResidualsBeforeRecurrence(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_layers_before_a_recurrent_one_are_not_saturated(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = ResidualsBeforeRecurrence()
@@ -300,6 +311,7 @@ def test_a_learning_rate_that_is_far_too_high_diverges(
     assert kinds[0] in {"loss_divergence", "dead_units"}
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_almost_nothing_does_not_learn(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
@@ -307,6 +319,7 @@ def test_a_learning_rate_of_almost_nothing_does_not_learn(
     assert alert.kind == "no_learning"
 
 
+@pytest.mark.slow
 def test_a_rule_that_is_left_out_says_nothing(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from telemetry.alerts.loop_mistakes import SameBatch
 from tests.helpers.small_runs import draw, net, train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_one_batch_for_ever_is_noted_once(every: int) -> None:
     only = draw()
@@ -15,6 +16,7 @@ def test_one_batch_for_ever_is_noted_once(every: int) -> None:
     assert 100 <= alert.step <= 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("period", [2, 5, 10])
 def test_a_loader_that_repeats_its_batches_in_their_order_is_none(period: int) -> None:
     epoch = [draw() for _ in range(period)]
@@ -34,6 +36,7 @@ def test_tokens_are_recognized_too() -> None:
     assert fresh == []
 
 
+@pytest.mark.slow
 def test_a_data_set_of_one_batch_is_none_until_it_is_known_by_heart() -> None:
     points, classes = draw()
     noisy = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
@@ -41,6 +44,7 @@ def test_a_data_set_of_one_batch_is_none_until_it_is_known_by_heart() -> None:
     assert len(train(SameBatch(), 230, batch=lambda step: (points, classes))) == 1
 
 
+@pytest.mark.slow
 def test_it_is_told_soon_after_the_loss_says_so() -> None:
     points, classes = draw()
     slow = net()
@@ -52,6 +56,7 @@ def test_it_is_told_soon_after_the_loss_says_so() -> None:
     assert 150 < alert.step < 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [10, 100])
 def test_a_loader_that_gets_stuck_is_noted_whatever_the_loss(every: int) -> None:
     noisy = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))

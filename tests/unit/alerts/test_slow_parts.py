@@ -27,6 +27,7 @@ def by_layer(model: nn.Sequential, decay: float) -> Adam:
     return Adam([{"params": [*layer.parameters()], "lr": rate} for layer, rate in groups])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_layer_whose_rate_has_vanished_is_named(every: int) -> None:
     model = deep()
@@ -39,6 +40,7 @@ def test_a_layer_whose_rate_has_vanished_is_named(every: int) -> None:
     assert not rest
 
 
+@pytest.mark.slow
 def test_rates_of_fine_tuning_and_layers_without_gradient_are_none() -> None:
     model = deep()
     assert train(LayersNotLearning(), 250, model=model, optimizer=by_layer(model, 0.2)) == []
@@ -46,6 +48,7 @@ def test_rates_of_fine_tuning_and_layers_without_gradient_are_none() -> None:
     assert train(LayersNotLearning(), 250, model=model, optimizer=by_layer(model, 0.2)) == []
 
 
+@pytest.mark.slow
 def test_it_is_over_when_the_layer_moves_again() -> None:
     model = deep()
     optimizer = by_layer(model, 0.003)
@@ -61,6 +64,7 @@ def test_it_is_over_when_the_layer_moves_again() -> None:
     assert 200 < end.step <= 240
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [10, 100])
 @pytest.mark.parametrize("left", [0.0, 0.3])
 def test_an_output_that_becomes_one_vector_is_named(left: float, every: int) -> None:

@@ -40,6 +40,7 @@ def cross_entropy(model: nn.Module) -> Tensor:
     return F.cross_entropy(model(points), classes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 50])
 def test_weights_that_a_decay_takes_away_are_told_while_half_of_them_is_left(every: int) -> None:
     def optimizer(model: nn.Module) -> Optimizer:
@@ -55,6 +56,7 @@ def test_weights_that_a_decay_takes_away_are_told_while_half_of_them_is_left(eve
     assert run(ExponentialTrend(), 400, guess, every=every) == []
 
 
+@pytest.mark.slow
 def test_weights_that_shrink_while_the_model_learns_are_none() -> None:
     def optimizer(model: nn.Module) -> Optimizer:
         with torch.no_grad():
@@ -78,6 +80,7 @@ def test_weights_that_a_decay_of_the_wrong_sign_makes_larger_are_told() -> None:
     assert "The weights grow by 0.03 of their size at each step" in alerts[0].message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("discount", [0.9, 1.1])
 def test_a_loss_that_feeds_on_itself_is_told(discount: float) -> None:
     def loss(model: nn.Module) -> Tensor:
@@ -113,6 +116,7 @@ def test_a_rate_that_is_multiplied_again_and_again_is_told_where_steps_are_large
         assert alert.step < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_cross_entropy_of_the_wrong_sign_is_told_when_it_has_fallen_by_a_tenth(
     every: int,
@@ -123,6 +127,7 @@ def test_a_cross_entropy_of_the_wrong_sign_is_told_when_it_has_fallen_by_a_tenth
     assert alert.value > -1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [10, 100])
 def test_logits_where_log_probabilities_belong_are_told(every: int) -> None:
     def loss(model: nn.Module) -> Tensor:
@@ -136,6 +141,7 @@ def test_logits_where_log_probabilities_belong_are_told(every: int) -> None:
     assert "falls faster and faster below zero while the output of 3 grows" in alert.message
 
 
+@pytest.mark.slow
 def test_a_density_is_no_such_loss() -> None:
     def loss(model: nn.Module) -> Tensor:
         points, _ = draw()
@@ -148,6 +154,7 @@ def test_a_density_is_no_such_loss() -> None:
     assert losses[-1] < -1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("unit", "rate"), [(1e5, 1e-2), (3e4, 3e-2), (1e6, 2e-2)])
 def test_weights_that_adam_moves_by_equal_amounts_towards_large_targets_are_none(
     unit: float, rate: float

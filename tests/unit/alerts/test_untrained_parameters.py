@@ -28,6 +28,7 @@ class Net(nn.Module):
         return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_head_that_was_replaced_after_the_optimizer_was_made(every: int) -> None:
     model = Net()
@@ -39,6 +40,7 @@ def test_a_head_that_was_replaced_after_the_optimizer_was_made(every: int) -> No
     assert "no optimizer steps it" in alert.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_trunk_that_is_detached_is_named_as_a_whole(every: int) -> None:
     [alert] = train(UntrainedParameters(), 150, model=Net(detached=True), every=every)
@@ -122,6 +124,7 @@ def test_a_part_that_has_its_turn_rarely_is_none() -> None:
     assert train(UntrainedParameters(), 150, model=Rare(spare=True)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [10, 100])
 def test_what_is_unfrozen_later_and_not_in_the_optimizer(every: int) -> None:
     model = Net()
@@ -142,6 +145,7 @@ def test_what_is_unfrozen_later_and_not_in_the_optimizer(every: int) -> None:
     assert 200 <= alert.step <= 310
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_no_longer_steps_is_a_note() -> None:
     model = Net()
     first, second = SGD(model.parameters(), 0.1), SGD(model.head.parameters(), 0.1)

@@ -131,6 +131,7 @@ def test_a_phase_without_a_gradient_has_not_vanished() -> None:
     assert train(VanishingGradient(), 100, model=model, before=alternate) == []
 
 
+@pytest.mark.slow
 def test_it_is_over_when_gradients_come_and_not_when_they_become_zero() -> None:
     factor = [1e-7]
     model = TwoTowers(lambda tower, other: usual(factor[0] * tower, other))
@@ -153,6 +154,7 @@ def deep(*, normalized: bool) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), *hidden, nn.Linear(32, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_gradients_that_vanish_are_told_though_adam_moves_every_layer(every: int) -> None:
     model = deep(normalized=False)
@@ -163,6 +165,7 @@ def test_gradients_that_vanish_are_told_though_adam_moves_every_layer(every: int
     assert "the loss has not fallen" in alert.message
 
 
+@pytest.mark.slow
 def test_a_deep_network_that_adam_trains_is_silent() -> None:
     model = deep(normalized=True)
     optimizer = Adam(model.parameters(), 1e-4)

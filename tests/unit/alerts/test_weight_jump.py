@@ -37,6 +37,7 @@ def times(factor: float, *layers: int) -> Callable[[nn.Sequential, Any], None]:
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "told_at", "before"), [(1, 94, 93), (10, 100, 90)])
 def test_a_matrix_that_something_else_wrote_to_is_named(
     every: int, told_at: int, before: int
@@ -51,6 +52,7 @@ def test_one_that_is_begun_anew_smaller_is_a_note() -> None:
     assert (alert.severity, alert.module_name) == ("note", "3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -65,6 +67,7 @@ def test_other_changes_are_no_jump(change: Callable[[nn.Sequential, Any], None])
     assert run(change) == []
 
 
+@pytest.mark.slow
 def test_weights_that_learn_fast_from_the_start_are_no_jump() -> None:
     assert train(WeightJump(), 200, every=10) == []
     assert run(times(5, 3), at=25) == [], "too little is known of them"

@@ -107,6 +107,7 @@ def scalars(log_dir: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in accumulator.Scalars(tag)]
 
 
+@pytest.mark.slow
 def test_the_interval_is_stretched_to_stay_within_the_budget(tmp_path: Path, clock: Clock) -> None:
     # An input, 6 outputs, 6 gradients of outputs, 12 parameters and 12 of their gradients: 3.7 s.
     recorder = run(tmp_path, clock, steps=600, every_n_steps=10, max_overhead=0.04)
@@ -121,6 +122,7 @@ def test_the_interval_is_stretched_to_stay_within_the_budget(tmp_path: Path, clo
     assert intervals == [(0, 10.0), *((step, step - last) for last, step in pairwise(full))]
 
 
+@pytest.mark.slow
 def test_norms_that_alone_take_too_much_are_taken_at_every_kth_step(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def test_norms_that_alone_take_too_much_are_taken_at_every_kth_step(
     )
 
 
+@pytest.mark.slow
 def test_that_measurements_are_postponed_is_said_once(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ def as_accelerate_does(module: nn.Module) -> Callable[..., Any]:
     return functools.update_wrapper(functools.partial(print, module), module.forward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [

@@ -116,6 +116,7 @@ def load_while_accumulating(model: nn.Module, passes: int) -> None:
             model.load_state_dict(mlp().state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gather", [accumulate, accumulate_nan, load_while_accumulating])
 def test_gradients_may_be_accumulated_over_more_passes(
     tmp_path: Path,

@@ -86,6 +86,7 @@ def calls_to_attach(modules: int, log_dir: Path) -> int:
     return calls
 
 
+@pytest.mark.slow
 def test_attaching_takes_work_in_proportion_to_the_modules(tmp_path: Path) -> None:
     """A model of 10,000 modules against one of 1,000; a time would depend on the machine."""
     calls_to_attach(1, tmp_path / "warm-up")
@@ -144,6 +145,7 @@ def test_bounds_leave_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_left_alone(lambda: deep(3), loop, tmp_path)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_steps_that_never_come(tmp_path: Path) -> None:
     """Passes without end: what is held for the step in progress is bounded."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
@@ -164,6 +166,7 @@ def test_memory_does_not_grow_with_steps_that_never_come(tmp_path: Path) -> None
             tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_memory_held_between_steps_does_not_grow() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -64,6 +64,7 @@ def by_plain_hooks(
     return recorder.records, outputs, used, steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_step_holds_its_batch_and_the_gradients_that_were_used(tmp_path: Path, name: str) -> None:
     records, outputs, used, steps = by_plain_hooks(name, tmp_path)

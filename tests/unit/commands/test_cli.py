@@ -269,6 +269,7 @@ def test_a_run_without_a_fault_is_explained_in_one_line(
     assert main(["explain", str(broken)]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_does_without_torch() -> None:
     code = (
         "import sys, telemetry.commands.cli; assert not {'torch', 'tensorflow'} & set(sys.modules)"

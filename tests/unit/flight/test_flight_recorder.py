@@ -415,6 +415,7 @@ def test_the_latest_steps_are_kept_even_if_they_are_too_large(
     assert moments(flight) == [("before", 20), ("at", 30)]
 
 
+@pytest.mark.slow
 def test_full_measurements_at_every_step_are_thinned_out(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=160)
     fly(recorder, range(500), every=1)
@@ -425,6 +426,7 @@ def test_full_measurements_at_every_step_are_thinned_out(tmp_path: Path) -> None
     assert max(np.diff(kept)) <= 11
 
 
+@pytest.mark.slow
 def test_pictures_of_the_record_are_not_kept(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path)
     pixels = np.zeros((1000, 1000, 3), np.uint8)

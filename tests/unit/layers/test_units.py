@@ -47,6 +47,7 @@ def group(layers: Sequence[Extremes]) -> Group:
     return Group(rows=rows, modules=modules, size=2 * len(layers) + 1)
 
 
+@pytest.mark.slow
 @given(st.lists(EXTREMES, min_size=1, max_size=4))
 def test_extremes_are_read_back_with_eight_bits_away_from_zero(layers: list[Extremes]) -> None:
     data = encode_units(group(layers))

@@ -257,6 +257,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @ALL_SIZES
 @pytest.mark.parametrize("axis", [None, 1, -1, 0])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -284,6 +285,7 @@ def assert_units(record: TensorRecord, values: NDArray[Any], axis: int | None) -
     np.testing.assert_array_equal(record.unit_max, rows.max(axis=1).astype(np.float32))
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_strides(data: st.DataObject) -> None:
     """Slices, permutations and channels_last of any shape and dtype, without elements, too."""
@@ -416,6 +418,7 @@ def test_extremes_of_each_unit(shape: tuple[int, ...], axis: int, dtype: torch.d
     assert_units(record, to_float64(tensor), axis)
 
 
+@pytest.mark.slow
 @given(
     arrays(
         np.float32,
