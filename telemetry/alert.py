@@ -33,7 +33,7 @@ class Alert:
     Sentences are composed of the fields only where they are shown: :attr:`title`, :attr:`message`.
 
     Attributes:
-        kind: Kind of fault; ``docs/alerts.md`` lists those of the default rules.
+        kind: Kind of fault; ``docs/alerts/`` lists those of the default rules.
         severity: ``error``: the run is lost or wrong; ``warning``: worth a look; ``note``: a fact
             that may be intended: it is shown, but neither raised nor printed.
         step: Optimizer steps completed when the measurement was taken, from 0.

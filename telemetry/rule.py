@@ -41,7 +41,7 @@ class Rule(ABC):
         """Loss up to which the rule accepts to judge one step in k only; read after each call.
 
         Steps may be so fast that judging each of them costs more than 3 % of the time: see "Fast
-        steps" in docs/cost.md. None, the default: the rule judges every step.
+        steps" in docs/understand/full-steps.md. None, the default: the rule judges every step.
         """
         return None
 

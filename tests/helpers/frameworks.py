@@ -80,8 +80,8 @@ class AlertFrom:
 
 
 def run_example(heading: str, **names: Any) -> dict[str, Any]:
-    """Run the code under a heading of ``docs/integrations.md``; the names that it leaves behind."""
-    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    """Run the code under a heading of ``docs/howto/trainers.md``, and return its names."""
+    page = (ROOT / "docs" / "howto" / "trainers.md").read_text(encoding="utf-8")
     [code] = re.findall(rf"^## {heading}\n+```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    exec(compile(code, f"docs/integrations.md, {heading}", "exec"), names)
+    exec(compile(code, f"docs/howto/trainers.md, {heading}", "exec"), names)
     return names

@@ -19,14 +19,14 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-PAGE = (ROOT / "docs" / "elsewhere.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "howto" / "notifications.md").read_text(encoding="utf-8")
 
 
 CODE = {
     section.partition("\n")[0]: "".join(re.findall(r"^```python\n(.*?)^```", section, re.S | re.M))
     for section in PAGE.split("\n## ")
 }
-INTRODUCTION = CODE["# Alerts where people are"]
+INTRODUCTION = CODE["# Send alerts and runs elsewhere"]
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        exec(INTRODUCTION + CODE["In the training"].replace(", on_alert=tell", ""), {})
+        exec(INTRODUCTION + CODE["In the training"].replace(", on_alert=notify", ""), {})
     return folder
 
 

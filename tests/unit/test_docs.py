@@ -9,12 +9,12 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = [ROOT, ROOT / "telemetry", ROOT / "benchmarks"]
 MADE_BY_A_RUN = {"alerts.jsonl", "cases.py", "report.html"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:[\w.]+/)*[\w]+\.(?:py|c|md|cfg)|(?:[\w.]+/)+)`", text))
@@ -26,15 +26,20 @@ def test_named_files_exist(page: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_linked_files_exist(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 def test_each_question_of_a_newcomer_has_one_file_as_its_answer() -> None:
     table = (
-        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("| question |")[2]
+        (ROOT / "docs" / "contributing" / "architecture.md")
+        .read_text(encoding="utf-8")
+        .partition("| question |")[2]
     )
     answers = re.findall(r"^\| [^|]+\? \| `([\w/.]+)` \|$", table, re.MULTILINE)
     assert len(answers) == 12

@@ -116,7 +116,7 @@ def test_what_is_no_run_is_told(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_docs_runs(log_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "howto" / "reading.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert code is not None
     (log_dir.parent / "runs").mkdir()

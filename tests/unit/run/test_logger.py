@@ -857,7 +857,7 @@ def test_a_cell_of_a_notebook_may_run_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the same model, with a new one, and after the kernel was restarted."""
-    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "howto" / "trainers.md").read_text(encoding="utf-8")
     code = page.partition("## Notebooks")[2].partition("```python\n")[2].partition("```")[0]
     code = code.replace("runs/first", str(tmp_path))
     cell = {"HookLogger": HookLogger, "train": lambda model: run_through(train(model, steps=3))}

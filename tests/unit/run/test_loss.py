@@ -230,7 +230,7 @@ def test_a_loss_that_is_no_tag_is_refused(
 
 
 def test_the_docs_name_all_words() -> None:
-    page = (ROOT / "docs" / "logger.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "logger.md").read_text(encoding="utf-8")
     told = page.partition("## The loss")[2].partition(": such as")[0]
     assert sorted(re.findall(r"\*(\w+)\*", told)) == sorted(_WORDS)
 

@@ -1,0 +1,49 @@
+"""The code of the guides and tutorials runs, and prints what the pages say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+DOCS = ROOT / "docs"
+GUIDES = ["layers", "alerts", "resume", "interventions", "cost"]
+ALONE = ["quickstart", "tutorials/gan", "tutorials/language-model", "tutorials/sweep"]
+
+
+def code_of(name: str) -> str:
+    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+
+
+def printed(code: str) -> list[str]:
+    return re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [f"howto/{name}" for name in GUIDES] + ALONE)
+def test_a_page_prints_what_it_says(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "page"}
+    if name.startswith("howto/"):
+        exec(code_of("howto/index"), names)
+    code = code_of(name)
+    exec(compile(code, f"docs/{name}.md", "exec"), names)
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if line in printed(code)] == printed(code)
+    assert list(Path("runs").rglob("*.tfevents.*"))
+
+
+def test_the_tutorial_of_several_gpus_runs_on_two_ranks(tmp_path: Path) -> None:
+    code = code_of("tutorials/several-gpus").partition("# FSDP2")[0]
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
+    runs = {path.parent for path in tmp_path.rglob("*.tfevents.*")}
+    assert runs == {tmp_path / "runs" / "ddp"}
