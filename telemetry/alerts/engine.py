@@ -65,7 +65,8 @@ class Engine(Rule):
         return f"<{self.name}: {', '.join(self._detectors)}>"
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        return self._report(*_found_by(d.on_loss(step, loss) for d in self._of_losses))
+        found = _found_by(d.on_loss(step, loss) for d in self._of_losses)
+        return self._report(*found) if any(found) else ()
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._baseline.add(record)

@@ -55,8 +55,11 @@ class Judge:
     def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
         """What they find in a loss that was just logged."""
         for rule in self._rules:
-            with self._failures.contained(f"to apply the rule {rule.name!r}"):
-                yield from self._checked(rule.on_loss(step, loss))
+            try:
+                if (found := rule.on_loss(step, loss)) != ():
+                    yield from self._checked(found)
+            except Exception:  # of any rule
+                self._failures.report(f"to apply the rule {rule.name!r}")
 
     def state_dict(self) -> list[dict[str, Any]]:
         """What each rule that remembers something knows, in their order."""

@@ -75,11 +75,12 @@ class Budget:
         self._worker_costs_s = {
             work: deque[float](maxlen=DECISION_STEPS) for work in get_args(Work)
         }
-        self._entered_s = self._logged_s = 0.0
+        self._entered_s = 0.0
         self._told: set[str] = set()
         self._thread, self._nesting = threading.get_ident(), 0
         self._begin_s = self._inside_s = 0.0
         self._last_s: float | None = None
+        self._last_step: int | None = None
         self._last_event: torch.cuda.Event | None = None
         # Step, whether full, whether with norms; and the event at its end.
         self._queued: deque[tuple[int, bool, bool, torch.cuda.Event]] = deque()
@@ -103,19 +104,16 @@ class Budget:
         self._worker_s[work] += seconds
         self._worker_costs_s[work].append(seconds)
 
-    def logged(self, seconds: float) -> None:
-        """Add CPU time of the training thread that logging scalars took."""
-        self._logged_s += seconds
-
     def restart(self) -> None:
         """The next step begins now: what came before belongs to none."""
-        self._last_s, self._last_event = None, None
+        self._last_s = self._last_step = self._last_event = None
         self._queued.clear()
         self._take()
 
     def step_ended(self, step: int, *, full: bool, norms: bool, device: torch.device) -> None:
         """A step on this device ended, and work for the next one has not begun.
 
+        Steps of which nothing is taken may be omitted: their time is part of the next one's.
         ``norms``: whether at least those of its gradients were taken.
         """
         if device.type != "cuda":
@@ -140,6 +138,8 @@ class Budget:
 
     def _enter(self, step: int, full: bool, norms: bool, step_s: float, own_s: float) -> None:
         bare_s = max(step_s - own_s, 0.0)
+        steps = 1 if self._last_step is None else max(step - self._last_step, 1)
+        self._last_step = step
         self._own_s += own_s
         self._bare_s += bare_s
         if full:
@@ -148,19 +148,18 @@ class Budget:
             self._last_full = step
             curves = {"every_n_steps": distance, "norms_every_n_steps": self._norms_every}
             # In the beginning the time of bare training is unknown.
-            all_s = self._own_s + self._logged_s + self._worker_s["logged"]
+            all_s = self._own_s + self._logged_s()
             overhead = {"overhead": all_s / self._bare_s} if self._bare_s > 0 else {}
             self._log_costs(
                 {f"telemetry/{k}": float(v) for k, v in (curves | overhead).items()}, step
             )
             return
-        self._bare_steps_s.append(bare_s)
+        self._bare_steps_s.append(bare_s / steps)
         self._norms_s += [own_s] * norms
         if len(self._norms_s) == DECISION_STEPS:
             step_s = max(self._usual_step_s(), 1e-9)
             share = (median(self._norms_s) + self._mean_worker_s("norms")) / step_s
-            logged_s = self._logged_s + self._worker_s["logged"]
-            allowed = NORMS_SHARE * self._share - logged_s / max(self._bare_s, 1e-9)
+            allowed = NORMS_SHARE * self._share - self._logged_s() / max(self._bare_s, 1e-9)
             every = ceil(share / allowed) if allowed > 0 else MAX_NORMS_EVERY
             self._norms_every = min(max(every, 1), MAX_NORMS_EVERY)
             self._norms_s.clear()
@@ -170,6 +169,10 @@ class Budget:
                     f"take {share:.2%} of the time of training",
                     "norms_every_n_steps",
                 )
+
+    def _logged_s(self) -> float:
+        """Return the time of logged scalars: on the training thread about as much again."""
+        return 2 * self._worker_s["logged"]
 
     def _mean_worker_s(self, work: Work) -> float:
         return fmean([*self._worker_costs_s[work]] or [0.0])

@@ -275,7 +275,6 @@ class Capture:
 
     # --- begin of a step --------------------------------------------------------------------------
 
-    @guarded("to begin a step", reads=False)
     def _begin(self, number: int, full: bool, attaching: bool = False) -> None:
         norms, step = True, self.in_progress
         if self._budget is not None:
@@ -285,6 +284,7 @@ class Capture:
             return
         self._open(number, full=full, norms=norms, attaching=attaching)
 
+    @guarded("to begin a step", reads=False)
     def _open(
         self, number: int, *, full: bool, norms: bool = True, attaching: bool = False
     ) -> None:
@@ -399,7 +399,8 @@ class Capture:
         if not step.light or not self._light.reads(optimizer):
             return False
         full = self._is_full(step.number + 1)
-        self._end_light_step()
+        if step.norms:
+            self._end_light_step()
         self._begin(step.number + 1, full)
         return True
 
@@ -482,12 +483,11 @@ class Capture:
 
     @guarded("to hand over a step", reads=False)
     def _end_light_step(self) -> None:
-        step = self.in_progress
-        if step.norms:
-            self._deliver(self._light.completed(step.number))
-            self._delivered = True
+        number = self.in_progress.number
+        self._deliver(self._light.completed(number))
+        self._delivered = True
         if self._budget is not None:
-            self._budget.step_ended(step.number, full=False, norms=step.norms, device=self._device)
+            self._budget.step_ended(number, full=False, norms=True, device=self._device)
 
     @guarded("to end a step", reads=False)
     def _end(self, step: Step) -> None:

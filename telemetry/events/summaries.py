@@ -7,6 +7,8 @@ its metadata names a data class, so every tensor here does.
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,6 +26,7 @@ from tensorboard.compat.proto.summary_pb2 import (
 )
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 
+_FLOAT = struct.Struct("<f")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _DTYPES = {
     np.dtype(np.float32): types_pb2.DT_FLOAT,
@@ -52,7 +55,10 @@ def scalar(tag: str, value: float) -> bytes:
     It has no metadata: readers take a bare ``simple_value`` for a scalar, which has a third of the
     size and is found by ``EventAccumulator.Scalars``.
     """
-    return _serialized(tag=tag, simple_value=value)
+    try:
+        return _scalar_head(tag) + _FLOAT.pack(value)
+    except OverflowError:  # beyond float32
+        return _scalar_head(tag) + _FLOAT.pack(math.copysign(math.inf, value))
 
 
 def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> Iterator[bytes]:
@@ -169,6 +175,12 @@ def _array(array: NDArray[Any]) -> Mapping[str, Any]:
 
 
 # Cached: these recur at every step, and building them takes longer than the rest.
+
+
+@lru_cache(maxsize=4096)
+def _scalar_head(tag: str) -> bytes:
+    """All bytes of a point before those of its value."""
+    return _serialized(tag=tag, simple_value=0.0)[: -_FLOAT.size]
 
 
 @lru_cache(maxsize=1024)

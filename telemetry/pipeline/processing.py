@@ -58,7 +58,7 @@ class ReadyValues:
     of_loss: Callable[[str], bytes] | None = None
 
 
-Item: TypeAlias = CapturedStep | LightStep | LoggedScalars | ReadyValues | MergedStep
+Item: TypeAlias = CapturedStep | LightStep | ReadyValues | MergedStep
 """Items of the training thread, and on rank 0 merged steps of all ranks."""
 
 
@@ -135,8 +135,6 @@ class Processor:
             if item.of_loss is not None:
                 self._await_loss.append(item.of_loss)
                 self._tell_loss(item.step - 1)
-        elif isinstance(item, LoggedScalars):
-            self._log(item)
         elif isinstance(item, MergedStep):
             self._record_merged(item)
         else:
@@ -191,25 +189,34 @@ class Processor:
         self._full_steps.load_state_dict(state, step)
         return self._judge.load_state_dict(state.get("rules")) if self.ranks.records else []
 
-    def _log(self, item: LoggedScalars) -> None:
-        values = {
-            name: float(value.wait()) if isinstance(value, HostCopy) else value
-            for name, value in item.values.items()
-        }
-        self._scalars.setdefault(item.step, {}).update(values)
-        self._loss.see(item.step, values)
-        self._light_steps.see_logged(item.step, values)
-        self._record_logged(item.step, item.wall_time, self.ranks.logged(values))
+    def log(self, items: Iterable[LoggedScalars]) -> None:
+        """Write what the user logged, and judge the loss if it is among that."""
+        began_s = time.thread_time()
+        for step, wall_time, logged in items:
+            try:
+                values = {
+                    name: float(value.wait()) if isinstance(value, HostCopy) else value
+                    for name, value in logged.items()
+                }
+                self._scalars.setdefault(step, {}).update(values)
+                self._loss.see(step, values)
+                self._light_steps.see_logged(step, values)
+                self._record_logged(step, wall_time, self.ranks.logged(values))
+            except Exception:
+                self._failures.report("to write what was logged")
+        if self._budget is not None:
+            self._budget.worker_took("logged", time.thread_time() - began_s)
 
     def _record_logged(self, step: int, wall_time: float, values: dict[str, float]) -> None:
         """Write logged scalars, and judge the loss if it is one of them."""
         if not values:
             return
         points = [summaries.scalar(name, value) for name, value in values.items()]
-        with self._failures.contained("to write what was logged"):
+        try:
             self._sink.write_values(points, step, wall_time)
-        if (tag := self._loss.tag) in values:
-            self._report(self._judge.judge_loss(step, values[tag]), wall_time)
+        finally:
+            if (tag := self._loss.tag) in values:
+                self._report(self._judge.judge_loss(step, values[tag]), wall_time)
 
     def send_rest(self) -> None:
         """Send the other ranks what was logged for a step that did not end."""

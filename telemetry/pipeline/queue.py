@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
@@ -56,7 +57,7 @@ class Pipeline:
         self._failures = failures
         # None ends the thread. Unlike with a Queue, put() may run while the same thread is inside
         # of put(): the garbage collector may close a logger anywhere.
-        self._items: SimpleQueue[Item | Act | None] = SimpleQueue()
+        self._items: SimpleQueue[Item | LoggedScalars | Act | None] = SimpleQueue()
         self._bell: SimpleQueue[None] = SimpleQueue()  # holds something when nothing is to wait
         # Each count has one thread that writes it; a common one would need a lock.
         self._steps_taken = self._bytes_taken = 0
@@ -181,23 +182,35 @@ class Pipeline:
         """Process all, until the end of the run is put there."""
         while not self._abandoned:
             try:
-                item = self._items.get(timeout=self._processor.pending_s())
+                first = self._items.get(timeout=self._processor.pending_s())
             except Empty:
                 self._processor.write_pending()
                 continue
             with suppress(Empty):
                 self._bell.get(timeout=GATHER_S)
-            with suppress(Empty):
-                while not self._abandoned:
-                    if item is None:
-                        self._processor.end()
-                        return
-                    with self._failures.contained("to record a step"):
-                        self._process(item)
-                    item = self._items.get_nowait()
+            logged: list[LoggedScalars] = []  # processed together, which costs a fraction
+            for item in chain([first], self._queued()):
+                if isinstance(item, LoggedScalars):
+                    logged.append(item)
+                    continue
+                self._processor.log(logged)
+                logged = []
+                if item is None:
+                    self._processor.end()
+                if item is None or self._abandoned:
+                    return
+                with self._failures.contained("to record a step"):
+                    self._process(item)
+            self._processor.log(logged)
             with suppress(Empty):  # what rang for these has nothing to say of later ones
                 while True:
                     self._bell.get_nowait()
+
+    def _queued(self) -> Iterator[Item | LoggedScalars | Act | None]:
+        """The queued items; ends when there is none."""
+        with suppress(Empty):
+            while True:
+                yield self._items.get_nowait()
 
     def _process(self, item: Item | Act) -> None:
         if isinstance(item, CapturedStep | LightStep):

@@ -60,17 +60,19 @@ class FullSteps:
 
     def __call__(self, step: int) -> bool:
         """Whether the step is measured in full; asked on the training thread, in their order."""
-        named = {other for other in tuple(self._named) if other <= step}
-        self._named -= named
-        wanted = self._wanted > self._given and step != self._resumed_at
-        self._given += wanted
-        due = self._due(step)
-        full = due or bool(named) or wanted
+        due = full = self._due(step)
+        if self._named:
+            named = {other for other in tuple(self._named) if other <= step}
+            self._named -= named
+            full |= bool(named)
+        if self._wanted > self._given and step != self._resumed_at:
+            self._given += 1
+            full = True
         if self._decided is not None and self._decided[0] < step:  # that step has ended
             _, was_due, was_full = self._decided
             self.scheduled += was_due
             self.requested += was_full and not was_due
-        self._decided = step, due, full
+        self._decided = (step, due, full) if full else None
         return full
 
     def grants(self, judge: Judge, step: int) -> bool:

@@ -182,17 +182,19 @@ def scalars_of(
             "log({'loss': 0.5}); the step is the one in progress"
         )
     values: dict[str, float | HostCopy] = {}
-    refused: list[TypeError | ValueError] = [
-        TypeError(
-            f"HookLogger.log({name}={reprlib.repr(named[name])}): is no argument, the step is the "
-            f"one in progress, logger.current_step; leave it out, or "
-            f"write log({{{name!r}: ...}}) for a curve of this name"
-        )
-        for name in named
-        if name in _OF_OTHERS
-    ]
-    curves = {tag: value for tag, value in named.items() if tag not in _OF_OTHERS}
-    for tag, value in {**(scalars or {}), **curves}.items():
+    refused: list[TypeError | ValueError] = []
+    if not _OF_OTHERS.isdisjoint(named):
+        refused += [
+            TypeError(
+                f"HookLogger.log({name}={reprlib.repr(named[name])}): is no argument, the step is "
+                "the one in progress, logger.current_step; leave it out, or "
+                f"write log({{{name!r}: ...}}) for a curve of this name"
+            )
+            for name in named
+            if name in _OF_OTHERS
+        ]
+        named = {tag: value for tag, value in named.items() if tag not in _OF_OTHERS}
+    for tag, value in ({**scalars, **named} if scalars else named).items():
         try:
             check_text(f"HookLogger.log({{{tag!r}: ...}}): a tag", tag)
             values[tag] = _scalar(tag, value)
@@ -208,10 +210,12 @@ def _scalar(name: str, value: object) -> float | HostCopy:
                 f"HookLogger.log({name}=...): must have one element, not {value.numel()}; "
                 "reduce it, for example by .mean()"
             )
+        if value.is_cpu and type(value) in (Tensor, nn.Parameter):
+            number = value.item()
+            if not isinstance(number, complex):
+                return float(number)
         if value.is_complex() or value.is_meta:
             raise TypeError(f"HookLogger.log({name}={value!r}): must be a real number")
-        if type(value) in (Tensor, nn.Parameter) and value.is_cpu:
-            return float(value.item())
         return HostCopy(value.detach().reshape(()))
     try:
         if isinstance(value, str | bytes | bytearray):  # float("1") is 1.0

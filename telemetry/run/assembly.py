@@ -257,11 +257,8 @@ class ActiveRun:
             message = "HookLogger.log() after close() writes nothing; call it earlier"
             self._failures.log_once(message)
             return
-        started_s = time.thread_time() if self._budget is not None else 0.0
         values, errors = scalars_of(scalars, more, named)
         self._log(values, self._capture.step)
-        if self._budget is not None:
-            self._budget.logged(time.thread_time() - started_s)
         if errors:
             raise errors[0]
         if self._may_stop and not self._role.merges:

@@ -150,7 +150,7 @@ def test_merged_steps_that_wait_are_bounded_and_told(
 
 
 def test_a_forked_child_waits_for_nobody(first: FirstRank) -> None:
-    first.processor.process(LoggedScalars(step=0, wall_time=0.0, values={"loss": 1.0}))
+    first.processor.log([LoggedScalars(step=0, wall_time=0.0, values={"loss": 1.0})])
     first.processor.send_rest()  # and the other rank never comes
     child = os.fork()
     if child == 0:
