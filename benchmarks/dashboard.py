@@ -50,7 +50,7 @@ from telemetry.layers import MATRIX_STATISTICS
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
 from telemetry.tag_names import HISTOGRAMS, numbered
-from telemetry.writing.board import Board
+from telemetry.writing.dashboard import Dashboard
 
 # TensorBoard with the plugin, Chromium and the layout of a model: those of the page's tests.
 sys.path.append(str(Path(__file__).parents[1]))
@@ -157,12 +157,12 @@ def write_run(log_dir: Path, size: Size) -> None:
             norms=lambda _: next(norms).astype("f4"), matrices=lambda _: full,
         )  # fmt: skip
         return
-    writer, board = FileWriter(log_dir), Board()
-    writer.write_values(board.first_values(), 0)
+    writer, dashboard = FileWriter(log_dir), Dashboard()
+    writer.write_values(dashboard.first_values(), 0)
     for record in records(size):
         loss = summaries.scalar("loss", 1 / (1 + record.step))
-        writer.write_values([*board.values_of(record), loss], record.step, record.wall_time)
-    step, pending = board.pending_values()
+        writer.write_values([*dashboard.values_of(record), loss], record.step, record.wall_time)
+    step, pending = dashboard.pending_values()
     writer.write_values(pending, step)
     writer.close()
 

@@ -47,9 +47,9 @@ from torch.optim import Optimizer
 from telemetry import Alert, Rule, StepRecord
 from telemetry.alert import alert_fields
 from telemetry.alerts import default_rules
-from telemetry.alerts.judging import Judge
 from telemetry.failures import RaisingFailures
 from telemetry.pipeline import FullSteps, every
+from telemetry.pipeline.schedule import Judge
 from telemetry.records import Layout, Module, Output, Parameter, TensorRecord
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records.sketch import Sketch
@@ -324,7 +324,7 @@ class Replay:
         self.times_s[record.full].append(self._loss_s + took_s)
         self._loss_s = 0.0
         if self._full_steps.grants(self._judge, step):
-            self._full_steps.want()
+            self._full_steps.request()
 
     def _took(self, judge: Callable[[], Iterator[Alert]]) -> float:
         began = time.perf_counter()

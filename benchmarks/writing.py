@@ -30,7 +30,7 @@ from telemetry import SummaryWriter
 from telemetry.events import FileWriter, summaries
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import sketch_array
-from telemetry.writing.bulk import histogram_values
+from telemetry.writing.size_budget import histogram_values
 
 TAG = "grad_norm/0007.encoder.layers.2"
 BATCH = 100

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from telemetry.alert import Alert
 from telemetry.alerts import default_rules
-from telemetry.alerts.judging import Judge
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import RaisingFailures
 from telemetry.pipeline import FullSteps, every
+from telemetry.pipeline.schedule import Judge
 from telemetry.records import StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import AnyRule, as_rule
@@ -66,7 +66,7 @@ class CapturedRun:
         self.records.append(record)
         self.alerts += self._judge.judge(record)
         if self._full_steps.grants(self._judge, record.step):
-            self._full_steps.want()
+            self._full_steps.request()
 
 
 def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = None) -> list[Alert]:

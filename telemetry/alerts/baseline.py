@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers.module_types import LOOKUPS
-from telemetry.layers.movers import LOOK_BACK, NORMAL_CONSISTENT, Mover, movers
+from telemetry.layers.onset import LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
 from telemetry.plain_text import called, called_all
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
@@ -331,14 +331,14 @@ class Layers:
         self._limit = np.maximum(TENFOLD, _WORSE * NORMAL_CONSISTENT * off)
         self._limit[ordered[0] == -np.inf] = np.nan
 
-    def movers(self, since: int) -> Sequence[Mover]:
+    def onsets(self, since: int) -> Sequence[Onset]:
         """The layers whose norm had left its past by step ``since``, earliest first.
 
         As the page finds them: of what came later it says nothing.
         """
         rows = [row for row, step in enumerate(self.steps) if since - LOOK_BACK < step <= since]
         steps = [self.steps[row] for row in rows]
-        return movers(self.names, steps, 10 ** self.levels[rows], since) or ()
+        return onsets(self.names, steps, 10 ** self.levels[rows], since) or ()
 
 
 _ROWS = LOOK_BACK + LATEST

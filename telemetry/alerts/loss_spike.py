@@ -19,7 +19,7 @@ from telemetry.alerts.baseline import (
     Rise,
 )
 from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
-from telemetry.layers.movers import Mover
+from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, steps_in_words
 from telemetry.records import StepRecord
 
@@ -101,8 +101,8 @@ class LossSpike(Detector):
         since = high[0].step
         jump = baseline.loss.jump(since)
         # Gradients that fall are those of a low loss.
-        movers = baseline.layers.movers(since)
-        early = [mover for mover in movers if mover.step < since and mover.factor > 1]
+        onsets = baseline.layers.onsets(since)
+        early = [onset for onset in onsets if onset.step < since and onset.factor > 1]
         if len(early) >= FEW * len(baseline.layers.names):
             self._rise = _rise(jump, baseline)
             ago = steps_in_words(since - early[0].step)
@@ -271,7 +271,7 @@ def _found(
     rise = f", and to {peak.loss:.4g} at step {peak.step}" if peak.loss > loss else ""
     return Finding(
         summary=f"The loss, {jump.before:.4g} before, jumped to {loss:.4g} at step {step}{rise}, "
-        f"{reason}{_in_words(baseline.layers.movers(step), len(baseline.layers.names))}",
+        f"{reason}{_in_words(baseline.layers.onsets(step), len(baseline.layers.names))}",
         advice=advice,
         value=peak.loss,
         threshold=baseline.loss.past.highest,
@@ -280,15 +280,15 @@ def _found(
     )
 
 
-def _in_words(movers: Sequence[Mover], count: int) -> str:
+def _in_words(onsets: Sequence[Onset], count: int) -> str:
     """For a message: at most five layers; nothing if there are none."""
-    if not movers:
+    if not onsets:
         return ""
-    first = [mover for mover in movers if mover.step == movers[0].step]
+    first = [onset for onset in onsets if onset.step == onsets[0].step]
     if len(first) > FEW * count and len(first) > _NAMED:
         return f". {len(first)} of {count} layers moved first, together at step {first[0].step}"
     named = ", ".join(
-        f"{called(mover.name)} ({mover.factor:.3g} times at step {mover.step})"
-        for mover in movers[:_NAMED]
+        f"{called(onset.name)} ({onset.factor:.3g} times at step {onset.step})"
+        for onset in onsets[:_NAMED]
     )
     return f". First to move: {named}"

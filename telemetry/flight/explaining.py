@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from telemetry.flight.file import first_movers, flight_files, read_flight
-from telemetry.layers.movers import Mover
+from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, printable, sparkline
 
 # Four times as many as one run writes.
@@ -177,7 +177,7 @@ def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
     return " → ".join(f"{text:>{_CELL_WIDTH}}" for text in shown)
 
 
-def _notes(profiles: Sequence[Mapping[str, Any]], row: int, moved: Mover | None) -> Iterator[str]:
+def _notes(profiles: Sequence[Mapping[str, Any]], row: int, moved: Onset | None) -> Iterator[str]:
     """What else is wrong with a module, each with its first value."""
     if moved is not None:
         yield f"gradient norm unusual from step {moved.step} on"

@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from telemetry import untrusted
 from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.layers import STATISTICS, LayerTable
-from telemetry.layers.movers import FEWEST_TO_SHOW, Mover, movers
+from telemetry.layers.onset import FEWEST_TO_SHOW, Onset, onsets
 from telemetry.plain_text import json_plain
 from telemetry.records import Layout
 
@@ -59,7 +59,7 @@ FACTS = (
     "step", "wall_time", "loss", "grad_norm", "learning_rates", "loss_scale", "skipped", "full",
 )  # fmt: skip
 _MAX_GROUPS = 16
-_MAX_MOVERS = 8
+_MAX_ONSETS = 8
 _STEP_BYTES = 1000  # without its arrays
 _COLUMNS = tuple([statistic.name for statistic in STATISTICS])
 _NAME = re.compile(r"flight-([0-9]+)\.json")
@@ -154,7 +154,7 @@ def encode_flight(
     rows = list(range(len(names)))
     if len(rows) > MAX_MODULES:
         moved = first_movers(names, [step.step for step in steps], norms, fault.step)
-        always = {culprit, *(mover.name for mover in moved)}
+        always = {culprit, *(onset.name for onset in moved)}
         even = set(np.linspace(0, len(rows) - 1, MAX_MODULES - len(always)).round().astype(int))
         rows = [row for row in rows if row in even or names[row] in always]
     shown = [names[row] for row in rows]
@@ -200,7 +200,7 @@ def first_movers(
     steps: Sequence[int],
     norms: Sequence[Sequence[float | None]],
     fault_step: int,
-) -> list[Mover]:
+) -> list[Onset]:
     """The modules whose gradient norm left its past first, up to a fault, before half of all did.
 
     ``norms`` are those of each module at each step, None where unknown; NaN counts as infinite.
@@ -214,9 +214,9 @@ def first_movers(
         if step <= fault_step
     ]
     known = np.array(past, np.float64)  # None becomes NaN
-    found = movers(names, steps[: len(past)], known, fault_step, fewest=FEWEST_TO_SHOW) or []
-    until = [mover.step for mover in found][len(names) // 2 : len(names) // 2 + 1]
-    return [mover for mover in found if [mover.step] < until or not until][:_MAX_MOVERS]
+    found = onsets(names, steps[: len(past)], known, fault_step, fewest=FEWEST_TO_SHOW) or []
+    until = [onset.step for onset in found][len(names) // 2 : len(names) // 2 + 1]
+    return [onset for onset in found if [onset.step] < until or not until][:_MAX_ONSETS]
 
 
 # --- reading -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Selects the steps at which gradient norms are taken, where steps are very fast."""
+"""Selects the steps at which gradient norms are taken, where steps are very short."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from statistics import median
 
 log = logging.getLogger("telemetry")
 
-SHARE = 0.025  # of the time of training; the training thread takes a fifth as much again
+SHARE = 0.025  # of the training time, for the worker; the training thread takes a fifth as much
 
-# All chosen manually, in steps.
-FIRST_STEPS = 256  # norms are taken at each of them: what is usual is not known before
+# Chosen manually, in steps.
+FIRST_STEPS = 256  # norms are taken at each of them: the baseline is unknown before
 MAX_EVERY = 16
-DENSE_STEPS = 64  # after an unusual one: rules may need several to confirm what they find
+DENSE_STEPS = 64  # after an unusual step: rules may need several to confirm a finding
 
 
 class LightSteps:
-    """Has norms taken at one step in ``every``, so that they and the rules take 3 % of the time.
+    """Limits gradient norms and rules to 3 % of the time: norms at one step in ``every``.
 
-    Full steps are not affected. After an unusual step, norms are taken at each of the next 64. A
-    loss is compared with its limit when it is logged; so if it is logged before the optimizer's
-    step, the norms of that step are taken, too.
+    Full steps are not affected. After an unusual step, norms are taken at each of the next 64
+    steps. A loss is compared with its limit when it is logged. If it is logged before the
+    optimizer's step, the norms of that step are taken too.
 
-    The training thread asks; the background thread decides.
+    The training thread calls :meth:`have_norms` and :meth:`see_logged`; the worker decides.
 
     Args:
-        limited: Whether this limit holds; if not, norms are taken at every step.
+        limited: Whether the limit holds; if not, norms are taken at every step.
 
     Attributes:
         limited: False as well where a rule judges every step.
-        every: 1 for steps of more than some milliseconds.
-        loss_tag: Tag of the loss; None: unknown so far.
-        loss_limit: A loss above it is unusual.
+        every: 1 for steps of more than a few milliseconds.
+        loss_tag: Tag of the loss; None while unknown.
+        loss_limit: Losses above it are unusual.
     """
 
     def __init__(self, *, limited: bool = True) -> None:
@@ -53,19 +53,19 @@ class LightSteps:
         return step % self.every == 0 or step <= self._dense_until
 
     def see_logged(self, step: int, values: Mapping[str, object]) -> bool:
-        """Compare the loss, if it is among these values and on the host; whether it is unusual."""
+        """Whether the values hold an unusual loss; then norms of the next 64 steps are taken."""
         loss = values.get(self.loss_tag) if self.loss_tag is not None else None
-        if not isinstance(loss, float) or loss <= self.loss_limit:  # NaN is not
+        if not isinstance(loss, float) or loss <= self.loss_limit:  # false for NaN
             return False
         self.expect_more(step)
         return True
 
     def expect_more(self, step: int) -> None:
-        """Take norms at each of the next 64 steps: this one is unusual."""
+        """Take the norms of each of the next 64 steps."""
         self._dense_until = max(self._dense_until, step + DENSE_STEPS)
 
     def add(self, step: int, wall_time: float, cost_s: float) -> None:
-        """Add the CPU time that judging and writing one step took; sometimes decide anew."""
+        """Add the worker's CPU time for one step; from time to time update ``every``."""
         if self._last is not None and step > self._last[0]:
             self._steps_s.append((wall_time - self._last[1]) / (step - self._last[0]))
         self._last = step, wall_time

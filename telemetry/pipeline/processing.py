@@ -1,4 +1,4 @@
-"""What happens to a step on the background thread: it is judged by the rules and written."""
+"""Judges and writes steps, on the worker."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from telemetry.alert import Alert, located
-from telemetry.alerts.judging import Judge
 from telemetry.capture import Budget, CapturedStep, LightStep
 from telemetry.capture.budget import Work
 from telemetry.events import summaries
 from telemetry.events.sink import Sink
 from telemetry.failures import Failures
 from telemetry.pipeline.light_steps import LightSteps
-from telemetry.pipeline.schedule import FullSteps
+from telemetry.pipeline.schedule import FullSteps, Judge
 from telemetry.plain_text import printable_lines
 from telemetry.ranks.exchange import Exchange
 from telemetry.ranks.merging import MergedStep
@@ -27,7 +26,7 @@ from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
-from telemetry.writing.board import Board, needed_in_every_file
+from telemetry.writing.dashboard import Dashboard, needed_in_every_file
 
 log = logging.getLogger("telemetry")
 
@@ -37,7 +36,7 @@ _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ER
 
 
 class LoggedScalars(NamedTuple):
-    """What the user logged at one step; tensors perhaps still on their way to the host."""
+    """Values that the user logged at one step; copies may still be in transit to the host."""
 
     step: int
     wall_time: float
@@ -46,10 +45,10 @@ class LoggedScalars(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReadyValues:
-    """Values that are written as they are, and one that is written when the loss is known.
+    """Serialized values to write, and one to write when the loss is known.
 
     Attributes:
-        of_loss: Makes that one of the loss's tag.
+        of_loss: Makes that value from the tag of the loss.
     """
 
     step: int
@@ -63,35 +62,29 @@ Item: TypeAlias = CapturedStep | LightStep | ReadyValues | MergedStep
 
 
 class Observer(Protocol):
-    """Who is shown each step of training before the rules judge it; it raises nothing."""
+    """Receiver of each training step before the rules judge it."""
 
     def on_step(self, record: StepRecord) -> None:
-        """A step."""
+        """Receive a step; must not raise."""
 
 
 class Processor:
-    """Turns captured steps into records, shows these to observers and rules, and writes them.
+    """Turns captured steps into records, passes these to observers and rules, and writes them.
 
     Args:
-        board: Decides what to write.
-        sink: Takes the values to write.
-        rules: Judge each step of training, after the observers have seen it.
-        observers: Are shown each step of training.
+        dashboard: Makes the values to write.
+        rules: Judge each training step, after the observers.
         on_alert: Called with each alert and the time at which its step ended.
-        full_steps: Is told of each step whether a rule wants a full measurement.
-        failures: Where failures are reported.
-        loss: Which of what the user logs is the loss.
-        budget: Counts the time of this thread.
-        light_steps: Selects the steps at which norms are taken.
+        budget: Counts the time of the worker.
 
     Attributes:
-        ranks: The exchange with the other ranks, through which each step passes.
+        ranks: Exchange with the other ranks; each step passes through it.
     """
 
     def __init__(
         self,
         *,
-        board: Board,
+        dashboard: Dashboard,
         sink: Sink,
         rules: Iterable[Rule],
         observers: Iterable[Observer] = (),
@@ -105,8 +98,8 @@ class Processor:
         self.ranks = Exchange()
         self._loss = loss
         self._loss_is_written = False
-        self._await_loss: list[Callable[[str], bytes]] = []
-        self._board = board
+        self._waiting_for_loss: list[Callable[[str], bytes]] = []
+        self._dashboard = dashboard
         self._sink = sink
         self._judge = Judge(rules, failures)
         self._observers = tuple(observers)
@@ -120,7 +113,7 @@ class Processor:
         self._budget = budget
 
     def process(self, item: Item) -> None:
-        """Judge and write what the training thread handed over."""
+        """Judge and write an item of the queue."""
         began_s = time.thread_time()
         try:
             self._process(item)
@@ -133,15 +126,15 @@ class Processor:
             repeat = needed_in_every_file(item.values)
             self._sink.write_values(item.values, item.step, item.wall_time, repeat=repeat)
             if item.of_loss is not None:
-                self._await_loss.append(item.of_loss)
-                self._tell_loss(item.step - 1)
+                self._waiting_for_loss.append(item.of_loss)
+                self._write_loss_tag(item.step - 1)
         elif isinstance(item, MergedStep):
             self._record_merged(item)
         else:
             self._add_step(item)
 
     def _add_step(self, item: CapturedStep | LightStep) -> None:
-        """Record a step here, or send it to the first rank."""
+        """Record a step here, or send it to rank 0."""
         began_s, tag = time.thread_time(), self._loss.tag
         record = item.record(self._scalars.get(item.step, {}), tag)
         if not record.phase:
@@ -156,23 +149,23 @@ class Processor:
 
     def pending_s(self) -> float | None:
         """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
-        return self._board.page.pending_s(time.time())
+        return self._dashboard.page.pending_s(time.time())
 
     def write_pending(self) -> None:
-        """Write what the board holds back."""
+        """Write the values that the dashboard holds back."""
         with self._failures.contained("to write the latest norms"):
-            step, pending = self._board.pending_values()
+            step, pending = self._dashboard.pending_values()
             if pending:
                 self._sink.write_values(pending, step, time.time(), droppable=True)
 
     def end(self) -> None:
-        """Process what waits: nothing else will come."""
+        """Write the rest at the end of the run."""
         self.write_pending()
         with self._failures.contained("to write which scalar is the loss"):
-            self._tell_loss(None)
+            self._write_loss_tag(None)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What rules remember and asked for, and what was logged for ``step``, as plain values."""
+        """Return the state of rules and requests, and the scalars logged for ``step``."""
         return {
             "rules": self._judge.state_dict(),
             "full_steps": self._full_steps.state_dict(),
@@ -181,7 +174,7 @@ class Processor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Continue from there, with ``step`` in progress; returns in words what did not fit."""
+        """Restore the state, with ``step`` in progress; return what does not fit."""
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
         self._loss.load_state_dict(state.get("loss"))
@@ -190,7 +183,7 @@ class Processor:
         return self._judge.load_state_dict(state.get("rules")) if self.ranks.records else []
 
     def log(self, items: Iterable[LoggedScalars]) -> None:
-        """Write what the user logged, and judge the loss if it is among that."""
+        """Write logged scalars, and judge the losses among them."""
         began_s = time.thread_time()
         for step, wall_time, logged in items:
             try:
@@ -208,7 +201,7 @@ class Processor:
             self._budget.worker_took("logged", time.thread_time() - began_s)
 
     def _record_logged(self, step: int, wall_time: float, values: dict[str, float]) -> None:
-        """Write logged scalars, and judge the loss if it is one of them."""
+        """Write the logged scalars of a step, and judge the loss if it is one of them."""
         if not values:
             return
         points = [summaries.scalar(name, value) for name, value in values.items()]
@@ -219,11 +212,11 @@ class Processor:
                 self._report(self._judge.judge_loss(step, values[tag]), wall_time)
 
     def send_rest(self) -> None:
-        """Send the other ranks what was logged for a step that did not end."""
+        """Send rank 0 the scalars that were logged for a step that did not end."""
         self.ranks.send_rest(self._scalars)
 
     def _record_merged(self, merged: MergedStep) -> None:
-        """Judge and write a step of all ranks, and what they logged."""
+        """Judge and write the merged step of all ranks, and their logged scalars."""
         try:
             if not merged.phase:
                 means, _ = merged.scalars()
@@ -234,23 +227,24 @@ class Processor:
         finally:
             self.ranks.note_recorded(merged)
 
-    def _tell_loss(self, step: int | None) -> None:
-        """After a step, or the last one: write which scalar is the loss, or log that none is."""
-        if self._loss_is_written and not self._await_loss:
+    def _write_loss_tag(self, step: int | None) -> None:
+        """Write which scalar is the loss, or log that none is; None: the last step has ended."""
+        if self._loss_is_written and not self._waiting_for_loss:
             return
         if (lack := self._loss.lack(step)) is not None and is_rank_0():
             self._failures.log_once(lack)
         tag = self._loss.tag
         if tag is None or not self._loss.is_final(step):
             return
-        values = [of_loss(tag) for of_loss in self._await_loss]
-        self._await_loss = []
-        if not self._loss_is_written and (value := self._board.page.loss_value(tag)) is not None:
+        values = [of_loss(tag) for of_loss in self._waiting_for_loss]
+        self._waiting_for_loss = []
+        page = self._dashboard.page
+        if not self._loss_is_written and (value := page.loss_value(tag)) is not None:
             self._loss_is_written = True
             values.append(value)
         if values:
             repeat = needed_in_every_file(values)
-            self._sink.write_values(values, self._board.page.last_step, time.time(), repeat=repeat)
+            self._sink.write_values(values, page.last_step, time.time(), repeat=repeat)
 
     def _record(self, record: StepRecord) -> None:
         """Judge and write a step."""
@@ -264,26 +258,26 @@ class Processor:
                 self._select_later_steps(record.step)
                 is_granted = self._full_steps.grants(self._judge, record.step)
                 if is_granted and not self.ranks.request_full(record.step):
-                    self._full_steps.want()
+                    self._full_steps.request()
         record = record.recorded()
-        is_needed = self._board.page.begins_layout(record)
-        step, wall_time, late = self._board.rates.late_values(record)
+        is_needed = self._dashboard.page.begins_layout(record)
+        step, wall_time, late = self._dashboard.rates.late_values(record)
         if late:
             self._sink.write_values(late, step, wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
-        values = iter(self._board.values_of(record))
+        values = iter(self._dashboard.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
             repeat = needed_in_every_file(some) if is_needed else ()
             step, wall_time = record.step, record.wall_time
             self._sink.write_values(some, step, wall_time, droppable=not is_needed, repeat=repeat)
         if not record.phase:
-            self._tell_loss(record.step)
+            self._write_loss_tag(record.step)
         if record.full and self._light_steps.every > 1:
             every = summaries.scalar(f"{RUN}telemetry/norms_every_n_steps", self._light_steps.every)
             self._sink.write_values([every], record.step, record.wall_time, droppable=True)
 
     def _select_later_steps(self, step: int) -> None:
-        """Have norms taken at each of the next steps, if a rule needs them."""
+        """Take norms at each of the next steps if a rule needs them."""
         limit, self._light_steps.loss_tag = self._judge.loss_limit, self._loss.tag
         if limit is None:
             self._light_steps.expect_more(step)
@@ -302,7 +296,7 @@ class Processor:
         self.write_pending()
         with self._failures.contained("to write an alert"):
             self._sink.write_values(
-                self._board.alert_values(alert), alert.step, wall_time, flush=True
+                self._dashboard.alert_values(alert), alert.step, wall_time, flush=True
             )
         with self._failures.contained("to call on_alert"):
             self._on_alert(alert, wall_time)

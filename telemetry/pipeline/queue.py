@@ -1,4 +1,4 @@
-"""Takes steps from the training thread, which never waits, to a thread that processes them."""
+"""Queue between the training thread, which never blocks, and the worker that processes steps."""
 
 from __future__ import annotations
 
@@ -17,103 +17,104 @@ from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyV
 
 log = logging.getLogger("telemetry")
 
-# While more bytes wait than the former, full measurements are reduced to their norms; while more
-# than the latter, steps are dropped.
+# High-water marks of backpressure in queued bytes. Above the first, full steps are downgraded to
+# their norms; above the second, steps are dropped.
 MAX_DETAIL_BYTES = 64 * 2**20
 MAX_BYTES = 2 * MAX_DETAIL_BYTES
 
-# Once there is a step, the thread waits so long for others, or until there are so many: between
-# two steps of training our code leaves the core's cache, and one alone takes twice as long.
+# The worker wakes up this long after the first queued step, or once so many steps are queued.
+# Between two steps of training our code leaves the core's cache: a single step takes twice as long.
 STEPS_AT_ONCE = 12
 GATHER_S = 0.2
 
 CLOSE_TIMEOUT_S = 60.0
 
 Result = TypeVar("Result")
-Act: TypeAlias = Callable[[], None]
+Callback: TypeAlias = Callable[[], None]
 
 
-class _StepThread(threading.Thread):
-    """The thread of a pipeline."""
+class _Worker(threading.Thread):
+    """Background thread of a pipeline."""
 
 
 class Pipeline:
-    """Queues what the training thread hands over, and processes it in that order on its own thread.
+    """Queue of captured steps and logged scalars, which one worker processes in order.
 
-    While 64 MiB wait, a full measurement is reduced to its norms, so that rules still see each
-    step. Only while another 64 MiB wait, steps are dropped. Both are counted and logged. What the
-    user logged is never dropped. A forked child ignores everything.
+    Above the first high-water mark of 64 MiB, a full step is downgraded to its norms, so that rules
+    still judge each step. Above the second one of 128 MiB, steps are dropped. Both are counted and
+    logged. Logged scalars are never dropped. A forked child ignores everything.
 
-    Steps with finite norms alone, and what the user logged, wait for eleven others, a fifth of a
-    second at most.
+    Steps with finite norms alone and logged scalars are processed in batches: of twelve steps, or
+    after a fifth of a second.
 
-    Args:
-        processor: Judges and writes each step.
-        failures: Where failures are reported.
+    Attributes:
+        downgraded, dropped: Numbers of steps.
     """
 
     def __init__(self, processor: Processor, failures: Failures) -> None:
         self._processor = processor
         self._failures = failures
-        # None ends the thread. Unlike with a Queue, put() may run while the same thread is inside
-        # of put(): the garbage collector may close a logger anywhere.
-        self._items: SimpleQueue[Item | LoggedScalars | Act | None] = SimpleQueue()
-        self._bell: SimpleQueue[None] = SimpleQueue()  # holds something when nothing is to wait
-        # Each count has one thread that writes it; a common one would need a lock.
+        # None ends the worker. Unlike Queue.put(), that of SimpleQueue is reentrant: the garbage
+        # collector may close a logger inside of it.
+        self._items: SimpleQueue[Item | LoggedScalars | Callback | None] = SimpleQueue()
+        self._wakeup: SimpleQueue[None] = SimpleQueue()
+        # Each counter has one thread that writes it; a shared one would need a lock.
         self._steps_taken = self._bytes_taken = 0
         self._steps_done = self._bytes_done = 0
-        self.thinned = 0
+        self.downgraded = 0
         self.dropped = 0
         self._pid = os.getpid()
         self._closed = False
-        self._abandoned = False  # nobody waits for the rest any more, and nothing may be written
+        self._abandoned = False  # close() has timed out: nothing more may be written
         self._late: threading.Event | None = None
-        self._thread = _StepThread(target=self._run, name="telemetry", daemon=True)
+        self._thread = _Worker(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
     def submit(self, step: CapturedStep | LightStep) -> None:
-        """Queue a finished step, or as much of it as there is room for."""
+        """Queue a finished step; under backpressure, downgrade or drop it."""
         if self._closed or os.getpid() != self._pid:
             return
-        waiting = self._bytes_taken - self._bytes_done
-        if waiting > MAX_BYTES:
+        queued_bytes = self._bytes_taken - self._bytes_done
+        if queued_bytes > MAX_BYTES:
             self.dropped += 1
-            self._report_short(step.step, "is not recorded", self.dropped)
+            self._report_backpressure(step.step, "is not recorded", self.dropped)
             return
-        if waiting > MAX_DETAIL_BYTES and isinstance(step, CapturedStep) and step.full:
+        if queued_bytes > MAX_DETAIL_BYTES and isinstance(step, CapturedStep) and step.full:
             step = step.without_detail()
-            self.thinned += 1
-            self._report_short(step.step, "is recorded with its norms alone", self.thinned)
+            self.downgraded += 1
+            self._report_backpressure(
+                step.step, "is recorded with its norms alone", self.downgraded
+            )
         self._steps_taken += 1
         self._bytes_taken += step.nbytes
         self._items.put(step)
         several = self._steps_taken - self._steps_done >= STEPS_AT_ONCE
         if several or (isinstance(step, CapturedStep) and step.is_urgent):
-            self._bell.put(None)
+            self._wakeup.put(None)
 
     def submit_logged(self, item: LoggedScalars | ReadyValues, *, at_once: bool = False) -> None:
-        """Queue what the user logged; ``at_once``: have it processed without waiting for more."""
+        """Queue logged values; ``at_once``: wake the worker up."""
         if not self._closed and os.getpid() == self._pid:
             self._items.put(item)
             if at_once:
-                self._bell.put(None)
+                self._wakeup.put(None)
 
     def ignore_all(self) -> None:
-        """Take nothing from now on: another process does it."""
+        """Ignore all later steps and values: another process records them."""
         self._closed = True
 
     @property
     def is_late(self) -> bool:
-        """Whether a :meth:`flush` has given up, and what it waited for is still not done."""
+        """Whether a :meth:`flush` has timed out and its steps are still not processed."""
         return self._late is not None and not self._late.is_set()
 
     def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Wait until everything so far is judged and handed on to the writer.
+        """Block until all queued items are judged and passed to the writer.
 
-        Returns at once on the background thread of this or another pipeline.
+        Returns at once on the worker of any pipeline.
         """
         here = threading.current_thread()
-        if self._closed or os.getpid() != self._pid or isinstance(here, _StepThread):
+        if self._closed or os.getpid() != self._pid or isinstance(here, _Worker):
             return
         done = threading.Event()
 
@@ -126,25 +127,21 @@ class Pipeline:
         self.put_now(finish)
         if not done.wait(timeout_s):
             self._late = done
-            log.warning("telemetry: the steps so far are not judged within %.3g s", timeout_s)
+            log.warning("telemetry: queued steps are not judged within %.3g s", timeout_s)
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What the rules remember once they have judged everything so far, as plain values.
-
-        Args:
-            step: In progress; what was logged for it is part of the state.
-        """
-        return self.in_turn(lambda: self._processor.state_dict(step)) or {}
+        """Return the processor's state, with ``step`` in progress, after all queued items."""
+        return self.run_on_worker(lambda: self._processor.state_dict(step)) or {}
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Let the rules continue from there, with ``step`` in progress; what did not fit."""
-        misfits = self.in_turn(lambda: self._processor.load_state_dict(state, step))
+        """Restore the state, with ``step`` in progress; return what does not fit."""
+        misfits = self.run_on_worker(lambda: self._processor.load_state_dict(state, step))
         return ["the rules"] if misfits is None else misfits
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Judge what is waiting, end the thread, and report what was lost; harmless when repeated.
+        """Process the queued items, end the worker, and log what was lost. Idempotent.
 
-        Not to be called on the background thread.
+        Must not be called on the worker.
         """
         if os.getpid() != self._pid:
             return
@@ -155,12 +152,12 @@ class Pipeline:
         if not was_closed:
             self._report_losses(timeout_s)
 
-    def in_turn(self, act: Callable[[], Result]) -> Result | None:
-        """What ``act`` returns once everything so far is judged; None if that takes too long."""
+    def run_on_worker(self, fn: Callable[[], Result]) -> Result | None:
+        """Return the result of ``fn``, called after all queued items; None after a timeout."""
         if self._closed or os.getpid() != self._pid or self.on_own_thread():
-            return act()
+            return fn()
         results: SimpleQueue[Result] = SimpleQueue()
-        self.put_now(lambda: results.put(act()))
+        self.put_now(lambda: results.put(fn()))
         try:
             return results.get(timeout=CLOSE_TIMEOUT_S)
         except Empty:
@@ -168,18 +165,17 @@ class Pipeline:
             return None
 
     def on_own_thread(self) -> bool:
-        """Whether the caller is the background thread: a rule or a callback."""
+        """Whether the caller runs on the worker, such as a rule or a callback."""
         return threading.current_thread() is self._thread
 
-    def put_now(self, item: Item | Act | None) -> None:
-        """Queue something, and have all before it done at once; None: it was the last."""
+    def put_now(self, item: Item | Callback | None) -> None:
+        """Queue an item and wake the worker up; None ends it."""
         self._items.put(item)
-        self._bell.put(None)
+        self._wakeup.put(None)
 
-    # --- on the background thread ---------------------------------------------------------------
+    # --- on the worker ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Process all, until the end of the run is put there."""
         while not self._abandoned:
             try:
                 first = self._items.get(timeout=self._processor.pending_s())
@@ -187,7 +183,7 @@ class Pipeline:
                 self._processor.write_pending()
                 continue
             with suppress(Empty):
-                self._bell.get(timeout=GATHER_S)
+                self._wakeup.get(timeout=GATHER_S)
             logged: list[LoggedScalars] = []  # processed together, which costs a fraction
             for item in chain([first], self._queued()):
                 if isinstance(item, LoggedScalars):
@@ -202,17 +198,16 @@ class Pipeline:
                 with self._failures.contained("to record a step"):
                     self._process(item)
             self._processor.log(logged)
-            with suppress(Empty):  # what rang for these has nothing to say of later ones
+            with suppress(Empty):  # earlier wake-ups do not concern later items
                 while True:
-                    self._bell.get_nowait()
+                    self._wakeup.get_nowait()
 
-    def _queued(self) -> Iterator[Item | LoggedScalars | Act | None]:
-        """The queued items; ends when there is none."""
+    def _queued(self) -> Iterator[Item | LoggedScalars | Callback | None]:
         with suppress(Empty):
             while True:
                 yield self._items.get_nowait()
 
-    def _process(self, item: Item | Act) -> None:
+    def _process(self, item: Item | Callback) -> None:
         if isinstance(item, CapturedStep | LightStep):
             try:
                 self._processor.process(item)
@@ -224,18 +219,18 @@ class Pipeline:
         else:
             self._processor.process(item)
 
-    def _report_short(self, step: int, what: str, count: int) -> None:
+    def _report_backpressure(self, step: int, what: str, count: int) -> None:
         if count == 1:
             log.warning(
-                "telemetry: step %d %s, earlier ones are still being judged; "
-                "use a larger every_n_steps to keep up (logged once, counted until close)",
+                "telemetry: step %d %s, because earlier steps are still queued; "
+                "use a larger every_n_steps (logged once, counted until close)",
                 step,
                 what,
             )
 
     def _report_losses(self, timeout_s: float) -> None:
         losses = {
-            "were recorded with their norms alone": self.thinned,
+            "were recorded with their norms alone": self.downgraded,
             "were dropped": self.dropped,
             f"were not judged within {timeout_s:.3g} s": self._steps_taken - self._steps_done,
         }

@@ -1,21 +1,32 @@
-"""Decides which optimizer steps are measured in full.
+"""Applies the rules to each step, and selects the steps that are measured in full.
 
-:mod:`telemetry.capture.budget` may postpone a measurement.
+:mod:`telemetry.capture.budget` may postpone a full step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from telemetry.alerts.judging import Judge
+from telemetry.alert import Alert
+from telemetry.failures import Failures
+from telemetry.records import StepRecord
+from telemetry.rule import Rule
 
 Schedule: TypeAlias = Callable[[int], bool]
-"""Whether a step is measured in full. The answer must be the same on all ranks."""
+"""Whether a step is a full step. All ranks must return the same."""
+
+# Limit of requests that confirm nothing: a number of full steps, and a share of the due ones.
+ALLOWANCE = 3
+ALLOWANCE_SHARE = 0.25
+
+_COUNTS = ("scheduled", "requested", "_judged_due", "_unconfirmed")
 
 
 def every(n: int) -> Schedule:
-    """Steps 0, n, 2n, ...
+    """Return the schedule 0, n, 2n, ...
 
     Raises:
         TypeError: ``n`` is not an ``int``.
@@ -28,57 +39,139 @@ def every(n: int) -> Schedule:
     return lambda step: step % n == 0
 
 
+class Judge:
+    """Rules of a run, which judge each step in turn; one that raises does not stop the others."""
+
+    def __init__(self, rules: Iterable[Rule], failures: Failures) -> None:
+        self._rules = tuple(rules)
+        self._failures = failures
+        self._is_finite = True
+        self._has_confirmed = False
+
+    @property
+    def requests_full_step(self) -> bool:
+        """Whether a rule requests a full step."""
+        return any(rule.requests_full_step for rule in self._rules)
+
+    @property
+    def loss_limit(self) -> float | None:
+        """The lowest limit of the rules; None if one of them judges every step."""
+        limits = [limit for rule in self._rules if (limit := rule.loss_limit) is not None]
+        return min(limits, default=math.inf) if len(limits) == len(self._rules) else None
+
+    def take_confirmation(self) -> bool:
+        """Whether an alert or a new NaN has come since the last call."""
+        confirmed, self._has_confirmed = self._has_confirmed, False
+        return confirmed
+
+    def judge(self, record: StepRecord) -> Iterator[Alert]:
+        """Yield the alerts of a step."""
+        is_finite = record.all_grads_finite and math.isfinite(record.loss or 0.0)
+        self._has_confirmed |= self._is_finite and not is_finite
+        self._is_finite = is_finite
+        for rule in self._rules:
+            with self._failures.contained(f"to apply the rule {rule.name!r}"):
+                yield from self._checked(rule(record))
+
+    def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
+        """Yield the alerts of a loss that was just logged."""
+        for rule in self._rules:
+            try:
+                if (found := rule.on_loss(step, loss)) != ():
+                    yield from self._checked(found)
+            except Exception:  # of any rule
+                self._failures.report(f"to apply the rule {rule.name!r}")
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the states of the rules that have one, in their order."""
+        states: list[dict[str, Any]] = []
+        for name, rule in self._named():
+            with self._failures.contained(f"to take the state of the rule {name!r}"):
+                if state := rule.state_dict():
+                    states.append({"rule": name, "state": state})
+        return states
+
+    def load_state_dict(self, states: object) -> list[str]:
+        """Restore the state of each rule; return what does not fit."""
+        known: dict[Any, Any] = {}
+        for item in states if isinstance(states, list) else ():
+            if isinstance(item, Mapping):
+                known[item.get("rule")] = item.get("state")
+        misfits: list[str] = []
+        for name, rule in self._named():
+            try:
+                if name in known:
+                    rule.load_state_dict(known.pop(name))
+                elif rule.state_dict():
+                    misfits.append(f"{name} resets")
+            except Exception as error:  # of any rule
+                misfits.append(f"{name}: {error or repr(error)}")
+        return misfits + [f"there is no rule {name}" for name in known]
+
+    def _checked(self, found: object) -> Iterator[Alert]:
+        """Yield the alerts that a rule returned; the user's own may return anything."""
+        for alert in found if isinstance(found, Iterable) else (found,):
+            if not isinstance(alert, Alert):
+                raise TypeError(f"a rule must return alerts, () for none; it returned {found!r}")
+            self._has_confirmed |= alert.stage != "resolved"
+            yield alert
+
+    def _named(self) -> Iterator[tuple[str, Rule]]:
+        """Yield the rules by name; the second and later ones of a name are numbered."""
+        counts: Counter[str] = Counter()
+        for rule in self._rules:
+            counts[rule.name] += 1
+            count = counts[rule.name]
+            yield rule.name if count == 1 else f"{rule.name} {count}", rule
+
+
 class FullSteps:
-    """Which steps are measured in full: those that are due, and those that a rule requests.
+    """Selects full steps: those that are due, and those that rules request.
 
-    Rules judge a step on another thread, and training does not wait for them. For each step after
-    which they request a full one, one more of those that are decided from then on is; as the next
-    step is decided before the rules judge the one that ends, it is the second after that, or a
-    later one.
+    Training does not wait for the rules, and each step is decided before the rules judge the one
+    before it. A requested full step is therefore the second one after the judged step, or later.
 
-    All rules of a run share one allowance: requests that confirm nothing take at most
-    :data:`ALLOWANCE` full steps and :data:`ALLOWANCE_SHARE` of the due ones so far. An alert, or a
-    NaN after finite gradients, restores it. It is counted in judged steps, so that a run that is
-    repeated requests the same.
+    All rules share one allowance. Requests that confirm nothing add at most :data:`ALLOWANCE` full
+    steps and :data:`ALLOWANCE_SHARE` of the due ones up to now. An alert, or a NaN after finite
+    gradients, restores it. It is counted in judged steps, so that a repeated run requests the same.
 
     Args:
-        due: The steps that are due in any case.
+        due: Schedule of the steps that are due in any case.
 
     Attributes:
-        scheduled, requested: Full steps so far: the due ones, and those that rules added.
+        scheduled, requested: Numbers of full steps up to now: due, and added by rules.
     """
 
     def __init__(self, due: Schedule) -> None:
         self.scheduled = self.requested = 0
         self._due = due
-        self._named: set[int] = set()
-        # Each has one thread that counts.
-        self._wanted = self._given = 0
+        self._requested_at: set[int] = set()
+        # Each counter has one thread that writes it.
+        self._wanted = self._granted = 0
         self._judged_due = self._unconfirmed = 0
         self._resumed_at: int | None = None
-        self._decided: tuple[int, bool, bool] | None = None  # which step, whether due, whether full
+        self._full: tuple[int, bool] | None = None  # the latest full step, and whether it was due
 
     def __call__(self, step: int) -> bool:
-        """Whether the step is measured in full; asked on the training thread, in their order."""
+        """Whether the step is a full step; called on the training thread, in order of steps."""
         due = full = self._due(step)
-        if self._named:
-            named = {other for other in tuple(self._named) if other <= step}
-            self._named -= named
+        if self._requested_at:
+            named = {other for other in tuple(self._requested_at) if other <= step}
+            self._requested_at -= named
             full |= bool(named)
-        if self._wanted > self._given and step != self._resumed_at:
-            self._given += 1
+        if self._wanted > self._granted and step != self._resumed_at:
+            self._granted += 1
             full = True
-        if self._decided is not None and self._decided[0] < step:  # that step has ended
-            _, was_due, was_full = self._decided
-            self.scheduled += was_due
-            self.requested += was_full and not was_due
-        self._decided = (step, due, full) if full else None
+        if self._full is not None and self._full[0] < step:  # that step has ended
+            self.scheduled += self._full[1]
+            self.requested += not self._full[1]
+        self._full = (step, due) if full else None
         return full
 
     def grants(self, judge: Judge, step: int) -> bool:
-        """Whether the rules request a full measurement after this step and the allowance has one.
+        """Whether the allowance covers the full step that rules request after a judged step.
 
-        Called once for each judged step, on the thread of the rules.
+        Called once per judged step, on the worker.
         """
         self._judged_due += self._due(step)
         if judge.take_confirmation():
@@ -86,41 +179,30 @@ class FullSteps:
         limit = ALLOWANCE + ALLOWANCE_SHARE * self._judged_due
         return judge.requests_full_step and self._unconfirmed + 1 <= limit
 
-    def ask(self, step: int) -> None:
-        """Have this step measured in full, or the next one if it is decided already."""
-        self._named.add(step)
+    def request_at(self, step: int) -> None:
+        """Make this step a full step, or the next one if it is already decided."""
+        self._requested_at.add(step)
         self._unconfirmed += 1
 
-    def want(self) -> None:
-        """Have one more step measured in full; on the thread of the rules."""
+    def request(self) -> None:
+        """Add one full step; called on the worker."""
         self._wanted += 1
         self._unconfirmed += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """What is known of later steps, and the counts, in numbers and lists."""
+        """Return the pending requests and the counters as numbers and lists."""
         counts = {name: getattr(self, name) for name in _COUNTS}
-        return {"asked": sorted(self._named), "wanted": self._wanted - self._given, **counts}
+        pending = self._wanted - self._granted
+        return {"requested_at": sorted(self._requested_at), "pending": pending, **counts}
 
     def load_state_dict(self, run: Mapping[str, Any], step: int) -> None:
-        """Go on from there, with ``step`` in progress, which is measured as it was.
-
-        Args:
-            run: The state of the run, of which this is ``full_steps``, if it is there.
-            step: Its number.
-        """
+        """Restore the state ``full_steps`` of a run, with ``step`` in progress."""
         state = run.get("full_steps")
         state = state if isinstance(state, Mapping) else {}
-        self._named = {max(other, step + 1) for other in state.get("asked", ())}
+        self._requested_at = {max(other, step + 1) for other in state.get("requested_at", ())}
         if run.get("full") is True:
-            self._named.add(step)
-        self._wanted, self._given = state.get("wanted", 0), 0
+            self._requested_at.add(step)
+        self._wanted, self._granted = state.get("pending", 0), 0
         for name in _COUNTS:
             setattr(self, name, state.get(name, 0))
-        self._resumed_at, self._decided = step, None
-
-
-# Full steps, and a part of the due ones: what requests that confirm nothing may add.
-ALLOWANCE = 3
-ALLOWANCE_SHARE = 0.25
-
-_COUNTS = ("scheduled", "requested", "_judged_due", "_unconfirmed")
+        self._resumed_at, self._full = step, None

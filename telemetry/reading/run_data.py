@@ -23,7 +23,7 @@ from telemetry.events.page_format import (
     parse_layout_tag,
 )
 from telemetry.layers import MISSING, PAGE_STATISTICS
-from telemetry.layers.movers import FEWEST_TO_SHOW, LOOK_BACK, Mover, movers
+from telemetry.layers.onset import FEWEST_TO_SHOW, LOOK_BACK, Onset, onsets
 from telemetry.layers.units import decode_units
 from telemetry.reading.matrix import WHOLE, Matrix, Region, in_order
 from telemetry.reading.numbers import (
@@ -198,7 +198,7 @@ class RunData:
                         found, sampled = dict(list(found.items())[::2]), True
         return Units.of(type_name, found, sampled)
 
-    def first_movers(self, step: int) -> list[Mover] | None:
+    def first_movers(self, step: int) -> list[Onset] | None:
         """The layers whose gradient norm had left its past by a step, earliest first.
 
         NaN counts as infinite. What came after the step is left out: at the end of an explosion all
@@ -209,7 +209,7 @@ class RunData:
         norms = np.where(np.isnan(matrix.values), np.inf, matrix.values).astype(np.float64)
         norms[norms == MISSING] = np.nan
         names = [layer.name for layer in self.overview().layers]
-        return movers(names, matrix.steps, norms, step, fewest=FEWEST_TO_SHOW)
+        return onsets(names, matrix.steps, norms, step, fewest=FEWEST_TO_SHOW)
 
     def _version(self) -> str:
         """A hash that changes when columns read earlier no longer fit new ones."""

@@ -23,7 +23,7 @@ from telemetry.plain_text import check_text, type_of
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
 from telemetry.torch_private.host_copy import HostCopy
-from telemetry.writing.bulk import Bulk
+from telemetry.writing.size_budget import SizeBudget
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | Detector | None] | None
 FirstStep: TypeAlias = int | Literal["auto"]
@@ -68,7 +68,7 @@ def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer |
     return inner
 
 
-def bulk_of(max_bytes_per_step: object, histograms: str) -> Bulk:
+def size_budget_of(max_bytes_per_step: object, histograms: str) -> SizeBudget:
     """What writes histograms and pictures as these two arguments say."""
     limit = max_bytes_per_step
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
@@ -79,7 +79,7 @@ def bulk_of(max_bytes_per_step: object, histograms: str) -> Bulk:
             "pictures by activations=False, gradients=False, weights=False and images=False"
         )
     check_choice("histograms", histograms, *get_args(HistogramForm))
-    return Bulk(max_bytes=limit, classic=histograms == "classic")
+    return SizeBudget(max_bytes=limit, classic=histograms == "classic")
 
 
 def sample_of(model: nn.Module, sample: Any, images: bool) -> Sample | None:

@@ -42,9 +42,9 @@ from telemetry.selection import Selection
 from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing import hparams, links
-from telemetry.writing.board import Board
-from telemetry.writing.bulk import Bulk
+from telemetry.writing.dashboard import Dashboard
 from telemetry.writing.hparams import Hyperparameter
+from telemetry.writing.size_budget import SizeBudget
 
 log = logging.getLogger("telemetry")
 
@@ -111,7 +111,7 @@ class ActiveRun:
 
     Args:
         content, selection, optimizer, sample: Settings of the hooks.
-        bulk: Writes histograms and pictures.
+        size_budget: Writes histograms and pictures.
         Others: As in :class:`telemetry.HookLogger`.
     """
 
@@ -129,7 +129,7 @@ class ActiveRun:
         selection: Selection,
         optimizer: Optimizer | None,
         sample: Sample | None,
-        bulk: Bulk,
+        size_budget: SizeBudget,
         rules: Sequence[Rule],
         loss_tag: str | None,
     ) -> None:
@@ -162,11 +162,14 @@ class ActiveRun:
         self.log_dir = self._files.log_dir
         resumed = self._files.first_step > 0
         self._later_steps = LaterSteps(self.log_dir, self._failures, expected=resumed)
-        self._board = Board(
-            pictures=content.images, session_id=self._files.session_id, bulk=bulk, loss=loss_tag
+        self._dashboard = Dashboard(
+            pictures=content.images,
+            session_id=self._files.session_id,
+            size_budget=size_budget,
+            loss=loss_tag,
         )
         self._processor = Processor(
-            board=self._board,
+            dashboard=self._dashboard,
             sink=self._files,
             rules=rules,
             observers=(self._files.flight, self._later_steps),
@@ -200,7 +203,7 @@ class ActiveRun:
         # Priority 10: before the finalizer of the writer, which has priority 0.
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self.attach()
-        self._write(self._board.first_values())
+        self._write(self._dashboard.first_values())
         links.log_once(self.log_dir)
 
     @property
@@ -341,7 +344,7 @@ class ActiveRun:
                 rank=self._role.rank,
                 size=self._role.size,
                 put=self._pipeline.put_now,
-                ask=self._full_steps.ask,
+                ask=self._full_steps.request_at,
                 current_step=lambda: self._capture.step,
                 failures=self._failures,
             )
@@ -450,13 +453,13 @@ class ActiveRun:
     def _end_exchange(self, timeout_s: float) -> None:
         """Send the rest to the other ranks, and receive theirs."""
         if self._role.merges:
-            self._pipeline.in_turn(self._processor.send_rest)
+            self._pipeline.run_on_worker(self._processor.send_rest)
             self._ranks.close(timeout_s / 2)
 
     def _write_end(self) -> None:
         steps = self._full_steps
         counts = {"scheduled": steps.scheduled, "requested": steps.requested}
-        self._files.write_end(*self._board.end_values(self._exception, **counts))
+        self._files.write_end(*self._dashboard.end_values(self._exception, **counts))
 
     def _log_full_steps(self) -> None:
         """Log the number of full steps and their reasons; a warning if rules doubled them."""

@@ -21,7 +21,6 @@ from telemetry.run.arguments import (
     FirstStep,
     HistogramForm,
     OnAlert,
-    bulk_of,
     check_choice,
     check_first_step,
     check_loss_tag,
@@ -31,6 +30,7 @@ from telemetry.run.arguments import (
     log_dir_of,
     rules_of,
     sample_of,
+    size_budget_of,
 )
 from telemetry.run.assembly import ActiveRun, DisabledRun
 from telemetry.selection import Selection, Selectors
@@ -165,7 +165,7 @@ class HookLogger:
             selection=selection,
             optimizer=optimizer,
             sample=fixed,
-            bulk=bulk_of(max_bytes_per_step, histograms),
+            size_budget=size_budget_of(max_bytes_per_step, histograms),
             rules=rules_of(alerts),
             loss_tag=loss_tag,
         )

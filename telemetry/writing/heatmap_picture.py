@@ -11,7 +11,7 @@ from telemetry.layers.heat_map import heat_map
 from telemetry.plain_text import printable
 from telemetry.records import Layout, StepRecord
 from telemetry.tag_names import IMAGES
-from telemetry.writing.bulk import Bulk
+from telemetry.writing.size_budget import SizeBudget
 
 TAG = f"{IMAGES}telemetry_heatmap"
 _MAX_COLUMNS = 512
@@ -29,8 +29,8 @@ class HeatmapPicture:
     keeps the last picture.
     """
 
-    def __init__(self, bulk: Bulk | None = None) -> None:
-        self._bulk = bulk or Bulk()
+    def __init__(self, size_budget: SizeBudget | None = None) -> None:
+        self._size_budget = size_budget or SizeBudget()
         self._layout: Layout | None = None
         self._begin()
 
@@ -84,4 +84,4 @@ class HeatmapPicture:
         drawn = heat_map(
             np.maximum.reduceat(matrix, starts), names, self._steps, title="gradient norm"
         )
-        return self._bulk.picture(TAG, drawn.pixels())
+        return self._size_budget.picture(TAG, drawn.pixels())

@@ -27,7 +27,7 @@ from telemetry.tag_names import (
     TOTAL_GRAD_NORM,
     numbered,
 )
-from telemetry.writing.bulk import Bulk, Tagged
+from telemetry.writing.size_budget import SizeBudget, Tagged
 
 # Models with more parameters or modules have curves of some layers only, whatever the statistic:
 # TensorBoard shows one card for each curve.
@@ -35,7 +35,7 @@ MANY = 64
 SHOWN_OF_MANY = 12
 
 
-def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
+def values_of(record: StepRecord, size_budget: SizeBudget | None = None) -> Iterator[bytes]:
     """The values of one step; if it was not measured in full, only the total gradient norm.
 
     Tags are ``statistic/NNNN.name`` (:func:`~telemetry.tag_names.numbered`), in those of a
@@ -51,7 +51,7 @@ def values_of(record: StepRecord, bulk: Bulk | None = None) -> Iterator[bytes]:
         yield summaries.scalar(tag, value)
     groups = _histograms(record)
     grads = {f"{group}_log10": groups[group] for group in ("activation_grad", "grad")}
-    yield from (bulk or Bulk()).values_of(
+    yield from (size_budget or SizeBudget()).values_of(
         [(f"{IMAGES}{prefix}{tag}", pixels) for tag, pixels in _images(record)],
         _joined(groups, f"{HISTOGRAMS}{prefix}"),
         _joined(grads, f"{HISTOGRAMS}{prefix}"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from telemetry.alerts.baseline import LATEST, LENGTH, Baseline, Layers, Loss, Norm, Past
 from telemetry.alerts.state import restore, to_plain
-from telemetry.layers.movers import NORMAL_CONSISTENT
+from telemetry.layers.onset import NORMAL_CONSISTENT
 from telemetry.records import Layout, Module, Parameter, StepRecord
 
 LAYOUT = Layout(

@@ -27,7 +27,7 @@ from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.tag_names import plain
-from telemetry.writing.board import Board
+from telemetry.writing.dashboard import Dashboard
 from tests.helpers.serialized import summary_of
 
 LAYOUT = Layout(
@@ -87,12 +87,12 @@ def make(
     sink: AnySink,
     *rules: AnyRule,
     told: list[Alert] | None = None,
-    board: Board | None = None,
+    dashboard: Dashboard | None = None,
     full_steps: FullSteps | None = None,
 ) -> Pipeline:
     alerts = [] if told is None else told
     return make_pipeline(
-        board=board or Board(),
+        dashboard=dashboard or Dashboard(),
         sink=sink,
         rules=[as_rule(rule) for rule in rules],
         on_alert=lambda alert, wall_time: alerts.append(alert),
@@ -102,7 +102,7 @@ def make(
 
 def make_pipeline(
     *,
-    board: Board,
+    dashboard: Dashboard,
     sink: AnySink,
     rules: Sequence[Rule],
     on_alert: Callable[[Alert, float], None],
@@ -110,7 +110,7 @@ def make_pipeline(
 ) -> Pipeline:
     failures, full_steps = Failures(), full_steps or FullSteps(every(10))
     processor = Processor(
-        board=board,
+        dashboard=dashboard,
         sink=sink,
         rules=rules,
         on_alert=on_alert,
@@ -174,7 +174,7 @@ def test_light_steps_wait_by_the_thousand_and_each_is_judged(sink: Sink) -> None
     sink.gate.set()
     pipeline.close()
     assert watch.steps == sink.steps == list(range(5000))
-    assert (pipeline.thinned, pipeline.dropped) == (0, 0)
+    assert (pipeline.downgraded, pipeline.dropped) == (0, 0)
 
 
 def test_what_a_waiting_step_takes_is_about_what_is_counted(sink: Sink) -> None:
@@ -342,7 +342,7 @@ def test_norms_of_the_last_steps_do_not_wait_for_a_later_one(sink: Sink) -> None
 
 
 def test_the_thread_sleeps_while_nothing_is_held_back(sink: Sink) -> None:
-    class Watched(Board):
+    class Watched(Dashboard):
         asked = threading.Event()
 
         def pending_s(self, now: float) -> float | None:
@@ -353,16 +353,16 @@ def test_the_thread_sleeps_while_nothing_is_held_back(sink: Sink) -> None:
             self.asked.set()
             return super().pending_values()
 
-    board = Watched()
-    pipeline = make(sink, board=board)
+    dashboard = Watched()
+    pipeline = make(sink, dashboard=dashboard)
     pipeline.submit(captured(0, wall_time=time.time()))
     assert sink.has_got("telemetry/n/")
     pipeline.flush()
     pipeline.submit_logged(scalars(1, accuracy=0.5))
     assert sink.has_got("accuracy")
     for _ in range(20):
-        board.asked.clear()
-        if not board.asked.wait(0.3):
+        dashboard.asked.clear()
+        if not dashboard.asked.wait(0.3):
             break
     else:
         pytest.fail("it wakes for nothing")
@@ -454,7 +454,7 @@ def test_a_pipeline_does_not_wait_for_another_that_waits_for_it(sink: Sink) -> N
 
     pipelines += [
         make_pipeline(
-            board=Board(),
+            dashboard=Dashboard(),
             sink=sink,
             rules=[as_rule(lambda record: [an_alert(record.step)])],
             on_alert=lambda alert, wall_time: flush_both(alert),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from telemetry import Alert, Rule, StepRecord
-from telemetry.alerts.judging import Judge
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, every
+from telemetry.pipeline.schedule import Judge
 from telemetry.records import Layout, Module, Parameter
 
 
@@ -84,7 +84,7 @@ def full_steps(
         )
         list(judge.judge(record))
         if full_steps.grants(judge, step):
-            full_steps.want()
+            full_steps.request()
         full = next_full
     return full_steps, found
 

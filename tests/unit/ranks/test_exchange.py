@@ -20,7 +20,7 @@ from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.tag_names import plain
-from telemetry.writing.board import Board
+from telemetry.writing.dashboard import Dashboard
 from tests.helpers.serialized import summary_of
 
 LAYOUT = Layout(
@@ -76,7 +76,7 @@ class FirstRank:
         self.values: list[tuple[int, str, float]] = []
         failures, full_steps = Failures(), FullSteps(every(100))
         processor = Processor(
-            board=Board(),
+            dashboard=Dashboard(),
             sink=self,
             rules=[self.watch],
             on_alert=print,
@@ -89,7 +89,7 @@ class FirstRank:
             rank=0,
             size=2,
             put=self.pipeline.put_now,
-            ask=full_steps.ask,
+            ask=full_steps.request_at,
             current_step=lambda: 0,
             failures=failures,
         )

@@ -17,7 +17,6 @@ from telemetry.plain_text import printable
 from telemetry.records import StepRecord
 from telemetry.tag_names import FULL_STEPS, RUN
 from telemetry.writing import tags
-from telemetry.writing.bulk import Bulk
 from telemetry.writing.curves import (
     LearningRates,
     StepTimes,
@@ -27,6 +26,7 @@ from telemetry.writing.curves import (
 )
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.page import PageWriter
+from telemetry.writing.size_budget import SizeBudget
 
 log = logging.getLogger("telemetry")
 
@@ -45,7 +45,7 @@ def _is_needed(serialized: bytes) -> bool:
     return value.tag.startswith((LAYOUT_PREFIX, LOSS_PREFIX)) or plugin_name in _SETTINGS
 
 
-class Board:
+class Dashboard:
     """Turns records and alerts into values for TensorBoard's dashboards and the Telemetry page.
 
     Args:
@@ -61,15 +61,15 @@ class Board:
         *,
         pictures: bool = True,
         session_id: str | None = None,
-        bulk: Bulk | None = None,
+        size_budget: SizeBudget | None = None,
         loss: str | None = None,
     ) -> None:
         self._loss = loss
-        self._bulk = bulk or Bulk()
+        self._size_budget = size_budget or SizeBudget()
         self.page = PageWriter(session_id)
         self.rates = LearningRates()
         self._times = StepTimes()
-        self._picture = HeatmapPicture(self._bulk) if pictures else None
+        self._picture = HeatmapPicture(self._size_budget) if pictures else None
         self._alert_count = 0
 
     def first_values(self) -> Sequence[bytes]:
@@ -80,7 +80,7 @@ class Board:
         """The values to write in an event with the record's step."""
         if self.page.begins_layout(record):
             yield from self._changes(record)
-        yield from tags.values_of(record, self._bulk)
+        yield from tags.values_of(record, self._size_budget)
         if record.ranks is not None:
             yield from rank_values(record.ranks)
         yield from self.rates.values_of(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from telemetry.layers.movers import Mover, movers
+from telemetry.layers.onset import Onset, onsets
 
 NAMES = ["calm", "late", "early", "falls", "unknown"]
 
@@ -21,7 +21,7 @@ def norms(steps: int = 100) -> np.ndarray:
 
 
 def test_layers_are_ranked_by_when_and_then_by_how_far_they_left_their_past() -> None:
-    found = movers(NAMES, range(70), norms(70), 63)
+    found = onsets(NAMES, range(70), norms(70), 63)
     assert found is not None
     assert [(m.name, m.step) for m in found] == [("early", 60), ("falls", 62), ("late", 62)]
     early, falls, late = found
@@ -32,9 +32,9 @@ def test_layers_are_ranked_by_when_and_then_by_how_far_they_left_their_past() ->
 def test_a_layer_that_falls_through_its_usual_norm_left_it_where_it_rose() -> None:
     values = norms()
     values[60:, 0] *= [30, 30, 1, *[0.1] * 37]
-    found = movers(NAMES, range(100), values, 63)
+    found = onsets(NAMES, range(100), values, 63)
     assert found is not None
-    (calm,) = (mover for mover in found if mover.name == "calm")
+    (calm,) = (onset for onset in found if onset.name == "calm")
     assert calm.step == 60
     assert calm.factor == pytest.approx(30, rel=0.15)
 
@@ -42,16 +42,16 @@ def test_a_layer_that_falls_through_its_usual_norm_left_it_where_it_rose() -> No
 def test_an_infinite_norm_is_the_farthest() -> None:
     values = norms()
     values[62:, 0] = np.inf
-    found = movers(NAMES, range(100), values, 62)
+    found = onsets(NAMES, range(100), values, 62)
     assert found is not None
-    assert Mover(name="calm", step=62, factor=np.inf) in found
+    assert Onset(name="calm", step=62, factor=np.inf) in found
 
 
 def test_without_a_past_nothing_is_known() -> None:
-    assert movers(NAMES, range(29), norms(29), 29) is None
-    assert movers(NAMES, range(31), norms(31), 30) == []
-    assert movers(NAMES, [], np.empty((0, 5)), 5) is None
+    assert onsets(NAMES, range(29), norms(29), 29) is None
+    assert onsets(NAMES, range(31), norms(31), 30) == []
+    assert onsets(NAMES, [], np.empty((0, 5)), 5) is None
 
 
 def test_a_calm_run_has_no_movers() -> None:
-    assert movers(NAMES, range(50), norms(50), 45) == []
+    assert onsets(NAMES, range(50), norms(50), 45) == []

@@ -40,7 +40,7 @@ _ROW_BYTES, _CLASSIC_ROW_BYTES = 12, 16
 _AT_ONCE = 128
 
 
-class Bulk:
+class SizeBudget:
     """Writes the histograms and pictures of each step within a number of bytes.
 
     Pictures take at most a third: as many as fit, and the next step goes on with the others; one

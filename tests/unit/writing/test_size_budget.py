@@ -16,10 +16,10 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch, sketch_array
-from telemetry.writing.bulk import (
+from telemetry.writing.size_budget import (
     _AT_ONCE,
-    Bulk,
     Picture,
+    SizeBudget,
     Tagged,
     histogram_values,
     log10_histogram_values,
@@ -38,21 +38,24 @@ def tagged(sketches: Mapping[str, Sketch]) -> Tagged:
 
 
 def step(
-    bulk: Bulk, pictures: Iterable[Picture] = PICTURES, sketches: Mapping[str, Sketch] = SKETCHES
+    size_budget: SizeBudget,
+    pictures: Iterable[Picture] = PICTURES,
+    sketches: Mapping[str, Sketch] = SKETCHES,
 ) -> dict[str, int]:
     """Bytes by tag of what is written of one step."""
     magnitudes = {f"log10/{tag}": sketch for tag, sketch in sketches.items()}
-    values = list(bulk.values_of(list(pictures), tagged(sketches), tagged(magnitudes)))
+    values = list(size_budget.values_of(list(pictures), tagged(sketches), tagged(magnitudes)))
     return {parsed(value).tag: len(value) for value in values}
 
 
-WHOLE = step(Bulk())
+WHOLE = step(SizeBudget())
 
 
 def test_a_step_that_fits_is_written_whole() -> None:
-    bulk = Bulk(max_bytes=3 * sum(WHOLE.values()))
+    size_budget = SizeBudget(max_bytes=3 * sum(WHOLE.values()))
     found, whole = (
-        list(one.values_of(PICTURES, tagged(SKETCHES), tagged(SKETCHES))) for one in (bulk, Bulk())
+        list(one.values_of(PICTURES, tagged(SKETCHES), tagged(SKETCHES)))
+        for one in (size_budget, SizeBudget())
     )
     assert found == whole
 
@@ -60,32 +63,32 @@ def test_a_step_that_fits_is_written_whole() -> None:
 @pytest.mark.parametrize("classic", [False, True])
 @given(share=st.floats(0.005, 1.0))
 def test_a_step_never_takes_more(classic: bool, share: float) -> None:
-    bulk = Bulk(max_bytes=int(share * sum(WHOLE.values())), classic=classic)
+    size_budget = SizeBudget(max_bytes=int(share * sum(WHOLE.values())), classic=classic)
     for _ in range(2):
-        assert sum(step(bulk).values()) <= share * sum(WHOLE.values())
+        assert sum(step(size_budget).values()) <= share * sum(WHOLE.values())
 
 
 def test_first_magnitudes_go_and_buckets_are_wider_then_tags_take_turns() -> None:
     plain = sum(size for tag, size in WHOLE.items() if tag in SKETCHES)
-    fine = step(Bulk(max_bytes=plain), ())
-    coarse = step(Bulk(max_bytes=plain // 4), ())
+    fine = step(SizeBudget(max_bytes=plain), ())
+    coarse = step(SizeBudget(max_bytes=plain // 4), ())
     assert set(coarse) == set(SKETCHES)
     assert max(coarse.values()) < min(fine.values())
-    bulk = Bulk(max_bytes=plain // 20)
-    seen = [tag for _ in range(5) for tag in step(bulk, ())]
-    assert len(step(bulk, ())) < len(SKETCHES) < len(seen)
+    size_budget = SizeBudget(max_bytes=plain // 20)
+    seen = [tag for _ in range(5) for tag in step(size_budget, ())]
+    assert len(step(size_budget, ())) < len(SKETCHES) < len(seen)
     assert seen == [tag for _ in range(5) for tag in SKETCHES][: len(seen)]
     widest = set(histogram_values(*tagged(SKETCHES), merged=32))
     for _ in range(5):
-        assert widest.issuperset(bulk.values_of((), tagged(SKETCHES), tagged({})))
+        assert widest.issuperset(size_budget.values_of((), tagged(SKETCHES), tagged({})))
 
 
 def test_that_magnitudes_are_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     plain = sum(size for tag, size in WHOLE.items() if tag in SKETCHES)
-    for bulk in (Bulk(max_bytes=plain + 2000), Bulk(max_bytes=plain // 2)):
+    for size_budget in (SizeBudget(max_bytes=plain + 2000), SizeBudget(max_bytes=plain // 2)):
         caplog.clear()
         for _ in range(3):
-            step(bulk, ())
+            step(size_budget, ())
         [said] = caplog.messages
         assert "grad_log10/...) are left out" in said
         assert "max_bytes_per_step=" in said
@@ -93,11 +96,11 @@ def test_that_magnitudes_are_left_out_is_said_once(caplog: pytest.LogCaptureFixt
 
 def test_pictures_take_turns_and_a_large_one_is_made_smaller() -> None:
     size = max(WHOLE[tag] for tag, _ in PICTURES)
-    bulk = Bulk(max_bytes=int(3 * 3.5 * size))
-    seen = [list(step(bulk, sketches={})) for _ in range(4)]
+    size_budget = SizeBudget(max_bytes=int(3 * 3.5 * size))
+    seen = [list(step(size_budget, sketches={})) for _ in range(4)]
     assert [int(tag[-1]) for tags in seen for tag in tags] == [*range(9), 0, 1, 2]
     large: NDArray[np.uint8] = RANDOM.integers(255, size=(400, 300, 3), dtype=np.uint8)
-    [value] = Bulk(max_bytes=75_000).values_of([("large", large)], tagged({}), tagged({}))
+    [value] = SizeBudget(max_bytes=75_000).values_of([("large", large)], tagged({}), tagged({}))
     assert [int(n) for n in parsed(value).tensor.string_val[:2]] == [75, 100]
 
 

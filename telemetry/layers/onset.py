@@ -21,7 +21,7 @@ _DECADES = 0.3  # a factor of two
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mover:
+class Onset:
     """A layer whose gradient norm left its past.
 
     Attributes:
@@ -34,14 +34,14 @@ class Mover:
     factor: float
 
 
-def movers(
+def onsets(
     names: Sequence[str],
     steps: Sequence[int] | NDArray[np.int64],
     norms: ArrayLike,
     since: int,
     *,
     fewest: int = 20,
-) -> list[Mover] | None:
+) -> list[Onset] | None:
     """The layers whose norm was unusual at step ``since`` or soon after it, earliest first.
 
     Usual is what lay within four standard deviations and a factor of two of the median, more than
@@ -75,9 +75,9 @@ def movers(
         if first is not None:
             side = np.sign(off[first, column])
             farthest = side * np.nanmax(side * off[first:, column])
-            mover = Mover(name=names[column], step=int(steps[first]), factor=float(10**farthest))
-            found.append((mover.step, -abs(farthest), mover))
-    return [mover for *_, mover in sorted(found, key=lambda item: item[:2])]
+            onset = Onset(name=names[column], step=int(steps[first]), factor=float(10**farthest))
+            found.append((onset.step, -abs(farthest), onset))
+    return [onset for *_, onset in sorted(found, key=lambda item: item[:2])]
 
 
 _CROSSES = 3  # steps: what rises far and then falls far is usual for one or two in between
