@@ -1,4 +1,4 @@
-"""Builds, writes and reads event files, which TensorBoard shows."""
+"""Event files, which TensorBoard shows: their values, writers and readers."""
 
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.local_files import list_event_files

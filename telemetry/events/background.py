@@ -1,4 +1,4 @@
-"""A background thread that writes what others put into its queue; they never wait for it."""
+"""Background thread that writes the items of a bounded queue; no caller blocks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Generic, Protocol, TypeVar
 
 _logger = logging.getLogger(__name__)
 
-_ITEM_OVERHEAD_BYTES = 64  # memory of a waiting item besides its bytes
+_ITEM_OVERHEAD_BYTES = 64  # memory of a queued item besides its bytes
 _WAKE_BYTES = 1 << 20
-# Droppable items are dropped at the limit, others at four times the limit: a disk that fails for a
-# day must not take the memory that training needs.
+# Droppable items are dropped at the high-water mark, others at four times that: a disk that fails
+# for a day must not take the memory that training needs.
 _HARD_LIMIT_FACTOR = 4
 _MIN_FLUSH_S = 0.01  # torch's writer takes flush_secs=0, too
 PATIENCE_S = 30.0
@@ -24,30 +24,30 @@ Item = TypeVar("Item", bound=Sized)
 
 
 class Files(Protocol[Item]):
-    """Where items go; used on the background thread alone."""
+    """Destination of items; used on the background thread alone."""
 
     def write(self, items: deque[Item], *, urgent: bool) -> None:
-        """Removes what it has written, keeps the rest in order, and raises what stopped it."""
+        """Write items and remove these from ``items``; raise the first failure."""
 
     def close(self) -> None: ...
 
 
 class BackgroundWriter(Generic[Item]):
-    """A bounded queue of items, and the thread that empties it.
+    """Bounded queue of items, and the thread that writes them.
 
-    The thread starts with the first item. What cannot be written stays in the queue and is tried
-    again every ``flush_s``. A forked child has no such thread, and its calls do nothing.
+    The thread starts with the first item. After a failed write, items stay queued and the write is
+    retried every ``flush_s``. In a forked child, all calls do nothing.
 
     Args:
-        name: Of this writer in log messages.
-        what: The items there.
-        flush_s: The longest time in seconds that an item waits before it is written.
-        max_pending_bytes: A droppable item is dropped if more bytes than this would wait with it,
-            any other item if four times as many would. An empty queue takes an item of any size.
+        name: Name of this writer in log messages.
+        what: Name of its items in log messages.
+        flush_s: Longest time in seconds that an item stays queued.
+        max_pending_bytes: High-water mark. Above it, droppable items are dropped; above four times
+            as many bytes, all items. An empty queue accepts an item of any size.
 
     Attributes:
-        dropped_count: Droppable items that found the queue full.
-        failure: What stopped the latest write; None if it succeeded.
+        dropped_count: Number of dropped droppable items.
+        failure: Exception of the latest write; None if it succeeded.
     """
 
     dropped_count = 0
@@ -93,14 +93,14 @@ class BackgroundWriter(Generic[Item]):
 
     @property
     def is_here(self) -> bool:
-        """Whether this is no forked child."""
+        """Whether this process is not a forked child."""
         return os.getpid() == self._process_id
 
     @property
     def lost_count(self) -> int:
-        """Other items that found the queue full; after closing, also those that still wait.
+        """Number of other dropped items; after closing, also of items that are still queued.
 
-        It falls again if a disk that did not answer in time takes them later.
+        It decreases when a slow disk accepts them later.
         """
         if not self.is_here:
             return 0
@@ -109,7 +109,7 @@ class BackgroundWriter(Generic[Item]):
             return self._refused_count + waiting
 
     def put(self, item: Item, *, droppable: bool, flush: bool) -> None:
-        """Adds an item, or drops it if the queue is full; an OSError if the writer is closed."""
+        """Queue an item, or drop it if the queue is full; raise OSError on a closed writer."""
         if not self.is_here:
             self._put_elsewhere()
             return
@@ -131,7 +131,7 @@ class BackgroundWriter(Generic[Item]):
                 self._changed.notify_all()
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Waits until all so far has been written, or has failed; False if that takes longer."""
+        """Block until all queued items are written or have failed; return False on a timeout."""
         if not self.is_here:
             return True
         with self._changed:
@@ -143,7 +143,7 @@ class BackgroundWriter(Generic[Item]):
             )
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
-        """Writes what waits, in at most this time, ends the thread, and logs what was lost."""
+        """Write the queued items within the timeout, end the thread, and log lost items."""
         if not self.is_here or self._closed:
             return
         with self._changed:
@@ -156,7 +156,7 @@ class BackgroundWriter(Generic[Item]):
         self._report_losses()
 
     def _put_elsewhere(self) -> None:
-        """Called where an item is added in a forked child."""
+        """Handle an item that is added in a forked child."""
 
     def _is_due(self) -> bool:
         # After a failure, only the clock or flush() starts another attempt.
@@ -196,7 +196,7 @@ class BackgroundWriter(Generic[Item]):
                 self._changed.notify_all()
 
     def _write_round(self) -> bool:
-        """Waits until a write is due and writes what there is; returns whether it was the last."""
+        """Block until a write is due, and write all items; return whether it was the last one."""
         with self._changed:
             self._changed.wait_for(self._is_due, self._flush_s)
             items, self._pending = self._pending, deque()
@@ -228,6 +228,6 @@ class BackgroundWriter(Generic[Item]):
 
 
 def each_within(timeout_s: float, *waits: Callable[[float], object]) -> list[object]:
-    """Do all of this in one time limit; each is given the seconds that are left."""
+    """Call all of these within one time limit; each receives the seconds that are left."""
     deadline = time.monotonic() + timeout_s
     return [wait(max(0.0, deadline - time.monotonic())) for wait in waits]

@@ -1,4 +1,4 @@
-"""Writes events to the event files of one log directory, in the background."""
+"""Writer of the event files of one log directory, in the background."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _MAX_REPEATED_BYTES = 4 << 20
 
 
 class FileWriter(BackgroundWriter[bytes]):
-    """Writes events to a new file in a log directory.
+    """Writer of events to a new file in a log directory.
 
-    Adding an event never waits for the disk and never fails because of it: an event that cannot be
-    written stays in memory, is tried again every ``flush_s``, and is counted if it is lost. An
+    Adding an event never blocks on the disk and never fails because of it. After a failed write,
+    events stay in memory and the write is retried every ``flush_s``; lost events are counted. An
     event is in the file within ``flush_s``, even if the process is killed then. An interpreter that
     exits without ``close()`` writes the rest.
 
-    In a forked child, and as an unpickled or deep copy, a writer is inert: it logs that once and
-    writes nothing. The original goes on writing.
+    In a forked child, and as an unpickled or deep copy, a writer is inert: it writes nothing and
+    logs that once. The original writer is not affected.
 
     Args:
-        log_dir: The run's directory, created if it is missing; or a URL that fsspec understands.
-        flush_s: The longest time in seconds that an event waits before it is written.
-        filename_suffix: Appended to the file's name.
-        max_pending_bytes: Droppable events are dropped when this many bytes wait to be written.
+        log_dir: Directory of the run, created if it is missing; or a URL that fsspec understands.
+        flush_s: Longest time in seconds that an event stays queued.
+        filename_suffix: Suffix of the file's name.
+        max_pending_bytes: High-water mark: droppable events are dropped above it.
 
     Raises:
         ValueError: The path holds a NUL character, or the URL's protocol is unknown.
@@ -73,7 +73,7 @@ class FileWriter(BackgroundWriter[bytes]):
     def add_event(
         self, event: Event, step: int | None = None, walltime: float | None = None
     ) -> None:
-        """Adds an event, which is copied; now, if no time is given.
+        """Add a copy of an event; ``walltime`` is now if omitted.
 
         Raises:
             OSError: The writer is closed.
@@ -93,18 +93,16 @@ class FileWriter(BackgroundWriter[bytes]):
         flush: bool = False,
         repeat: Sequence[bytes] = (),
     ) -> None:
-        """Adds one event with many values, which costs far less than one event for each.
+        """Add one event with many values, which costs far less than one event for each.
 
         Args:
-            values: As :mod:`telemetry.events.summaries` builds them.
+            values: Values from :mod:`telemetry.events.summaries`.
             step: 0 if omitted.
             walltime: Seconds since the epoch; now if omitted.
-            droppable: Whether to drop and count this event when the queue is full: for
-                measurements, not for values that the user asked to keep.
-            flush: Whether to write at once, without waiting for it.
-            repeat: Those of the values that readers need in every file to understand the others.
-                Each later file, such as one after the directory was removed, begins with the
-                latest value of each such tag, with its step and time.
+            droppable: Whether to drop the event when the queue is full: true for measurements.
+            flush: Whether to write at once; the call still does not block.
+            repeat: Values that readers need in every file. Each later file, such as one after the
+                directory was removed, begins with the latest of each tag, with its step and time.
 
         Raises:
             OSError: The writer is closed.
@@ -116,7 +114,7 @@ class FileWriter(BackgroundWriter[bytes]):
         self.put(event_of(values, step, walltime), droppable=droppable, flush=flush)
 
     def purge(self, step: int) -> None:
-        """Makes TensorBoard hide what was logged so far for this step and later ones."""
+        """Make TensorBoard hide the values logged up to now for this step and later ones."""
         self.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
     def _put_elsewhere(self) -> None:
@@ -129,10 +127,7 @@ class FileWriter(BackgroundWriter[bytes]):
             )
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
-        """Writes what waits, in at most this time, and logs how many events were lost, if any.
-
-        If the disk has not answered by then, the rest counts as lost.
-        """
+        """Write the queued events within the timeout, and log the number of lost ones."""
         if self.is_here:
             super().close(timeout_s)
             self._at_exit.cancel()
@@ -150,7 +145,7 @@ def _files_in(log_dir: str, filename_suffix: str, repeated: Iterable[bytes]) -> 
 
 
 class _Repeated:
-    """The latest event of each tag; above 4 MiB the largest older ones are dropped.
+    """Latest event of each tag; above 4 MiB the largest older ones are dropped.
 
     One thread may add events while another iterates.
     """

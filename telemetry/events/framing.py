@@ -1,4 +1,4 @@
-"""Frames of event files (TFRecord format): a length, the data of one event, a checksum of each."""
+"""Frames of event files (TFRecord format): a length, the data of one event, and checksums."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CHECKSUM = struct.Struct("<I")
 
 
 def frame(data: bytes) -> bytes:
-    """The data of one event, framed as it stands in a file."""
+    """Return the frame of one event's data."""
     return b"".join((_header(len(data)), data, _checksum(data)))
 
 
 def data_length(header: bytes) -> int | None:
-    """How many bytes of data follow a header of 12 bytes; None if the header is damaged."""
+    """Return the number of data bytes after a header of 12 bytes; None if it is damaged."""
     (length,) = _LENGTH.unpack_from(header)
     return length if header == _header(length) else None
 

@@ -1,4 +1,4 @@
-"""Writes through a user's ``SummaryWriter``, which others may flush, close and reopen meanwhile."""
+"""Writer through a user's ``SummaryWriter``, which others may flush, close and reopen."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _REPLACED = ("flush", "close")
 
 
 class GivenWriter:
-    """Adds to the file of a writer that its user goes on using.
+    """Adds events to the file of a writer that its user continues to use.
 
     Frameworks flush and close their writer when the training ends, before the logger is closed.
-    Whoever does so, what waits here is written first: until :meth:`close`, these two methods of
-    that one writer are replaced. What comes after a close goes to a new file.
+    Queued values are written first: until :meth:`close`, these two methods of that writer are
+    replaced. Values added after a close are written to a new file.
 
-    Torch's writer makes its callers wait for the disk, so a thread of our own hands events to it.
+    Torch's writer blocks its callers on the disk, so a background thread passes events to it.
 
     Args:
         writer: Torch's or ours, open or closed. It is left open.
-        before: Called before someone flushes or, if it is told True, closes the writer.
+        before: Called before the writer is flushed or, with True, closed.
     """
 
     def __init__(self, writer: tensorboard.SummaryWriter, before: Callable[[bool], None]) -> None:
@@ -54,7 +54,7 @@ class GivenWriter:
         flush: bool = False,
         repeat: Sequence[bytes] = (),
     ) -> None:
-        """As ``FileWriter`` does; torch's writer repeats nothing."""
+        """Add one event; see ``FileWriter``. Torch's writer repeats nothing."""
         if self._background is not None:
             event = event_of(values, step, walltime)
             self._background.put(event, droppable=droppable, flush=flush)
@@ -63,7 +63,7 @@ class GivenWriter:
             self._writer._write_values(values, step, walltime, **how)
 
     def hand_on(self, *, closing: bool) -> None:
-        """Have what waits written: someone flushes or closes the writer."""
+        """Write queued values before the writer is flushed or closed."""
         if self.is_closed:
             return
         try:
@@ -71,15 +71,15 @@ class GivenWriter:
             if self._background is not None:
                 self._background.flush()
         except Exception:
-            _logger.exception("%s: what waited could not be written", self._writer.log_dir)
+            _logger.exception("%s: queued values could not be written", self._writer.log_dir)
 
     def flush(self, timeout_s: float = PATIENCE_S) -> bool:
-        """Wait until all events so far are in the file, or have failed; False if that is late."""
+        """Block until all events are written or have failed; return False on a timeout."""
         waiting = self._background or self._writer.file_writer
         return waiting is None or bool(waiting.flush(timeout_s))
 
     def close(self, timeout_s: float = PATIENCE_S) -> None:
-        """Flush the writer, leave it to its user, and log how many events were lost, if any."""
+        """Flush the writer, restore its methods, and log the number of lost events."""
         self.is_closed = True
         for name in _REPLACED:
             _AfterUs.remove(self._writer, name)
@@ -90,7 +90,7 @@ class GivenWriter:
 
 
 class _AfterUs:
-    """Stands in for a method of one writer: what waits here is written before that is called."""
+    """Replacement of a method of one writer, which first writes the queued values."""
 
     def __init__(self, given: GivenWriter, writer: object, name: str) -> None:
         self._given = given
@@ -108,7 +108,7 @@ class _AfterUs:
 
     @staticmethod
     def remove(writer: object, name: str) -> None:
-        """Take those of closed loggers away; one that others stand in for only calls its method."""
+        """Restore the method where the outermost replacements belong to closed loggers."""
         while isinstance(top := vars(writer).get(name), _AfterUs) and top._given.is_closed:
             if top._is_of_class:
                 vars(writer).pop(name, None)
@@ -117,10 +117,9 @@ class _AfterUs:
 
 
 class _TorchFiles:
-    """The file of torch's writer or, while that is closed, one of our own.
+    """File of torch's writer or, while that is closed, another one.
 
-    Only its user opens the writer again: two threads could open two files, of which the writer
-    knows one, and the other would lack its end.
+    Only its user reopens the writer: two threads could open two files, and one would lose its end.
     """
 
     def __init__(self, writer: tensorboard.SummaryWriter) -> None:

@@ -1,4 +1,4 @@
-"""Writes serialized events to event files in a local directory, one file after another."""
+"""Event files of one writer in a local directory, one after another."""
 
 from __future__ import annotations
 
@@ -39,25 +39,23 @@ _NO_STEP = 2**63 - 1
 
 
 def list_event_files(log_dir: str | os.PathLike[str]) -> list[Path]:
-    """The event files of one run by name, which is the order in which TensorBoard reads them."""
+    """Return the event files of one run by name, in the order in which TensorBoard reads them."""
     return sorted(path for path in Path(log_dir).iterdir() if "tfevents" in path.name)
 
 
 class LocalFiles:
-    """The event files that one writer creates in a directory.
+    """Event files that one writer creates in a directory.
 
-    It always begins a new file and never appends to an old one, because readers stop at a torn
-    event. After a failed write, or when the file has been removed, it begins another.
-
-    If the disk has no room for a large event, smaller ones are still written, unless they share a
-    tag with it: readers expect the steps of a tag in order.
+    Each writer begins a new file, because readers stop at a torn event. It begins another after a
+    failed write, or when the file was removed. If the disk has no space for a large event, smaller
+    ones are still written, unless they share a tag with it: readers expect steps in order.
 
     Args:
         directory: Created if it is missing.
-        filename_suffix: Appended to every file's name.
+        filename_suffix: Suffix of every file's name.
         repeated: Events that readers need in every file after the first.
-        max_file_bytes: When a file is larger than this, another follows.
-        names_elsewhere: Names of further files that new ones must sort behind.
+        max_file_bytes: Size after which another file begins.
+        names_elsewhere: Names of other files; new files must sort behind them.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class LocalFiles:
         self._errno = errno.ENOSPC  # the reason
 
     def write(self, events: deque[bytes], *, urgent: bool = False) -> None:
-        """Writes events in order, and removes each when the operating system has it.
+        """Write events in order, and remove each that the operating system has accepted.
 
         The first call creates a file even without events.
 
@@ -111,11 +109,11 @@ class LocalFiles:
 
     @property
     def path(self) -> str | None:
-        """The current file."""
+        """Path of the current file."""
         return None if self._file is None else str(self._file.name)
 
     def _write_below_limit(self, events: deque[bytes]) -> bool:
-        """Writes events below the limit; False if one of them found no room and lowered it."""
+        """Write events below the limit; return False if one did not fit and lowered it."""
         tags_that_wait: set[str] = set()
         for queue in (self._to_repeat, events):
             passed_over: list[bytes] = []
@@ -137,7 +135,7 @@ class LocalFiles:
         return True
 
     def _has_to_wait(self, queue: deque[bytes], tags_that_wait: set[str]) -> bool:
-        """Whether there is no room for the first event, or it comes after such a one of its tag."""
+        """Whether the first event does not fit, or follows one of its tag that does not."""
         if len(queue[0]) >= self._limit:
             parts = _curves_apart(queue.popleft())
             queue.extendleft(reversed(parts))
@@ -154,7 +152,7 @@ class LocalFiles:
     def _open(self, first_bytes: int) -> FileIO:
         os.makedirs(self._directory, exist_ok=True)
         # Otherwise each attempt would leave an empty file, and removing it is risky: TensorBoard's
-        # slow loader waits forever at a file that it has seen and that is gone.
+        # slow loader blocks forever on a file that it has seen and that was removed.
         if self._is_begun and not _has_room(self._directory, _HEADER_BYTES + first_bytes):
             raise self._no_room()
         self._file = file = self._create()
@@ -184,12 +182,12 @@ class LocalFiles:
         if self._size >= self._full_size:
             return True
         if os.fstat(file.fileno()).st_nlink == 0:
-            _logger.warning("%s was removed; going on in a new event file", file.name)
+            _logger.warning("%s was removed; continuing in a new event file", file.name)
             return True
         return False
 
     def _append(self, file: FileIO, events: deque[bytes], most: int | None = None) -> None:
-        """Writes some of the events with one call, which releases the interpreter lock."""
+        """Write some of the events with one call, which releases the interpreter lock."""
         frames: list[bytes] = []
         ends = [0]
         for event in itertools.islice(events, most):
@@ -209,7 +207,7 @@ class LocalFiles:
                 events.popleft()
 
     def close(self) -> None:
-        """Leaves the current file; a later event begins another."""
+        """Close the current file; a later event begins another."""
         if self._file is None:
             return
         self._to_repeat = deque(self._repeated)
@@ -226,10 +224,9 @@ class LocalFiles:
 
 
 def _has_room(directory: str, size: int) -> bool:
-    """Whether the directory's disk has room for ``size`` bytes, without and then with a trial.
+    """Whether ``size`` bytes fit on the directory's disk: by its free space, then by a trial.
 
-    A trial is needed because file systems do not report quotas. The free space is checked first,
-    so that the trial does not fill the disk for everybody else.
+    The trial finds quotas, which file systems do not report.
     """
     try:
         disk = shutil.disk_usage(directory)
@@ -242,9 +239,9 @@ def _has_room(directory: str, size: int) -> bool:
 
 
 def _curves_apart(data: bytes) -> list[bytes]:
-    """An event split into points of curves and other values; unsplit if it has only one kind.
+    """Split an event into one of scalars and one of other values, if it has both kinds.
 
-    Readers do not notice, because they identify values by tag and step.
+    Readers identify values by tag and step, so the result is equivalent.
     """
     event = Event.FromString(data)
     kinds: tuple[list[Summary.Value], ...] = [], []

@@ -1,8 +1,8 @@
-"""The format of the Telemetry page's data: its tags and JSON texts.
+"""Format of the Telemetry page's data: its tags and JSON texts.
 
 The data has the plugin name ``telemetry`` and is in string and float32 tensors. ``<session>`` is
-the id of one logger, ``<layout>`` counts its layouts, and ``<chunk>`` counts its tags, which have
-at most :data:`EVENTS_PER_TAG` events each, so that TensorBoard's sampling keeps every step.
+the id of one logger, and ``<layout>`` counts its layouts. ``<chunk>`` counts its tags. Each has at
+most :data:`EVENTS_PER_TAG` events, so that TensorBoard's sampling keeps every step.
 
 ================================================  ==================================================
 ``telemetry/layout/<session>/<layout>``           JSON: modules, parameters, statistics
@@ -17,8 +17,8 @@ at most :data:`EVENTS_PER_TAG` events each, so that TensorBoard's sampling keeps
 ``telemetry/end/<session>``                       JSON: how the logger was closed
 ================================================  ==================================================
 
-Numbers are 0 or more, NaN or infinite; :data:`~telemetry.layers.MISSING` stands for what was not
-measured. Sessions sort by age. From its first step on, a session replaces all earlier ones.
+Numbers are 0 or more, NaN or infinite; :data:`~telemetry.layers.MISSING` marks values that were
+not measured. Sessions sort by age. From its first step on, a session replaces all earlier ones.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ PLUGIN_NAME = "telemetry"
 FORMAT_VERSION = 1
 EVENTS_PER_TAG = 10
 
-# A block of norms is written when it reaches this size; it may be larger by those
-# that come at once.
+# A block of norms is written when it reaches this size.
 NORM_BLOCK_BYTES = 1 << 18
 
 LAYOUT_PREFIX = "telemetry/layout/"
@@ -59,12 +58,12 @@ ChunkKind = Literal["m", "n", "u"]
 
 
 class NewerFormatError(ValueError):
-    """The data was written by a later version of telemetry, and this one cannot read it."""
+    """Data of a later version of telemetry, which this one cannot read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """The parts of one tag of numbers."""
+    """Parts of a tag of numbers."""
 
     kind: ChunkKind
     session: str
@@ -77,7 +76,7 @@ class Chunk:
 
 
 def parse_chunk(tag: str) -> Chunk | None:
-    """The parts of a tag of numbers; None for any other tag."""
+    """Return the parts of a tag of numbers; None for any other tag."""
     found = _CHUNK.fullmatch(tag)
     if found is None:
         return None
@@ -86,14 +85,14 @@ def parse_chunk(tag: str) -> Chunk | None:
 
 
 def new_session_id() -> str:
-    """An id that sorts behind all earlier ones and differs between processes."""
+    """Return an id that sorts behind all earlier ones and differs between processes."""
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S.%f")
     # os.urandom leaves the random numbers of the training alone.
     return f"{stamp}-{os.urandom(2).hex()}"
 
 
 def session_start_s(session: str) -> float | None:
-    """When a session began, seconds since the epoch; None if its id does not say."""
+    """Return the begin of a session in seconds since the epoch; None for other ids."""
     found = _STAMP.match(session)
     if found is None:
         return None
@@ -121,7 +120,7 @@ def loss_tag(session: str, tag: str) -> str:
 
 
 def chosen_loss(page_tags: Iterable[str]) -> str | None:
-    """The loss's tag as the newest session has written it; None: none has."""
+    """Return the tag of the loss in the newest session that has one, or None."""
     found = [
         tag.removeprefix(LOSS_PREFIX).partition("/")
         for tag in page_tags
@@ -131,7 +130,7 @@ def chosen_loss(page_tags: Iterable[str]) -> str | None:
 
 
 def parse_layout_tag(tag: str) -> tuple[str, int]:
-    """Session and number.
+    """Return session and number.
 
     Raises:
         ValueError: The tag does not end in a number.
@@ -143,7 +142,7 @@ def parse_layout_tag(tag: str) -> tuple[str, int]:
 
 
 def encode_layout(layout: Layout, statistics: Sequence[Statistic]) -> bytes:
-    """The JSON text of a layout; ``statistics`` are the columns of its ``m`` tags."""
+    """Return the JSON text of a layout; ``statistics`` are the columns of its ``m`` tags."""
     code: dict[tuple[str, CodeLocation | None], list[int]] = {}
     for place, module in enumerate(layout.modules):
         if module.forward or module.user_code:
@@ -165,7 +164,7 @@ def encode_layout(layout: Layout, statistics: Sequence[Statistic]) -> bytes:
 
 
 def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
-    """The layout, and the names of the statistics.
+    """Return the layout, and the names of the statistics.
 
     Raises:
         NewerFormatError: It has a later format.
@@ -209,13 +208,13 @@ _LAYOUT_FIELDS = untrusted.fields(
 
 
 def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) -> bytes:
-    """The JSON text of an alert, in one line; ``origin`` adds fields that say where it is from."""
+    """Return the JSON text of an alert in one line; ``origin`` adds fields."""
     content = {**alert_fields(alert), "format": FORMAT_VERSION, **(origin or {})}
     return json.dumps(content, separators=(",", ":")).encode()
 
 
 def decode_alert(text: bytes) -> Alert:
-    """The alert.
+    """Return the alert of a JSON text.
 
     Raises:
         NewerFormatError: It has a later format.
@@ -225,13 +224,13 @@ def decode_alert(text: bytes) -> Alert:
 
 
 def encode_end(exception: BaseException | None) -> bytes:
-    """The JSON text of a logger's end; ``exception`` is what the training ended in."""
+    """Return the JSON text of a logger's end; ``exception``: the training raised it."""
     name = None if exception is None else type(exception).__name__
     return json.dumps({"exception": name, "format": FORMAT_VERSION}).encode()
 
 
 def decode_end(text: bytes) -> str | None:
-    """The class of the exception in which the training ended; None without one.
+    """Return the class name of the exception that ended the training; None without one.
 
     Raises:
         NewerFormatError: It has a later format.

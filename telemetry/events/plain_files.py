@@ -1,4 +1,4 @@
-"""Small files beside the event files: appends lines and replaces whole files."""
+"""Small files next to the event files: appended lines and replaced files."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from telemetry.events.background import BackgroundWriter
 
-# While a line is written, the file may be seen without its end.
-_LOOKS = 10
-_BETWEEN_LOOKS_S = 0.002
+# Another writer's line may be incomplete for a moment.
+_ATTEMPTS = 10
+_RETRY_S = 0.002
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -36,14 +36,14 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def _ends_a_line(file: io.FileIO) -> bool:
-    """Whether the file is empty or its last line has ended, perhaps in a moment."""
-    for _ in range(_LOOKS):
+    """Whether the file is empty or its last line is complete, after a few retries."""
+    for _ in range(_ATTEMPTS):
         if file.seek(0, os.SEEK_END) == 0:
             return True
         file.seek(-1, os.SEEK_END)
         if file.read(1) == b"\n":
             return True
-        time.sleep(_BETWEEN_LOOKS_S)
+        time.sleep(_RETRY_S)
     return False
 
 
@@ -65,7 +65,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class _Change:
-    """A change of a file that is still to be made."""
+    """Queued change of a file."""
 
     path: Path
     content: bytes
@@ -80,7 +80,7 @@ class _Change:
 
 
 class _Changes:
-    """Makes changes in order; after a failure, only the other changes of that file wait."""
+    """Applies changes in order; after a failure, later changes of that file stay queued."""
 
     def write(self, changes: deque[_Change], *, urgent: bool = False) -> None:
         failures: dict[Path, OSError] = {}
@@ -104,8 +104,8 @@ class _Changes:
 class PlainFiles(BackgroundWriter[_Change]):
     """Calls these functions on a background thread; missing directories are created.
 
-    The caller never waits for the disk and gets no errors from it, but an OSError after
-    :meth:`close`: what cannot be written is tried again every second until then.
+    The caller never blocks on the disk. Failed changes are retried every second until
+    :meth:`close`, after which calls raise OSError.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Reads event files back, whole or torn, from their beginning or their end."""
+"""Readers of event files, whole or torn, from their beginning or their end."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from tensorboard.compat.proto.event_pb2 import Event
 from telemetry.events import framing
 from telemetry.untrusted import open_file
 
-# The most that TensorBoard's data server sends at once, and that our writer holds back.
+# Limit of TensorBoard's data server, and of our writer's queue.
 MAX_EVENT_BYTES = 256 << 20
 
 _WINDOW_BYTES = 1 << 18
 _LARGE_WINDOW_BYTES = 1 << 24
 _LARGEST_EVENT_BYTES = 1 << 26
-_MAX_CANDIDATES = 1 << 18  # places tried before giving up on damaged bytes
+_MAX_CANDIDATES = 1 << 18  # offsets tried before damaged bytes are given up
 # The upper half of a frame's length, which is below 4 GiB: it shows where a frame may begin.
 _ZEROS = re.compile(rb"\0{4,}")
 
 
 class CorruptEventFileError(ValueError):
-    """An event file holds bytes that no writer wrote. A torn tail does not raise this.
+    """Damaged event file. A torn tail does not raise this.
 
     Attributes:
-        path: The file.
         offset: Byte at which the damaged frame begins; everything before it was read.
     """
 
@@ -42,16 +41,14 @@ class CorruptEventFileError(ValueError):
 
 
 class EventReader(Iterator[Event]):
-    """The events of one file, in the order in which they were written; see :func:`read_events`.
+    """Iterator over the events of one file, in file order; see :func:`read_events`.
 
     Attributes:
-        path: The file.
         offset: End of the last event read, in bytes.
-        torn_at: Byte at which an unfinished frame at the end of the file begins; None if the file
-            ends with a whole frame, or before its end is reached. A crash leaves such a frame; a
-            file that is still being written may have one, too.
-        oversized: The first byte and the size of each event that was skipped because it is larger
-            than :data:`MAX_EVENT_BYTES`.
+        torn_at: Byte at which an unfinished frame at the end of the file begins, as after a crash
+            or while the file is being written; else None.
+        oversized: First byte and size of each event that was skipped because it is larger than
+            :data:`MAX_EVENT_BYTES`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -84,7 +81,7 @@ class EventReader(Iterator[Event]):
                     yield event
 
     def _read_event(self, file: BinaryIO, length: int) -> Event | None:
-        """The event of the next frame; None if it is skipped."""
+        """Return the event of the next frame; None if it is skipped."""
         if length > MAX_EVENT_BYTES:
             self.oversized.append((self.offset, length))
             file.seek(length + framing.FOOTER_BYTES, os.SEEK_CUR)
@@ -102,10 +99,10 @@ class EventReader(Iterator[Event]):
 
 
 def read_events(path: str | os.PathLike[str]) -> EventReader:
-    """Reads one event file, whoever wrote it; ``list_event_files`` finds those of a run.
+    """Read one event file of any writer; ``list_event_files`` finds those of a run.
 
-    Where a crash cut the file off, the iterator stops without an error and sets ``torn_at``. To see
-    new events of a file that is still being written, read it again.
+    At a torn tail, the iterator stops without an error and sets ``torn_at``. To get later events of
+    a file that is still being written, read it again.
 
     Raises:
         OSError: The file cannot be read, or is not a regular file (at the first ``next``).
@@ -117,10 +114,10 @@ def read_events(path: str | os.PathLike[str]) -> EventReader:
 def events_from_end(
     file: BinaryIO, end: int, marks: Sequence[bytes], *, max_bytes: float = math.inf
 ) -> Iterator[bytes]:
-    """Serialized events before byte ``end`` that contain one of ``marks``, last one first.
+    """Yield serialized events before byte ``end`` that contain one of ``marks``, last one first.
 
-    Torn and damaged frames are skipped. Parts of the file without a mark are read but not parsed.
-    It stops when about ``max_bytes`` have been read.
+    Torn and damaged frames are skipped. Parts of the file without a mark are not parsed. Reading
+    stops after about ``max_bytes``.
 
     Raises:
         OSError: The file cannot be read.
@@ -150,7 +147,7 @@ def events_from_end(
 
 
 def _intact(window: bytes) -> Iterator[tuple[int, bytes]]:
-    """Where each intact frame begins, and its data."""
+    """Yield the offset and the data of each intact frame."""
     end: int | None = 0
     while end is not None:
         candidates = islice(_candidates(window, end), _MAX_CANDIDATES)
@@ -163,7 +160,7 @@ def _intact(window: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _candidates(window: bytes, begin: int) -> Iterator[int]:
-    """Where the next frame may begin: at ``begin`` if nothing is damaged."""
+    """Yield offsets at which the next frame may begin: ``begin`` first."""
     yield begin
     for zeros in _ZEROS.finditer(window, begin):
         # The lower half of a length has one to four bytes before its zeros.
@@ -172,7 +169,7 @@ def _candidates(window: bytes, begin: int) -> Iterator[int]:
 
 
 def _data_at(window: bytes, begin: int) -> bytes | None:
-    """Data of the frame that begins there; None if no intact frame does."""
+    """Return the data of the intact frame at this offset, or None."""
     data_begin = begin + framing.HEADER_BYTES
     length = int.from_bytes(window[begin : begin + 8], "little")
     if data_begin + length + framing.FOOTER_BYTES > len(window):

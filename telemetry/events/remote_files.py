@@ -1,4 +1,4 @@
-"""Writes serialized events to event files in a remote directory, through local copies."""
+"""Event files of one writer in a remote directory, uploaded from local copies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MAX_FILE_BYTES = 8 << 20
 
 
 class RemoteFiles:
-    """The event files that one writer creates in a store that fsspec can reach.
+    """Event files that one writer creates in a store that fsspec can reach.
 
-    Such stores cannot append, so events go to a file in a local temporary directory, which is
-    uploaded every few seconds if it has grown. After 8 MiB another file follows, so that uploads
-    stay small. While the store is unreachable the local files grow. If it is still unreachable
-    when the writer is closed, they stay, and a warning names their directory.
+    Such stores cannot append. Events are written to a file in a local temporary directory, which is
+    uploaded every few seconds if it has grown. After 8 MiB another file begins, so that uploads
+    stay small. If the store is unreachable when the writer is closed, the local files remain, and a
+    warning names their directory.
 
     The arguments are those of :class:`LocalFiles`.
 
@@ -51,26 +51,26 @@ class RemoteFiles:
         self._next_sync_s = 0.0
 
     def write(self, events: deque[bytes], *, urgent: bool = False) -> None:
-        """Writes events to the local file; uploads it every few seconds, or now if urgent.
+        """Write events to the local file; upload it every few seconds, or now if urgent.
 
         Raises:
             OSError: The local file could not be written.
-            Exception: The store could not be reached; every store has its own errors. No event
-                waits then, and the next call tries the upload again.
+            Exception: The store could not be reached; every store has its own errors. All events
+                are in the local file, and the next call retries the upload.
         """
         self._local.write(events)
         if urgent or time.monotonic() >= self._next_sync_s:
             self._upload()
 
     def close(self) -> None:
-        """Uploads the rest and removes the local files; keeps those that cannot be uploaded."""
+        """Upload the rest and remove the local files; keep those that cannot be uploaded."""
         self._local.close()
         try:
             self._upload()
             os.rmdir(self._spool)
         except Exception as error:  # every store has its own errors
             _logger.warning(
-                "%s could not be reached (%s). What it lacks is in %s: copy these files there",
+                "%s could not be reached (%s); copy the missing files there from %s",
                 self._url,
                 error,
                 self._spool,

@@ -1,8 +1,8 @@
-"""Builds the values of an event: scalars, histograms, images, texts and plain tensors.
+"""Values of an event: scalars, histograms, images, texts and plain tensors.
 
-Each is a serialized ``Summary`` of one ``Summary.Value``; joined, they are the summary of all of
-them. TensorBoard shows them with either of its loaders. The fast loader shows a tensor only when
-its metadata names a data class, so every tensor here does.
+Each is a serialized ``Summary`` of one ``Summary.Value``; concatenated, they are the summary of
+all. Every tensor has a data class in its metadata, without which TensorBoard's fast loader does not
+show it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPES = {
 
 
 def event_of(values: Iterable[bytes], step: int | None, walltime: float) -> bytes:
-    """A serialized ``Event`` of what the functions below give.
+    """Return a serialized ``Event`` of the values that the functions below return.
 
     Raises:
         TypeError: The step or the time is no number.
@@ -50,10 +50,9 @@ def event_of(values: Iterable[bytes], step: int | None, walltime: float) -> byte
 
 
 def scalar(tag: str, value: float) -> bytes:
-    """One point of a curve, in float32 as from ``SummaryWriter.add_scalar``.
+    """Return one point of a curve, in float32 as from ``SummaryWriter.add_scalar``.
 
-    It has no metadata: readers take a bare ``simple_value`` for a scalar, which has a third of the
-    size and is found by ``EventAccumulator.Scalars``.
+    It has no metadata: all readers accept a bare ``simple_value``, which has a third of the size.
     """
     try:
         return _scalar_head(tag) + _FLOAT.pack(value)
@@ -62,14 +61,14 @@ def scalar(tag: str, value: float) -> bytes:
 
 
 def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> Iterator[bytes]:
-    """Histograms, for the Histograms and Distributions dashboards.
+    """Yield histograms for the Histograms and Distributions dashboards.
 
     Args:
         tags: Names of the charts.
         rows: Left edge, right edge and count of each bucket, one histogram after the other, shape
             ``[buckets, 3]`` and :func:`histogram_dtype`. Edges ascend within a histogram, which may
             have no buckets.
-        ends: Where the rows of each chart end.
+        ends: End of each chart's rows.
 
     Returns:
         Tensors of shape ``[buckets, 3]``, readable by ``EventAccumulator.Tensors``.
@@ -81,9 +80,9 @@ def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> 
 
 
 def histogram_dtype(counts: NDArray[np.float64], largest: float) -> type[np.floating[Any]]:
-    """float32 if the edges, of which the largest is given, and all whole counts fit, else float64.
+    """Return float32 if the largest edge and all whole counts fit, else float64.
 
-    Fractional counts are those of a sample, and may be rounded.
+    Fractional counts come from a sample, and may be rounded.
     """
     changed = counts.astype(np.float32) != counts
     fits = largest <= FLOAT32_MAX and not (changed & (counts == np.floor(counts))).any()
@@ -96,9 +95,9 @@ def classic_histograms(
     ends: Iterable[int],
     sums: Iterable[tuple[float, float]],
 ) -> Iterator[bytes]:
-    """As :func:`histograms`, in the form that torch writes, for readers that know no other.
+    """Yield histograms in torch's format, for readers that support no other.
 
-    ``sums`` are of the values of each, and of their squares.
+    ``sums`` are the sums of each tensor's values and of their squares.
     """
     begin = 0
     for tag, end, (total, squares) in zip(tags, ends, sums, strict=True):
@@ -119,36 +118,36 @@ def classic_histograms(
 
 
 def histogram_proto(tag: str, histogram: HistogramProto) -> bytes:
-    """A histogram in the form that torch writes."""
+    """Return a histogram in torch's format."""
     return _serialized(tag=tag, histo=histogram)
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
-    """One or more PNGs of the same size, in pixels; TensorBoard shows them all."""
+    """Return one or more PNGs of the same size; TensorBoard shows them all."""
     strings = [str(width).encode(), str(height).encode(), *png]
     metadata = _metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE)
     return _serialized(tag=tag, tensor=_strings(strings), metadata=metadata)
 
 
 def classic_image(tag: str, png: bytes, width: int, height: int) -> bytes:
-    """A PNG in the form that torch writes, for readers that know no other."""
+    """Return a PNG in torch's format, for readers that support no other."""
     picture = {"width": width, "height": height, "colorspace": 3, "encoded_image_string": png}
     return _serialized(tag=tag, image=picture)
 
 
 def text(tag: str, markdown: str) -> bytes:
-    """A text, shown as Markdown. Of two texts with the same tag and step only the last is shown."""
+    """Return a Markdown text. A later text with the same tag and step replaces it."""
     return tensor(tag, markdown.encode(), "text")
 
 
 def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: bytes = b"") -> bytes:
-    """Data of any plugin: an array, or a string of bytes.
+    """Return data of any plugin.
 
     Args:
         tag: Name of the data.
         array: float32, float64, int32, int64 or uint8, any shape; or ``bytes``, which becomes
             a string tensor of shape ``[1]``.
-        plugin_name: The plugin that reads it.
+        plugin_name: Plugin that reads it.
         content: The plugin's own metadata; readers keep only that of a tag's first value.
 
     Raises:
@@ -160,7 +159,7 @@ def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: byt
 
 
 def _serialized(**value: Any) -> bytes:
-    """Of the fields of a ``Summary.Value``. Each message of its own would be built and copied."""
+    """Serialize the fields of a ``Summary.Value``: nested messages would be built and copied."""
     return bytes(Summary(value=[value]).SerializeToString())
 
 
@@ -179,7 +178,7 @@ def _array(array: NDArray[Any]) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _scalar_head(tag: str) -> bytes:
-    """All bytes of a point before those of its value."""
+    """Return the bytes of a point before those of its value."""
     return _serialized(tag=tag, simple_value=0.0)[: -_FLOAT.size]
 
 

@@ -1,7 +1,7 @@
-"""A drop-in for torch's ``SummaryWriter``: the same methods, a different file writer.
+"""Drop-in replacement of torch's ``SummaryWriter``: the same methods, a different file writer.
 
-The values are those of torch, byte for byte. Scalars and histograms are made in a fraction of the
-time; what is out of the ordinary is left to torch.
+The values equal torch's, byte for byte. Scalars and histograms are built in a fraction of the time;
+unusual arguments are passed to torch.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from telemetry.events.file_writer import FileWriter
 
 
 class _File(FileWriter, tensorboard.FileWriter):  # type: ignore[misc]  # says whether it flushed
-    """Ours, with those methods of torch's that build events."""
+    """File writer of ours with torch's methods that build events."""
 
 
 class SummaryWriter(tensorboard.SummaryWriter):
     """Writes to TensorBoard like ``torch.utils.tensorboard.SummaryWriter``, and never fails.
 
-    Every ``add_*`` method takes the same arguments and writes the same tags. Adding does not wait
+    Every ``add_*`` method takes the same arguments and writes the same tags. Adding does not block
     and raises only for wrong arguments. A full disk, a removed directory or an unreachable store
-    does not disturb the training loop; ``FileWriter`` documents what happens then. What is added
-    after ``close()`` goes to another new file, as with torch.
+    does not disturb the training loop: see ``FileWriter``. Values added after ``close()`` are
+    written to another new file, as with torch.
 
     In a forked child, and as an unpickled or deep copy, a writer writes nothing and logs that
-    once. A process that wants to write must open its own writer.
+    once. A process must open its own writer.
 
     Args:
-        log_dir: The run's directory, or a URL that fsspec understands such as
+        log_dir: Directory of the run, or a URL that fsspec understands such as
             ``s3://bucket/run``. ``runs/<date>_<host><comment>`` if omitted.
-        comment: Appended to the default ``log_dir``.
-        purge_step: A run resumes at this step: TensorBoard hides what was logged earlier for
-            this step and later ones.
-        max_queue: Accepted but unused: the queue is bounded in bytes, and adding never waits.
-        flush_secs: The longest time in seconds that an event waits before it is written.
-        filename_suffix: Appended to the name of every event file.
+        comment: Suffix of the default ``log_dir``.
+        purge_step: Step at which a run resumes: TensorBoard hides earlier values of this step and
+            later ones.
+        max_queue: Accepted but unused: the queue is bounded in bytes, and adding never blocks.
+        flush_secs: Longest time in seconds that an event stays queued.
+        filename_suffix: Suffix of the name of every event file.
 
     Raises:
         OSError: The directory or the first file cannot be created.
@@ -106,7 +106,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
     def _write_values(
         self, values: Sequence[bytes], step: int | None, walltime: float | None, **how: Any
     ) -> None:
-        """As ``FileWriter.write_values``."""
+        """Call ``FileWriter.write_values``."""
         while True:
             file_writer = self._get_file_writer()
             try:
@@ -116,18 +116,18 @@ class SummaryWriter(tensorboard.SummaryWriter):
                     raise
 
     def flush(self) -> None:
-        """Waits until everything so far is in the files, at most 30 s."""
+        """Block until all added values are in the files, at most 30 s."""
         each_within(PATIENCE_S, *(w.flush for w in (self.all_writers or {}).values()))
 
     def close(self) -> None:
-        """Writes what waits, in at most 30 s, and logs what was lost. Later calls open a new file.
+        """Write the queued events within 30 s, and log lost ones. Later calls open a new file.
 
         A copy stays inert.
         """
         if self.file_writer is None or self.all_writers is None or not self.file_writer.is_here:
             return
         writers = self.all_writers
-        # First, so that other threads write to a new file while this waits for the disk.
+        # First, so that other threads write to a new file while this blocks on the disk.
         self.file_writer = self.all_writers = None
         each_within(PATIENCE_S, *(writer.close for writer in writers.values()))
 
@@ -199,7 +199,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
 
 
 def _scalar(tag: str, value: Any) -> bytes:
-    """What ``add_scalar`` writes: of a number, or an array or tensor with one element."""
+    """Return the value of ``add_scalar`` for a number, or an array with one element."""
     if type(tag) is str:
         if type(value) is float or isinstance(value, (float, int, np.floating)):
             return summaries.scalar(tag, float(value))
@@ -211,9 +211,9 @@ def _scalar(tag: str, value: Any) -> bytes:
 
 
 def _histogram(tag: str, values: Any, edges: NDArray[np.float64]) -> bytes | None:
-    """What ``add_histogram`` writes of these values; None if that is left to torch.
+    """Return the value of ``add_histogram``; None if torch must build it.
 
-    ``edges`` are where a bin ends and the next begins, ascending.
+    ``edges`` are the bins' edges, ascending.
     """
     found = make_np(values)
     if type(tag) is not str or not found.size or found.dtype.kind not in "fiu":

@@ -13,7 +13,6 @@ from telemetry.alert import Alert, located
 from telemetry.capture import Budget, CapturedStep, LightStep
 from telemetry.capture.budget import Work
 from telemetry.events import summaries
-from telemetry.events.sink import Sink
 from telemetry.failures import Failures
 from telemetry.pipeline.light_steps import LightSteps
 from telemetry.pipeline.schedule import FullSteps, Judge
@@ -59,6 +58,23 @@ class ReadyValues:
 
 Item: TypeAlias = CapturedStep | LightStep | ReadyValues | MergedStep
 """Items of the training thread, and on rank 0 merged steps of all ranks."""
+
+
+class Sink(Protocol):
+    """Destination of values, which a background thread writes."""
+
+    def write_values(
+        self,
+        values: Sequence[bytes],
+        step: int,
+        wall_time: float,
+        /,
+        *,
+        droppable: bool = False,
+        flush: bool = False,
+        repeat: Sequence[bytes] = (),
+    ) -> None:
+        """Add one event; see ``FileWriter.write_values``."""
 
 
 class Observer(Protocol):

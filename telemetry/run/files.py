@@ -147,7 +147,7 @@ class RunFiles:
     def write_values(
         self, values: Sequence[bytes], step: int, wall_time: float, /, **options: Any
     ) -> None:
-        """Add one event of these values; see :class:`~telemetry.events.sink.Sink`."""
+        """Add one event of these values; see ``FileWriter.write_values``."""
         self._has_ended = False
         self._writer.write_values(values, step, wall_time, **options)
 

@@ -17,12 +17,12 @@ from tensorboard.compat.proto.event_pb2 import Event
 from telemetry.alert import Alert
 from telemetry.capture.captured import CapturedStep, Detail, Observation, RunTotals
 from telemetry.events.background import BackgroundWriter
-from telemetry.events.sink import Sink as AnySink
 from telemetry.events.summaries import event_of
 from telemetry.failures import Failures
 from telemetry.measure import Measurer
 from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
 from telemetry.pipeline import queue as pipeline_module
+from telemetry.pipeline.processing import Sink as AnySink
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import AnyRule, Rule, as_rule
