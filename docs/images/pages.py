@@ -145,7 +145,7 @@ def picture(
     page.open(dark=dark)
     settle(page)
     if beside:
-        page.locator("button[aria-label='Beside: no run']").click()
+        page.locator("button[aria-label='Compare with: none']").click()
         page.locator(f".runs tr:has-text('{beside}')").click()
         page.locator(".panel").nth(1).wait_for()
         settle(page)

@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     sort = "a column or a hyperparameter, such as best_loss or lr (default: %(default)s)"
     of_runs.add_argument("--sort", metavar="KEY", default="started", help=sort)
     _add_reverse(of_runs)
-    words = "only runs with all these words in name, status, first alert or lr=0.1"
+    words = "only runs with all these words and comparisons: name, status, alert, or lr<1e-3"
     of_runs.add_argument("--filter", metavar="WORDS", help=words)
     _add_form(of_runs)
 

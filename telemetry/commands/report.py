@@ -24,6 +24,7 @@ from telemetry.reading.builtin_tags import histogram_tags
 from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
+from telemetry.reading.run_table import hparams_content
 from telemetry.reading.sessions import Layer
 from telemetry.tensorboard_plugin.static_files import bundle, read_static_files
 
@@ -123,7 +124,7 @@ def _data(name: str, run: RunData, overview: Overview) -> dict[str, Any]:
     steps = sorted({alert.step for alert in overview.alerts})[:MAX_ALERTS]
     return {
         "run": name,
-        "overview": payloads.overview(overview),
+        "overview": payloads.overview(overview, hparams_content(run.source)),
         "movers": {step: payloads.movers(run, step) for step in steps},
         "matrices": matrices,
         "scalars": _packed(payloads.scalars(run.source)),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -26,8 +28,8 @@ _STYLES = {"live": "green", "died": "bold red"}
 def runs(args: argparse.Namespace, console: Console) -> int:
     found = LogDirs(args.runs)
     rows = list(_rows(found, args.runs))
-    words = (args.filter or "").lower().split()
-    rows = [row for row in rows if all(word in _searched(row) for word in words)]
+    terms = (args.filter or "").lower().split()
+    rows = [row for row in rows if all(_matches(row, term) for term in terms)]
     hparams = {
         name if name not in _COLUMNS else f"hparams/{name}": name for name in differing(rows)
     }
@@ -47,7 +49,7 @@ def runs(args: argparse.Namespace, console: Console) -> int:
         order = [*_MOST_WANTED, *columns]
         table = [_column(title, records, -order.index(title)) for title in shown]
         print_table(console, "run", [printable(r["run"]) for r in records], table[1:])
-    elif found.found and words:
+    elif found.found and terms:
         console.print(f"no run matches --filter {printable(args.filter)!r}")
     return found.status
 
@@ -90,10 +92,41 @@ def _alert(alert: Mapping[str, Any] | None) -> str | None:
     return f"{alert['kind']}{where}, step {alert['step']}"
 
 
-def _searched(row: Mapping[str, Any]) -> str:
-    """The texts in which the words of a filter are looked for."""
-    hparams = [f"{name}={_text(value)}" for name, value in row["hparams"].items()]
-    return " ".join([row["name"], row["status"], _alert(row["alert"]) or "", *hparams]).lower()
+_TERM = re.compile(r"([^<>=!]+)(<=|>=|!=|=|<|>)(.*)")
+
+
+def _matches(row: Mapping[str, Any], term: str) -> bool:
+    """Return whether a run matches a lower-case word or comparison, such as ``lr<1e-3``.
+
+    Two numbers are compared as numbers; other values must be equal as texts.
+    """
+    if (found := _TERM.fullmatch(term)) is None:
+        pairs = [f"{name}={_text(value)}" for name, value in row["hparams"].items()]
+        texts = [row["name"], row["status"], _alert(row["alert"]) or "", *pairs]
+        return term in " ".join(texts).lower()
+    name, operator, wanted = found.groups()
+    hparams = {name.lower(): value for name, value in row["hparams"].items()}
+    named = {f"hparams/{name}": value for name, value in hparams.items()}
+    value = {**hparams, **named, **_record(row)}.get(name)
+    if value is None or value != value:
+        return operator == "!="
+    number = None if isinstance(value, str | bool) else _number(wanted)
+    if number is None:
+        is_same = str(value).lower() == wanted
+    else:
+        is_same = math.isclose(value, number, rel_tol=1e-6)
+    if operator in ("=", "!="):
+        return is_same == (operator == "=")
+    if number is None or is_same:
+        return number is not None and operator.endswith("=")
+    return bool(value < number if operator.startswith("<") else value > number)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _sorted(records: list[dict[str, Any]], column: str, is_reversed: bool) -> list[dict[str, Any]]:

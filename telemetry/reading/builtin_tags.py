@@ -23,6 +23,7 @@ _IMAGE_KINDS = {"feature_maps": "feature maps", "filters": "filters"}
 _OTHER = "", -1, ""
 _RATE = re.compile(r"learning_rate/\d+|lr", re.IGNORECASE)
 _MAX_RATES = 4
+_MAX_METRICS = 30
 
 NamedTag = tuple[str, str, str]
 """The kind of data, the name of the output or parameter, and the tag."""
@@ -60,6 +61,12 @@ def loss_of(tags: Collection[str], chosen: str | None) -> str | None:
     ``chosen`` was written into the run; None: the logger was not given the loss.
     """
     return chosen if chosen in tags else loss_among(tags)
+
+
+def metrics_among(tags: Iterable[str], loss: str | None) -> list[str]:
+    """Return the scalars that the user logged: no tag of ours, no learning rate, not the loss."""
+    own = [tag for tag in tags if tag == plain(tag) and parse_numbered(tag) is None]
+    return sorted(tag for tag in own if tag != loss and not _RATE.fullmatch(tag))[:_MAX_METRICS]
 
 
 def scalar_curves(source: RunSource) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix
 from telemetry.reading.numbers import Numbers
 from telemetry.reading.run_data import Overview, RunData
+from telemetry.reading.run_table import read_hparams
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
 from telemetry.reading.units import Units
@@ -36,8 +37,8 @@ MAX_MOVERS = 100
 _ALIGNMENT = 8
 
 
-def overview(run: Overview) -> dict[str, Any]:
-    """Layers, statistics and alerts of a run."""
+def overview(run: Overview, hparams: bytes | None) -> dict[str, Any]:
+    """Return layers, statistics, alerts and hyperparameters of a run."""
     return {
         "format": FORMAT_VERSION,
         "version": run.version,
@@ -69,6 +70,7 @@ def overview(run: Overview) -> dict[str, Any]:
         "lastStep": run.last_step,
         "sessions": run.session_count,
         "alerts": [alert_fields(alert) for alert in run.alerts],
+        "hparams": dict(read_hparams(hparams)),
     }
 
 

@@ -27,7 +27,7 @@ from telemetry.reading.matrix import WHOLE, Region, thin
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
 from telemetry.tensorboard_plugin.provider_source import ProviderSource
-from telemetry.tensorboard_plugin.run_table import RunTable, list_runs
+from telemetry.tensorboard_plugin.run_table import RunTable, list_runs, read_hparams_content
 from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, bundle, read_static_files
 from telemetry.untrusted import MAX_INTEGER, MAX_NAME
 
@@ -84,14 +84,25 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_runs(self, request: wrappers.Request) -> list[dict[str, Any]]:
         entries = list_runs(self._provider, plugin_util.experiment_id(request.environ))
-        return [{"name": e.name, "lastStep": e.last_step, "started": e.started_s} for e in entries]
+        return [
+            {
+                "name": entry.name,
+                "lastStep": entry.last_step,
+                "started": entry.started_s,
+                "alertCount": len(entry.alert_tags),
+            }
+            for entry in entries
+        ]
 
     def _serve_run_table(self, request: wrappers.Request) -> list[dict[str, Any]]:
         return self._table.rows(plugin_util.experiment_id(request.environ), time.time())
 
     def _serve_run(self, request: wrappers.Request) -> dict[str, Any]:
         try:
-            return payloads.overview(self._run(request).overview())
+            run = self._run(request).overview()
+            experiment = plugin_util.experiment_id(request.environ)
+            hparams = read_hparams_content(self._provider, experiment, text(request, "run"))
+            return payloads.overview(run, hparams)
         except NewerFormatError as error:
             return {"newerFormat": str(error)}
 

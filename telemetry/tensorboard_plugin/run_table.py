@@ -10,25 +10,35 @@ from tensorboard.data.provider import DataProvider
 from tensorboard.plugins.hparams import metadata
 
 from telemetry.events.page_format import PLUGIN_NAME
-from telemetry.reading.builtin_tags import loss_of
+from telemetry.reading.builtin_tags import loss_of, metrics_among
 from telemetry.reading.run_table import RunEntry, loss_summary, run_entry
 from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
 
 
 def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
-    """The runs with data for the page: the newest first, those of one start in natural order."""
+    """Return the runs with data for the page, the newest first, those of one start by name."""
     listing = list_tags(provider, experiment, PLUGIN_NAME)
     entries = [run_entry(name, tags) for name, tags in listing.items() if tags]
     return sorted(entries, key=lambda entry: entry.order)
 
 
+def read_hparams_content(provider: DataProvider, experiment: str, run: str) -> bytes | None:
+    """Return the hyperparameters of a run as TensorBoard keeps them; None without any."""
+    listing = list_tags(provider, experiment, metadata.PLUGIN_NAME, run).get(run, {})
+    found: bytes | None = getattr(
+        listing.get(metadata.SESSION_START_INFO_TAG), "plugin_content", None
+    )
+    return found
+
+
 class RunTable:
-    """Makes the table; losses are read again only where they have grown."""
+    """Table of all runs; scalars are read again only after they have grown."""
 
     def __init__(self, provider: DataProvider) -> None:
         self._provider = provider
-        # By experiment and run: what was listed when the loss was read, and what was found.
+        # By experiment and run: the listing at the last reading, and the result.
         self._losses: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {}
+        self._metrics: dict[tuple[str, str], tuple[object, dict[str, float]]] = {}
         self._lock = threading.Lock()
 
     def rows(self, experiment: str, now_s: float) -> list[dict[str, Any]]:
@@ -37,7 +47,10 @@ class RunTable:
         wanted = {entry.name: entry.texts for entry in entries if entry.texts}
         texts = read_tags(self._provider, experiment, PLUGIN_NAME, wanted, 1)
         hparams = list_tags(self._provider, experiment, metadata.PLUGIN_NAME)
-        losses = self._read_losses(experiment, {entry.name: entry.loss_tag for entry in entries})
+        scalars = list_tags(self._provider, experiment, "scalars")
+        chosen = {entry.name: entry.loss_tag for entry in entries}
+        losses = self._read_losses(experiment, scalars, chosen)
+        metrics = self._read_metrics(experiment, scalars, chosen)
         return [
             entry.row(
                 now_s,
@@ -45,15 +58,44 @@ class RunTable:
                 getattr(found, "plugin_content", None),
                 losses.get(entry.name),
             )
+            | {"metrics": metrics.get(entry.name, {})}
             for entry in entries
             for found in [hparams.get(entry.name, {}).get(metadata.SESSION_START_INFO_TAG)]
         ]
 
+    def _read_metrics(
+        self,
+        experiment: str,
+        listing: Mapping[str, Mapping[str, Any]],
+        chosen: Mapping[str, str | None],
+    ) -> Mapping[str, dict[str, float]]:
+        """Return the last value of each metric that the user logged, by run."""
+        states: dict[str, tuple[tuple[str, object, object], ...]] = {}
+        for run in chosen.keys() & listing.keys():
+            tags = metrics_among(listing[run], loss_of(listing[run], chosen[run]))
+            of = [(tag, listing[run][tag]) for tag in tags]
+            states[run] = tuple([(tag, s.max_step, s.max_wall_time) for tag, s in of])
+        with self._lock:
+            known = {run: self._metrics.get((experiment, run), (None,))[0] for run in states}
+        stale = {run: [tag for tag, *_ in s] for run, s in states.items() if known[run] != s}
+        found = read_tags(self._provider, experiment, "scalars", stale, 1)
+        with self._lock:
+            for run, tags in stale.items():
+                data = found.get(run, {})
+                last = {tag: data[tag][-1].value for tag in tags if data.get(tag)}
+                self._metrics[experiment, run] = states[run], last
+            return {run: self._metrics[experiment, run][1] for run in states}
+
     def _read_losses(
-        self, experiment: str, chosen: Mapping[str, str | None]
+        self,
+        experiment: str,
+        listing: Mapping[str, Mapping[str, Any]],
+        chosen: Mapping[str, str | None],
     ) -> Mapping[str, dict[str, Any]]:
-        """Tag, last and smallest loss of each run that has one; ``chosen`` as written into it."""
-        listing = list_tags(self._provider, experiment, "scalars")
+        """Return tag, last and smallest loss of each run that has one.
+
+        ``chosen`` holds the tags that the runs themselves name.
+        """
         states = {}
         for run in chosen.keys() & listing.keys():
             if (tag := loss_of(listing[run], chosen[run])) is not None:

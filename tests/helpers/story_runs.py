@@ -53,6 +53,7 @@ def write_story(logdir: Path) -> None:
         writer = FileWriter(logdir / name)
         betas = {f"beta{i}": rate + i for i in range(8)}
         writer.write_values(hparams.values_of({**betas, "lr": rate, "depth": 3}, ["loss"]), 0)
+        writer.write_values([summaries.scalar("val/accuracy", 1 - rate)], 0)
         if session:
             end = summaries.tensor(end_tag(session), encode_end(RuntimeError()), PLUGIN_NAME)
             writer.write_values([end], 399)

@@ -57,8 +57,8 @@ export class Actions {
     };
   }
 
-  /** Lists the runs to choose `run` or `other`, the one beside it. */
-  chooseRun(which) {
+  /** Lists the runs to choose `run` or `other`, the one to compare with; `filter` to begin with. */
+  chooseRun(which, filter) {
     const { app } = this;
     if (app.runs.length < 2) return;
     const about = { layer: app.state.layer, statistic: app.statistic, theme: app.theme };
@@ -68,7 +68,7 @@ export class Actions {
       if (!app.runs.some((run) => run.name === name)) app.runs = [{ name }, ...app.runs];
       if (which === "run") app.change({ run: name, zoom: null, layer: null, step: null });
       else app.change({ other: isSame ? "" : name, zoom: null });
-    });
+    }, filter);
   }
 
   /** A click on curves, a profile or a histogram: enlarges it, or goes to what is nearest there. */
@@ -81,7 +81,7 @@ export class Actions {
     this.ofPanel(panel.run).select(nearest, step);
   }
 
-  /** Which layers left their past around the selected step first. */
+  /** Lists the layers that changed first around the selected step. */
   showMovers() {
     const { app } = this;
     const panel = this.#panel();

@@ -138,6 +138,6 @@ function sentences(parts) {
 
 /** A kind of alert as a title. */
 export function kindTitle(kind) {
-  const text = kind.replaceAll("_", " ");
+  const text = kind === "nonfinite" ? "NaN or infinity" : kind.replaceAll("_", " ");
   return text.charAt(0).toUpperCase() + text.slice(1);
 }

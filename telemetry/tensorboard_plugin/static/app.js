@@ -132,7 +132,7 @@ export class App {
     if (!known.has(state.run)) state.run = this.runs[0].name;
     if (!known.has(state.other) || state.other === state.run) state.other = "";
     const names = missing.map((name) => `“${name}”`).join(" and ");
-    this.missing.textContent = names && `No telemetry data of ${names}; this is “${state.run}”.`;
+    this.missing.textContent = names && `No telemetry data of ${names}; showing “${state.run}”.`;
     this.missing.hidden = !names;
   }
 
@@ -273,6 +273,9 @@ export class App {
     const began = performance.now();
     this.theme ??= readTheme();
     const view = this.view();
+    const faulty = this.runs.filter((run) => run.alertCount).length;
+    this.sweep.hidden = this.runs.length < 2 || !faulty;
+    this.sweep.textContent = `${faulty} of ${this.runs.length} runs have alerts`;
     drawToolbar(this.toolbar, this.#toolbarContent(), this);
     this.live.draw(Math.max(...this.panels.map((panel) => panel.overview.lastStep)));
     this.shown.settle(view);

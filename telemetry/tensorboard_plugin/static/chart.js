@@ -14,19 +14,43 @@ import { formatNumber, formatStep } from "./format.js";
  * @property {string} label
  * @property {number} [width] of the line
  * @property {boolean} [isStepped] whether a value lasts until the next one
+ * @property {ArrayLike<number>[]} [band] low and high values of an area behind it
+ * @property {ArrayLike<number>} [raw] values of a fainter line behind it
  */
 
 const SECOND_AXIS = 50; // room that it takes
 const POINTS_AT_ONCE = 64; // a path that goes up and down takes time like the square of its points
-const DASHES = [[], [5, 3], [2, 2]];
+const FAINT = 0.25;
+// Colors of one pattern also differ in brightness.
+const [SOLID, DASHED, DOTTED, MIXED] = [[], [7, 3], [2, 2], [8, 3, 2, 3]];
+const DASHES = [SOLID, SOLID, SOLID, SOLID, DASHED, DASHED, DASHED, DOTTED, DOTTED, DOTTED];
 
-/** What tells the curve of a number from the others: ten colors, then the same, dashed. */
+/** The color and pattern of a curve: ten of both, then the colors again in another pattern. */
 export function styleOf(theme, index) {
   const { length } = theme.curves;
-  return {
-    color: theme.curves[index % length],
-    dash: DASHES[Math.floor(index / length) % DASHES.length],
-  };
+  return { color: theme.curves[index % length], dash: DASHES[index] ?? MIXED };
+}
+
+/** Numbers for names that keep theirs as long as they are in use together. */
+export class Slots {
+  constructor() {
+    this.known = new Map();
+  }
+
+  /** The lowest free number for each new name. @returns {number[]} */
+  assign(names) {
+    const used = new Set();
+    const isFree = (name) => this.known.has(name) && !used.has(this.known.get(name));
+    const kept = new Set(names.filter((name) => isFree(name) && used.add(this.known.get(name))));
+    let next = 0;
+    for (const name of names) {
+      if (kept.has(name)) continue;
+      while (used.has(next)) next += 1;
+      used.add(next);
+      this.known.set(name, next);
+    }
+    return names.map((name) => this.known.get(name));
+  }
 }
 
 /**
@@ -62,7 +86,13 @@ export function drawChart(canvas, options) {
   };
   for (const step of options.marks ?? []) drawStep(step, theme.error, 0.5);
   if (options.cursor != null) drawStep(options.cursor, theme.text, 1);
-  for (const curve of second) drawCurve(context, box, view, secondScale, { ...curve, dash: DASHES[1] });
+  for (const curve of second) drawCurve(context, box, view, secondScale, { ...curve, dash: DASHED });
+  for (const curve of curves) {
+    context.globalAlpha = FAINT;
+    if (curve.band) drawBand(context, box, view, scale, curve);
+    if (curve.raw) drawCurve(context, box, view, scale, { ...curve, values: curve.raw, dash: SOLID });
+    context.globalAlpha = 1;
+  }
   for (const curve of curves) drawCurve(context, box, view, scale, curve);
   context.restore();
   const read = (step, y) => [
@@ -99,7 +129,12 @@ export function legendOf(curves) {
 /** A piece of a curve's line; null without a color. */
 export function sampleOf({ color, dash }) {
   if (!color) return null;
-  return element("i", { style: `border-top: 3px ${dash?.length ? "dashed" : "solid"} ${color}` });
+  let [at, stops] = [0, ""];
+  (dash ?? SOLID).forEach((length, i) => {
+    stops += `, ${i % 2 ? "transparent" : color} ${at}px ${(at += length)}px`;
+  });
+  const background = stops ? `repeating-linear-gradient(90deg${stops})` : color;
+  return element("i", { class: "sample", style: `background: ${background}` });
 }
 
 export function xOf(box, view, step) {
@@ -182,6 +217,17 @@ function round(value) {
   return Number(value.toPrecision(12));
 }
 
+function drawBand(context, box, view, scale, { steps, band: [low, high], color }) {
+  const y = (value) => Math.min(Math.max(yOf(scale, box, value), box.y), box.y + box.height);
+  const known = [...steps.keys()].filter((i) => Number.isFinite(low[i]) && Number.isFinite(high[i]));
+  const edge = (values) => (i) => context.lineTo(xOf(box, view, steps[i]), y(values[i]));
+  context.fillStyle = color;
+  context.beginPath();
+  known.forEach(edge(low));
+  known.reverse().forEach(edge(high));
+  context.fill();
+}
+
 function drawCurve(context, box, view, scale, curve) {
   const { steps, values, color, isStepped, width = 1.5, dash = [] } = curve;
   const y = (value) => yOf(scale, box, value);
@@ -201,7 +247,7 @@ function drawCurve(context, box, view, scale, curve) {
     if (drawable && pen) {
       if (isStepped) context.lineTo(x, y(values[i - 1]));
       context.lineTo(x, y(values[i]));
-      if (++points % POINTS_AT_ONCE === 0 && !dash.length) {
+      if (++points % POINTS_AT_ONCE === 0) {
         context.stroke();
         context.beginPath();
         context.moveTo(x, y(values[i]));

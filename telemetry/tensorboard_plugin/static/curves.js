@@ -108,11 +108,14 @@ function layerCurves(shown) {
   const { rows, view, theme, selection } = shown;
   const chosen = rows.findIndex((row) => selection && row.layers.includes(selection.layer));
   const [first, end] = [Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length)];
-  return placesOf(first, end, faultyRows(shown, first, end), chosen).map((place, i) => ({
+  const places = placesOf(first, end, faultyRows(shown, first, end), chosen);
+  const indices = shown.slots.assign(places.map((place) => rows[place].label));
+  return places.map((place, i) => ({
     ...curveOf(shown, place),
-    ...(place === chosen ? { color: theme.text } : styleOf(theme, i)),
-    width: place === chosen ? 2.5 : 1, // thicker ones take ten times as long
+    ...styleOf(theme, indices[i]),
+    width: place === chosen ? 3 : 1, // thicker ones take ten times as long
     label: rows[place].label,
+    isChosen: place === chosen,
     layer: rows[place].layers[0],
   }));
 }

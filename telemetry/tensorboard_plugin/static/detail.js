@@ -37,7 +37,7 @@ export class Detail {
   }
 
   /**
-   * Loads what belongs to a layer; what was asked for before and comes later is ignored.
+   * Loads what belongs to a layer; answers to earlier requests are ignored.
    * @param {string[]} runs all that are shown and have the layer; histograms are those of `run`
    */
   async load(source, run, runs, layer) {
@@ -125,13 +125,13 @@ export class Detail {
         element("b", {}, step === null ? "no step chosen" : `step ${formatStep(step)}`),
         button("›", "Next measured step (→)", () => this.on.move(1)),
         this.on.movers && step !== null
-          ? element("button", { class: "wide", dataset: { key: "movers" }, onclick: this.on.movers }, "Who moved first?")
+          ? element("button", { class: "wide", dataset: { key: "movers" }, onclick: this.on.movers }, "Which layers changed first?")
           : null,
       ),
     );
   }
 
-  /** A way to an alert of the layer; its text is in the list. */
+  /** A button that selects an alert of the layer. */
   #alert(alert) {
     return element(
       "button",
@@ -140,7 +140,7 @@ export class Detail {
     );
   }
 
-  /** Each statistic with its value in each run, and a small curve; those of other steps below those. */
+  /** Each statistic with its value in each run and a small curve; statistics of other steps come last. */
   #table(groups) {
     const { statistics, statistic, step, theme, view } = this.shown;
     const has = ({ name }) => groups.some((group) => group?.statistics.has(name));
@@ -149,7 +149,7 @@ export class Detail {
       const curves = groups.map((group) => group?.statistics.get(known.name));
       const columns = curves.map((curve) => (curve ? columnAt(curve.steps, step ?? Infinity) : -1));
       const values = columns.map((column, i) => (column < 0 ? -1 : curves[i].values[column]));
-      // Most statistics are not measured at each step: these are of the last one at which they were.
+      // Most statistics are measured at some steps only: these are values of the last such step.
       const steps = columns.flatMap((column, i) => (column < 0 ? [] : [formatStep(curves[i].steps[column])]));
       const at = (step !== null && [...new Set(steps)].join(" and ")) || before;
       const heading = at === before ? [] : [ofStep(at, groups.length + 2)];
@@ -272,7 +272,7 @@ export class Detail {
         enlarged(urlOf(steps[at]), `${kind} at step ${steps[at]}`, width, height, least),
         kind === "input"
           ? null
-          : element("p", { class: "muted" }, "Numbered as the channels are, from 0."),
+          : element("p", { class: "muted" }, "Channel numbers"),
       ]);
     return element(
       "div",

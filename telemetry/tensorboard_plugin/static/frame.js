@@ -9,16 +9,18 @@ import { KEY_HELP } from "./input.js";
  * @param {Object} made elsewhere: `tooltip`, `announcer`, `side`, `runTable`, `large`
  * @returns {Object} the elements that the page fills, by name
  */
-export function buildFrame(root, { tooltip, announcer, side, runTable, large }) {
+export function buildFrame(root, { tooltip, announcer, side, runTable, large, actions }) {
   const toolbar = element("header", { class: "toolbar" });
   const stage = element("div", { class: "stage" });
   const legend = element("div", { class: "legend" });
   const heading = element("h1", { class: "unseen" }, "Telemetry");
   const messageArea = element("div", { class: "message-area" });
   const missing = element("p", { class: "missing-run", role: "status", hidden: true });
+  const sweep = element("button", { class: "sweep", hidden: true, onclick: () => actions.chooseRun("run", "alerts>0") });
   const picture = element(
     "div",
     { class: "picture" },
+    sweep,
     legend,
     stage,
     element("p", { class: "muted keys" }, KEY_HELP),
@@ -34,7 +36,7 @@ export function buildFrame(root, { tooltip, announcer, side, runTable, large }) 
   );
   const body = element("div", { class: "body" }, main, side.node);
   fill(root, toolbar, body, runTable.node, large.node, tooltip.node);
-  return { toolbar, stage, legend, heading, messageArea, missing, picture };
+  return { toolbar, stage, legend, heading, messageArea, missing, picture, sweep };
 }
 
 const EXAMPLE = `from telemetry import HookLogger

@@ -161,4 +161,4 @@ export function watchKeys(node, act) {
 
 export const KEY_HELP =
   "Keys: arrows move (with Shift by ten), + and − zoom, 0 shows everything, n and p go to the next " +
-  "and previous alert, f folds the group, / searches, r lists the runs, w tells who moved first, Esc closes.";
+  "and previous alert, f folds the group, / filters layers, r lists the runs, w lists the layers that changed first, Esc closes.";

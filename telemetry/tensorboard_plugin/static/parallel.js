@@ -16,8 +16,8 @@ export class Parallel {
   constructor(onBrush) {
     this.ranges = new Map();
     this.canvas = element("canvas", { role: "img" });
-    const summary = element("summary", {}, "Hyperparameters and loss of these runs");
-    const help = element("p", { class: "muted" }, "Drag along an axis to filter; click it to stop. Dotted past axes on which a run has no value.");
+    const summary = element("summary", {}, "Hyperparameters and results of these runs");
+    const help = element("p", { class: "muted" }, "Drag along an axis to filter, click to clear. Dotted: the run has no value on the axis in between.");
     this.node = element("details", { class: "below-runs parallel" }, summary, this.canvas, help);
     this.node.addEventListener("toggle", () => this.draw());
     const at = ({ offsetY }) => Math.min(Math.max(1 - (offsetY - TOP) / (HEIGHT - TOP - BOTTOM), 0), 1);
@@ -41,7 +41,7 @@ export class Parallel {
   }
 
   /**
-   * @param {Object[]} runs whose words match
+   * @param {Object[]} runs that match the filter
    * @param {Object[]} columns of the table that are drawn: `title`, `key`; the last one gives colors
    * @param {Object} theme
    */

@@ -7,7 +7,7 @@ import { AXIS_HEIGHT, TOP } from "./heatmap.js";
 import { placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
 
 const USUAL = [0.05, 0.95]; // quantiles over time that make a row's range
-const SAMPLES = 200; // columns that are looked at for the range
+const SAMPLES = 200; // columns that the range is computed from
 const MARGIN = 8;
 const known = new WeakMap();
 
@@ -68,9 +68,9 @@ export function drawProfile(canvas, shown, width, step) {
     const line = (label, value) => ({ label, text: value >= 0 || value !== value ? scaleText(scale, value) : "–" });
     const lines = [
       line(`step ${formatStep(field.steps[column])}`, rowValues[column * rows.length + row]),
-      ...(others ? [line("the run beside", others.get(rows[row].label) ?? -1)] : []),
-      line("5 % of its own are below", low[row]),
-      line("95 % of its own are below", high[row]),
+      ...(others ? [line("the other run", others.get(rows[row].label) ?? -1)] : []),
+      line("5 % of its values are below", low[row]),
+      line("95 % of its values are below", high[row]),
     ];
     return { step: field.steps[column], row, layer: rows[row].layers[0], title: rows[row].label, lines };
   };

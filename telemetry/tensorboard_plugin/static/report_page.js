@@ -29,7 +29,7 @@ export class EmbeddedSource {
     return [{ name: this.data.run, lastStep: this.data.overview.lastStep }];
   }
 
-  /** Which layers left their past first; known at the steps of alerts. */
+  /** The layers that changed first; known at the steps of alerts. */
   async movers(_run, step) {
     return this.data.movers[step] ?? { isUnknown: true };
   }

@@ -1,13 +1,14 @@
 // One statistic of a layer, or the loss, in many runs: below the table of runs.
 
-import { drawChart, legendOf, styleOf } from "./chart.js";
+import { drawChart, legendOf, Slots, styleOf } from "./chart.js";
 import { withHair } from "./crosshair.js";
 import { isLog } from "./curves.js";
 import { element, fill } from "./dom.js";
 
-const MOST = 20; // runs; so many curves can be told apart
+const MOST = 20; // runs whose curves can be told apart
 const HEIGHT = 190;
 const DELAY_MS = 200;
+const SEED = /seed/i;
 
 export class RunCurves {
   /** @param {Object} source */
@@ -15,23 +16,30 @@ export class RunCurves {
     this.source = source;
     this.summary = element("summary", {});
     this.content = element("div", {});
-    this.node = element("details", { class: "below-runs run-curves" }, this.summary, this.content);
+    const oninput = () => this.#draw();
+    this.smoothing = element("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput });
+    this.bySeed = element("input", { type: "checkbox", onchange: oninput });
+    this.seeds = element("label", {}, this.bySeed, "Group by seed (mean, and range as a band)");
+    const controls = element("p", { class: "controls" }, element("label", {}, "Smoothing", this.smoothing), this.seeds);
+    this.node = element("details", { class: "below-runs run-curves" }, this.summary, controls, this.content);
     this.node.addEventListener("toggle", () => this.#loadSoon());
+    this.slots = new Slots();
     this.known = new Map();
     this.wanted = [];
   }
 
   /**
-   * @param {string[]} runs
+   * @param {Object[]} runs rows of the table
    * @param {Object} about `layer` or null, `statistic`, `theme`
    */
   show(runs, about) {
     const { layer, statistic } = about;
     this.about = about;
     this.wanted = runs.slice(0, MOST);
+    this.seeds.hidden = !runs.some(({ hparams }) => Object.keys(hparams ?? {}).some((name) => SEED.test(name)));
     const what = layer === null ? "Loss" : `${statistic.title} of ${layer || "the model"}`;
     const first = runs.length > MOST ? `the first ${MOST} of ` : "";
-    this.summary.textContent = `${what} in ${first}these ${runs.length} runs`;
+    this.summary.textContent = `${what} of ${first}${runs.length} run${runs.length === 1 ? "" : "s"}`;
     this.#loadSoon();
   }
 
@@ -42,22 +50,29 @@ export class RunCurves {
 
   async #load() {
     const { wanted, about } = this;
-    const found = await Promise.all(wanted.map((run) => this.#curve(run, about)));
+    const found = await Promise.all(wanted.map(({ name }) => this.#curve(name, about)));
     if (wanted !== this.wanted) return;
-    const curves = wanted
-      .map((run, i) => ({ ...found[i], ...styleOf(about.theme, i), label: run }))
-      .filter(({ steps }) => steps?.length);
+    this.found = wanted.map((run, i) => ({ run, ...found[i] })).filter(({ steps }) => steps?.length);
+    this.#draw();
+  }
+
+  #draw() {
+    if (!this.found) return;
+    const { theme } = this.about;
+    const grouped = this.bySeed.checked && !this.seeds.hidden;
+    const lines = grouped ? groupsOf(this.found) : this.found.map((curve) => ({ ...curve, label: curve.run.name }));
+    const indices = this.slots.assign(lines.map(({ label }) => label));
+    const curves = lines.map((curve, i) => smoothed({ ...curve, ...styleOf(theme, indices[i]) }, Number(this.smoothing.value)));
     const canvas = element("canvas", { role: "img", "aria-label": this.summary.textContent });
     fill(this.content, withHair(canvas), curves.length ? legendOf(curves) : "Not measured in these runs.");
     const end = Math.max(1, ...curves.map(({ steps }) => steps[steps.length - 1] + 1));
     const width = Math.max(this.content.clientWidth - 4, 240);
     const view = { step0: 0, step1: end };
-    const { theme } = about;
     drawChart(canvas, { curves, view, theme, width, height: HEIGHT, left: 58, log: isLog(curves), axis: true });
     canvas.plotted.click = () => {};
   }
 
-  /** What a run has; nothing where it has no such layer or cannot be read. */
+  /** The curve of a run; nothing where it has no such layer or cannot be read. */
   #curve(run, { layer, statistic }) {
     const key = JSON.stringify([run, layer, layer === null || statistic.name]);
     const read = async () => {
@@ -72,5 +87,40 @@ export class RunCurves {
 
   forget() {
     this.known.clear();
+    this.found = null;
   }
+}
+
+/** Runs that differ in nothing but the seed, each group with its mean and range at every common step. */
+function groupsOf(found) {
+  const rest = ({ hparams }) => Object.entries(hparams ?? {}).filter(([name]) => !SEED.test(name));
+  const all = found.map(({ run }) => Object.fromEntries(rest(run)));
+  const isShared = ([name, value]) => all.every((values) => values[name] === value);
+  const groups = Map.groupBy(found, ({ run }) => JSON.stringify(rest(run)));
+  return [...groups.values()].map((members) => {
+    const [{ run }] = members;
+    const byStep = members.map(({ steps, values }) => new Map(Array.from(steps, (step, i) => [step, values[i]])));
+    const steps = [...byStep[0].keys()].filter((step) => byStep.every((known) => known.has(step)));
+    const at = steps.map((step) => byStep.map((known) => known.get(step)));
+    const values = at.map((of) => of.reduce((sum, value) => sum + value, 0) / of.length);
+    const band = [at.map((of) => Math.min(...of)), at.map((of) => Math.max(...of))];
+    const differing = rest(run).filter((pair) => !isShared(pair)).map((pair) => pair.join("="));
+    const label = `${differing.join(" ") || run.name} (${members.length} run${members.length === 1 ? "" : "s"})`;
+    return { steps, values, band: members.length > 1 ? band : null, label };
+  });
+}
+
+/** The exponential moving average of a curve, corrected for its start; the curve itself is behind it. */
+function smoothed(curve, weight) {
+  if (!weight) return curve;
+  const average = (values) => {
+    let [sum, share] = [0, 0];
+    return Array.from(values, (value) => {
+      if (!Number.isFinite(value)) return value;
+      sum = weight * sum + (1 - weight) * value;
+      share = weight * share + 1 - weight;
+      return sum / share;
+    });
+  };
+  return { ...curve, values: average(curve.values), band: curve.band?.map(average), raw: curve.band ? null : curve.values };
 }

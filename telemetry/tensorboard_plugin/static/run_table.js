@@ -1,45 +1,11 @@
-// All runs in a table to choose from: filtered, sorted, with what tells them apart.
+// The dialog that lists all runs: filters, columns, and which runs are drawn together.
 
-import { kindTitle } from "./alert_list.js";
-import { element, fill } from "./dom.js";
-import { formatNumber, formatStep } from "./format.js";
+import { dropDown, element, fill } from "./dom.js";
 import { Parallel } from "./parallel.js";
+import { columnsOf, isMissing, matcher, rankCorrelation } from "./run_columns.js";
 import { RunCurves } from "./run_curves.js";
 
 const collator = new Intl.Collator("en", { numeric: true });
-
-/**
- * @typedef {Object} Column
- * @property {string} title
- * @property {(run: Object) => string|number|undefined} key what it is sorted by
- * @property {(run: Object) => string|Node} show
- * @property {boolean} [isNumber]
- */
-
-const [LAST_LOSS, BEST_LOSS] = [loss("Last loss", "last"), loss("Best loss", "best")];
-
-/** @type {Column[]} */
-const COLUMNS = [
-  { title: "Status", key: (run) => run.status, show: statusOf },
-  {
-    title: "Started",
-    key: (run) => -run.started, // the newest first
-    show: (run) => ago(run.started),
-  },
-  {
-    title: "Last step",
-    key: (run) => run.lastStep,
-    show: (run) => formatStep(run.lastStep),
-    isNumber: true,
-  },
-  LAST_LOSS,
-  BEST_LOSS,
-  {
-    title: "First alert",
-    key: (run) => run.alert && run.alert.kind,
-    show: (run) => (run.alert ? alertOf(run.alert) : run.status ? "none" : ""),
-  },
-];
 
 export class RunTable {
   /** @param {Object} source */
@@ -47,9 +13,13 @@ export class RunTable {
     this.source = source;
     this.sortedBy = "Started";
     this.isReversed = false;
+    this.picked = new Set(); // names of the runs that are drawn together
+    this.chosen = new Map(); // whether the user shows a column, by its title
+    this.objective = "Best loss";
     this.search = element("input", {
       type: "search",
-      placeholder: "name, status, alert or lr=0.1",
+      placeholder: "name, alert, lr<1e-3, optimizer=adam",
+      title: "Words, and comparisons with <, >, = or !=, such as lr<1e-3 best_loss<0.5",
       "aria-label": "Filter runs",
       oninput: () => this.#draw(),
       onkeydown: (event) => {
@@ -60,12 +30,14 @@ export class RunTable {
     });
     this.count = element("span", { class: "count", role: "status" });
     this.title = element("h2", { id: "runs-title" });
+    this.menu = element("div", { class: "columns" });
     this.table = element("table", {});
     this.widths = new Map(); // of columns that were dragged
     const resized = new MutationObserver((all) => all.forEach(({ target }) => this.#resized(target)));
     resized.observe(this.table, { subtree: true, attributeFilter: ["style"] });
     this.curves = new RunCurves(source);
     this.parallel = new Parallel(() => this.#draw());
+    this.clear = element("button", { onclick: () => this.#pick([...this.picked], false) }, "Uncheck all");
     this.node = element(
       "dialog",
       { class: "runs", "aria-labelledby": "runs-title" },
@@ -75,6 +47,8 @@ export class RunTable {
         this.title,
         this.search,
         this.count,
+        this.clear,
+        element("details", { class: "menu" }, element("summary", {}, "Columns"), this.menu),
         element("button", { onclick: () => this.node.close() }, "Close"),
       ),
       element(
@@ -90,19 +64,20 @@ export class RunTable {
   /**
    * @param {Object[]} runs what is known at once; the rest is loaded
    * @param {string} current name of the chosen run
-   * @param {string} which `run`, or `other` for one beside it
+   * @param {string} which `run`, or `other` for the one to compare with
    * @param {Object} about what curves are to show: see `RunCurves.show`
    * @param {(name: string) => void} onChoose
+   * @param {string} [filter] to begin with
    */
-  async open(runs, current, which, about, onChoose) {
+  async open(runs, current, which, about, onChoose, filter = "") {
     this.runs = runs;
     this.about = about;
     this.curves.forget();
     this.parallel.ranges.clear();
     this.current = current;
     this.onChoose = onChoose;
-    this.title.textContent = which === "run" ? "Runs" : "A run beside it";
-    this.search.value = "";
+    this.title.textContent = which === "run" ? "Runs" : "Compare with...";
+    this.search.value = filter;
     delete this.node.dataset.loaded;
     this.#draw();
     this.node.showModal();
@@ -117,29 +92,74 @@ export class RunTable {
   }
 
   #draw() {
-    const matching = this.runs.filter(this.#matches());
-    this.parallel.show(matching, [...hparamColumns(matching), BEST_LOSS, LAST_LOSS], this.about.theme);
+    const columns = columnsOf(this.runs);
+    const objectives = columns.filter(({ group, title }) => group === "metric" || title.endsWith(" loss"));
+    const objective = objectives.find(({ title }) => title === this.objective) ?? objectives[0];
+    const matching = this.runs.filter(matcher(this.search.value, columns));
+    const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
+    const isShown = (column) => this.chosen.get(column.title) ?? (column.isShown && isFilled(column));
+    const visible = columns.filter(isShown);
+    const axes = visible.filter(({ group }) => group === "hparam");
+    const measures = visible.filter((column) => objectives.includes(column) && column !== objective);
+    this.parallel.show(matching, [...axes, ...measures, ...(objective ? [objective] : [])], this.about.theme);
     const within = matching.filter((run) => this.parallel.accepts(run));
-    const columns = [
-      { title: "Run", key: (run) => run.name, show: (run) => this.#name(run) },
-      ...COLUMNS,
-      ...hparamColumns(within),
-    ];
     const shown = (this.shown = this.#sorted(columns, within));
-    this.curves.show(shown.map((run) => run.name), this.about);
-    const isFilled = ({ show }) => !shown.length || shown.some((run) => show(run) !== "");
-    const filled = columns.filter(isFilled);
+    const names = new Set(this.runs.map(({ name }) => name));
+    for (const name of this.picked) if (!names.has(name)) this.picked.delete(name);
+    const drawn = this.picked.size ? this.runs.filter(({ name }) => this.picked.has(name)) : shown;
+    this.curves.show(drawn, this.about);
+    const picked = this.picked.size ? `, ${this.picked.size} checked` : "";
+    this.clear.hidden = !this.picked.size;
     this.count.textContent =
-      shown.length === this.runs.length
+      (shown.length === this.runs.length
         ? `${shown.length} run${shown.length === 1 ? "" : "s"}`
-        : `${shown.length || "none"} of ${this.runs.length} runs`;
+        : `${shown.length || "none"} of ${this.runs.length} runs`) + picked;
+    const all = [{ title: "Run", show: (run) => this.#name(run) }, ...visible];
     fill(
       this.table,
-      element("thead", {}, element("tr", {}, ...filled.map((column) => this.#head(column)))),
-      element("tbody", {}, ...shown.map((run) => this.#row(run, filled))),
+      element(
+        "thead",
+        {},
+        element("tr", {}, ...all.map((column) => this.#head(column))),
+        objective ? this.#correlations(visible, within, objective, objectives) : null,
+      ),
+      element("tbody", {}, ...shown.map((run) => this.#row(run, all))),
     );
     for (const head of this.table.tHead.rows[0].cells)
       head.style.width = this.widths.get(head.textContent) ?? "";
+    fill(this.menu, ...columns.map((column) => this.#choice(column, isShown(column))));
+  }
+
+  /** A box that shows or hides a column. */
+  #choice({ title }, checked) {
+    const onchange = ({ target }) => {
+      this.chosen.set(title, target.checked);
+      this.#draw();
+    };
+    const box = element("input", { type: "checkbox", checked, dataset: { key: `column ${title}` }, onchange });
+    return element("label", {}, box, title);
+  }
+
+  /** One number per column: how its ranks go with those of the objective. */
+  #correlations(columns, runs, objective, objectives) {
+    const values = columns.map((column) => {
+      const isWorth = column.isNumber && column.group && column !== objective;
+      return isWorth ? rankCorrelation(runs, column, objective) : null;
+    });
+    if (values.every((value) => value === null)) return null;
+    const choose = (title) => {
+      this.objective = title;
+      this.#draw();
+    };
+    const options = objectives.map(({ title }) => [title, title]);
+    const title = "Spearman's rank correlation of a column with this one, over the listed runs";
+    const cells = values.map((value) => {
+      const text = value === null ? "" : `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(2)}`;
+      return element("td", { class: `number ${Math.abs(value) >= 0.5 ? "strong" : ""}` }, text);
+    });
+    const label = dropDown("Rank correlation with", options, objective.title, choose);
+    label.title = title;
+    return element("tr", { class: "correlations" }, element("td", {}, label), ...cells);
   }
 
   /** Cells are cut to the width that their column's head was dragged to. */
@@ -149,22 +169,11 @@ export class RunTable {
     for (const { cells } of this.table.tBodies[0].rows) cells[cellIndex].style.maxWidth = style.width;
   }
 
-  /** Whether each word of the filter is in the run's texts. */
-  #matches() {
-    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    return (run) => {
-      const hparams = Object.entries(run.hparams ?? {}).map(([name, value]) => `${name}=${value}`);
-      const alert = run.alert ? `${run.alert.kind} ${alertText(run.alert)}` : "";
-      const text = [run.name, run.status, alert, ...hparams].join(" ").toLowerCase();
-      return words.every((word) => text.includes(word));
-    };
-  }
-
-  /** In the order of a column; what has no value comes last. */
+  /** In the order of a column; runs without a value come last. */
   #sorted(columns, runs) {
-    const { key } = columns.find((column) => column.title === this.sortedBy) ?? COLUMNS[1];
+    const found = columns.find((column) => column.title === this.sortedBy);
+    const key = this.sortedBy === "Run" ? ({ name }) => name : (found?.key ?? (({ started }) => -started));
     const sign = this.isReversed ? -1 : 1;
-    const isMissing = (value) => value == null || value !== value;
     return [...runs].sort((a, b) => {
       const [x, y] = [key(a), key(b)];
       if (isMissing(x) || isMissing(y)) return isMissing(x) - isMissing(y);
@@ -200,80 +209,28 @@ export class RunTable {
     );
   }
 
-  #name(run) {
-    const isCurrent = run.name === this.current ? "true" : null;
-    return element("button", { class: "run-link", "aria-current": isCurrent }, run.name);
+  /** The run's name, and a box that draws it together with others. */
+  #name({ name }) {
+    const box = element("input", {
+      type: "checkbox",
+      checked: this.picked.has(name),
+      "aria-label": `Draw ${name}`,
+      dataset: { key: `pick ${name}` },
+      onclick: (event) => event.stopPropagation(), // else the row is chosen
+      onchange: ({ target }) => this.#pick([name], target.checked),
+    });
+    const isCurrent = name === this.current ? "true" : null;
+    return element("span", { class: "run-cell" }, box, element("button", { class: "run-link", "aria-current": isCurrent }, name));
+  }
+
+  #pick(names, isPicked) {
+    for (const name of names) this.picked[isPicked ? "add" : "delete"](name);
+    if (isPicked) this.curves.node.open = true;
+    this.#draw();
   }
 
   #choose(run) {
     this.node.close();
     this.onChoose(run.name);
   }
-}
-
-function loss(title, which) {
-  const value = (run) => (run.loss ? Number(run.loss[which]) : undefined); // NaN comes as a text
-  return {
-    title,
-    key: value,
-    show: (run) => (run.loss ? formatNumber(value(run)) : ""),
-    isNumber: true,
-  };
-}
-
-/** The hyperparameters in which the runs differ. */
-function hparamColumns(runs) {
-  const values = new Map();
-  runs.forEach((run, index) => {
-    for (const [name, value] of Object.entries(run.hparams ?? {})) {
-      if (!values.has(name)) values.set(name, new Array(runs.length));
-      values.get(name)[index] = String(value);
-    }
-  });
-  const names = [...values.keys()].filter((name) => new Set(values.get(name)).size > 1);
-  return names.map((name) => ({
-    title: name,
-    key: (run) => run.hparams?.[name],
-    show: (run) => hparamText(run.hparams?.[name]),
-    isNumber: runs.every((run) => typeof (run.hparams?.[name] ?? 0) === "number"),
-  }));
-}
-
-function hparamText(value) {
-  if (value == null) return "";
-  return typeof value === "number" && !Number.isInteger(value) ? formatNumber(value) : String(value);
-}
-
-function statusOf({ status, written }) {
-  if (!status) return "";
-  const title = {
-    live: "data has come within the last minutes",
-    ended: "the logger was closed",
-    died: `nothing more came, or it ended in an exception; last data ${ago(written)}`,
-  }[status];
-  return element("span", { class: `status ${status}`, title }, status);
-}
-
-function alertOf(alert) {
-  const { severity } = alert;
-  return element("span", { class: `first-alert ${severity}`, title: severity }, alertText(alert));
-}
-
-function alertText({ kind, step, module_name: layer }) {
-  return `${kindTitle(kind)}${layer ? ` in ${layer}` : ""}, step ${formatStep(step)}`;
-}
-
-/** A time before now in words. */
-export function ago(seconds) {
-  const past = Date.now() / 1000 - seconds;
-  if (!seconds || !Number.isFinite(past)) return "";
-  const units = [
-    ["day", 86400],
-    ["h", 3600],
-    ["min", 60],
-  ];
-  const [name, size] = units.find(([, length]) => past >= length) ?? ["", 0];
-  if (!size) return "just now";
-  const count = Math.floor(past / size);
-  return `${count} ${name}${name === "day" && count > 1 ? "s" : ""} ago`;
 }

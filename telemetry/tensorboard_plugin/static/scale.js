@@ -273,9 +273,9 @@ export function drawScale(canvas, scale, theme, usual = []) {
 /** What the colors show, in words. */
 export function legendTitle(statistic, mode) {
   const relation = {
-    own: ", relative to the layer's own median",
-    depth: ", relative to the median over all layers",
-    run: ", relative to the run beside it",
+    own: ", ratio to the layer's own median",
+    depth: ", ratio to the median layer",
+    run: ", ratio to the other run",
   };
   return statistic.title + (relation[mode] ?? "");
 }

@@ -1,5 +1,6 @@
 // What the panels are to draw: in which size, on which scale, with which selection.
 
+import { Slots } from "./chart.js";
 import { makeScale } from "./scale.js";
 import { clampRows } from "./view.js";
 
@@ -14,6 +15,7 @@ export class Shown {
   constructor(app) {
     this.app = app;
     this.panels = []; // pairs of a panel and what it is to draw
+    this.slots = new Slots(); // colors of layers
   }
 
   /** Settles that for a view. */
@@ -40,6 +42,7 @@ export class Shown {
         search: state.search,
         mode,
         grouping: panel.grouping(state.order),
+        slots: this.slots,
         values,
         rowValues: panel.rowValues(field, values, rows, scale),
         scale,

@@ -1,4 +1,4 @@
-// What is beside the picture: a chosen alert, who moved first, a layer in detail, all alerts.
+// The side panel: a chosen alert, the layers that changed first, a layer in detail, all alerts.
 
 import { AlertList, alertText } from "./alert_list.js";
 import { Detail } from "./detail.js";
@@ -27,6 +27,7 @@ export class Side {
     this.detail = new Detail(on, app.large);
     this.extremes = new Extremes((layer, step) => actions.select(layer, step));
     this.alertList = new AlertList((alert) => actions.chooseAlert(alert));
+    this.hparams = element("details", { class: "hparams" });
     this.node = element(
       "aside",
       { class: "side", "aria-label": "Details and alerts" },
@@ -35,11 +36,12 @@ export class Side {
       this.movers.node,
       this.detail.node,
       this.extremes.node,
+      this.hparams,
       this.alertList.node,
     );
   }
 
-  /** To what is said of a chosen alert, and the picture beside it. */
+  /** Scrolls to the chosen alert. */
   scrollToTop() {
     this.node.scrollTop = 0; // of the drawer
     window.scrollTo({ top: 0 });
@@ -59,6 +61,7 @@ export class Side {
     );
     this.movers.show(focused.run, focused.overview.layers);
     this.extremes.show(focused, app.statistic, app.state.step ?? focused.overview.lastStep);
+    this.#drawHparams();
     this.alertList.show(app.panels, alert);
     const layer = panel?.overview.layers.find((known) => known.name === app.state.layer);
     if (!layer) return this.detail.clear();
@@ -78,6 +81,26 @@ export class Side {
       theme: app.theme,
     });
   }
+
+  /** The hyperparameters of the runs, the values in which two differ in bold. */
+  #drawHparams() {
+    const all = this.app.panels.map(({ overview }) => overview.hparams ?? {});
+    const names = [...new Set(all.flatMap(Object.keys))];
+    this.hparams.hidden = !names.length;
+    const text = (value) => (typeof value === "number" ? formatNumber(value) : String(value ?? "–"));
+    const row = (name) => {
+      const values = all.map((hparams) => text(hparams[name]));
+      const cells = values.map((value) => element("td", { class: new Set(values).size > 1 ? "strong" : "" }, value));
+      return element("tr", {}, element("th", { scope: "row" }, name), ...cells);
+    };
+    const [first] = all;
+    const few = Object.keys(first).map((name) => `${name} ${text(first[name])}`).join(" · ");
+    fill(
+      this.hparams,
+      element("summary", { title: few }, element("b", {}, "Hyperparameters"), element("span", { class: "muted" }, ` ${few}`)),
+      element("table", {}, element("tbody", {}, ...names.map(row))),
+    );
+  }
 }
 
 const MOST = 8;
@@ -86,16 +109,16 @@ export class Movers {
   /** @param {(layer: string, step: number) => void} onChoose */
   constructor(onChoose) {
     this.onChoose = onChoose;
-    this.node = element("section", { class: "movers", "aria-label": "Who moved first" });
+    this.node = element("section", { class: "movers", "aria-label": "Which layers changed first" });
     this.request = 0;
   }
 
-  /** Whether it shows, or loads, what moved around a step of a run. */
+  /** Whether it shows, or loads, the layers that changed first around a step of a run. */
   isOf(run, step) {
     return this.run === run && this.step === step;
   }
 
-  /** Loads what a source knows about a step; later answers to earlier questions are ignored. */
+  /** Loads the layers that changed first around a step; answers to earlier requests are ignored. */
   async load(source, run, step) {
     const request = ++this.request;
     this.data = null;
@@ -109,7 +132,7 @@ export class Movers {
     this.data = this.step = null;
   }
 
-  /** Shows what was loaded, if it is of this run. */
+  /** Shows the loaded layers, if they are of this run. */
   show(run, layers) {
     const { data } = this;
     this.node.hidden = !data || data.run !== run || data.isUnknown;
@@ -118,7 +141,7 @@ export class Movers {
     const shown = data.movers?.filter((mover) => known.has(mover.name)) ?? [];
     fill(
       this.node,
-      element("h2", {}, "Who moved first", element("span", { class: "count" }, countText(data, shown))),
+      element("h2", {}, "Which layers changed first", element("span", { class: "count" }, countText(data, shown))),
       element("p", { class: data.error ? "failure" : "muted" }, explanation(data, shown)),
       element("ol", {}, ...shown.slice(0, MOST).map((mover) => this.#item(mover))),
     );
@@ -145,15 +168,15 @@ function countText(data, shown) {
 function explanation(data, shown) {
   if (data.error) return data.error;
   const step = formatStep(data.step);
-  if (data.movers === null) return `Too few steps before step ${step} to know what is usual.`;
+  if (data.movers === null) return `Too few steps before step ${step} to know the usual range.`;
   if (!shown.length) return `No layer's gradient norm was unusual at step ${step}.`;
-  return `Gradient norms that had left their own past by step ${step}, the earliest first.`;
+  return `Gradient norms out of their usual range by step ${step}, the earliest first.`;
 }
 
-/** A ratio to the usual norm in words. */
+/** A ratio to the usual norm as text. */
 function factorText(value) {
   const factor = Number(value); // JSON has no infinity
   if (factor === Infinity) return "NaN or infinite";
   if (factor === 0) return "fell to 0";
-  return factor >= 1 ? `× ${formatNumber(factor)}` : `÷ ${formatNumber(1 / factor)}`;
+  return factor >= 1 ? `${formatNumber(factor)}x above` : `${formatNumber(1 / factor)}x below`;
 }

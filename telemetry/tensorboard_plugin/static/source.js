@@ -18,12 +18,12 @@ export class ServerSource {
     return (await this.#get("runs", {})).json();
   }
 
-  /** The same with status, loss, first alert and hyperparameters. */
+  /** The same with status, loss, metrics, first alert and hyperparameters. */
   async runTable() {
     return (await this.#get("run_table", {})).json();
   }
 
-  /** Which layers left their past first around a step. */
+  /** The layers that changed first around a step. */
   async movers(run, step) {
     return (await this.#get("movers", { run, step })).json();
   }

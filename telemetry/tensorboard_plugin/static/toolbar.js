@@ -1,4 +1,4 @@
-// The row of controls at the top. Where the window is narrow, most of them wait behind a button.
+// The row of controls at the top. In a narrow window, a button shows most of them.
 
 import { dropDown, element, fill } from "./dom.js";
 import { saveView } from "./export.js";
@@ -29,10 +29,10 @@ export function drawToolbar(node, content, app) {
     node,
     runButton("Run", state.run, runs, () => app.actions.chooseRun("run")),
     runs.length > 1
-      ? rare(runButton("Beside", state.other, runs, () => app.actions.chooseRun("other")))
+      ? rare(runButton("Compare with", state.other, runs, () => app.actions.chooseRun("other")))
       : null,
     state.other
-      ? rare(button("One run", { onclick: () => change({ other: "", zoom: null }) }))
+      ? rare(button("Stop comparing", { onclick: () => change({ other: "", zoom: null }) }))
       : null,
     dropDown("Statistic", statistics, state.statistic, (statistic) => change({ statistic })),
     rare(dropDown("Show", state.other ? [...SHOW, OF_TWO] : SHOW, app.mode, (mode) => change({ mode }))),
@@ -60,10 +60,10 @@ export function drawToolbar(node, content, app) {
 
 const SHOW = [
   ["value", "values"],
-  ["own", "relative to the layer's median"],
-  ["depth", "relative to the median over depth"],
+  ["own", "ratio to the layer's median"],
+  ["depth", "ratio to the median layer"],
 ];
-const OF_TWO = ["run", "relative to the run beside"];
+const OF_TWO = ["run", "ratio to the other run"];
 const ORDER = [
   ["depth", "by depth"],
   ["role", "by role"],
@@ -77,7 +77,7 @@ function rare(node) {
 
 /** A button that copies a link to all that is seen. */
 function linking({ address, state }) {
-  const button = element("button", { title: "Copy a link to what is seen", "aria-live": "polite" }, "Link");
+  const button = element("button", { title: "Copy link to this view", "aria-live": "polite" }, "Link");
   button.onclick = async () => {
     address.write(toLink(state), false);
     button.textContent = (await copyLink()) ? "Copied" : "See address";
@@ -107,7 +107,7 @@ function saving(app) {
 
 /** A run's name; a button where there are several. */
 function runButton(label, name, runs, onclick) {
-  const text = name || "no run";
+  const text = name || "none";
   const value =
     runs.length > 1
       ? element(
@@ -163,5 +163,5 @@ function search(value, change, onEnter) {
     onkeydown: ({ key }) => key === "Enter" && onEnter(),
   });
   input.value = value;
-  return element("label", { class: "field" }, element("span", {}, "Search"), input);
+  return element("label", { class: "field" }, element("span", {}, "Filter layers"), input);
 }

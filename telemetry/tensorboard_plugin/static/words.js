@@ -1,4 +1,4 @@
-// What is under the pointer, in words beside it; what is selected or new, said aloud.
+// The tooltip at the pointer, and announcements for screen readers.
 
 import { sampleOf } from "./chart.js";
 import { element, fill } from "./dom.js";
@@ -57,7 +57,7 @@ export class Tooltip {
     this.#show(x, y, element("b", {}, heading), element("table", {}, ...lines.map(row)));
   }
 
-  /** Beside a point, inside of the window. */
+  /** Shows it beside a point, inside of the window. */
   #show(x, y, ...content) {
     fill(this.node, ...content);
     this.node.hidePopover(); // a dialog may have opened since, which it is to be above
@@ -74,7 +74,7 @@ export class Tooltip {
 function stepsText(field, cell) {
   const next = field.steps[cell.column + 1];
   const step = `step ${formatStep(cell.step)}`;
-  return next > cell.step + 1 ? `${step}, holds until ${formatStep(next)}` : step;
+  return next > cell.step + 1 ? `${step}, next measured at ${formatStep(next)}` : step;
 }
 
 export class Announcer {
@@ -84,7 +84,7 @@ export class Announcer {
     this.node = element("p", { class: "announcer unseen", "aria-live": "polite" });
   }
 
-  /** The selected cell with its value, and the alert that led there: each time all is read out. */
+  /** Announces the selected cell with its value, and the alert that led there. */
   selection(alert) {
     const { statistic, state, panels } = this.app;
     const { layer, step } = state;
@@ -103,7 +103,7 @@ export class Announcer {
     this.node.textContent = parts.join(" ");
   }
 
-  /** That there are more alerts than `before`. */
+  /** Announces alerts beyond the first `before`. */
   newAlerts(before) {
     const alerts = this.app.panels.flatMap((panel) => panel.alerts);
     const count = alerts.length - before;

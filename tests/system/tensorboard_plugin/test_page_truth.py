@@ -190,7 +190,7 @@ def test_enter_opens_what_is_left_and_nothing_else(page: TelemetryPage) -> None:
     page.page.keyboard.press("Enter")
     page.locator(".panel[data-run=growing]").wait_for()
     assert page.locator("dialog[open]").count() == 0
-    search = page.locator("label:has-text('Search') input")
+    search = page.locator("label:has-text('Filter layers') input")
     search.fill("b")
     search.press("Enter")
     page.locator(".detail[data-layer=b][data-loaded=true]").wait_for()

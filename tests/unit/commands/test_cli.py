@@ -335,6 +335,11 @@ def test_runs_are_sorted_and_filtered(tmp_path: Path, capsys: pytest.CaptureFixt
     assert names("--sort", "last_loss") == ["run9", "run8", "run10", "run11"]
     assert names("--sort", "run") == ["run8", "run9", "run10", "run11"]
     assert names("--filter", "LR=0.1") == ["run8"]
+    assert names("--filter", "lr=1e-1") == ["run8"]
+    assert names("--filter", "lr<1") == ["run9", "run8"]
+    assert names("--filter", "lr>=0.1 lr!=3") == ["run8"]
+    assert names("--filter", "hparams/status=x last_step>8") == ["run10"]
+    assert names("--filter", "status=end") == []  # part of a text
     assert names("--filter", "exploding lr=3") == ["run10"]
     assert main(["runs", str(tmp_path), "--csv", "--filter", "x"]) == 0
     heading, *rows = capsys.readouterr().out.splitlines()

@@ -1,0 +1,173 @@
+// The columns of the run table: what is known of each run, filters on it, and rank correlations.
+
+import { kindTitle } from "./alert_list.js";
+import { element } from "./dom.js";
+import { formatNumber, formatStep } from "./format.js";
+
+const MOST_METRICS = 4; // shown without being asked for
+const FEWEST = 3; // runs that have a rank correlation
+const TERM = /^([^<>=!]+)(<=|>=|!=|=|<|>)(.*)$/;
+const TOLERANCE = 1e-6; // of two numbers that read the same
+
+/**
+ * @typedef {Object} Column
+ * @property {string} title
+ * @property {(run: Object) => string|number|undefined} key value to sort and filter by
+ * @property {(run: Object) => string|Node} show
+ * @property {string} [group] `hparam` or `metric`
+ * @property {boolean} [isNumber]
+ * @property {boolean} isShown unless the user chooses otherwise
+ */
+
+/** @type {Column[]} */
+const BASE = [
+  { title: "Status", key: (run) => run.status, show: statusOf, isShown: true },
+  {
+    title: "Started",
+    key: (run) => -run.started, // the newest first
+    show: (run) => ago(run.started),
+    isShown: true,
+  },
+  number("Last step", (run) => run.lastStep, formatStep),
+  number("Last loss", (run) => run.loss && Number(run.loss.last)), // NaN comes as a text
+  number("Best loss", (run) => run.loss && Number(run.loss.best)),
+  {
+    title: "First alert",
+    key: (run) => run.alert && run.alert.kind,
+    show: (run) => (run.alert ? alertOf(run.alert) : run.status ? "none" : ""),
+    isShown: true,
+  },
+  { ...number("Alerts", (run) => run.alertCount, String), isShown: false },
+];
+
+/** All columns that one of the runs has a value for. @returns {Column[]} */
+export function columnsOf(runs) {
+  const metrics = namesIn(runs, "metrics").map((name) => ({
+    ...number(name, (run) => run.metrics?.[name] && Number(run.metrics[name])),
+    group: "metric",
+  }));
+  for (const metric of metrics) metric.isShown = metrics.length <= MOST_METRICS;
+  const described = runs.filter(({ hparams }) => hparams && Object.keys(hparams).length);
+  const hparams = namesIn(runs, "hparams").map((name) => {
+    const key = (run) => run.hparams?.[name];
+    return {
+      title: name,
+      key,
+      show: (run) => hparamText(key(run)),
+      group: "hparam",
+      isNumber: runs.every((run) => typeof (key(run) ?? 0) === "number"),
+      isShown: new Set(described.map((run) => String(key(run)))).size > 1, // they differ in it
+    };
+  });
+  return [...BASE, ...metrics, ...hparams].filter(({ key }) => runs.some((run) => !isMissing(key(run))));
+}
+
+/**
+ * Whether a run matches all terms: `lr<1e-3` and its like compare one column, by number where both
+ * are numbers; other terms are parts of its name, status, alert or hyperparameters.
+ * @returns {(run: Object) => boolean}
+ */
+export function matcher(text, columns) {
+  const named = (name) => columns.find(({ title }) => nameOf(title) === nameOf(name));
+  const tests = text.split(/\s+/).filter(Boolean).map((term) => {
+    const [, name, operator, wanted] = TERM.exec(term) ?? [];
+    if (name === undefined) return (run) => searched(run).includes(term.toLowerCase());
+    const column = named(name);
+    return (run) => compare(column?.key(run), operator, wanted);
+  });
+  return (run) => tests.every((test) => test(run));
+}
+
+/** What a column is called in a filter. */
+function nameOf(title) {
+  return title.toLowerCase().replaceAll(" ", "_");
+}
+
+function compare(value, operator, wanted) {
+  if (isMissing(value)) return operator === "!=";
+  if (wanted === "") return true; // still being typed
+  const [a, b] = [value, wanted].map(Number);
+  const areNumbers = typeof value === "number" && !Number.isNaN(b);
+  const isSame = areNumbers
+    ? a === b || Math.abs(a - b) <= TOLERANCE * Math.max(Math.abs(a), Math.abs(b))
+    : String(value).toLowerCase() === wanted.toLowerCase();
+  if (operator === "=" || operator === "!=") return isSame === (operator === "=");
+  if (isSame) return operator.endsWith("=");
+  return areNumbers && (operator.startsWith("<") ? a < b : a > b);
+}
+
+function searched(run) {
+  const alert = run.alert ? `${run.alert.kind} ${alertText(run.alert)}` : "";
+  const hparams = Object.entries(run.hparams ?? {}).map((pair) => pair.join("="));
+  return [run.name, run.status, alert, ...hparams].join(" ").toLowerCase();
+}
+
+/** Spearman's rank correlation of two columns; null where too few runs have both, or one is constant. */
+export function rankCorrelation(runs, a, b) {
+  const pairs = runs.map((run) => [a.key(run), b.key(run)]);
+  const known = pairs.filter((pair) => pair.every((value) => typeof value === "number" && value === value));
+  if (known.length < FEWEST) return null;
+  const [x, y] = [0, 1].map((i) => ranksOf(known.map((pair) => pair[i])));
+  const mean = (known.length - 1) / 2;
+  const covariance = (p, q) => p.reduce((sum, value, i) => sum + (value - mean) * (q[i] - mean), 0);
+  const scale = Math.sqrt(covariance(x, x) * covariance(y, y));
+  return scale > 0 ? covariance(x, y) / scale : null;
+}
+
+/** Ranks from 0; equal values share the mean of theirs. */
+function ranksOf(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return values.map((value) => (sorted.indexOf(value) + sorted.lastIndexOf(value)) / 2);
+}
+
+export function isMissing(value) {
+  return value == null || value !== value;
+}
+
+function namesIn(runs, group) {
+  return [...new Set(runs.flatMap((run) => Object.keys(run[group] ?? {})))];
+}
+
+function number(title, key, format = formatNumber) {
+  const show = (run) => (key(run) == null ? "" : format(key(run)));
+  return { title, key, show, isNumber: true, isShown: true };
+}
+
+function hparamText(value) {
+  if (value == null) return "";
+  return typeof value === "number" && !Number.isInteger(value) ? formatNumber(value) : String(value);
+}
+
+function statusOf({ status, written }) {
+  if (!status) return "";
+  const title = {
+    live: "new data within the last minutes",
+    ended: "the logger was closed",
+    died: `no new data, or ended in an exception; last data ${ago(written)}`,
+  }[status];
+  return element("span", { class: `status ${status}`, title }, status);
+}
+
+function alertOf(alert) {
+  const { severity } = alert;
+  return element("span", { class: `first-alert ${severity}`, title: severity }, alertText(alert));
+}
+
+function alertText({ kind, step, module_name: layer }) {
+  return `${kindTitle(kind)}${layer ? ` in ${layer}` : ""}, step ${formatStep(step)}`;
+}
+
+/** A time before now in words. */
+function ago(seconds) {
+  const past = Date.now() / 1000 - seconds;
+  if (!seconds || !Number.isFinite(past)) return "";
+  const units = [
+    ["day", 86400],
+    ["h", 3600],
+    ["min", 60],
+  ];
+  const [name, size] = units.find(([, length]) => past >= length) ?? ["", 0];
+  if (!size) return "just now";
+  const count = Math.floor(past / size);
+  return `${count} ${name}${name === "day" && count > 1 ? "s" : ""} ago`;
+}
