@@ -1,4 +1,4 @@
-"""What one run of many ranks costs rank 0: CPU time, bytes and memory of its exchange.
+"""Cost of a run of many ranks on rank 0: CPU time, bytes and memory of its exchange.
 
 Rank 0 is this process, with its channel; all other ranks are simulated by another process, which
 sends what they would measure of GPT-2 under DDP: over real connections of this machine, each step
@@ -179,7 +179,7 @@ def step_of(part: PartialRecord, rank: int, step: int, *, full: bool) -> Partial
 
 
 def simulate_ranks(commands: Connection, address: Address, world: int, blocks: int) -> None:
-    """In another process: all ranks but 0. Sends the steps that it is told to."""
+    """Run all ranks but 0 in another process; send the requested steps."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     parts = [make_part(blocks, rank, world) for rank in range(1, 1 + min(DIFFERENT, world - 1))]

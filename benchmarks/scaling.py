@@ -40,8 +40,8 @@ class Cost:
 
     modules: int
     bare_us: float
-    unlogged_us: float  # added to that
-    logged_us: float  # likewise
+    unlogged_us: float  # added to the bare time
+    logged_us: float  # added to the bare time
     background_us: float
     added_mb: float
     dropped: int  # events, of one for each logged step

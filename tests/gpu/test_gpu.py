@@ -240,7 +240,7 @@ def test_a_captured_step_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_another_thread_waits_while_a_graph_is_captured() -> None:
-    """In the default mode, an event query by another thread would invalidate the capture."""
+    """An event query by another thread would invalidate a capture in the default mode."""
     tensor, measurer, graph = torch.ones(1000, device=DEVICE), Measurer(), torch.cuda.CUDAGraph()
     (tensor * 2).sum()  # one-time loading and allocation may wait
     measurer.add(tensor)

@@ -61,9 +61,9 @@ def by_hand(
     *,
     flatten: Callable[[Any], list[Tensor]] | None = None,
 ) -> list[HandStep]:
-    """Run the loop on a twin; what each step (one yield of the loop) computed.
+    """Run the loop on a twin; return the values of each step (one yield of the loop).
 
-    Outputs that are indices, counts or masks are none of a layer's figures.
+    Outputs that are indices, counts or masks do not count.
 
     Gradients of parameters are those that are left when a step is over.
 

@@ -21,7 +21,7 @@ def run_python(code: str) -> str:
 
 
 def test_import_loads_a_handful_of_modules() -> None:
-    """In addition to the modules that any program loads."""
+    """Modules beyond those that any program loads."""
     code = (
         "import importlib, sys, typing; before = len(sys.modules); import telemetry; "
         "print(len(sys.modules) - before)"

@@ -1,4 +1,4 @@
-"""Which forward and backward passes are training, and which are something else."""
+"""Forward and backward passes that are training, and those that are not."""
 
 from __future__ import annotations
 
@@ -468,7 +468,7 @@ def relative_update(before: list[Tensor], model: nn.Module) -> float:
 
 
 def test_closures_of_ordinary_optimizers(tmp_path: Path) -> None:
-    """As in Lightning's automatic optimization; by position and by keyword."""
+    """Closures of Lightning's automatic optimization, by position and by keyword."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
         optimizer = sgd(model)
@@ -564,7 +564,7 @@ def test_several_optimizers_are_one_step(tmp_path: Path, order: tuple[str, str])
 
 
 def test_parameters_that_no_optimizer_holds_do_not_delay_the_step(tmp_path: Path) -> None:
-    """A head is trained, but the rest is not frozen and gets gradients that nobody clears."""
+    """A head is trained, but the rest is not frozen and its gradients are never cleared."""
 
     def loop(model: Any, logger: HookLogger | None) -> Iterator[None]:
         optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1)

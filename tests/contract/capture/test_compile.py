@@ -104,7 +104,7 @@ def loop_with(
 
 
 def assert_values(outcome: Outcome, compiled: Compile, make: Callable[[], nn.Module] = Net) -> None:
-    """What was logged is what the same model returns without the compiler."""
+    """Compare the logged values with those of the same model without the compiler."""
     hand = by_hand(make, loop_with(not_at_all, steps=len(outcome.records)))
     for record, step in zip(outcome.records, hand, strict=True):
         if record.full:

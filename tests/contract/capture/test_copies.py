@@ -196,7 +196,7 @@ def test_outputs_that_the_user_keeps_do_not_keep_the_logger(tmp_path: Path) -> N
 
 
 def replicas_of(model: nn.Module, count: int = 2) -> list[nn.Module]:
-    """What ``torch.nn.parallel.replicate`` makes, on the CPU: shallow copies of all modules."""
+    """Copy like ``torch.nn.parallel.replicate``, on the CPU: shallow copies of all modules."""
     replicas = []
     for _ in range(count):
         twins = {module: module._replicate_for_data_parallel() for module in model.modules()}

@@ -35,7 +35,7 @@ def written_steps(log_dir: Path) -> list[int]:
 
 
 def assert_whole(records: list[StepRecord], *, steps: int, calls: int = 1) -> None:
-    """As many steps, each of them complete."""
+    """Check the number of steps, and that each is complete."""
     assert [record.step for record in records] == list(range(steps))
     for record in records:
         assert record.grad_present.all()

@@ -164,7 +164,7 @@ class Result:
 
 
 class ModelOutput(OrderedDict):  # type: ignore[type-arg]
-    """As in transformers: a mapping whose values are attributes, too."""
+    """Output of transformers: a mapping whose values are attributes, too."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -542,7 +542,7 @@ def test_modules_that_did_not_run_are_named_once(
 
 
 class Bypassed(nn.Module):
-    """As in models that people use: without parameters, or of use for its parameters only."""
+    """Modules of real models: without parameters, or used for their parameters only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -329,7 +329,7 @@ def test_outputs_that_cannot_be_measured_are_told_once(
 
 
 def unsupported(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What follows the name in the only lines that the logger may have written."""
+    """Return the text after the logger's name in the only lines that it may have written."""
     assert [r.exc_info for r in caplog.records if r.exc_info] == []
     messages = [r.getMessage() for r in caplog.records if r.name == "telemetry"]
     return [m.partition(" are not measured: ")[2] for m in messages]

@@ -34,7 +34,7 @@ STEPS = 6
 
 
 class Program:
-    """What a program is given.
+    """Arguments of a program.
 
     Attributes:
         model: The model that is looked at.
@@ -315,7 +315,7 @@ def generator_of_a_gan(p: Program) -> None:
 
 @program(lambda: nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)))
 def critic_of_a_gan(p: Program) -> None:
-    """It steps three times as often; the generator's passes leave gradients in it."""
+    """The critic steps three times as often; the generator's passes leave gradients in it."""
     generator = net()
     for_critic, for_generator = SGD(p.model.parameters(), 0.1), SGD(generator.parameters(), 0.1)
     for index in range(STEPS):
@@ -642,7 +642,7 @@ Figures = dict[str, tuple[float, float, float]]
 
 
 class PlainHooks:
-    """What anyone would see: outputs of training passes, their gradients, gradients at the step.
+    """Plain hooks on training passes: outputs, their gradients, and gradients at the step.
 
     Attributes:
         steps: Of each step the figures, the norms of the gradients that optimizers were given, and

@@ -1,4 +1,4 @@
-"""Each private function of PyTorch may be gone: that is told once and costs detail, never a run."""
+"""A missing private function of PyTorch is logged once and costs detail, never a run."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def a_model_with_a_hook_is_exported_strictly() -> bool:
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_watched_model_can_be_traced(tmp_path: Path, tool: Callable[[nn.Module], Any]) -> None:
-    """In the middle of training; what comes out is the same as from a bare model."""
+    """Trace in the middle of training; the result equals that of a bare model."""
 
     if tool is exported_strictly and not a_model_with_a_hook_is_exported_strictly():
         pytest.skip("this PyTorch exports no model that has any hook, strictly")
@@ -132,7 +132,7 @@ def test_a_hook_of_the_users_still_keeps_a_module_from_being_scripted(tmp_path: 
 
 
 def test_a_model_of_fake_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As in estimating memory before a run."""
+    """Fake tensors, as for estimating memory before a run."""
     with FakeTensorMode():
         model = mlp()
         recorder = Recorder()
@@ -194,7 +194,7 @@ def test_lazy_modules_are_shaped_by_their_first_call(tmp_path: Path) -> None:
 
 
 def test_a_default_device_is_left_alone(tmp_path: Path) -> None:
-    """It is a mode, and would send our own tensors to that device."""
+    """The default device is a mode, and would send our own tensors to that device."""
     model, recorder = mlp(), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = batch()

@@ -262,7 +262,7 @@ def test_a_copy_of_the_writer_has_methods_of_its_own(
     writer.close()
 
 
-# --- nobody waits for another for ever -----------------------------------------------------------
+# --- no thread waits forever for another ----------------------------------------------------------
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -64,7 +64,7 @@ CALLS: dict[str, Add] = {
 
 
 def read_runs(log_dir: Path) -> dict[str, list[Event]]:
-    """What was added, per run: all events but those at the head of a file, no random names."""
+    """Return the added values per run: all events but the head of a file, without random names."""
     runs: dict[str, list[Event]] = {}
     for path in sorted(log_dir.rglob("*tfevents*")):
         events = [e for e in read_events(path) if e.WhichOneof("what") not in HEAD]

@@ -16,7 +16,7 @@ from telemetry.events.summary_writer import _histogram, _scalar
 
 
 def default_edges() -> tuple[float, ...]:
-    """Those that torch's writer makes when it is built."""
+    """Bin edges that torch's writer computes when it is built."""
     edges, edge = [], 1e-12
     while edge < 1e20:
         edges.append(edge)

@@ -80,7 +80,7 @@ def test_it_writes_beside_the_trainers_runs_and_leaves_training_alone(
 
 
 class Told(Regressor):
-    """Is told how many labels a step has, as the models of Transformers are."""
+    """Model that receives the number of labels of a step, like those of Transformers."""
 
     def forward(
         self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None
@@ -92,7 +92,7 @@ class Told(Regressor):
 
 
 class Deaf(Regressor):
-    """Is told, and does not listen: ``Trainer`` then adds up the means."""
+    """Model that ignores the number of labels: ``Trainer`` then sums the means."""
 
     def forward(self, x: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
         return super().forward(x, labels)

@@ -42,7 +42,7 @@ class Module(lightning.LightningModule):
 
 
 def trainer(folder: Path, callback: TelemetryCallback | None = None, **options: Any) -> Any:
-    """As it is by default, with its TensorBoard logger and its checkpoints."""
+    """Default trainer, with its TensorBoard logger and its checkpoints."""
     callbacks = [] if callback is None else [callback]
     return lightning.Trainer(
         default_root_dir=folder, accelerator="cpu", callbacks=callbacks,

@@ -1,4 +1,4 @@
-"""Where two runs part, and all numbers of a run, also of runs too long to be read at once."""
+"""First difference of two runs, and all numbers of a run, also of very long runs."""
 
 from __future__ import annotations
 

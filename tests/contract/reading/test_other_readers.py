@@ -1,4 +1,4 @@
-"""What readers of others find in a run: TensorBoard's accumulator, tbparse and wandb."""
+"""Other readers of a run: TensorBoard's accumulator, tbparse and wandb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was written is read back, whole, with whichever reader."""
+"""Written runs are read back completely, with each reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of one layer, step and statistic, whatever shows it shows the same number."""
+"""All views of one layer, step and statistic show the same number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin answers for directories that somebody else made, with both loaders."""
+"""The plugin's answers for untrusted directories, with both loaders."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_route_answers(
 
 
 def check_run(client: Client, kind: Kind) -> None:
-    """What is good is there, and no route fails."""
+    """Check that the valid part is served and that no route fails."""
     overview = client.json("run", run="run")
     assert [layer["name"] for layer in overview["layers"]] == list(kind.layers)
     assert 7 in [alert["step"] for alert in overview["alerts"]]

@@ -129,7 +129,7 @@ def test_a_group_that_is_added_later_has_a_curve_of_its_own(tmp_path: Path) -> N
 
 
 def test_an_optimizer_that_steps_more_rarely_keeps_its_curve(tmp_path: Path) -> None:
-    """As in a GAN: the one that steps now and then comes first in the loop."""
+    """Two optimizers of a GAN; the one that steps more rarely comes first in the loop."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     every = torch.optim.SGD(model[0].parameters(), lr=0.1)
     rare = torch.optim.SGD(model[1].parameters(), lr=0.5)

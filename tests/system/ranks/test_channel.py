@@ -262,7 +262,7 @@ def test_ranks_of_one_machine_use_the_loopback(four: list[Process]) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank: int) -> None:
-    """Such a child is a DataLoader's worker, which survives its rank for seconds."""
+    """A DataLoader's worker is such a child: it survives its rank for seconds."""
     first, *others = four
     every(four, "open", timeout_s=PATIENT_S)
     every(four, "send", range(3))

@@ -1,4 +1,4 @@
-"""A thousand layers at a thousand steps take one request; ten thousand layers open thinned out."""
+"""A thousand layers at a thousand steps take one request; ten thousand layers open downsampled."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ten_thousand_layers_open_thinned_out(page: TelemetryPage) -> None:
     page.open(run="ten-thousand")
     assert "Thinned out" in page.locator(".notice").inner_text()
     assert page.locator(".panel").get_attribute("data-layers") == "10000"
-    # Zoomed in, every cell is there: also the one that was thinned away.
+    # Zoomed in, every cell is shown, also one that the downsampling had omitted.
     page.open(run="ten-thousand", zoom="490,510,4990,5010")
     page.locator(".notice").wait_for(state="hidden")
     assert page.pixel(0.525, 0.525) in {"#d5006d", "#ff7ac0"}

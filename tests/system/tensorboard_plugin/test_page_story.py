@@ -172,7 +172,7 @@ def test_one_statistic_of_many_runs_is_drawn_below_the_table(page: TelemetryPage
     assert curves.locator("summary").inner_text() == "Gradient norm of b of 3 runs"
     legend = curves.locator(".curve-legend")
     legend.wait_for()
-    assert sorted(legend.inner_text().split()) == ["old10", "old9"]  # boom has no such layer
+    assert sorted(legend.inner_text().split()) == ["old10", "old9"]  # boom does not have this layer
     curves.locator("canvas").hover(position={"x": 200, "y": 80})
     page.locator(".tooltip tr:has-text('old9')").wait_for()
     page.locator(".runs input[type=search]").fill("lr=")

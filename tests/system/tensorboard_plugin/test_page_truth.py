@@ -1,4 +1,4 @@
-"""What the page says of real runs is so: units, zeros, steps, channels, keys while data comes."""
+"""Facts on the page about real runs: units, zeros, steps, channels, keys while data arrives."""
 
 from __future__ import annotations
 

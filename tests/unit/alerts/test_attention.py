@@ -57,7 +57,7 @@ def test_the_entropy_of_a_histogram_is_that_of_the_rows(scale: float) -> None:
 
 
 class Scores(nn.Module):
-    """Of each token with each other; the future is masked."""
+    """Attention logits with the future masked."""
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         scores = query @ key.mT

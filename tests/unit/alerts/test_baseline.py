@@ -1,4 +1,4 @@
-"""What a run's figures were: its loss, its gradient norms, its learning rate, and their jumps."""
+"""Baselines of a run: its loss, gradient norms and learning rate, and their jumps."""
 
 from __future__ import annotations
 

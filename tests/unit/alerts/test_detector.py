@@ -1,4 +1,4 @@
-"""A detector says what it finds in a step; when that is told, and when it is over, follows."""
+"""Findings of a detector in single steps, and when they start and resolve an alert."""
 
 from __future__ import annotations
 

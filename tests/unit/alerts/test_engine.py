@@ -1,4 +1,4 @@
-"""Of the faults that follow from each other the first is told, with the others listed."""
+"""Root causes are reported, and their consequences are listed and suppressed."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_a_detector_that_raises_does_not_stop_the_others() -> None:
 
 
 def several() -> tuple[Detector, ...]:
-    """A cause that grows worse and ends, consequences of each kind, one that is told later."""
+    """A cause that escalates and resolves, consequences of each kind, one reported later."""
     return (
         cause(*range(5, 30), severity="warning", confirm_after=2),
         effect(7, persistent=True),

@@ -1,4 +1,4 @@
-"""What explodes, where it began, and what only looks like it."""
+"""Explosions, their origin, and growth that is harmless."""
 
 from __future__ import annotations
 

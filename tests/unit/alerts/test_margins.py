@@ -60,7 +60,7 @@ def test_saturated_units() -> None:
 
 
 class WithFunction(nn.Module):
-    """Its activation is a function, which nobody sees."""
+    """Its activation is a function, which is not observed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where NaN or infinity began is told from what is known of the step."""
+"""Origins of NaN and infinity, derived from the measurements of the step."""
 
 from __future__ import annotations
 

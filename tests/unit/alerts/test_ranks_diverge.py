@@ -1,4 +1,4 @@
-"""Which parameters of several ranks are taken for copies, and when they have parted."""
+"""Parameters that count as copies on several ranks, and when they have diverged."""
 
 from __future__ import annotations
 

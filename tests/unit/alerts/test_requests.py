@@ -1,4 +1,4 @@
-"""What is always so on a kind of module requests no full step, and its faulty twin is found."""
+"""Normal values of a kind of module request no full step, and its faulty twin is found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What detectors remember comes back as what it was, if all of it fits."""
+"""Saved states of detectors are restored, if all their fields fit."""
 
 from __future__ import annotations
 

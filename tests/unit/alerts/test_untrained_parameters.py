@@ -13,7 +13,7 @@ from tests.helpers.small_runs import draw, train
 
 
 class Net(nn.Module):
-    """A trunk, a head that is read, and one that nobody reads."""
+    """A trunk, a used head, and an unused one."""
 
     def __init__(self, detached: bool = False, spare: bool = False) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ def frozen(model: TwoTowers) -> TwoTowers:
         TwoTowers(usual),
         frozen(TwoTowers(detached)),
         TwoTowers(forgotten, swap=True),  # a term of the loss whose weight is zero
-        TwoTowers(detached, swap=True, wide=2),  # a head that nobody reads
+        TwoTowers(detached, swap=True, wide=2),  # an unused head
     ],
 )
 def test_what_should_be_zero_has_not_vanished(model: TwoTowers) -> None:

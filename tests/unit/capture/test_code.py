@@ -1,4 +1,4 @@
-"""Where in the code modules are: wrapped, compiled, without a source, and what is told of it."""
+"""Source locations of modules: wrapped, compiled, without a source, and their alerts."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_one_call_reads_what_the_long_way_reads(act: Act, rows: list[int]) -> No
 
 @needs_tensor_reader
 def test_a_factor_that_a_fused_optimizer_is_to_divide_by_is_seen_at_once() -> None:
-    """As GradScaler gives it."""
+    """Scale factor of a GradScaler."""
     model = net()
     model(torch.ones(1, 5)).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=True)
@@ -283,7 +283,7 @@ def test_parameters_are_not_held(tmp_path: Path) -> None:
         for _ in range(3):
             model(torch.ones(4, 5)).sum().backward()
             optimizer.step()
-        model.half()  # swaps the contents where PyTorch is told to
+        model.half()  # swaps the contents where PyTorch is set to
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             model.float()

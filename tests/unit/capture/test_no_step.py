@@ -1,4 +1,4 @@
-"""Training that no optimizer of this model ever ends is told, once, with what usually causes it."""
+"""Training without a step of an optimizer of this model is logged once, with usual causes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def stepping_by_hand(model: nn.Module, passes: int) -> None:
 
 
 def stepping_behind_autograd(model: nn.Module, passes: int) -> None:
-    """As fastai's optimizers do: no version changes, and gradients are cleared in place."""
+    """Optimizer like fastai's: no version changes, and gradients are cleared in place."""
     for _ in range(passes):
         one_pass(model)
         for parameter in model.parameters():

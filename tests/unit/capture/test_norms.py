@@ -69,7 +69,7 @@ def test_infinite_and_nan_are_told_from_huge(size: int, bits: int, is_finite: bo
 
 @pytest.fixture(params=["CPU", "accelerator"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where parameters are said to be."""
+    """Reported device of parameters."""
     monkeypatch.setattr(Tensor, "is_cpu", request.param == "CPU")
     return str(request.param)
 

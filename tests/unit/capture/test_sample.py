@@ -23,7 +23,7 @@ SAMPLE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
 
 
 class Net(nn.Module):
-    """It counts, draws random numbers and changes parameters, buffers and attributes, always."""
+    """Model that counts, draws random numbers and changes parameters, buffers and attributes."""
 
     def __init__(self) -> None:
         super().__init__()

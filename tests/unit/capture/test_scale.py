@@ -1,4 +1,4 @@
-"""What it costs: nothing per module on unlogged steps, and bounded memory."""
+"""Cost: nothing per module on unlogged steps, and bounded memory."""
 
 from __future__ import annotations
 

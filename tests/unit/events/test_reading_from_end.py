@@ -23,7 +23,7 @@ GARBAGE = st.sampled_from([b"", bytes(100), b"\1\0\0\0\0" * 40, struct.pack("<50
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that records lie across their borders, and do not fit into one."""
+    """Small blocks, so that records cross their borders and exceed one."""
     monkeypatch.setattr(reading, "_WINDOW_BYTES", 64)
     monkeypatch.setattr(reading, "_LARGE_WINDOW_BYTES", 256)
 

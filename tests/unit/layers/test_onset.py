@@ -1,4 +1,4 @@
-"""Which layers left their past first, when, and how far."""
+"""Onset: the layers that left their baseline first, when, and how far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written of the units of layers, and read back."""
+"""Values of the units of layers, written and read back."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from telemetry.measure.images import (
 )
 
 MAGENTA = [255, 0, 255]
-SIDE = 32  # a map of this side is neither enlarged nor thinned out
+SIDE = 32  # a map of this side is neither enlarged nor downsampled
 
 
 def ramp(low: float, high: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""How accelerators' tensors are measured: on CPU tensors against the CPU's way."""
+"""Measurements of accelerators' tensors, on CPU tensors, against those of the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def measure(*tensors: Tensor, unit_axis: int | None = None) -> list[TensorRecord]:
-    """As on an accelerator: everything is reduced there and sent at once."""
+    """Measure as on an accelerator: reduce everything there and copy once."""
     device_rows = DeviceRows()
     for number, tensor in enumerate(tensors):
         values = values_of(tensor, unit_axis)

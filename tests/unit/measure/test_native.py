@@ -116,7 +116,7 @@ def test_the_border_of_every_bucket_is_where_numpy_has_it(sign: int) -> None:
 @needs_extension
 @pytest.mark.parametrize("letter", LETTERS)
 def test_what_is_rare_is_seen_wherever_it_is(letter: str) -> None:
-    """In whole blocks and in what is left over, vectorized or not."""
+    """Whole blocks and remainders, vectorized or not."""
     dtype = next(dtype for dtype, code in native.DTYPES.items() if code == ord(letter))
     for place in (0, 5, 2047, 2048, 4099, 4100):
         # NaN where there is no Inf
@@ -130,7 +130,7 @@ def test_what_is_rare_is_seen_wherever_it_is(letter: str) -> None:
 
 @needs_extension
 def test_sums_are_those_of_float64() -> None:
-    """Where squares of float32 numbers overflow, fourth powers vanish, or a mean hides the rest."""
+    """Values whose squares overflow float32, whose fourth powers vanish, or with a large mean."""
     x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
     for values in (x, x * np.float32(1e30), x * np.float32(1e-30), 1000 + x):
         assert_exact(measure(torch.from_numpy(values)), values)
@@ -387,7 +387,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
 def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
     tmp_path: Path, required: str
 ) -> None:
-    """As in making the wheels of a release."""
+    """Wheels of a release require the extension."""
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={tmp_path}",
          f"--build-temp={tmp_path}"],

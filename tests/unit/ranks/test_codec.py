@@ -104,7 +104,7 @@ def test_counts_of_samples_keep_seven_digits() -> None:
 
 
 def header(change: Any) -> bytes:
-    """A record whose header was changed by somebody."""
+    """Return a record with a changed header."""
     data = encode(part(tensors=table(np.ones(3, np.float32))))
     end = 4 + int.from_bytes(data[:4], "big")
     changed = json.dumps(change(json.loads(data[4:end]))).encode()

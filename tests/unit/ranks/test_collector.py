@@ -42,7 +42,7 @@ def taken(collected: Collector, now: float) -> list[tuple[int, str]]:
 
 
 def started() -> Collector:
-    """All ranks have sent the step 0, and nobody can be late for the start any longer."""
+    """All ranks have sent step 0, and no rank can be late for the start any longer."""
     collected = collector()
     add(collected, 0, "012345", -20.0)
     add(collected, 0, "012345", 0.0)

@@ -1,4 +1,4 @@
-"""What the first rank does with merged steps: judges and writes them, within bounds."""
+"""Rank 0 judges and writes merged steps, within bounds."""
 
 from __future__ import annotations
 

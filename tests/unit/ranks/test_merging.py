@@ -184,7 +184,7 @@ def test_parts_that_do_not_belong_together_are_refused(rank: int, step: int) -> 
 def part(
     rank: int, norm: float, *, stage: int = 0, copy: int = 0, table: TensorTable | None = None
 ) -> PartialRecord:
-    """Of a rank that holds a shard of one gradient."""
+    """Part of a rank that holds a shard of one gradient."""
     layout = Layout(
         modules=(Module(name="layer", type_name="Linear"),),
         parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),

@@ -107,7 +107,7 @@ def test_what_is_not_acknowledged_is_sent_again_with_the_state(way: str) -> None
         running = asyncio.create_task(client.run(5))
         other = None
         if way == "before it answers":
-            while not client.attempts:  # nobody accepts
+            while not client.attempts:  # no server accepts
                 await asyncio.sleep(0.01)
                 zero.socket.close()
                 zero = Listener()
@@ -139,7 +139,7 @@ def test_what_is_not_acknowledged_is_sent_again_with_the_state(way: str) -> None
 
 
 async def stranger(zero: Listener, sends: bytes) -> bytes:
-    """What one who has no token receives, until the connection is closed."""
+    """Return the bytes that a client without the token receives until the connection is closed."""
     stream, writer = await asyncio.open_connection("127.0.0.1", zero.address.port)
     with suppress(OSError):
         writer.write(sends)
@@ -171,7 +171,7 @@ def test_strangers_learn_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_rank_sends_nothing_to_a_stranger() -> None:
-    """Who listens at the address that a dead rank 0 has left, and has no token."""
+    """Server without the token at the address of a dead rank 0."""
 
     async def test() -> None:
         received = bytearray()

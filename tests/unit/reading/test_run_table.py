@@ -1,4 +1,4 @@
-"""Which run is the newest, whether it goes on, and which of its alerts count."""
+"""Table of runs: the newest one, whether it is live, and the alerts that count."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(session: str = FIRST, written_s: float = FIRST_S + 99) -> RunEntry:
 
 
 def names(sessions: dict[str, str]) -> list[str]:
-    """Of the runs of these sessions, as they are listed."""
+    """Return the listed runs of these sessions."""
     listing = {name: tags_of(session) for name, session in sessions.items()}
     entries = [run_entry(name, tags) for name, tags in listing.items()]
     return [entry.name for entry in sorted(entries, key=lambda entry: entry.order)]

@@ -1,4 +1,4 @@
-"""How the layouts and sessions of a run are put together."""
+"""Merged layouts and sessions of a run."""
 
 from __future__ import annotations
 

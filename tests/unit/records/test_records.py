@@ -1,4 +1,4 @@
-"""What records say of themselves."""
+"""Properties of records."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ moderate_arrays = arrays(
 
 
 def searched_buckets(finite: NDArray[np.floating]) -> NDArray[np.int64]:
-    """What the docstring promises, by comparing in float64."""
+    """Compare with the edges in the docstring, in float64."""
     values = finite.astype(np.float64)
     magnitude = np.searchsorted(EDGES, np.abs(values), side="right") - 1
     return np.copysign(np.minimum(magnitude, LAST_BUCKET), values).astype(np.int64)

@@ -363,7 +363,7 @@ def test_how_to_look_at_the_runs_is_said_once_in_a_process(
 
 
 def read_all(descriptor: int) -> bytes:
-    """What was written to a pipe or terminal whose other end is closed, up to 64 KiB."""
+    """Return the text written to a pipe or terminal whose other end is closed, up to 64 KiB."""
     try:
         return os.read(descriptor, 65536)
     except OSError:  # how Linux says that a terminal is gone

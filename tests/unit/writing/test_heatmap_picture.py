@@ -10,7 +10,7 @@ from tests.helpers.small_records import LAYOUT, full_record
 
 
 def colors_of(matrix: np.ndarray) -> list[tuple[int, ...]]:
-    """Of the middle of each row."""
+    """Return the color of the middle of each row."""
     drawn = heat_map(matrix, [f"layer{i}" for i in range(len(matrix))], [0, 10], title="norm")
     pixels, cells = drawn.pixels(), drawn.cells[0]
     middles = [

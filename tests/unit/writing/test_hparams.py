@@ -1,4 +1,4 @@
-"""What the HParams dashboard is given."""
+"""Values for the HParams dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed about a run can be copied."""
+"""Printed links and commands can be copied."""
 
 from __future__ import annotations
 

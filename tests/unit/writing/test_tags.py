@@ -1,4 +1,4 @@
-"""Which tags one record becomes."""
+"""Tags of one record."""
 
 from __future__ import annotations
 
