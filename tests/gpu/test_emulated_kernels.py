@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from telemetry.measure.native import HostRows
-from telemetry.measure.nvrtc import DTYPES, SOURCE
+from telemetry.measure.nvrtc import DTYPES
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import sketch_array
-from tests.helpers.paths import ROOT
-from tests.helpers.stubbed import KERNELS
+from tests.helpers.stubbed import emulated
 
 THREADS = 64  # two warps, so that what happens between them is tried, and quickly
 
@@ -53,25 +51,13 @@ Libraries = Callable[[torch.dtype, int], ctypes.CDLL]
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
     """Kernels by dtype, for architectures with and without comparisons of pairs."""
-    if not shutil.which("g++"):
-        pytest.skip("no g++ to compile the kernels for the host")
+    if not shutil.which("c++"):
+        pytest.skip("no compiler of C++ for the host")
     folder = tmp_path_factory.mktemp("emulated")
-
-    @cache
-    def build(dtype: torch.dtype, architecture: int) -> ctypes.CDLL:
-        name = f"{DTYPES[dtype]}_{architecture}"
-        source, library = folder / f"{name}.cpp", folder / f"{name}.so"
-        lines = [f"EMULATE({kernel})" for kernel in KERNELS]
-        source.write_text(f'#include "{SOURCE}"\n' + "\n".join(lines) + "\n")
-        command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
-        command += [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-U_FORTIFY_SOURCE"]
-        command += [f"-D__CUDA_ARCH__={architecture}", f"-DTHREADS={THREADS}"]
-        command += [f"-DDTYPE={list(DTYPES).index(dtype) + 1}"]
-        command += ["-include", str(ROOT / "tests" / "helpers" / "emulated.h"), str(source)]
-        subprocess.run([*command, "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
-
-    return build
+    flags = (f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all")
+    return lambda dtype, architecture: ctypes.CDLL(
+        str(emulated(folder, dtype, architecture, THREADS, flags))
+    )
 
 
 class Memory:

@@ -108,14 +108,20 @@ def stub_driver(directory: Path) -> Path:
 
 
 @cache
-def emulated(directory: Path, dtype: torch.dtype) -> Path:
-    """The kernels for a dtype, compiled for the host."""
-    path = directory / f"{dtype}.so"
+def emulated(
+    directory: Path,
+    dtype: torch.dtype,
+    architecture: int = 800,
+    threads: int = 512,
+    flags: tuple[str, ...] = (),
+) -> Path:
+    """Compile the kernels for a dtype and an architecture to run on the host."""
+    path = directory / f"{dtype}_{architecture}.so"
     source = path.with_suffix(".cpp")
     lines = [f'#include "{nvrtc.SOURCE}"', *(f"EMULATE({kernel})" for kernel in KERNELS)]
     source.write_text("\n".join(lines) + "\n")
-    command = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing"]
-    command += ["-U_FORTIFY_SOURCE", "-D__CUDA_ARCH__=800", "-DTHREADS=512"]
+    command = ["c++", "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-fno-strict-aliasing", *flags]
+    command += ["-U_FORTIFY_SOURCE", f"-D__CUDA_ARCH__={architecture}", f"-DTHREADS={threads}"]
     command += [f"-DDTYPE={[*nvrtc.DTYPES].index(dtype) + 1}"]
     command += ["-include", str(HERE / "emulated.h"), str(source), "-o", str(path)]
     subprocess.run(command, check=True)
