@@ -29,6 +29,7 @@ def test_import_loads_a_handful_of_modules() -> None:
     assert int(run_python(code)) <= 10
 
 
+@pytest.mark.slow
 def test_modules_loaded_later_log_nothing() -> None:
     code = "import telemetry; [getattr(telemetry, name) for name in telemetry.__all__]"
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
@@ -73,6 +74,7 @@ def test_unknown_names_raise_attribute_error() -> None:
         _ = telemetry.HokLogger
 
 
+@pytest.mark.slow
 def test_what_measures_tensors_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import telemetry; print(telemetry.native)"
     monkeypatch.setenv("TELEMETRY_NATIVE", "0")
@@ -81,6 +83,7 @@ def test_what_measures_tensors_is_known(monkeypatch: pytest.MonkeyPatch) -> None
     assert run_python(code).startswith(("C extension", "NumPy, because the C"))
 
 
+@pytest.mark.slow
 def test_a_missing_extension_is_logged_once_with_what_it_costs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

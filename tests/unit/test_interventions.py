@@ -217,6 +217,7 @@ def test_a_scaler_reports_the_bound_without_its_factor() -> None:
         torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_clipped() -> None:
     model = net()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -395,6 +396,7 @@ def test_only_selected_modules_are_pruned() -> None:
     assert seen["b"].count_nonzero() == seen["c"].count_nonzero() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_a_compiled_model_is_pruned_and_then_no_longer(compiled_before: bool) -> None:
     torch.compiler.reset()
@@ -659,6 +661,7 @@ def test_it_sees_what_other_interventions_and_the_logger_see(tmp_path: Path) -> 
 
 
 # The compiler reads it from every tensor that crosses a break.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled_before", [False, True])
 def test_a_compiled_model_can_be_looked_into(compiled_before: bool) -> None:
@@ -713,6 +716,7 @@ def test_removing_takes_off_every_hook_also_those_in_the_graph() -> None:
     assert all(call.grad_outputs == (None,) for call in captured.values())
 
 
+@pytest.mark.slow
 def test_dropping_the_result_takes_off_the_hooks() -> None:
     model = ConvNet()
     capture(model)

@@ -314,5 +314,6 @@ def calls_to_select(count: int) -> int:
     return calls
 
 
+@pytest.mark.slow
 def test_selecting_takes_work_in_proportion_to_the_modules() -> None:
     assert calls_to_select(3000) < 11 * calls_to_select(300)

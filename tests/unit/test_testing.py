@@ -83,6 +83,7 @@ def test_nothing_is_recorded_after_the_body() -> None:
     assert len(run.records) == 2
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_alerts(tmp_path: Path) -> None:
     model, seen = make(), []
     with capture_run(model) as run:

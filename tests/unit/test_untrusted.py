@@ -52,6 +52,7 @@ def changed(draw: st.DrawFn, text: bytes) -> bytes:
     return json.dumps(content).encode()
 
 
+@pytest.mark.slow
 @given(changed(hostile_runs.layout()))
 def test_a_changed_layout_is_one_or_refused(text: bytes) -> None:
     try:
@@ -75,6 +76,7 @@ def test_a_changed_alert_is_one_or_refused(text: bytes) -> None:
     assert isinstance(alert.value + alert.threshold, float)
 
 
+@pytest.mark.slow
 @given(changed(hostile_runs.flight()))
 def test_a_changed_flight_file_is_explained_or_skipped(
     tmp_path_factory: pytest.TempPathFactory, text: bytes

@@ -362,6 +362,7 @@ def test_x87_arithmetic_is_right_after_measuring() -> None:
         assert np.longdouble(3) + np.longdouble(4) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     extension = tmp_path / "_native.so"
@@ -402,6 +403,7 @@ def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
 # --- without it ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native.available, reason=native.native)
 def test_numpy_measures_the_same_without_the_extension() -> None:
     tests = ["tests/unit/measure/test_measure.py", "tests/contract/events/test_torch_values.py"]

@@ -130,6 +130,7 @@ def steps_in(log_dir: Path) -> list[int]:
     return [int(number) for number in np.unique(table["step"])]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 def test_a_healthy_run_has_norms_of_some_steps_and_each_loss(tmp_path: Path) -> None:
     alerts, steps = train(tmp_path)
@@ -145,6 +146,7 @@ def test_a_healthy_run_has_norms_of_some_steps_and_each_loss(tmp_path: Path) -> 
     assert {*every} == {MAX_EVERY}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 def test_a_fault_is_judged_as_if_each_step_were(tmp_path: Path) -> None:
     def told(alerts: tuple[Alert, ...]) -> list[tuple[str, int]]:
@@ -156,6 +158,7 @@ def test_a_fault_is_judged_as_if_each_step_were(tmp_path: Path) -> None:
     assert told(alerts)[0] == told(slow)[0] == ("loss_spike", 507)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 def test_rules_and_detectors_of_the_user_see_every_step(tmp_path: Path) -> None:
     seen: list[int] = []
@@ -171,12 +174,14 @@ def test_rules_and_detectors_of_the_user_see_every_step(tmp_path: Path) -> None:
     assert detector.steps == list(range(600))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fast")
 def test_without_rules_no_step_is_unusual(tmp_path: Path) -> None:
     _, steps = train(tmp_path, alerts=())
     assert len(steps) < FIRST_STEPS + 60
 
 
+@pytest.mark.slow
 def test_a_line_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, fast: None) -> None:
     with caplog.at_level(logging.INFO, "telemetry"):
         train(tmp_path, steps=900)
@@ -185,6 +190,7 @@ def test_a_line_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, f
     assert "max_overhead=math.inf" in lines[0]
 
 
+@pytest.mark.slow
 def test_no_limit_means_each_step(tmp_path: Path, fast: None) -> None:
     _, steps = train(tmp_path, alerts=(), max_overhead=math.inf)
     assert steps == list(range(600))

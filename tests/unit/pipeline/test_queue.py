@@ -165,6 +165,7 @@ def test_steps_are_written_in_order_by_the_time_flush_returns(sink: Sink) -> Non
     pipeline.close()
 
 
+@pytest.mark.slow
 def test_light_steps_wait_by_the_thousand_and_each_is_judged(sink: Sink) -> None:
     watch = Watch()
     pipeline = make(sink, watch)
@@ -403,6 +404,7 @@ class HangingDisk:
     def close(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_rules_judge_each_step_and_alerts_are_told_while_the_disk_hangs() -> None:
     disk, watch, told = HangingDisk(), Watch(), []
     pipeline = make(disk, watch, lambda record: [an_alert(record.step)], told=told)

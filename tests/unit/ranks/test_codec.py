@@ -73,6 +73,7 @@ def fields(value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 @given(
     norm=st.floats(allow_nan=False),
     values=arrays(np.float32, st.integers(0, 30), elements=st.floats(-1e9, 1e9, width=32)),

@@ -54,6 +54,7 @@ def test_ranks_in_words() -> None:
     assert ranks_in_words({0, 1, 2, 3, 7, 9, 10}) == "ranks 0-3,7,9-10"
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_whatever_the_order_of_arrival_each_step_holds_every_rank_once(data: st.DataObject) -> None:
     """Ranks send each step in order, but they are interleaved, and some parts come twice."""

@@ -48,6 +48,7 @@ def record_from(parts: Sequence[PartialRecord]) -> StepRecord:
     return record
 
 
+@pytest.mark.slow
 @given(shards=SHARDS, data=st.data())
 def test_shards_add_up_in_any_grouping_and_other_copies_do_not_count(
     shards: list[NDArray[np.float32]], data: st.DataObject

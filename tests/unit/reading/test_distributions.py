@@ -15,6 +15,7 @@ def point(values: np.ndarray, step: int = 0) -> tuple[int, np.ndarray]:
     return step, histogram_table(np.stack(sketch_array(values).histogram(), axis=1))
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.floats(-1e30, 1e30), min_size=1), min_size=1, max_size=4))
 def test_shares_of_each_step_add_up_to_one(steps: list[list[float]]) -> None:
     found = distribution([point(np.array(values), s) for s, values in enumerate(steps)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,6 +48,7 @@ def test_a_layer_keeps_its_own_parameters() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_twenty_thousand_modules_in_other_orders_take_a_moment() -> None:
     names = [f"layers.{i}.attention" for i in range(20_000)]
     shuffled = random.Random(0).sample(names, len(names))

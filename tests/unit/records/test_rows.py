@@ -37,6 +37,7 @@ def assert_rows_are(rows: Rows, values: list[Floats]) -> None:
         np.testing.assert_array_equal(found.counts, expected.counts)
 
 
+@pytest.mark.slow
 @given(st.lists(Floats32, max_size=5))
 def test_what_was_encoded_is_decoded(values: list[Floats]) -> None:
     heads, pairs, units = rows_of(values).encode()
@@ -56,6 +57,7 @@ def test_a_sample_is_scaled_to_the_values_that_are_not_zero_and_its_zeros_are_ex
     assert rows.counts.tolist() == [25, 10, 75]
 
 
+@pytest.mark.slow
 @given(st.lists(Floats32, min_size=1, max_size=6), st.data())
 def test_merging_equals_measuring_everything_at_once(
     values: list[Floats], data: st.DataObject
@@ -73,6 +75,7 @@ def test_merging_equals_measuring_everything_at_once(
     assert merged.calls.tolist() == [len(one) for one in parts]
 
 
+@pytest.mark.slow
 @given(st.lists(Floats32, min_size=1, max_size=5), st.data())
 def test_rows_are_taken_and_joined_in_the_order_asked_for(
     values: list[Floats], data: st.DataObject

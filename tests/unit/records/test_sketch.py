@@ -226,6 +226,7 @@ def test_quantile_outside_0_and_1_is_refused(q: float) -> None:
 # --- merging -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.lists(float32_arrays, max_size=5))
 def test_merging_equals_counting_everything_at_once(parts: list[NDArray[np.float32]]) -> None:
     together = sketch_array(np.concatenate([np.empty(0, np.float32), *parts]))

@@ -340,6 +340,7 @@ MAKES_THREE_LOGGERS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("terminal", "level", "said"),
     [
@@ -637,6 +638,7 @@ def test_two_loggers_may_share_a_writer(tmp_path: Path, kind: type[SummaryWriter
     writer.close()
 
 
+@pytest.mark.slow
 def test_a_logger_that_nobody_keeps_goes_on_until_the_model_is_gone(tmp_path: Path) -> None:
     model = mlp()
     HookLogger(model, tmp_path)
@@ -648,6 +650,7 @@ def test_a_logger_that_nobody_keeps_goes_on_until_the_model_is_gone(tmp_path: Pa
     assert len(scalars(tmp_path, "grad_norm/total")) == 2
 
 
+@pytest.mark.slow
 def test_a_script_that_never_closes_loses_nothing(tmp_path: Path) -> None:
     script = """
         import sys, torch
@@ -853,6 +856,7 @@ def test_histograms_and_pictures_of_a_step_stay_within_their_bytes(tmp_path: Pat
     assert len(sizes) == 3
 
 
+@pytest.mark.slow
 def test_a_cell_of_a_notebook_may_run_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

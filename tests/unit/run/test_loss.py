@@ -129,6 +129,7 @@ def curves(log_dir: Path) -> Sequence[str]:
     return [tag for kind, tag in scalar_curves(open_run(log_dir).source) if kind == "loss"]
 
 
+@pytest.mark.slow
 def test_rules_see_a_loss_under_any_of_its_names() -> None:
     found = {}
     for tag in ("loss", "train/loss", "val/loss"):

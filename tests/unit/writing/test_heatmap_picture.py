@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from telemetry.layers.heat_map import heat_map
 from telemetry.writing.heatmap_picture import TAG, HeatmapPicture
@@ -34,6 +35,7 @@ def test_a_matrix_without_any_number_can_be_drawn() -> None:
     assert colors_of(np.full((2, 2), np.nan)) == [(213, 0, 109)] * 2
 
 
+@pytest.mark.slow
 def test_pictures_come_less_and_less_often() -> None:
     picture, minute = HeatmapPicture(), 60.0
     records = (full_record(step, wall_time=minute * (step + 1)) for step in range(1500))
@@ -42,6 +44,7 @@ def test_pictures_come_less_and_less_often() -> None:
     assert len(drawn) < 30
 
 
+@pytest.mark.slow
 def test_fast_runs_have_one_in_ten_seconds_and_one_of_all_steps_at_the_end() -> None:
     picture = HeatmapPicture()
     records = (full_record(step, wall_time=1000 + step / 10) for step in range(300))
@@ -56,6 +59,7 @@ def test_a_run_of_few_full_steps_has_no_picture() -> None:
     assert not list(picture.last_values())
 
 
+@pytest.mark.slow
 def test_long_runs_are_put_together_by_the_largest() -> None:
     picture = HeatmapPicture()
     for step in range(700):

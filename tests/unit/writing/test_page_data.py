@@ -81,6 +81,7 @@ def test_what_is_held_back_says_how_long_it_may_be() -> None:
     assert page.pending_s(101.0) is None
 
 
+@pytest.mark.slow
 def test_large_norms_are_not_held_back() -> None:
     layout = layout_of([f"layer{i}" for i in range(40_000)])
     page = PageWriter()

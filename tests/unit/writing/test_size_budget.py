@@ -60,6 +60,7 @@ def test_a_step_that_fits_is_written_whole() -> None:
     assert found == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classic", [False, True])
 @given(share=st.floats(0.005, 1.0))
 def test_a_step_never_takes_more(classic: bool, share: float) -> None:
@@ -118,6 +119,7 @@ def sketch_of(values: NDArray[np.float64], scale: float = 1.0) -> Sketch:
     return replace(sketch, counts=sketch.counts * scale)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(WIDE_VALUES, SAMPLED), max_size=5))
 def test_many_histograms_are_those_of_each(
     tensors: list[tuple[NDArray[np.float64], float]],
@@ -191,6 +193,7 @@ def test_without_magnitudes_there_is_no_histogram() -> None:
     assert not list(log10_histogram_values(*tagged(sketches)))
 
 
+@pytest.mark.slow
 @example([np.array([-1.0, 1.0])], 8)
 @given(st.lists(WIDE_VALUES, min_size=1, max_size=4), st.sampled_from([2, 3, 8, 32]))
 def test_merged_buckets_hold_what_the_fine_ones_held(
