@@ -1,4 +1,4 @@
-"""``python -m telemetry``: the command ``telemetry``."""
+"""Run the program ``telemetry`` by ``python -m telemetry``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Failures of telemetry itself: logged once, never raised into the training loop."""
+"""Failures of telemetry: logged once, never raised into the training loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Failures:
         """Count the exception being handled; ``doing`` says what failed: "to write an alert"."""
         self._counts[doing] = self._counts.get(doing, 0) + 1
         if self._counts[doing] == 1:
-            log.warning("telemetry failed %s; training goes on without it", doing, exc_info=True)
+            log.warning("telemetry failed %s; training continues without it", doing, exc_info=True)
 
     @contextmanager
     def contained(self, doing: str) -> Iterator[None]:
@@ -33,13 +33,13 @@ class Failures:
             self.report(doing)
 
     def log_once(self, message: str, *, kind: str = "", level: int = logging.WARNING) -> None:
-        """Log what cannot be measured; once for each message, or for each ``kind`` of message."""
+        """Log a message once, or once for each ``kind`` of message."""
         if (kind or message) not in self._logged:
             self._logged.add(kind or message)
             log.log(level, "telemetry: %s", printable(message))
 
     def summary(self) -> str:
-        """What failed and how often, or an empty string."""
+        """Return the failures and their counts as a text; empty without any."""
         return ", ".join(f"{doing} ({count}×)" for doing, count in self._counts.items())
 
 

@@ -1,7 +1,4 @@
-"""Makes names and messages safe to show in a log, a terminal or a tag.
-
-A module may be called ``"fc\\nERROR all is lost"``.
-"""
+"""Safe text for logs, terminals and tags: a module may be called ``"fc\\nERROR all is lost"``."""
 
 from __future__ import annotations
 
@@ -17,42 +14,42 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def printable(text: str) -> str:
-    r"""``text`` with escapes such as ``\n``, ``\x1b`` or ``\ud800`` for unprintable characters."""
+    r"""Escape unprintable characters, as ``\n``, ``\x1b`` or ``\ud800``."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same line by line. Later lines are indented, so none looks like a separate message."""
+    """Escape text line by line; later lines are indented, so they belong to the same message."""
     return "\n  ".join(map(printable, text.split("\n")))
 
 
 def called(module_name: str) -> str:
-    """A module's name in messages; the model itself is unnamed in ``named_modules()``."""
+    """Return a module's name for messages; ``named_modules()`` has no name for the model."""
     return printable(module_name) or "the model"
 
 
 def called_all(module_names: Sequence[str], most: int) -> str:
-    """The names of modules in messages: at most so many, and how many more there are."""
+    """Return at most ``most`` names of modules for messages, and the number of others."""
     more = f" and {len(module_names) - most} more" if len(module_names) > most else ""
     return ", ".join(map(called, module_names[:most])) + more
 
 
 def type_of(value: object) -> str:
-    """The name of the type of ``value`` in messages."""
+    """Return the name of a value's type for messages."""
     kind = value if isinstance(value, type) else type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     return f"the class {name}" if kind is value else name
 
 
 def steps_in_words(count: int) -> str:
-    """``one step``, or ``12 steps``."""
+    """Return ``one step``, or ``12 steps``."""
     return "one step" if count == 1 else f"{count} steps"
 
 
 def ranks_in_words(ranks: Collection[int]) -> str:
-    """Ranks in a message: ``rank 7``, ``ranks 0-3,7``."""
+    """Return ranks for a message: ``rank 7``, ``ranks 0-3,7``."""
     runs = []
     for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
         members = [rank for _, rank in run]
@@ -61,7 +58,7 @@ def ranks_in_words(ranks: Collection[int]) -> str:
 
 
 def json_plain(value: Any) -> Any:
-    """``value`` with NaN and infinities, which JSON lacks, as texts that ``float`` reads."""
+    """Replace NaN and infinities, which JSON does not have, by texts that ``float`` reads."""
     if isinstance(value, Mapping):
         return {key: json_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -70,11 +67,11 @@ def json_plain(value: Any) -> Any:
 
 
 def check_text(what: str, text: object) -> None:
-    """Refuse what cannot be written as text; ``what`` begins the message of the error.
+    """Check that a text can be encoded; ``what`` begins the message of the error.
 
     Raises:
-        TypeError: It is no string.
-        ValueError: It cannot be encoded.
+        TypeError: It is not a string.
+        ValueError: It cannot be encoded in UTF-8.
     """
     if not isinstance(text, str):
         raise TypeError(f"{what} must be a string")
@@ -88,17 +85,17 @@ def check_text(what: str, text: object) -> None:
 
 
 def sparkline(values: Sequence[float] | NDArray[np.float64], *, width: int, log: bool) -> str:
-    """At most ``width`` characters, each for the largest of the values that it stands for.
+    """Draw a curve as at most ``width`` block characters, each the largest of several values.
 
-    There must be one at least. ``!`` stands for a value that is not finite. With ``log``, heights
-    show magnitudes, no value may be negative, and a zero is blank.
+    There must be at least one value. ``!`` is a value that is not finite. With ``log``, heights are
+    logarithmic, no value may be negative, and a zero is blank.
     """
     array = np.asarray(values, dtype=np.float64)
     pieces = np.array_split(array, min(width, array.size))
     largest = np.array([piece.max() for piece in pieces])
     with np.errstate(divide="ignore", invalid="ignore"):
         heights = np.log10(largest) if log else largest
-    drawable = heights[np.isfinite(heights)] / 2  # halved: the span of the largest is finite, too
+    drawable = heights[np.isfinite(heights)] / 2  # halved, so that the span is finite
     low, span = (drawable.min(), np.ptp(drawable)) if drawable.size else (0.0, 0.0)
     return "".join(
         " " if log and value == 0 else _block(height, float(low), float(span))

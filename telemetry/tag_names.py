@@ -1,4 +1,4 @@
-"""The names of tags in TensorBoard's own dashboards on which writing and reading must agree."""
+"""Names of tags in TensorBoard's own dashboards, for writing and reading."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import re
 from telemetry.plain_text import printable
 
 RUN, LAYERS, HISTOGRAMS, IMAGES = "~run/", "~layers/", "~histograms/", "~images/"
-"""What our tags begin with. TensorBoard shows as one group what has the same first part, sorted by
-ASCII: these few come after whatever the user calls theirs, and each says what is in it."""
-# What the tags of our texts begin with.
+"""Groups of our tags. TensorBoard sorts groups, the first part of tags, by ASCII: these follow the
+user's."""
+# Group of our texts.
 ALERTS = "~alerts/"
 
-# The L2 norm of all gradients together, at every step.
+# L2 norm of all gradients, at every step.
 TOTAL_GRAD_NORM = f"{RUN}grad_norm/total"
-FULL_STEPS = f"{RUN}full_steps/scheduled", f"{RUN}full_steps/requested"  # at the end of a run
+# Counts at the end of a run.
+FULL_STEPS = f"{RUN}full_steps/scheduled", f"{RUN}full_steps/requested"
 
 _GROUP = re.compile(f"{RUN}|{LAYERS}|{HISTOGRAMS}|{IMAGES}")
 _NUMBERED = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)
 
 
 def plain(tag: str) -> str:
-    """A tag without the group that TensorBoard shows it in."""
+    """Return a tag without its group."""
     found = _GROUP.match(tag)
     return tag[found.end() :] if found else tag
 
 
 def numbered(place: int, name: str) -> str:
-    """``NNNN.name``: TensorBoard sorts tags by name, and so layers in the forward order.
+    """Return ``NNNN.name``, so that TensorBoard sorts layers in the forward order.
 
-    The name is of a module, its output or its parameter; it is escaped where it does not print.
+    The name of the module, output or parameter is escaped where it does not print.
     """
     return f"{place:04d}.{printable(name)}"
 
 
 def parse_numbered(tag: str) -> tuple[str, int, str] | None:
-    """Statistic, place and name of ``statistic/NNNN.name`` in any group; None for other tags."""
+    """Return statistic, position and name of ``statistic/NNNN.name``; None for other tags."""
     found = _NUMBERED.fullmatch(plain(tag))
     return (found[1], int(found[2]), found[3]) if found else None

@@ -1,7 +1,7 @@
-"""Test doubles: what rules find in records, and what is recorded of a model, without any file.
+"""Test doubles: apply rules to records and record a model, without any file.
 
-Unlike in a :class:`~telemetry.HookLogger`, everything happens at once and on the caller's thread,
-and exceptions of rules and hooks are raised.
+Unlike :class:`~telemetry.HookLogger`, they run on the caller's thread and raise exceptions of rules
+and hooks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["CapturedRun", "alerts_of", "capture_run"]
 
 
 class CapturedRun:
-    """What was recorded and found.
+    """Records and alerts of a run.
 
     Attributes:
-        records: One for each optimizer step, oldest first.
-        alerts: What the rules found, oldest first.
+        records: Record of each optimizer step, oldest first.
+        alerts: Alerts of the rules, oldest first.
     """
 
     def __init__(self, rules: Iterable[AnyRule] | None = None) -> None:
@@ -70,14 +70,14 @@ class CapturedRun:
 
 
 def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = None) -> list[Alert]:
-    """What rules find in records.
+    """Apply rules to records.
 
     Args:
         records: In the order of their steps. A loss among their scalars counts as logged before.
-        rules: Which have seen nothing yet; None: the default rules.
+        rules: New rules; None: the default rules.
 
     Returns:
-        All alerts, those of the stages ``worse`` and ``end`` too, in the order in which they came.
+        All alerts, those of the stages ``worse`` and ``end`` too, in order.
     """
     run = CapturedRun(rules)
     for record in records:
@@ -107,8 +107,8 @@ def capture_run(
         assert [alert.kind for alert in run.alerts] == ["dead_units"]
 
     Args:
-        every_n_steps: Measure in full at steps 0, N, 2N, ..., and where a rule has asked for it,
-            two steps later, as in a :class:`~telemetry.HookLogger` whose rules are never late.
+        every_n_steps: Measure in full at steps 0, N, 2N, ..., and where a rule requests it,
+            two steps later, as in a :class:`~telemetry.HookLogger` without delay.
         rules: As in :func:`alerts_of`.
         images: Whether records hold pictures.
         model, optimizer, modules, exclude: As in :class:`~telemetry.HookLogger`.

@@ -13,7 +13,7 @@ from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import print_records
 from telemetry.plain_text import printable
 
-# For each choice of ``--fail-on`` the severities that make the command fail.
+# Severities that make the command fail, by the choice of ``--fail-on``.
 FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str]()}
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _RECORD = (
@@ -27,7 +27,7 @@ def alerts(args: argparse.Namespace, console: Console) -> int:
     found: set[str] = set()
 
     def of_runs() -> Iterator[tuple[str, Alert | None]]:
-        """The alerts of each run; None for a run without any."""
+        """Yield the alerts of each run; None for a run without alerts."""
         for log_dir, run in runs.opened():
             of_run = run.overview().alerts
             found.update(alert.severity for alert in of_run if alert.stage != "resolved")

@@ -1,4 +1,4 @@
-"""The command ``telemetry``: its commands, and what it returns to the shell."""
+"""The program ``telemetry``: its commands and exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from telemetry.commands.alerts import FAIL_ON, alerts
 from telemetry.commands.diff import diff
 from telemetry.commands.explain import explain_faults
 from telemetry.commands.export import export
-from telemetry.commands.output import new_console, reason, tell_problems
+from telemetry.commands.output import new_console, reason, report_problems
 from telemetry.commands.report import report
 from telemetry.commands.runs import runs
 from telemetry.commands.summary import summary
@@ -26,10 +26,10 @@ from telemetry.layers import PAGE_STATISTICS
 from telemetry.version import __version__
 
 _EPILOG = """\
-Each command has a help with an example: telemetry summary --help
+Help with examples for each command: telemetry summary --help
 
 exit status:
-  0, or 1 if alerts found an alert or diff a difference, or 2 after an error
+  0: success; 1: alerts found an alert, or diff a difference; 2: error
 
 completion in bash and zsh, after pip install argcomplete:
   eval "$(register-python-argcomplete telemetry)"
@@ -54,7 +54,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0; 1 for a finding; 2 after an error."""
+    """Run the command and return its exit status: 0; 1 for a finding; 2 after an error."""
     if arguments is None:
         _behave_in_pipes()
     parser = _parser()
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(args.command(args, new_console()))
     except (OSError, ValueError) as error:
-        tell_problems([reason(error)])
+        report_problems([reason(error)])
         return 2
 
 
 def _behave_in_pipes() -> None:
-    """Ends silently when nobody reads any more, as behind ``| head``; escapes what has no bytes."""
+    """End silently when a pipe closes, as behind ``| head``; escape unencodable characters."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -81,7 +81,7 @@ def _behave_in_pipes() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="telemetry",
-        description="Looks at runs that telemetry recorded, from their files.",
+        description="Inspect recorded runs from their files.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -90,45 +90,43 @@ def _parser() -> argparse.ArgumentParser:
 
     of_summary = _command(commands, "summary", summary, "print a table of all layers")
     _add_runs(of_summary)
-    shown = f"what to show of each layer (default: that of --sort, or {_STATISTICS[0]}): {_NAMES}"
+    shown = f"statistic to show (default: that of --sort, or {_STATISTICS[0]}): {_NAMES}"
     _add_statistic(of_summary, shown)
-    sort = "one of these statistics: the layers with its largest last value first (default: "
-    sort += "forward order; with --top or --reverse, the statistic that is shown)"
+    sort = "sort by the last value of this statistic, the largest first (default: "
+    sort += "forward order; with --top or --reverse, the shown statistic)"
     of_summary.add_argument("--sort", choices=_STATISTICS, metavar="STATISTIC", help=sort)
     _add_reverse(of_summary)
-    of_summary.add_argument(
-        "--top", type=int, metavar="N", help="only the N layers with the largest"
-    )
+    of_summary.add_argument("--top", type=int, metavar="N", help="show only the first N layers")
     _add_form(of_summary)
 
-    does = "print all runs with what tells them apart, the newest first"
+    does = "print status, loss, first alert and hyperparameters of runs, the newest first"
     of_runs = _command(commands, "runs", runs, does)
     _add_runs(of_runs)
-    sort = "a column or a hyperparameter, such as best_loss or lr (default: %(default)s)"
+    sort = "column or hyperparameter, such as best_loss or lr (default: %(default)s)"
     of_runs.add_argument("--sort", metavar="KEY", default="started", help=sort)
     _add_reverse(of_runs)
-    words = "only runs with all these words and comparisons: name, status, alert, or lr<1e-3"
+    words = "show only runs with all these words and comparisons: name, status, alert, or lr<1e-3"
     of_runs.add_argument("--filter", metavar="WORDS", help=words)
     _add_form(of_runs)
 
-    does = "print the alerts of runs; exit with 1 if there are any but notes"
+    does = "print the alerts of runs; exit with 1 if there are any above a note"
     of_alerts = _command(commands, "alerts", alerts, does)
     _add_runs(of_alerts)
     of_alerts.add_argument(
         "--fail-on",
         choices=FAIL_ON,
         default="warning",
-        help="how severe an alert must be to exit with 1 (default: %(default)s): an error says "
-        "that the run is lost or wrong, a warning: look; a note is a fact and never counts",
+        help="severity of an alert for exit status 1 (default: %(default)s): error: the run is "
+        "lost or wrong; warning: worth a look; notes never count",
     )
     _add_form(of_alerts)
 
-    does = "print what was recorded around alerts and exceptions"
+    does = "print the flight records around alerts and exceptions"
     of_explain = _command(commands, "explain", explain_faults, does)
     _add_runs(of_explain, ", or a flight-<step>.json from it")
     _add_form(of_explain)
 
-    does = "print the first step and layer where two runs part; exit with 1 if they do"
+    does = "print the first step and layer where two runs diverge; exit with 1 if they do"
     of_diff = _command(commands, "diff", diff, does)
     _add_run(of_diff, "first")
     _add_run(of_diff, "second")
@@ -137,28 +135,28 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="two numbers are the same up to this share of the larger one (default: %(default)s)",
+        help="two numbers are equal up to this share of the larger one (default: %(default)s)",
     )
     _add_form(of_diff)
 
-    does = "print the smallest and largest value of each unit of a layer, and which are dead"
+    does = "print the smallest and largest value of each unit of a layer, and the dead units"
     of_units = _command(commands, "units", units, does)
     _add_run(of_units, "run")
-    of_units.add_argument("layer", metavar="LAYER", help="its name, as in the summary")
-    of_units.add_argument("--step", type=int, help="one that was measured in full (default: last)")
+    of_units.add_argument("layer", metavar="LAYER", help="name of the layer, as in the summary")
+    of_units.add_argument("--step", type=int, help="a full step (default: the last one)")
     _add_form(of_units)
 
     does = "write one HTML file with the page and the data of a run"
     of_report = _command(commands, "report", report, does)
     _add_run(of_report, "run")
-    _add_output(of_report, "the file to write (default: %(default)s)", default="report.html")
+    _add_output(of_report, "file to write (default: %(default)s)", default="report.html")
 
-    does = "write all numbers of the page as CSV, a row per layer and step, or its picture"
+    does = "write all numbers of the page as CSV, a row per layer and step, or a heat map"
     of_export = _command(commands, "export", export, does)
     _add_runs(of_export)
-    where = "the file to write (default: stdout); .png and .svg are pictures of one run"
+    where = "file to write (default: stdout); .png and .svg are heat maps of one run"
     _add_output(of_export, where)
-    shown = "a column, or what the picture shows; may be repeated (default: all, or grad_norm): "
+    shown = "column, or statistic of the heat map; may be repeated (default: all, or grad_norm): "
     _add_statistic(of_export, shown + _NAMES, action="append")
     return parser
 
@@ -169,7 +167,7 @@ def _command(
     run: Callable[[argparse.Namespace, Console], int],
     does: str,
 ) -> argparse.ArgumentParser:
-    """A parser for a command; ``does`` is without a capital letter or a full stop."""
+    """Add a parser for a command; ``does`` has no capital letter and no full stop."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=does,
@@ -182,12 +180,12 @@ def _command(
 
 
 def _add_run(parser: argparse.ArgumentParser, name: str) -> None:
-    what = "directory of a run, or of a single one somewhere below"
+    what = "directory of a run, or a directory with a single run somewhere below"
     parser.add_argument(name, type=Path, metavar="RUN", help=what)
 
 
 def _add_runs(parser: argparse.ArgumentParser, or_file: str = "") -> None:
-    what = f"directory of a run, or of many at any depth, such as runs/{or_file}"
+    what = f"directory of a run, or of runs at any depth, such as runs/{or_file}"
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=what)
 
 

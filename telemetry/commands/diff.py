@@ -1,4 +1,4 @@
-"""``telemetry diff``: the first step and layer where two runs part."""
+"""``telemetry diff``: the first step and layer where two runs diverge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.commands.opening import tell_skipped
+from telemetry.commands.opening import report_skipped
 from telemetry.commands.output import Column, number, print_records, print_table
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.plain_text import called, called_all, printable
@@ -19,7 +19,7 @@ _MAX_NAMES = 5
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
-    runs = [only_log_dir(path, tell_skipped) for path in (args.first, args.second)]
+    runs = [only_log_dir(path, report_skipped) for path in (args.first, args.second)]
     comparison = compare(*map(open_run, runs), tolerance=args.tolerance)
     if not comparison.step_count or not comparison.layer_count:
         raise ValueError(f"{runs[0]} and {runs[1]} have no layer or no step in common")
@@ -41,12 +41,12 @@ def _print(comparison: Comparison, console: Console) -> None:
         return
     titles = {statistic.name: statistic.title for statistic in PAGE_STATISTICS}
     names = ["" if d.module_name is None else called(d.module_name) for d in found]
-    parted = [
+    diverged = [
         f"step {d.step} in {name or d.statistic}" for d, name in zip(found, names, strict=True)
     ]
     layer = next((place for place, name in enumerate(names) if name), 0)
-    also = f", the layers at {parted[layer]}" if layer else ""
-    console.print(f"{common}; the runs part at {parted[0]}{also}\n", style="bold")
+    also = f", the layers at {diverged[layer]}" if layer else ""
+    console.print(f"{common}; the runs diverge at {diverged[0]}{also}\n", style="bold")
     print_table(
         console,
         "first difference in",

@@ -1,4 +1,4 @@
-"""``telemetry explain``: what was recorded around a fault."""
+"""``telemetry explain``: the flight records around faults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
 
 
 def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:
-    """The contents of all flight files."""
+    """Yield the contents of all flight files."""
     for path in paths:
         for file in flight_files(path) if path.is_dir() else [path]:
             try:
@@ -62,7 +62,7 @@ def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:
 
 
 def _rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One for each profile and module."""
+    """Yield a row for each profile and module."""
     modules = flight["modules"]
     for profile in flight["profiles"]:
         for place, module_name in enumerate(modules["name"]):

@@ -1,4 +1,4 @@
-"""``telemetry export``: all numbers of the page as CSV, or its picture."""
+"""``telemetry export``: all numbers of the page as CSV, or a heat map."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from telemetry.reading.run_data import RunData, windows
 
 _MOST_ROWS, _MOST_COLUMNS = 512, 1024
 
-# Endings that ask for what would not be in the file.
+# Formats that are not supported.
 _NOT_WRITTEN = (".pdf", ".jpg", ".jpeg", ".webp", ".gif", ".html", ".json", ".parquet", ".gz")
 
 
@@ -49,10 +49,10 @@ def export(args: argparse.Namespace, console: Console) -> int:
 
 
 def cells(run: RunData, statistics: Sequence[str]) -> Iterator[list[str]]:
-    """Step, layer, class and one text per statistic, by step and then in forward order.
+    """Yield step, layer, class and one text per statistic, by step and then in forward order.
 
-    A number has as many digits as float32 needs; where it was not measured, the text is empty. Rows
-    without any number are left out.
+    Numbers have the digits of float32; a missing number is an empty text. Rows without any number
+    are omitted.
     """
     layers = run.overview().layers
     names = [[printable(layer.name), printable(layer.type_name)] for layer in layers]

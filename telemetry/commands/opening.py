@@ -1,17 +1,17 @@
-"""Finds and opens the runs that a command is given."""
+"""Find and open the runs of a command's arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from telemetry.commands.output import reason, tell_problems
+from telemetry.commands.output import reason, report_problems
 from telemetry.reading.log_dirs import NoTelemetryError, find_log_dirs, has_event_files, open_run
 from telemetry.reading.run_data import RunData
 
 
 class LogDirs:
-    """The directories of runs at and below the given ones; what cannot be read is told on stderr.
+    """Directories of runs at and below the given paths; problems are reported on stderr.
 
     Attributes:
         found: The directories, each once.
@@ -26,7 +26,7 @@ class LogDirs:
         self._given = paths
         for path in paths:
             try:
-                below = list(find_log_dirs(path, is_log_dir=is_log_dir, skipped=tell_skipped))
+                below = list(find_log_dirs(path, is_log_dir=is_log_dir, skipped=report_skipped))
             except OSError as error:
                 self.fail(error)
                 continue
@@ -35,31 +35,31 @@ class LogDirs:
             self.found += [log_dir for log_dir in below if log_dir not in self.found]
 
     def opened(self) -> Iterator[tuple[Path, RunData]]:
-        """Each run with its directory; directories that others wrote are skipped."""
+        """Yield each run with its directory; directories of other programs are skipped."""
         opened = False
         for log_dir in self.found:
             run = self.open(log_dir)
             if run is not None:
                 opened = True
                 yield log_dir, run
-                tell_problems(run.source.problems)
+                report_problems(run.source.problems)
         self.status = self.status if opened else 2
 
     def open(self, log_dir: Path) -> RunData | None:
-        """The run in a directory that was found; None if it cannot be read, or others wrote it."""
+        """Open the run in a found directory; None if that is impossible."""
         try:
             return open_run(log_dir)
         except (OSError, ValueError) as error:
             if isinstance(error, NoTelemetryError) and log_dir not in self._given:
-                tell_skipped(error)
+                report_skipped(error)
             else:
                 self.fail(error)
         return None
 
     def fail(self, error: OSError | ValueError) -> None:
-        tell_problems([reason(error)])
+        report_problems([reason(error)])
         self.status = 2
 
 
-def tell_skipped(error: OSError | ValueError) -> None:
-    tell_problems([f"skipped {reason(error)}"])
+def report_skipped(error: OSError | ValueError) -> None:
+    report_problems([f"skipped {reason(error)}"])

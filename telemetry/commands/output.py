@@ -1,4 +1,4 @@
-"""How commands print: tables that fit into the terminal, records as JSON or CSV, problems."""
+"""Output of commands: tables that fit into the terminal, records as JSON or CSV, problems."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NARROWEST = 24  # cells of the first column, unless it needs less
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table for terminals."""
+    """Column of a table for terminals."""
 
     title: str
     cells: Sequence[Text]
-    weight: int  # where there is little room, the columns of the smallest ones are left out
-    is_number: bool = False  # and so aligned to the right
+    weight: int  # columns of the smallest weights are hidden on a narrow terminal
+    is_number: bool = False  # aligned to the right
 
     @cached_property
     def width(self) -> int:
@@ -36,7 +36,7 @@ class Column:
 
 
 def new_console() -> Console:
-    """Prints texts as they are: to a terminal in its width, to a file or a pipe in any width."""
+    """Return a console without markup; only a terminal limits the width."""
     console = partial(Console, highlight=False, emoji=False, markup=False, soft_wrap=True)
     return found if (found := console()).is_terminal else console(width=1 << 20)
 
@@ -44,9 +44,9 @@ def new_console() -> Console:
 def print_table(
     console: Console, title: str, names: Sequence[str], others: Sequence[Column]
 ) -> None:
-    """Prints a column of names, as many of the others as fit beside it, and which ones do not fit.
+    """Print a column of names, the other columns that fit, and the titles of those that do not.
 
-    Names are never cut: where there is no room, they continue on the next line.
+    Names are never truncated: a long name continues on the next line.
     """
     widest = max(map(cell_len, [title, *names]))
     shown = list(others)
@@ -73,9 +73,9 @@ def _width(columns: Sequence[Column]) -> int:
 
 
 def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
-    """Prints a table for programs, one record after another; ``form`` is ``json`` or ``csv``.
+    """Print records for programs; ``form`` is ``json`` or ``csv``.
 
-    JSON has ``"nan"``, ``"inf"`` and ``"-inf"`` for numbers that it lacks.
+    JSON has no NaN and infinities: they are ``"nan"``, ``"inf"`` and ``"-inf"``.
     """
     if form == "csv":
         rows = ([_cell(record[column]) for column in columns] for record in records)
@@ -99,20 +99,20 @@ def number(value: float) -> Text:
     return Text(f"{value:.3g}", style="" if math.isfinite(value) else "bold red")
 
 
-def tell_problems(problems: Iterable[str]) -> None:
+def report_problems(problems: Iterable[str]) -> None:
     for problem in problems:
         print(f"telemetry: {printable(problem)}", file=sys.stderr)
 
 
 def reason(error: OSError | ValueError) -> str:
-    """What happened, in one line."""
+    """Return the message of an error in one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 def _cell(value: Any) -> str:
-    """A text without line breaks or control characters, so that a record is a line."""
+    """Return a text without line breaks and control characters."""
     if isinstance(value, Mapping):
         return " ".join(_cell(item) for item in value.values() if item is not None)
     if isinstance(value, (list, tuple)):

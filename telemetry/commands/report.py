@@ -1,4 +1,4 @@
-"""Writes a run as one HTML file: the Telemetry page with its data inside."""
+"""Write a run as one HTML file: the Telemetry page with its data inside."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from telemetry.commands.opening import tell_skipped
-from telemetry.commands.output import tell_problems
+from telemetry.commands.opening import report_skipped
+from telemetry.commands.output import report_problems
 from telemetry.flight import explain, flight_files
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.plain_text import printable
@@ -31,11 +31,11 @@ from telemetry.tensorboard_plugin.static_files import bundle, read_static_files
 MAX_ROWS = 1000
 MAX_CELLS = 250_000
 
-# Of more layers, only those with alerts and some others keep histograms and pictures.
+# Beyond this number, only layers with alerts and some others keep histograms and pictures.
 MAX_LAYERS_IN_DETAIL = 100
-# All pictures of a report together; browsers still open a report of this size.
+# All pictures of a report together. Browsers still open a report of this size.
 MAX_PICTURES_BYTES = 128 << 20
-# Alerts of which a report says which layers moved first.
+# Alerts for which a report shows the first movers.
 MAX_ALERTS = 50
 
 _TEMPLATE = """<!DOCTYPE html>
@@ -61,16 +61,16 @@ script-src data:; style-src 'unsafe-inline'">
 
 
 def report(args: argparse.Namespace, console: Console) -> int:
-    tell_problems(write_report(only_log_dir(args.run, tell_skipped), args.output))
+    report_problems(write_report(only_log_dir(args.run, report_skipped), args.output))
     size = args.output.stat().st_size
     console.print(printable(f"{args.output} ({size / 1e6:.1f} MB)"))
     return 0
 
 
 def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> list[str]:
-    """Writes the report of a run into an HTML file, and returns a line for each thing skipped.
+    """Write the report of a run into an HTML file; return a line for each skipped part.
 
-    Large runs are thinned out: each cell is then the largest of several.
+    The heat maps of large runs are reduced: each cell is the largest of several.
 
     Raises:
         FileNotFoundError: ``log_dir`` holds no event files.
@@ -139,7 +139,7 @@ def _data(name: str, run: RunData, overview: Overview) -> dict[str, Any]:
 
 
 def _layers_in_detail(overview: Overview) -> list[Layer]:
-    """Evenly spread layers and as many with alerts, in forward order."""
+    """Select layers with alerts and evenly spread others, in forward order."""
     layers = overview.layers
     faulty = {alert.module_name for alert in overview.alerts}
     places = [place for place, layer in enumerate(layers) if layer.name in faulty]
@@ -149,7 +149,7 @@ def _layers_in_detail(overview: Overview) -> list[Layer]:
 
 
 def _images(run: RunData, layer: Layer) -> list[dict[str, Any]]:
-    """The layer's pictures at the first, a middle and the last step."""
+    """Return the layer's pictures at the first, a middle and the last step."""
     found = payloads.images(run.source, layer)
     for item in found:
         steps = item["steps"]
@@ -178,5 +178,5 @@ def _base64(content: bytes) -> str:
 
 
 def _script_json(content: Any) -> str:
-    """JSON that cannot end the script element around it."""
+    """Encode JSON that cannot end the script element around it."""
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""``telemetry runs``: all runs below a directory with what tells them apart."""
+"""``telemetry runs``: status, loss, first alert and hyperparameters of runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.commands.opening import LogDirs, tell_skipped
-from telemetry.commands.output import Column, number, print_records, print_table, tell_problems
+from telemetry.commands.opening import LogDirs, report_skipped
+from telemetry.commands.output import Column, number, print_records, print_table, report_problems
 from telemetry.plain_text import called, printable
 from telemetry.reading.log_dirs import NoTelemetryError, natural_key
 from telemetry.reading.run_table import differing, read_row
@@ -45,7 +45,7 @@ def runs(args: argparse.Namespace, console: Console) -> int:
         print_records(args.form, columns, records)
     elif records:
         shown = [title for title in columns if any(r[title] not in (None, "") for r in records)]
-        # Where there is little room, the last hyperparameters go first.
+        # On a narrow terminal, the last hyperparameters are hidden first.
         order = [*_MOST_WANTED, *columns]
         table = [_column(title, records, -order.index(title)) for title in shown]
         print_table(console, "run", [printable(r["run"]) for r in records], table[1:])
@@ -65,14 +65,14 @@ def _rows(found: LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any]]:
             found.fail(error)
             continue
         if row is None:
-            tell_skipped(NoTelemetryError(log_dir))
+            report_skipped(NoTelemetryError(log_dir))
         else:
-            tell_problems(row["problems"])
+            report_problems(row["problems"])
             yield row
 
 
 def _record(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that all runs have; None where a run has no value."""
+    """Return the columns that all runs have; None where a run has no value."""
     loss, started = row["loss"] or {}, datetime.fromtimestamp(row["started"], timezone.utc)
     return {
         "run": row["name"],
@@ -130,7 +130,7 @@ def _number(text: str) -> float | None:
 
 
 def _sorted(records: list[dict[str, Any]], column: str, is_reversed: bool) -> list[dict[str, Any]]:
-    """Numbers before texts, the newest run first, and what has no value last."""
+    """Sort numbers before texts, the newest run first, and missing values last."""
 
     def key(record: Mapping[str, Any]) -> tuple[bool, Any]:
         value = record[column]

@@ -22,7 +22,7 @@ from telemetry.tag_names import FULL_STEPS
 
 _CURVE_WIDTH = 16
 _STEADY = 1.25  # a trend by a smaller factor counts as steady
-# A value so many times the medians of both ends is told beside the trend. Chosen manually: healthy
+# The trend shows a peak above this factor times the medians of both ends. Chosen manually: healthy
 # convolutional networks have up to 2.6, and 58 or more where the learning rate jumps 300-fold.
 _PEAK = 10
 _RECORD = (
@@ -68,7 +68,7 @@ def summary(args: argparse.Namespace, console: Console) -> int:
 def _sorted(
     layers: list[dict[str, Any]], lasts: Mapping[str, float], is_reversed: bool
 ) -> list[dict[str, Any]]:
-    """The largest first, NaN as larger than all; layers without a value come last."""
+    """Sort the largest first, NaN before all numbers, and layers without a value last."""
 
     def key(layer: Mapping[str, Any]) -> tuple[bool, float]:
         last = lasts[layer["module_name"]]
@@ -80,12 +80,11 @@ def _sorted(
 
 
 def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
-    """The layers that have the statistic, in forward order.
+    """Yield the layers that have the statistic, in forward order.
 
-    ``last`` may be NaN or infinite, ``median`` is that of the finite values. ``trend`` is the
-    median of the last quarter of the values over that of the first, infinite if what is not finite
-    makes up most of it. NaN: there are none. ``largest`` and ``largest_step`` are of the first NaN
-    or infinity, else of the largest value.
+    ``last`` may be NaN or infinite; ``median`` is that of the finite values. ``trend`` is the
+    median of the last quarter of the values divided by that of the first; NaN if unknown.
+    ``largest`` and ``largest_step`` are of the first NaN or infinity, else of the largest value.
     """
     layers, matrix = run.overview().layers, run.matrix(statistic.name)
     found = run.overview().alerts
@@ -110,7 +109,7 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
 
 
 def _ends(sizes: NDArray[np.float64]) -> tuple[float, float]:
-    """Medians of the first and of the last quarter of some values; all of them if there are few."""
+    """Return the medians of the first and the last quarter of some values."""
     quarter = max(1, sizes.size // 4)
     return float(np.median(sizes[:quarter])), float(np.median(sizes[-quarter:]))
 
@@ -121,7 +120,7 @@ def _trend(sizes: NDArray[np.float64]) -> float:
 
 
 def _full_steps(run: RunData) -> str:
-    """How many full steps the run had, and why; empty if it was not closed."""
+    """Return the numbers of full steps as a text; empty if the run was not closed."""
     found = run.source.read("scalars", FULL_STEPS)
     counts = [int(series[-1][1]) for tag in FULL_STEPS if (series := found.get(tag))]
     if len(counts) < len(FULL_STEPS):
@@ -162,7 +161,7 @@ def _print_run(
 
 
 def _arrow(layer: Mapping[str, Any]) -> Text:
-    """The trend; before it a peak, without which an explosion with an end looks like a decay."""
+    """Return the trend, after a peak: without it, an explosion that ended would seem a decay."""
     ratio, peak = layer["trend"], layer["largest"]
     arrow = "↗" if ratio > _STEADY else "↘" if ratio < 1 / _STEADY else "→"
     text = Text("" if math.isnan(ratio) else f"{arrow} ×{ratio:.2g}")

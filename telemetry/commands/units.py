@@ -1,4 +1,4 @@
-"""``telemetry units``: what each unit of a layer returned at one step."""
+"""``telemetry units``: the extremes of each unit of a layer at one step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.commands.output import Column, number, print_records, print_table, tell_problems
+from telemetry.commands.output import Column, number, print_records, print_table, report_problems
 from telemetry.layers.units import ranges
 from telemetry.plain_text import called
 from telemetry.reading.run import read
 
-_RECORD = ("step", "unit", "min", "max", "dead", "saturated", "left_out")
+_RECORD = ("step", "unit", "min", "max", "dead", "saturated", "omitted")
 
 
 def units(args: argparse.Namespace, console: Console) -> int:
@@ -26,15 +26,15 @@ def units(args: argparse.Namespace, console: Console) -> int:
     except KeyError as error:
         raise ValueError(f"{args.run}: {error.args[0]}") from None
     finally:
-        tell_problems(run.problems)
+        report_problems(run.problems)
     steps = found.steps.tolist()
     if not steps:
-        tell_problems([f"{called(args.layer)}: no units recorded"])
+        report_problems([f"{called(args.layer)}: no units recorded"])
     elif args.step not in (None, *steps):
         near = sorted(sorted(steps, key=lambda step: abs(step - args.step))[:3])
         raise ValueError(f"--step {args.step}: no units recorded; the nearest steps are {near}")
     place = slice(-1, None) if args.step is None else found.steps == args.step
-    columns = [found.min, found.max, found.dead, found.saturated, found.left_out]
+    columns = [found.min, found.max, found.dead, found.saturated, found.omitted]
     columns = [column[place].reshape(-1) for column in columns]
     if args.form:
         each = zip(*(column.tolist() for column in columns), strict=True)
@@ -50,14 +50,14 @@ def units(args: argparse.Namespace, console: Console) -> int:
 
 
 def _print(head: str, columns: Sequence[NDArray[Any]], below_zero: str, console: Console) -> None:
-    low, high, dead, saturated, left_out = columns
-    more = f", {left_out.sum()} of them left out" if left_out.any() else ""
+    low, high, dead, saturated, omitted = columns
+    more = f", {omitted.sum()} of them omitted" if omitted.any() else ""
     console.print(f"{head}: {len(low)} units{more}")
     for name, which in ("dead", dead), ("saturated", saturated):
         console.print(f"{name}: {ranges(which, len(which)) or 'none'}")
     if below_zero:
-        console.print(f"always below zero, zero behind a ReLU: {below_zero}")
-    shown = np.flatnonzero(~(dead | left_out)).tolist()
+        console.print(f"always below zero, zero after a ReLU: {below_zero}")
+    shown = np.flatnonzero(~(dead | omitted)).tolist()
     if shown:
         console.print()
         print_table(

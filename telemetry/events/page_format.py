@@ -87,7 +87,7 @@ def parse_chunk(tag: str) -> Chunk | None:
 def new_session_id() -> str:
     """Return an id that sorts behind all earlier ones and differs between processes."""
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S.%f")
-    # os.urandom leaves the random numbers of the training alone.
+    # os.urandom does not change the random state of the training.
     return f"{stamp}-{os.urandom(2).hex()}"
 
 

@@ -14,17 +14,17 @@ from telemetry.run.logger import HookLogger
 
 
 class TelemetryTracker(TrainerLogger, GeneralTracker):
-    """A tracker that logs what an Accelerate loop trains.
+    """Tracker that logs the model of an Accelerate loop.
 
-    ``accelerator.init_trackers()`` takes it in, :meth:`watch` begins, ``accelerator.log({"loss":
-    loss})`` logs at the step in progress, ``accelerator.end_training()`` closes. Checkpoints of
-    ``accelerator.save_state()`` hold its state. With ``on_alert="stop"``, leave the loop when
-    ``tracker.should_stop``. Arguments are as for :class:`TrainerLogger`.
+    ``accelerator.init_trackers()`` registers it, :meth:`watch` starts it,
+    ``accelerator.log({"loss": loss})`` logs at the step in progress, ``accelerator.end_training()``
+    closes it. Checkpoints of ``accelerator.save_state()`` hold its state. With ``on_alert="stop"``,
+    leave the loop when ``tracker.should_stop``. Arguments are as for :class:`TrainerLogger`.
     """
 
     name = "telemetry"
     requires_logging_directory = False
-    main_process_only = False  # the ranks write one run together
+    main_process_only = False  # all ranks write one run
 
     def __init__(self, writer: Writer, **options: Any) -> None:
         super().__init__(writer, **options)
@@ -35,7 +35,7 @@ class TelemetryTracker(TrainerLogger, GeneralTracker):
         return self.hook_logger
 
     def watch(self, accelerator: Accelerator, model: nn.Module) -> HookLogger:
-        """Begin to log the training of a model, after ``accelerator.prepare``."""
+        """Start logging the training of a model, after ``accelerator.prepare``."""
         accelerator.register_for_checkpointing(self)
         logger = self.begin(model, None)
         if self._configuration:

@@ -11,7 +11,7 @@ from telemetry.integrations.trainer_logger import TrainerLogger, Writer
 
 
 class TelemetryCallback(TrainerLogger, Callback):
-    """Logs what a fastai learner trains. Several fits are one run: steps go on in the directory.
+    """Logs the model of a fastai learner. Several fits are one run with continuous steps.
 
     Arguments are as for :class:`TrainerLogger`.
     """

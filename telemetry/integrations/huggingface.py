@@ -19,15 +19,15 @@ from telemetry.integrations.trainer_logger import TrainerLogger
 
 
 class TelemetryCallback(TrainerLogger, TrainerCallback):
-    """Logs what a ``Trainer`` trains, by default into ``output_dir/runs`` like its own callback.
+    """Logs the model of a ``Trainer``, by default into ``output_dir/runs`` like its own callback.
 
-    Arguments are as for :class:`TrainerLogger`. The loss is ``Trainer``'s own,
-    where that is what the model returns as ``loss``, of all micro-batches of a step together.
+    Arguments are as for :class:`TrainerLogger`. The loss is the mean over all micro-batches of a
+    step, if the model returns it as ``loss``.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
         saved = _saved(args, state)
-        with self.failures.contained("to read its state beside the checkpoint"):
+        with self.failures.contained("to read its state next to the checkpoint"):
             if saved.is_file():
                 self.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
         default = Path(args.output_dir, "runs", time.strftime("%b%d_%H-%M-%S_telemetry"))
@@ -52,7 +52,7 @@ class TelemetryCallback(TrainerLogger, TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         saved = _saved(args, state)
-        with self.failures.contained("to save its state beside the checkpoint"):
+        with self.failures.contained("to save its state next to the checkpoint"):
             if args.should_save and saved.parent.is_dir():
                 saved.write_text(json.dumps(self.state_dict()), encoding="utf-8")
 
@@ -62,14 +62,14 @@ class TelemetryCallback(TrainerLogger, TrainerCallback):
 
 
 def _saved(args: Any, state: Any) -> Path:
-    """Where a checkpoint of the trainer keeps the logger's state."""
+    """Return the file of the logger's state in a checkpoint of the trainer."""
     return Path(args.output_dir, f"checkpoint-{state.global_step}", "telemetry.json")
 
 
 class ReturnedLoss(Inert):
-    """A hook that keeps the item ``"loss"`` of what a model returns in training, if not compiled.
+    """Forward hook that keeps the item ``"loss"`` of the output of an uncompiled model in training.
 
-    Models of Transformers return one when they are given labels.
+    Models of Transformers return one if they receive labels.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -82,16 +82,16 @@ class ReturnedLoss(Inert):
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
-        # A module that shares its hooks with the model is a copy, as DataParallel makes.
+        # Copies of the model share its hooks, as in DataParallel.
         if isinstance(loss, Tensor) and loss.numel() == 1 and module is self._model():
-            # Not a copy: Trainer multiplies it in place by the number of ranks.
+            # Without a clone: Trainer multiplies it in place by the number of ranks.
             self._losses.append(loss.detach())
             self._are_shares = named.get("num_items_in_batch") is not None
 
     def of_step(self) -> Tensor | None:
-        """The loss of all micro-batches since the last call, as ``Trainer`` adds them up.
+        """Return the loss of all micro-batches since the last call, as ``Trainer`` computes it.
 
-        A model that is told how many items all of them have returns its share of their mean.
+        A model that receives ``num_items_in_batch`` returns its share of the mean.
         """
         losses, self._losses = self._losses, []
         if not losses:

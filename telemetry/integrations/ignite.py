@@ -13,10 +13,10 @@ from telemetry.integrations.trainer_logger import TrainerLogger, Writer
 
 
 class TelemetryHandler(TrainerLogger):
-    """Logs what an ignite engine trains; a ``Checkpoint`` may save it with the engine.
+    """Logs the model of an ignite engine; a ``Checkpoint`` may save it with the engine.
 
-    The loss is the output of the engine's function if that is a number, or its item ``"loss"``;
-    it is logged after the step, and so at the next one, which is the iteration as ignite counts.
+    The loss is the output of the engine's function if that is a number, or its item ``"loss"``. It
+    is logged after the step, at the number of ignite's iteration.
     Arguments are as for :class:`TrainerLogger`.
     """
 
@@ -29,8 +29,8 @@ class TelemetryHandler(TrainerLogger):
         """Log the runs of an engine that trains the model.
 
         Args:
-            evaluators: Other engines that run it, by name; the first batch of each of their runs
-                is measured as a phase of that name.
+            evaluators: Other engines with the model, by name; the first batch of each of their
+                runs is measured as a phase of that name.
         """
         engine.add_event_handler(Events.STARTED, self._started, model)
         engine.add_event_handler(Events.ITERATION_COMPLETED, self._iteration_completed)

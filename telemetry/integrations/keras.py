@@ -11,17 +11,17 @@ from telemetry.integrations.trainer_logger import TrainerLogger, Writer
 
 
 class TelemetryCallback(TrainerLogger, Callback):
-    """Logs what ``fit`` trains, under the names of the model's layers.
+    """Logs the model of ``fit``, under the names of its layers.
 
-    Steps are counted as the optimizer counts them, so they go on after ``load_model``. The loss is
-    Keras' own: the mean over the epoch so far. Arguments are as for :class:`TrainerLogger`.
+    Steps are the optimizer's iterations, so they continue after ``load_model``. The loss is the
+    running mean of the epoch, as in Keras. Arguments are as for :class:`TrainerLogger`.
     """
 
     def __init__(self, writer: Writer, **options: Any) -> None:
         super().__init__(writer, **options)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        # Keras keeps the layers of most models where PyTorch does not look for them.
+        # named_modules() of most Keras models does not contain their layers.
         self._layers = nn.Module()
         for layer in self.model.layers:
             self._layers.add_module(layer.name.replace(".", "_"), layer)

@@ -11,7 +11,7 @@ from torch import Tensor
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.loggers import TensorBoardLogger
-except ImportError:  # the same under its former name
+except ImportError:  # its former name
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.loggers import TensorBoardLogger
 
@@ -19,9 +19,9 @@ from telemetry.integrations.trainer_logger import TrainerLogger
 
 
 class TelemetryCallback(TrainerLogger, Callback):
-    """Logs what a Lightning trainer trains, by default into the trainer's own TensorBoard run.
+    """Logs the model of a Lightning trainer, by default into the trainer's TensorBoard run.
 
-    Arguments are as for :class:`TrainerLogger`. The loss is that of automatic optimization; under
+    Arguments are as for :class:`TrainerLogger`. The loss is that of automatic optimization; with
     manual optimization, log it with ``callback.hook_logger.log(loss=...)``.
     """
 
@@ -37,7 +37,7 @@ class TelemetryCallback(TrainerLogger, Callback):
         if pl_module.automatic_optimization:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             scale = 1 if scaler is None else scaler.scale(torch.ones_like(loss.detach()))
-            # Lightning has divided it by the number of micro-batches, and multiplied by the scale.
+            # Lightning has divided it by the number of micro-batches and multiplied it by scale.
             self.log_loss(loss.detach() * trainer.accumulate_grad_batches / scale)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What all callbacks share: the logger of a trainer, made when its training begins."""
+"""Base class of all callbacks: the logger of a trainer."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Writer = tensorboard.SummaryWriter | str | os.PathLike[str]
 
 
 class TrainerLogger:
-    """A :class:`HookLogger` from the beginning of a training to its end.
+    """:class:`HookLogger` that is created at the beginning of a training and closed at its end.
 
     Args:
-        writer: As for ``HookLogger``; None: where the trainer writes.
-        options: The other arguments of ``HookLogger``. With ``on_alert="stop"`` the trainer ends
-            the training as it does by itself, on all ranks at the same step.
+        writer: As for ``HookLogger``; None: the directory of the trainer.
+        options: Other arguments of ``HookLogger``. With ``on_alert="stop"`` the trainer ends the
+            training regularly, on all ranks at the same step.
 
     Attributes:
-        hook_logger: That of the latest training, open or closed; None before the first.
-        failures: Where failures of the callback itself are reported.
+        hook_logger: Logger of the latest training, open or closed; None before the first.
+        failures: Reports failures of the callback.
 
     Raises:
-        TypeError: ``HookLogger`` has no such argument.
+        TypeError: An option is not an argument of ``HookLogger``.
     """
 
     def __init__(self, writer: Writer | None = None, **options: Any) -> None:
@@ -49,11 +49,11 @@ class TrainerLogger:
         self._training = False
 
     def begin(self, model: nn.Module, writer: Any, *, first_step: Any = 0) -> HookLogger:
-        """The training of ``model`` begins.
+        """Start logging the training of ``model``.
 
         Args:
-            writer: Where the trainer writes.
-            first_step: Unless the user gave one, or a state was loaded.
+            writer: Writer or directory of the trainer.
+            first_step: Default; an option of the user or a loaded state overrides it.
         """
         self.end()
         options = {"first_step": first_step, **self._options}
@@ -65,14 +65,14 @@ class TrainerLogger:
         return logger
 
     def end(self, exception: BaseException | None = None) -> None:
-        """The training ends; harmless when repeated."""
+        """Close the logger at the end of the training; idempotent."""
         self._phase.close()
         if self.hook_logger is not None and self._training:
             self._training = False
             self.hook_logger.__exit__(type(exception), exception, None)
 
     def log_loss(self, loss: object) -> None:
-        """Log a loss if it is a single number: of several micro-batches, that of the first."""
+        """Log a loss if it is a single number; of several micro-batches, the first counts."""
         if isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1):
             logger = self.hook_logger
             if logger is not None and logger.current_step != self._loss_step:
@@ -80,26 +80,26 @@ class TrainerLogger:
                 logger.log(loss=loss)
 
     def begin_phase(self, name: str) -> None:
-        """What runs from here to :meth:`end_phase` is no training; see ``HookLogger.phase``."""
+        """Start a phase that is not training; see ``HookLogger.phase``."""
         self._phase.close()
         if self.hook_logger is not None and self._training:
             self._phase.enter_context(self.hook_logger.phase(name))
 
     def end_phase(self) -> None:
-        """The phase ends; harmless when repeated."""
+        """End the phase; idempotent."""
         self._phase.close()
 
     @property
     def should_stop(self) -> bool:
-        """Whether an alert asks for the end of the training (``on_alert="stop"``)."""
+        """Whether an alert requests the end of the training (``on_alert="stop"``)."""
         return self.hook_logger is not None and self.hook_logger.should_stop
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the logger; empty before the first training."""
+        """Return the state of the logger; empty before the first training."""
         return {} if self.hook_logger is None else self.hook_logger.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from there: now, or if no training is in progress, when one begins."""
+        """Load the state into the logger, or into the next one if no training is in progress."""
         if self.hook_logger is not None and self._training:
             self.hook_logger.load_state_dict(state)
         else:

@@ -1,4 +1,4 @@
-"""Draws layers × steps as pixels or as SVG without a browser, in the colors of the page."""
+"""Draw a heat map of layers × steps as pixels or SVG, in the colors of the page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VIRIDIS = (
     "eae51afde725"
 )
 
-# The page draws stripes of two colors, a picture without room for stripes the first.
+# The page draws stripes of two colors; heat maps use the first.
 NAN_COLORS = ("#d5006d", "#ff7ac0")
 INFINITE_COLORS = ("#ff5a00", "#7a1f00")
 
@@ -29,7 +29,7 @@ ZERO_COLOR = "#000000"
 
 
 def _rgb(text: str) -> list[tuple[int, ...]]:
-    """Red, green and blue of each color in ``rrggbb...``, with or without a leading ``#``."""
+    """Parse the colors in ``rrggbb...``, with or without a leading ``#``."""
     digits = bytes.fromhex(text.removeprefix("#"))
     return [tuple(digits[start : start + 3]) for start in range(0, len(digits), 3)]
 
@@ -41,7 +41,7 @@ _ANCHORS = {"l": "start", "r": "end"}
 
 
 class Text(NamedTuple):
-    """Words at a place; ``side`` is ``l`` or ``r``, the end of the words that is there."""
+    """Text anchored at a point by its left or right end; ``side`` is ``l`` or ``r``."""
 
     x: float
     y: float
@@ -50,7 +50,7 @@ class Text(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Colors ``[rows, columns, 3]``, enlarged to so many pixels."""
+    """Colors ``[rows, columns, 3]``, enlarged to ``width × height`` pixels."""
 
     x: int
     y: int
@@ -61,11 +61,11 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeatMap:
-    """A picture of what :func:`heat_map` was given; all sizes are in pixels.
+    """Layout of a heat map; all sizes are in pixels.
 
     Attributes:
-        text_height: Of all texts, which are centered at their places.
-        cells: The matrix, and the color scale.
+        text_height: Height of all texts, which are vertically centered at their points.
+        cells: Matrix and color scale.
     """
 
     width: int
@@ -75,7 +75,7 @@ class HeatMap:
     texts: Sequence[Text]
 
     def pixels(self) -> NDArray[np.uint8]:
-        """Shape ``[height, width, 3]``."""
+        """Return pixels, shape ``[height, width, 3]``."""
         from PIL import Image, ImageDraw, ImageFont
 
         picture = Image.new("RGB", (self.width, self.height), (255, 255, 255))
@@ -88,7 +88,7 @@ class HeatMap:
         return np.asarray(picture)
 
     def svg(self) -> str:
-        """A document whose texts can be edited; the cells are pictures in it."""
+        """Return an SVG document with editable texts; the cells are embedded pictures."""
         from PIL import Image
 
         parts = []
@@ -124,17 +124,17 @@ def heat_map(
     least_width: int = 512,
     text_height: int | None = None,
 ) -> HeatMap:
-    """The matrix with names at the side, and steps and the color scale below.
+    """Lay out the matrix with names at the side, and steps and the color scale below.
 
     Args:
-        matrix: ``[rows, columns]``, at least 0; -1 where nothing was measured.
-        names: One for each row, without control characters.
-        steps: One for each column.
-        title: What the numbers are.
-        log: Whether magnitudes matter; else they are shares.
-        least_width: Of the cells together, in pixels.
-        text_height: In pixels; by default so that it can be read where TensorBoard shows the whole
-            350 pixels wide.
+        matrix: ``[rows, columns]``, at least 0; -1 is missing.
+        names: Name of each row, without control characters.
+        steps: Step of each column.
+        title: Name of the statistic.
+        log: Whether the scale is logarithmic; else the numbers are shares.
+        least_width: Minimum width of all cells, in pixels.
+        text_height: In pixels; default: readable where TensorBoard shows the picture 350 pixels
+            wide.
     """
     low, high = _range(matrix, log)
     scale = (np.geomspace if log else np.linspace)(low, high, 256)
@@ -170,12 +170,12 @@ def heat_map(
 
 
 def _short(name: str) -> str:
-    """A name with its beginning and, as that tells more, most of its end."""
+    """Shorten a name: keep its beginning and most of its end."""
     return name if len(name) <= _NAME_LENGTH else f"{name[:6]}…{name[7 - _NAME_LENGTH :]}"
 
 
 def _range(matrix: NDArray[np.floating], log: bool) -> tuple[float, float]:
-    """The values of the first and the last color."""
+    """Return the values of the first and the last color."""
     positive = matrix[np.isfinite(matrix) & (matrix > 0)]
     if not log:
         return 0.0, float(positive.max(initial=0.01))
@@ -188,7 +188,7 @@ def _range(matrix: NDArray[np.floating], log: bool) -> tuple[float, float]:
 def colors_of(
     matrix: NDArray[np.floating], low: float, high: float, log: bool
 ) -> NDArray[np.uint8]:
-    """Colors ``[rows, columns, 3]``."""
+    """Return the colors of a matrix, ``[rows, columns, 3]``."""
     stops = np.array(_rgb(VIRIDIS))
     with np.errstate(divide="ignore", invalid="ignore"):
         if log:

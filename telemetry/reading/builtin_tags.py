@@ -1,8 +1,8 @@
-"""Which tags of TensorBoard's own dashboards belong to a layer.
+"""Find the tags of a layer in TensorBoard's own dashboards.
 
-Without their groups, they are ``kind/NNNN.name`` with the layer's place in the forward order, which
-may change during a run, and ``kind/NNNN.name[i]`` for further outputs. Another layer may have the
-name ``name[i]``, but not the same place.
+Without their groups, they are ``kind/NNNN.name``, where NNNN is the layer's position in the forward
+order, which may change during a run, and ``kind/NNNN.name[i]`` for further outputs. Another layer
+may have the name ``name[i]``, but not the same position.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NamedTag = tuple[str, str, str]
 
 
 def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
-    """The tags of a layer's outputs and parameters, and of their gradients."""
+    """Return the tags of a layer's outputs and parameters, and of their gradients."""
     outputs, parameters = [], []
     parameter_names = {printable(parameter.name) for parameter in layer.parameters}
     for tag in tags:
@@ -43,7 +43,7 @@ def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
 
 
 def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
-    """The tags of a layer's feature maps and filters; with them, that of the model's input."""
+    """Return the tags of a layer's feature maps and filters, if any, and of the model's input."""
     tags = list(tags)
     parsed = [(tag, *(parse_numbered(tag) or _OTHER)) for tag in tags]
     own = [
@@ -56,10 +56,7 @@ def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
 
 
 def loss_of(tags: Collection[str], chosen: str | None) -> str | None:
-    """The tag of the loss among a run's scalars, if there is one.
-
-    ``chosen`` was written into the run; None: the logger was not given the loss.
-    """
+    """Return the tag of the loss among a run's scalars; ``chosen`` is what the logger wrote."""
     return chosen if chosen in tags else loss_among(tags)
 
 
@@ -70,7 +67,7 @@ def metrics_among(tags: Iterable[str], loss: str | None) -> list[str]:
 
 
 def scalar_curves(source: RunSource) -> list[tuple[str, str]]:
-    """Pairs of ``loss`` or ``learning rate`` and a tag: one loss, some learning rates."""
+    """Return pairs of ``loss`` or ``learning rate`` and a tag: one loss, some learning rates."""
     known = sorted(source.tags("scalars"))
     loss = loss_of(known, chosen_loss(source.tags(PLUGIN_NAME)))
     rates = [tag for tag in known if _RATE.fullmatch(plain(tag))][:_MAX_RATES]

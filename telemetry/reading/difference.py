@@ -1,4 +1,4 @@
-"""Finds where two runs part: for each statistic, the first step and layer with another number."""
+"""Find where two runs diverge: the first step and layer that differ, for each statistic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from telemetry.reading.run_data import RunData, windows
 from telemetry.tag_names import plain
 
 _FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
-# The order within a step in which statistics arise; the others do in the forward pass.
+# Order of statistics within a step; the others belong to the forward pass.
 ARISES = {
     **dict.fromkeys(("weight_norm", "weight_rms"), 0),
     **dict.fromkeys(("activation_grad_rms", "grad_norm", "grad_rms"), _BACKWARD),
@@ -24,22 +24,22 @@ ARISES = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The first step at which one statistic differs, and its number in both runs."""
+    """First step at which one statistic differs, and its value in both runs."""
 
-    statistic: str  # its name, ``loss``, or the tag of another curve of the whole run
+    statistic: str  # its name, ``loss``, or the tag of another curve
     step: int
-    module_name: str | None  # of those that differ, the first one computed; None for a curve
+    module_name: str | None  # the first differing module in order of computation; None for a curve
     first: float
     second: float
-    layer_count: int  # how many differ at this step; 0 for a curve
+    layer_count: int  # layers that differ at this step; 0 for a curve
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two runs next to each other.
+    """Result of comparing two runs.
 
-    There is at most one difference per statistic and curve. They are in the order in which they
-    arose: by step, and within a step weights, forward pass, backward pass, update.
+    There is at most one difference per statistic and curve, ordered by step and, within a step, by
+    weights, forward pass, backward pass, update.
     """
 
     differences: Sequence[Difference]
@@ -50,7 +50,7 @@ class Comparison:
 
 
 def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Comparison:
-    """Compares two runs at the steps and in the layers that both have.
+    """Compare two runs at the steps and in the layers that both have.
 
     Numbers are the same if they differ by at most ``tolerance`` times the larger one. NaN is the
     same as NaN, and infinity as infinity.
@@ -72,7 +72,7 @@ def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Compa
 def _of_layers(
     first: RunData, second: RunData, names: Sequence[str], tolerance: float
 ) -> tuple[list[Difference], int]:
-    """Where each statistic of these layers first differs, and how many steps both runs have."""
+    """Return the first difference of each statistic, and the number of common steps."""
     rows = []
     for run in (first, second):
         row_of = {layer.name: row for row, layer in enumerate(run.overview().layers)}
@@ -91,9 +91,9 @@ def _of_layers(
                 column = int(differ.any(axis=1).argmax())
                 layers = np.flatnonzero(differ[column])
                 row = layers[-1 if ARISES.get(statistic.name) == _BACKWARD else 0]
-                pair_there = float(one[column, row]), float(other[column, row])
+                both_values = float(one[column, row]), float(other[column, row])
                 found[statistic.name] = Difference(
-                    statistic.name, int(common[column]), names[row], *pair_there, len(layers)
+                    statistic.name, int(common[column]), names[row], *both_values, len(layers)
                 )
     return list(found.values()), len(steps)
 
@@ -110,7 +110,7 @@ def _same(
 
 
 def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:
-    """The loss and the learning rates by name and step; the loss by its kind."""
+    """Return loss and learning rates by name and step; the loss is named ``loss``."""
     names = {
         tag: kind if kind == "loss" else plain(tag)
         for kind, tag in builtin_tags.scalar_curves(run.source)
@@ -120,7 +120,7 @@ def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:
 
 
 def _of_curves(first: RunData, second: RunData, tolerance: float) -> Iterator[Difference]:
-    """Where the loss and the learning rates first differ."""
+    """Yield the first difference of the loss and of each learning rate."""
     read = [_curves(run) for run in (first, second)]
     for name in read[0]:
         one, other = (curves.get(name, {}) for curves in read)

@@ -1,4 +1,4 @@
-"""Puts the histograms of many steps over the same bins, so that one picture can show them."""
+"""Rebin the histograms of many steps to common bins, so that one picture can show them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ BINS = 80  # besides the one of exact zeros
 # Share of each step's values that the bins must cover.
 _COVERED = 0.999
 
-# The bucket of zeros holds what is nearer to zero than float32's smallest normal numbers.
+# The bucket of zeros holds values below float32's smallest normal number.
 _ZERO = float(bucket_edges()[1])
 _VANISHED = 1e-6
-_MAX_EDGE = 1e300  # leaves room for sums; infinite edges stand for the largest number
-_MAX_COUNT = 1e100  # no tensor has as many values, and sums of such stay finite
+_MAX_EDGE = 1e300  # leaves room for sums; infinite edges represent the largest number
+_MAX_COUNT = 1e100  # above the size of any tensor; sums stay finite
 _SMALLEST_UNIT = 1e-200  # also relative to the range, so that quotients stay finite
 
 
@@ -27,19 +27,19 @@ class Distribution:
     """Shares of values per bin and step; the outermost bins include the values beyond them.
 
     Bins have equal width in ``asinh(x / unit)``: linear in the bulk of the values, logarithmic
-    beyond it. Zeros, of which a ReLU returns many, have a bin of their own, and the bulk is that of
-    the other values.
+    beyond it. Exact zeros, of which a ReLU returns many, have a separate bin and do not count for
+    the bulk.
     """
 
     steps: NDArray[np.int64]  # ``[k]``
     edges: NDArray[np.float64]  # of the bins, ascending, ``[bins + 1]``
     shares: NDArray[np.float32]  # ``[k, bins]``; a row adds up to 1, or to 0 if it had no values
     unit: float  # where the axis turns from linear to logarithmic
-    zero_bin: int | None = None  # the bin of exact zeros; None if there are none
+    zero_bin: int | None = None  # bin of exact zeros; None without zeros
 
 
 def histogram_table(value: object) -> NDArray[np.float64]:
-    """Left edges, right edges and counts of a histogram, float64, shape ``[buckets, 3]``.
+    """Return left edges, right edges and counts of a histogram, float64, ``[buckets, 3]``.
 
     Raises:
         ValueError: ``value`` is not a histogram.
@@ -59,9 +59,9 @@ def histogram_table(value: object) -> NDArray[np.float64]:
 
 
 def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribution | None:
-    """Combines the tables of several steps, each as :func:`histogram_table` returns it.
+    """Combine the tables of several steps, each as :func:`histogram_table` returns it.
 
-    Values are taken to be evenly spread within a bucket. None if no histogram has a value.
+    Values are assumed to be evenly spread within a bucket. None if no histogram has a value.
     """
     if not any(table[:, 2].sum() > 0 for _, table in tables):
         return None
@@ -73,13 +73,13 @@ def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribut
     # Half of the values lie within the quartiles, so a unit of their size shows the bulk.
     bulk = np.array([np.abs(_quantiles(t, [0.25, 0.75])).max() for t in filled])
     low, high = float(spans[:, 0].min()), float(spans[:, 1].max())
-    # Leave out steps at which nearly all values vanish.
+    # Ignore steps at which nearly all values vanish.
     typical = bulk[bulk > bulk.max() * _VANISHED]
     size = max(abs(low), abs(high))
     unit = float(np.median(typical)) if typical.size else size or 1.0
     unit = max(unit, _SMALLEST_UNIT, size * _SMALLEST_UNIT)
     zero_bin = None
-    if has_zeros:  # what little lies at the other side of them is no zero
+    if has_zeros:  # a few values of the other sign do not extend the range
         ends = [table[table[:, 2] > 0][[0, -1]] for table in filled]
         low = low if low < 0 else float(min(first[0] for first, _ in ends))
         high = high if high > 0 else float(max(last[1] for _, last in ends))
@@ -116,7 +116,7 @@ def _edges(low: float, high: float, unit: float) -> NDArray[np.float64]:
 
 
 def _edges_around_zero(low: float, high: float, unit: float) -> tuple[NDArray[np.float64], int]:
-    """As many bins, none of which holds zero, and one more, that of zero; and which one that is."""
+    """Return the edges of :data:`BINS` bins and one more bin for zero, and its index."""
     ends = (max(-low, 0.0), max(high, 0.0)) if low < high else (1.0, 1.0)
     lengths = [float(np.arcsinh(end / unit)) for end in ends]
     shares = [length / (sum(lengths) or 1.0) for length in lengths]
@@ -125,7 +125,7 @@ def _edges_around_zero(low: float, high: float, unit: float) -> tuple[NDArray[np
 
 
 def _edges_from_zero(end: float, share: float, unit: float) -> NDArray[np.float64]:
-    """Edges of a share of the bins, from where zero ends; that alone if no value lies beyond."""
+    """Return the edges of a share of the bins beyond zero; one edge if there are no values."""
     if end <= 2 * _ZERO:
         return np.array([_ZERO])
     count = max(1, round(share * BINS))

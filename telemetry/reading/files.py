@@ -1,4 +1,4 @@
-"""Reads a run from its event files, without TensorBoard's server."""
+"""Read a run from its event files, without TensorBoard's server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_KEPT_BYTES = {
 
 
 class Series(NamedTuple):
-    """What TensorBoard's server says of a tag."""
+    """Last step and time of a tag, as TensorBoard's server returns them."""
 
     max_step: int
     max_wall_time: float
@@ -49,17 +49,17 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {
 
 
 class FileSource:
-    """All values of one run, read once and kept in memory: a :class:`RunSource`.
+    """All values of one run, read once into memory: a :class:`RunSource`.
 
-    Values that a later session replaces (``purge_step``) are left out, as in TensorBoard.
+    Values that a later session replaces (``purge_step``) are omitted, as in TensorBoard.
 
     Args:
         log_dir: The run's directory.
-        is_read: Of a plugin's name and a tag, whether the values are wanted; all by default.
+        is_read: Selects the values to read by plugin name and tag; default: all.
 
     Attributes:
         problems: One line for each file or tag that could not be read completely.
-        series: Last step and time of each of the page's tags, whether or not it is read.
+        series: Last step and time of all tags of the page, including those not read.
 
     Raises:
         FileNotFoundError: ``log_dir`` holds no event files.
@@ -73,7 +73,7 @@ class FileSource:
         self.problems = Problems()
         self.series: dict[str, Series] = {}
         self._is_read = is_read
-        # By plugin and tag, each value behind its step.
+        # By plugin and tag: pairs of step and value.
         self._values: dict[str, dict[str, list[tuple[int, Any]]]] = defaultdict(dict)
         self._room = dict(MAX_KEPT_BYTES)
         paths = list_event_files(log_dir) if Path(log_dir).is_dir() else []
@@ -82,7 +82,7 @@ class FileSource:
         for path in paths:
             self._read_file(path)
         for plugin_name, tags in self._values.items():
-            if plugin_name != PLUGIN_NAME:  # of each step, what was written last
+            if plugin_name != PLUGIN_NAME:  # the last value of each step counts
                 self._values[plugin_name] = {
                     tag: sorted(dict(series).items()) for tag, series in tags.items() if series
                 }
@@ -151,10 +151,10 @@ class FileSource:
 
 
 def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | None]:
-    """A value's plugin, and what it holds; None if that is nothing that is shown.
+    """Return the plugin and the content of a value; None if the plugin is not shown.
 
     Raises:
-        ValueError: It is not what the plugin's values are.
+        ValueError: The value does not have the format of the plugin.
     """
     if value.HasField("simple_value"):
         return "scalars", value.simple_value
@@ -178,7 +178,7 @@ def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | 
 
 
 def _decode(tensor: TensorProto) -> NDArray[Any] | bytes:
-    """The array in a tensor, or the first of its strings.
+    """Return the array in a tensor, or the first of its strings.
 
     Raises:
         ValueError: Type, shape and content do not fit together, or the type is not supported.

@@ -1,4 +1,4 @@
-"""Finds the runs below a directory, and opens them."""
+"""Find the runs below a directory, and open them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from telemetry.reading.run_data import RunData
 
 
 class NoTelemetryError(ValueError):
-    """There are event files, but telemetry did not write them."""
+    """Event files that telemetry did not write."""
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         super().__init__(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
 
 
 def natural_key(text: str) -> list[str | int]:
-    """Sorts ``run10`` behind ``run9``."""
+    """Return a sort key that puts ``run10`` behind ``run9``."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
 
 
@@ -34,7 +34,7 @@ def find_log_dirs(
     is_log_dir: Callable[[Path], bool] = has_event_files,
     skipped: Callable[[OSError], object] = lambda error: None,
 ) -> Iterator[Path]:
-    """The directories of runs at and below ``path``, in natural order; links are followed.
+    """Yield the directories of runs at and below ``path``, in natural order; links are followed.
 
     ``skipped`` is called with the reason for each directory that cannot be read.
 
@@ -48,7 +48,7 @@ def find_log_dirs(
     seen: set[str] = set()
     for folder, folders, _ in os.walk(path, onerror=skipped, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # a link to a directory above it, or a second one to the same
+        if real in seen:  # a circular or repeated link
             folders.clear()
             continue
         seen.add(real)
@@ -76,7 +76,7 @@ def open_run(log_dir: str | os.PathLike[str]) -> RunData:
 
 
 def only_log_dir(path: Path, skipped: Callable[[OSError], object] = lambda error: None) -> Path:
-    """The directory of a run: ``path``, or the only one below it, as :func:`find_log_dirs` finds.
+    """Return the directory of a run: ``path``, or the only one below it.
 
     Raises:
         OSError: ``path`` cannot be read, or has no run.

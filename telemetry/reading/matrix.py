@@ -1,4 +1,4 @@
-"""A statistic as a layers × steps matrix: regions of it, and thinning where it is too large."""
+"""Matrix of a statistic over layers and steps: its regions, and its reduction to a size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from telemetry.untrusted import MAX_INTEGER
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A part of a matrix, both ends included."""
+    """Range of steps and layers, both ends included."""
 
     first_step: int = 0
     last_step: int = MAX_INTEGER
@@ -20,12 +20,12 @@ class Region:
     last_layer: int = MAX_INTEGER
 
     def holds(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each of the steps lies inside."""
+        """Whether each step is inside."""
         inside: NDArray[np.bool_] = (steps >= self.first_step) & (steps <= self.last_step)
         return inside
 
     def layers(self, count: int) -> slice:
-        """Which of ``count`` layers lie inside."""
+        """Return the layers inside, of ``count`` layers."""
         last = min(self.last_layer, count - 1)
         return slice(min(self.first_layer, count), max(last + 1, self.first_layer))
 
@@ -35,22 +35,22 @@ WHOLE = Region()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Matrix:
-    """One statistic of some layers at some steps: :data:`~telemetry.layers.MISSING` is unknown."""
+    """One statistic of some layers at some steps; unknown: :data:`~telemetry.layers.MISSING`."""
 
     steps: NDArray[np.int64]  # the first step of each column, ``[columns]``, ascending
     values: NDArray[np.float32]  # ``[columns, rows]``
     first_layer: int = 0  # of the first row
     layer_factor: int = 1  # layers per row; the last row may have fewer
     step_factor: int = 1  # measured steps per column; the last column may have fewer
-    sampled: bool = False  # whether steps were left out because there is too much to read
+    sampled: bool = False  # whether steps are omitted to limit the bytes to read
 
 
 def in_order(
     steps: NDArray[np.int64], values: NDArray[np.float32]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Steps ``[k]`` in ascending order and their values ``[k, ...]``; the last of equal steps.
+    """Sort steps ``[k]`` and their values ``[k, ...]``; the last of equal steps is kept.
 
-    They are unsorted where two programs wrote into one directory.
+    Steps are unsorted where two programs wrote into one directory.
     """
     if (np.diff(steps) > 0).all():
         return steps, values
@@ -60,10 +60,10 @@ def in_order(
 
 
 def thin(matrix: Matrix, *, max_layers: int, max_cells: int) -> Matrix:
-    """Reduces a matrix to at most so many rows and cells; each cell is the largest of several.
+    """Reduce a matrix to a maximum of rows and cells; each cell is the largest of several.
 
-    NaN counts as larger than infinity, infinity as larger than any number, and a missing value as
-    smaller. So a fault in a single place stays visible.
+    NaN is larger than infinity, and a missing value is the smallest, so a fault in a single cell
+    stays visible.
     """
     columns, rows = matrix.values.shape
     layer_factor = max(1, -(-rows // max_layers))

@@ -1,4 +1,4 @@
-"""Reads tags of numbers in batches, caches them, and takes the statistics of layers from them."""
+"""Read tags of numbers in batches, cache them, and compute statistics of layers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from telemetry.reading.sessions import NumberTag, Segment
 from telemetry.reading.sources import Problems, RunSource
 from telemetry.untrusted import MAX_INTEGER
 
-# Most that is read for one answer; if it would be more, steps are left out.
+# Limit of one answer; beyond it, steps are omitted.
 READ_BYTES = 256 << 20
-# Read with one call.
+# Tags per call.
 CALL_TAGS = 100
 _CACHE_BYTES = 512 << 20
 
@@ -25,16 +25,16 @@ _CACHE_BYTES = 512 << 20
 EVERY_STEP = {statistic.name for statistic in PAGE_STATISTICS if statistic.every_step}
 
 Numbers: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Steps ``[k]``, and for each of them the numbers of an ``m`` tag, ``[k, modules, statistics]``, or
-of an ``n`` tag, ``[k, parameters]``."""
+"""Steps ``[k]`` and their numbers: of an ``m`` tag ``[k, modules, statistics]``, of an ``n`` tag
+``[k, parameters]``."""
 
 
 class NumberCache:
-    """The numbers of one run that were read most recently."""
+    """Cache of the most recently read numbers of one run."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        # By tag and whether only a part was read: the tag's last step then, and what was read.
+        # By tag and ``sampled``: the tag's last step at that time, and the numbers.
         self._known: OrderedDict[tuple[str, bool], tuple[int, Numbers]] = OrderedDict()
 
     def clear(self) -> None:
@@ -44,7 +44,7 @@ class NumberCache:
     def read(
         self, source: RunSource, wanted: Sequence[NumberTag], sampled: bool
     ) -> Iterator[tuple[NumberTag, Numbers]]:
-        """The tags that can be read, and what they hold."""
+        """Yield the readable tags and their numbers."""
         for start in range(0, len(wanted), CALL_TAGS):
             batch = wanted[start : start + CALL_TAGS]
             found: dict[str, Numbers] = {}
@@ -71,17 +71,17 @@ class NumberCache:
             self.nbytes -= self._known.popitem(last=False)[1][1][1].nbytes
 
 
-def within_room(wanted: Sequence[NumberTag]) -> tuple[bool, Sequence[NumberTag]]:
-    """Whether steps are to be left out, and of which tags to read something."""
+def within_limit(wanted: Sequence[NumberTag]) -> tuple[bool, Sequence[NumberTag]]:
+    """Return whether to omit steps, and the tags to read."""
     total = sum(tag.estimated_bytes for tag in wanted)
     if total <= READ_BYTES:
         return False, wanted
-    # Only one event of each tag is read, which is about a tenth of it.
+    # Only one event of each tag is read: about a tenth.
     return True, wanted[:: max(1, -(-total // (EVENTS_PER_TAG * READ_BYTES)))]
 
 
 def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems) -> Numbers:
-    """All events of a tag as one array."""
+    """Concatenate all events of a tag."""
     shape = tag.segment.shape(tag.kind)
     steps, values = [np.empty(0, np.int64)], [np.empty((0, *shape), np.float32)]
     for step, value in points:
@@ -96,7 +96,7 @@ def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems)
 
 
 def _event_numbers(kind: ChunkKind, step: int, array: object, shape: tuple[int, ...]) -> Numbers:
-    """What one event holds; an event of norms has several steps.
+    """Return steps and numbers of one event; an event of norms has several steps.
 
     Raises:
         ValueError: It does not fit the layout.
@@ -122,10 +122,11 @@ def _event_numbers(kind: ChunkKind, step: int, array: object, shape: tuple[int, 
 def of_modules(
     segment: Segment, values: NDArray[np.float32], name: str, modules: NDArray[np.intp]
 ) -> NDArray[np.float32] | None:
-    """One statistic of some of a segment's modules, ``[k, modules]``; None if it lacks it.
+    """Return one statistic of some modules of a segment, ``[k, modules]``; None without it.
 
-    ``values`` are of one of its ``n`` tags for a statistic of :data:`EVERY_STEP`, of one of its
-    ``m`` tags for another; ``modules`` are places in its layout, ascending.
+    Args:
+        values: Numbers of an ``n`` tag for a statistic of :data:`EVERY_STEP`, else of an ``m`` tag.
+        modules: Indices in the segment's layout, ascending.
     """
     if name not in EVERY_STEP:
         names = segment.statistic_names
@@ -135,7 +136,7 @@ def of_modules(
     owning, starts = np.unique(owners[own], return_index=True)
 
     def sums(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Over each module's parameters, ``[k, modules]``."""
+        """Sum over each module's parameters, ``[k, modules]``."""
         found = np.zeros((len(numbers), len(modules)))
         if len(own):
             found[:, np.searchsorted(modules, owning)] = np.add.reduceat(numbers, starts, axis=1)

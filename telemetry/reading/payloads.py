@@ -1,4 +1,4 @@
-"""What the server sends to the page: JSON, and arrays preceded by a JSON header."""
+"""Answers of the server to the page: JSON, and arrays preceded by a JSON header."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from telemetry.tag_names import plain
 
 # Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws.
 MAX_PICTURE_PIXELS = 1 << 22
-# Even a picture that does not compress stays below this.
+# Above the size of an incompressible picture.
 MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
-# Layers that moved first; the page shows the first few.
+# First movers of one answer; the page shows a few.
 MAX_MOVERS = 100
 
 _ALIGNMENT = 8
@@ -75,7 +75,7 @@ def overview(run: Overview, hparams: bytes | None) -> dict[str, Any]:
 
 
 def movers(run: RunData, step: int) -> dict[str, Any]:
-    """Which layers left their past first around a step; null if that cannot be known."""
+    """Return the layers that left their baseline first; null without a baseline."""
     found = run.first_movers(step)
     # JSON has no infinity.
     shown = [
@@ -87,7 +87,7 @@ def movers(run: RunData, step: int) -> dict[str, Any]:
 
 
 def matrix(part: Matrix) -> bytes:
-    """Steps ``[columns]`` and values ``[columns, rows]``."""
+    """Pack steps ``[columns]`` and values ``[columns, rows]``."""
     header = {
         "rows": part.values.shape[1],
         "firstLayer": part.first_layer,
@@ -99,25 +99,25 @@ def matrix(part: Matrix) -> bytes:
 
 
 def units(found: Units) -> bytes:
-    """Steps ``[steps]``, and smallest and largest value of each unit, ``[steps, units, 2]``.
+    """Pack steps ``[steps]`` and the extremes of each unit, ``[steps, units, 2]``.
 
-    Both are 0 of a dead unit; the smallest is above the largest of one that was left out. Where
-    there are too many numbers, a step stands for all up to the next one, as if they had been one.
-    The header says of each step which units are ``dead``, ``belowZero`` and ``saturated``, as
-    ``0-11, 40``, and how many were ``leftOut``; ``sampled``: whether steps were.
+    Both extremes of a dead unit are 0; of an omitted unit, the minimum is above the maximum. In a
+    reduced answer, a step represents all steps up to the next one. The header has for each step the
+    units that are ``dead``, ``belowZero`` and ``saturated``, as ``0-11, 40``, and the number of
+    omitted units, ``leftOut``; ``sampled``: whether steps are omitted.
     """
     header = {
         "dead": [*map(ranges, found.dead)],
         "belowZero": [*map(ranges, found.below_zero)],
         "saturated": [*map(ranges, found.saturated)],
-        "leftOut": found.left_out.sum(axis=1).tolist(),
+        "leftOut": found.omitted.sum(axis=1).tolist(),
         "sampled": found.sampled,
     }
     return pack(header, {"steps": found.steps, "extremes": found.extremes})
 
 
 def scalars(source: RunSource) -> bytes:
-    """Loss and learning rates, if the run has them."""
+    """Pack loss and learning rates, if the run has them."""
     curves = builtin_tags.scalar_curves(source)
     found = source.read("scalars", [tag for _, tag in curves])
     header: list[dict[str, str]] = []
@@ -133,7 +133,7 @@ def scalars(source: RunSource) -> bytes:
 
 
 def layer_series(statistics: Mapping[str, Numbers], parameters: Mapping[str, Numbers]) -> bytes:
-    """All statistics of one layer, and the gradient norm of each of its parameters."""
+    """Pack all statistics of one layer, and the gradient norm of each of its parameters."""
     groups = {"statistics": statistics, "parameters": parameters}
     arrays: dict[str, NDArray[Any]] = {}
     for group, curves in groups.items():
@@ -144,7 +144,7 @@ def layer_series(statistics: Mapping[str, Numbers], parameters: Mapping[str, Num
 
 
 def histograms(source: RunSource, layer: Layer) -> bytes:
-    """The layer's histograms over time, from the tags of the Histograms dashboard."""
+    """Pack the layer's histograms over time, from the tags of the Histograms dashboard."""
     tags = builtin_tags.histogram_tags(layer, source.tags("histograms"))
     points = source.read("histograms", [tag for _, _, tag in tags])
     header: list[dict[str, Any]] = []
@@ -168,7 +168,7 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
 
 
 def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
-    """The layer's pictures and their steps, from the tags of the Images dashboard."""
+    """Return the layer's pictures and their steps, from the tags of the Images dashboard."""
     tags = builtin_tags.image_tags(layer, source.tags("images"))
     read = source.read("images", [tag for _, _, tag in tags])
     steps = {tag: [step for step, _ in read.get(tag, ())] for _, _, tag in tags}
@@ -176,7 +176,7 @@ def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
 
 
 def picture(source: RunSource, tag: str, step: int) -> bytes | None:
-    """A PNG file; None if the picture is missing, too large or not a PNG."""
+    """Return a PNG file; None if the picture is missing, too large or not a PNG."""
     try:
         png = source.picture(tag, step)
         return None if png is None else _checked_png(png)
@@ -186,7 +186,7 @@ def picture(source: RunSource, tag: str, step: int) -> bytes | None:
 
 
 def _checked_png(png: bytes) -> bytes:
-    # The signature, and the length, the name and the first two fields of the first chunk.
+    # Signature; then length, name and the first two fields of the first chunk.
     head = struct.Struct(">8sI4sII")
     if len(png) > MAX_PICTURE_BYTES:
         raise ValueError(f"its picture has {len(png)} bytes")
@@ -201,7 +201,7 @@ def _checked_png(png: bytes) -> bytes:
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """The header's length as 8 little-endian bytes, the header, then the arrays.
+    """Pack the header's length as 8 little-endian bytes, the header, then the arrays.
 
     Header and arrays begin at multiples of 8 bytes. The header's ``arrays`` gives the ``type``
     (``f4``, or ``f8`` also for int64, little-endian), ``shape`` and ``offset`` from the header's

@@ -26,7 +26,7 @@ Table: TypeAlias = Any
 
 
 class Run:
-    """What a run has written so far, read once; its alerts are in the order of their steps."""
+    """Records of a run up to now, read once; its alerts are in the order of their steps."""
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
@@ -38,19 +38,19 @@ class Run:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One line for each thing in the directory that could not be read."""
+        """One line for each unreadable part of the directory."""
         return tuple(self._data.source.problems)
 
     @property
     def hparams(self) -> dict[str, str | float | bool]:
-        """What was given to ``HookLogger.hparams``; numbers are floats."""
+        """Hyperparameters given to ``HookLogger.hparams``; numbers are floats."""
         return dict(read_hparams(hparams_content(self._data.source)))
 
     @cached_property
     def scalars(self) -> Table:
         """All curves, a row for each point: columns ``tag``, ``step``, ``value``.
 
-        Tags are without the group that TensorBoard shows them in, such as ``~run/``.
+        Tags do not contain TensorBoard's group, such as ``~run/``.
         """
         series: dict[str, list[tuple[int, float]]] = {}
         source = self._data.source
@@ -64,10 +64,10 @@ class Run:
 
     @cached_property
     def layers(self) -> Table:
-        """What the Telemetry page shows, a row for each number that was measured.
+        """Statistics of the Telemetry page, a row for each measured number.
 
-        Columns ``statistic``, ``step``, ``module_name``, ``type_name``, ``value``. A value that is
-        NaN was measured as NaN.
+        Columns ``statistic``, ``step``, ``module_name``, ``type_name``, ``value``. NaN is a
+        measured NaN.
         """
         names = [statistic.name for statistic in PAGE_STATISTICS]
         found: list[tuple[NDArray[Any], ...]] = []
@@ -87,16 +87,16 @@ class Run:
         )
 
     def units(self, layer: str) -> Units:
-        """What each unit or channel of a layer returned, at the steps that were measured in full.
+        """Return the extremes of each unit or channel of a layer at full steps.
 
         Args:
             layer: Its name, as in the column ``module_name`` of :attr:`layers`.
 
         Returns:
-            Arrays ``[steps, units]``; no step if none was recorded.
+            Arrays ``[steps, units]``; without recorded units, no step.
 
         Raises:
-            KeyError: There is no such layer.
+            KeyError: The run does not have the layer.
         """
         names = [known.name for known in self._data.overview().layers]
         if layer not in names:
@@ -106,10 +106,10 @@ class Run:
 
     @cached_property
     def modules(self) -> Table:
-        """The layers in forward order, and where they are written.
+        """The layers in forward order, and their source locations.
 
         Columns ``module_name``, ``type_name``, ``forward`` (file and line) and ``user_code``: the
-        same where that is your own code, else those of the nearest module around it, and its name.
+        same if that is your own code, else the location and name of the nearest enclosing module.
         """
         layers = self._data.overview().layers
         rows = np.arange(len(layers))
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def histogram_tags(self) -> tuple[str, ...]:
-        """All tags that :meth:`histogram` knows."""
+        """The tags of :meth:`histogram`."""
         return tuple(self._histogram_tags)
 
     @cached_property
@@ -130,13 +130,13 @@ class Run:
         return {plain(tag): tag for tag in sorted(self._data.source.tags("histograms"))}
 
     def histogram(self, tag: str) -> Mapping[int, NDArray[np.float64]]:
-        """The histograms of a tag such as ``grad/0002.fc1.weight``.
+        """Return the histograms of a tag such as ``grad/0002.fc1.weight``.
 
         Returns:
             By step: left edge, right edge and count of each bucket, shape ``[buckets, 3]``.
 
         Raises:
-            KeyError: There is no such tag.
+            KeyError: The run does not have the tag.
         """
         found = self._histogram_tags.get(plain(tag))
         if found is None:
@@ -160,7 +160,7 @@ def read(run: str | os.PathLike[str]) -> Run:
 
 
 def _table(**columns: NDArray[Any] | tuple[NDArray[np.intp], Sequence[str]]) -> Table:
-    """A table; a column of texts is given as places in a list of them."""
+    """Make a table; a column of texts is given as indices into a list of distinct texts."""
     try:
         import pandas as pd
     except ImportError:

@@ -1,4 +1,4 @@
-"""Reads and caches what the Telemetry page shows of one run."""
+"""Read and cache the data of one run for the Telemetry page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from telemetry.reading.numbers import (
     NumberCache,
     Numbers,
     of_modules,
-    within_room,
+    within_limit,
 )
 from telemetry.reading.sessions import (
     Layer,
@@ -61,7 +61,7 @@ MAX_TEXT_BYTES = 32 << 20
 class Overview:
     """Layers, steps with data, and alerts of a run."""
 
-    version: str  # another one if earlier answers no longer fit: there are new layers or sessions
+    version: str  # changes with new layers or sessions: earlier answers are then invalid
     layers: tuple[Layer, ...]  # in forward order
     first_step: int
     last_step: int
@@ -71,14 +71,14 @@ class Overview:
 
     @property
     def extent(self) -> str:
-        """The number of layers and the range of steps, for a heading."""
+        """Number of layers and range of steps, for a heading."""
         if not self.layers:
             return "no steps"
         return f"{len(self.layers)} layers, steps {self.first_step} to {self.last_step}"
 
 
 class RunData:
-    """One run. Each call looks for new data; calls may come from any thread."""
+    """Data of one run. Each call reads new data; calls may come from any thread."""
 
     def __init__(self, source: RunSource) -> None:
         self.source = source
@@ -88,7 +88,7 @@ class RunData:
         self._forget()
 
     def overview(self) -> Overview:
-        """What the run holds now.
+        """Return layers, steps and alerts, as of now.
 
         Raises:
             NewerFormatError: The run has a later format, and nothing in it can be read.
@@ -116,7 +116,7 @@ class RunData:
             )
 
     def matrix(self, statistic: str, region: Region = WHOLE) -> Matrix:
-        """One statistic of all layers at all steps, or of a region of both.
+        """Return one statistic of all layers at all steps, or of a region.
 
         Raises:
             KeyError: The page has no statistic of this name.
@@ -146,9 +146,9 @@ class RunData:
         return Matrix(steps=all_steps, values=all_values, first_layer=rows.start, sampled=sampled)
 
     def layer_series(self, name: str) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
-        """Steps and values ``[k]`` of a layer's statistics and of its parameters' gradient norms.
+        """Return a layer's statistics and its parameters' gradient norms: steps and values ``[k]``.
 
-        Each by its name, without what was never measured; empty if the run lacks the layer.
+        Both are by name and omit series that were never measured; empty without the layer.
         """
         with self._lock:
             self._refresh()
@@ -172,10 +172,10 @@ class RunData:
         return _measured(found), _measured(joined)
 
     def units(self, name: str, region: Region = WHOLE) -> Units:
-        """The units of a layer at the steps of a region; steps that lack it are left out.
+        """Return the units of a layer at the recorded steps of a region.
 
         Raises:
-            KeyError: The run has no such layer.
+            KeyError: The run does not have the layer.
         """
         with self._lock:
             self._refresh()
@@ -199,10 +199,10 @@ class RunData:
         return Units.of(type_name, found, sampled)
 
     def first_movers(self, step: int) -> list[Onset] | None:
-        """The layers whose gradient norm had left its past by a step, earliest first.
+        """Return the layers whose gradient norm has left its baseline by a step, earliest first.
 
-        NaN counts as infinite. What came after the step is left out: at the end of an explosion all
-        layers are NaN alike. None if there are too few steps before to know what is usual.
+        NaN counts as infinite. Later steps are ignored: at the end of an explosion all layers are
+        NaN. None if there are too few earlier steps for a baseline.
         """
         region = Region(first_step=max(0, step + 1 - LOOK_BACK), last_step=step)
         matrix = self.matrix("grad_norm", region)
@@ -212,7 +212,7 @@ class RunData:
         return onsets(names, matrix.steps, norms, step, fewest=FEWEST_TO_SHOW)
 
     def _version(self) -> str:
-        """A hash that changes when columns read earlier no longer fit new ones."""
+        """Return a hash that changes with layers and sessions."""
         parts = [
             f"{segment.begin},{len(segment.layout.modules)}" for segment in self._structure.segments
         ]
@@ -224,7 +224,7 @@ class RunData:
         last_steps = dict(self.source.tags(PLUGIN_NAME))
         if last_steps == self._last_steps:
             return
-        if self._last_steps.keys() - last_steps.keys():  # another run in the same place
+        if self._last_steps.keys() - last_steps.keys():  # another run in the same directory
             self._forget()
         new = [tag for tag in last_steps if tag not in self._last_steps]
         alerts = [tag for tag in new if tag.startswith(ALERT_PREFIX)]
@@ -247,7 +247,7 @@ class RunData:
         self._numbers.clear()
 
     def _parse(self, tags: Sequence[str]) -> None:
-        """Takes in layouts and alerts."""
+        """Read and decode layouts and alerts."""
         for tag, step, text in self._events(tags, sampled=True):
             try:
                 self._parse_text(tag, step, text)
@@ -276,15 +276,15 @@ class RunData:
         self._layouts[tag] = WrittenLayout(session, number, step, *self._decoded[text])
 
     def _events(self, tags: Sequence[str], sampled: bool) -> Iterator[tuple[str, int, object]]:
-        """Tag, step and content of each event."""
+        """Yield tag, step and content of each event."""
         for start in range(0, len(tags), CALL_TAGS):
             batch = tags[start : start + CALL_TAGS]
             read = self.source.read(PLUGIN_NAME, batch, sampled=sampled)
             yield from ((tag, step, data) for tag in batch for step, data in read.get(tag, ()))
 
     def _wanted(self, kind: ChunkKind, region: Region) -> tuple[bool, Sequence[NumberTag]]:
-        """Whether steps are left out, and which tags to read for a region."""
-        return within_room(
+        """Return whether to omit steps, and the tags to read for a region."""
+        return within_limit(
             [
                 tag
                 for tag in self._structure.tags
@@ -298,7 +298,7 @@ class RunData:
     def _read(
         self, kind: ChunkKind, region: Region
     ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
-        """Whether steps are left out, and what the tags hold at steps inside of the region."""
+        """Return whether steps are omitted, and the numbers in the region."""
         sampled, wanted = self._wanted(kind, region)
         found = self._numbers.read(self.source, wanted, sampled)
         return sampled, ((tag.segment, _cut(tag.segment, *read, region)) for tag, read in found)
@@ -307,9 +307,9 @@ class RunData:
 def windows(
     runs: Sequence[RunData], statistics: Sequence[str], region: Region | None = None
 ) -> Iterator[list[list[Matrix]]]:
-    """A matrix for each run and each statistic, window by window of steps; no step is left out.
+    """Yield a matrix for each run and statistic, window by window; no step is omitted.
 
-    A window is the same range of steps in all of the runs, and fits into memory.
+    A window is the same range of steps in all runs, and fits into memory.
     """
     if region is None:
         overviews = [run.overview() for run in runs]
@@ -328,7 +328,7 @@ def windows(
 def _cut(
     segment: Segment, steps: NDArray[np.int64], values: NDArray[np.float32], region: Region
 ) -> Numbers:
-    """What lies inside of the region and was not replaced by a later session."""
+    """Select the steps in the region that no later session replaces."""
     inside = region.holds(steps) & (steps < segment.end)
     return (steps, values) if inside.all() else (steps[inside], values[inside])
 

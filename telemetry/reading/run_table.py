@@ -1,4 +1,4 @@
-"""All runs with what tells them apart: status, loss, first alert, hyperparameters."""
+"""Rows of the run table: status, loss, first alert, hyperparameters."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from telemetry.reading.sources import RunSource
 from telemetry.tag_names import LAYERS
 from telemetry.untrusted import MAX_INTEGER
 
-# A run that is still going writes at least every few seconds, but it may pause to validate.
+# A live run writes every few seconds, but it may pause to validate.
 _SILENT_S = 300.0
 _SILENT_STEPS = 50
 
-# Alerts of a run that are read to find the first that is more than a note.
+# Alerts of a run that are read to find the first one above a note.
 MAX_ALERTS = 8
 _MAX_HPARAMS = 1000
 _MAX_TEXT = 200
@@ -47,7 +47,7 @@ _MAX_TEXT = 200
 
 @dataclass(frozen=True, kw_only=True)
 class RunEntry:
-    """What the tags of a run alone tell of it. Times are in seconds since the epoch."""
+    """Facts of a run in its tags alone. Times are in seconds since the epoch."""
 
     name: str
     last_step: int  # with data that counts
@@ -56,24 +56,24 @@ class RunEntry:
     step_s: float  # seconds per step, of the newest session; 0 if unknown
     alert_tags: tuple[str, ...]  # of the alerts that count, by step
     loss_tag: str | None
-    end_tag: str | None  # how the newest session was closed; None if it was not, or went on
+    end_tag: str | None  # end of the newest session; None if it is open or continued
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sorts the newest first, those of one start in natural order."""
+        """Sort key: the newest run first, runs of the same start in natural order."""
         return -self.started_s, natural_key(self.name)
 
     @property
     def texts(self) -> list[str]:
-        """The tags of which :meth:`row` wants the contents."""
+        """The tags whose contents :meth:`row` reads."""
         return [*self.alert_tags[:MAX_ALERTS], *filter(None, [self.end_tag])]
 
     def status(
         self, now_s: float, exception: str | None = None
     ) -> Literal["live", "ended", "died"]:
-        """Whether the training goes on; a run that was not closed and is silent has died.
+        """Return whether the training continues; a silent run that was not closed has died.
 
-        ``exception`` is what the training ended in, as its end says.
+        ``exception`` is the class of the exception that ended the training.
         """
         if self.end_tag is not None:
             return "ended" if exception is None else "died"
@@ -83,13 +83,13 @@ class RunEntry:
     def row(
         self, now_s: float, texts: Mapping[str, Any], hparams: bytes | None, loss: Any
     ) -> dict[str, Any]:
-        """What the run table shows of the run.
+        """Return the row of the run table.
 
         Args:
             now_s: Seconds since the epoch.
-            texts: Contents of the tags :attr:`texts`, as far as they can be read.
-            hparams: Hyperparameters, as TensorBoard keeps them.
-            loss: As :func:`loss_summary` says; None without one.
+            texts: Contents of the tags :attr:`texts` that can be read.
+            hparams: Hyperparameters in TensorBoard's encoding.
+            loss: Result of :func:`loss_summary`; None without a loss.
         """
         return {
             "name": self.name,
@@ -105,7 +105,7 @@ class RunEntry:
 
 
 def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
-    """The run with these tags of the page's data, at least one, as TensorBoard lists them."""
+    """Make the entry of a run with these tags of the page's data, at least one."""
     layouts = {tag: series for tag, series in tags.items() if tag.startswith(LAYOUT_PREFIX)}
     starts = [(session_of(tag, LAYOUT_PREFIX), series) for tag, series in layouts.items()]
     sessions = Sessions((session, series.max_step) for session, series in starts)
@@ -142,7 +142,7 @@ def _time(series: Any) -> float:
 
 
 def read_row(log_dir: Path, name: str, now_s: float) -> dict[str, Any] | None:
-    """The row of a run in event files, with its problems; None if there is no telemetry data.
+    """Return the row of a run in event files, with its problems; None without telemetry data.
 
     Raises:
         OSError: There are no event files, or they cannot be read.
@@ -161,18 +161,18 @@ def read_row(log_dir: Path, name: str, now_s: float) -> dict[str, Any] | None:
 
 def _is_read(plugin_name: str, tag: str) -> bool:
     if plugin_name in ("scalars", metadata.PLUGIN_NAME):
-        return not tag.startswith(LAYERS)  # most of all, and none is the loss
+        return not tag.startswith(LAYERS)  # most of the scalars; the loss is not among them
     return tag.startswith((ALERT_PREFIX, END_PREFIX))
 
 
 def differing(rows: Collection[Mapping[str, Any]]) -> list[str]:
-    """The hyperparameters in which some rows differ; not to have one is a value, too."""
+    """Return the hyperparameters that differ between rows; a missing one counts as a value."""
     names = dict.fromkeys(name for row in rows for name in row["hparams"])
     return [name for name in names if len({str(row["hparams"].get(name)) for row in rows}) > 1]
 
 
 def loss_summary(tag: str, data: Sequence[object]) -> dict[str, Any]:
-    """Tag, last and smallest finite value; NaN: there is none."""
+    """Return tag, last and smallest finite value; NaN without one."""
     values = np.array([value for value in data if isinstance(value, (int, float))], np.float64)
     finite = values[np.isfinite(values)]
     return {
@@ -189,10 +189,10 @@ def _exception(text: object) -> str | None:
 
 
 def _first_alert(texts: Iterable[object]) -> dict[str, Any] | None:
-    """The first alert above a note, or the note shortly before it; else the first note."""
+    """Return the first alert above a note, or the note shortly before it; else the first note."""
     alerts: list[Alert] = []
     for text in texts:
-        with suppress(ValueError):  # the run's own page tells it
+        with suppress(ValueError):  # the page of the run reports it
             alerts += [decode_alert(text)] if isinstance(text, bytes) else []
     loud = next((alert.step for alert in alerts if alert.severity != "note"), None)
     since = -math.inf if loud is None else loud - _NAMES_CAUSE
@@ -206,13 +206,13 @@ _NAMES_CAUSE = 100  # steps: other batches kill units 23 steps later
 
 
 def hparams_content(source: RunSource) -> bytes | None:
-    """The hyperparameters in event files, as TensorBoard keeps them."""
+    """Return the hyperparameters in event files, in TensorBoard's encoding."""
     read = source.read(metadata.PLUGIN_NAME, [metadata.SESSION_START_INFO_TAG])
     return next((points[-1][1] for points in read.values()), None)
 
 
 def read_hparams(content: bytes | None) -> Iterator[tuple[str, str | float | bool]]:
-    """Names and values; none if that is not what TensorBoard keeps."""
+    """Yield names and values; nothing if the encoding is invalid."""
     if content is None:
         return
     try:
@@ -221,10 +221,10 @@ def read_hparams(content: bytes | None) -> Iterator[tuple[str, str | float | boo
         return
     for name, value in sorted(found.hparams.items())[:_MAX_HPARAMS]:
         kind = value.WhichOneof("kind")
-        if kind == "number_value":  # whole ones are most likely written as such
+        if kind == "number_value":  # most likely written as integers
             number = value.number_value
-            is_whole = number.is_integer() and abs(number) <= MAX_INTEGER
-            yield name[:_MAX_TEXT], int(number) if is_whole else number
+            is_integer = number.is_integer() and abs(number) <= MAX_INTEGER
+            yield name[:_MAX_TEXT], int(number) if is_integer else number
         elif kind == "bool_value":
             yield name[:_MAX_TEXT], value.bool_value
         elif kind == "string_value":

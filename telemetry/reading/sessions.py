@@ -1,4 +1,4 @@
-"""Groups a run's tags by session and layout, and drops what a later session replaced."""
+"""Group a run's tags by session and layout, and drop steps that a later session replaced."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from telemetry.records import Layout, Module, Parameter
 from telemetry.untrusted import MAX_INTEGER
 
 _NEVER = 2**62
-_STEPS_BEYOND = 64  # of a block of norms: what one may hold above its limit
+_STEPS_BEYOND = 64  # steps of a block of norms above its size limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer(Module):
-    """One row of the picture: a module with its own parameters.
+    """Row of the heat map: a module with its own parameters.
 
-    ``places`` are its places in the forward order, which may have changed during the run.
+    ``places`` are its positions in the forward order, which may change during the run.
     """
 
     parameters: tuple[Parameter, ...]
@@ -35,7 +35,7 @@ class Layer(Module):
 
 
 class WrittenLayout(NamedTuple):
-    """What one layout tag says."""
+    """Decoded layout tag."""
 
     session: str
     number: int
@@ -46,7 +46,7 @@ class WrittenLayout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """What one session wrote with one layout.
+    """Records of one session with one layout.
 
     Attributes:
         layout: Its modules and parameters.
@@ -73,7 +73,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NumberTag:
-    """A tag of numbers: its steps lie in ``after < step <= last``."""
+    """Tag of numbers, whose steps are in ``after < step <= last``."""
 
     tag: str
     kind: ChunkKind
@@ -83,7 +83,7 @@ class NumberTag:
 
     @property
     def estimated_bytes(self) -> int:
-        """The most that it holds if telemetry wrote it, also when spread over all layers."""
+        """Upper limit of its size if telemetry wrote it, also when expanded to all layers."""
         steps = max(0, self.last - self.after)
         if self.kind == "u":
             return MOST_BYTES * min(steps, EVENTS_PER_TAG)
@@ -96,7 +96,7 @@ class NumberTag:
 
 
 class Sessions:
-    """Where each session begins, of the first steps of its layouts, and a later one replaces it."""
+    """First step of each session, and the step from which a later one replaces it."""
 
     def __init__(self, starts: Iterable[tuple[str, int]] = ()) -> None:
         self.begins: dict[str, int] = {}
@@ -108,12 +108,12 @@ class Sessions:
         self._ends = [*reversed(list(later)), _NEVER]
 
     def end_of(self, session: str) -> int:
-        """First step of a session that a later one replaces."""
+        """Return the first step of a session that a later one replaces."""
         return self._ends[bisect_right(self._sorted, session)]
 
 
 def session_of(tag: str, prefix: str) -> str:
-    """The session in a tag of a layout or an alert."""
+    """Return the session in a tag of a layout or an alert."""
     return tag.removeprefix(prefix).rpartition("/")[0]
 
 
@@ -130,10 +130,10 @@ class Structure:
 def assemble(
     layouts: Iterable[WrittenLayout], last_steps: Mapping[str, int], problems: Problems
 ) -> Structure:
-    """The layers, segments and tags of a run, of its layouts in any order.
+    """Combine the layouts of a run, in any order, into layers, segments and tags.
 
-    Equal layouts should be one object. ``last_steps`` has the last step of each of the plugin's
-    tags; those that are skipped are told to ``problems``.
+    Equal layouts should be one object. ``last_steps`` has the last step of each tag of the plugin;
+    skipped tags are added to ``problems``.
     """
     ordered = sorted(layouts, key=lambda written: (written.session, written.number))
     sessions = Sessions((written.session, written.step) for written in ordered)
@@ -164,7 +164,7 @@ def assemble(
 
 
 def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
-    """The newest layout's modules; a module of older layouts only follows its predecessor there."""
+    """Return the newest layout's modules; older modules follow their former predecessor."""
     found: dict[str, tuple[Module, tuple[Parameter, ...]]] = {}
     places: dict[str, set[int]] = defaultdict(set)
     ordered: list[str] = []
@@ -191,7 +191,7 @@ def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
 def _group(
     last_steps: Mapping[str, int], problems: Problems
 ) -> Mapping[tuple[str, int], list[tuple[ChunkKind, str, int, int]]]:
-    """Kind, tag, ``after`` and ``last`` of the tags of numbers of each session and layout."""
+    """Return kind, tag, ``after`` and ``last`` of the number tags by session and layout."""
     groups: dict[tuple[str, int], list[tuple[ChunkKind, str, int, int]]] = defaultdict(list)
     previous: dict[tuple[str, int, ChunkKind], int] = {}
     chunks = [(chunk, tag) for tag in last_steps if (chunk := parse_chunk(tag))]
@@ -201,7 +201,7 @@ def _group(
             problems.add(tag, "its last step must be from 0 to 2**53")
             continue
         key = chunk.session, chunk.layout, chunk.kind
-        # Where steps go back, the first step is unknown.
+        # Where steps decrease, the first step is unknown.
         after = previous[key] if previous.get(key, _NEVER) <= last else -1
         previous[key] = last
         groups[chunk.session, chunk.layout].append((chunk.kind, tag, after, last))

@@ -1,4 +1,4 @@
-"""What a source of one run's data offers, be it TensorBoard's server or the event files."""
+"""Interface to the data of one run: TensorBoard's server or the event files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from telemetry.plain_text import printable
 
-# Lines about one run; nobody reads more than that.
+# Lines about one run.
 MAX_PROBLEMS = 50
 _MAX_LINE = 200  # characters
 
 
 class Problems(Iterable[str]):
-    """Lines that say which parts of a run were skipped and why; equal lines appear once.
+    """Lines about skipped parts of a run, with the reasons; equal lines appear once.
 
     ``report`` is called with each new line.
     """
@@ -24,7 +24,7 @@ class Problems(Iterable[str]):
         self._more = 0
 
     def add(self, what: str, why: object) -> None:
-        """Adds a line for a skipped file, tag or part of one; after many lines, only counts."""
+        """Add a line for a skipped file, tag or part of one; count it if there are many."""
         line = f"skipped {_shortened(what)}: {_shortened(str(why))}"
         if line in self._lines:
             return
@@ -46,26 +46,25 @@ def _shortened(text: str) -> str:
 
 
 class RunSource(Protocol):
-    """Tags of one run and their values, by the plugin that they were written for.
+    """Tags of one run and their values, by plugin.
 
     Attributes:
-        problems: What was skipped; code that finds more problems in the values adds them.
+        problems: Skipped parts; readers of the values add more.
     """
 
     problems: Problems
 
     def tags(self, plugin_name: str) -> Mapping[str, int]:
-        """Last step of each tag; the plugins of TensorBoard are ``scalars``, ``histograms`` and
-        ``images``."""
+        """Return the last step of each tag of a plugin: ``scalars``, ``histograms``, ``images``."""
 
     def read(
         self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
     ) -> Mapping[str, Sequence[tuple[int, Any]]]:
-        """Steps and values of each tag by ascending step; only the last one if ``sampled``.
+        """Return steps and values of each tag by ascending step; if ``sampled``, the last alone.
 
-        A value is a float of ``scalars``, else an array, or the ``bytes`` of a text. Of ``images``
-        only the steps mean something.
+        Values of ``scalars`` are floats, others are arrays or the ``bytes`` of a text. Values of
+        ``images`` have no meaning.
         """
 
     def picture(self, tag: str, step: int) -> bytes | None:
-        """A PNG file; None if the step has none."""
+        """Return a PNG file; None if the step has none."""

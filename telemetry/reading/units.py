@@ -1,4 +1,4 @@
-"""The extremes of a layer's units, step by step."""
+"""Extremes of a layer's units over the steps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from telemetry.records.rows import NO_VALUES
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Units:
-    """The units or channels of what a layer returned, at the steps that were measured in full.
+    """Extremes of the units or channels of a layer's output at full steps.
 
     Attributes:
         type_name: The layer's class.
         steps: int64 ``[steps]``, ascending.
         extremes: Smallest and largest value of each unit, float32 ``[steps, units, 2]``, up to
-            0.8 % further from zero than they were; NaN if the unit had one. Where the unit was left
-            out, because a step takes no more than 64 KiB: infinity and minus infinity.
-        sampled: Whether steps were left out because there is too much to read.
+            0.8 % further from zero than measured; NaN if the unit had one. Of units that were
+            omitted, because a step is limited to 64 KiB: infinity and minus infinity.
+        sampled: Whether steps are omitted to limit the bytes to read.
     """
 
     type_name: str
@@ -32,39 +32,39 @@ class Units:
 
     @property
     def min(self) -> NDArray[np.float32]:
-        """The smallest values, ``[steps, units]``."""
+        """Smallest values, ``[steps, units]``."""
         return self.extremes[..., 0]
 
     @property
     def max(self) -> NDArray[np.float32]:
-        """The largest values, ``[steps, units]``."""
+        """Largest values, ``[steps, units]``."""
         return self.extremes[..., 1]
 
     @property
     def dead(self) -> NDArray[np.bool_]:
-        """Which were zero for the whole batch, ``[steps, units]``; these are not left out."""
+        """Whether a unit was zero for the whole batch, ``[steps, units]``."""
         dead: NDArray[np.bool_] = (self.extremes == 0).all(axis=-1)
         return dead
 
     @property
     def below_zero(self) -> NDArray[np.bool_]:
-        """Which had only values below zero, ``[steps, units]``: a ReLU behind them passes none."""
-        return (self.max < 0) & ~self.left_out
+        """Whether a unit was below zero for the whole batch: zero after a ReLU."""
+        return (self.max < 0) & ~self.omitted
 
     @property
     def saturated(self) -> NDArray[np.bool_]:
-        """Which had only values at one flat end of the layer's activation function, such as tanh
-        below -7/8, ``[steps, units]``; none for other layers."""
+        """Whether a unit stayed at one flat end of the layer's activation function, such as tanh
+        below -7/8, for the whole batch; False for other layers."""
         return saturated_units(self.type_name, self.extremes)
 
     @property
-    def left_out(self) -> NDArray[np.bool_]:
-        """Which were left out, ``[steps, units]``."""
+    def omitted(self) -> NDArray[np.bool_]:
+        """Whether a unit was omitted, ``[steps, units]``."""
         return self.min > self.max
 
     @staticmethod
     def of(type_name: str, found: Mapping[int, NDArray[np.float32]], sampled: bool) -> Units:
-        """Of each step ``[units, 2]``; where other steps have more, these are left out."""
+        """Combine the extremes of each step, ``[units, 2]``; missing units count as omitted."""
         steps = sorted(found)
         most = max(map(len, found.values()), default=0)
         extremes = np.tile(NO_VALUES, (len(steps), most, 1))
@@ -78,7 +78,7 @@ class Units:
         )
 
     def thin(self, max_cells: int) -> Units:
-        """At most so many steps times units; some steps become one, as if they had been."""
+        """Merge neighboring steps until there are at most ``max_cells`` steps times units."""
         factor = -(-len(self.steps) // max(1, max_cells // max(1, self.extremes.shape[1])))
         if factor <= 1:
             return self

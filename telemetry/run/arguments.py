@@ -1,6 +1,6 @@
-"""The arguments of :class:`telemetry.HookLogger` and its methods, checked.
+"""Checks of the arguments of :class:`telemetry.HookLogger` and its methods.
 
-What is wrong raises TypeError or ValueError, which names the argument and what it must be.
+A wrong argument raises TypeError or ValueError; the message says which values are valid.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FirstStep: TypeAlias = int | Literal["auto"]
 HistogramForm: TypeAlias = Literal["tensor", "classic"]
 OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise", "stop"] | None
 
-# What ``wandb.log`` and ``SummaryWriter.add_scalar`` take beside the scalars.
-_OF_OTHERS = {"step", "global_step", "walltime", "commit"}
+# Arguments of ``wandb.log`` and ``SummaryWriter.add_scalar`` other than scalars.
+_FOREIGN_ARGUMENTS = {"step", "global_step", "walltime", "commit"}
 
 
 def is_disabled(enabled: object) -> bool:
@@ -42,14 +42,14 @@ def is_disabled(enabled: object) -> bool:
 
 
 def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer | None:
-    """Check that the model can be trained, and that the other two fit it.
+    """Check that the model can be trained, and that selection and optimizer belong to it.
 
     Returns:
-        The optimizer that runs the hooks, if one is given.
+        The optimizer that calls the hooks, if one is given.
     """
     check_model(model, "HookLogger")
-    ours = {id(parameter) for parameter in model.parameters()}
-    if not ours:
+    own = {id(parameter) for parameter in model.parameters()}
+    if not own:
         raise ValueError(
             f"HookLogger(model={type(model).__name__}): has no parameters, so it cannot be trained"
         )
@@ -61,36 +61,38 @@ def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer |
     if not isinstance(inner, Optimizer):
         raise TypeError(
             f"HookLogger(optimizer=...): must be a torch.optim.Optimizer, not "
-            f"{type_of(optimizer)}; call logger.step() in a loop that has none"
+            f"{type_of(optimizer)}; without one, call logger.step() in the loop"
         )
-    if not any(id(p) in ours for group in inner.param_groups for p in group["params"]):
+    if not any(id(p) in own for group in inner.param_groups for p in group["params"]):
         raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
     return inner
 
 
 def size_budget_of(max_bytes_per_step: object, histograms: str) -> SizeBudget:
-    """What writes histograms and pictures as these two arguments say."""
+    """Return the size budget of these two arguments."""
     limit = max_bytes_per_step
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
         raise TypeError(f"HookLogger(max_bytes_per_step={limit!r}): must be an int or None")
     if limit is not None and limit < 1:
         raise ValueError(
-            f"HookLogger(max_bytes_per_step={limit}): must be at least 1; leave out histograms and "
-            "pictures by activations=False, gradients=False, weights=False and images=False"
+            f"HookLogger(max_bytes_per_step={limit}): must be at least 1; to omit histograms and "
+            "pictures, use activations=False, gradients=False, weights=False and images=False"
         )
     check_choice("histograms", histograms, *get_args(HistogramForm))
     return SizeBudget(max_bytes=limit, classic=histograms == "classic")
 
 
 def sample_of(model: nn.Module, sample: Any, images: bool) -> Sample | None:
-    """The fixed sample, if one is given."""
+    """Return the fixed sample, if one is given."""
     if sample is not None and not images:
-        raise ValueError("HookLogger(sample=...): images=False draws none; leave one of them out")
+        raise ValueError(
+            "HookLogger(sample=...): images=False draws no pictures; remove one of the arguments"
+        )
     return None if sample is None else Sample(model, sample)
 
 
 def check_choice(name: str, value: object, *choices: str) -> None:
-    """Check that an argument is one of these words."""
+    """Check that an argument is one of the choices."""
     if value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
         words = f"{', '.join(others)} or {last}"
@@ -129,15 +131,17 @@ def check_on_alert(on_alert: object) -> None:
 
 
 def check_phase(name: str) -> str:
-    """The name of a phase, with which tags can begin."""
+    """Check the name of a phase: the first part of tags."""
     check_text(f"HookLogger.phase(name={name!r}): it", name)
     if not name:
-        raise ValueError("HookLogger.phase(name=''): must not be empty, it begins the tags")
+        raise ValueError(
+            "HookLogger.phase(name=''): must not be empty: it is the first part of the tags"
+        )
     return name
 
 
 def rules_of(alerts: Any) -> Sequence[Rule]:
-    """The rules given as ``alerts``."""
+    """Return the rules given as ``alerts``."""
     if alerts is None or isinstance(alerts, Mapping):
         return rules_from(alerts or {})
     if not isinstance(alerts, Iterable) or isinstance(alerts, str):
@@ -152,7 +156,7 @@ def rules_of(alerts: Any) -> Sequence[Rule]:
 
 
 def log_dir_of(writer: object, *, written: bool = True) -> str:
-    """The directory of a writer; on a rank that does not write it may be any object."""
+    """Return the directory of a writer; on a rank that does not write, it may be any object."""
     if isinstance(writer, tensorboard.SummaryWriter):
         return str(writer.log_dir)
     if not isinstance(writer, str | os.PathLike):
@@ -170,7 +174,7 @@ def log_dir_of(writer: object, *, written: bool = True) -> str:
 def scalars_of(
     scalars: object, more: Sequence[object], named: Mapping[str, object]
 ) -> tuple[dict[str, float | HostCopy], list[TypeError | ValueError]]:
-    """The scalars that ``log`` writes, and an error for each of the others.
+    """Return the valid scalars of ``log``, and an error for each other argument.
 
     Raises:
         TypeError: ``scalars`` is not a mapping, or there are more positional arguments.
@@ -183,17 +187,17 @@ def scalars_of(
         )
     values: dict[str, float | HostCopy] = {}
     refused: list[TypeError | ValueError] = []
-    if not _OF_OTHERS.isdisjoint(named):
+    if not _FOREIGN_ARGUMENTS.isdisjoint(named):
         refused += [
             TypeError(
-                f"HookLogger.log({name}={reprlib.repr(named[name])}): is no argument, the step is "
-                "the one in progress, logger.current_step; leave it out, or "
+                f"HookLogger.log({name}={reprlib.repr(named[name])}): is not an argument: the step "
+                "is the one in progress, logger.current_step; remove it, or "
                 f"write log({{{name!r}: ...}}) for a curve of this name"
             )
             for name in named
-            if name in _OF_OTHERS
+            if name in _FOREIGN_ARGUMENTS
         ]
-        named = {tag: value for tag, value in named.items() if tag not in _OF_OTHERS}
+        named = {tag: value for tag, value in named.items() if tag not in _FOREIGN_ARGUMENTS}
     for tag, value in ({**scalars, **named} if scalars else named).items():
         try:
             check_text(f"HookLogger.log({{{tag!r}: ...}}): a tag", tag)

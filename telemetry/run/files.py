@@ -160,7 +160,7 @@ class RunFiles:
         """Append to ``alerts.jsonl``, and write the flight file of the steps before it.
 
         A line has the alert's fields, the session of the page, and when the step ended in seconds
-        since the epoch. Remote directories have no such file.
+        since the epoch. Remote directories have no file.
         """
         self.flight.on_alert(alert)
         if "://" not in self.log_dir:

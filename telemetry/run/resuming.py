@@ -1,24 +1,37 @@
-"""At which step a resumed run begins, and what it takes over from the earlier one."""
+"""First step and state of a resumed run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from google.protobuf.message import DecodeError
+from tensorboard.compat.proto.event_pb2 import Event
+
+from telemetry.events import list_event_files
+from telemetry.events.page_format import parse_chunk
+from telemetry.events.reading import events_from_end
 from telemetry.failures import Failures
 from telemetry.plain_text import type_of
-from telemetry.reading.last_step import EventFile, event_files, last_step
 from telemetry.records import StepRecord
 from telemetry.run.arguments import FirstStep
+from telemetry.tag_names import TOTAL_GRAD_NORM
 
 STATE_FORMAT = 1
 _FEW_FILES = 8
 _FEW_BYTES = 1 << 20
 
+# Tags in each step of a logger and of no other program. Steps of a user's own tags may have another
+# meaning.
+_MARKS = (TOTAL_GRAD_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
+
 
 def resolved(first_step: FirstStep, log_dir: str) -> int:
-    """The number of the first step; for ``"auto"`` the one after the last in the directory.
+    """Return the number of the first step; for ``"auto"``, the step after the last recorded one.
 
     Raises:
         ValueError: The directory is remote.
@@ -36,38 +49,38 @@ def resolved(first_step: FirstStep, log_dir: str) -> int:
 
 
 class LaterSteps:
-    """Warns once if a run counts steps again that its local directory already holds."""
+    """Warns once if a run repeats steps that its local directory already holds."""
 
     def __init__(self, log_dir: str, failures: Failures, *, expected: bool) -> None:
         self._log_dir = log_dir
         self._failures = failures
         self._earlier: tuple[EventFile, ...] = ()
         if "://" not in log_dir and not expected:
-            with failures.contained("to look for earlier steps"):
+            with failures.contained("to find earlier steps"):
                 self._earlier = tuple(islice(event_files(log_dir), _FEW_FILES))
 
     def expect_them(self) -> None:
-        """Do not warn: the run was resumed."""
+        """Disable the warning: the run was resumed."""
         self._earlier = ()
 
     def on_step(self, record: StepRecord) -> None:
-        """Compare the first step with those that are there."""
+        """Compare the first step of the run with the recorded ones."""
         earlier, self._earlier = self._earlier, ()
         if not earlier:
             return
-        with self._failures.contained("to look for earlier steps"):
+        with self._failures.contained("to find earlier steps"):
             last = last_step(earlier, max_bytes=_FEW_BYTES)
             if last is not None and last > record.step:
                 self._failures.log_once(
-                    f"{self._log_dir} already holds steps up to {last}, and this run counts from "
-                    f"{record.step} again. To resume that run: HookLogger(first_step={last + 1}) "
+                    f"{self._log_dir} already holds steps up to {last}, and this run repeats them "
+                    f"from {record.step} on. To resume that run: HookLogger(first_step={last + 1}) "
                     'or first_step="auto", or load_state_dict() with the state of a checkpoint. '
                     "A new run should have another directory"
                 )
 
 
 def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The usable part of a logger's state, and in words what cannot be used.
+    """Return the usable part of a logger's state, and descriptions of the rest.
 
     Raises:
         TypeError: ``state`` is not a dict.
@@ -77,16 +90,71 @@ def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             f"HookLogger.load_state_dict({type_of(state)}): must be what state_dict() returned"
         )
     usable: dict[str, Any] = {}
-    misfits = []
+    incompatible = []
     step, order = state.get("step"), state.get("forward_order")
     if isinstance(step, int) and step >= 0:
         usable["step"] = step
     else:
-        misfits.append(f"the step: {step!r}")
+        incompatible.append(f"the step: {step!r}")
     if state.get("format") != STATE_FORMAT:
-        misfits.append(f"the state of the rules: its format {state.get('format')!r} is unknown")
-        return usable, misfits
+        incompatible.append(
+            f"the state of the rules: its format {state.get('format')!r} is unknown"
+        )
+        return usable, incompatible
     usable |= {name: state.get(name) for name in ("full", "full_steps", "rules", "logged", "loss")}
     if isinstance(order, list | tuple):
         usable["forward_order"] = [name for name in order if isinstance(name, str)]
-    return usable, misfits
+    return usable, incompatible
+
+
+class EventFile(NamedTuple):
+    """Event file, and its size in bytes when it was found."""
+
+    path: Path
+    size: int
+
+
+def event_files(log_dir: str) -> Iterator[EventFile]:
+    """Yield regular event files of a local directory, newest first; none without the directory.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    with suppress(FileNotFoundError):
+        for path in reversed(list_event_files(log_dir)):
+            if path.is_file():
+                yield EventFile(path, path.stat().st_size)
+
+
+def last_step(files: Iterable[EventFile], *, max_bytes: float = math.inf) -> int | None:
+    """Return the last step that a logger recorded; None without any.
+
+    It is the last step of the newest session, which may have restarted at an earlier step. Files
+    are read from their ends, so this is fast unless none of the newest files is a logger's.
+
+    Args:
+        files: Newest first; each is read up to its ``size``.
+        max_bytes: Approximate limit for each file.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    for path, size in files:
+        with open(path, "rb") as file:
+            for data in events_from_end(file, size, _MARKS, max_bytes=max_bytes):
+                step = _step_of(data)
+                if step is not None:
+                    return step
+    return None
+
+
+def _step_of(data: bytes) -> int | None:
+    """Return the step of a logger's event; None for any other event."""
+    try:
+        event = Event.FromString(data)
+    except DecodeError:
+        return None
+    tags = (value.tag for value in event.summary.value)
+    if any(tag == TOTAL_GRAD_NORM or parse_chunk(tag) is not None for tag in tags):
+        return int(event.step)
+    return None

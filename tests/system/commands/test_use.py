@@ -290,7 +290,7 @@ def test_equal_runs_do_not_differ(runs: Path) -> None:
 def test_the_first_step_and_layer_where_runs_part_are_named(runs: Path) -> None:
     done = run("diff", runs / "good", runs / "deep" / "bad")
     assert done.returncode == 1
-    assert "part at step 5 in loss, the layers at step 5 in last" in done.stdout
+    assert "diverge at step 5 in loss, the layers at step 5 in last" in done.stdout
     found = records(run("diff", runs / "good", runs / "faster", "--json").stdout)
     assert [(d["statistic"], d["step"]) for d in found[:3]] == [
         ("learning_rate/0", 0), ("update_ratio", 0), ("loss", 1),

@@ -226,8 +226,8 @@ class Counter(Rule):
         self.count = state["count"]
 
 
-def left_out(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [m.partition("left out ")[2] for m in caplog.messages if "left out" in m]
+def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [m.partition("ignored ")[2] for m in caplog.messages if " ignored " in m]
 
 
 def test_a_rule_of_ones_own_takes_part_if_it_has_a_state(
@@ -244,10 +244,10 @@ def test_a_rule_of_ones_own_takes_part_if_it_has_a_state(
         logger.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         loop(1)
     assert counter.count == 4
-    assert left_out(caplog) == []
+    assert ignored(caplog) == []
 
 
-def test_a_rule_whose_state_cannot_be_taken_is_left_out(
+def test_a_rule_whose_state_cannot_be_taken_is_omitted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(Counter):
@@ -282,7 +282,7 @@ def test_other_rules_take_what_fits_and_say_in_one_line_what_does_not(
         logger.load_state_dict(state)
         assert logger.current_step == 3
         loop(1)
-    assert left_out(caplog) == expected
+    assert ignored(caplog) == expected
     assert "telemetry failed" not in caplog.text
 
 
@@ -331,7 +331,7 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
         (
             "other types",
             3,
-            "default_rules: baseline resets, dead_units begins anew, no_learning begins anew",
+            "default_rules: baseline resets, dead_units resets, no_learning resets",
         ),
     ],
 )
@@ -343,7 +343,7 @@ def test_a_state_that_is_not_ours_is_taken_as_far_as_it_goes(
         logger.load_state_dict(state)
         assert logger.current_step == step
         loop(2)
-    [line] = left_out(caplog)
+    [line] = ignored(caplog)
     assert expected in line
     assert "telemetry failed" not in caplog.text
 

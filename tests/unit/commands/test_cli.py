@@ -142,7 +142,7 @@ def test_units_are_told_with_the_dead_ones_in_ranges(
     assert [record["dead"] for record in records] == [True] * 12 + [False]
     assert records[12] == {
         "step": 0, "unit": 12, "min": -1, "max": 2,
-        "dead": False, "saturated": False, "left_out": False,
+        "dead": False, "saturated": False, "omitted": False,
     }  # fmt: skip
     extremes[3:5] = -2, -1
     rows = Rows.of([Sketch.empty()], units=[extremes])

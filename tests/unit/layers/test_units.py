@@ -182,7 +182,7 @@ def test_a_run_tells_dead_and_saturated_units(log_dir: Path) -> None:
     assert [*map(ranges, units.dead)] == ["0-11, 40"] * 3
     assert units.min.shape == units.max.shape == (3, 64)
     assert (units.min <= units.max).all()
-    assert not units.left_out.any()
+    assert not units.omitted.any()
     assert not units.saturated.any()
     assert [*map(ranges, run.units("3").saturated)] == ["3"] * 3
     with pytest.raises(KeyError, match="no layer '11'; the closest are 1"):
@@ -212,7 +212,7 @@ def test_thinned_steps_are_as_if_they_had_been_one() -> None:
     units = Units(type_name="ReLU", steps=np.array([0, 5, 9]), extremes=extremes).thin(4)
     assert units.steps.tolist() == [0, 9]
     assert units.extremes[0].tolist() == [[0, 3], [1, 2]]
-    assert units.left_out.tolist() == [[False, False], [False, True]]
+    assert units.omitted.tolist() == [[False, False], [False, True]]
     assert units.dead.tolist() == [[False, False], [True, False]]
     packed = payloads.units(units)
     assert b'"dead":["","0"]' in packed
