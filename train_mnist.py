@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     for alert in logger.alerts:
         print(f"  {alert.title}: {alert.summary}")
     page = f"http://localhost:6006/#telemetry&p.telemetry.run={quote(Path(log_dir).name, safe='')}"
-    print(f"\nLook at it with:\n{command(log_dir)} --port 6006\n  layers over steps: {page}")
+    print(f"\nOpen it with:\n{command(log_dir)} --port 6006\n  layers over steps: {page}")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -117,7 +117,7 @@ def load_small_digits() -> tuple[str, TensorDataset, TensorDataset]:
     small = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
     images = nn.functional.interpolate(small, size=(28, 28), mode="bilinear")[:, 0]
     labels = torch.from_numpy(digits.target)
-    # The data set is ordered by writer: without shuffling, nobody writes in both parts.
+    # The data set is ordered by writer: without shuffling, no writer is in both parts.
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = (as_dataset(images[part], labels[part]) for part in (order[:1437], order[1437:]))
     return "digits", train, test

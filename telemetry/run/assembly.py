@@ -1,4 +1,4 @@
-"""The parts of one run, put together in one place, and the stand-in of a disabled logger."""
+"""Parts of one run, put together in one place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.util import Finalize
 from threading import RLock, Thread
@@ -36,6 +36,7 @@ from telemetry.ranks.role import Ranks, rank_and_world_size, role_of
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.run.arguments import FirstStep, OnAlert, check_phase, scalars_of
+from telemetry.run.disabled import DisabledRun
 from telemetry.run.files import RunFiles
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
@@ -48,56 +49,11 @@ from telemetry.writing.size_budget import SizeBudget
 
 log = logging.getLogger("telemetry")
 
-# Time limit in seconds of a flush that somebody else's flush or close of the writer starts.
+# Time limit in seconds of a flush before the user flushes or closes the writer.
 _FOREIGN_FLUSH_S = 30.0
 
 # Time limit in seconds for the disk when a checkpoint is taken.
 _CHECKPOINT_S = 10.0
-
-
-class DisabledRun:
-    """Run of a disabled logger: records nothing and returns the state that it was given."""
-
-    attached = should_stop = False
-    alerts: tuple[Alert, ...] = ()
-    noted_alerts: Sequence[Alert] = ()
-
-    def __init__(self, log_dir: str, first_step: int) -> None:
-        self.log_dir = log_dir
-        self._first_step = first_step
-        self._state: dict[str, Any] = {}
-
-    @property
-    def current_step(self) -> int:
-        return self._state.get("step", self._first_step)  # type: ignore[no-any-return]
-
-    def inert(self) -> DisabledRun:
-        return self
-
-    def log(self, scalars: object, more: Sequence[object], named: Mapping[str, object]) -> None: ...
-
-    def hparams(self, values: object, metrics: object) -> None: ...
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def step(self) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state = dict(state)
-
-    def attach(self) -> None: ...
-
-    def detach(self) -> None: ...
-
-    def close(self, timeout_s: float) -> None: ...
-
-    def end_block(self, exception: BaseException | None) -> None: ...
 
 
 class ActiveRun:
@@ -143,7 +99,7 @@ class ActiveRun:
         self.noted_alerts: list[Alert] = []
         self._on_alert = on_alert
         self._may_stop = on_alert in ("raise", "stop")
-        self._should_stop = False
+        self.should_stop = False
         self._ending = RLock()  # a signal handler may close on the thread that closes
         self._ended = False
         self._exception: BaseException | None = None
@@ -215,10 +171,6 @@ class ActiveRun:
         return self._capture.step
 
     @property
-    def should_stop(self) -> bool:
-        return self._should_stop
-
-    @property
     def alerts(self) -> tuple[Alert, ...]:
         """The alerts of all steps up to now; waits for the rules."""
         self._await_steps()
@@ -236,8 +188,10 @@ class ActiveRun:
 
     def attach(self) -> None:
         if self._closed:
-            gone = "the model is gone; keep it in a variable of yours"
-            why = gone if self._capture.model() is None else "the logger is closed; make a new one"
+            deleted = "the model is deleted; keep a reference to it"
+            why = (
+                deleted if self._capture.model() is None else "the logger is closed; make a new one"
+            )
             raise ValueError(f"HookLogger.attach(): {why}")
         if self._role.measures:
             self._capture.attach()
@@ -371,7 +325,7 @@ class ActiveRun:
         each_within(timeout_s, *waits)
 
     def _before_foreign_flush(self, closing: bool) -> None:
-        """Write queued items before somebody else flushes or closes the writer."""
+        """Write queued items before the user's code flushes or closes the writer."""
         if not self._pipeline.is_late:
             self._pipeline.flush(_FOREIGN_FLUSH_S)
         if closing:
@@ -403,7 +357,7 @@ class ActiveRun:
         if (alert := self._ranks.to_raise(step)) is not None:
             if self._on_alert == "raise":
                 raise TelemetryAlert(alert)
-            self._should_stop = True
+            self.should_stop = True
 
     # --- end -------------------------------------------------------------------------------------
 

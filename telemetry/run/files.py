@@ -26,8 +26,7 @@ from telemetry.run.arguments import FirstStep, log_dir_of
 from telemetry.run.lock import DirectoryLock
 from telemetry.run.resuming import resolved
 
-# Steps are queued in the pipeline for as long as this before the writer receives them; two seconds
-# after its end a step is in the file.
+# The pipeline holds a step for the same time, so it is in the file two seconds after its end.
 _FLUSH_S = 0.75
 
 
@@ -67,7 +66,7 @@ class RunFiles:
         role: Role of this process. If its rank may be another one, values are kept in memory until
             :meth:`open_for`.
         close: Closes the logger when another one replaces it.
-        before_flush: Called before somebody else flushes or, if True, closes the user's writer.
+        before_flush: Called before the user flushes or, if True, closes the user's writer.
 
     Raises:
         OSError: The directory cannot be written.

@@ -22,8 +22,8 @@ class DirectoryLock:
     A new lock for the same model and directory replaces the former one and closes its logger. If
     other loggers lock the directory, in this process or another one, a warning is logged, unless
     they share a writer. The directory itself is locked: the lock leaves no file, and the system
-    releases it however the process ends. Windows, remote directories and some network drives have
-    no such locks; there, other processes are not detected.
+    releases it however the process ends. Other processes are not detected on Windows, in remote
+    directories and on some network drives.
     """
 
     def __init__(self, model: object, log_dir: str, close: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ class DirectoryLock:
         return conflict
 
     def release(self) -> None:
-        """Release the lock. Harmless when repeated."""
+        """Release the lock. Idempotent."""
         self._unlock()
         _LOCKS.discard(self)
 

@@ -32,7 +32,8 @@ from telemetry.run.arguments import (
     sample_of,
     size_budget_of,
 )
-from telemetry.run.assembly import ActiveRun, DisabledRun
+from telemetry.run.assembly import ActiveRun
+from telemetry.run.disabled import DisabledRun
 from telemetry.selection import Selection, Selectors
 from telemetry.writing.hparams import Hyperparameter
 
@@ -68,7 +69,7 @@ class HookLogger:
             parameters of this model.
         modules: Watched modules: a glob over ``named_modules()``, a class, a
             ``predicate(name, module)``, or several of these; default: every leaf module.
-        exclude: Modules that are not watched, likewise.
+        exclude: Modules that are not watched, in the same forms.
         activations: Measure the outputs of modules.
         activation_gradients: Measure the gradients of the loss with respect to these outputs.
         gradients: Measure the gradients of parameters.
@@ -91,7 +92,7 @@ class HookLogger:
             measurements of all ranks as one run; ``"each"``: each rank writes its own, into
             ``rank-0003/``; ``"rank0"``: rank 0 measures and writes, the others do nothing.
         max_bytes_per_step: Size budget of histograms and pictures of a full step in the event file.
-            Beyond it, buckets become wider, fewer pictures are written at a time and, at last, some
+            Beyond it, buckets become wider, then fewer pictures are written at a time, then some
             histograms alternate. Curves and the page's numbers are not limited. None: no limit.
         histograms: ``"tensor"``: exact edges and counts, which TensorBoard reads; ``"classic"``:
             histograms and pictures as torch writes them, for readers that know no others.
@@ -241,8 +242,8 @@ class HookLogger:
                 tensor on an accelerator is copied without waiting for it. The argument
                 ``loss_tag`` of the logger says which of them is the loss.
             more: None: there are no positional arguments like those of ``SummaryWriter``.
-            named: Likewise; not ``step``, ``global_step``, ``commit`` or ``walltime``, which other
-                loggers take: the step is the one in progress.
+            named: Numbers or tensors by tag; not ``step``, ``global_step``, ``commit`` or
+                ``walltime`` of other loggers: the step is the one in progress.
 
         Raises:
             TypeError: A value is not a number, a tag is not a string, or an argument is that of
@@ -259,7 +260,7 @@ class HookLogger:
 
         Args:
             values: Numbers, bools or strings by name.
-            metrics: Tags of scalars to show beside them; None: the loss, as soon as one is logged.
+            metrics: Tags of scalars to show next to them; None: the loss, as soon as one is logged.
 
         Raises:
             TypeError: A value has another type.
@@ -329,7 +330,7 @@ class HookLogger:
         self._run.detach()
 
     def attach(self) -> None:
-        """Restore the hooks after :meth:`remove`. Harmless when repeated.
+        """Restore the hooks after :meth:`remove`. Idempotent.
 
         Raises:
             ValueError: The logger is closed.
@@ -337,7 +338,7 @@ class HookLogger:
         self._run.attach()
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Remove all hooks, write queued records, log losses. Harmless when repeated.
+        """Remove all hooks, write queued records, log losses. Idempotent.
 
         The writer is flushed; it is closed if this logger opened it.
 
