@@ -82,7 +82,7 @@ def alerts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     return json.loads(json.dumps(whole)), json.loads(done.stdout)
 
 
-STEP, STAGE = 2, 8  # in the list of an alert's fields
+STEP, STAGE = 2, 11  # in the list of an alert's fields
 
 
 @pytest.mark.parametrize(
