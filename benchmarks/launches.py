@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -47,7 +46,6 @@ def main() -> None:
     with pytest.MonkeyPatch.context() as patches, tempfile.TemporaryDirectory() as folder:
         driver = stubbed.install(patches, Path(folder), types=native.TYPES)
         driver.idle = 1
-        patches.setattr(cuda, "_pinned_memory", partial(torch.zeros, dtype=torch.uint8))
         # All tensors are in the stub's memory, and PyTorch receives the same calls as on a GPU.
         patches.setattr(torch.Tensor, "is_cuda", True)
         patches.setattr(torch.Tensor, "is_cpu", False)

@@ -39,7 +39,6 @@ typedef struct ContextOfDriver *Context;
 typedef struct ModuleOfDriver *Module;
 typedef struct FunctionOfDriver *Function;
 typedef struct StreamOfDriver *Stream;
-typedef struct EventOfDriver *Event;
 typedef unsigned long long Address;
 
 /* Name here, the name that stands for this signature in every driver, and arguments. */
@@ -59,18 +58,8 @@ typedef unsigned long long Address;
       (Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,    \
        unsigned block_y, unsigned block_z, unsigned shared_bytes, Stream stream,                  \
        void **arguments, void **extra))                                                           \
-    X(fill, cuMemsetD8Async, (Address target, unsigned char byte, size_t size, Stream stream))    \
-    X(copy_to_host, cuMemcpyDtoHAsync_v2,                                                         \
-      (void *target, Address source, size_t size, Stream stream))                                 \
-    X(create_stream, cuStreamCreate, (Stream *stream, unsigned flags))                            \
     X(is_capturing, cuStreamIsCapturing, (Stream stream, int *status))                            \
-    X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int *mode))                      \
-    X(wait_for_event, cuStreamWaitEvent, (Stream stream, Event event, unsigned flags))            \
-    X(create_event, cuEventCreate, (Event *event, unsigned flags))                                \
-    X(record_event, cuEventRecord, (Event event, Stream stream))                                  \
-    X(destroy_event, cuEventDestroy_v2, (Event event))                                            \
-    X(query_event, cuEventQuery, (Event event))                                                   \
-    X(synchronize_event, cuEventSynchronize, (Event event))
+    X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int *mode))
 
 #define DECLARE(NAME, SYMBOL, ARGUMENTS) int(CALL *NAME) ARGUMENTS;
 typedef struct {
@@ -78,7 +67,7 @@ typedef struct {
 } Functions;
 static Functions driver;
 
-enum { OUT_OF_MEMORY = 2, NOT_READY = 600 }; /* errors */
+enum { OUT_OF_MEMORY = 2 }; /* an error */
 
 /* Raise what a call of the driver has returned. */
 static PyObject *raise_error(const char *doing, int code)
@@ -173,18 +162,13 @@ enum {
 };
 
 enum {
-    NON_BLOCKING = 1,          /* a stream that does not wait for the default stream */
-    WAIT_WITHOUT_SPINNING = 1, /* flags of events */
-    NO_TIMES = 2,
-    PROCESSORS = 16,           /* attributes of a device and of a function */
+    PROCESSORS = 16, /* attributes of a device and of a function */
     THREADS_AT_MOST = 0,
-    RELAXED = 2,               /* a mode of capturing */
-    STREAMS = 16               /* on which tensors are measured before the buffer is sent, at most */
+    RELAXED = 2      /* a mode of capturing */
 };
 
 typedef struct {
     Context context;
-    Stream side; /* on which rows are copied and cleared */
     int ordinal, processors;
     Function functions[MODULES][KERNELS];
 } Device;
@@ -249,8 +233,6 @@ static const char *open_device(Device *device, const char *const *images, int *c
     const char *failed = (*code = enter(device, &entered)) ? "enter its context" : NULL;
     for (int i = 0; !failed && i < MODULES; i++)
         failed = load_module(images[i], device->functions[i], code);
-    if (!failed && (*code = driver.create_stream(&device->side, NON_BLOCKING)))
-        failed = "create a stream";
     leave(&entered);
     return failed;
 }
@@ -281,18 +263,13 @@ static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* --- a buffer --------------------------------------------------------------------------------- */
 
-/* What tensors of one step are measured into; one thread at a time uses it. Once it is sent it can be
- * used again at once: streams wait for each other, and never the host.
- *
- * Rows fill the memory upwards, and the codes of units downwards from where the rows begin, so that one
- * copy and one memset take both. Both are zeroed. */
+/* What tensors of one step are measured into; one thread at a time uses it. Rows fill the memory
+ * upwards, and the codes of units downwards from where the rows begin, so that one copy and one
+ * memset take both. */
 typedef struct {
     const Device *device;
-    Address rows, partials;
+    Address memory, rows, partials;
     int64_t row_capacity, unit_capacity, partial_capacity, row_count, unit_count, partial_count;
-    Stream streams[STREAMS]; /* on which tensors were measured since it was sent */
-    int stream_count;
-    Event used[STREAMS], cleared;
 } Buffer;
 
 static Buffer *buffer_of(PyObject *capsule)
@@ -300,85 +277,38 @@ static Buffer *buffer_of(PyObject *capsule)
     return PyCapsule_GetPointer(capsule, "telemetry.buffer");
 }
 
-/* Where what was measured begins, and its bytes. */
-static Address contents_of(const Buffer *buffer, size_t *size)
-{
-    *size = (size_t)(buffer->unit_count * UNIT + buffer->row_count * ROW);
-    return buffer->rows - (Address)(buffer->unit_count * UNIT);
-}
-
-/* Have what was used be zeros again, once our own stream is there. */
-static int clear(Buffer *buffer)
-{
-    Stream side = buffer->device->side;
-    size_t size;
-    Address first = contents_of(buffer, &size);
-    int code = size ? driver.fill(first, 0, size, side) : 0;
-    buffer->row_count = buffer->unit_count = buffer->partial_count = buffer->stream_count = 0;
-    return code ? code : driver.record_event(buffer->cleared, side);
-}
-
-/* Let our own stream come after all that was measured. */
-static int join_streams(Buffer *buffer)
-{
-    int code = 0;
-    for (int i = 0; !code && i < buffer->stream_count; i++)
-        if (!(code = driver.record_event(buffer->used[i], buffer->streams[i])))
-            code = driver.wait_for_event(buffer->device->side, buffer->used[i], 0);
-    return code;
-}
-
-/* The stream's place among those of a buffer; behind them if it is not known. */
-static int place_of(const Buffer *buffer, Stream stream)
-{
-    int i = 0;
-    while (i < buffer->stream_count && buffer->streams[i] != stream)
-        i++;
-    return i;
-}
-
-/* Let a stream come after the clearing of the buffer, and remember it. */
-static int note_stream(Buffer *buffer, Stream stream)
-{
-    int place = place_of(buffer, stream);
-    if (place < buffer->stream_count)
-        return 0;
-    int code = driver.wait_for_event(stream, buffer->cleared, 0);
-    if (!code)
-        buffer->streams[buffer->stream_count++] = stream;
-    return code;
-}
-
 static PyObject *python_buffer(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
-    const Device *device = arg_count == 4 ? device_of(args[0]) : NULL;
-    Buffer *buffer = device ? calloc(1, sizeof *buffer) : NULL;
-    if (buffer == NULL)
-        return misused("buffer() takes a device and 3 numbers");
-    uintptr_t memory = (uintptr_t)PyLong_AsVoidPtr(args[1]);
-    int64_t rows = (PyLong_AsLongLong(args[2]) - WHOLE) / (ROW + UNITS * UNIT + PARTIALS * PARTIAL);
-    Stream stream = PyLong_AsVoidPtr(args[3]);
-    buffer->device = device;
-    buffer->row_count = buffer->row_capacity = rows;
-    buffer->unit_count = buffer->unit_capacity = rows * UNITS;
-    buffer->partial_capacity = rows * PARTIALS;
-    buffer->rows = (Address)((memory + WHOLE - 1) / WHOLE * WHOLE) + (Address)(rows * UNITS * UNIT);
-    buffer->partials = buffer->rows + (Address)(rows * ROW);
-    Entered entered = {0, RELAXED};
-    int code = PyErr_Occurred() ? 0 : enter(device, &entered);
-    for (int i = 0; !code && i <= STREAMS; i++)
-        code = driver.create_event(i < STREAMS ? &buffer->used[i] : &buffer->cleared, NO_TIMES);
-    buffer->streams[0] = stream; /* on which the memory was lent to us */
-    buffer->stream_count = 1;
-    if (!code && !(code = join_streams(buffer)))
-        code = clear(buffer);
-    leave(&entered);
-    if (code || PyErr_Occurred()) {
+    const Device *device = arg_count == 3 ? device_of(args[0]) : NULL;
+    Address memory = device ? PyLong_AsUnsignedLongLong(args[1]) : 0;
+    int64_t rows = device ? PyLong_AsLongLong(args[2]) / (ROW + UNITS * UNIT + PARTIALS * PARTIAL) : 0;
+    Buffer *buffer = rows > 0 && memory % WHOLE == 0 ? calloc(1, sizeof *buffer) : NULL;
+    if (buffer == NULL || PyErr_Occurred()) {
         free(buffer);
-        return PyErr_Occurred() ? NULL : raise_error("prepare a buffer", code);
+        return misused("buffer() takes a device, an aligned address and a size");
     }
+    buffer->device = device;
+    buffer->memory = memory;
+    buffer->rows = memory + (Address)(rows * UNITS * UNIT);
+    buffer->partials = buffer->rows + (Address)(rows * ROW);
+    buffer->row_capacity = rows;
+    buffer->unit_capacity = rows * UNITS;
+    buffer->partial_capacity = rows * PARTIALS;
     return PyCapsule_New(buffer, "telemetry.buffer", NULL); /* as long as the process lasts */
+}
+
+/* Rows, units, and where they begin in the buffer and end, in bytes; it is empty from now on. */
+static PyObject *python_take(PyObject *module, PyObject *capsule)
+{
+    (void)module;
+    Buffer *buffer = buffer_of(capsule);
+    if (buffer == NULL)
+        return NULL;
+    long long rows = buffer->row_count, units = buffer->unit_count;
+    long long middle = (long long)(buffer->rows - buffer->memory);
+    buffer->row_count = buffer->unit_count = buffer->partial_count = 0;
+    return Py_BuildValue("LLLL", rows, units, middle - units * UNIT, middle + rows * ROW);
 }
 
 /* --- measuring -------------------------------------------------------------------------------- */
@@ -455,12 +385,11 @@ static int64_t blocks_for(const Device *device, const Values *values)
 
 /* Whether there is room for a row, with so many units and partial sums: TAKEN, REFUSED if not in any
  * buffer, FULL if not in this one any more. */
-static int room_for(const Buffer *buffer, int64_t units, int64_t partials, Stream stream)
+static int room_for(const Buffer *buffer, int64_t units, int64_t partials)
 {
     if (buffer->row_count < buffer->row_capacity &&
         buffer->unit_count + units <= buffer->unit_capacity &&
-        buffer->partial_count + partials <= buffer->partial_capacity &&
-        place_of(buffer, stream) < STREAMS)
+        buffer->partial_count + partials <= buffer->partial_capacity)
         return TAKEN;
     return buffer->row_count ? FULL : REFUSED;
 }
@@ -488,9 +417,7 @@ static int launch_measure(Buffer *buffer, const Values *values, int powers, Stre
     Address codes = buffer->rows - (Address)((buffer->unit_count + values->units) * UNIT);
     void *arguments[] = {(void *)&values->values, (void *)&values->count, &row, &partials, &codes,
                          (void *)&values->units, (void *)&values->inner, NULL};
-    int code = note_stream(buffer, stream);
-    if (!code)
-        code = launch(buffer->device, module_of(values->dtype), kernel_for(values) + (powers == 4),
+    int code = launch(buffer->device, module_of(values->dtype), kernel_for(values) + (powers == 4),
                       blocks, stream, arguments);
     if (code)
         return code;
@@ -515,7 +442,7 @@ static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssiz
         return NULL;
     int taken = REFUSED;
     if (ask(args[1], args[2], buffer->device, &values))
-        taken = room_for(buffer, values.units, blocks_for(buffer->device, &values), stream);
+        taken = room_for(buffer, values.units, blocks_for(buffer->device, &values));
     if (taken == TAKEN) {
         code = enter(buffer->device, &entered);
         if (!code && is_capturing(stream))
@@ -595,7 +522,7 @@ static PyObject *python_plan(PyObject *module, PyObject *const *args, Py_ssize_t
         int taken = !refuses && ask(PyList_GetItem(args[2], i), Py_None, device, &tensors[i]);
         int64_t parts = round_up(tensors[i].count, CHUNK);
         if (taken && buffer && !is_full) {
-            is_full = (taken = room_for(buffer, 0, parts, stream)) == FULL;
+            is_full = (taken = room_for(buffer, 0, parts)) == FULL;
         } else if (taken && buffer) {
             taken = FULL;
         }
@@ -633,102 +560,10 @@ static PyObject *python_launch_table(PyObject *module, PyObject *const *args, Py
     Stream stream = (Stream)(uintptr_t)numbers[6];
     Entered entered;
     int code = enter(device, &entered);
-    if (!code && buffer)
-        code = note_stream(buffer, stream);
     if (!code)
         code = launch(device, (int)numbers[0], kernel, (int64_t)numbers[1], stream, arguments);
     leave(&entered);
     return code ? raise_error("measure many tensors", code) : Py_NewRef(Py_None);
-}
-
-/* --- sending ---------------------------------------------------------------------------------- */
-
-/* When a copy has arrived. */
-typedef struct {
-    const Device *device;
-    Event event;
-} Arrival;
-
-static Arrival *arrival_of(PyObject *capsule)
-{
-    return PyCapsule_GetPointer(capsule, "telemetry.arrival");
-}
-
-static void free_arrival(PyObject *capsule)
-{
-    Arrival *arrival = arrival_of(capsule);
-    driver.destroy_event(arrival->event);
-    free(arrival);
-}
-
-/* Copy what there is, and clear the buffer behind it. */
-static int launch_send(Buffer *buffer, void *host, Event arrived)
-{
-    Stream side = buffer->device->side;
-    size_t size;
-    Address first = contents_of(buffer, &size);
-    int code = join_streams(buffer);
-    if (!code)
-        code = driver.copy_to_host(host, first, size, side);
-    if (!code)
-        code = driver.record_event(arrived, side);
-    return code ? code : clear(buffer);
-}
-
-static PyObject *python_send(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
-{
-    (void)module;
-    Buffer *buffer = arg_count == 2 ? buffer_of(args[0]) : NULL;
-    void *host = buffer ? PyLong_AsVoidPtr(args[1]) : NULL;
-    Arrival *arrival = host ? calloc(1, sizeof *arrival) : NULL;
-    if (arrival == NULL)
-        return misused("send() takes a buffer and an address");
-    Entered entered;
-    PyThreadState *state = PyEval_SaveThread();
-    int code = enter(buffer->device, &entered);
-    arrival->device = buffer->device;
-    if (!code && !(code = driver.create_event(&arrival->event, NO_TIMES | WAIT_WITHOUT_SPINNING)) &&
-        (code = launch_send(buffer, host, arrival->event)))
-        driver.destroy_event(arrival->event);
-    leave(&entered);
-    PyEval_RestoreThread(state);
-    if (!code)
-        return PyCapsule_New(arrival, "telemetry.arrival", free_arrival);
-    free(arrival);
-    return raise_error("send what was measured", code);
-}
-
-/* Rows and units that are to be sent, and bytes. */
-static PyObject *python_contents(PyObject *module, PyObject *capsule)
-{
-    (void)module;
-    const Buffer *buffer = buffer_of(capsule);
-    if (buffer == NULL)
-        return NULL;
-    size_t size;
-    contents_of(buffer, &size);
-    return Py_BuildValue("LLn", (long long)buffer->row_count, (long long)buffer->unit_count,
-                         (Py_ssize_t)size);
-}
-
-/* Wait until a copy has arrived; or, if that is not wanted, only say whether it has. */
-static PyObject *python_wait(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
-{
-    (void)module;
-    const Arrival *arrival = arg_count == 2 ? arrival_of(args[0]) : NULL;
-    if (arrival == NULL)
-        return NULL;
-    Entered entered;
-    int waits = args[1] == Py_True;
-    PyThreadState *state = PyEval_SaveThread();
-    int code = enter(arrival->device, &entered);
-    if (!code)
-        code = (waits ? driver.synchronize_event : driver.query_event)(arrival->event);
-    leave(&entered);
-    PyEval_RestoreThread(state);
-    if (code && code != NOT_READY)
-        return raise_error("wait for a copy", code);
-    return PyBool_FromLong(!code);
 }
 
 /* --- the module ------------------------------------------------------------------------------- */
@@ -742,9 +577,7 @@ static PyMethodDef methods[] = {
     {"measure", METHOD(python_measure), METH_FASTCALL, NULL},
     {"plan", METHOD(python_plan), METH_FASTCALL, NULL},
     {"launch_table", METHOD(python_launch_table), METH_FASTCALL, NULL},
-    {"contents", python_contents, METH_O, NULL},
-    {"send", METHOD(python_send), METH_FASTCALL, NULL},
-    {"wait", METHOD(python_wait), METH_FASTCALL, NULL},
+    {"take", python_take, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

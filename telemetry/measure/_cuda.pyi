@@ -12,7 +12,6 @@ from typing import Any
 
 class _Device: ...
 class _Buffer: ...
-class _Arrival: ...
 
 def load(path: str | None, tensor_types: tuple[type, ...], exchange: object, /) -> None:
     """Load the driver; None: the system's.
@@ -28,8 +27,8 @@ def load(path: str | None, tensor_types: tuple[type, ...], exchange: object, /) 
 def open(index: int, images: tuple[bytes, ...], /) -> _Device:
     """Load the kernels for float32, for float16 and for bfloat16."""
 
-def buffer(device: _Device, address: int, size: int, stream: int, /) -> _Buffer:
-    """Make a buffer of so many bytes on the device, which come from a stream."""
+def buffer(device: _Device, address: int, size: int, /) -> _Buffer:
+    """Make a buffer of zeroed bytes on the device; the address is a multiple of 16."""
 
 def measure(
     buffer: _Buffer, tensor: object, unit_axis: int | None, powers: int, stream: int, /
@@ -75,15 +74,9 @@ def launch_table(
     chunk.
     """
 
-def contents(buffer: _Buffer, /) -> tuple[int, int, int]:
-    """How many rows and units there are, and how many bytes :func:`send` copies."""
+def take(buffer: _Buffer, /) -> tuple[int, int, int, int]:
+    """Return the numbers of rows and units, and where they begin and end in the buffer, in bytes.
 
-def send(buffer: _Buffer, address: int, /) -> _Arrival:
-    """Queue the copy to pinned memory and clearing, behind all that was measured.
-
-    The copy holds the codes of units, and behind them the rows: see ``compact`` of the other
-    extension. The buffer can be used again at once.
+    The codes of units come before the rows: see ``compact`` of the other extension. The buffer is
+    empty then, and has to be zeroed in between.
     """
-
-def wait(arrival: _Arrival, waits: bool, /) -> bool:
-    """Whether a copy has arrived, once it has or, if ``waits`` is false, now."""

@@ -1,7 +1,7 @@
 """Measures tensors in the memory of NVIDIA GPUs by the kernels of ``kernels.cu``, in one read.
 
-A step's tensors are measured into a buffer, each on its own stream. At the end of the step a
-stream of ours copies the rows to the host. Streams wait for each other, and the host for none of
+Each tensor of a step is measured on its own stream, into a buffer. At the end of the step the rows
+are copied out and the buffer is cleared. Streams wait for each other. The host waits for none of
 them until a background thread reads the copy and drops the empty buckets.
 """
 
@@ -30,7 +30,7 @@ from telemetry.measure import native as host
 from telemetry.measure import nvrtc
 from telemetry.measure.tensors import Values, in_memory_order, unit_shape
 from telemetry.records.rows import UNIT, Rows
-from telemetry.torch_private.host_copy import raw_stream
+from telemetry.torch_private.host_copy import HostCopy, current_stream, raw_stream, send
 
 _missing = host.native  # why there is no extension, if there is none
 if host.available:
@@ -43,8 +43,8 @@ if host.available:
 
 log = logging.getLogger("telemetry")
 
-# The memory of a buffer, and how many a GPU has at most: two, in turn, so that no step waits until
-# the one before is copied, and one for a phase or for another logger.
+# Memory of a buffer, and buffers of a GPU: one for the step, others for a phase or another logger
+# that measures at the same time.
 BUFFER_BYTES = 20 * 2**20
 BUFFERS = 3
 _LEAST_BYTES = 2**20
@@ -177,11 +177,9 @@ class Gpu:
         _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
         self.index = index
         self.handle = _cuda.open(index, images)
-        self._buffers: list[_Buffer] = []  # that which waited longest is the first
-        self._packs: list[_Pack] = []  # which may be under way
+        self._buffers: list[_Buffer] = []
         self._retry_at = 0.0  # before then no memory is asked for
         self._tables: dict[tuple[int, bytes], Tensor] = {}
-        self._allocate()
         self._allocate()
 
     def table(self, data: bytearray, stream: int) -> Tensor:
@@ -195,12 +193,14 @@ class Gpu:
         return chunks
 
     def lend(self, owner: GpuRows) -> _Buffer | None:
-        """A buffer for ``owner`` alone until it is sent; None if there is no memory for one."""
+        """Lend a buffer to ``owner`` alone; None during a capture or if there is no memory."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
         with _lock:
             free = [buffer for buffer in self._buffers if buffer.owner() is None]
             for buffer in (free or self._allocate())[:1]:
-                if buffer.owner is not _nobody:  # whose step was given up
-                    self.send(buffer)
+                if buffer.owner is not _nobody:  # its step was abandoned
+                    buffer.take()
                 buffer.owner = ref(owner)
                 return buffer
         return None
@@ -222,27 +222,9 @@ class Gpu:
                     )
                 size, self._retry_at = size // 4, time.monotonic() + _RETRY_S
             else:
-                buffer = _Buffer(self, memory)
-                self._buffers.append(buffer)
-                return [buffer]
+                self._buffers.append(_Buffer(self, memory))
+                return self._buffers[-1:]
         return []
-
-    def send(self, buffer: _Buffer) -> _Pack | None:
-        """Start the copy of what is in a buffer, which is free then; None if nothing is."""
-        rows, units, size = _cuda.contents(buffer.handle)
-        if rows == 0:
-            buffer.owner = _nobody
-            return None
-        target = _pinned_memory(size)
-        pack = _Pack(target, _cuda.send(buffer.handle, target.data_ptr()), rows, units)
-        with _lock:
-            # Until a copy has arrived its memory has to stay, even if nobody wants it any more.
-            self._packs = [known for known in self._packs if not _cuda.wait(known.event, False)]
-            self._packs.append(pack)
-            self._buffers.remove(buffer)
-            self._buffers.append(buffer)
-            buffer.owner = _nobody
-        return pack
 
 
 def _check(index: int, kernels: bytes) -> None:
@@ -297,24 +279,72 @@ def _nobody() -> None:
 
 
 class _Buffer:
+    """Memory on the GPU that the rows of a step are written to; zeros where there are none.
+
+    The stream that clears it is the one that has copied the rows before. Each stream of the next
+    step waits for that once.
+    """
+
     def __init__(self, gpu: Gpu, memory: Tensor) -> None:
-        self.memory = memory
         self.owner: Any = _nobody
-        stream = raw_stream(gpu.index)
-        self.handle = _cuda.buffer(gpu.handle, memory.data_ptr(), memory.numel(), stream)
+        self._index = gpu.index
+        self._memory = memory
+        self._handle = _cuda.buffer(gpu.handle, memory.data_ptr(), memory.nbytes)
+        self._clear(memory)
+
+    def enter(self, stream: int) -> Any:
+        """Let the current stream write to the buffer; what C takes, or None during a capture."""
+        if stream not in self._streams:
+            if torch.cuda.is_current_stream_capturing():
+                return None
+            current = current_stream(self._memory.device)
+            current.wait_event(self._cleared)
+            self._streams[stream] = current
+        return self._handle
+
+    def take(self) -> _Sent | None:
+        """Start the copy of the rows to the host, and free the buffer; None if there are none.
+
+        Raises:
+            RuntimeError: The current stream is captured, or the copy lacks memory.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the end of the step is captured by a CUDA graph")
+        rows, units, first, end = _cuda.take(self._handle)
+        self.owner = _nobody
+        if not rows:
+            return None
+        filled = self._memory[first // UNIT.itemsize : end // UNIT.itemsize]
+        current = current_stream(filled.device)
+        for stream in self._streams.values():
+            if stream != current:
+                current.wait_stream(stream)
+        try:
+            copy = HostCopy(filled)
+        finally:
+            self._clear(filled)
+        send(filled.device)
+        return _Sent(copy, rows, units)
+
+    def _clear(self, memory: Tensor) -> None:
+        memory.zero_()
+        current = current_stream(memory.device)
+        self._cleared = current.record_event()
+        self._streams: dict[int, Any] = {raw_stream(self._index): current}
 
 
-class _Pack:
-    """What a buffer held, on its way to the host."""
+class _Sent:
+    """Rows on their way to the host."""
 
-    def __init__(self, memory: Tensor, event: _cuda._Arrival, rows: int, units: int) -> None:
-        self.memory, self.event, self._rows, self._units = memory, event, rows, units
+    def __init__(self, copy: HostCopy, rows: int, units: int) -> None:
+        self._copy, self._rows, self._units = copy, rows, units
+        self.nbytes = copy.nbytes
 
     def decode(self) -> Rows:
-        """The rows; waits for them."""
-        _cuda.wait(self.event, True)
+        """Wait for the rows and return them."""
+        values = self._copy.wait()
         found = host.HostRows()
-        found.add_compacted(self.memory.data_ptr() + self._units * UNIT.itemsize, self._rows)
+        found.add_compacted(values.data_ptr() + self._units * UNIT.itemsize, self._rows)
         return found.decode()
 
 
@@ -322,19 +352,17 @@ class _Pack:
 
 
 def _device_memory(size: int, index: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
-
-
-def _pinned_memory(size: int) -> Tensor:
-    try:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-    except RuntimeError as error:
-        raise torch.cuda.OutOfMemoryError(str(error)) from error
+    """So many bytes, a multiple of 8, in the current stream."""
+    with torch.inference_mode(False):
+        return torch.empty(size // 8, dtype=torch.int64, device=f"cuda:{index}")
 
 
 def _uploaded(data: bytearray, index: int) -> Tensor:
-    """A copy on the GPU, made in the current stream."""
-    pinned = _pinned_memory(len(data)).copy_(torch.frombuffer(data, dtype=torch.uint8))
+    """Copy to the GPU in the current stream."""
+    try:
+        pinned = torch.frombuffer(data, dtype=torch.uint8).pin_memory()
+    except RuntimeError as error:
+        raise torch.cuda.OutOfMemoryError(str(error)) from error
     return pinned.to(f"cuda:{index}", non_blocking=True)
 
 
@@ -348,7 +376,7 @@ class GpuRows:
         self.numbers: list[int] = []  # which tensor each row is of; -1: none
         self._gpu = gpu
         self._buffer: _Buffer | None = None
-        self._packs: list[_Pack] = []
+        self._sent: list[_Sent] = []
 
     def add(self, tensor: Tensor, unit_axis: int | None, powers: int, number: int) -> bool:
         """Measure a tensor as it is in the current stream; whether the kernels take it.
@@ -361,10 +389,14 @@ class GpuRows:
         index, taken = self._gpu.index, 0
         try:
             while (buffer := self._buffer or self._lent()) is not None:
-                taken = _cuda.measure(buffer.handle, given, unit_axis, powers, raw_stream(index))
+                stream = raw_stream(index)
+                handle = buffer.enter(stream)
+                if handle is None:
+                    break
+                taken = _cuda.measure(handle, given, unit_axis, powers, stream)
                 if taken != _FULL:
                     break
-                self.send()
+                self._send_buffer()
         except RuntimeError as error:
             _failed(index, error)
             raise
@@ -392,11 +424,14 @@ class GpuRows:
         rest = _given(tensors, None)
         while len(found) < len(tensors) and (buffer := self._lent()) is not None:
             stream = raw_stream(self._gpu.index)
-            taken, tables = _cuda.plan(self._gpu.handle, buffer.handle, rest, stream)
+            handle = buffer.enter(stream)
+            if handle is None:
+                break
+            taken, tables = _cuda.plan(self._gpu.handle, handle, rest, stream)
             known = taken[: taken.index(_FULL)] if _FULL in taken else taken
             try:
                 for table in tables:
-                    _launch(self._gpu, buffer.handle, table, 0, powers, stream)
+                    _launch(self._gpu, handle, table, 0, powers, stream)
             except (torch.cuda.OutOfMemoryError, MemoryError):
                 self.numbers += [-1] * sum(known)  # other tensors may follow
                 raise
@@ -405,7 +440,7 @@ class GpuRows:
             found += map(bool, known)
             rest = rest[len(known) :]
             if rest:
-                self.send()
+                self._send_buffer()
         return found + [False] * len(rest)
 
     def _lent(self) -> _Buffer | None:
@@ -413,21 +448,20 @@ class GpuRows:
             self._buffer = self._gpu.lend(self)
         return self._buffer
 
-    def send(self) -> int:
-        """Start the copy to the host, and say how many bytes all copies have so far."""
+    def _send_buffer(self) -> None:
         buffer, self._buffer = self._buffer, None
-        try:
-            pack = None if buffer is None else self._gpu.send(buffer)
-        except RuntimeError as error:
-            _failed(self._gpu.index, error)
-            raise
-        if pack is not None:
-            self._packs.append(pack)
-        return sum([pack.memory.numel() for pack in self._packs])
+        sent = None if buffer is None else buffer.take()
+        if sent is not None:
+            self._sent.append(sent)
+
+    def send(self) -> int:
+        """Start the copy to the host; the number of bytes of all copies so far."""
+        self._send_buffer()
+        return sum([sent.nbytes for sent in self._sent])
 
     def decode(self) -> Rows:
-        """What was sent; waits for it."""
-        rows = Rows.concatenate([Rows.of(()), *(pack.decode() for pack in self._packs)])
+        """Wait for the rows and return them."""
+        rows = Rows.concatenate([Rows.of(()), *(sent.decode() for sent in self._sent)])
         return rows.take(np.arange(len(self.numbers)))  # without those that an error has left
 
 

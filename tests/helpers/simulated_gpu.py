@@ -45,6 +45,11 @@ class Stream:
         self.seen[self] += 1
         return self.seen[self]
 
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
     def wait_event(self, event: Event) -> None:
         self.seen |= event.seen
 
@@ -149,6 +154,9 @@ class SimulatedTensor(Tensor):
         tensor.inner = inner
         return tensor
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         _memory_of(self.inner).kept_for.add(stream)
 
@@ -223,6 +231,12 @@ def made(inner: Tensor) -> SimulatedTensor:
     return SimulatedTensor(inner)
 
 
+def note_read(tensor: SimulatedTensor) -> None:
+    """Note that the current stream reads a tensor by other means than PyTorch's operations."""
+    stream = backend.current_stream()
+    _note_access("a kernel", stream, stream.tick(), tensor, False)
+
+
 def _note_accesses(func: Any, args: Any, kwargs: Any) -> None:
     stream = backend.current_stream()
     now = stream.tick()
@@ -236,13 +250,13 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _note_access(func: Any, stream: Stream, now: int, value: object, writes: bool) -> None:
+def _note_access(what: object, stream: Stream, now: int, value: object, writes: bool) -> None:
     for tensor in pytree.tree_leaves(value):
         if not isinstance(tensor, SimulatedTensor):
             continue
         memory = _memory_of(tensor.inner)
         if not (memory.written | (memory.read if writes else Counter())) <= stream.seen:
-            raise RaceError(f"{func} on another stream, and nothing orders them")
+            raise RaceError(f"{what} on another stream, and nothing orders them")
         (memory.written if writes else memory.read)[stream] = now
 
 

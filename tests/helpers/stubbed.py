@@ -7,6 +7,7 @@ import subprocess
 import sysconfig
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class Driver:
         self._library.stub_exchange.argtypes = (ctypes.py_object,)
         self.stream = 7
         self.uploads: list[Tensor] = []
+        self.kept: list[Tensor] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("deferred", "capturing", "idle"):
@@ -71,6 +73,21 @@ class Driver:
         box = ctypes.c_int(mode)
         self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(box))
         return box.value
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function as PyTorch does: in the device's context, whatever captures meanwhile.
+
+        Raises:
+            RuntimeError: It returns an error.
+        """
+        context, mode = ctypes.c_void_p(), self.capture_mode(RELAXED)
+        self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+        self._library.cuCtxPushCurrent_v2(context)
+        error = getattr(self._library, name)(*arguments)
+        self._library.cuCtxPopCurrent_v2(ctypes.byref(context))
+        self.capture_mode(mode)
+        if error:
+            raise RuntimeError(f"{name}: error {error}")
 
     def exchange(self) -> object:
         return self._library.stub_exchange(native.TENSORS)
@@ -90,6 +107,67 @@ class Driver:
 
     def forget(self) -> None:
         self._count.value = 0
+
+
+RELAXED = 2
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of the stub, for :class:`torch.cuda.Event`."""
+
+    handle: ctypes.c_void_p
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream of the stub, for :class:`torch.cuda.Stream`."""
+
+    driver: Driver
+    handle: int
+
+    def record_event(self) -> Event:
+        event = Event(ctypes.c_void_p())
+        self.driver.call("cuEventCreate", ctypes.byref(event.handle), 2)
+        self.driver.call("cuEventRecord", event.handle, ctypes.c_void_p(self.handle))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        stream = ctypes.c_void_p(self.handle)
+        self.driver.call("cuStreamWaitEvent", stream, event.handle, 0)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+
+class Memory(Tensor):
+    """Device memory of the stub; it is cleared in the order of the current stream."""
+
+    driver: Driver
+
+    def zero_(self) -> Tensor:
+        at, stream = ctypes.c_uint64(self.data_ptr()), ctypes.c_void_p(self.driver.stream)
+        self.driver.call("cuMemsetD8Async", at, 0, ctypes.c_size_t(self.nbytes), stream)
+        return self
+
+
+class Copy:
+    """A copy in the order of the current stream, for ``HostCopy``; its own tests are elsewhere."""
+
+    driver: Driver
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.nbytes = tensor.nbytes
+        self._values = torch.full(tensor.shape, -1, dtype=tensor.dtype, device="cpu")
+        stream, size = ctypes.c_void_p(self.driver.stream), ctypes.c_size_t(self.nbytes)
+        target, source = self._values.data_ptr(), ctypes.c_uint64(tensor.data_ptr())
+        self.driver.kept.append(self._values)  # as PyTorch's allocator does until it has arrived
+        self.driver.call("cuMemcpyDtoHAsync_v2", ctypes.c_void_p(target), source, size, stream)
+        self._event = Stream(self.driver, self.driver.stream).record_event()
+
+    def wait(self) -> Tensor:
+        self.driver.call("cuEventSynchronize", self._event.handle)
+        return self._values
 
 
 KINDS = ("", "_wide", "_last", "_middle", "_many")
@@ -134,7 +212,12 @@ def install(
     types: tuple[type, ...] = (OnGpu,),
     stream: Callable[[], int] | None = None,
 ) -> Driver:
-    """A GPU 0 whose tensors are of these types; ``stream``: the current one, else the driver's."""
+    """Install a GPU 0 whose tensors are of these types.
+
+    Args:
+        stream: Returns the handle of the current stream, whose events, clearing and copies the
+            caller provides; None: the driver's.
+    """
     driver = Driver(stub_driver(directory))
     driver.forget()
     driver.fail("")
@@ -143,8 +226,16 @@ def install(
     def compiled(dtype: torch.dtype, architecture: str) -> bytes:
         return bytes(emulated(directory, dtype)) + b"\0"
 
-    def memory(size: int, index: int = 0) -> Tensor:
-        return torch.full((size,), 255, dtype=torch.uint8, device="cpu")
+    def memory(size: int, index: int) -> Tensor:
+        return torch.full((size // 8,), -1, device="cpu").as_subclass(OrderedMemory)
+
+    class OrderedMemory(Memory):
+        pass
+
+    class OrderedCopy(Copy):
+        pass
+
+    OrderedMemory.driver = OrderedCopy.driver = driver
 
     def uploaded(data: bytearray, index: int) -> Tensor:
         driver.uploads.append(torch.frombuffer(data, dtype=torch.uint8))
@@ -162,6 +253,9 @@ def install(
     patches.setattr(cuda, "_reasons", {})
     patches.setattr(cuda, "raw_stream", lambda index: stream() if stream else driver.stream)
     patches.setattr(cuda, "_device_memory", memory)
-    patches.setattr(cuda, "_pinned_memory", memory)
+    if stream is None:
+        patches.setattr(cuda, "current_stream", lambda device: Stream(driver, driver.stream))
+        patches.setattr(cuda, "HostCopy", OrderedCopy)
+        patches.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(driver.capturing))
     patches.setattr(cuda, "_uploaded", uploaded)
     return driver
