@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import simulated_gpu as gpu
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from telemetry.measure import Measurer, cuda, tensors
 from telemetry.records import StepRecord, TensorRecord
 from telemetry.torch_private import host_copy
 from telemetry.torch_private.host_copy import HostCopy, send
+from tests.helpers import simulated_gpu as gpu
 from tests.helpers import stubbed
 from tests.helpers.device_loops import LOOPS, guarded, mlp, plain, skip_no_steps
 from tests.helpers.device_tensors import LAYOUTS, VALUES, assert_measured, made

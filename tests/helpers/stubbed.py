@@ -158,7 +158,8 @@ class Copy:
 
     def __init__(self, tensor: Tensor) -> None:
         self.nbytes = tensor.nbytes
-        self._values = torch.full(tensor.shape, -1, dtype=tensor.dtype, device="cpu")
+        before = 0 if self.driver.idle else -1
+        self._values = torch.full(tensor.shape, before, dtype=tensor.dtype, device="cpu")
         stream, size = ctypes.c_void_p(self.driver.stream), ctypes.c_size_t(self.nbytes)
         target, source = self._values.data_ptr(), ctypes.c_uint64(tensor.data_ptr())
         self.driver.kept.append(self._values)  # as PyTorch's allocator does until it has arrived
