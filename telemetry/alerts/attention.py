@@ -1,4 +1,4 @@
-"""Attention that has gone wrong: it sees one token only, or its logits are beyond all use."""
+"""Attention that collapses to single tokens, and attention logits that are far too large."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from telemetry.records.buckets import edges
 
 
 class AttentionCollapse(Detector):
-    """A note when attention weights have hardly any entropy left.
+    """Report attention weights that have hardly any entropy left.
 
     Each row of attention weights is a distribution over S tokens, with an entropy of 0 (one token)
-    to ln S (all alike). Hardly any gradient gets through a softmax that is 0 or 1, and training
-    becomes unstable (Zhai et al. 2023, "Stabilizing Transformer Training by Preventing Attention
-    Entropy Collapse"). It is a note because sharp attention may also be what was to be learned.
+    to ln S (uniform). A softmax of 0 and 1 passes hardly any gradient, and training becomes
+    unstable (Zhai et al. 2023, "Stabilizing Transformer Training by Preventing Attention Entropy
+    Collapse"). It is a note because sharp attention may also be learned on purpose.
 
-    Entropy and S follow from the histogram of the weights alone, because each row adds up to 1: the
-    sum of all weights is the number of rows. Attention weights are outputs between 0 and 1 of
-    modules with "attention" or "attn" in their names: a softmax module, or what attention returns
-    behind its first output.
+    Entropy and S follow from the histogram of the weights, because each row adds up to 1. Attention
+    weights are outputs between 0 and 1 of modules with "attention" or "attn" in their names: of a
+    softmax module, or the second and later outputs of an attention module.
 
     Args:
-        fraction: Of ln S, the mean over all rows and heads.
+        fraction: Mean entropy of all rows and heads, as a share of ln S.
     """
 
     kind = "attention_collapse"
@@ -48,11 +47,12 @@ class AttentionCollapse(Detector):
         worst = min(low, key=lambda output: low[output])
         return Finding(
             summary=f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
-            "entropy of even ones, so each token sees hardly more than one; the same holds for "
-            f"{len(low)} of {len(entropies)} layers",
+            f"entropy of uniform attention, as in {len(low)} of {len(entropies)} layers",
+            cause="Each token attends to hardly more than one other token",
             advice=(
-                "If the loss is not as low as it should be, normalize queries and keys, scale "
-                "the logits by 1 / sqrt(d), and lower the learning rate or warm it up.",
+                "Ignore it if the loss is as low as expected",
+                "Normalize queries and keys, or scale the logits by 1 / sqrt(d)",
+                "Lower the learning rate or warm it up",
             ),
             value=low[worst],
             threshold=self.fraction,
@@ -64,7 +64,7 @@ class AttentionCollapse(Detector):
 
 
 def _entropies(record: StepRecord) -> dict[Output, float]:
-    """Of the attention weights that a step has."""
+    """Return the entropy share of each output that holds attention weights."""
     layout, entropies = record.layout, {}
     for output in record.outputs:
         if _ATTENTION.search(output.module_name):
@@ -75,11 +75,11 @@ def _entropies(record: StepRecord) -> dict[Output, float]:
 
 
 def _entropy(weights: TensorRecord) -> float | None:
-    """Mean entropy of a row over ln S; None if these are no attention weights."""
+    """Return the mean entropy of a row over ln S; None if these are no attention weights."""
     sketch = weights.sketch
     total = sketch.mean * sketch.finite_count
     if not (sketch.min >= 0 and sketch.max <= 1 + 1e-3 and total > 0) or sketch.mean > 0.5:
-        return None  # a row of two tokens or fewer says nothing
+        return None  # rows of two tokens or fewer are not judged
     limits, buckets = edges(), np.abs(sketch.buckets)
     p = np.clip((limits[buckets] + limits[buckets + 1]) / 2, 0.0, 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -92,15 +92,15 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
 class LogitGrowth(Detector):
-    """A note when attention logits that a module returns are very large.
+    """Report very large attention logits that a module returns.
 
-    Softmax then returns 0 and 1 alone, and no gradient. All models in Wortsman et al. 2023,
-    "Small-scale proxies for large-scale Transformer training instabilities" (section 3.3), whose
-    largest attention logit exceeded 10,000 early in training diverged; where it was forced to some
-    value, the loss was worse from 1,000 on.
+    Their softmax is 0 or 1 and passes no gradient. All models in Wortsman et al. 2023, "Small-scale
+    proxies for large-scale Transformer training instabilities" (section 3.3), whose largest
+    attention logit exceeded 10,000 early in training diverged. With logits forced to a value, the
+    loss was worse from 1,000 on.
 
-    Only modules with "attention" or "attn" in their names whose last part has "logit" or "score"
-    are looked at: what is computed inside of a function is not seen.
+    It evaluates modules with "attention" or "attn" in their names whose last part has "logit" or
+    "score". Logits computed inside of a function are not recorded.
 
     Args:
         largest: Magnitude of the largest logit.
@@ -120,15 +120,12 @@ class LogitGrowth(Detector):
             return None
         return Finding(
             summary=f"The largest attention logit of {called(name)} is {largest:.3g}",
-            advice=(
-                "People usually normalize queries and keys, and lower the learning rate or warm "
-                "it up.",
-            ),
+            advice=("Normalize queries and keys", "Lower the learning rate or warm it up"),
             value=largest,
             threshold=self.largest,
             module_name=name,
         )
 
 
-# A masked logit of minus infinity is not finite, and counts in neither extreme.
+# Masked logits of minus infinity are not finite and count in neither extreme.
 _LOGITS = re.compile(r"(attention|attn).*(logit|score)[^.]*$", re.IGNORECASE)

@@ -1,8 +1,7 @@
-"""What this run's figures were: the only memory of them.
+"""Baseline: rolling windows of this run's own figures, with which detectors compare.
 
-The latest 20 steps are no past: a figure that rises step by step, compared with those just before
-it, would raise its own limit. What is unusual is none, either, unless it has lasted for 20 steps:
-then it is how things are.
+A window excludes the latest 20 steps, so that a slow rise does not raise its own limit. Outliers
+are excluded too, unless they persist for 20 steps.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from telemetry.records.tensor import figures_of
 Figures = NDArray[np.float64]
 Marks = NDArray[np.bool_]
 
-LATEST = 20  # steps, or losses, that are no past yet; tried 10 and 40
-LENGTH = 100  # of a past; tried 50 and 200
-FEWEST = 10  # values that make one: their range is 3.1 deviations, that of a hundred 5.0
+LATEST = 20  # steps, or losses, that a window excludes; tried 10 and 40
+LENGTH = 100  # of a window; tried 50 and 200
+FEWEST = 10  # values of a window: their range is 3.1 deviations, that of a hundred 5.0
 RECENT = 5  # losses whose median ignores two outliers; tried 2 and 10
-JUMP = 3.0  # of a rate: neither warm restarts nor warm-up triple the highest; tried 1.5 and 15
+JUMP = 3.0  # of a rate: neither warm restarts nor warm-ups triple the highest; tried 1.5 and 15
 FAR_ABOVE = 0.7  # decades: a factor of 5; tried 0.14 and 3.5
 TENFOLD = 1.0  # decades: most healthy spikes of faultbench stay below it; tried 0.2 and 5
-FEW = 0.1  # of all layers, so that one noisy layer is none
+FEW = 0.1  # of all layers, so that one noisy layer does not count
 NOISE = 0.03  # of the first loss: less may be noise
-FEW_SAMPLES = 8  # fewer may all be the same token, or happen to be alike; tried 2
-NEVER = 10**9  # steps since an event that has not happened
+FEW_SAMPLES = 8  # fewer may be equal by chance, or all the same token; tried 2
+NEVER = 10**9  # steps since an event that never happened
 
 
 class Past:
-    """Up to a hundred values of a figure, without the latest 20; of few, the older half."""
+    """Window of up to a hundred values that excludes the latest 20; of few, the older half."""
 
     _values: deque[float]
     _unusual: deque[float]
@@ -50,7 +49,7 @@ class Past:
         self._values, self._unusual = deque(maxlen=LENGTH + LATEST), deque()
 
     def add(self, value: float, *, unusual: bool = False) -> None:
-        """Add the latest value, which becomes past later."""
+        """Add the latest value."""
         if unusual:
             self._unusual.append(value)
             if len(self._unusual) <= LATEST:
@@ -67,12 +66,12 @@ class Past:
 
     @property
     def values(self) -> list[float]:
-        """All of the past, oldest first. What follows needs one."""
+        """The window, oldest first. The properties below need one value or more."""
         return [*self._values][: len(self)]
 
     @property
     def usual(self) -> float:
-        """Median, the upper one of two."""
+        """Median, the upper of two."""
         return median_high(self.values)
 
     @property
@@ -81,30 +80,30 @@ class Past:
 
     @property
     def extremes_of_all(self) -> tuple[float, float]:
-        """The lowest and the highest, the latest values included."""
+        """Lowest and highest value, the latest ones included."""
         return min(self._values), max(self._values)
 
     @property
     def range(self) -> float:
-        """Highest minus lowest, at least a thousandth of the highest: a constant has one, too."""
+        """Highest minus lowest, at least a thousandth of the highest, also for a constant."""
         highest = self.highest
         return max(highest - min(self.values), 1e-3 * abs(highest))
 
     def of_latest(self, count: int) -> tuple[float, float]:
-        """Median and standard deviation (from the median absolute one) of the latest values."""
+        """Return median and standard deviation (from the median absolute one) of the latest."""
         latest = self.values[-count:]
         usual = median_high(latest)
         return usual, NORMAL_CONSISTENT * median_high(abs(value - usual) for value in latest)
 
     def ranges_above(self, value: float) -> float:
-        """How far a value lies above the highest, in ranges; minus infinity while they are few."""
+        """Return the distance of a value above the highest, in ranges; -inf for a short window."""
         if len(self) < FEWEST or self.range == 0:
             return -math.inf
         return (value - self.highest) / self.range
 
 
 class Logged(NamedTuple):
-    """A loss, and the step that it was logged for."""
+    """A loss and its step."""
 
     step: int
     loss: float
@@ -114,31 +113,32 @@ class Jump(NamedTuple):
     """A rise of the loss."""
 
     before: float  # median of the last losses before it
-    limit: float  # above which a loss is far above them
-    first: Logged  # the first that was far above them
+    limit: float  # threshold of losses far above them
+    first: Logged  # the first above the limit
     peak: Logged
 
 
 class Loss:
-    """Whether the loss rises or falls. It may have any unit and sign.
+    """Rise and fall of the loss, which may have any unit and sign.
 
-    - Each loss is compared with the past.
-    - The last five with the latest twenty of the past: a loss may fall far in a hundred steps.
-    - The last five with the best five and the first five: has half of what was learned been lost?
-      However slowly the loss rises, it comes to that.
+    - Each loss is compared with the window.
+    - The last five are compared with the latest twenty of the window: a loss may fall far in a
+      hundred steps.
+    - The last five are compared with the best five and the first five: half of the progress is lost
+      at last, however slowly the loss rises.
     """
 
-    past: Past  # of all losses that are not far above it
-    high: deque[Logged]  # the losses in a row that are
-    latest: deque[Logged]  # the last ones, whatever they are
+    past: Past  # losses that are not far above it
+    high: deque[Logged]  # consecutive losses that are far above it
+    latest: deque[Logged]
     first: float = math.nan  # median of the first five that were not far above
     best: float = math.inf  # the lowest median of five
     is_worse: bool = False  # the recent median is four standard deviations above the past
     is_better: bool = False  # it is half a standard deviation below that
-    excess: float = 0.0  # of the last loss over the highest of the past, by the magnitude of that
-    losses_lost: int = 0  # in a row, after which half of what was learned had been lost
+    excess: float = 0.0  # of the last loss over the highest of the past, relative to that
+    losses_lost: int = 0  # consecutive losses at which half of the progress was lost
     _firsts: tuple[float, ...] = ()
-    limit: float = math.inf  # above which a loss is far above the past
+    limit: float = math.inf  # threshold of losses far above the past
 
     def __init__(self) -> None:
         self.past, self.high = Past(), deque(maxlen=LATEST + 1)
@@ -150,21 +150,21 @@ class Loss:
         return self.median_of(RECENT)
 
     def median_of(self, count: int) -> float:
-        """Median of so many of the last losses; NaN before the first."""
+        """Return the median of the last ``count`` losses; NaN before the first."""
         size = len(self.latest)
         latest = [self.latest[place].loss for place in range(max(size - count, 0), size)]
         return median_high(latest) if latest else math.nan
 
     def is_floor(self, loss: float) -> bool:
-        """Whether a loss is next to nothing beside the first: what rises to it has lost nothing.
+        """Whether a loss is almost zero compared with the first: a rise to it loses nothing.
 
-        Adam wanders by a factor of 300 where a regression without noise has come to a
+        Adam varies by a factor of 300 where a regression without noise has reached a
         ten-thousandth (regression_at_its_floor), and spikes (curve_at_its_floor).
         """
         return 0 <= loss < NOISE * abs(self.first)
 
     def jump(self, since: int) -> Jump:
-        """Where the loss rose at step ``since`` or later, and how far."""
+        """Return the rise of the loss at step ``since`` or later."""
         before = [loss for step, loss in self.latest if step < since][-LATEST:]
         after = [logged for logged in self.latest if logged.step >= since]
         limit = max(before) + _FAR * (max(before) - min(before)) if before else -math.inf
@@ -175,17 +175,11 @@ class Loss:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether it is so far below zero that nothing seems to limit it: ten first losses."""
+        """Whether it is so far below zero that nothing seems to limit it: by ten first losses."""
         return self.recent < 0 and self.recent < -10 * abs(self.first)
 
     def add(self, step: int, loss: float, *, judged: bool = True) -> None:
-        """Add the finite loss of one step.
-
-        Args:
-            step: Its number.
-            loss: The loss.
-            judged: Whether rules judge this step, so that they need to know if the loss is worse.
-        """
+        """Add the finite loss of one step; ``judged``: whether rules judge this step."""
         self.latest.append(Logged(step, loss))
         recent = self.recent
         if judged and len(self.past) >= RECENT:
@@ -220,18 +214,18 @@ class Loss:
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
 # mlp_tanh20_small is called exploding; tried 2 and 20.
 _WORSE = 4.0
-_BETTER = 0.5  # by eye; tried 0.25 and 1
-# Of the highest loss, while the range says little: without it the healthy lora alarms.
+_BETTER = 0.5  # chosen manually; tried 0.25 and 1
+# Of the highest loss, for a short window: without it the healthy lora alarms.
 _FAR_OF_FEW = 0.2
-_FAR = 0.5  # of the range of the losses so far, by eye; tried 0.1 and 2.5
+_FAR = 0.5  # of the range of the window; chosen manually; tried 0.1 and 2.5
 
 
 class Norm:
-    """How far the total gradient norm is above its past, in decades (log10). Clipping hides it."""
+    """Distance of the total gradient norm from its past, in decades (log10); clipping hides it."""
 
-    above: float = 0.0  # the highest of all, the latest included; 0 in the first steps
-    far_above: float = 0.0  # the highest of the past
-    below: float = 0.0  # the lowest of all
+    above: float = 0.0  # above the highest, the latest included; 0 in the first steps
+    far_above: float = 0.0  # above the highest of the past
+    below: float = 0.0  # below the lowest
     since_jump: int = NEVER  # steps since it first rose to five times the highest
     first: float = math.nan  # median of the first five norms
     _firsts: tuple[float, ...] = ()
@@ -251,7 +245,7 @@ class Norm:
         return max(self.above, self.below) < FAR_ABOVE
 
     def add(self, total: float, steps: int) -> None:
-        """Add the finite norm of one step, so many steps after the one before."""
+        """Add the finite norm of one step, ``steps`` after the one before."""
         self.since_jump += steps
         self.above = self.far_above = self.below = 0.0
         if total == 0:
@@ -273,14 +267,14 @@ _UNUSUAL = 1.5  # a factor of 30, that of ExplodingGradient's lasting_factor; tr
 
 
 class Layers:
-    """The gradient norms of all layers at the last steps."""
+    """Gradient norms of all layers at the last steps."""
 
-    names: tuple[str, ...] = ()  # of the modules that own parameters
+    names: tuple[str, ...] = ()  # modules that own parameters
     levels: Figures  # log10 of their norms, [k, layers], oldest first; -inf for zero
     steps: list[int]  # of each row
-    usual: Figures  # their medians, as they were at most 20 steps ago, [layers]
-    # One is suddenly zero; or it differs tenfold, and by four deviations, from its usual one and
-    # beyond what all layers do, for three steps. Layers that were zero before do not count, as
+    usual: Figures  # their medians, at most 20 steps old, [layers]
+    # One is suddenly zero, or differs for three steps tenfold and by four deviations from its
+    # median, and from the change of all layers. Layers that were zero before do not count, such as
     # experts and embeddings.
     are_unusual: bool = False
     _limit: Figures
@@ -304,7 +298,7 @@ class Layers:
         self.levels = np.concatenate([self.levels[1 - _ROWS :], record.owner_grad_levels[None]])
         growth = self.growth
         finite = growth[np.isfinite(growth)]
-        # What all layers do is learning, or shows in the total norm.
+        # A change of all layers is learning, or visible in the total norm.
         common = np.clip(0.0, finite.min(), finite.max()) if finite.size else 0.0
         off = (np.abs(growth) > self._limit) & (np.abs(growth - common) > self._limit)
         self._unusual_steps = np.where(off, self._unusual_steps + 1, 0)
@@ -317,7 +311,7 @@ class Layers:
 
     @property
     def growth(self) -> Figures:
-        """How far each is above its usual one now, in decades; NaN if that is not known."""
+        """Distance of each above its median, in decades; NaN if unknown."""
         with np.errstate(invalid="ignore"):
             growth: Figures = self.levels[-1] - self.usual
         return growth
@@ -332,39 +326,36 @@ class Layers:
         self._limit[ordered[0] == -np.inf] = np.nan
 
     def onsets(self, since: int) -> Sequence[Onset]:
-        """The layers whose norm had left its past by step ``since``, earliest first.
-
-        As the page finds them: of what came later it says nothing.
-        """
+        """Return the layers whose norm had left its baseline by step ``since``, earliest first."""
         rows = [row for row, step in enumerate(self.steps) if since - LOOK_BACK < step <= since]
         steps = [self.steps[row] for row in rows]
         return onsets(self.names, steps, 10 ** self.levels[rows], since) or ()
 
 
 _ROWS = LOOK_BACK + LATEST
-_UNUSUAL_STEPS = 3  # what one batch does is over by then; tried 1 and 2
+_UNUSUAL_STEPS = 3  # the effect of one batch is over by then; tried 1 and 2
 
 
 class Baseline:
-    """What detectors need to know of the whole run."""
+    """Figures of the whole run, for all detectors."""
 
     loss: Loss
     norm: Norm
     layers: Layers
     age: int = -1  # steps seen before this one
-    # Steps since the learning rate rose threefold above all that were survived: ten steps later,
-    # the loss was not worse than before.
+    # Steps since the learning rate rose to three times the highest that the run has survived: ten
+    # steps after a survived rate the loss was not worse than before.
     since_rate_jump: int = NEVER
     rate_before_jump: float = 0.0  # the highest of these
     rate_after_jump: float = 0.0  # what it rose to
-    jumped: tuple[str, ...] = ()  # modules whose rate rose then, in forward order, if not all
+    jumped: tuple[str, ...] = ()  # modules whose rate jumped, in forward order, if not all
     since_large_step: int = NEVER  # since one moved the median weight matrix by a fifth of its norm
-    step_ratio: float = 0.0  # median update ratio of the matrices at the last full measurement
-    # The module of one matrix that began far too large, if one did; and how many times as large as
-    # He initialization makes it. None before the first full measurement.
+    step_ratio: float = 0.0  # median update ratio of the matrices at the last full step
+    # Module of one matrix that started far too large, and its size relative to He initialization;
+    # ("", 0) if there is none, None before the first full step.
     too_large: tuple[str, float] | None = None
-    # Modules whose matrices began far smaller than most, as the last layer of a policy: gradients
-    # before them begin small and grow, and a step moves them by many times their size.
+    # Modules whose matrices started far smaller than most, such as the last layer of a policy:
+    # gradients before them start small and grow, and a step moves them by many times their size.
     began_small: tuple[str, ...] = ()
     _ratio_rate: float = 0.0
     _ratio_norm: float = 0.0  # the total gradient norm there
@@ -413,7 +404,7 @@ class Baseline:
 
     @property
     def requests_full_step(self) -> bool:
-        """Whether the norms are so unusual that the next steps should be measured in full."""
+        """Whether the norms are so unusual that a full step is needed."""
         return self.layers.are_unusual
 
     @property
@@ -423,21 +414,20 @@ class Baseline:
 
     @property
     def large_start(self) -> tuple[str, str]:
-        """In the first steps the module of :attr:`too_large`, and words for it; else two empty."""
+        """In the first steps the module of :attr:`too_large`, and a cause; else two empty texts."""
         if self.age >= LATEST or not self.too_large or not self.too_large[0]:
             return "", ""
         name, times = self.too_large
-        began = f"whose weights began {times:.2g} times as large as He initialization makes them"
-        return name, f", most likely because of {called(name)}, {began}"
+        return name, f"The initial weights of {called(name)} are {times:.2g}x He initialization"
 
     @property
     def follows_rate_jump(self) -> bool:
-        """Whether the learning rate has jumped so recently that what happens comes from it."""
+        """Whether the learning rate has just jumped, and so explains faults."""
         return self.since_rate_jump <= AFTER_JUMP
 
     @property
     def jump(self) -> str:
-        """For messages: what the learning rate has jumped to, and where if not everywhere."""
+        """The learning rate after the jump, and its modules if not all, for messages."""
         where = f" in {called_all(self.jumped, RECENT)}" if self.jumped else ""
         return f"{self.rate_after_jump:.3g}{where}"
 
@@ -453,20 +443,20 @@ class Baseline:
 
     @property
     def lowest_rate(self) -> float:
-        """The lowest of the last hundred steps above zero."""
+        """The lowest above zero of the last hundred steps."""
         return min((rate for rate in self._rates if rate > 0), default=0.0)
 
     @property
     def ratio_now(self) -> float:
-        """The ratio of this step. Of one that was not measured: 0 unless the rate has risen."""
+        """The update ratio of this step, estimated from the rate; 0 unless the rate has risen."""
         growth = self.rate / self._ratio_rate if self._ratio_rate > 0 else 0.0
         return self.step_ratio * growth if growth >= JUMP else 0.0
 
     @property
     def may_step_far(self) -> bool:
-        """Whether a measurement might show a large step: steps grow with rate and gradients.
+        """Whether a full step might show a large update, which scales with rate and gradients.
 
-        The first one of an optimizer with momentum is a tenth of later ones.
+        The first update of an optimizer with momentum is a tenth of later ones.
         """
         known = self.step_ratio > 0 and self._ratio_norm > 0 and math.isfinite(self._norm)
         if not known:
@@ -477,7 +467,7 @@ class Baseline:
 
     @property
     def gradients_led(self) -> bool:
-        """Whether gradients just jumped while the learning rate did not."""
+        """Whether gradients have just jumped and the learning rate has not."""
         since = self.norm.since_jump
         return since <= FEWEST < self.since_rate_jump - since
 
@@ -505,13 +495,13 @@ class Baseline:
 
 # As update_ratio of loss_divergence: at 0.1 the healthy rare_positive_weighted alarms; tried 0.4.
 LARGE_STEP = 0.2
-# What a jump does between two full measurements is seen some steps later, in those that rules ask
-# for. By then a momentum of 0.9 has forgotten most of it.
+# Requested full steps show the effect of a jump some steps later. By then a momentum of 0.9 has
+# decayed.
 AFTER_JUMP = LATEST
 
 
 def _groups_of_modules(record: StepRecord) -> dict[str, list[int]]:
-    """The parameter groups that each module's own parameters are in, in forward order."""
+    """Return the parameter groups of each module's own parameters, in forward order."""
     groups: dict[str, list[int]] = {}
     layout = record.layout
     for index in layout.depth_order.tolist():
@@ -521,26 +511,26 @@ def _groups_of_modules(record: StepRecord) -> dict[str, list[int]]:
 
 
 def finite_loss(record: StepRecord) -> float | None:
-    """The loss of a step; None if none was logged or it is not finite."""
+    """Return the loss of a step; None if none was logged or it is not finite."""
     return record.loss if record.loss is not None and math.isfinite(record.loss) else None
 
 
 def matrix_ratios(record: StepRecord) -> dict[str, float]:
-    """The finite update ratios of the weight matrices, by name."""
+    """Return the finite update ratios of the weight matrices, by name."""
     matrices, ratios = record.layout.matrices, record.update_ratios.items()
     return {name: r for name, r in ratios if name in matrices and math.isfinite(r)}
 
 
 def matrix_sizes(record: StepRecord) -> dict[str, float]:
-    """The root mean square of each weight matrix, by name."""
+    """Return the root mean square of each weight matrix, by name."""
     sizes = figures_of(record.weights, rms_of)
     return {name: size for name, size in sizes.items() if name in record.layout.matrices}
 
 
 def _sizes_beside_he(record: StepRecord) -> list[tuple[float, str]]:
-    """How large each weight matrix is beside He initialization, and its module.
+    """Return the size of each weight matrix relative to He initialization, and its module.
 
-    He initialization makes the root mean square of a matrix ``sqrt(2 / fan_in)`` (He et al.,
+    With He initialization the root mean square of a matrix is ``sqrt(2 / fan_in)`` (He et al.,
     "Delving Deep into Rectifiers", 2015).
     """
     layout, sized = record.layout, list[tuple[float, str]]()
@@ -553,7 +543,7 @@ def _sizes_beside_he(record: StepRecord) -> list[tuple[float, str]]:
 
 
 def _too_large(sized: Sequence[tuple[float, str]]) -> tuple[str, float]:
-    """The module of the one matrix that stands out, and how large it is."""
+    """Return the module of the one matrix that stands out, and its relative size."""
     largest = max(sized, default=(0.0, ""))
     others = [size for size, name in sized if name != largest[1]]
     stands_out = others and largest[0] >= _FAR_TOO_LARGE * max(1.0, max(others))
@@ -561,7 +551,7 @@ def _too_large(sized: Sequence[tuple[float, str]]) -> tuple[str, float]:
 
 
 def _small(sized: Sequence[tuple[float, str]]) -> tuple[str, ...]:
-    """The modules of matrices that are far smaller than most."""
+    """Return the modules of matrices that are far smaller than most."""
     usual = median([size for size, _ in sized] or [0.0])
     return tuple([name for size, name in sized if size * _FAR_TOO_LARGE < usual])
 
@@ -574,16 +564,15 @@ _FAR_TOO_LARGE = 10.0
 class Rise:
     """A loss that rose from its usual level."""
 
-    first: float  # what it was in the first steps of the run
-    usual: float  # what it was before it rose
+    first: float  # in the first steps of the run
+    usual: float  # before the rise
     peak: float  # the highest since
 
     def is_undone(self, loss: float) -> bool:
-        """Whether the latest loss is so low that the rise is as good as over.
+        """Whether the latest loss undoes half of the rise.
 
-        That is when half of the rise is undone. Where the loss rose above that of the first steps,
-        it is half of the way up to there: to be no worse than an untrained model is no recovery.
-        Where it had hardly come down before it rose, it is when it has.
+        A rise above the loss of the first steps counts up to there: the loss of an untrained model
+        is no recovery. If the loss had hardly fallen before it rose, it has to fall.
         """
         self.peak = max(self.peak, loss)
         learned = self.first - self.usual

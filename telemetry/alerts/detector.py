@@ -36,6 +36,10 @@ class Finding:
     resolved: bool = False  # is over already
 
 
+RATE_ADVICE = (
+    "Fix the schedule or lower the learning rate",
+    "Resume from a checkpoint before the jump",
+)
 EXPLOSIONS = frozenset({"exploding_gradient", "exploding_activation"})
 RISEN_LOSSES = frozenset({"loss_divergence", "loss_spike"})
 

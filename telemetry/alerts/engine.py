@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from telemetry.alert import Alert, Consequence, Severity
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import Detector
+from telemetry.alerts.detector import RATE_ADVICE, Detector
 from telemetry.alerts.state import restore, to_plain
 from telemetry.records import StepRecord
 from telemetry.records.step import is_inside
@@ -274,10 +274,6 @@ def _figures(alert: Alert) -> dict[str, Any]:
     return {"step": alert.step, "value": alert.value, "threshold": alert.threshold}
 
 
-RATE_ADVICE = (
-    "Fix the schedule or lower the learning rate",
-    "Resume from a checkpoint before the jump",
-)
 _REACH = 200  # steps; chosen manually; tried 40 and 1000
 _PAUSE = 20  # steps, doubled each time: a requested step is measured by then, unless rules are late
 _CHAIN = 2  # requests before a pause, the second after the full step of the first; tried 1, 3

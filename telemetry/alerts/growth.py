@@ -1,4 +1,4 @@
-"""How activations grow forward and gradients backward, and which layers are to blame for it."""
+"""Growth of activations in the forward pass and of gradients in the backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from telemetry.records.tensor import figures_of
 
 
 class Stretch(NamedTuple):
-    """The modules over which something grows: often one, which is the first and the last."""
+    """Modules over which a pass grows, from the first to the last; often a single one."""
 
     first: str
     last: str
@@ -31,16 +31,16 @@ class Stretch(NamedTuple):
 
     @property
     def shared(self) -> str:
-        """Of what is divided among them."""
-        return str(self) if self.first == self.last else f"{self}, each with a part of it"
+        """The modules of a growth that is divided among them."""
+        return str(self) if self.first == self.last else f"{self}, each by a part"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """How much a pass grows from its beginning to its largest value."""
+    """Growth of a pass from its beginning to its largest value."""
 
-    names: Sequence[str]  # of the modules, in the order of the pass
-    levels: Sequence[float]  # log10 of what each returned; the first is compared with the others
+    names: Sequence[str]  # modules in the order of the pass
+    levels: Sequence[float]  # log10 of their sizes
 
     @property
     def decades(self) -> float:
@@ -49,7 +49,7 @@ class Growth:
 
     @property
     def stretch(self) -> Stretch | None:
-        """Where it grows: the module that has half of the growth, or those that have most of it."""
+        """The module that has half of the growth, or those that have most of it."""
         if self.decades <= 0:
             return None
         levels = np.array(self.levels)
@@ -64,17 +64,17 @@ class Growth:
 
 
 _MOST = 0.5  # of the growth: no other module has more
-# Of the growth, at either end: of 16 residual blocks that are scaled alike (residual_x3) about 13
-# lie between.
+# Of the growth, at either end: about 13 of 16 equally scaled residual blocks (residual_x3) lie
+# between.
 _ENDS = 0.1
 
 
 @once
 def forward_growth(record: StepRecord) -> Growth:
-    """Growth of the modules' outputs: from the RMS of the first to the variation of others.
+    """Return the growth of outputs, from the RMS of the first to the variation of the others.
 
-    So a constant is no growth, however large it is. What a normalization makes larger is none
-    either: it returns numbers around 1 whatever it is given, as behind embeddings of 0.02.
+    A large constant does not count. Neither does growth in a normalization, which returns numbers
+    around 1 for all inputs, as behind embeddings of 0.02.
     """
     sizes = figures_of(record.activations, rms_of)
     variation = figures_of(record.activations, attrgetter("variation"))
@@ -89,9 +89,9 @@ def forward_growth(record: StepRecord) -> Growth:
 
 
 def backward_growth(record: StepRecord) -> Growth:
-    """Growth of the gradients with respect to these outputs, from the last module back.
+    """Return the growth of the gradients of these outputs, from the last module back.
 
-    A normalization divides the gradient by what it divides its input by: that is not counted.
+    Growth in a normalization does not count: it divides gradients and inputs alike.
     """
     layers = _gradients(record)[::-1]
     modules = [module for module, _ in layers]
@@ -99,12 +99,12 @@ def backward_growth(record: StepRecord) -> Growth:
 
 
 def gain(record: StepRecord, norm: float | None = None) -> float:
-    """How much the network amplifies the gradient that comes from the loss.
+    """Return the amplification of the loss's gradient by the network.
 
-    It does not change with the unit or weight of the loss or the scale of the targets.
+    It does not depend on the unit or weight of the loss or the scale of the targets.
 
     Args:
-        norm: That of all parameter gradients; None: as the optimizer used them.
+        norm: Norm of all parameter gradients; None: as the optimizer used them.
 
     Returns:
         log10 of the norm of all parameter gradients over the RMS of the gradient of the last
@@ -118,10 +118,9 @@ def gain(record: StepRecord, norm: float | None = None) -> float:
 
 @once
 def _gradients(record: StepRecord) -> list[tuple[Module, float]]:
-    """Layers and the RMS of the gradients of their outputs, in forward order.
+    """Return layers and the RMS of the gradients of their outputs, in forward order.
 
-    Leaves out layers where it is zero or not finite, and embeddings, which have a scale of their
-    own.
+    Layers with a zero or non-finite RMS are omitted, and embeddings, whose scale is arbitrary.
     """
     layers = zip(record.layout.modules, table(record).column("activation_grad_rms"), strict=True)
     return [
@@ -132,7 +131,7 @@ def _gradients(record: StepRecord) -> list[tuple[Module, float]]:
 
 
 def _growth(modules: Sequence[Module], values: Sequence[float], free: Sequence[bool]) -> Growth:
-    """Growth over modules, but for what comes about where it is ``free``."""
+    """Return the growth over modules, without that of ``free`` modules."""
     names, levels, allowance = [], [], 0.0
     last = math.nan
     for module, value, is_free in zip(modules, values, free, strict=False):

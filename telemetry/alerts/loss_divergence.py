@@ -1,4 +1,4 @@
-"""A loss that rises because the steps are too large."""
+"""Losses that rise because the optimizer's steps are too large."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from telemetry.records.tensor import figures_of
 
 
 class LossDivergence(Detector):
-    """Alerts when steps move the weights too far and the loss has risen since.
+    """Alert if steps move the weights too far and the loss has risen since.
 
     A loss may rise for good reasons: a harder task, an annealed term, two networks that compete.
-    The learning rate is to blame when an optimizer step moves the median weight matrix by at least
-    ``update_ratio`` of its norm (healthy runs have 0.001 to 0.01; their first steps may be larger,
-    but then the loss falls; between two measurements it grows with the learning rate), and
+    The learning rate is to blame if an optimizer step moves the median weight matrix by
+    ``update_ratio`` of its norm or more (healthy runs have 0.001 to 0.01; their first steps may be
+    larger, but then the loss falls; between full steps it scales with the learning rate), and
 
-    - within 20 steps, ``losses`` in a row are all far above those before. One less is enough if the
-      learning rate has just jumped above all former ones, or if it is that of the first steps and
-      the loss has become several times as high; or
-    - half of what was learned has been lost, after the first hundred steps.
+    - within 20 steps, ``losses`` consecutive losses are far above those before. One less suffices
+      if the learning rate has just jumped above all former ones, or in the first steps if the loss
+      is several times as high; or
+    - half of the progress is lost, after the first hundred steps.
 
-    If gradients jumped and the learning rate did not, it is silent: ``exploding_gradient`` covers
-    that. It is over when :class:`Rise` is undone.
+    It is silent if gradients jumped and the learning rate did not: ``exploding_gradient`` covers
+    that. It resolves when :class:`Rise` is undone.
 
-    It alerts, too, when gradients are never zeroed, so that those of all steps add up and steps
-    become ever larger (see :class:`SummedGradients`); the loss is high soon after.
+    It also alerts if gradients are never zeroed, so that they add up and steps become ever larger
+    (see :class:`SummedGradients`).
     """
 
     kind = "loss_divergence"
@@ -70,9 +70,9 @@ class LossDivergence(Detector):
         rises = loss.high or loss.losses_lost == RECENT
         several = baseline.since_rate_jump <= _JUST or self._sums.needs_full_step
         lasts = baseline.may_step_far or len(loss.high) != 1
-        suspicious = several or (rises and lasts and not record.full)
+        is_candidate = several or (rises and lasts and not record.full)
         self.needs_full_step, self.full_steps_in_a_row = (
-            bool(suspicious) and self.active_alert is None,
+            bool(is_candidate) and self.active_alert is None,
             3 if several else 1,
         )
         if self._sums.is_sure:
@@ -81,7 +81,9 @@ class LossDivergence(Detector):
             return None
         is_new = baseline.is_young and loss.excess > _FAR
         enough = self.losses - (is_new or baseline.follows_rate_jump)
-        lost = loss.losses_lost >= RECENT and baseline.age > LENGTH  # of fewer, the best is luck
+        lost = (
+            loss.losses_lost >= RECENT and baseline.age > LENGTH
+        )  # with fewer losses, the best is luck
         is_high = len(loss.high) >= enough or lost
         if not is_high or record.step - self._large_at > AFTER_JUMP or baseline.gradients_led:
             return None
@@ -96,14 +98,15 @@ class LossDivergence(Detector):
 
     def _found(self, record: StepRecord, baseline: Baseline) -> Finding:
         rate, lowest = baseline.rate, baseline.lowest_rate
-        at = f" at a learning rate of {rate:.3g}" if rate > 0 else ""
+        cause = f"The learning rate is {rate:.3g}" if rate > 0 else None
         if 0 < lowest * JUMP <= rate:
-            at = f" since the learning rate rose from {lowest:.3g} to {rate:.3g}"
-        ratio = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{self._ratio:.2g} times"
-        name, because = baseline.large_start
+            cause = f"The learning rate rose from {lowest:.3g} to {rate:.3g}"
+        ratio = f"{self._ratio:.0%}" if self._ratio < 10 else f"{self._ratio:.2g}x"
+        name, large = baseline.large_start
         return Finding(
-            summary=f"The loss has risen to {record.loss:.4g}, far above earlier ones, and one "
-            f"optimizer step moves the weights by {ratio} their norm{at}{because}",
+            summary=f"The loss rose to {record.loss:.4g}, and one optimizer step moves the weights "
+            f"by {ratio} of their norm",
+            cause=large or cause,
             advice=_INITIALIZE if name else _LOWER,
             value=self._ratio,
             threshold=self.update_ratio,
@@ -113,11 +116,11 @@ class LossDivergence(Detector):
     def _summed(self, record: StepRecord) -> Finding:
         norm = record.total_grad_norm
         return Finding(
-            summary="The gradients of each step are added to those of the steps before, which "
-            f"nobody zeroes: their norm is {norm:.3g} by now, and steps become ever larger",
+            summary=f"Gradients add up from step to step: their norm is {norm:.3g}, and grows",
+            cause="They are never zeroed",
             advice=(
-                "Call optimizer.zero_grad() in every step, before backward(). To accumulate "
-                "gradients, step once for all of them, and zero them then.",
+                "Call optimizer.zero_grad() in every step, before backward()",
+                "To accumulate gradients, step once for all of them, and zero them then",
             ),
             value=norm,
             threshold=0.0,
@@ -126,45 +129,45 @@ class LossDivergence(Detector):
 
 _LOWER = ("Divide the learning rate by 3 to 10", "Warm it up")
 _INITIALIZE = (
-    "Make these weights smaller (PyTorch's own begin at 0.4 times He's); if they are meant to be "
-    "so, divide the learning rate by 3 to 10, and warm it up.",
+    "Make these weights smaller: PyTorch's defaults start at 0.4x He initialization",
+    *_LOWER,
 )
-_JUST = 2  # steps after a jump of the learning rate that are measured in full; tried 1 and 4
-_FAR = 3.0  # times the loss itself; meta_learning, which learns, has 2.4 in its first steps
+_JUST = 2  # full steps after a jump of the learning rate; tried 1 and 4
+_FAR = 3.0  # times the loss; meta_learning, which learns, has 2.4 in its first steps
 
 
 class SummedGradients:
-    """Whether each step's gradients are added to those of the step before.
+    """Test whether each step's gradients are added to those of the step before.
 
     A bias is added to each output of its layer, so its gradient is the sum of the gradients of
-    these outputs (chain rule). Both sums are measured at full steps. At two of them in a row, the
-    gradient of a bias is
+    these outputs (chain rule). Both sums are measured at full steps. At two consecutive full
+    steps, the gradient of a bias is
 
     - that sum, if gradients are zeroed;
     - that sum plus the bias's gradient of the step before, if they are not.
 
-    Clipping and loss scaling multiply all gradients by the same factor, which is therefore left
-    open where there are several layers. Where neither holds (gradients averaged over ranks, a
-    second backward pass, noise), nothing is said.
+    Clipping and loss scaling multiply all gradients by one factor, which may have any value if
+    there are several layers. If neither holds (gradients averaged over ranks, a second backward
+    pass, noise), the result is undecided.
     """
 
-    is_sure: bool = False  # two pairs of steps in a row have shown it, and none the contrary since
-    needs_full_step: bool = False  # two full measurements in a row would tell
+    is_sure: bool = False  # two consecutive pairs of steps show it, and none since contradicts
+    needs_full_step: bool = False  # two consecutive full steps would decide
     _step: int = -2
     _biases: dict[str, float]
     _pairs: int = 0
     _norms: tuple[float, ...] = ()
-    _asked: int = 0
+    _requested: int = 0
 
     def __init__(self) -> None:
         self._biases = {}
 
     def add(self, record: StepRecord) -> None:
-        """Look at one step."""
+        """Evaluate one step."""
         if len(self._norms) <= _RISING:  # sums grow at each of the first steps
             self._norms = (*self._norms, record.total_grad_norm)
             rises = len(self._norms) > _RISING and bool(np.all(np.diff(self._norms) > 0))
-            self._ask(rises and self._norms[-1] > _SUMMED * self._norms[0])
+            self._request(rises and self._norms[-1] > _SUMMED * self._norms[0])
         is_first = len(self._norms) == 1
         if not record.full:
             return
@@ -191,21 +194,21 @@ class SummedGradients:
             self._pairs = self._pairs + 1 if _is_one_factor(now, own + old) else 0
             self.is_sure |= self._pairs >= _PAIRS
             self.needs_full_step &= not self.is_sure and self._pairs > 0
-        elif is_first:  # there is nothing to add, so neither holds for this model
-            self._asked = _ASKED
+        elif is_first:  # there is nothing to add: the test does not work for this model
+            self._requested = _REQUESTED
         else:
-            self._ask(not self.is_sure)
+            self._request(not self.is_sure)
 
-    def _ask(self, might: bool) -> None:
-        if might and not self.needs_full_step and self._asked < _ASKED:
+    def _request(self, might: bool) -> None:
+        if might and not self.needs_full_step and self._requested < _REQUESTED:
             self.needs_full_step = True
-            self._asked += 1
+            self._requested += 1
 
 
 def _sums(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
-    """Of each layer's output gradients, where they do not cancel out; and of its bias's gradient.
+    """Return the sums of each layer's output gradients, and its bias's gradient.
 
-    Those of cross entropy's logits cancel out exactly.
+    Sums that cancel out are omitted, as for the logits of a cross entropy.
     """
     given, biases = {}, {}
     of_biases = figures_of(record.grads, _sum_of)
@@ -223,13 +226,13 @@ def _sums(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _sum_of(rows: Rows) -> Figures:
-    """As if all values were finite."""
+    """Return the sums of the finite values, scaled to all values."""
     sums: Figures = mean_of(rows) * rows.count
     return sums
 
 
 def _is_one_factor(values: Figures, others: Figures) -> bool:
-    """Whether values are others times one factor up to 1, which is 1 if there are few of them."""
+    """Whether values are others times one factor up to 1; of few values, the factor is 1."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = values / others
     if np.isnan(ratios).any():
@@ -242,12 +245,12 @@ def _is_one_factor(values: Figures, others: Figures) -> bool:
 
 
 _ADD_BIAS = AFFINE | NORMALIZATIONS
-# Of five norms in any order, one in 120 rises at each step; it costs full measurements, no alert.
-_RISING = 4  # steps in a row with a larger norm than the one before
-_SUMMED = 2.0  # times the first norm; five gradients that have nothing in common add up to 2.2
-_PAIRS = 2  # so that a coincidence of one step does not pass
-_ASKED = 3  # times; where neither holds, more looks would show nothing
+# One in 120 random orders of five norms rises at each step; it costs full steps, no alert.
+_RISING = 4  # consecutive steps with a larger norm than the one before
+_SUMMED = 2.0  # times the first norm; five independent gradients add up to 2.2
+_PAIRS = 2  # one may be a coincidence
+_REQUESTED = 3  # times; more evaluations would show nothing
 _ROUNDING = 1e-4  # a thousand times float32's
 _NEAR = 0.01  # sums are exact to 1e-5, in bfloat16 to 0.004
-_MOST = 0.7  # of the layers: hooks of the user may change some
+_MOST = 0.7  # of the layers: the user's hooks may change some
 _FEW = 2

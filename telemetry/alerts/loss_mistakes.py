@@ -1,4 +1,4 @@
-"""Losses that are given something else than they expect; the gradients of the outputs tell."""
+"""Losses with wrong inputs, recognized by the gradients of the outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from telemetry.records.sketch import Sketch
 
 
 class WrongLossInput(Detector):
-    """Alerts when a loss that expects logits, or logarithms, is given what an activation returned.
+    """Alert if a loss that expects logits, or logarithms, gets the output of an activation.
 
     - ``CrossEntropyLoss`` and ``BCEWithLogitsLoss`` expect logits. Their derivative with respect to
       each is ``s - y``: its probability, and 0 or 1 for the target. The softmax of C numbers
@@ -23,21 +23,21 @@ class WrongLossInput(Detector):
       sigmoid of a number between 0 and 1 between ``1 / 2`` and ``e / (e + 1)``. So all derivatives
       lie in two narrow ranges, one on either side of zero; those of other losses leave them soon.
     - The derivatives of a cross entropy add up to 0, and one of each row is negative. So it is
-      known behind a ReLU or tanh, too.
+      recognized behind a ReLU or tanh, too.
     - ``NLLLoss`` and ``KLDivLoss`` expect logarithms. Their derivatives are ``-y``, and add up to
-      -1 in each row. Those of the logarithm of a probability, ``-y / p``, add up to less, until all
-      is learned. This is a note, since an expected reward has such derivatives, too.
-    - Probabilities that add up to as many as there are units, and not to the number of rows, come
-      from a softmax over the batch: a note, since that is also how rows are weighted.
+      -1 in each row. Those of the logarithm of a probability, ``-y / p``, add up to less, until
+      training has converged. It is a note, since an expected reward has such derivatives, too.
+    - Probabilities that add up to the number of units, and not to the number of rows, come from a
+      softmax over the batch: a note, since rows are weighted like that, too.
 
     Args:
-        steps: Number of steps from the beginning.
+        steps: Steps before the first evaluation.
     """
 
     kind = "wrong_loss_input"
     on = "full"
     confirm_after = 3
-    steps = 20  # by eye; until then, a squared error of even probabilities may look alike
+    steps = 20  # chosen manually; until then, a squared error may have similar gradients
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         last = _last(record)
@@ -46,7 +46,7 @@ class WrongLossInput(Detector):
             return None
         taken, advice, severity = found
         return Finding(
-            summary=f"The loss takes {taken}",
+            summary=f"The loss gets {taken}",
             advice=advice,
             severity=severity,
             value=last.grads.sum,
@@ -55,11 +55,11 @@ class WrongLossInput(Detector):
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return True  # as long as model and loss are what they are
+        return True  # while the model and the loss are the same
 
 
 def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
-    """What the loss takes, in words, what to do, and how bad it is; None if nothing is wrong."""
+    """Return what the loss gets, the advice and the severity; None if nothing is wrong."""
     type_name, p, g = last.type_name, last.outputs, last.grads
     name = f"{called(last.name)} ({type_name})"
     logits = (
@@ -71,42 +71,42 @@ def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
         classes = p.finite_count / p.sum  # of each row, the sum is 1
         most = e / (e + classes - 1)
         if _are_errors(last, most / e, most, classes):
-            again = f"the softmax of what {name} returns, which is one already"
+            again = f"a softmax of the output of {name}"
             return f"{again}: it cannot fall below {-log(most):.3g}", logits, "warning"
         totals = [p.sum, *last.means, last.means[0] / classes]  # the last is KLDivLoss's own mean
         are_targets = g.max <= 0 and any(abs(g.sum + all_) < _EXACT * all_ for all_ in totals)
         if are_targets and p.sum_squares < _LEARNED * p.sum:
             logarithms = ("Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss",)
-            return f"the probabilities that {name} returns for logarithms", logarithms, "note"
+            return f"probabilities of {name} where it expects logarithms", logarithms, "note"
         is_over_units = abs(classes - last.units) < _EXACT * last.units
         if not is_over_units and last.units > 1 and abs(p.sum - columns) < _EXACT * columns:
-            over_batch = f"what {name} returns, a softmax over the batch: the probabilities of a"
-            return f"{over_batch} unit add up to 1, not those of a row", _DIMENSION, "note"
+            over_batch = f"a softmax of {name} over the batch: columns add up to 1, not rows"
+            return over_batch, _DIMENSION, "note"
     if type_name == "Sigmoid" and _are_errors(last, 1 / 2, e / (e + 1), 1):
-        again = f"the sigmoid of what {name} returns, which is one already"
+        again = f"a sigmoid of the output of {name}"
         return f"{again}: it cannot fall below {log(1 + 1 / e):.3g}", logits, "warning"
     if type_name in _BOUNDS and _is_of_cross_entropy(g, last.units):
-        return f"the softmax of what {name} returns, and {_BOUNDS[type_name]}", logits, "warning"
+        return f"a softmax of the output of {name}: {_BOUNDS[type_name]}", logits, "warning"
     return None
 
 
 class TargetsBroadcast(Detector):
-    """A note when targets ``[N]`` meet outputs ``[N, 1]``: each meets the targets of all others.
+    """Report outputs ``[N, 1]`` and targets ``[N]`` that broadcast to ``[N, N]``.
 
-    The squared error is then the mean over ``[N, N]``, and its derivative ``2 / N`` times an output
-    less the mean of all targets. So over the batch, derivatives vary by exactly ``2 / N`` times
-    what the outputs do. If all targets of a batch are the same they do, too; but then the loss is
-    no more than follows from the outputs and their derivatives, if it is nothing else.
+    The squared error is then a mean over ``[N, N]``, and its derivative ``2 / N`` times an output
+    minus the mean of all targets. So over the batch, derivatives vary by exactly ``2 / N`` times
+    the variation of the outputs. That also holds if all targets of a batch are equal, but then the
+    loss follows from the outputs and their derivatives.
 
     Args:
-        steps: For so many steps they do, before it is said.
+        steps: Steps over which this holds before it is reported.
     """
 
     kind = "targets_broadcast"
     severity = "note"
     on = "full"
     confirm_after = 3
-    steps = 50  # by eye: returns may all be the same for some steps
+    steps = 50  # chosen manually: returns may all be equal for some steps
     _since: int = -1
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -133,30 +133,27 @@ class TargetsBroadcast(Detector):
         if of_targets < 0.01 * error:
             return None
         return Finding(
-            summary=f"The loss compares each output of {called(name)} with the targets of the "
-            f"whole batch: their gradients are {scale:.3g} times the outputs less one number",
-            advice=(
-                "Give the loss outputs and targets of one shape, by outputs.squeeze(1) for "
-                f"example: [{rows}, 1] and [{rows}] broadcast to [{rows}, {rows}].",
-            ),
+            summary=f"The loss compares each output of {called(name)} with all {rows} targets",
+            cause=f"Outputs [{rows}, 1] and targets [{rows}] broadcast to [{rows}, {rows}]",
+            advice=("Give the loss outputs and targets of one shape: outputs.squeeze(1)",),
             value=scale,
             threshold=scale,
             module_name=name,
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return True  # as long as model and loss are what they are
+        return True  # while the model and the loss are the same
 
 
 class _Last(NamedTuple):
-    """The last module that ran, what it returned and the gradients with respect to that."""
+    """The last module that ran, its outputs and their gradients."""
 
     name: str
     type_name: str
     units: int
     outputs: Sketch
     grads: Sketch
-    means: tuple[int, int]  # over rows, that these are of: one of each rank, or each micro-batch
+    means: tuple[int, int]  # number of means over rows: one per rank, or per micro-batch
 
 
 def _last(record: StepRecord) -> _Last | None:
@@ -178,9 +175,9 @@ def _last(record: StepRecord) -> _Last | None:
 
 
 def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
-    """Whether some gradients are within these, some within these less 1, and no others.
+    """Whether each gradient lies between the two limits, or between them minus 1.
 
-    Of a loss that is a mean over rows, all are divided by how many.
+    A loss that is a mean over rows divides all gradients by their number.
     """
     grads = last.grads
     left, right = limits(grads.buckets)
@@ -197,21 +194,21 @@ def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
 
 
 def _is_of_cross_entropy(grads: Sketch, units: int) -> bool:
-    """Whether gradients add up to 0, and one of each row is negative; of two units, both are so."""
+    """Whether gradients add up to 0 and one of each row is negative, for three units or more."""
     negative = grads.counts[grads.buckets < 0].sum()
     of_each = negative / max(1, grads.counts[grads.buckets != 0].sum()) * units
     is_balanced = abs(grads.mean) < _EXACT * _EXACT * grads.rms
     return bool(units > 2 and is_balanced and abs(of_each - 1) < _ABOUT)
 
 
-_DIMENSION = ("Use dim=1, or dim=-1", "CrossEntropyLoss needs no softmax before it")
+_DIMENSION = ("Use dim=1 or dim=-1", "Remove the softmax before CrossEntropyLoss")
 _BOUNDS = {
     "ReLU": "no logit can be below 0",
     "Sigmoid": "all logits are between 0 and 1",
     "Tanh": "all logits are between -1 and 1",
 }
 _ROUNDED = 1.01  # numbers in bfloat16 are off by 0.4 %
-_ABOUT = 0.02  # where counts are those of a sample
+_ABOUT = 0.02  # for counts of a sample
 _EXACT = 1e-3  # of sums over a batch
-_LEARNED = 0.9  # of the probabilities, the mean weighted by themselves: 1 if one of each row is
-_FEWEST = 8  # rows; of fewer, the variance of a batch may happen to fit
+_LEARNED = 0.9  # mean of the probabilities weighted by themselves: 1 if one of each row is 1
+_FEWEST = 8  # rows; the variance of fewer may fit by chance

@@ -1,4 +1,4 @@
-"""A loss that jumps far above its past."""
+"""Losses that jump far above their past."""
 
 from __future__ import annotations
 
@@ -18,37 +18,35 @@ from telemetry.alerts.baseline import (
     Logged,
     Rise,
 )
-from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, RATE_ADVICE, Detector, Finding
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, steps_in_words
 from telemetry.records import StepRecord
 
 
 class LossSpike(Detector):
-    """Alerts when the loss of some steps lies far above all of the hundred before, for a reason.
+    """Alert if losses lie far above all of the hundred before, for a known reason.
 
-    How far a loss lies above its past is counted in ranges: highest minus lowest of a hundred
-    losses, the latest ones left out. A jump alone is no fault: a harder task, other data or another
-    weight of a term do the same, so it gives a note, one in a hundred steps. A loss that jumps and
-    stays for 20 steps where half of what was learned is lost gives one, too, however wide its range
-    was. What remains below 3 % of the first loss is no spike. A warning takes one of three
-    reasons:
+    The distance above the past is counted in ranges: highest minus lowest of a hundred losses,
+    without the latest ones. A jump alone is no fault: a harder task, other data or another weight
+    of a term cause it, too. So it is a note, one per hundred steps. A loss that jumps and stays for
+    20 steps where half of the progress is lost is also a note, however wide its range was. Losses
+    below 3 % of the first loss are no spike. A warning has one of three reasons:
 
-    - The learning rate has just jumped to three times all that the run has survived, and two losses
-      are far above the past, or the last five are worse than that (a range is wide where the loss
-      was falling fast). A warm restart returns to a rate that it has survived.
-    - Gradients rose out of their past before the loss did, and three losses in a row are
-      ``distance`` ranges above. Where the task or the data change, gradients change in the same
-      step as the loss, because both are of the same batch; if the weights went wrong, gradients
-      went first.
+    - The learning rate has just jumped to three times the highest that the run has survived, and
+      two losses are far above the past, or the last five are worse than that (the range is wide
+      after a fast fall). A warm restart returns to a survived rate.
+    - Gradients left their baseline before the loss did, and three consecutive losses are
+      ``distance`` ranges above. If the task or the data change, gradients change in the same step
+      as the loss, because both come from one batch; if the weights break, gradients change first.
     - One to five losses are ``batch_distance`` ranges above a hundred losses, and the next one is
-      back: the batch. Where tails are so heavy that there is no mean (Pareto, index 1), one loss
+      usual again: the batch. With tails so heavy that there is no mean (Pareto, index 1), one loss
       exceeds the highest of ``n`` by ``k`` times with a probability of ``1 / (k n)``: above fewer
-      losses it must be more ranges. And if the past has such tails, as many as the square of the
-      deviations that its range has (about 5 if it is normal).
+      losses it must be more ranges. If the past has such tails, the required number is the squared
+      number of deviations in its range (about 5 for a normal distribution).
 
-    A further jump of the rate makes it worse. It is over when :class:`Rise` is undone; while the
-    learning rate is still what made the loss jump, when the loss is what it usually was.
+    A further jump of the rate escalates it. It resolves when :class:`Rise` is undone, or at a usual
+    loss while the learning rate is as high as after the jump.
     """
 
     kind = "loss_spike"
@@ -78,18 +76,15 @@ class LossSpike(Detector):
             self._jumped_at = jumped_at
             jump = baseline.loss.jump(jumped_at + 1)
             times = baseline.rate_after_jump / baseline.rate_before_jump
-            reason = f"after the learning rate had jumped {times:.3g}-fold to "
             if self.active_alert is None:
                 self._rise = _rise(jump, baseline)
             return _found(
                 jump,
                 baseline,
-                reason=f"{reason}{baseline.jump}",
+                cause=f"The learning rate jumped {times:.3g}-fold to {baseline.jump} at step "
+                f"{jumped_at}",
                 module_name=baseline.jumped[0] if baseline.jumped else None,
-                advice=(
-                    "Limit what the schedule can return, lower the learning rate or warm it up, "
-                    "and go on from a checkpoint before the spike.",
-                ),
+                advice=RATE_ADVICE,
                 escalates=self.active_alert is not None,
             )
         if not high:
@@ -100,7 +95,7 @@ class LossSpike(Detector):
             return self._for_good(record, baseline)
         since = high[0].step
         jump = baseline.loss.jump(since)
-        # Gradients that fall are those of a low loss.
+        # Falling gradients belong to a low loss.
         onsets = baseline.layers.onsets(since)
         early = [onset for onset in onsets if onset.step < since and onset.factor > 1]
         if len(early) >= FEW * len(baseline.layers.names):
@@ -109,35 +104,34 @@ class LossSpike(Detector):
             return _found(
                 jump,
                 baseline,
-                reason=f"and gradients had left their past {ago} before",
+                cause=f"Gradients left their baseline {ago} earlier",
                 advice=(
-                    "People usually clip gradients, lower the learning rate or Adam's beta2, "
-                    "and go on from a checkpoint before the spike without the batches around it.",
+                    "Clip gradients, or lower the learning rate or Adam's beta2",
+                    f"Resume from a checkpoint before step {since}, without the batches around it",
                 ),
             )
         return self._of_others(jump, record, baseline)
 
     def _for_good(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        """The loss has lost half of what was learned, for as many steps as make a past."""
-        # The best of fewer losses is luck.
+        """Return a lasting loss of half of the progress."""
+        # With fewer losses, the best is luck.
         is_lost = baseline.loss.losses_lost == LATEST and baseline.age > LENGTH
         if self.active_alert is not None or not is_lost:
             return None
         jump = baseline.loss.jump(record.step - LATEST - RECENT // 2)
-        if not baseline.loss.median_of(LATEST) > jump.limit:  # it wanders, as a GAN's
+        if not baseline.loss.median_of(LATEST) > jump.limit:  # it drifts, as a GAN's
             return None
         return self._of_others(jump, record, baseline)
 
     def _of_others(self, jump: Jump, record: StepRecord, baseline: Baseline) -> Finding | None:
-        """A rise that nothing explains but what the model is given."""
+        """Return a rise that only the inputs explain."""
         is_known, self._noted_at = record.step - self._noted_at <= LENGTH, record.step
         if baseline.since_rate_jump <= FEWEST or is_known:
             return None
         return _found(
             jump,
             baseline,
-            reason="though neither the learning rate nor gradients had grown before: "
-            "the batches, their targets, the loss or the weights are others",
+            cause="Something else changed: batches, targets, loss or weights",
             advice=(
                 "Check inputs and labels from this step on, their order and their unit",
                 "Check whether something else than the optimizer wrote to the weights",
@@ -159,7 +153,7 @@ class LossSpike(Detector):
         )
 
     def _of_batch(self, high: Sequence[Logged], baseline: Baseline) -> Finding | None:
-        """The loss is usual again: high ones before it were those of single batches."""
+        """Return high losses of single batches: the loss is usual again."""
         past, highest = baseline.loss.past, max(loss for _, loss in high)
         if (
             self.active_alert is not None
@@ -178,39 +172,38 @@ class LossSpike(Detector):
         return _found(
             baseline.loss.jump(high[0].step),
             baseline,
-            reason=f"and was back {steps_in_words(len(high))} later: it was the batch",
+            cause=f"The batch: the loss was usual again {steps_in_words(len(high))} later",
             advice=(
-                "Look at that batch: inputs and targets in another unit, a wrong label or mask. "
-                "People usually clip gradients so that one batch cannot do harm.",
+                "Check that batch: inputs and targets in another unit, a wrong label or mask",
+                "Clip gradients (clip_grad_norm_)",
             ),
             resolved=True,
         )
 
 
 _IN_A_ROW = 3  # losses
-
-_NAMED = 5
+_NAMED = 5  # layers
 
 
 class LossBurst(Detector):
-    """A note when the loss of some steps in a row was far above all before, and then as before.
+    """Report a few consecutive losses far above all before, followed by usual ones.
 
-    It jumps up at once and comes back at once, by half of the range of the hundred losses before;
-    so it was not the weights, but other data, targets or masks: a broken shard, a batch of another
-    task. It is over after ten losses that are no higher than three quarters of those before it.
-    Single hard batches are none, nor is what comes again and again: the third is not told.
+    The loss jumps up and back at once, by half of the range of the hundred losses before. So the
+    cause is not the weights, but other data, targets or masks: a broken shard, a batch of another
+    task. It is reported after ten losses that are no higher than three quarters of those before.
+    Single hard batches do not count, and only the first two bursts are reported.
 
     Args:
-        losses: Number of high losses in a row, at least; at most 20.
+        losses: Consecutive high losses, at least; at most 20.
     """
 
     kind = "loss_burst"
     on = "loss"
     severity = "note"
     explained_by = EXPLOSIONS | {"loss_divergence", "loss_spike", "nonfinite"}
-    losses = 3  # of independent losses, three in a row above a hundred are one in 200,000
+    losses = 3  # three consecutive ones above a hundred independent losses are one in 200,000
     _before: float = math.nan
-    _high: tuple[Logged, ...] = ()  # of bursts that follow each other
+    _high: tuple[Logged, ...] = ()  # of consecutive bursts
     _latest: tuple[Logged, ...] = ()
     _longest: int = 0
     _normal: int = 0
@@ -240,16 +233,13 @@ class LossBurst(Detector):
         if longest < self.losses or not is_over:
             return None
         self._bursts += 1
-        if self._bursts > _TOLD or baseline.since_rate_jump < record.step - first + FEWEST:
+        if self._bursts > _REPORTED or baseline.since_rate_jump < record.step - first + FEWEST:
             return None
         return Finding(
-            summary=f"The loss was up to {highest:.4g} from step {first} to {last}, at most "
-            f"{past.highest:.4g} in a hundred steps before, and is as before since: other batches, "
-            "other targets or another loss",
-            advice=(
-                "Look at what these batches were made of: a broken file, labels in another "
-                "order, an augmentation, another task.",
-            ),
+            summary=f"The loss was up to {highest:.4g} from step {first} to {last}, and at most "
+            f"{past.highest:.4g} in the hundred steps before",
+            cause="Other batches, targets or another loss: the loss is usual again",
+            advice=("Check these batches: a broken file, shuffled labels, another task",),
             value=highest,
             threshold=past.highest,
             started_at=first,
@@ -257,22 +247,19 @@ class LossBurst(Detector):
         )
 
 
-_TOLD = 2  # bursts; more are how the data are
+_REPORTED = 2  # bursts; more are usual for the data
 
 
 def _rise(jump: Jump, baseline: Baseline) -> Rise:
     return Rise(first=baseline.loss.first, usual=baseline.loss.past.usual, peak=jump.peak.loss)
 
 
-def _found(
-    jump: Jump, baseline: Baseline, *, reason: str, advice: tuple[str, ...], **more: Any
-) -> Finding:
+def _found(jump: Jump, baseline: Baseline, **more: Any) -> Finding:
     (step, loss), peak = jump.first, jump.peak
     rise = f", and to {peak.loss:.4g} at step {peak.step}" if peak.loss > loss else ""
+    first = _in_words(baseline.layers.onsets(step), len(baseline.layers.names))
     return Finding(
-        summary=f"The loss, {jump.before:.4g} before, jumped to {loss:.4g} at step {step}{rise}, "
-        f"{reason}{_in_words(baseline.layers.onsets(step), len(baseline.layers.names))}",
-        advice=advice,
+        summary=f"The loss jumped from {jump.before:.4g} to {loss:.4g} at step {step}{rise}{first}",
         value=peak.loss,
         threshold=baseline.loss.past.highest,
         started_at=step,
@@ -281,14 +268,21 @@ def _found(
 
 
 def _in_words(onsets: Sequence[Onset], count: int) -> str:
-    """For a message: at most five layers; nothing if there are none."""
+    """Return the first five layers that left their baseline, to end a sentence."""
     if not onsets:
         return ""
     first = [onset for onset in onsets if onset.step == onsets[0].step]
     if len(first) > FEW * count and len(first) > _NAMED:
-        return f". {len(first)} of {count} layers moved first, together at step {first[0].step}"
+        some = f"All {count}" if len(first) == count else f"{len(first)} of {count}"
+        return f". {some} layers left their baseline at step {first[0].step}"
     named = ", ".join(
-        f"{called(onset.name)} ({onset.factor:.3g} times at step {onset.step})"
+        f"{called(onset.name)} ({_ratio(onset.factor)} at step {onset.step})"
         for onset in onsets[:_NAMED]
     )
-    return f". First to move: {named}"
+    return f". First layers out of their usual range: {named}"
+
+
+def _ratio(factor: float) -> str:
+    if not 0 < factor < 1:
+        return f"{factor:.3g}x above usual"
+    return f"{1 / factor:.3g}x below usual"

@@ -1,4 +1,4 @@
-"""A run that learns nothing: weights do not move, or they do and the loss does not come down."""
+"""Runs that learn nothing: the weights do not move, or the loss does not fall."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from telemetry.records import StepRecord
 
 
 class NoLearning(Detector):
-    """Alerts when, from the beginning, no step moves any weight matrix noticeably.
+    """Alert if no step from the first on moves any weight matrix noticeably.
 
-    Small steps are fine if training has converged, if the schedule has ended or not begun, or if
+    Small steps are fine if training has converged, if the schedule has ended or not started, or if
     the gradients have faded. So the gradients must be as large as usual, and the learning rate must
-    not have risen. It is over as soon as a weight moves.
+    not have risen. It resolves as soon as a weight moves.
 
-    It alerts, too, when all gradients have become exactly zero, which rounding does not do: a mask
-    that hides all targets, a hinge that no example reaches.
+    It also alerts if all gradients become exactly zero: a mask that hides all targets, a hinge loss
+    that no example reaches. Rounding does not do that.
 
     Args:
         update_ratio: Largest update ratio over all weight matrices that counts as no movement.
-        steps: Number of steps from the beginning.
-        zero_steps: Number of steps in a row with gradients that are all zero.
-        losses: Number of losses that are logged before any optimizer of this model has stepped.
+        steps: Number of steps from the first on.
+        zero_steps: Consecutive steps whose gradients are all zero.
+        losses: Losses logged before any optimizer of this model has stepped.
     """
 
     kind = "no_learning"
@@ -47,14 +47,14 @@ class NoLearning(Detector):
     # A thousand such steps move a weight by 0.3 % of its size. At 3e-7 mlp_lr_low is missed;
     # tried 3e-5.
     update_ratio = 3e-6
-    steps = 30  # by eye; tried 15 and 60, by which the alert comes earlier or later
-    zero_steps = 50  # triplet_siamese, which knows all it is shown, has 4
-    losses = 100  # by eye: more micro-batches per step are unusual
+    steps = 30  # chosen manually; tried 15 and 60, which move the alert
+    zero_steps = 50  # triplet_siamese, which has fitted all examples, has 4
+    losses = 100  # chosen manually: more micro-batches per step are unusual
     full_steps_in_a_row = 3
     _norms: deque[float]
     _before: float = 0.0
     _largest_ratio: float = 0.0
-    _looks: int = 0
+    _evaluations: int = 0
     _losses: int = 0
     _zeros: int = 0
 
@@ -68,8 +68,8 @@ class NoLearning(Detector):
         if self._losses != self.losses:
             return None
         return Finding(
-            summary=f"{self._losses} losses were logged, and no step of this model has ended: "
-            "no optimizer of its parameters has stepped, and logger.step() was not called",
+            summary=f"{self._losses} losses were logged, and no optimizer stepped this model",
+            cause="Neither a torch.optim optimizer of its parameters nor logger.step() was called",
             advice=(
                 "Call logger.step() after each step of an optimizer that is not PyTorch's",
                 "Check that the optimizer has the parameters of this model, not of a copy",
@@ -83,40 +83,40 @@ class NoLearning(Detector):
         self._norms.append(record.total_grad_norm)
         self._before = record.total_grad_norm_before_clipping or self._before
         if record.update_ratios:
-            self._looks += 1
+            self._evaluations += 1
             self._largest_ratio = max(self._largest_ratio, *matrix_ratios(record).values(), 0.0)
         is_zero = record.total_grad_norm == 0 and bool(record.grad_present.any())
         self._zeros = self._zeros + 1 if is_zero else 0
         if self._zeros >= self.zero_steps:
             return self._all_zero(record)
         ratio, steps, now = self._largest_ratio, baseline.age + 1, median_high(self._norms)
-        few = self._looks < _LOOKS and ratio <= self.update_ratio
-        self.needs_full_step = few and steps >= self.steps - _LOOKS
+        few = self._evaluations < _EVALUATIONS and ratio <= self.update_ratio
+        self.needs_full_step = few and steps >= self.steps - _EVALUATIONS
         if few or steps < self.steps or ratio > self.update_ratio or record.loss == 0:
             return None
         if not now >= _FADED * baseline.norm.usual or baseline.rate > baseline.lowest_rate:
             return None
-        seen = "No parameter gets a gradient"
+        summary, cause = "No parameter gets a gradient", None
         advice: tuple[str, ...] = _GRADIENT
         if now > 0:
-            seen = f"In {steps} steps no step moved any weight"
-            seen, advice = f"{seen} by more than {ratio:.1g} of its size" if ratio else seen, _RATE
+            size = f" by more than {ratio:.1g} of its size" if ratio else ""
+            summary, advice = f"No step in {steps} steps moved any weight{size}", _RATE
             if record.learning_rates and not any(record.learning_rates):
-                seen += ": the learning rate is 0"
+                cause = "The learning rate is 0"
         if now < _CLIPPED * self._before:
-            left, advice = (f"{now:.2g}", _CLIP) if now > 0 else ("nothing", _ZEROED)
-            seen += (
-                f": the gradient norm was {self._before:.2g} after backward(), and {left} is left"
-            )
-        return Finding(summary=seen, advice=advice, value=ratio, threshold=self.update_ratio)
+            left, advice = (f"clipping leaves {now:.2g}", _CLIP) if now > 0 else _ZEROED
+            cause = f"The gradient norm is {self._before:.2g} after backward(), and {left}"
+        return Finding(
+            summary=summary, cause=cause, advice=advice, value=ratio, threshold=self.update_ratio
+        )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return self._largest_ratio <= self.update_ratio
 
     def _all_zero(self, record: StepRecord) -> Finding:
-        loss = "" if record.loss is None else f"The loss is {record.loss:.4g}. "
+        loss = "" if record.loss is None else f", at a loss of {record.loss:.4g}"
         return Finding(
-            summary=f"{loss}All gradients have been exactly 0 for {self._zeros} steps",
+            summary=f"All gradients have been exactly 0 for {self._zeros} steps{loss}",
             advice=(
                 "Check masks and weights of the loss, and that it depends on the parameters",
                 "End training if nothing is left to learn",
@@ -126,16 +126,19 @@ class NoLearning(Detector):
         )
 
 
-_LOOKS = 3  # by eye; tried 1 and 6
-_FADED = 0.3  # by eye; tried 0.15 and 0.6
-
-_CLIPPED = 1e-3  # by eye: who clips to a thousandth wants to be told
+# Chosen manually.
+_EVALUATIONS = 3  # tried 1 and 6
+_FADED = 0.3  # tried 0.15 and 0.6
+_CLIPPED = 1e-3
 
 _GRADIENT = (
     "Check that the loss depends on the parameters of this model",
     "Check for detach(), no_grad(), item(), another copy of the model",
 )
-_ZEROED = ("Call zero_grad() before backward(), not between backward() and step()",)
+_ZEROED = (
+    "0 when the optimizer steps",
+    ("Call zero_grad() before backward(), not between backward() and step()",),
+)
 _CLIP = (
     "Check the limit of the clipping",
     "With a GradScaler, call unscale_() before clipping",
@@ -148,25 +151,24 @@ _RATE = (
 
 
 class LossStuck(Detector):
-    """A note when the loss is after hundreds of steps still that of a model that knows nothing.
+    """Report a loss that is still that of an untrained model after hundreds of steps.
 
     That is its first value, or ln C, the cross entropy of guessing among the C outputs of the last
     layer. Usual causes: targets that do not belong to the inputs, a weight decay that undoes every
     step, a learning rate far too low or high, an output that does not depend on the input.
 
-    The losses of the last ``steps`` steps must be noise: their halves have the same mean, and each
-    is independent of the one before. The losses of GANs and of reinforcement learning wander.
+    The last ``steps`` losses must be noise: their halves have the same mean, and consecutive losses
+    are independent. The losses of GANs and of reinforcement learning drift, and do not count.
 
-    Weights whose size is exactly the same at two full measurements, though steps move them, are
-    written back by something else.
+    If the size of the weights is exactly the same at two full steps, though steps move them,
+    something else writes them back.
 
-    A loss that is far from 0 and the same at every step, though the batches differ, depends on
-    neither inputs nor targets, whatever its value: the network's output has become a constant, at
-    the flat end of a sigmoid for example.
+    A loss far from 0 that is the same at every step, though the batches differ, depends on neither
+    inputs nor targets: the network's output is constant, at the flat end of a sigmoid for example.
 
     Args:
-        reduction: By what part of itself the loss must have come down to be on its way.
-        steps: Number of losses that are looked at; as many must have come before.
+        reduction: Share by which the loss must have fallen to count as learning.
+        steps: Number of evaluated losses; as many must precede them.
     """
 
     kind = "loss_stuck"
@@ -189,7 +191,7 @@ class LossStuck(Detector):
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.update_ratios:
-            counts = record.activations.rows.unit_count  # 0 where units are not told apart
+            counts = record.activations.rows.unit_count  # 0 where units are not recorded
             self._classes = int(counts[-1]) if len(counts) else 0
             sizes = matrix_sizes(record)
             self._is_written_back, self._sizes = sizes == self._sizes != {}, sizes
@@ -201,7 +203,7 @@ class LossStuck(Detector):
         return None if self.still_present(record, baseline) else self._judge(baseline)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        """Whether this is none of the steps at which it looks: that takes some time."""
+        """Whether this step is not evaluated: an evaluation is slow."""
         known = finite_loss(record) is not None
         return not known or len(self._losses) < 2 * self.steps or record.step % self.steps > 0
 
@@ -211,26 +213,25 @@ class LossStuck(Detector):
         now = float(latest.mean())
         is_constant = bool(latest.std() <= _ROUNDING * abs(now))
         if self._varies and is_constant and now > _NOTHING * abs(first):
-            return self._found(now, now, "the same at each, though the batches differ")
+            return self._found(now, now, "the same at each step though the batches differ")
         if not (is_constant or _is_noise(latest)) or baseline.step_ratio <= _MOVES:
             return None
         least = min(map(np.median, np.array_split(losses, FEWEST)))
         guess = math.log(self._classes) if self._classes > 2 else math.nan
-        moves = (
-            f"though an optimizer step moves the weights by {baseline.step_ratio:.1g} of their norm"
-        )
+        cause = f"Each step moves the weights by {baseline.step_ratio:.1g} of their norm"
         if self._is_written_back:
-            moves += ". Something else writes them back: they are the same at each measurement"
+            cause += ", and something else writes the old weights back"
         if abs(now - guess) < self.reduction * guess:
-            what = f"near ln {self._classes} = {guess:.4g}: a guess among {self._classes} classes"
-            return self._found(now, guess, f"{what}, {moves}")
+            what = f"as high as for a guess among {self._classes} classes (ln {self._classes})"
+            return self._found(now, guess, what, cause)
         if least > (1 - self.reduction) * first and now < (1 + self.reduction) * first:
-            return self._found(now, first, f"as in the first steps, {moves}")
+            return self._found(now, first, "as high as in the first steps", cause)
         return None
 
-    def _found(self, now: float, reference: float, what: str) -> Finding:
+    def _found(self, now: float, reference: float, what: str, cause: str | None = None) -> Finding:
         return Finding(
             summary=f"The loss of the last {self.steps} steps is {now:.4g}, {what}",
+            cause=cause,
             advice=(
                 "Check that each target belongs to its input",
                 "Check that the output depends on the input",
@@ -252,7 +253,7 @@ def _is_noise(losses: Figures) -> bool:
     return not trend and float(off[1:] @ off[:-1]) < _CORRELATED * float(off @ off)
 
 
-_MOVES = 1e-5  # ten thousand such steps move a weight by a tenth; below it no_learning looks
+_MOVES = 1e-5  # ten thousand such steps move a weight by a tenth; no_learning covers less
 _ROUNDING = 1e-5
-_NOTHING = 0.05  # of the first loss: what is left where all examples are known; by eye
+_NOTHING = 0.05  # of the first loss: left where all examples are fitted; chosen manually
 _CORRELATED = 0.3  # three standard errors of the correlation of 100 independent losses

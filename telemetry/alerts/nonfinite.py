@@ -1,4 +1,4 @@
-"""NaN or infinity that training cannot recover from, and where it began."""
+"""NaN or infinity that training cannot recover from, and its origin."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from telemetry.records.tensor import bad_among
 
 
 class Nonfinite(Detector):
-    """Alerts when the loss, a parameter, its gradient or a buffer is NaN or infinite.
+    """Alert if the loss, a parameter, its gradient or a buffer is NaN or infinite.
 
-    Such values inside of the network show where the fault began, but are not one by themselves:
-    masks hold ``-inf``, missing values are NaN until the model fills them in. They count when they
-    reach the output of the last module. Steps that a gradient scaler skips are no fault, but after
-    ten losses in a row that are not finite, and no other step, that is told.
+    Such values inside of the network show the origin, but are no fault by themselves: masks hold
+    ``-inf``, missing values are NaN until the model fills them in. They count when they reach the
+    output of the last module. Steps that a gradient scaler skips are no fault, unless ten
+    consecutive losses are not finite and no optimizer step comes between them.
 
-    It is over after twenty good steps, the last of them measured in full: a parameter or buffer
-    that is not used for some steps shows only there. :func:`origin` says where it began. Where
-    loss or gradients had grown a millionfold, the numbers overflowed, wherever that shows.
+    It resolves after twenty good steps, the last of them a full step: only there a parameter or
+    buffer shows that is not used for some steps. :func:`origin` finds the origin. If the loss or
+    the gradients had grown a millionfold, the numbers overflowed.
 
     Args:
-        losses: Number of losses in a row that are not finite, after which no further optimizer step
-            is expected.
+        losses: Consecutive losses that are not finite, after which no optimizer step is expected.
     """
 
     kind = "nonfinite"
@@ -58,7 +57,7 @@ class Nonfinite(Detector):
         self._has_scaler |= record.loss_scale is not None
         if record.skipped:
             return None
-        # What the steps did in between of which there is no record is not known.
+        # Steps without a record in between are unknown.
         found = origin(record, self._usual, after_good=self._last_good == record.step - 1)
         self._last_good = record.step if record.all_grads_finite else None
         if found is None:
@@ -69,28 +68,26 @@ class Nonfinite(Detector):
         levels = levels[levels > -np.inf]
         known = [("the gradient norm", 10 ** (levels[-1] - levels[0]))] if len(levels) else []
         what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
-        where, advice = found.where, found.advice
+        advice, how = found.advice, ""
         if growth >= _OVERFLOWS:
-            where += f", after {what} had grown {growth:.1g}-fold: the numbers overflowed"
-            advice = _TOO_LARGE
+            advice, how = _TOO_LARGE, f": it overflowed after {what} grew {growth:.1g}-fold"
         return Finding(
             module_name=found.module_name,
             value=(~record.grad_finite).sum(),
             threshold=0.0,
-            summary=f"NaN or infinity, first seen in {where}",
+            summary=f"{_subject(record)} at step {record.step}{how}, first in {found.where}",
             advice=advice,
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         self._calm_steps += not record.skipped
-        seems_over = self._calm_steps >= _CALM_STEPS
-        is_over = seems_over and record.full and not record.skipped
-        self.needs_full_step = seems_over and not is_over
-        return not is_over
+        may_resolve = self._calm_steps >= _CALM_STEPS
+        resolves = may_resolve and record.full and not record.skipped
+        self.needs_full_step = may_resolve and not resolves
+        return not resolves
 
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
-        # A step may come without a record: not of each are the norms taken. Before the first one
-        # nothing is known of an optimizer.
+        # Some steps have no record. Before the first record the optimizer is unknown.
         has_stepped = step != self._loss_step and not self._skipped
         self._loss_step = step
         self._bad_losses = 0 if has_stepped else self._bad_losses
@@ -98,55 +95,66 @@ class Nonfinite(Detector):
         if self._bad_losses < self.losses or self._skipped is None:
             return None
         self._calm_steps = 0
-        why = ": the gradient scaler skips every step" if self._has_scaler else " after them"
+        scaler = "The gradient scaler skips every step" if self._has_scaler else None
         return Finding(
             value=self._bad_losses,
             threshold=self.losses,
-            summary=f"{self._bad_losses} losses in a row are NaN or infinite and the optimizer "
-            f"does not step{why}, waiting will not help",
+            summary=f"{self._bad_losses} consecutive losses are NaN or infinite, without a step",
+            cause=scaler,
             advice=(
-                "People usually look for a NaN in the weights, go back to a checkpoint, and use "
-                "bfloat16 or a lower learning rate.",
+                "Check the weights for NaN, and resume from a checkpoint",
+                "Use bfloat16 or a lower learning rate",
             ),
         )
 
 
-_CALM_STEPS = 20  # after which it is over: two full measurements of every ten steps
+_CALM_STEPS = 20  # until it resolves: two full steps of every ten steps
 _OVERFLOWS = 1e6  # cnn_lr30 grows to 5e15; cnn_nan_batch, which does not overflow, to 4
 _TOO_LARGE = (
-    "People usually lower the learning rate or warm it up, clip gradients (clip_grad_norm_), and "
-    "check the initial weights and custom backward functions; float16 ends at 65504.",
+    "Lower the learning rate or warm it up",
+    "Clip gradients (clip_grad_norm_)",
+    "Check the initial weights and custom backward functions",
+    "Use bfloat16: float16 ends at 65504",
 )
 
 
+def _subject(record: StepRecord) -> str:
+    loss = record.loss
+    if loss is not None and not math.isfinite(loss):
+        return "The loss is NaN" if math.isnan(loss) else "The loss is infinite"
+    return "NaN or infinity" if record.all_grads_finite else "Gradients are NaN or infinite"
+
+
 class Origin(NamedTuple):
-    """Where values that are not finite began."""
+    """Origin of values that are not finite."""
 
     module_name: str | None  # the culprit, if it is a module and known
-    where: str  # to follow "first seen in"
+    where: str  # to follow "first in"
     advice: tuple[str, ...]
 
 
 def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> Origin | None:
-    """Where values began that training cannot recover from: the first of these that holds.
+    """Return the origin of values that training cannot recover from; "bad" means not finite.
 
-    - The optimizer: it made a parameter so though gradients were finite, at this step or before it.
-    - The inputs: the batch is bad, or what the first watched module is given, unless a good step
-      had such values before.
-    - A buffer that is no running statistic: the first output that is bad is that of its module, or
-      one behind it.
+    It is the first of these that applies:
+
+    - The optimizer: it broke a parameter though gradients were finite, at this step or before it.
+    - The inputs: the batch or the input of the first watched module is bad, unless a good step had
+      such values before.
+    - A buffer that is no running statistic: the first bad output is that of its module, or a later
+      one.
     - The forward pass: the output of a module is bad.
     - The targets or the loss: the loss is bad, and no output is.
-    - The backward pass: the loss is finite and gradients are not. A module began it if gradients
-      come in finite and go out bad.
+    - The backward pass: the loss is finite and gradients are not. A module is the origin if its
+      incoming gradients are finite and its outgoing ones are bad.
 
-    At a step that was not measured in full, inputs and outputs are unknown. What is known are the
-    loss, which gradients are bad, and, where gradients are on the CPU, the running statistics of
-    batch norms. Of several modules that may have begun it, none is named as the culprit.
+    Inputs and outputs are known at full steps only. Otherwise the loss, the bad gradients and, if
+    gradients are on the CPU, the running statistics of batch norms are known. If several modules
+    may be the origin, none is named as the culprit.
 
     Args:
         record: The step.
-        usual: Inputs that were bad at steps that went well.
+        usual: Inputs that were bad at good steps.
         after_good: Whether all gradients of the step before were finite.
     """
     if (found := _in_parameters(record, after_good=after_good)) is not None:
@@ -155,7 +163,7 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
     bad = bad_among(record.outputs)
     if not is_lost and record.all_grads_finite:
         for name in record.nan_buffers:
-            what = f"the buffer {printable(name)}: training hides it, evaluation will not"
+            what = f"the buffer {printable(name)}, which only evaluation mode uses"
             return Origin(name.rpartition(".")[0], what, _BUFFER)
         if not bad or bad[-1] != [*record.outputs][-1]:  # it does not reach the end
             return None
@@ -163,9 +171,8 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
     for name in bad_among(record.inputs):
         if name not in usual:
             given = record.inputs[name].sketch
-            whose = f"what {called(name)} was given, and no watched module ran before it"
-            what = f"the inputs: {given.nonfinite_count:,} of {given.count:,} values of "
-            what += whose if name else "the batch itself"
+            whose = f"the input of {called(name)}" if name else "the batch"
+            what = f"the inputs: {given.nonfinite_count:,} of {given.count:,} values of {whose}"
             what += f", which reach {called(entered)}" if entered is not None else ""
             return Origin(entered, what, _BATCH)
     for _, name in _constants(record) if record.outputs else ():
@@ -177,7 +184,7 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
         what = f"the forward pass, in the output of {called(entered)}"
         return Origin(entered, what, _FORWARD)
     if record.outputs and (is_lost or record.all_grads_finite):
-        return Origin(None, "the targets or the loss: no output of a module is bad", _TARGETS)
+        return Origin(None, "the targets or the loss: all outputs are finite", _TARGETS)
     if not record.outputs and (found := _by_statistics(record)) is not None:
         return found
     return _by_gradients(record, is_lost=is_lost)
@@ -189,10 +196,9 @@ def _in_parameters(record: StepRecord, *, after_good: bool) -> Origin | None:
         return None
     name = printable(broken[0])
     if not record.nonfinite_parameters:
-        what = f"the optimizer: its step made {name} so, from finite gradients"
+        what = f"{name}: the optimizer step broke it, from finite gradients"
     elif after_good:
-        what = f"the optimizer, or what else changes weights: {name} is so after a step with "
-        what += "finite gradients"
+        what = f"{name}: the optimizer or other code broke it, after finite gradients"
     else:
         what = f"the parameter {name}"
     owner = next(p.module_name for p in record.layout.parameters if p.name == broken[0])
@@ -200,10 +206,10 @@ def _in_parameters(record: StepRecord, *, after_good: bool) -> Origin | None:
 
 
 def _broken_by_step(record: StepRecord) -> list[str]:
-    """Parameters that were finite before the step and are not after it, though gradients are."""
+    """Return parameters that a step with finite gradients broke."""
     if not record.all_grads_finite or all(map(math.isfinite, record.update_ratios.values())):
         return []
-    # Of larger ones there is only a sample; that may be all zeros, which have no ratio.
+    # The sample of a larger parameter may be all zeros, which have no ratio.
     return [
         p.name
         for p in record.layout.parameters
@@ -215,8 +221,9 @@ def _broken_by_step(record: StepRecord) -> list[str]:
 
 
 def _constants(record: StepRecord) -> list[tuple[int, str]]:
-    """Buffers with NaN that are no statistics of what a batch norm is given, each with its place:
-    that of the last module in which it can be used.
+    """Return NaN buffers that are no statistics of a batch norm.
+
+    Each has the position of the last module that can use it.
     """
     found = []
     for name in record.nan_buffers:
@@ -228,7 +235,7 @@ def _constants(record: StepRecord) -> list[tuple[int, str]]:
 
 
 def _may_begin_in(record: StepRecord, owner: str, entered: str | None) -> bool:
-    """Whether a module's own arithmetic may be why ``entered`` is the first whose output is bad."""
+    """Whether a module may be the origin, if ``entered`` has the first bad output."""
     order = [*record.activations]
     inside = [name for name in order if is_inside(name, owner)]
     if owner in inside:  # its own output is known
@@ -237,9 +244,9 @@ def _may_begin_in(record: StepRecord, owner: str, entered: str | None) -> bool:
 
 
 def _by_statistics(record: StepRecord) -> Origin | None:
-    """Batch norms note in the forward pass what they are given, also at steps not measured.
+    """Return the origin by buffers: running statistics include the inputs of every step.
 
-    Where another buffer is NaN, and none of theirs before it, it is named.
+    Another NaN buffer is named if none of the statistics before it is NaN.
     """
     modules = record.layout.modules
     noted = {name.rpartition(".")[0] for name in record.nan_buffers if name.endswith(_STATISTICS)}
@@ -247,25 +254,25 @@ def _by_statistics(record: StepRecord) -> Origin | None:
     for place, name in _constants(record)[:1]:
         if first is None or place < first:
             owner = name.rpartition(".")[0]
-            what = f"the forward pass, in or before {called(owner)}, whose buffer "
-            return Origin(owner, f"{what}{printable(name)} is NaN,{_NOT_MEASURED}", _BUFFER)
+            what = f"the forward pass, in or before {called(owner)}: its buffer {printable(name)} "
+            return Origin(owner, f"{what}is NaN{_NOT_FULL}", _BUFFER)
     if first is None:
         return None
     kind, name = modules[first].type_name, modules[first].name
     fine = [i for i, module in enumerate(modules[:first]) if module.type_name == kind][-1:]
     suspects = _own(record, modules[fine[0] + 1 if fine else 0 : first])
     what = f"the forward pass, before {called(name)}, whose running statistics are NaN"
-    what += "".join(f", and behind {called(modules[i].name)}, whose are not" for i in fine)
-    what += _perhaps(suspects) + ("" if fine else f", or in the inputs{_NOT_MEASURED}")
+    what += "".join(f", and after {called(modules[i].name)}, whose are not" for i in fine)
+    what += _perhaps(suspects) + ("" if fine else f", or in the inputs{_NOT_FULL}")
     return Origin(suspects[0] if len(suspects) == 1 else name, what, _FORWARD)
 
 
 def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
-    """It began behind the last layer whose gradient is bad; else that leaves open where.
+    """Return the origin after the last layer with a bad gradient.
 
-    What is bad in the forward pass makes the gradients of all layers before it bad, and of those
-    behind it that share its term of the loss. So if the loss is bad and gradients behind that layer
-    are not, these come from another term.
+    A bad value in the forward pass makes the gradients of all earlier layers bad, and of later ones
+    that share its term of the loss. So if the loss is bad and gradients after that layer are good,
+    these come from another term.
     """
     layout, grads = record.layout, record.activation_grads
     names = [module.name for module in layout.modules if module.name in grads]
@@ -283,25 +290,25 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
     suspects = _own(record, layout.modules[layout.position[last] + 1 : end])
     culprit = suspects[0] if len(suspects) == 1 else last
     if is_lost and behind is not None:
-        what = f"what follows {called(last)}, be it a function, targets or a term of the loss"
-        what += f"{_perhaps(suspects)}; the term of {called(behind)} is fine, by its gradient"
+        what = f"a function, targets or a term of the loss after {called(last)}"
+        what += f"{_perhaps(suspects)}; the term of {called(behind)} is finite"
         return Origin(culprit, what, _TARGETS)
     if culprit != last:
-        return Origin(culprit, f"the backward pass, in that of {called(culprit)}", _BACKWARD)
+        return Origin(culprit, f"the backward pass of {called(culprit)}", _BACKWARD)
     if behind is None and not record.outputs:  # zero times NaN is NaN
-        what = f"the gradient that {called(last)} gets from the loss, or in outputs that the loss "
-        return Origin(last, f"{what}leaves out,{_NOT_MEASURED}", _BACKWARD)
+        what = f"the gradient of the loss for {called(last)}, or in outputs that it omits"
+        return Origin(last, f"{what}{_NOT_FULL}", _BACKWARD)
     beyond = called(behind) if behind is not None else "the loss"
     what = f"the backward pass, between {beyond} and {called(last)}{_perhaps(suspects)}"
     return Origin(last, what, _BACKWARD)
 
 
 def _by_elimination(record: StepRecord) -> Origin:
-    """All gradients are bad, or none is."""
+    """Return the origin if all gradients are bad, or none is."""
     other = "the inputs, the targets or the loss"
     if record.loss is not None and math.isinf(record.loss):
-        other = "the targets or the loss, which is infinite but not NaN,"
-    other += _NOT_MEASURED
+        other = "the targets or the loss, which is not NaN"
+    other += _NOT_FULL
     suspects = _own(record, record.layout.modules)
     if not suspects:
         return Origin(None, f"a function between the modules, {other}", _TARGETS)
@@ -310,9 +317,9 @@ def _by_elimination(record: StepRecord) -> Origin:
 
 
 def _own(record: StepRecord, modules: Sequence[Module]) -> list[str]:
-    """Those that are not PyTorch's and have no parameters; if none, those that have.
+    """Return modules that are not PyTorch's and have no parameters; if none, those that have.
 
-    PyTorch's modules turn usual numbers into usual ones.
+    PyTorch's modules map usual numbers to usual numbers.
     """
     others = [m.name for m in modules if m.type_name not in STANDARD]
     owners = {parameter.module_name for parameter in record.layout.parameters}
@@ -329,22 +336,23 @@ def _perhaps(suspects: Sequence[str]) -> str:
 
 
 _STATISTICS = "running_mean", "running_var"
-_NOT_MEASURED = " of a step that was not measured in full"
-_OPTIMIZER = (
-    "Look for eps=0 in Adam, for a learning rate or weight decay that is far too large, and for "
-    "code that changes weights.",
+_NOT_FULL = " (it was not a full step)"
+_OPTIMIZER: tuple[str, ...] = (
+    "Check for eps=0 in Adam",
+    "Lower the learning rate and the weight decay",
+    "Check for code that changes weights",
 )
-_BUFFER = ("Look at the batches that went in since it was last fine; the module may be reset.",)
-_BATCH = ("Look at how these samples were made and normalized, and leave them out.",)
-_FORWARD = (
-    "Look there for log, sqrt or division without an eps, and for exp of large numbers; people "
-    "also lower the learning rate and clip gradients.",
+_BUFFER: tuple[str, ...] = ("Check the batches since it was last finite", "Reset the module")
+_BATCH: tuple[str, ...] = ("Check how these samples are made and normalized", "Remove them")
+_FORWARD: tuple[str, ...] = (
+    "Check for log, sqrt or division without an eps, and for exp of large numbers",
+    "Lower the learning rate and clip gradients",
 )
-_TARGETS = (
-    "Look for NaN in the batch and its targets, for targets that the loss does not allow, and for "
-    "log, sqrt or division without an eps.",
+_TARGETS: tuple[str, ...] = (
+    "Check the batch and its targets for NaN, and for targets that the loss does not allow",
+    "Check for log, sqrt or division without an eps",
 )
-_BACKWARD = (
-    "Look there for sqrt, norm, log or division at 0, which are finite and have a gradient that "
-    "is not: add an eps inside, or leave these values out before.",
+_BACKWARD: tuple[str, ...] = (
+    "Check for sqrt, norm, log or division at 0: the value is finite, its gradient is not",
+    "Add an eps inside, or exclude these values before",
 )

@@ -1,4 +1,4 @@
-"""Ranks that should agree and do not, or that do and should not."""
+"""Ranks whose copies differ, or that get the same batch."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from telemetry.alerts.detector import Detector, Finding
 from telemetry.plain_text import printable, ranks_in_words
 from telemetry.records import Divergence, RankFacts, StepRecord
 
-_ASKED = 60  # steps: three times three in a row; by eye
+_REQUESTED = 60  # steps: three times three in a row; chosen manually
 
 
 class RanksDiverge(Detector):
-    """Alerts when parameters that should be equal on several ranks differ, or one rank is lost.
+    """Alert if copies of a parameter differ between ranks, or one rank alone has NaN.
 
-    Copies of a parameter, as DDP and HSDP keep them, begin equal and take equal steps. Once their
-    bits differ they drift apart, and every rank trains another model. That is looked at whenever a
-    step is measured in full, and is over when they are equal again: then they are averaged from
-    time to time, and are not reported any more. Where neither DDP nor a ``DTensor`` says that
-    parameters are copies, only those are that are still equal after the first steps: each rank may
-    have a model, or an expert, of its own, which may begin like the others.
+    Copies of a parameter, as DDP and HSDP keep them, start equal and take equal steps. Once their
+    bits differ they drift apart, and every rank trains another model. They are compared at each
+    full step. The alert resolves when they are equal again: they are averaged now and then, and are
+    not reported any more. If neither DDP nor a ``DTensor`` declares copies, parameters that are
+    still equal after the first steps count as copies: each rank may have its own model or expert,
+    which may start like the others.
 
-    One rank alone is lost if its loss, an output or a parameter is NaN or infinite and no other
-    rank has such a value of its own: then the fault is in its part of the batch or in its hardware.
+    If the loss, an output or a parameter of one rank alone is NaN or infinite, the fault is in its
+    part of the batch or in its hardware.
     """
 
     kind = "ranks_diverge"
     severity = "error"
     clear_after = 20
-    _moved: bool = False  # parameters, by a step
-    _settled: bool = False  # they were looked at after that
-    _apart: set[str]  # of which ranks may have different ones
-    _told: set[str]
+    _moved: bool = False  # a step changed the parameters
+    _settled: bool = False  # they were compared after that
+    _apart: set[str]  # parameters that may differ between ranks
+    _reported: set[str]
 
     def set_up(self) -> None:
-        self._apart, self._told = set(), set()
+        self._apart, self._reported = set(), set()
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.ranks is None:
@@ -43,9 +43,9 @@ class RanksDiverge(Detector):
         diverged = None
         if len(record.ranks.measured) > 1:
             diverged = self._begins(record, record.ranks)
-        # Averages may never fall on the schedule's steps.
+        # Averages may never fall on scheduled full steps.
         since = record.step if self.active_alert is None else record.step - self.active_alert.step
-        self.needs_full_step = bool(self._told) and since < _ASKED
+        self.needs_full_step = bool(self._reported) and since < _REQUESTED
         rates = record.learning_rates
         self._moved = self._moved or not rates or any(rate != 0 for rate in rates)
         if diverged is not None or record.skipped:
@@ -53,25 +53,22 @@ class RanksDiverge(Detector):
         return _alone(record.ranks)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return record.ranks is None or bool(self._told)
+        return record.ranks is None or bool(self._reported)
 
     def _begins(self, record: StepRecord, facts: RankFacts) -> Finding | None:
-        """Look for copies that differ; the finding if none did at the look before."""
-        self._apart |= self._told - {found.parameter for found in facts.diverged}
+        """Return the finding of copies that differ, if none did at the comparison before."""
+        self._apart |= self._reported - {found.parameter for found in facts.diverged}
         if not self._settled:
             self._apart |= {found.parameter for found in facts.diverged if not found.declared}
             self._settled = self._moved
         diverged = [found for found in facts.diverged if found.parameter not in self._apart]
-        begins = bool(diverged and not self._told)
-        self._told = {found.parameter for found in diverged}
+        begins = bool(diverged and not self._reported)
+        self._reported = {found.parameter for found in diverged}
         return _diverged(record, facts, diverged) if begins else None
 
 
 class RanksSameBatch(Detector):
-    """Alerts when several ranks of data parallelism are given the same batch, again and again.
-
-    Each should be given a part of the data; the same on all of them is computed in vain.
-    """
+    """Alert if several data-parallel ranks get the same batch at each full step."""
 
     kind = "ranks_same_batch"
     on = "full"
@@ -83,7 +80,7 @@ class RanksSameBatch(Detector):
         if facts is None or len(facts.same_batch) < 2:
             return None
         return Finding(
-            summary=f"{ranks_in_words(facts.same_batch)} of {facts.size} are given the same batch",
+            summary=f"{ranks_in_words(facts.same_batch)} of {facts.size} get the same batch",
             advice=(
                 "Give the DataLoader a torch.utils.data.DistributedSampler",
                 "Seed random data of each rank by its number",
@@ -95,12 +92,11 @@ class RanksSameBatch(Detector):
 
 def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Finding:
     first, count = diverged[0], len(diverged)
-    more = f" and {count - 1} more parameters" if count > 1 else ""
-    differ, those = ("are", "those") if count > 1 else ("is", "that")
+    more = f" and {count - 1} more parameters differ" if count > 1 else " differs"
     owner = {p.name: p.module_name for p in record.layout.parameters}
     return Finding(
-        summary=f"{printable(first.parameter)}{more} on {facts.called(first.rank)} {differ} no "
-        f"longer equal to {those} on {facts.called(first.other)}",
+        summary=f"{printable(first.parameter)}{more} between {facts.called(first.rank)} "
+        f"and {facts.called(first.other)}",
         advice=(
             "Ignore it if weights are averaged now and then: it resolves when they are equal",
             "Check for passes under no_sync() or around DDP (model.module)",
@@ -115,12 +111,12 @@ def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergenc
 
 
 def _alone(facts: RankFacts) -> Finding | None:
-    """One rank of several holds NaN or infinity of its own."""
+    """Return the finding that one rank alone has NaN or infinity."""
     if facts.first_nonfinite is None or facts.nonfinite != 1 or len(facts.held) < 2:
         return None
     rank, where = facts.first_nonfinite
     return Finding(
-        summary=f"NaN or infinity on {facts.called(rank)} alone, first seen in {printable(where)}",
+        summary=f"NaN or infinity on {facts.called(rank)} alone, first in {printable(where)}",
         advice=(
             "Check the samples of this rank",
             "Exclude the host if it happens there again",

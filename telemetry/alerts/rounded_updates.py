@@ -1,4 +1,4 @@
-"""Weights in half precision that are too coarse for the steps of the optimizer."""
+"""Weights in half precision whose updates are rounded away."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from telemetry.records import StepRecord
 from telemetry.records.moments import zero_fraction_of
 from telemetry.records.tensor import figures_of
 
-# How far the next number above 1 is, as in ``torch.finfo(dtype).eps``.
+# Distance of the next number above 1, as in ``torch.finfo(dtype).eps``.
 _EPS = {"bfloat16": 2**-7, "float16": 2**-10}
 
 
 class RoundedUpdates(Detector):
-    """A note when steps are so small that most weights in half precision stay what they were.
+    """Report steps so small that most weights in half precision do not change.
 
     A number that changes at all does so by at least ``eps / 2`` of its size. So if a step moves a
-    matrix by ``r`` of its norm, what it changes holds at most ``(2 r / eps)**2`` of the sum of
-    squares; the rest was rounded back. That is ``share`` or less, at each full measurement of the
-    first ``steps`` steps and later, for at least half of the matrices in half precision that have
-    gradients. While the learning rate rises, nothing is said.
+    matrix by ``r`` of its norm, the changed weights hold at most ``(2 r / eps)**2`` of the sum of
+    squares; the rest was rounded back. It reports a figure of ``share`` or less at each full step
+    of ``steps`` steps or more, for at least half of the matrices in half precision that have
+    gradients. It is silent while the learning rate rises.
     """
 
     kind = "rounded_updates"
@@ -32,7 +32,7 @@ class RoundedUpdates(Detector):
     confirm_after = 3
     explained_by = frozenset({"learning_rate_zero", "vanishing_gradient"})
     share = 0.01
-    steps = 50  # by eye
+    steps = 50  # chosen manually
     _largest: dict[str, float]
 
     def set_up(self) -> None:
@@ -50,9 +50,9 @@ class RoundedUpdates(Detector):
             return None
         dtype, ratio = max((learning[name] for name in still), key=itemgetter(1))
         return Finding(
-            summary=f"{len(still)} of {len(learning)} weight matrices in {dtype} hardly change: a "
-            f"step moves them by {ratio:.1g} of their norm at most, and numbers in {dtype} are "
-            f"{50 * _EPS[dtype]:.1g} % or more apart, so most are rounded back to what they were",
+            summary=f"{len(still)} of {len(learning)} weight matrices in {dtype} hardly change",
+            cause=f"A step moves them by {ratio:.1g} of their norm at most, and numbers in {dtype} "
+            f"are {50 * _EPS[dtype]:.1g} % or more apart: rounding undoes the step",
             advice=(
                 "Keep the weights in float32 and use torch.autocast",
                 "Use an optimizer with stochastic rounding or Kahan summation",
@@ -63,11 +63,11 @@ class RoundedUpdates(Detector):
         )
 
 
-_SPARSE = 0.5  # of the gradient is zero: embeddings, experts that were not chosen
+_SPARSE = 0.5  # of the gradient is zero: embeddings, experts that were not selected
 
 
 def _in_half_precision(record: StepRecord) -> Iterator[tuple[str, tuple[str, float]]]:
-    """Matrices with a gradient, their types, and how far the step moved them."""
+    """Yield matrices with a gradient, their type, and their update ratio."""
     zeros = figures_of(record.grads, zero_fraction_of)
     for parameter in record.layout.parameters:
         name, dtype = parameter.name, parameter.dtype

@@ -1,4 +1,4 @@
-"""Parts of a model that hardly learn, or whose outputs no longer tell inputs apart."""
+"""Parts of a model that hardly learn, and outputs that no longer depend on the input."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
 
-_LIMP = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
+_INACTIVE = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
 
 
 class LayersNotLearning(Detector):
-    """Alerts when weights have gradients, and steps move them next to nothing beside the others.
+    """Alert if weights have gradients, but move far less than the others.
 
     Their update ratio is below ``share`` of that of the fastest quarter of the weight matrices, at
-    all of at least three full measurements over ``steps`` steps: a rate that falls from layer to
-    layer far too fast, a parameter group with a rate of zero, weights in bfloat16 whose steps are
-    lost in rounding. What has no gradient meanwhile, as an expert that is not chosen, is waiting.
+    three or more full steps over ``steps`` steps: a layer-wise decay of the rate that is far too
+    strong, a parameter group with a rate of zero, weights in bfloat16 whose steps are rounded away.
+    Steps without a gradient do not count, as of an expert that is not selected.
     """
 
     kind = "layers_not_learning"
     on = "full"
     clear_after = 3
-    explained_by = _LIMP | EXPLOSIONS | {"no_learning", "output_collapse", "untrained_parameters"}
+    explained_by = (
+        _INACTIVE | EXPLOSIONS | {"no_learning", "output_collapse", "untrained_parameters"}
+    )
     # Embeddings of rare words have 0.02, fine-tuning with a decay of 0.65 over 12 layers 0.006.
     share = 1e-3
     steps = 100
     full_steps_in_a_row = 2
     _names: tuple[str, ...] = ()
     _since: Figures
-    _looks: Figures
+    _evaluations: Figures
     _is_left: bool = False
 
     def set_up(self) -> None:
-        self._since, self._looks = np.zeros((2, 0))
+        self._since, self._evaluations = np.zeros((2, 0))
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
         names = tuple([p.name for p in layout.parameters if len(p.shape) > 1])
         if names != self._names:
-            self._names, self._looks = names, np.zeros(len(names))
+            self._names, self._evaluations = names, np.zeros(len(names))
             self._since = np.zeros(len(names))
         ratios = np.array([record.update_ratios.get(name, np.nan) for name in names])
         moved = ratios[np.isfinite(ratios) & (ratios > 0)]
@@ -57,9 +59,9 @@ class LayersNotLearning(Detector):
         limit = self.share * usual
         slow, learns = (ratios < limit) & (norms > 0), ratios >= limit
         self._is_left = bool(((ratios < _HYSTERESIS * limit) & (norms > 0)).any())
-        self._since = np.where(slow & (self._looks == 0), record.step, self._since)
-        self._looks = np.where(learns, 0, self._looks + slow)
-        found = slow & (self._looks >= 3) & (record.step - self._since >= self.steps)
+        self._since = np.where(slow & (self._evaluations == 0), record.step, self._since)
+        self._evaluations = np.where(learns, 0, self._evaluations + slow)
+        found = slow & (self._evaluations >= 3) & (record.step - self._since >= self.steps)
         self.needs_full_step = bool(
             (slow & (record.step - self._since >= self.steps) & ~found).any()
         )
@@ -69,8 +71,9 @@ class LayersNotLearning(Detector):
         layers = [owner[name] for name, is_slow in zip(names, found, strict=True) if is_slow]
         ratio = float(ratios[found].max())
         return Finding(
-            summary=f"{called_all(layers, RECENT)} get gradients and hardly move: a step changes "
-            f"them by at most {ratio:.2g} of their norm, other layers by {usual:.2g}",
+            summary=f"A step moves {called_all(layers, RECENT)} by {ratio:.2g} of their norm at "
+            f"most, and other layers by {usual:.2g}",
+            cause="They get gradients, so their learning rate or their precision is too low",
             advice=(
                 "Check the learning rate of their parameter group, and layer-wise decay",
                 "Keep weights in float32: bfloat16 rounds steps below 0.4 % of a value away",
@@ -86,23 +89,24 @@ class LayersNotLearning(Detector):
 
 
 class OutputCollapse(Detector):
-    """Alerts when an output has become the same vector for every input, or all units are alike.
+    """Alert if an output becomes the same vector for every input, or if all units are equal.
 
-    Compared are how far its values lie apart within a unit (:attr:`TensorRecord.variation`) and
-    their root mean square: ``share`` or less, in two full measurements in a row, where it once was
-    at least 0.3. Usual causes: two views of one example and no term that keeps examples apart, a
-    weight decay or a penalty that outweighs the loss. Of what has fewer than eight units, as a
-    regression far from zero, one number says little.
+    It compares the variation of an output within each unit (:attr:`TensorRecord.variation`) with
+    its root mean square: ``share`` or less in two consecutive full steps, after at least 0.3 once.
+    Usual causes: two views of one example and no term that keeps examples apart, a weight decay or
+    a penalty that outweighs the loss. Outputs with fewer than eight units are not judged.
 
-    Units of a linear layer or convolution that return the same as each other, though not the same
-    for every input, began with equal weights: they get equal gradients and never part.
+    Units of a linear layer or convolution that all return the same, though not for every input,
+    started with equal weights: they get equal gradients and stay equal.
     """
 
     kind = "output_collapse"
     on = "full"
     confirm_after = 2
     clear_after = 3
-    explained_by = _LIMP | EXPLOSIONS | RISEN_LOSSES | {"exponential_trend", "untrained_parameters"}
+    explained_by = (
+        _INACTIVE | EXPLOSIONS | RISEN_LOSSES | {"exponential_trend", "untrained_parameters"}
+    )
     share = 0.02  # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     _highest: dict[Output, float]
 
@@ -117,7 +121,7 @@ class OutputCollapse(Detector):
         collapsed = []
         for output, variation in figures_of(record.outputs, lambda r: r.variation).items():
             if units[output] >= _UNITS and sizes[output] == 0:
-                break  # dead, and what follows constant because of it
+                break  # a dead output makes all later ones constant
             if units[output] < _UNITS or not sizes[output] > 0:
                 continue
             if counts[output] < FEW_SAMPLES * units[output]:  # an expert that few tokens reach
@@ -129,14 +133,13 @@ class OutputCollapse(Detector):
         if (found := _alike(record)) is not None or not collapsed or baseline.age < LATEST:
             return found
         output, share = collapsed[0]
-        others = f", and {len(collapsed) - 1} more behind it" if len(collapsed) > 1 else ""
+        others = f", as {len(collapsed) - 1} later outputs" if len(collapsed) > 1 else ""
         return Finding(
-            summary=f"The output of {called(output.module_name)} is nearly the same for every "
-            f"input: it varies by {share:.2g} of its size, once "
-            f"{self._highest[output]:.2g}{others}",
+            summary=f"The output of {called(output.module_name)} varies by {share:.2g} of its size "
+            f"between inputs, once by {self._highest[output]:.2g}{others}",
             advice=(
-                "Check what keeps different inputs apart: negative pairs, a stopped gradient, "
-                "normalization over the batch; and weight decay and penalties.",
+                "Check what keeps inputs apart: negative pairs, a stopped gradient, batch norm",
+                "Check weight decay and penalties",
             ),
             value=share,
             threshold=self.share,
@@ -145,7 +148,7 @@ class OutputCollapse(Detector):
 
 
 def _alike(record: StepRecord) -> Finding | None:
-    """The first layer whose units all have the same extremes, which are apart."""
+    """Return the finding of the first layer whose units all have the same two extremes."""
     types = {module.name: module.type_name for module in record.layout.modules}
     rows = record.activations.rows
     for row, name in enumerate(record.activations):
@@ -156,12 +159,9 @@ def _alike(record: StepRecord) -> Finding | None:
         extent = high[1] - low[0]
         if extent > 0 and (high - low).max() <= _ROUNDING * extent:
             return Finding(
-                summary=f"All {len(units)} units of {called(name)} return the same as each other: "
-                "they have equal weights, get equal gradients, and never part",
-                advice=(
-                    "Initialize weights at random, as PyTorch does by default, not with a "
-                    "constant.",
-                ),
+                summary=f"All {len(units)} units of {called(name)} return the same",
+                cause="They have equal weights and get equal gradients",
+                advice=("Initialize weights at random, not with a constant",),
                 value=0.0,
                 threshold=_ROUNDING,
                 module_name=name,

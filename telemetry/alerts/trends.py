@@ -1,4 +1,4 @@
-"""Figures that change by a fixed factor per step, and a loss that falls without bound."""
+"""Figures that change by a constant factor per step, and losses that fall without bound."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from telemetry.records.moments import rms_of
 
 
 class ExponentialTrend(Detector):
-    """Alerts when a figure grows or shrinks by the same factor at each step, while it is small yet.
+    """Alert early if a figure grows or shrinks by the same factor at each step.
 
-    What feeds on itself does that: a weight decay that is far too strong or has the wrong sign, a
-    discount above 1, a schedule that multiplies where it should divide. Learning does not: its
-    figures change fast at first, and ever more slowly. A trend is steady if its rate in each
-    quarter of its steps is 0.6 to 3 times that in the one before, and what it adds grows, too:
-    Adam moves weights by nearly the same amount at each step, which is no factor.
+    Positive feedback does that: a weight decay that is far too strong or has the wrong sign, a
+    discount above 1, a schedule that multiplies instead of dividing. Learning does not: its figures
+    change fast at first, and ever more slowly. A trend is steady if its rate in each quarter of its
+    steps is 0.6 to 3 times the rate in the quarter before, and its increments grow, too: Adam
+    moves weights by nearly the same amount at each step, which is not a factor.
 
     - *Weights*: the median weight matrix has shrunk to one part in ``shrinkage``, and the loss is
       that of the first steps; or it has grown ``weight_growth``-fold, and the loss does not fall.
@@ -31,9 +31,9 @@ class ExponentialTrend(Detector):
       more, and those of the gradient norm by at least a third of that.
     - *Learning rate*: it was multiplied by one number at least four times in a row and has grown
       ``rate_growth``-fold by that, and one step now moves the median weight matrix by 2 % of its
-      norm: a warm-up ends below that.
+      norm. A warm-up ends below that.
 
-    Each is told once.
+    Each is reported once.
     """
 
     kind = "exponential_trend"
@@ -41,8 +41,8 @@ class ExponentialTrend(Detector):
     shrinkage = 2.0  # healthy matrices keep at least 0.7 of their size
     weight_growth = 10.0  # warm_restarts has 4.8 in a hundred steps
     loss_growth = 30.0  # dqn_cartpole, whose values grow, has 10
-    rate_growth = 3.0  # as JUMP, which no rate goes through unseen
-    _told: tuple[str, ...] = ()
+    rate_growth = 3.0  # as JUMP
+    _reported: tuple[str, ...] = ()
     _names: tuple[str, ...] = ()
     _first_weights: tuple[float, ...] = ()
     _weights: deque[tuple[int, float]]
@@ -75,7 +75,7 @@ class ExponentialTrend(Detector):
         loss = baseline.loss
         learns = not loss.recent > (1 - _LEARNED) * abs(loss.first)
         shrunk = -levels[-1] > math.log10(self.shrinkage) / 2
-        self.needs_full_step = bool(shrunk and not learns and len(steps) < 2 * _LOOKS)
+        self.needs_full_step = bool(shrunk and not learns and len(steps) < 2 * _FEWEST_POINTS)
         shrinks = 0.0 if learns else _steady(steps, -levels, math.log10(self.shrinkage))
         grows = 0.0
         if not loss.is_better:
@@ -83,21 +83,18 @@ class ExponentialTrend(Detector):
         if shrinks:
             return self._found(
                 "weights",
-                f"The weights shrink by {1 - 10**-shrinks:.2g} of their size at each step, and "
-                f"nothing is learned: they are {10 ** levels[-1]:.2g} of what they were",
-                (
-                    "Check the weight decay: times the learning rate it is the part that each step "
-                    "takes away; usual are 1e-6 to 1e-3.",
-                ),
+                f"The weights shrink by {1 - 10**-shrinks:.2g} of their size at each step, to "
+                f"{10 ** levels[-1]:.2g} of their first size, and the loss does not fall",
+                ("Lower the weight decay; usual are 1e-6 to 1e-3, times the learning rate",),
                 10 ** levels[-1],
                 1 / self.shrinkage,
             )
         if grows:
             return self._found(
                 "weights",
-                f"The weights grow by {10**grows - 1:.2g} of their size at each step: they are "
-                f"{10 ** levels[-1]:.3g} times what they were",
-                ("Check the signs of weight decay, penalties and loss, and the learning rate.",),
+                f"The weights grow by {10**grows - 1:.2g} of their size at each step, to "
+                f"{10 ** levels[-1]:.3g}x their first size",
+                ("Check the signs of weight decay, penalties and loss", "Check the learning rate"),
                 10 ** levels[-1],
                 self.weight_growth,
             )
@@ -122,8 +119,8 @@ class ExponentialTrend(Detector):
             return None
         return self._found(
             "loss",
-            f"The loss grows by {10**rate - 1:.2g} of itself at each step, and the gradients with "
-            f"it: it is {loss:.3g}, after {10 ** losses.min():.3g}",
+            f"The loss grows by {10**rate - 1:.2g} of its size at each step, from "
+            f"{10 ** losses.min():.3g} to {loss:.3g}, and the gradients with it",
             (
                 "Check targets that the model makes: the discount, the target network",
                 "Check the signs of penalties and decay",
@@ -147,10 +144,10 @@ class ExponentialTrend(Detector):
             return None
         return self._found(
             "rate",
-            f"The learning rate is multiplied by {math.exp(changes[-1]):.4g} again and again: from "
-            f"{began:.3g} to {baseline.rate:.3g} so far, and steps move the weights by {moves:.2g} "
-            "of their norm",
-            ("Check the factor of the schedule: to decay it has to be below 1.",),
+            f"The learning rate is multiplied by {math.exp(changes[-1]):.4g} again and again, from "
+            f"{began:.3g} to {baseline.rate:.3g}, and steps move the weights by {moves:.2g} of "
+            "their norm",
+            ("Check the factor of the schedule: it has to be below 1 to decay",),
             baseline.rate,
             self.rate_growth * began,
         )
@@ -158,9 +155,9 @@ class ExponentialTrend(Detector):
     def _found(
         self, what: str, seen: str, advice: tuple[str, ...], value: float, limit: float
     ) -> Finding | None:
-        if what in self._told:
+        if what in self._reported:
             return None
-        self._told = (*self._told, what)
+        self._reported = (*self._reported, what)
         return Finding(summary=seen, advice=advice, value=value, threshold=limit, momentary=True)
 
 
@@ -178,7 +175,7 @@ def _steady(
         compound: How much faster the last quarter has to rise than the one before, as a power of
             the figure: 1 if each step adds a share of it, 0 if each adds the same amount.
     """
-    for first in range(len(levels) - _LOOKS, -1, -1):
+    for first in range(len(levels) - _FEWEST_POINTS, -1, -1):
         if levels[-1] - levels[first] < least:
             continue
         at = np.linspace(steps[first], steps[-1], _PARTS + 1)
@@ -193,25 +190,25 @@ def _steady(
     return 0.0
 
 
-_LOOKS = 5  # fewer points say nothing of a rate
+_FEWEST_POINTS = 5  # of a rate
 _PARTS = 4
-_SLOWER, _FASTER = 0.6, 3.0  # what learns slows down, what jumps does so at once
-_COMPOUND = 0.5  # Adam moves weights by nearly the same amount at each step; by eye
+_SLOWER, _FASTER = 0.6, 3.0  # learning slows down, and jumps are sudden
+_COMPOUND = 0.5  # Adam adds nearly the same amount at each step; chosen manually
 _CHANGES = 4  # of the learning rate: two warm restarts or drops are fewer
 _LEARNED = 0.1  # of the first loss: text_decay_x1000 comes down by 6 % before its weights are gone
 
 
 class UnboundedLoss(Detector):
-    """Alerts when the loss falls below zero because the model only makes its outputs larger.
+    """Alert if the loss falls below zero because the model only makes its outputs larger.
 
-    A density, a reward or a distance may be below zero, too; but it falls ever more slowly, and the
-    outputs settle. Here nothing limits either: the sign of the loss is wrong, or a logarithm that
-    belongs to it is missing. There are two signs:
+    A density, a reward or a distance may be below zero, too, but it falls ever more slowly, and the
+    outputs settle. Here nothing limits either: the sign of the loss is wrong, or its logarithm is
+    missing. It alerts if
 
-    - the first losses were -ln C, that of a guess among the C outputs of the last layer with the
-      wrong sign, and it has fallen by a tenth since; or
+    - the first losses were -ln C, a guess among the C outputs of the last layer with the wrong
+      sign, and the loss has fallen by a tenth since; or
     - the loss falls no slower in the second half of the run than in the first, while the last
-      layer's output has become ``growth`` times as large and above 10, and goes on to grow.
+      layer's output has become ``growth`` times as large and above 10, and still grows.
     """
 
     kind = "unbounded_loss"
@@ -219,29 +216,29 @@ class UnboundedLoss(Detector):
     clear_after = NEVER
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite"}
     growth = 20.0  # wgan_gradient_penalty, whose outputs settle, has 8
-    _looks: deque[tuple[int, float, float]]
+    _points: deque[tuple[int, float, float]]  # step, size of the outputs, loss
     _classes: int = 0
 
     def set_up(self) -> None:
-        self._looks = deque(maxlen=LENGTH)
+        self._points = deque(maxlen=LENGTH)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         first, recent = baseline.loss.first, baseline.loss.recent
         measured = record.full and len(record.activations) > 0
         if measured:
-            self._look(record, recent)
+            self._add(record, recent)
         is_low = not measured and recent < 0 and recent < first
-        self.needs_full_step = is_low and self._needs_looks(baseline.age)
+        self.needs_full_step = is_low and self._needs_points(baseline.age)
         guess = -math.log(self._classes) if self._classes > 2 else math.nan
         if abs(first - guess) < _NEAR * -guess and recent < (1 + _FALLEN) * min(first, guess):
             return self._found(
                 recent,
                 guess,
-                f"began at {first:.3g}, near -ln {self._classes} = {guess:.4g}, and falls",
+                f"started near -ln {self._classes} = {guess:.4g} and falls",
             )
-        if not recent < 0 or not measured or len(self._looks) < _LOOKS:
+        if not recent < 0 or not measured or len(self._points) < _FEWEST_POINTS:
             return None
-        steps, sizes, losses = np.array(self._looks).T
+        steps, sizes, losses = np.array(self._points).T
         middle = (steps[0] + steps[-1]) / 2
         size, loss = np.interp(middle, steps, sizes), np.interp(middle, steps, losses)
         grows = sizes[-1] > max(self.growth * sizes[0], _HALF * size, _LARGE)
@@ -252,34 +249,36 @@ class UnboundedLoss(Detector):
         return self._found(
             recent,
             losses[0],
-            f"falls faster and faster below zero while the output of {called(last)} grows, "
+            f"falls ever faster below zero, while the output of {called(last)} grows "
             f"{times:.3g}-fold in {steps_in_words(int(steps[-1] - steps[0]))}",
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return baseline.loss.recent < 0
 
-    def _needs_looks(self, age: int) -> bool:
-        """Whether more looks might show that the outputs grow: in the middle of the steps first."""
-        if len(self._looks) > _LOOKS or age < _STEPS // 2 - _SOON:
+    def _needs_points(self, age: int) -> bool:
+        """Whether full steps might show that the outputs grow: in the middle of the steps first."""
+        if len(self._points) > _FEWEST_POINTS or age < _STEPS // 2 - _SOON:
             return False
-        sizes = [size for _, size, _ in self._looks]
+        sizes = [size for _, size, _ in self._points]
         return len(sizes) < 2 or sizes[-1] > _GROWS * sizes[0]
 
-    def _look(self, record: StepRecord, loss: float) -> None:
+    def _add(self, record: StepRecord, loss: float) -> None:
         rows = record.activations.rows
         outputs = max((p.shape[0] for p in record.layout.parameters if len(p.shape) > 1), default=0)
         self._classes = int(rows.unit_count[-1]) or outputs
         size = float(rms_of(rows)[-1])
         if math.isfinite(size + loss) and size > 0:
-            self._looks.append((record.step, size, loss))
+            self._points.append((record.step, size, loss))
 
     def _found(self, loss: float, limit: float, what: str) -> Finding:
         return Finding(
-            summary=f"The loss, {loss:.4g} by now, {what}: nothing limits it",
+            summary=f"The loss is {loss:.4g}: it {what}",
+            cause="Nothing limits the loss from below",
             advice=(
-                "Check the sign of the loss and of each of its terms, and that nll_loss is "
-                "given log-probabilities (log_softmax); what is to become large needs a limit.",
+                "Check the sign of the loss and of each of its terms",
+                "Give nll_loss log-probabilities (log_softmax)",
+                "Limit each term that is maximized",
             ),
             value=loss,
             threshold=limit,
@@ -292,5 +291,5 @@ _LARGE = 10.0  # log-probabilities and log-scales stay below; exp of it is 22,00
 _HALF = 1.5  # linear growth doubles in the second half; that of wgan_gradient_penalty is 1.3
 _UNDIMINISHED = 0.8  # text_loss_negated has 1.5
 _GROWS = 1.5  # of a twentieth of ``growth`` in the first steps
-_SOON = 2  # steps after which a requested measurement is there
+_SOON = 2  # steps until a requested full step
 _STEPS = 40  # by then a loss that settles has slowed down

@@ -1,4 +1,4 @@
-"""Units that do not learn: they are zero for every input, or on the flat part of their curve."""
+"""Units that do not learn: dead, or saturated in the flat part of their activation."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ from telemetry.records.tensor import Tensors
 
 
 class DeadUnits(Detector):
-    """Alerts when units of a layer are silent in each of several batches.
+    """Alert if units of a layer are silent in several consecutive full steps.
 
     A unit is silent in a batch
 
     - after an activation module: if it is zero for all samples, or negligible (a thousandth of the
       input) for inputs that are all negative, as after SiLU;
     - before a functional activation: if it is negative for all samples, and at least as large a
-      share of the gradients that come back is exactly zero.
+      share of its gradients is exactly zero.
 
-    Zero outputs of modules with parameters of their own count only if these get no gradient;
-    otherwise it is a branch that begins at zero. Activations with two flat ends saturate instead.
+    Zero outputs of modules with own parameters count only if these get no gradient; otherwise it is
+    a zero-initialized branch. Activations with two flat ends saturate instead.
 
-    It alerts when nearly all units of a layer are silent in ``batches`` full measurements in
-    a row. To distinguish rarely active units from dead ones, it takes ``samples`` values of each in
-    all, over the square root of the number of silent units, which confirm each other. If only a
-    share ``fraction`` is silent, it takes 50 steps: the layers before go on to change, and units
-    near the limit come back. It is an error when all are, and over when a third is active again.
+    It alerts if nearly all units of a layer are silent in ``batches`` consecutive full steps. To
+    distinguish rarely active units from dead ones, it requires ``samples`` values of each in all,
+    divided by the square root of the number of silent units, which confirm each other. If only a
+    share ``fraction`` is silent, it takes 50 steps: earlier layers still change, and units near the
+    limit recover. It is an error if all are silent, and resolves when a third is active again.
     """
 
     kind = "dead_units"
     on = "full"
-    clear_after = 3  # by eye: one more than begin it
+    clear_after = 3  # chosen manually: one more than start it
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "vanishing_gradient"}
     persistent = True
     explained_by_rate_jump = True
@@ -65,7 +65,7 @@ class DeadUnits(Detector):
     # missed; at 0.99 mlp_dies_slowly is found 50 steps later.
     fraction = 0.9
     batches = 2  # the fewest that confirm each other; tried 1 and 4
-    # By eye; tried 50, and 5000, with which alerts come up to 60 steps later.
+    # Chosen manually; tried 50, and 5000, which delays alerts by up to 60 steps.
     samples = 500.0
     _silence: dict[Output, _Silence]
 
@@ -75,35 +75,33 @@ class DeadUnits(Detector):
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step, self.full_steps_in_a_row = False, 1
         dead = [out for out, silent in _silent_units(record) if self._is_dead(out, silent, record)]
-        # If nothing gets a gradient, the loss does not depend on the model.
+        # If there is no gradient at all, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
         if not dead or not (record.total_grad_norm > 0 or any(gradients)):
             return None
-        if (
-            self.active_alert is not None
-        ):  # it grows worse with the first layer that has no unit left
+        if self.active_alert is not None:  # the first layer without any unit left escalates it
             dead.sort(key=lambda output: self._silence[output].whole < self.batches)
-        # Layers behind a dead one see only constants: the first is the cause.
+        # Layers behind a dead one get constants: the first is the cause.
         silence = self._silence[dead[0]]
         size, is_whole = silence.silent.size, silence.whole >= self.batches
         count = size if is_whole else int(silence.silent.sum())
         batches = silence.whole if is_whole else silence.batches
         which = "" if is_whole else f" ({ranges(silence.silent)})"
-        # A layer before a ReLU returns no zeros: the dead units are to be seen behind it.
+        # A layer before a ReLU returns no zeros: its dead units are observed behind it.
         behind = next((output for output in dead[1:2] if self._is_zero(output, record)), None)
         is_zero = self._is_zero(dead[0], record)
         observed_in = None if is_zero or behind is None else behind.module_name
-        where = f", as {called(str(behind))} makes zeros of all they return" if observed_in else ""
         first, *others = (
             called(str(output)) for output in dead[:4] if output.module_name != observed_in
         )
-        also = f". The same holds for units of {', '.join(others)}" if others else ""
         module = record.layout.modules[record.layout.position[dead[0].module_name]]
-        what = "are zero for every input" if is_zero else "get no gradient from any input"
+        what = "are zero for every input" if is_zero else "get no gradient"
+        in_batches = f"{batches} batches" if batches > 1 else "one batch"
+        also = f"; also units of {', '.join(others)}" if others else ""
+        cause = f"{called(str(behind))} zeroes all they return" if observed_in else None
         return Finding(
-            summary=f"{count} of {size} units of {first}{which} {what} of "
-            f"{batches if batches > 1 else 'one'} batch{'es' if batches > 1 else ''} and cannot "
-            f"learn{where}{also}",
+            summary=f"{count} of {size} units of {first}{which} {what} in {in_batches}{also}",
+            cause=cause,
             advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
             value=count / size,
             threshold=self.fraction,
@@ -113,18 +111,18 @@ class DeadUnits(Detector):
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        """Whether most units of the layer that was reported are still silent."""
+        """Whether most units of the reported layer are still silent."""
         name = self.active_alert.module_name if self.active_alert is not None else None
         of_layer = (s for output, s in _silent_units(record) if output.module_name == name)
         return any(_share(silent) > _REVIVED for silent in of_layer)
 
     def _is_zero(self, output: Output, record: StepRecord) -> bool:
-        """Whether all units that are silent return zero; else they only get no gradient."""
+        """Whether all silent units return zero; else they only get no gradient."""
         zero = record.outputs[output].zero_units
         return zero is None or bool(zero[self._silence[output].silent].all())
 
     def _is_dead(self, output: Output, silent: Marks, record: StepRecord) -> bool:
-        """Add this batch to those before; whether the units are dead now."""
+        """Add this batch to those before, and return whether the units are dead."""
         before = self._silence.pop(output, None)
         if _share(silent) < self.fraction:
             return False
@@ -156,32 +154,31 @@ class DeadUnits(Detector):
 
 
 _ADVICE = (
-    "People usually lower the learning rate, check biases, initialization and penalties, and use "
-    "LeakyReLU or GELU.",
+    "Lower the learning rate",
+    "Check biases, initialization and penalties",
+    "Use LeakyReLU or GELU",
 )
-_DROPPED = ("Check the probability of this dropout: it is the share that is dropped.",)
+_DROPPED = ("Check the probability of this dropout: it is the share that is dropped",)
 # The largest healthy share is 0.47; that of sparsity_too_strong goes up and down from 0.86 to 0.98.
 _REVIVED = 2 / 3
 # In labels_shuffled, whose loss has nothing to learn, 0.906 are silent for 30 steps.
 _PARTLY = 50  # steps
-_IN_A_ROW = 3  # full steps at most that it requests at a time
+_IN_A_ROW = 3  # most full steps that it requests at a time
 _NEARLY_ALL = 0.93  # or all but one; in sparsity_too_strong they are 0.945
 # Of an input, as SiLU(x) / x is below x = -6.9 (tried 0.0002 and 0.005), and of the RMS of
-# gradients (by eye; tried 0.0005 and 0.002).
+# gradients (chosen manually; tried 0.0005 and 0.002).
 _NEGLIGIBLE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Silence:
-    """Units of one output that were silent in all of some batches."""
+    """Units of one output that were silent in all of the last batches."""
 
     silent: Marks  # [units]
     batches: int = 1
     samples: float
     since: int
-    # For how many batches, up to the latest, every unit has been: those that were active in the
-    # first ones may have died since.
-    whole: int
+    whole: int  # batches, up to the latest, in which every unit was silent
 
 
 def _share(units: Marks) -> float:
@@ -190,7 +187,7 @@ def _share(units: Marks) -> float:
 
 @once
 def _silent_units(record: StepRecord) -> Sequence[tuple[Output, Marks]]:
-    """Outputs that get a gradient, and which of their units are silent, in forward order."""
+    """Return outputs that get a gradient, and a mark for each silent unit, in forward order."""
     forward, idle = _Forward.of(record), _idle_modules(record)
     if not forward.outputs:
         return ()
@@ -202,7 +199,7 @@ def _silent_units(record: StepRecord) -> Sequence[tuple[Output, Marks]]:
     places = np.array([-1 if place is None else place for place in known])
     lowest, highest = units.T  # reducing an axis of two is slow
     zero, negative = (lowest == 0) & (highest == 0), highest < 0
-    # Whether at least as large a share of the gradients is exactly zero as of units is negative.
+    # Whether the share of zero gradients is at least the share of negative units.
     rows = np.arange(len(sizes)).repeat(sizes)
     share = np.bincount(rows, negative, minlength=len(sizes)) / np.maximum(sizes, 1)
     cut_off = np.append(zero_fraction_of(gradients.rows), math.nan)[places] >= share
@@ -210,15 +207,15 @@ def _silent_units(record: StepRecord) -> Sequence[tuple[Output, Marks]]:
     of_owned = (zero & is_idle[rows]) | (negative & cut_off[rows])
     silent = np.where(np.array(forward.owned)[rows], of_owned, zero | _negligible(forward.rows))
     ends = sizes.cumsum().tolist()
-    # A single unit is no layer.
+    # Single units do not count.
     counted = np.flatnonzero((places >= 0) & (sizes > 1) & ~two_sided).tolist()
     return [(forward.outputs[i], silent[ends[i] - sizes[i] : ends[i]]) for i in counted]
 
 
 def _negligible(rows: Rows) -> Marks:
-    """Units whose inputs, the output before, were all negative, and whose outputs are negligible.
+    """Mark units with negligible outputs whose inputs, the output before, were all negative.
 
-    The first output has itself before it.
+    The input of the first output is itself.
     """
     sizes = rows.unit_count
     as_many = np.append(True, sizes[1:] == sizes[:-1]).repeat(sizes)
@@ -230,7 +227,7 @@ def _negligible(rows: Rows) -> Marks:
 
 
 def _idle_modules(record: StepRecord) -> set[str]:
-    """Modules with parameters all of whose gradients exist and are exactly zero."""
+    """Return the modules all of whose gradients exist and are exactly zero."""
     zero, layout = record.grad_present & (record.grad_norms == 0), record.layout
     if not zero.any():
         return set()
@@ -239,36 +236,36 @@ def _idle_modules(record: StepRecord) -> set[str]:
 
 
 class SaturatedUnits(Detector):
-    """Alerts when most outputs of a layer lie where its activation function is flat.
+    """Alert if most outputs of a layer lie where its activation function is flat.
 
-    There it passes hardly any gradient. Which part is flat depends on the type of the module. Of
-    tanh and sigmoid, three quarters of these outputs must also lie where hardly any slope is left,
-    which healthy networks do not reach. For modules of unknown type and without parameters, the
-    flat part is the ends of the range that their outputs have had, if hardly any gradient passes
-    them. Functions that are not modules show in their neighbors: a layer's outputs are large, what
-    the next layer receives is not, and hardly any gradient comes back.
+    There it passes hardly any gradient. The flat part depends on the type of the module. For tanh
+    and sigmoid, three quarters of these outputs must also lie where hardly any slope is left, which
+    healthy networks do not reach. For modules of unknown type and without parameters, the flat part
+    is the ends of the range of their outputs, if hardly any gradient passes them. Functions that
+    are not modules show in their neighbors: a layer's outputs are large, the input of the next
+    layer is not, and hardly any gradient comes back.
 
-    A gate that scales whole feature maps, as in squeeze and excitation, may be open or closed: what
-    it scales keeps its gradients.
+    A gate that scales whole feature maps, as in squeeze and excitation, may be open or closed: the
+    feature maps keep their gradients.
 
     The network's own outputs may be flat because predictions are right, so only layers that are
     followed by others with parameters count. Hidden layers may become flat by training (binary
-    codes), so a layer must have been flat from the beginning, or have become flat within 20 steps
-    without an improvement of the loss, or while the loss rose.
+    codes), so a layer must have been flat from the first step on, or have become flat within 20
+    steps without an improvement of the loss, or while the loss rose.
 
     Args:
         fraction: Share of the outputs that are flat.
-        evaluations: Number of full measurements in a row.
+        evaluations: Consecutive full steps.
     """
 
     kind = "saturated_units"
     on = "full"
-    clear_after = 3  # by eye: one more than begin it
+    clear_after = 3  # chosen manually: one more than start it
     explained_by = EXPLOSIONS | RISEN_LOSSES
     persistent = True
     explained_by_rate_jump = True
-    # Healthy hidden layers have 21 % at most, faulty ones 90 % or more; the exception are the gates
-    # of highway_carry_gates, which _MOST is for. Tried 0.4 and 0.95.
+    # Healthy hidden layers have 21 % at most, faulty ones 90 % or more, except for the gates of
+    # highway_carry_gates, hence _MOST. Tried 0.4 and 0.95.
     fraction = 0.8
     evaluations = 2  # the fewest that confirm each other; tried 1 and 4
     _layers: dict[Output, _Layer]
@@ -298,39 +295,45 @@ class SaturatedUnits(Detector):
         self, record: StepRecord, output: Output, share: float, baseline: Baseline
     ) -> Finding:
         name, layout = output.module_name, record.layout
-        seen = f"{share:.0%} of the outputs of {called(str(output))} "
+        where, advice = called(str(output)), _SMALLER
         if name in layout.owner_names:
-            seen += "are so large that what follows is most likely flat there; hardly any gradient "
-            seen += "comes back"
-            advice = _SMALLER
+            summary = (
+                f"{share:.0%} of the outputs of {where} are large and pass hardly any gradient"
+            )
+            cause = "The following activation is most likely flat there"
         else:
             kind = layout.modules[layout.position[name]].type_name
             units = record.outputs[output].rows.units_of(record.outputs[output].row)
             which = "" if units is None else ranges(saturated_units(kind, units))
-            seen += f"lie on the flat part of {printable(kind)}; hardly any gradient gets through"
-            seen += f" (units {which})" if which else ""
-            advice = _CENTERED
-        cause, because = baseline.large_start
-        if cause and layout.position[cause] <= layout.position[name]:
-            seen, advice = seen + because, _SMALLER
+            some = f" (units {which})" if which else ""
+            summary = f"{share:.0%} of the outputs of {where}{some} are saturated"
+            cause, advice = f"{printable(kind)} is flat there and passes no gradient", _CENTERED
+        large, why = baseline.large_start
+        if large and layout.position[large] <= layout.position[name]:
+            cause, advice = why, _SMALLER
         return Finding(
-            summary=seen, advice=advice, value=share, threshold=self.fraction, module_name=name
+            summary=summary,
+            cause=cause,
+            advice=advice,
+            value=share,
+            threshold=self.fraction,
+            module_name=name,
         )
 
     def _is_faulty(self, output: Output, share: float, step: int, baseline: Baseline) -> bool:
         layer = self._layers.setdefault(output, _Layer())
         if share < self.fraction:
-            layer.evaluations, layer.is_suspect = 0, False
+            layer.evaluations, layer.is_candidate = 0, False
             layer.fine_at = step if share < _FINE else layer.fine_at
             return False
         layer.evaluations += 1
         sudden = layer.fine_at is None or step - layer.fine_at <= LATEST
-        layer.is_suspect |= baseline.loss.is_worse or (sudden and not baseline.loss.is_better)
+        layer.is_candidate |= baseline.loss.is_worse or (sudden and not baseline.loss.is_better)
         self.needs_full_step |= layer.evaluations < self.evaluations
-        return layer.is_suspect and layer.evaluations >= self.evaluations
+        return layer.is_candidate and layer.evaluations >= self.evaluations
 
     def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
-        """Outputs of hidden layers, and the share of each that is flat, in forward order."""
+        """Yield the outputs of hidden layers and the flat share of each, in forward order."""
         forward = _Forward.of(record)
         rms = rms_of(forward.rows).tolist()
         for index in forward.hidden:
@@ -351,45 +354,45 @@ class SaturatedUnits(Detector):
                 yield output, self._share_at_ends(record, output, forward.outputs[index - 1])
 
     def _share_at_ends(self, record: StepRecord, output: Output, before: Output) -> float:
-        """Share of a module's outputs at the ends of its range; 0 if gradients pass it."""
+        """Return the share of outputs at the ends of their range; 0 if gradients pass."""
         sketch, gradient = record.outputs[output].sketch, record.output_grads.get(before)
         low, high = self._ranges.get(output, (math.inf, -math.inf))
         low, high = self._ranges[output] = min(low, sketch.min), max(high, sketch.max)
         if gradient is None or _share_faint(gradient.sketch) < _MOST or low == high:
             return 0.0
-        # If zero is the low end, it is a kind of ReLU, and that no fault.
+        # A low end of zero is a kind of ReLU, and no fault.
         return Flat(low=low or -math.inf, high=high).share(sketch)
 
 
 @dataclass(kw_only=True)
 class _Layer:
-    """What the rule remembers of one layer."""
+    """State of one layer."""
 
-    evaluations: int = 0  # full measurements in a row at which it was flat
+    evaluations: int = 0  # consecutive full steps at which it was flat
     fine_at: int | None = None  # the last step at which it was not; None if it never was
-    is_suspect: bool = False  # it became flat in a way that training does not explain
+    is_candidate: bool = False  # training does not explain why it became flat
 
 
-_SMALLER = (
-    "People usually make its weights smaller or normalize: queries and keys where they go into a "
-    "softmax, else what goes into the activation.",
+_SMALLER: tuple[str, ...] = (
+    "Make its initial weights smaller",
+    "Normalize its outputs; before a softmax, normalize queries and keys",
 )
 _CENTERED = (
-    "People usually scale or center the inputs, make the initial weights smaller, and add "
-    "normalization before the activation.",
+    "Scale and center the inputs",
+    "Make the initial weights smaller",
+    "Add normalization before the activation",
 )
-_MOST = 0.75  # so that nearly closed gates pass; by eye; tried 0.375 and 0.95
-_FINE = 0.5  # by eye; tried 0.25 and 0.95
+_MOST = 0.75  # so that nearly closed gates pass; chosen manually; tried 0.375 and 0.95
+_FINE = 0.5  # chosen manually; tried 0.25 and 0.95
 _LARGE = 10.0  # tanh has slope 1e-8 there; tried 2 and 50
-# Bounded functions return 1 at most, and few sums of them are much larger. At 0.4
-# rnncell_saturated is missed; tried 1 and 10.
+# Bounded functions return 1 at most. At 0.4 rnncell_saturated is missed; tried 1 and 10.
 _SMALL = 2.0
 
 
 def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
-    """Share of outputs where the function is flat, if most are where it is flattest.
+    """Return the share of outputs where the function is flat, if most are where it is flattest.
 
-    The first share is the layer's ``saturation`` in :data:`telemetry.layers.STATISTICS`.
+    The share is the layer's ``saturation`` in :data:`telemetry.layers.STATISTICS`.
     """
     share = table(record).value(record.layout.position[output.module_name], "saturation") or 0.0
     if function.flattest is None:
@@ -398,7 +401,7 @@ def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
 
 
 def _share_faint(sketch: Sketch) -> float:
-    """Share of the values that are a thousand times smaller than the RMS."""
+    """Return the share of values below a thousandth of the RMS."""
     if not sketch.finite_count or sketch.sum_squares == 0:
         return 1.0
     limit = bucket_of(_NEGLIGIBLE * sketch.rms)
@@ -406,10 +409,10 @@ def _share_faint(sketch: Sketch) -> float:
 
 
 def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
-    """Share of a layer's positive outputs that get no gradient because a bounded function follows.
+    """Return the share of a layer's positive outputs without a gradient before a bounded function.
 
-    Negative outputs prove nothing, as a ReLU may follow. What the next layer receives is estimated
-    from what it returns and from the norm of its weights.
+    Negative outputs do not count, since a ReLU may follow. The input of the next layer is estimated
+    from its output and the norm of its weights.
     """
     sketch, gradient = record.outputs[output].sketch, record.output_grads.get(output)
     received = _received(record, after)
@@ -421,7 +424,7 @@ def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
 
 
 def _received(record: StepRecord, output: Output) -> float | None:
-    """RMS of the input of a linear or convolutional layer: ``rms_out * sqrt(out) / ||W||``."""
+    """Return the RMS of the input of an affine layer: ``rms_out * sqrt(out) / ||W||``."""
     rms = record.outputs[output].sketch.rms
     for parameter in record.layout.parameters:
         if parameter.module_name == output.module_name and len(parameter.shape) > 1:
@@ -431,7 +434,7 @@ def _received(record: StepRecord, output: Output) -> float | None:
     return None
 
 
-# Modules that return as many positions as they are given, or fewer.
+# Modules that return no more positions than their inputs have.
 _KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPOUTS
 
 
@@ -443,12 +446,12 @@ class _Forward:
     types: Sequence[str]  # of their modules
     owned: Sequence[bool]  # by modules with parameters
     positions: Sequence[float]  # elements of each unit, over samples and pixels; NaN without units
-    rows: Rows  # what was measured of them
+    rows: Rows  # their measurements
 
     @staticmethod
     @once
     def of(record: StepRecord) -> _Forward:
-        """The outputs measured at this step."""
+        """Return the outputs of this step."""
         layout, tensors = record.layout, Tensors.of(record.outputs)
         place = {output: layout.position[output.module_name] for output in tensors}
         outputs = sorted(place, key=place.__getitem__)
@@ -467,21 +470,21 @@ class _Forward:
 
     @property
     def hidden(self) -> range:
-        """Indices of the outputs that are followed by another module with parameters."""
+        """Indices of outputs that are followed by another module with parameters."""
         last_owner = max((i for i, owned in enumerate(self.owned) if owned), default=0)
         return range(last_owner)
 
     def is_gate(self, index: int) -> bool:
-        """Whether a hidden output only scales what flows past it, as in squeeze and excitation.
+        """Whether a hidden output only scales feature maps, as in squeeze and excitation.
 
-        It was pooled, and what follows is a feature map all the same.
+        It was pooled, and a feature map follows nevertheless.
         """
         after = index + 1
         if self.types[after] not in _KEEP_POSITIONS:
             return False
         if self.positions[after] > self.positions[index]:
             return True
-        # The last maps of a network may have no more than one position.
+        # The last maps of a network may have a single position.
         before = [self.types[i] for i in range(index - 1, -1, -1)]
         since_pooling = next((i for i, kind in enumerate(before) if kind in POOLING), None)
         return (

@@ -1,4 +1,4 @@
-"""Parameters that could learn and do not."""
+"""Trainable parameters that get no gradient, or that no optimizer steps."""
 
 from __future__ import annotations
 
@@ -15,51 +15,50 @@ from telemetry.records import Layout, StepRecord
 
 
 class UntrainedParameters(Detector):
-    """Names parameters that require a gradient and never get one, or that no optimizer steps.
+    """Name parameters that require a gradient and never get one, or that no optimizer steps.
 
-    Told once, after ``steps`` steps. It is a warning where gradients come and no optimizer takes
-    them: an optimizer made before a module was replaced, made for a part of the model or for
-    another one, or not stepped. It is a warning, too, where parameters that are stepped have no
+    It reports once, after ``steps`` steps. It is a warning if parameters get gradients that no
+    optimizer uses: the optimizer was created before a module was replaced, for a part of the model
+    or for another one, or is not stepped. It is also a warning if stepped parameters get no
     gradient and are at least ``share`` of all trainable elements (``detach()``, ``no_grad()``),
-    else a note: a head that nobody reads, a part whose turn comes later. Frozen parameters do not
-    count, nor do modules that did not run and are one of several alike, of which others learn:
-    experts are chosen, and some are chosen rarely.
+    else a note: an unused head, a part that trains later. Frozen parameters do not count, nor do
+    modules that did not run while similar ones learn: experts may be selected rarely.
 
-    What is unfrozen later is looked at likewise. That gradients come to what an optimizer stepped
-    before, and none does so any more, is a note: a second stage may train a part.
+    Parameters that are unfrozen later are judged in the same way. It is a note if an optimizer
+    stepped them before, and none does any more: a second stage may train a part.
     """
 
     kind = "untrained_parameters"
     explained_by = frozenset({"vanishing_gradient"})
     # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that is
-    # detached by mistake usually a third or more. By eye between them.
+    # detached by mistake usually a third or more. Chosen manually between them.
     share = 0.2
     steps = 90  # as long as within 100 steps: rare parts should have had their turn
     evaluations = 2  # full steps; a step of one optimizer of several says too little
     full_steps_in_a_row = 2
     _steps: int
     _evaluations: int
-    _is_new: bool  # something can learn that could not before
-    _marks: Marks  # which was trained, reached by a gradient, held by an optimizer, and ran
+    _is_new: bool  # a parameter is trainable that was not before
+    _marks: Marks  # trained, reached by a gradient, held by an optimizer, ran: [4, parameters]
     _trainable: Marks
-    _told: Marks
+    _reported: Marks
     _trained_before: Marks
 
     def set_up(self) -> None:
         self._begin(0)
-        self._trainable = self._told = self._trained_before = np.zeros(0, bool)
+        self._trainable = self._reported = self._trained_before = np.zeros(0, bool)
 
     def _begin(self, count: int, *, is_new: bool = True) -> None:
-        """Look at so many parameters from now on."""
+        """Start a new observation of ``count`` parameters."""
         self._steps = self._evaluations = 0
         self._marks, self._is_new = np.zeros((4, count), bool), is_new
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
         count = len(layout.parameters)
-        if len(self._told) != count:
+        if len(self._reported) != count:
             self._begin(count)
-            self._trainable = self._told = self._trained_before = np.zeros(count, bool)
+            self._trainable = self._reported = self._trained_before = np.zeros(count, bool)
         if len(record.trainable) == count:
             if not self._is_new and (record.trainable & ~self._trainable).any():
                 self._begin(count)
@@ -71,17 +70,17 @@ class UntrainedParameters(Detector):
         self._marks[0] |= record.grad_present
         (trained, reached, _, ran), trainable = self._marks, self._trainable
         late = abs(self._steps - self.steps) <= _LATE and self._evaluations < self.evaluations
-        self.needs_full_step = late and bool((trainable & ~trained & ~self._told).any())
+        self.needs_full_step = late and bool((trainable & ~trained & ~self._reported).any())
         if (
             self._steps < self.steps
             or self._evaluations < self.evaluations
             or record.total_grad_norm == 0
         ):
             return None
-        left = trainable & ~trained & ~self._told & (reached | ~self._trained_before)
+        left = trainable & ~trained & ~self._reported & (reached | ~self._trained_before)
         left &= reached | ran | ~_one_of_many(layout, trained)
         found = self._found(layout, left) if left.any() else None
-        self._told, self._trained_before = self._told | left, self._trained_before | trained
+        self._reported, self._trained_before = self._reported | left, self._trained_before | trained
         self._begin(count, is_new=False)
         return found
 
@@ -96,10 +95,10 @@ class UntrainedParameters(Detector):
                 f"gets gradients, and no optimizer has stepped it for {steps_in_words(self._steps)}"
             )
         elif comes:
-            severity, what = "warning", "gets gradients, and no optimizer steps it"
+            severity, what = "warning", "gets gradients, but no optimizer steps it"
         else:
             severity = "warning" if share >= self.share and (left & held).any() else "note"
-            what = f"requires a gradient, and got none in {steps_in_words(self._steps)}"
+            what = f"requires a gradient, but got none in {steps_in_words(self._steps)}"
         return Finding(
             summary=f"{called_all(names, _NAMED)} ({share:.1%} of the trainable elements) {what}",
             advice=_NOT_STEPPED if comes else _NOT_REACHED,
@@ -111,28 +110,30 @@ class UntrainedParameters(Detector):
         )
 
 
+_FREEZE = "Freeze parameters that should not learn by requires_grad_(False)"
 _NOT_STEPPED = (
-    "Make the optimizer after the last module is in place, with all parameters, and step it; what "
-    "should stay as it is is better frozen by requires_grad_(False).",
+    "Create the optimizer after the last change of the model, with all parameters, and step it",
+    _FREEZE,
 )
 _NOT_REACHED = (
-    "Check for detach() and no_grad() between it and the loss, and that its output is used; what "
-    "should stay as it is is better frozen by requires_grad_(False).",
+    "Check for detach() and no_grad() between it and the loss",
+    "Check that its output is used",
+    _FREEZE,
 )
-_LATE = 9  # steps around the last one in which a measurement is asked for
+_LATE = 9  # steps around the last one in which it requests a full step
 _NAMED = 5
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def _one_of_many(layout: Layout, trained: Marks) -> Marks:
-    """Parameters that but for numbers in their names are called like one that is trained."""
+    """Mark parameters whose names differ from a trained one only in numbers."""
     kinds = [(_NUMBER.sub(".*", f".{p.name}"), p.shape) for p in layout.parameters]
     known = {kind for kind, is_trained in zip(kinds, trained, strict=True) if is_trained}
     return np.array([kind in known for kind in kinds])
 
 
 def _groups(layout: Layout, left: Marks, trainable: Marks) -> Iterable[str]:
-    """The largest modules all of whose trainable parameters are left, in forward order."""
+    """Return the largest modules all of whose trainable parameters are left, in forward order."""
     learns: set[str] = set()
     for parameter, is_left, can in zip(layout.parameters, left, trainable, strict=True):
         if can and not is_left:
@@ -147,6 +148,6 @@ def _groups(layout: Layout, left: Marks, trainable: Marks) -> Iterable[str]:
 
 
 def _within(name: str) -> list[str]:
-    """All modules that the module is in, the largest first, and itself."""
+    """Return all modules that contain the module, the largest first, and itself."""
     parts = name.split(".") if name else []
     return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]

@@ -1,4 +1,4 @@
-"""Layers whose gradients are so much smaller than the others' that they do not learn."""
+"""Layers whose gradients are so small that they do not learn."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from telemetry.records import Layout, StepRecord
 
 
 class VanishingGradient(Detector):
-    """Compares the modules' gradient norms with the largest of them, at each step.
+    """Compare the modules' gradient norms with the largest of them, at each step.
 
-    Where that has exploded, what it was before counts.
+    If the largest has exploded, its norm before that counts.
 
-    A module's gradient has vanished when its norm is below 1 / ``factor`` of the largest for
-    ``steps`` steps in a row, and its update ratio below 1 / ``update_factor`` of the largest at the
-    last full measurement. Norms are compared rather than RMS, which is small anyway in wide layers
-    and in embeddings with unused rows.
+    A module's gradient has vanished if its norm is below 1 / ``factor`` of the largest for
+    ``steps`` consecutive steps, and its update ratio below 1 / ``update_factor`` of the largest at
+    the last full step. It compares norms rather than RMS, which is small in wide layers and in
+    embeddings with unused rows.
 
     Gradients vanish on their way back, so all layers from some layer down to the first are
     affected. If layers before it learn, a module is on a side branch (attention scores, gates,
     experts): then both ratios must be ``branch_factor`` smaller, for ``branch_steps`` steps; and
     if the module had a gradient before, the loss must have risen when it lost it.
 
-    A gradient that is exactly zero has vanished altogether, if two full measurements show that the
-    module ran and requires one: its state is forgotten, its output is detached, the gradient is too
-    small for a number. This must last ``zero_steps`` steps, while layers behind the module learn.
-    If layers before it do, too, it must have no gradient at all, and ``zero_share`` of the
-    trainable elements: the weight of a term of the loss may be zero, experts are chosen rarely.
+    A gradient that is exactly zero has vanished if two full steps show that the module ran and
+    requires one: its state is not passed on, its output is detached, the gradient underflows. This
+    must last ``zero_steps`` steps, while later layers learn. If earlier layers learn, too, it must
+    have no gradient at all, and ``zero_share`` of the trainable elements: the weight of a term of
+    the loss may be zero, experts are selected rarely.
 
     An optimizer that scales its steps (Adam) moves a module nevertheless. Then its gradient must be
-    ``branch_factor`` smaller still, and the loss not have fallen in the first ``stuck_steps``.
+    ``branch_factor`` smaller still, and the loss must not have fallen in the first ``stuck_steps``.
 
-    If matrices began far smaller than most, it takes ``branch_steps`` steps, and what they move by
-    is not compared with: the last layer of a policy, which hands back little at first.
+    If matrices started far smaller than most, it takes ``branch_steps`` steps, and their update
+    ratios do not count: the last layer of a policy passes small gradients at first.
 
-    Silent where all norms are small together, because the loss is small or has a large unit; where
-    a small norm was exactly zero within the last ten steps (an expert that is not chosen); where
-    the norm is still rising, as in branches whose scale begins at zero.
+    It is silent if all norms are small together, because the loss is small or has a large unit; if
+    a small norm was exactly zero within the last ten steps (an expert that is not selected); and
+    while the norm is rising, as in branches whose scale starts at zero.
     """
 
     kind = "vanishing_gradient"
@@ -57,29 +57,28 @@ class VanishingGradient(Detector):
     persistent = True
     factor = 300.0  # at 30 the healthy cnn_sigmoid_ok alarms; tried 3000
     update_factor = 300.0  # as factor; tried 30 and 3000
-    branch_factor = 30.0  # by eye; tried 3 and 300
+    branch_factor = 30.0  # chosen manually; tried 3 and 300
     steps = 3  # at 6 mlp_overwrite_tiny is missed; tried 1
-    stuck_steps = 50  # by eye; tried 20
-    branch_steps = 10  # by eye; tried 5 and 20
-    # Zero at the first step alone are lora and resnet_zero_gamma, at every other one gan_ring.
+    stuck_steps = 50  # chosen manually; tried 20
+    branch_steps = 10  # chosen manually; tried 5 and 20
+    # lora and resnet_zero_gamma are zero at the first step alone, gan_ring at every other one.
     zero_steps = 20
     zero_share = 0.2  # as in UntrainedParameters; multitask_switch has a tenth
     _names: tuple[str, ...] = ()
-    _zero_looks: int = 0
+    _full_steps_gone: int = 0
     # A module's share is log10 of its gradient norm over the largest.
-    _faint_steps: Figures  # for how many steps in a row it was small and not zero
-    _zero_steps: Figures  # and for how many zero
-    _first: Figures  # share that was not zero
+    _faint_steps: Figures  # consecutive steps at which it was small and not zero
+    _zero_steps: Figures  # consecutive steps at which it was zero
+    _first: Figures  # first share that was not zero
     _largest: Figures
-    # Whether it ran and could learn at the last full step, unlike what is frozen or was not chosen.
-    _counted: Marks
-    _update_share: Figures  # log10 of the ratio over the largest at the last full step, while small
+    _counted: Marks  # whether it ran and could learn at the last full step
+    _update_share: Figures  # log10 of the ratio over the largest at the last full step, if small
 
     def set_up(self) -> None:
         self._begin(())
 
     def _begin(self, names: tuple[str, ...]) -> None:
-        """Forget all: these are other modules."""
+        """Reset for other modules."""
         self._names = names
         self._faint_steps, self._zero_steps = np.zeros((2, len(names)))
         self._first, self._update_share = np.full((2, len(names)), np.nan)
@@ -93,7 +92,7 @@ class VanishingGradient(Detector):
         if baseline.layers.names != self._names:
             self._begin(baseline.layers.names)
         share = baseline.layers.levels[-1] - baseline.layers.levels[-1].max()
-        if baseline.norm.far_above >= FAR_ABOVE:  # others only seem so much smaller
+        if baseline.norm.far_above >= FAR_ABOVE:  # others seem smaller than they are
             share += baseline.norm.far_above
         zero, limit = share == -np.inf, -math.log10(self.factor)
         faint = (share < limit) & ~zero
@@ -102,12 +101,14 @@ class VanishingGradient(Detector):
         self._faint_steps = np.where(faint, self._faint_steps + 1, 0.0)
         self._zero_steps = np.where(zero, self._zero_steps + 1, 0.0)
         found = self._small(record, baseline, share, faint) if faint.any() else None
-        self.full_steps_in_a_row = _ZERO_LOOKS if zero.any() and not self.needs_full_step else 1
+        self.full_steps_in_a_row = (
+            _ZERO_FULL_STEPS if zero.any() and not self.needs_full_step else 1
+        )
         gone = self._zero(record) if record.full else None
         if found is not None or gone is not None or record.full or not zero.any():
             return found or gone
         lasted = self._zero_steps - self.zero_steps
-        is_new = (self._counted & (lasted >= 0) & (lasted < _ZERO_LOOKS)).any()
+        is_new = (self._counted & (lasted >= 0) & (lasted < _ZERO_FULL_STEPS)).any()
         if self.active_alert is None and is_new:
             self.needs_full_step |= self._may_be_gone(record.layout, zero)
         return None
@@ -123,10 +124,10 @@ class VanishingGradient(Detector):
     def _small(
         self, record: StepRecord, baseline: Baseline, share: Figures, faint: Marks
     ) -> Finding | None:
-        """Modules whose gradients are small and not zero."""
+        """Return modules whose gradients are small and not zero."""
         update_limit, small = -math.log10(self.update_factor), baseline.began_small
         updates = self._update_share
-        if record.update_ratios:  # one that has none now will have none later, either
+        if record.update_ratios:  # one without a ratio now has none later
             updates = np.nan_to_num(_update_share(record, small), nan=np.inf, neginf=-np.inf)
         self._update_share = np.where(faint, updates, np.nan)
         levels = baseline.layers.levels
@@ -141,14 +142,15 @@ class VanishingGradient(Detector):
             return None
         first = int(np.flatnonzero(fading)[0])
         moves = bool(update_limit <= self._update_share[first] < math.inf)
-        what = "the loss has not fallen so far" if moves else "the optimizer hardly moves it"
+        cause = "The loss has not fallen so far" if moves else "The optimizer hardly moves it"
         return Finding(
-            summary=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g} "
-            f"times smaller than the largest, and {what}; the same holds for "
-            f"{int(fading.sum())} of {len(share)} layers",
+            summary=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g}x "
+            f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
+            cause=cause,
             advice=(
-                "People usually replace sigmoid and tanh by ReLU or GELU, add normalization or "
-                "skip connections, and use He or Xavier initialization.",
+                "Replace sigmoid and tanh by ReLU or GELU",
+                "Add normalization or skip connections",
+                "Use He or Xavier initialization",
             ),
             value=float(10 ** share[first]),
             threshold=1 / self.factor,
@@ -158,14 +160,14 @@ class VanishingGradient(Detector):
     def _fading(
         self, baseline: Baseline, share: Figures, faint: Marks, updates: Figures, *, soon: int
     ) -> Marks:
-        """Modules that have vanished, if these are their update ratios; so many steps ahead."""
+        """Mark modules that have vanished with these update ratios, ``soon`` steps from now."""
         limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
         levels, rows = baseline.layers.levels, len(baseline.layers.levels) - 1
         steps = self.branch_steps if baseline.began_small else self.steps
         lasted = self._faint_steps + soon
         fading = faint & (lasted >= steps) & (updates < update_limit)
-        fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # no gap from the first on
-        # The middle of the steps in which each has been small.
+        fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # all from the first on
+        # The middle of the steps at which each was small.
         middle = rows - np.minimum((self._faint_steps.astype(int) + 1) // 2, rows)
         before = levels[middle, np.arange(len(share))] - levels.max(axis=1)[middle]
         fading = _unless_rising(fading, share, before)
@@ -177,13 +179,13 @@ class VanishingGradient(Detector):
             fading |= _unless_rising(stuck, share, before)
         branch = faint & (lasted >= self.branch_steps) & (share < limit - further)
         branch &= updates < update_limit - further
-        # One whose scale begins at zero and goes up and down has had larger ones.
+        # A scale that starts at zero and oscillates has had larger shares.
         steady = (self._first < limit) & (share > self._largest - _STEADY)
         branch &= steady | ((self._first >= limit) & baseline.loss.is_worse)
         return fading | _unless_rising(branch, share, self._first)
 
     def _may_be_gone(self, layout: Layout, zero: Marks) -> bool:
-        """Whether :meth:`_zero` might find them, as far as the last full step says."""
+        """Whether :meth:`_zero` might find them, by the last full step."""
         gone = zero & self._counted
         gone[np.flatnonzero(~zero)[-1] :] = False
         first = gone & np.logical_and.accumulate(gone | ~self._counted)
@@ -192,24 +194,24 @@ class VanishingGradient(Detector):
         return bool(first.any() or share >= self.zero_share)
 
     def _zero(self, record: StepRecord) -> Finding | None:
-        """Modules that ran and have had no gradient for long, though layers behind them have."""
+        """Return modules that ran without a gradient for long, though later layers have one."""
         if len(record.trainable) != len(record.grad_present):
             return None
         layout = record.layout
 
         def holds(parameters: Marks) -> Marks:
-            """For each module whether it holds for any of its parameters."""
+            """Mark modules any of whose parameters is marked."""
             return np.isin(layout.owning, layout.owners[parameters])
 
         ran = np.array([name in record.activations for name in self._names])
-        # Where gradients come and no optimizer takes them, untrained_parameters tells that.
+        # untrained_parameters covers gradients that no optimizer uses.
         idle = holds(record.reached & ~record.grad_present)
-        # What belongs to another optimizer may have its turn later, as the generator of a GAN.
+        # Modules of another optimizer may train later, as the generator of a GAN.
         counts = self._counted = holds(record.trainable & record.held) & ran & ~idle
         zero = self._zero_steps >= self.zero_steps
         if not zero.any():
             return None
-        if record.learning_rates and not any(record.learning_rates):  # nothing learns, nor can it
+        if record.learning_rates and not any(record.learning_rates):  # nothing can learn
             return None
         gone = zero & counts
         gone[np.flatnonzero(~zero)[-1] :] = False
@@ -219,19 +221,21 @@ class VanishingGradient(Detector):
         if sizes[branch].sum() < self.zero_share * sizes[holds(record.trainable)].sum():
             branch[:] = False
         gone = first | branch
-        self._zero_looks = self._zero_looks + 1 if gone.any() else 0
-        self.needs_full_step |= self.active_alert is None and self._zero_looks == 1
-        if self._zero_looks < _ZERO_LOOKS:  # dead units, which may be the cause, take as many
+        self._full_steps_gone = self._full_steps_gone + 1 if gone.any() else 0
+        self.needs_full_step |= self.active_alert is None and self._full_steps_gone == 1
+        if (
+            self._full_steps_gone < _ZERO_FULL_STEPS
+        ):  # dead units, which may be the cause, take as many
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
         # What follows them in the same group of parameters stays zero, as in LoRA.
         rates = np.array([*record.learning_rates, math.nan])
         is_still = not np.isin(layout.owners[rates[record.groups] != 0], layout.owning[gone]).any()
-        still = ". The learning rate of its parameter group is 0" if is_still else ""
         return Finding(
-            summary=f"No gradient reaches {Stretch(names[0], names[-1])}: for {steps} steps it is "
-            f"exactly zero, while layers behind learn ({len(names)} of {len(gone)} do not){still}",
+            summary=f"No gradient reaches {Stretch(names[0], names[-1])} for {steps} steps, while "
+            f"later layers learn ({len(names)} of {len(gone)} do not)",
+            cause="The learning rate of its parameter group is 0" if is_still else None,
             advice=_STILL if is_still else _CUT_OFF,
             value=0.0,
             threshold=1 / self.factor,
@@ -239,21 +243,22 @@ class VanishingGradient(Detector):
         )
 
 
-_STILL = (
-    "Raise the rate of that group: what has a scale that begins at 0 passes no gradient on until "
-    "it moves. A part that should stay as it is is better frozen by requires_grad_(False).",
+_FREEZE = "Freeze layers that should not learn by requires_grad_(False)"
+_STILL: tuple[str, ...] = (
+    "Raise the learning rate of that group: a scale that starts at 0 passes no gradient",
+    _FREEZE,
 )
 _CUT_OFF = (
-    "Check what lies between: detach(), no_grad(), a state that is not handed on, a factor of "
-    "zero, activations that let nothing through; a part that should stay as it is is better frozen "
-    "by requires_grad_(False).",
+    "Check for detach(), no_grad(), a state that is not passed on, a factor of zero",
+    "Check for activations that are zero for all inputs",
+    _FREEZE,
 )
 _FALLEN = 0.03  # of the first loss, as in LossStuck
-# Decades: branches whose scale begins at zero change by more. At 0.3 init_div100 is found 4 steps
+# Decades: branches whose scale starts at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.
 _STEADY = 0.2
-_ZERO_LOOKS = 2
-_SOON = 2  # steps after which a requested measurement is there
+_ZERO_FULL_STEPS = 2
+_SOON = 2  # steps until a requested full step
 
 
 def _is_known(record: StepRecord) -> bool:
@@ -262,17 +267,17 @@ def _is_known(record: StepRecord) -> bool:
 
 
 def _unless_rising(fading: Marks, share: Figures, before: Figures) -> Marks:
-    """``fading``, or none if their shares rise on average, as in branches that begin at zero."""
+    """Return ``fading``, or no mark if their shares rise: branches that start at zero."""
     known = fading & np.isfinite(before)
     growth = share[known] - before[known]
     return np.zeros_like(fading) if growth.size and growth.mean() > _STEADY else fading
 
 
 def _update_share(record: StepRecord, small: Collection[str]) -> Figures:
-    """log10 of the modules' update ratios over the largest of those that own matrices, if any do.
+    """Return log10 of the modules' update ratios over the largest one of modules with matrices.
 
-    A scale of a branch that begins near zero moves by many times its size, and so do matrices that
-    began ``small``.
+    The scale of a branch that starts near zero moves by many times its size, and so do matrices
+    that started ``small``: they do not count.
     """
     ratios, layout = table(record).column("update_ratio")[record.layout.owning], record.layout
     known = np.isfinite(ratios)

@@ -1,4 +1,4 @@
-"""A weight matrix that is suddenly many times what it was."""
+"""Weight matrices that suddenly become several times as large."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from telemetry.records import StepRecord
 
 
 class WeightJump(Detector):
-    """Alerts when weights grew at once, though the optimizer had hardly changed them before.
+    """Alert if weights grow at once, though the optimizer hardly changed them before.
 
-    Between two full measurements a matrix, or up to a third of them, became ``factor`` times as
-    large: in logarithms thirty times more per step than ever before. The learning rate did not
-    jump. So something else than the optimizer wrote to it, or one gradient was far too large. If it
-    became smaller, it is a note: layers are pruned and begun anew on purpose.
+    Between two full steps a matrix, or up to a third of all, became ``factor`` times as large: in
+    logarithms thirty times more per step than ever before. The learning rate did not jump. So
+    something else than the optimizer wrote to it, or one gradient was far too large. If it became
+    smaller, it is a note: layers are pruned and reset on purpose.
     """
 
     kind = "weight_jump"
@@ -46,15 +46,15 @@ class WeightJump(Detector):
             return None
         with np.errstate(invalid="ignore"):
             changes = levels - before
-        changes[~np.isfinite(changes)] = math.inf  # what was zero grows as fast as it likes
+        changes[~np.isfinite(changes)] = math.inf  # growth from zero has no limit
         steps = record.step - known[-1]
-        self._steps = (*known[-_LOOKS:], record.step)
+        self._steps = (*known[-_FEWEST:], record.step)
         self._fastest = np.maximum(fastest, np.abs(changes) / steps)
         least = np.maximum(_TIMES * np.maximum(fastest * steps, _STEADY), math.log(self.factor))
-        # Those that have never moved were frozen, and nothing is known of how they learn.
+        # Matrices that have never moved were frozen, and have no usual speed.
         judged = np.isfinite(changes) & (fastest > 0)
         jumped = np.flatnonzero(judged & (np.abs(changes) > least))
-        is_new = len(known) <= _LOOKS or known[-1] - known[0] < steps
+        is_new = len(known) <= _FEWEST or known[-1] - known[0] < steps
         if is_new or not len(jumped) or len(jumped) > max(1, len(names) / 3):
             return None
         if baseline.since_rate_jump <= steps:
@@ -63,12 +63,11 @@ class WeightJump(Detector):
         times, usual = math.exp(changes[most]), math.expm1(fastest[most] * steps)
         parameter = record.layout.parameters[record.layout.parameter_position[names[most]]]
         return Finding(
-            summary=f"The weights {called(parameter.name)} are {times:.3g} times what they were at "
-            f"step {known[-1]}; before, as many steps had changed them by {usual:.2g} of their "
-            "size at most",
+            summary=f"{called(parameter.name)} is {_times(times)} than at step {known[-1]}, after "
+            f"changes of {usual:.2g} of its size at most in as many steps",
             advice=(
-                "Look for code that writes to them beside the optimizer: a copy, a reset, a "
-                "checkpoint, a scale in another unit. If one batch did it, clip gradients.",
+                "Check for code that writes to it: a copy, a reset, a checkpoint, another unit",
+                "Clip gradients if one batch did it",
             ),
             value=times,
             threshold=self.factor if times > 1 else 1 / self.factor,
@@ -78,6 +77,10 @@ class WeightJump(Detector):
         )
 
 
+def _times(factor: float) -> str:
+    return f"{factor:.3g}x larger" if factor > 1 else f"{1 / factor:.3g}x smaller"
+
+
 _TIMES = 30  # overwritten matrices (cnn_overwrite_big, block_weight_scaled) have 230 and more
 _STEADY = 0.02  # in natural logarithms, as all here
-_LOOKS = 3  # fewer say nothing of what is usual
+_FEWEST = 3  # full steps; fewer do not show the usual speed

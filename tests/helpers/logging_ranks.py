@@ -98,7 +98,7 @@ def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
                 model(torch.randn(2, 6)).square().mean().backward()
                 optimizer.step()
     except TelemetryAlert as raised:
-        return {"step": step, "kind": raised.alert.kind, "message": raised.alert.message}
+        return {"step": step, "kind": raised.alert.kind, "summary": raised.alert.summary}
     return {"step": None}
 
 
@@ -114,7 +114,7 @@ def tampered(rank: int, size: int, log_dir: Path) -> list[tuple[int, str]]:
             optimizer.zero_grad()
             model(torch.randn(4, 6)).square().mean().backward()
             optimizer.step()
-        return [(a.step, a.message) for a in logger.alerts if a.kind == "ranks_diverge"]
+        return [(a.step, a.summary) for a in logger.alerts if a.kind == "ranks_diverge"]
 
 
 def apart(
@@ -180,7 +180,7 @@ def fed(rank: int, size: int, way: str, seed_of_all: bool, log_dir: Path) -> lis
             optimizer.zero_grad()
             model(torch.randn(4, 6, generator=generator)).square().mean().backward()
             optimizer.step()
-    return [(a.severity, a.message) for a in logger.alerts if a.kind == "ranks_same_batch"]
+    return [(a.severity, a.summary) for a in logger.alerts if a.kind == "ranks_same_batch"]
 
 
 def mlp() -> nn.Sequential:

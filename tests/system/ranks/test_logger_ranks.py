@@ -161,7 +161,7 @@ def test_all_ranks_raise_at_the_same_step(two_ranks: list[Process], tmp_path: Pa
     first, second = every(two_ranks, "call", logging_ranks.until_raised, tmp_path)
     assert first == second
     assert first["kind"] == "told"
-    assert first["message"] == "A rule said so."
+    assert first["summary"] == "A rule said so."
     assert first["step"] >= 3
 
 
@@ -169,9 +169,9 @@ def test_a_weight_that_changes_on_one_rank_is_named(
     two_ranks: list[Process], tmp_path: Path
 ) -> None:
     (alert,), others = every(two_ranks, "call", logging_ranks.tampered, tmp_path)
-    step, message = alert
+    step, summary = alert
     assert 50 <= step <= 60
-    assert message.startswith("0.weight on rank 1 (")
+    assert summary.startswith("0.weight differs between rank 1 (")
     assert others == []
 
 
@@ -209,7 +209,7 @@ def test_ranks_that_are_given_the_same_batch_are_named(
     told, others = every(two_ranks, "call", logging_ranks.fed, way, same, tmp_path)
     if same and way != "by hand":  # of which nothing says that ranks should be given other data
         assert told == [("warning", told[0][1])]
-        assert told[0][1].startswith("ranks 0-1 of 2 are given the same batch")
+        assert told[0][1].startswith("ranks 0-1 of 2 get the same batch")
     else:
         assert told == []
     assert others == []

@@ -29,7 +29,7 @@ def test_dead_units_become_an_error_in_the_end(gradient_is_left: bool) -> None:
         ("warning", "started"),
         ("error", "escalated"),
     ]
-    assert "31 of 32 units of 0 (1-31) get no gradient" in found[0].message
-    seen = "32 of 32 units of 0 get no gradient from any input of 2 batches"
-    assert (seen in found[-1].message) == gradient_is_left  # else at once, whatever units are left
+    assert "31 of 32 units of 0 (1-31) get no gradient" in found[0].summary
+    seen = "32 of 32 units of 0 get no gradient in 2 batches"
+    assert (seen in found[-1].summary) == gradient_is_left  # else at once, whatever units are left
     assert [(a.module_name, a.observed_in) for a in found] == [("0", "1"), ("0", "1")]

@@ -18,7 +18,8 @@ from telemetry import Alert, Baseline, Detector, StepRecord
 from telemetry.alert import Consequence, Severity
 from telemetry.alerts import default_rules, rules_from
 from telemetry.alerts.configuration import _RULES
-from telemetry.alerts.engine import RATE_ADVICE, Engine
+from telemetry.alerts.detector import RATE_ADVICE
+from telemetry.alerts.engine import Engine
 from telemetry.testing import alerts_of
 from tests.helpers.interrupted_runs import RUNS
 from tests.helpers.interrupted_runs import train as train_interrupted

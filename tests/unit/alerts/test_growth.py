@@ -39,8 +39,8 @@ def test_what_is_the_same_for_every_input_does_not_explode() -> None:
 @pytest.mark.parametrize(
     ("which", "module", "seen"),
     [
-        ([10], "10", "most likely because of 10."),
-        (range(2, 18, 2), "2", "most likely because of 2 to 1"),
+        ([10], "10", "Most likely 10"),
+        (range(2, 18, 2), "2", "Most likely 2 to 1"),
     ],
 )
 def test_layers_that_grow_alike_are_a_range(which: list[int], module: str, seen: str) -> None:
@@ -52,7 +52,7 @@ def test_layers_that_grow_alike_are_a_range(which: list[int], module: str, seen:
 
     alert = train(ExplodingGradient(), 45, model=model, before=grow)[0]
     assert alert.module_name == module
-    assert seen in alert.message
+    assert seen in (alert.cause or "")
 
 
 def test_a_gradient_that_grows_in_one_layer_alone_is_named() -> None:
@@ -65,7 +65,7 @@ def test_a_gradient_that_grows_in_one_layer_alone_is_named() -> None:
 
     alert = train(ExplodingGradient(), 45, model=model, before=begin)[0]
     assert (alert.step, alert.module_name) == (40, "10")
-    assert "without 10 it would be nearly the same" in alert.message
+    assert "Only 10 grew" in (alert.cause or "")
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_a_loss_without_a_lower_limit_explodes() -> None:
             optimizer.step()
     alert = run.alerts[0]
     assert 80 <= alert.step <= 140
-    assert "while the loss falls without bound" in alert.message
+    assert "while the loss falls without bound" in alert.summary
 
 
 @pytest.mark.parametrize("grows", [True, False])
@@ -141,8 +141,8 @@ def test_gradients_stay_exploded_though_some_batches_have_none() -> None:
 @pytest.mark.parametrize(
     ("at", "seen"),
     [
-        (40, "because of the batch: its values are 1e+04 times as large as before."),
-        (43, "in all layers alike: because of the batch, or of several layers."),
+        (40, "The values of the batch are 1e+04x as large as before"),
+        (43, "All layers grew alike"),
     ],
 )
 def test_a_batch_in_another_unit_is_to_blame(at: int, seen: str) -> None:
@@ -152,7 +152,7 @@ def test_a_batch_in_another_unit_is_to_blame(at: int, seen: str) -> None:
 
     alert = train(ExplodingGradient(), 48, model=deep(), batch=batch)[0]
     assert alert.module_name is None
-    assert seen in alert.message
+    assert seen in (alert.cause or "")
 
 
 def test_growth_from_layer_to_layer_is_not_over_while_it_lasts() -> None:
@@ -161,4 +161,4 @@ def test_growth_from_layer_to_layer_is_not_over_while_it_lasts() -> None:
         model[index].weight.data.mul_(12.0)
     alerts = train(ExplodingGradient(), 90, model=model, optimizer=SGD(model.parameters(), 1e-12))
     assert [alert.stage for alert in alerts] == ["started"]
-    assert "He or Xavier" in alerts[0].message
+    assert "He or Xavier" in alerts[0].advice[0]

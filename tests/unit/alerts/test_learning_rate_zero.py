@@ -23,7 +23,7 @@ def train_with(rate: Callable[[int], float], steps: int) -> list[Alert]:
 def test_a_schedule_that_is_over_too_early_is_noted_once() -> None:
     [alert] = train_with(lambda step: max(0.0, 0.1 * (1 - step / 40)), 90)
     assert (alert.severity, alert.step) == ("note", 59)
-    assert "since step 40, after up to 0.1" in alert.message
+    assert "since step 40, after up to 0.1" in alert.summary
 
 
 def test_a_schedule_of_epochs_that_is_advanced_at_each_step_is_noted() -> None:

@@ -28,7 +28,7 @@ def test_a_learning_rate_that_rose_is_named_once_and_it_is_not_over(ramp: int, e
         LossDivergence(), 400, model=model, optimizer=optimizer, before=rise, every=every
     )
     assert 203 <= alert.step <= 203 + ramp + 20
-    assert "since the learning rate rose from 0.003 to" in alert.message
+    assert "rose from 0.003 to" in (alert.cause or "")
 
 
 @pytest.mark.parametrize("every", [1, 10, 100])
@@ -38,7 +38,7 @@ def test_a_rate_that_is_far_too_high_from_the_first_step_is_named(every: int) ->
         LossDivergence(), 40, model=model, optimizer=Adam(model.parameters(), 1.0), every=every
     )
     assert first.step <= 4
-    assert "at a learning rate of 1." in first.message
+    assert first.cause == "The learning rate is 1"
 
 
 def never_zeroed(
@@ -83,7 +83,7 @@ def test_gradients_that_nobody_zeroes_are_named_early(adam: bool, every: int) ->
 
     [alert] = never_zeroed(make, every=every)
     assert alert.step <= 120
-    assert "zero_grad()" in alert.message
+    assert "zero_grad()" in alert.advice[0]
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_they_are_seen_behind_clipping_and_accumulation() -> None:
         return SGD(model.parameters(), 0.05)
 
     [alert] = never_zeroed(make, every=10, clip=0.5, accumulate=2)
-    assert "zero_grad()" in alert.message
+    assert "zero_grad()" in alert.advice[0]
     assert never_zeroed(make, every=10, clip=0.5, accumulate=2, zero_from=0) == []
     begin, end = never_zeroed(make, every=10, zero_from=60)
     assert (begin.stage, end.stage) == ("started", "resolved")

@@ -76,4 +76,4 @@ def test_ranks_get_the_same_batch_again_and_again(
     records = [given(n, frozenset({0, 1} if some else {0})) for n, some in enumerate(same)]
     found = alerts_of(records, [RanksSameBatch()])
     assert [alert.step for alert in found] == alerts
-    assert all(a.message.startswith("ranks 0-1 of 2 are given the same batch") for a in found)
+    assert all(a.summary.startswith("ranks 0-1 of 2 ") for a in found)

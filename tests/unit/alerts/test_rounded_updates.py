@@ -39,8 +39,8 @@ def test_steps_that_are_rounded_away_are_a_note(
     assert (alert.severity, alert.module_name) == ("note", None)
     assert 50 <= alert.step < 80
     assert alert.value <= alert.threshold
-    assert "2 of 2 weight matrices in" in alert.message
-    assert f"are {apart} or more apart" in alert.message
+    assert "2 of 2 weight matrices in" in alert.summary
+    assert f"are {apart} or more apart" in (alert.cause or "")
 
 
 def test_what_a_step_changed_holds_at_most_the_share_of_the_squares() -> None:

@@ -50,7 +50,7 @@ def test_weights_that_a_decay_takes_away_are_told_while_half_of_them_is_left(eve
         return F.cross_entropy(model(torch.randn(32, 8)), torch.randint(3, (32,)))
 
     (alert,) = run(ExponentialTrend(), 400, guess, optimizer=optimizer, every=every)
-    assert "The weights shrink by 0.0" in alert.message
+    assert "The weights shrink by 0.0" in alert.summary
     assert alert.threshold == 0.5
     assert 0.05 < alert.value < 0.5
     assert run(ExponentialTrend(), 400, guess, every=every) == []
@@ -77,7 +77,7 @@ def test_weights_that_a_decay_of_the_wrong_sign_makes_larger_are_told() -> None:
 
     optimizer = SGD(model.parameters(), 1e-6)
     alerts = train(ExponentialTrend(), 150, model=model, optimizer=optimizer, before=grow)
-    assert "The weights grow by 0.03 of their size at each step" in alerts[0].message
+    assert "The weights grow by 0.03 of their size at each step" in alerts[0].summary
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_loss_that_feeds_on_itself_is_told(discount: float) -> None:
     alerts = run(
         ExponentialTrend(), 500, loss, optimizer=lambda model: SGD(model.parameters(), 0.01)
     )
-    messages = [alert.message for alert in alerts]
+    messages = [alert.summary for alert in alerts]
     assert any("The loss grows by" in message for message in messages) == (discount > 1)
     assert bool(messages) == (discount > 1)
 
@@ -112,7 +112,7 @@ def test_a_rate_that_is_multiplied_again_and_again_is_told_where_steps_are_large
     alerts = train(ExponentialTrend(), 150, model=model, optimizer=optimizer, before=schedule)
     assert bool(alerts) == told
     for alert in alerts:
-        assert "multiplied by 1.25 again and again: from 0.01 to" in alert.message
+        assert "multiplied by 1.25 again and again, from 0.01 to" in alert.summary
         assert alert.step < 100
 
 
@@ -123,7 +123,7 @@ def test_a_cross_entropy_of_the_wrong_sign_is_told_when_it_has_fallen_by_a_tenth
 ) -> None:
     (alert,) = run(UnboundedLoss(), 200, lambda model: -cross_entropy(model), every=every)
     assert alert.threshold == pytest.approx(-1.0986, abs=1e-4)  # -ln 3
-    assert "-ln 3 = -1.099" in alert.message
+    assert "-ln 3 = -1.099" in alert.summary
     assert alert.value > -1.5
 
 
@@ -138,7 +138,7 @@ def test_logits_where_log_probabilities_belong_are_told(every: int) -> None:
         return Adam(model.parameters(), 1e-2)
 
     (alert,) = run(UnboundedLoss(), 250, loss, optimizer=optimizer, every=every)
-    assert "falls faster and faster below zero while the output of 3 grows" in alert.message
+    assert "while the output of 3 grows" in alert.summary
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ def test_a_head_that_was_replaced_after_the_optimizer_was_made(every: int) -> No
     [alert] = train(UntrainedParameters(), 150, model=model, optimizer=optimizer, every=every)
     assert (alert.severity, alert.module_name) == ("warning", "head")
     assert alert.step <= 100
-    assert "no optimizer steps it" in alert.message
+    assert "no optimizer steps it" in alert.summary
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_a_head_that_was_replaced_after_the_optimizer_was_made(every: int) -> No
 def test_a_trunk_that_is_detached_is_named_as_a_whole(every: int) -> None:
     [alert] = train(UntrainedParameters(), 150, model=Net(detached=True), every=every)
     assert (alert.severity, alert.module_name) == ("warning", "trunk")
-    assert "had none" in alert.message
+    assert "got none in" in alert.summary
 
 
 def test_a_small_head_that_nobody_reads_is_a_note() -> None:
@@ -109,7 +109,7 @@ def test_the_first_of_several_layers_that_are_alike_are_told_where_they_run_deta
 
     [alert] = train(UntrainedParameters(), 150, model=Stack())
     assert (alert.severity, alert.module_name) == ("warning", "layers.0")
-    assert "layers.0, layers.1 (" in alert.message
+    assert "layers.0, layers.1 (" in alert.summary
 
 
 def test_a_part_that_has_its_turn_rarely_is_none() -> None:
@@ -160,4 +160,4 @@ def test_what_an_optimizer_no_longer_steps_is_a_note() -> None:
     assert first_stage == []
     [alert] = run.alerts
     assert (alert.severity, alert.module_name) == ("note", "trunk")
-    assert "no optimizer has stepped it for" in alert.message
+    assert "no optimizer has stepped it for" in alert.summary
