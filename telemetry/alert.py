@@ -16,7 +16,7 @@ Stage = Literal["started", "escalated", "resolved"]
 
 @dataclass(frozen=True, kw_only=True)
 class Consequence:
-    """Another fault that an alert explains, and that has no alert of its own."""
+    """Another fault that an alert explains and suppresses."""
 
     kind: str
     module_name: str | None = None

@@ -1,4 +1,4 @@
-"""Looks at a model before it is trained: one forward and backward pass, judged like a step."""
+"""Check of a model before training: one forward and backward pass, judged like a step."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ __all__ = ["CheckResult", "check"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckResult:
-    """What :func:`check` found.
+    """Result of :func:`check`.
 
     Attributes:
         findings: Alerts of step 0, causes first. Kinds that only a check has: ``batch_leak``,
             ``input_ignored`` and ``loss_at_start``.
-        skipped: What could not be judged, and why; a sentence each.
-        loss: Of the batch.
-        record: Everything that was measured.
+        skipped: Checks that were not possible, and the reason; a sentence each.
+        loss: Loss of the batch.
+        record: All measurements.
     """
 
     findings: tuple[Alert, ...]
@@ -57,7 +57,7 @@ class CheckResult:
 
     @property
     def exit_code(self) -> int:
-        """1 if there are findings that are more than notes, else 0; for ``sys.exit``."""
+        """1 if there are warnings or errors, else 0; for ``sys.exit``."""
         return int(any(found.severity != "note" for found in self.findings))
 
     def print(self) -> None:
@@ -102,33 +102,35 @@ def check(
     targets: Any = None,
     show: bool = True,
 ) -> CheckResult:
-    """Look at a model before it is trained.
+    """Check a model before training.
 
     ::
 
         telemetry.check(model, images, nn.CrossEntropyLoss(), targets=classes)
         telemetry.check(gpt, {"input_ids": tokens, "labels": tokens})
 
-    One forward and backward pass is judged by the rules that judge training: growth of activations
-    and gradients over depth, dead and saturated units, NaN and infinity and where they begin,
-    parameters without a gradient, new batch norms in evaluation mode. Beside these, whether the
-    outputs depend on the inputs, whether one sample's output depends on another sample (in
-    evaluation mode, by gradients, from the first floating-point tensor with as many rows as there
-    are samples), whether the cross entropy is given probabilities, and whether it is more than six
-    times ln C, that of a guess among C classes.
+    The default rules judge one forward and backward pass: growth of activations and gradients over
+    depth, dead and saturated units, NaN and infinity and their origin, parameters without a
+    gradient, new batch norms in evaluation mode. It also checks
+
+    - that the outputs depend on the inputs;
+    - that no sample's output depends on another sample: in evaluation mode, by gradients, from the
+      first floating-point tensor with one row per sample;
+    - that the cross entropy does not get probabilities;
+    - that the cross entropy is at most six times ln C, the loss of a guess among C classes.
 
     Parameters, buffers, gradients, training flags, hooks, inputs, and the random states of torch,
-    NumPy and Python are afterwards as before, bit for bit, also if the model raises. Call it before
-    a :class:`HookLogger` watches the model, which would take it for a step.
+    NumPy and Python are restored bit for bit, also if the model raises. Call it before a
+    :class:`HookLogger` watches the model, which would count it as a step.
 
     Args:
         model: In the mode in which it will be trained.
-        inputs: What the model is given: a tensor, a tuple of arguments, or a mapping of keyword
-            arguments. 16 samples or more tell dead units from rarely active ones.
-        loss_function: Of the model's output, and of ``targets`` if they are given; returns a
-            scalar, or one loss per sample. None: the model returns its loss, as a scalar or as
-            ``loss`` of what it returns.
-        targets: Likewise.
+        inputs: Inputs of the model: a tensor, a tuple of arguments, or a mapping of keyword
+            arguments. 16 samples or more distinguish dead units from rarely active ones.
+        loss_function: Function of the model's output, and of ``targets`` if given, that returns a
+            scalar or one loss per sample. None: the model returns its loss, as a scalar or as
+            ``loss`` of its output.
+        targets: Targets of the loss function.
         show: Whether to print the result.
 
     Raises:
@@ -185,8 +187,8 @@ def _loss_of(output: Any, loss_function: Callable[..., Any] | None, targets: Any
     return loss.mean()
 
 
-class _Still(Optimizer):
-    """Ends the step without changing anything."""
+class _NoOptimizer(Optimizer):
+    """End the step without any change."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pass
@@ -196,7 +198,7 @@ def _measured(model: nn.Module, run: Callable[[], Tensor]) -> tuple[StepRecord, 
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("check(): the model has no parameter that requires a gradient")
-    optimizer, steps = _Still(trainable, {}), list[CapturedStep | LightStep]()
+    optimizer, steps = _NoOptimizer(trainable, {}), list[CapturedStep | LightStep]()
     capture = Capture(
         model,
         selection=Selection(),
@@ -219,9 +221,9 @@ def _measured(model: nn.Module, run: Callable[[], Tensor]) -> tuple[StepRecord, 
 
 
 def _of_training(record: StepRecord) -> Iterator[Alert]:
-    """What rules find that are shown the same step twice, since some confirm what they find.
+    """Yield the alerts of rules that judge the same step twice, since some need confirmation.
 
-    Dead units need half as many samples, for the second time shows no others.
+    Dead units need half as many samples, since the second time adds none.
     """
     detectors: list[Detector] = [
         SaturatedUnits(evaluations=1), ExplodingGradient(), ExplodingActivation(),
@@ -239,8 +241,8 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
                 yield replace(alert, step=0)
 
 
-# Adam moves layers whose gradients are small; far below that, the second moment's epsilon does not
-# let it: 1e-8 beside gradients of 1e-4 or more.
+# Adam moves layers with small gradients, unless they are far below its epsilon: 1e-8, compared with
+# gradients of 1e-4 or more.
 _FAINT = 1e4
 
 
@@ -252,7 +254,7 @@ def _untrained(record: StepRecord) -> Iterator[Alert]:
 def _of_loss(
     output: Any, loss_function: Any, targets: Any, inputs: Any, loss: float
 ) -> Alert | str | None:
-    """Whether a cross entropy is given logits, and that of a guess; or why that is not known."""
+    """Return an alert if a cross entropy gets probabilities or is far too high, or a reason."""
     axis = 1
     if loss_function is None and isinstance(output, Mapping | tuple) and hasattr(output, "logits"):
         logits, of = output.logits, inputs.get("labels") if isinstance(inputs, Mapping) else None
@@ -263,9 +265,9 @@ def _of_loss(
         logits, of = output, targets
         classes = logits.shape[1] if logits.dim() > 1 else 0
     else:
-        return "the loss against ln C: it is not known to be a cross entropy"
+        return "loss compared with ln C: it is not known to be a cross entropy"
     if not isinstance(of, Tensor) or of.is_floating_point() or classes < 2:
-        return "the loss against ln C: the targets are no classes"
+        return "loss compared with ln C: the targets are no classes"
     if bool((logits >= 0).all() and (logits.sum(axis) - 1).abs().max() < _ROUNDED):
         summary = "The outputs are probabilities, and the cross entropy takes their softmax again"
         softmax = ("Return logits: CrossEntropyLoss has its own softmax",)
@@ -290,7 +292,7 @@ _FAR = 6.0
 
 
 def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | str | None:
-    """Whether each sample's output depends on its input alone; or why that is not known."""
+    """Return an alert if a sample's output depends on other samples, or a reason."""
     sizes = [t.shape[0] for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor) and t.dim()]
     samples = sizes[0] if sizes else 0
     if samples < 2 or any(size != samples for size in sizes):
@@ -323,7 +325,7 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | st
     if not output.requires_grad:
         return "samples: in evaluation mode the outputs have no gradient"
     flat = output.float().flatten(1) if output.dim() > 1 else output[:, None]
-    # All different, so that what adds up to a constant, as softmax does, does not cancel out.
+    # Different weights, so that outputs that add up to a constant (softmax) do not cancel out.
     weights = torch.linspace(0.5, 1.5, flat.shape[1], device=flat.device)
     rows = [0, samples - 1]
     depends = torch.stack([_influence(flat[row] @ weights, given[0]) for row in rows])
@@ -335,7 +337,7 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | st
     if not bool((own > 0).any() | leaks.any()):
         matrices = (w for name, w in record.weights.items() if name in record.layout.matrices)
         if any(weight.sketch.min == weight.sketch.max == 0 for weight in matrices):
-            return "whether outputs depend on inputs: there is a weight that begins at zero"
+            return "dependence on the inputs: a weight matrix starts at zero"
         summary = "The outputs do not depend on the inputs"
         unused = (
             "Check for detach(), a factor of zero, and dead units",
@@ -363,12 +365,12 @@ _INTENDED = "Ignore it if the first axis is time, or if the model relates sample
 
 
 def _is_square(value: Any) -> bool:
-    """Whether it may be something between samples: neighbors in a graph, or similarities."""
+    """Whether it may be a relation between samples: a graph, or similarities."""
     return isinstance(value, Tensor) and value.dim() == 2 and value.shape[0] == value.shape[1]
 
 
 def _is_sequence_first(output: Tensor, given: Tensor) -> bool:
-    """Whether the second axis may be that of samples: nothing depends on another one along it."""
+    """Whether the second axis may be that of samples: its elements are independent."""
     if min(output.dim(), given.dim()) < 3 or not 1 < output.shape[1] == given.shape[1]:
         return False
     output, ends = output.float().flatten(2), (0, output.shape[1] - 1)
@@ -378,7 +380,7 @@ def _is_sequence_first(output: Tensor, given: Tensor) -> bool:
 
 
 def _influence(output: Tensor, given: Tensor, axis: int = 0) -> Tensor:
-    """Largest gradient with respect to each sample along the axis, ``[samples]``."""
+    """Return the largest gradient with respect to each sample along the axis, ``[samples]``."""
     (gradient,) = torch.autograd.grad(output, given, retain_graph=True, allow_unused=True)
     if gradient is None:
         return torch.zeros(given.shape[axis])

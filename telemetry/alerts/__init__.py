@@ -1,11 +1,11 @@
-"""What a training fault looks like in the records: a detector for each kind of alert.
+"""Detectors of training faults, one for each kind of alert.
 
-:mod:`~telemetry.alerts.baseline` remembers what a run's figures were, the detectors say what is
-wrong at one step, and :mod:`~telemetry.alerts.engine` makes alerts of it.
+:mod:`~telemetry.alerts.baseline` keeps the run's own figures, each detector returns the fault of a
+step, and :mod:`~telemetry.alerts.engine` reports alerts.
 
-A comment beside each threshold says where it comes from. "Tried 5 and 20" means: the runs of
-``benchmarks/faultbench.py`` (seed 1) were judged again with each of these values, and no verdict
-changed; a run that did change is named. "By eye" means that nothing else supports the value.
+A comment at each threshold gives its evidence. "Tried 5 and 20": the runs of
+``benchmarks/faultbench.py`` (seed 1) were judged again with these values, and no verdict changed; a
+run with another verdict is named. "Chosen manually": there is no other evidence.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ class Loss:
     - Each loss is compared with the window.
     - The last five are compared with the latest twenty of the window: a loss may fall far in a
       hundred steps.
-    - The last five are compared with the best five and the first five: half of the progress is lost
-      at last, however slowly the loss rises.
+    - The last five are compared with the best five and the first five: half of the progress is
+      lost, however slowly the loss rises.
     """
 
     past: Past  # losses that are not far above it
@@ -414,7 +414,7 @@ class Baseline:
 
     @property
     def large_start(self) -> tuple[str, str]:
-        """In the first steps the module of :attr:`too_large`, and a cause; else two empty texts."""
+        """Module of :attr:`too_large` and a cause in the first steps; else two empty texts."""
         if self.age >= LATEST or not self.too_large or not self.too_large[0]:
             return "", ""
         name, times = self.too_large

@@ -1,4 +1,4 @@
-"""The default rules by name, with parameters that the user may set."""
+"""Default rules by name, with parameters that the user may set."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ _RULES: Mapping[str, type[Detector]] = {
 
 
 def default_rules() -> tuple[Rule, ...]:
-    """New instances of the rules that watch every run by default."""
+    """Return new instances of the default rules."""
     return rules_from({})
 
 
 def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, ...]:
-    """The default rules, with other parameters, without some of them, or with others beside them.
+    """Return the default rules with changes: other parameters, fewer or more rules.
 
     ::
 
@@ -80,10 +80,10 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
         rules_from({"my_kind": MyDetector()})
 
     Args:
-        config: For each rule's name its parameters, or None to leave the rule out. The parameters
-            are the keyword arguments of the rule's class, and ``severity`` for each rule. Or for
-            the kind of a detector the detector itself: it comes after the default ones, or in the
-            place of the one of its kind.
+        config: For each rule's name its parameters, or None to omit the rule. The parameters are
+            the keyword arguments of the rule's class, and ``severity`` for each rule. For the kind
+            of a detector the detector itself: it follows the default ones, or replaces the one of
+            its kind.
 
     Raises:
         TypeError: A rule's parameters are not a mapping, or a parameter is not a number.
@@ -128,7 +128,7 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
     if not isinstance(settings, Mapping):
         raise TypeError(
             f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, a "
-            "Detector of this kind, or None to leave the rule out"
+            "Detector of this kind, or None to omit the rule"
         )
     known = _RULES[name].limits()
     for parameter, value in settings.items():

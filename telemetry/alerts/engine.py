@@ -24,13 +24,12 @@ class Engine(Rule):
     The root cause escalates, with the figures of the consequence, if the consequence is an error
     and the root cause was a warning, or if it is persistent: NaN, dead units and the like.
 
-    If the learning rate has just jumped above all former ones, that jump is the cause of a fault
-    that large steps may explain, and the advice is that for learning rates.
+    A learning rate that has just jumped above all former ones is the cause of each fault that large
+    steps may explain.
 
-    It requests the full steps that a detector needs, usually one, and another one if that does not
-    decide. If they confirm nothing, the detector's next request comes after 20 steps at the
-    earliest, then after 40, 80 and so on (exponential back-off), so that the others get their share
-    of the run's allowance. An alert resets that.
+    The engine requests the full steps that a detector needs, usually one, and another one if that
+    does not decide. Requests that confirm nothing pause for 20 steps, then for 40, 80 and so on
+    (exponential back-off), so that all detectors share the run's allowance. An alert resets that.
 
     Args:
         detectors: Causes before consequences.

@@ -22,7 +22,7 @@ from telemetry.records.tensor import figures_of
 
 
 class ExplodingActivation(Detector):
-    """Compare the variation of each module's output with its largest RMS so far.
+    """Compare the variation of each module's output with its largest RMS before.
 
     The variation (:attr:`TensorRecord.variation`) ignores constants, however large they are: the
     layers before a constant output may be dead.
@@ -101,13 +101,13 @@ class ExplodingGradient(Detector):
     *Over time*: the total norm is compared with the highest of the last 100 steps. Heavy-tailed
     data, rare classes and warm restarts stay within ten times their own maximum. It alerts if
 
-    - the norm exceeds that maximum ``factor``-fold at three consecutive steps, or ten times as much
-      at one; or
+    - the norm exceeds that maximum ``factor``-fold at three consecutive steps, or tenfold that at
+      one; or
     - it exceeds it fivefold, the optimizer then moves the weights by a fifth of their norm, and the
       loss is far above all before; or
-    - at ten more steps than not, it is ``lasting_factor`` times its value of more than 20 steps
-      ago, the loss has risen, and the norm is at least that of the first steps or half of the
-      progress is lost; or five times that value, while the loss falls without bound.
+    - at ten more steps than not, it is ``lasting_factor`` times its value of 20 steps ago, and the
+      loss has risen. The norm must also be at least that of the first steps, or half of the
+      progress must be lost. Five times suffices while the loss falls without bound.
 
     Growth that comes from the loss does not count: if the loss gets another weight or unit, the
     gradient of the network's output grows as much as those of the parameters. The first full step
@@ -115,9 +115,9 @@ class ExplodingGradient(Detector):
 
     *Over depth*: activations multiply from layer to layer in the forward pass, and gradients in the
     backward pass. Either alone is common: small inputs, outputs in large units, side branches with
-    small gradients. It alerts if the product of both growths is at least ``depth_factor``, if each
-    has at least a third of its decades, and if this holds at the first full step, before training
-    can have caused it. It takes two full steps, or one that is thirty times larger. Later, where
+    small gradients. The product of both growths must be at least ``depth_factor``, and each must
+    have a third of its decades, at the first full step, before training can have caused it. It
+    takes two full steps, or one that is thirty times larger. Later, where
     clipping hides the norm, both must have grown tenfold and the loss must have risen.
     """
 

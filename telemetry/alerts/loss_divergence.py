@@ -31,7 +31,7 @@ from telemetry.records.tensor import figures_of
 class LossDivergence(Detector):
     """Alert if steps move the weights too far and the loss has risen since.
 
-    A loss may rise for good reasons: a harder task, an annealed term, two networks that compete.
+    A loss may rise without a fault: a harder task, an annealed term, two networks that compete.
     The learning rate is to blame if an optimizer step moves the median weight matrix by
     ``update_ratio`` of its norm or more (healthy runs have 0.001 to 0.01; their first steps may be
     larger, but then the loss falls; between full steps it scales with the learning rate), and

@@ -1,9 +1,9 @@
-"""Converts what rules remember to plain values and back, so that a resumed run continues with it.
+"""Conversion of rules' state to plain values and back, for runs that resume.
 
-A class remembers the attributes that it annotates in its body, but not its parameters: those are
-the new run's. Annotated attributes may be numbers, strings, arrays, lists, tuples, sets, dicts,
-deques, and objects of such classes. Dataclasses and named tuples are created anew, other objects
-are filled. A dict becomes a list of pairs, because JSON allows only strings as keys.
+The state of an object is the attributes that its class annotates in its body; parameters belong to
+the new run. Attributes may be numbers, strings, arrays, lists, tuples, sets, dicts, deques, and
+objects of such classes. Dataclasses and named tuples are created, other objects are filled. A dict
+becomes a list of pairs, because JSON keys are strings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 
 def to_plain(value: object) -> Any:
-    """What an object remembers, as numbers, strings, lists and dicts."""
+    """Return the state of an object as numbers, strings, lists and dicts."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, dict):
@@ -30,11 +30,11 @@ def to_plain(value: object) -> Any:
         return sorted(map(to_plain, value))
     if value is None or isinstance(value, int | float | str):
         return value
-    return {name: to_plain(getattr(value, name)) for name in _remembered(type(value))}
+    return {name: to_plain(getattr(value, name)) for name in _state_hints(type(value))}
 
 
 def restore(target: object, plain: object) -> None:
-    """Let an object remember what :func:`to_plain` returned for it; all or nothing.
+    """Restore the state that :func:`to_plain` returned for an object; all or nothing.
 
     Raises:
         TypeError, ValueError, KeyError: The plain values do not fit the object.
@@ -43,7 +43,7 @@ def restore(target: object, plain: object) -> None:
 
 
 def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
-    """A value of the type ``hint``, to replace ``current``."""
+    """Return a value of the type ``hint`` to replace ``current``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:  # with None
         return None if plain is None else _restored(arguments[0], plain)
@@ -79,7 +79,7 @@ def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
 
 
 def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
-    hints = _remembered(hint)
+    hints = _state_hints(hint)
     if is_dataclass(hint):
         fields = {name: _restored(hints[name], item) for name, item in plain.items()}
         return cast("Any", hint)(**fields)
@@ -89,8 +89,8 @@ def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
     return filled
 
 
-def _remembered(kind: Any) -> dict[str, Any]:
-    """What an object of a class remembers: names and types."""
+def _state_hints(kind: Any) -> dict[str, Any]:
+    """Return names and types of the state of a class."""
     hints = get_type_hints(kind)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 

@@ -48,9 +48,9 @@ class DeadUnits(Detector):
     Zero outputs of modules with own parameters count only if these get no gradient; otherwise it is
     a zero-initialized branch. Activations with two flat ends saturate instead.
 
-    It alerts if nearly all units of a layer are silent in ``batches`` consecutive full steps. To
-    distinguish rarely active units from dead ones, it requires ``samples`` values of each in all,
-    divided by the square root of the number of silent units, which confirm each other. If only a
+    It alerts if nearly all units of a layer are silent in ``batches`` consecutive full steps. It
+    requires ``samples`` values of each unit, since some are rarely active, divided by the square
+    root of the number of silent units, which confirm each other. If only a
     share ``fraction`` is silent, it takes 50 steps: earlier layers still change, and units near the
     limit recover. It is an error if all are silent, and resolves when a third is active again.
     """

@@ -21,9 +21,9 @@ class VanishingGradient(Detector):
     If the largest has exploded, its norm before that counts.
 
     A module's gradient has vanished if its norm is below 1 / ``factor`` of the largest for
-    ``steps`` consecutive steps, and its update ratio below 1 / ``update_factor`` of the largest at
-    the last full step. It compares norms rather than RMS, which is small in wide layers and in
-    embeddings with unused rows.
+    ``steps`` consecutive steps. Its update ratio must also be below 1 / ``update_factor`` of the
+    largest at the last full step. It compares norms rather than RMS, which is small in wide layers
+    and in embeddings with unused rows.
 
     Gradients vanish on their way back, so all layers from some layer down to the first are
     affected. If layers before it learn, a module is on a side branch (attention scores, gates,
@@ -142,7 +142,7 @@ class VanishingGradient(Detector):
             return None
         first = int(np.flatnonzero(fading)[0])
         moves = bool(update_limit <= self._update_share[first] < math.inf)
-        cause = "The loss has not fallen so far" if moves else "The optimizer hardly moves it"
+        cause = "The loss has not fallen" if moves else "The optimizer hardly moves it"
         return Finding(
             summary=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g}x "
             f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
@@ -229,7 +229,7 @@ class VanishingGradient(Detector):
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
-        # What follows them in the same group of parameters stays zero, as in LoRA.
+        # Later layers in the same parameter group stay zero, as in LoRA.
         rates = np.array([*record.learning_rates, math.nan])
         is_still = not np.isin(layout.owners[rates[record.groups] != 0], layout.owning[gone]).any()
         return Finding(

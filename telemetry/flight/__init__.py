@@ -1,4 +1,4 @@
-"""The last steps before a fault: kept in memory, written to a file, explained in words."""
+"""Flight recorder: the last steps before a fault, kept in memory and written to a file."""
 
 from telemetry.flight.explaining import explain
 from telemetry.flight.file import flight_files, read_flight

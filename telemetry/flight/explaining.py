@@ -1,4 +1,4 @@
-"""Explains a flight file in words and small plots for a terminal."""
+"""Report of a flight file for a terminal: text and small plots."""
 
 from __future__ import annotations
 
@@ -13,41 +13,41 @@ from telemetry.flight.file import first_movers, flight_files, read_flight
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, printable, sparkline
 
-# Four times as many as one run writes.
+# Four times the files of one run.
 MAX_FILES = 32
 MAX_ROWS = 30
 MAX_POINTS = 60
 
 _NAME_WIDTH = 24
 _CELL_WIDTH = 7  # "1.2e-05"
-_BESIDE = 60  # characters around a curve
+_AROUND = 60  # characters around a curve
 _ANY_WIDTH = 1 << 20
 _MANY_DEAD = 0.5
 _SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_ratio": "update"}
 
 
 def explain(path_or_run: str | os.PathLike[str], width: int = _ANY_WIDTH) -> str:
-    """What went wrong in a run: a flight file, or those in its directory, the earliest fault first.
+    """Return the report of a flight file, or of those in a run's directory, earliest fault first.
 
-    In a directory, each file that cannot be read gives one line.
+    An unreadable file in a directory is reported in one line.
 
     Args:
         path_or_run: The file or the directory.
-        width: Characters of a line, by default any; only a name or a path may be longer. Columns
-            of the table that do not fit are left out.
+        width: Characters of a line, by default unlimited; only a name or a path may be longer.
+            Table columns that do not fit are omitted.
 
     Raises:
-        OSError: There is no such file or directory.
+        OSError: The path does not exist.
         ValueError: The file is not a flight file.
     """
     path = Path(path_or_run)
     if not path.exists():
-        raise FileNotFoundError(f"no such file or directory: {os.fspath(path)}")
+        raise FileNotFoundError(f"file or directory not found: {os.fspath(path)}")
     if not path.is_dir():
         return _explain_file(path, width)
     files = flight_files(path)
     if not files:
-        return f"{path}: has no flight file: no alert of severity error and no exception so far\n"
+        return f"{path}: has no flight file: no alert of severity error and no exception\n"
     more = len(files) - MAX_FILES
     left_out = [f"and {more} more flight files\n"] if more > 0 else []
     return "\n".join([*(_explain_or_skip(file, width) for file in files[:MAX_FILES]), *left_out])
@@ -69,7 +69,7 @@ def _explain_file(path: Path, width: int) -> str:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """The words of a line in as many lines as they need, each with its indent."""
+    """Wrap a line, and indent each part like the line."""
     indent = line[: len(line) - len(line.lstrip(" "))]
     head, text = line.split("\n", 1) if line.startswith("\n") else (None, line)
     lines = textwrap.wrap(
@@ -79,7 +79,7 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 
 def _story(flight: Mapping[str, Any]) -> Iterator[str]:
-    """Where it began, what was said of it, and the batch."""
+    """Yield the origin, the alerts, the exception, and the batch."""
     module = flight["first_bad_module"]
     where = "" if module is None else f"; first bad module: {called(module)}"
     complete = flight["complete"]
@@ -118,7 +118,7 @@ def _curves(flight: Mapping[str, Any], width: int) -> Iterator[str]:
         values = [value for value in column if value is not None]
         if values:
             log = min(filter(math.isfinite, values), default=0) > 0
-            curve = sparkline(values, width=min(MAX_POINTS, max(width - _BESIDE, 8)), log=log)
+            curve = sparkline(values, width=min(MAX_POINTS, max(width - _AROUND, 8)), log=log)
             ends = f"from {values[0]:.3g} to {values[-1]:.3g}"
             highest = max(filter(math.isfinite, values), default=math.nan)
             most = f", at most {highest:.3g}" if highest > max(values[0], values[-1]) else ""
@@ -126,7 +126,7 @@ def _curves(flight: Mapping[str, Any], width: int) -> Iterator[str]:
 
 
 def _table(flight: Mapping[str, Any], room: int) -> Iterator[str]:
-    """The depth profiles side by side, one row per module."""
+    """Yield the depth profiles in columns, one row per module."""
     profiles, modules = flight["profiles"], flight["modules"]
     shown = [key for key in _SHOWN if any(v is not None for p in profiles for v in p[key])]
     if not shown:
@@ -165,7 +165,7 @@ def _table(flight: Mapping[str, Any], room: int) -> Iterator[str]:
 
 
 def _rows(center: int, count: int, always: Sequence[int]) -> list[int]:
-    """The rows to show: those around one, and some wherever they are."""
+    """Return the rows around ``center``, and those to show always."""
     most = MAX_ROWS - len(always)
     first = max(0, min(center - most // 2, count - most))
     return sorted({*range(first, min(count, first + most)), *always})
@@ -178,7 +178,7 @@ def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
 
 
 def _notes(profiles: Sequence[Mapping[str, Any]], row: int, moved: Onset | None) -> Iterator[str]:
-    """What else is wrong with a module, each with its first value."""
+    """Yield notes about a module, each with its first value."""
     if moved is not None:
         yield f"gradient norm unusual from step {moved.step} on"
     counts = [profile["nonfinite"][row] or 0 for profile in profiles]

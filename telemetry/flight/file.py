@@ -1,32 +1,32 @@
-"""Flight files: what is in them, where they are, and back.
+"""Flight files: format, writing and reading.
 
-A flight file is one JSON object. Numbers that JSON does not have are ``"nan"``, ``"inf"`` and
-``"-inf"``, which ``float()`` reads; what was not measured is ``null``. The keys:
+A flight file is one JSON object. NaN and infinities are ``"nan"``, ``"inf"`` and ``"-inf"``, which
+``float()`` reads; missing measurements are ``null``. The keys:
 
 ``step``, ``batch``, ``complete``
-    The optimizer step at which the fault was noticed, from 0, which in a loop with one batch per
-    step is also the index of the batch. Whether the steps after it are in the file, too.
+    The optimizer step of the fault, from 0, which is also the index of the batch in a loop with one
+    batch per step. Whether the file contains the steps after it.
 ``first_bad_module``
-    Where the fault began, as in ``named_modules()``; null if unknown or not in a module.
+    Origin of the fault, as in ``named_modules()``; null if unknown or not in a module.
 ``alerts``, ``exception``
-    The alerts around it, as in ``alerts.jsonl``; ``type``, ``message`` and ``traceback`` of what
-    ended the training, or null.
+    The alerts around it, as in ``alerts.jsonl``; ``type``, ``message`` and ``traceback`` of the
+    exception that ended training, or null.
 ``random``
     ``seed`` of torch's generator when recording began, and its ``states`` (base64, by device) at
     the start of ``step``, the last full measurement up to the fault.
 ``steps``
-    A list for each fact: ``step``, ``wall_time``, ``loss``, ``grad_norm`` (over all parameters),
+    A list for each field: ``step``, ``wall_time``, ``loss``, ``grad_norm`` (over all parameters),
     ``learning_rates`` (of each parameter group), ``loss_scale``, ``skipped``, ``full``.
 ``modules``
     ``name``, ``type`` and ``code``, in forward order; of more than 256 an evenly spaced selection
-    with the first bad one and those that moved first. ``left_out`` is the number of the others.
+    with the first bad one and those that changed first. ``left_out`` is the number of the others.
     ``code`` is that of :class:`telemetry.records.Module`.
 ``grad_norms``
     ``[steps][modules]``: norm of the gradients of each module's own parameters.
 ``profiles``
-    ``before``, ``at`` and ``after`` the fault (``when``), as far as there are such steps: ``step``,
-    and a list over the modules for each of :data:`telemetry.layers.STATISTICS`; of a step that was
-    not measured in full only ``grad_norm``.
+    ``before``, ``at`` and ``after`` the fault (``when``), if these steps exist: ``step``, and a
+    list over the modules for each of :data:`telemetry.layers.STATISTICS`; without a full step only
+    ``grad_norm``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _NAME = re.compile(r"flight-([0-9]+)\.json")
 
 
 class KeptStep(NamedTuple):
-    """One step; what a file says of it is worked out only when one is written."""
+    """One step, from which the fields of a file are derived when it is written."""
 
     step: int
     wall_time: float
@@ -79,9 +79,9 @@ class KeptStep(NamedTuple):
     full: bool
     grad_present: NDArray[np.bool_]
     module_grad_norms: NDArray[np.float64]
-    nonfinite_module: str | None  # the first whose output held NaN or infinity, if measured
-    table: LayerTable | None = None  # of a full measurement
-    random_states: Mapping[str, bytes] | None = None  # likewise
+    nonfinite_module: str | None  # the first with NaN or infinity in its output, if measured
+    table: LayerTable | None = None  # of a full step
+    random_states: Mapping[str, bytes] | None = None  # of a full step
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +93,7 @@ class KeptStep(NamedTuple):
         return nbytes
 
     def norms_of(self, names: Sequence[str]) -> list[float | None]:
-        """The gradient norms of some modules; None where there was none, or no such module yet."""
+        """Return the gradient norms of modules; None for no gradient, or no module yet."""
         norms: list[float | None] = [None] * len(self.layout.modules)
         for place in self.layout.owners[self.grad_present].tolist():
             norms[place] = float(self.module_grad_norms[place])
@@ -101,7 +101,7 @@ class KeptStep(NamedTuple):
         return [None if place is None else norms[place] for place in places]
 
     def profile(self, names: Sequence[str]) -> dict[str, list[float | None]]:
-        """The statistics that are known, each a list over some modules."""
+        """Return the known statistics, each a list over modules."""
         table = self.table
         if table is None:
             return {"grad_norm": self.norms_of(names)}
@@ -114,18 +114,18 @@ class KeptStep(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Fault:
-    """One fault, while it is being recorded."""
+    """One fault that is being recorded."""
 
-    step: int  # when it was noticed
-    before: KeptStep | None  # a full measurement well before it if there is one, else the oldest
+    step: int
+    before: KeptStep | None  # a full step well before it if there is one, else the oldest step
     at: KeptStep | None  # that step, or the last recorded one before it
-    last_full: KeptStep | None  # the last full measurement up to it
-    alerts: list[Alert]  # of the steps that are kept, and all since
-    exception: Mapping[str, str] | None = None  # what ended the training, as in the file
+    last_full: KeptStep | None  # the last full step up to it
+    alerts: list[Alert]  # of the kept steps, and all since
+    exception: Mapping[str, str] | None = None  # that ended training, as in the file
 
     @property
     def first_bad_module(self) -> str | None:
-        """The module that the first error names; else the first one whose output is not finite."""
+        """The module of the first error; else the first one whose output is not finite."""
         for alert in self.alerts:
             if (
                 alert.severity == "error"
@@ -144,9 +144,9 @@ def encode_flight(
     seed: int | None,
     complete: bool,
 ) -> bytes:
-    """The bytes of a flight file; ``latest`` is the last of the steps, with its table.
+    """Return the bytes of a flight file; ``latest`` is the last of the steps, with its table.
 
-    Steps are oldest first. ``complete`` says that this is the last version of the file.
+    Steps are oldest first. ``complete``: this is the last version of the file.
     """
     modules = steps[-1].layout.modules if steps else ()
     names, culprit = [module.name for module in modules], fault.first_bad_module
@@ -201,10 +201,10 @@ def first_movers(
     norms: Sequence[Sequence[float | None]],
     fault_step: int,
 ) -> list[Onset]:
-    """The modules whose gradient norm left its past first, up to a fault, before half of all did.
+    """Return the modules whose gradient norm left its baseline before half of all did.
 
-    ``norms`` are those of each module at each step, None where unknown; NaN counts as infinite.
-    What came after the fault is left out: at the end of an explosion all are alike.
+    ``norms`` holds each module's norm at each step, None if unknown; NaN counts as infinite. Steps
+    after the fault are omitted: at the end of an explosion all modules are alike.
     """
     if not names:
         return []
@@ -223,19 +223,19 @@ def first_movers(
 
 
 def flight_files(run: str | os.PathLike[str]) -> list[Path]:
-    """Flight files in a log directory, in the order of their steps."""
+    """Return the flight files in a log directory, in the order of their steps."""
     found = {path: _NAME.fullmatch(path.name) for path in Path(run).glob("flight-*.json")}
     steps = {path: int(parts[1]) for path, parts in found.items() if parts}
     return sorted(steps, key=lambda path: steps[path])
 
 
 def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The contents of a flight file, which somebody else may have made.
+    """Return the contents of a flight file, which may be damaged or forged.
 
     Returns:
-        The keys of the module's description except ``format`` and random states; of ``steps`` what
-        is printed. Each alert is an :class:`~telemetry.alert.Alert`, numbers are floats, and
-        profiles have all statistics, None where one was not measured.
+        The keys of the module's description except ``format`` and random states; of ``steps`` the
+        printed fields. Each alert is an :class:`~telemetry.alert.Alert`, numbers are floats, and
+        profiles have all statistics, None for one that was not measured.
 
     Raises:
         OSError: The file cannot be read.
@@ -272,7 +272,7 @@ _PROFILE = untrusted.fields(
 
 
 def _profile(content: Any) -> dict[str, Any]:
-    """A profile; statistics that it does not have are None."""
+    """Return a profile, with None for missing statistics."""
     absent = dict.fromkeys(_COLUMNS)
     return _PROFILE({**absent, **content} if type(content) is dict else content)
 

@@ -1,4 +1,4 @@
-"""Keeps the last steps in memory, and writes them to a file when something goes wrong."""
+"""Flight recorder: keeps the last steps in memory, and writes them to a file at a fault."""
 
 from __future__ import annotations
 
@@ -29,31 +29,30 @@ MAX_FILES = 8
 # Kinds of alerts of severity ``warning`` for which a file is written, too.
 _RECORDED = {"loss_spike"}
 
-# Full measurements that are kept of ``steps`` steps, besides the latest two.
+# Full steps kept of ``steps`` steps, in addition to the latest two.
 _FULL_STEPS = 16
 
 
 class FlightRecorder:
-    """Keeps the last steps; writes ``<log_dir>/flight-<step>.json`` at a fault.
+    """Keep the last steps; write ``<log_dir>/flight-<step>.json`` at a fault.
 
-    It keeps the gradient norms of all modules, loss and learning rates of each step, and the
-    statistics of all layers of full measurements, in at most 16 MiB (4 MiB and 12 MiB; the latest
-    two of each are always kept, and so are three of the fault that is being recorded).
-    :mod:`telemetry.flight.file` describes the file.
+    It keeps gradient norms of all modules, loss and learning rates of each step, and the statistics
+    of all layers of full steps, in 16 MiB at most: 4 MiB and 12 MiB, but always the latest two of
+    each, and three of the fault that is being recorded. :mod:`telemetry.flight.file` describes the
+    file.
 
-    A file is written at an alert of severity ``error``, at a loss spike, and when an exception ends
-    the training. It is completed with the steps that follow after a quarter of ``steps``, or at
-    :meth:`close`; errors until then become part of it. A run writes at most 8 files, for its first
-    failures.
+    An alert of severity ``error``, a loss spike, or an exception that ends training writes a file.
+    It is completed with the next steps after a quarter of ``steps``, or at :meth:`close`; errors
+    until then are added to it. A run writes 8 files at most, for its first faults.
 
-    Call :meth:`on_step` with each record before the rules judge it. Nothing here raises; failures
+    Call :meth:`on_step` with each record before the rules judge it. Methods do not raise; failures
     are logged once. Calls may come from several threads.
 
     Args:
-        log_dir: Where files are written; none are written to a remote one (``"s3://..."``).
+        log_dir: Directory of the files; nothing is written to a remote one (``"s3://..."``).
         steps: Number of steps that are kept.
-        seed: Of torch's generator, to be written to the file.
-        failures: Where failures are reported.
+        seed: Seed of torch's generator, to be written to the file.
+        failures: Reports failures.
         write: Writes a whole file; by default at once, on the caller's thread.
     """
 
@@ -80,10 +79,10 @@ class FlightRecorder:
         self._fault: Fault | None = None
         self._files: set[Path] = set()
 
-    # --- what happens --------------------------------------------------------------------------
+    # --- events --------------------------------------------------------------------------------
 
     def on_step(self, record: StepRecord) -> None:
-        """A step was recorded."""
+        """Record a step."""
         with self._contained():
             self._steps.append(kept := _kept(record))
             _shrink(self._steps, MAX_STEP_BYTES)
@@ -94,7 +93,7 @@ class FlightRecorder:
                 self._follow_fault(self._fault)
 
     def on_alert(self, alert: Alert) -> None:
-        """A rule has found something."""
+        """Record an alert, and write a file at a fault."""
         with self._contained():
             is_warned = alert.severity == "warning" and alert.kind in _RECORDED
             is_recorded = (alert.severity == "error" or is_warned) and alert.stage != "resolved"
@@ -107,10 +106,9 @@ class FlightRecorder:
                 self._write(complete=False)
 
     def on_exception(self, exception: BaseException, step: int) -> None:
-        """The training ends in an exception, during ``step``.
+        """Record the exception that ends training, during ``step``.
 
-        Exceptions that were asked for are no fault: Ctrl-C, :class:`SystemExit`,
-        :class:`TelemetryAlert`.
+        Requested exceptions are no fault: Ctrl-C, :class:`SystemExit`, :class:`TelemetryAlert`.
         """
         if isinstance(exception, Exception) and not isinstance(exception, TelemetryAlert):
             with self._contained():
@@ -121,7 +119,7 @@ class FlightRecorder:
                 self._write(complete=False)
 
     def close(self) -> None:
-        """Complete the file that was begun, if any; harmless when repeated."""
+        """Complete the unfinished file, if any; idempotent."""
         with self._contained():
             self._complete()
 
@@ -144,24 +142,24 @@ class FlightRecorder:
 
     def _keep_full(self, step: KeptStep) -> None:
         kept = self._full
-        # The latest one is replaced unless it is far from the one before it.
+        # Replace the latest one unless it is far from the one before it.
         if len(kept) >= 2 and kept[-1].step - kept[-2].step < self._count / _FULL_STEPS:
             kept.pop()
         kept.append(step)
         _shrink(kept, MAX_FULL_BYTES)
 
     def _latest(self) -> KeptStep | None:
-        """The last step, with its table if it was measured in full."""
+        """The last step, with its table if it was a full step."""
         if not self._steps:
             return None
         return self._full[-1] if self._steps[-1].full else self._steps[-1]
 
     def _follow_fault(self, fault: Fault) -> None:
-        """Add the last step to the fault that was begun."""
+        """Add the last step to the fault that is being recorded."""
         step = self._latest()
         assert step is not None
         if fault.at is None or fault.at.step < step.step <= fault.step:
-            fault.at = step  # the alert came with the loss, before its step was recorded
+            fault.at = step  # the alert preceded the record of its step
             fault.last_full = step if step.table is not None else fault.last_full
         if step.step >= fault.step + max(1, self._count // 4):
             self._complete()
@@ -224,7 +222,7 @@ def _kept(record: StepRecord) -> KeptStep:
 
 
 def _described(exception: BaseException) -> dict[str, str]:
-    """An exception as text; the object itself would keep the frames of the training loop alive."""
+    """Return an exception as text; the object would keep the training loop's frames alive."""
     lines = traceback.format_exception(type(exception), exception, exception.__traceback__)
     return {
         "type": type(exception).__qualname__,
@@ -234,9 +232,9 @@ def _described(exception: BaseException) -> dict[str, str]:
 
 
 def _shrink(kept: deque[KeptStep], most_bytes: int) -> None:
-    """Drop the oldest, except the latest two, until the rest fits; all are as large as the newest.
+    """Drop the oldest, except the latest two, until the rest fits.
 
-    To add up all of them at every step would be most of the work.
+    It assumes that all are as large as the newest: adding up their sizes at every step is slow.
     """
     most = max(2, most_bytes // kept[-1].nbytes)
     while len(kept) > most:

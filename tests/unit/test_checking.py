@@ -269,7 +269,7 @@ def test_what_cannot_be_judged_is_said() -> None:
     model = mlp(20, 16, 5)
     one = telemetry.check(model, torch.randn(1, 20), lambda output: output.sum(), show=False)
     assert one.skipped == (
-        "the loss against ln C: it is not known to be a cross entropy",
+        "loss compared with ln C: it is not known to be a cross entropy",
         "samples: the inputs are no batch of two or more",
     )
 
@@ -357,4 +357,4 @@ def test_the_table_names_layers_findings_and_what_to_do(
     assert "layer" in told.split("\n")[0]
     assert "error: dead units in 0" in told
     assert "LeakyReLU" in told
-    assert "skipped: the loss against ln C" in told
+    assert "skipped: loss compared with ln C" in told

@@ -218,8 +218,7 @@ def test_units_that_died_between_two_measurements_died_when_the_rate_jumped(jump
     [rule] = rules_from(others)
     [alert] = train(rule, 50, model=model, optimizer=optimizer, before=kill, every=100)
     assert (alert.kind, alert.step) == ("dead_units", 38)  # measured twice
-    cause = "The learning rate jumped to 30 at step 33" if jump > 1 else None
-    assert alert.cause == cause
+    assert (alert.cause == "The learning rate jumped to 30 at step 33") == (jump > 1)
 
 
 def test_users_choose_the_severity_of_a_kind() -> None:

@@ -76,7 +76,7 @@ class WithFunction(nn.Module):
 def test_advice_fits_what_is_flat() -> None:
     [alert] = train(SaturatedUnits(), 60, model=WithFunction())
     assert alert.module_name == "first"
-    assert "following activation" in (alert.cause or "")
+    assert "initial weights of first" in (alert.cause or "")
     assert any("queries and keys" in phrase for phrase in alert.advice)
     dropped = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.9999), nn.Linear(32, 3))
     [alert, *_] = train(DeadUnits(), 60, model=dropped)

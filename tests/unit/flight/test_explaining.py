@@ -157,7 +157,7 @@ def test_a_run_without_faults_says_so(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no such file or directory: .*missing"):
+    with pytest.raises(FileNotFoundError, match=r"file or directory not found: .*missing"):
         explain(tmp_path / "missing")
 
 
