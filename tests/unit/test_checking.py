@@ -57,7 +57,7 @@ def test_a_trunk_that_is_frozen_and_a_head_that_begins_at_zero_are_meant() -> No
     assert look(frozen).findings == ()
     result = look(zero)
     assert result.findings == ()
-    assert "begins at zero" in result.skipped[0]
+    assert "starts at zero" in result.skipped[0]
 
 
 def dead() -> nn.Module:
