@@ -1,4 +1,4 @@
-"""The statistics of layers; :mod:`telemetry.layers.table` has one entry for each."""
+"""Statistics of layers; :mod:`telemetry.layers.table` has one entry for each."""
 
 from telemetry.layers.table import (
     MATRIX_STATISTICS,

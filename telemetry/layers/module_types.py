@@ -1,4 +1,4 @@
-"""Properties of modules that follow from the name of their class."""
+"""Properties of modules by the name of their class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from telemetry.records.sketch import Sketch
 
 @dataclass(frozen=True, kw_only=True)
 class Flat:
-    """Outputs at which a function is flat: at or below ``low``, and at or above ``high``.
+    """Outputs at which a function is flat: at most ``low``, and at least ``high``.
 
     The limits have the resolution of a sketch's buckets.
     """
@@ -29,11 +29,11 @@ class Flat:
 
     @cached_property
     def ends(self) -> tuple[int, int]:
-        """The last bucket of the low end and the first of the high one; none is beyond all."""
+        """Last bucket of the low end and first one of the high end; an absent end has no bucket."""
         return bucket_of(self.low), bucket_of(self.high)
 
     def share(self, outputs: Sketch) -> float:
-        """Share of the finite outputs that lie there; 0 if none is finite."""
+        """Return the share of the finite outputs in this range; 0 without any."""
         beyond = _beyond(outputs.buckets, *self.ends)
         return float(outputs.counts[beyond].sum() / (outputs.finite_count or 1))
 
@@ -47,9 +47,9 @@ class Bounded:
     """An activation function with a flat end.
 
     Attributes:
-        flat: Where its slope is at most about a quarter of its largest: four such functions in a
-            row pass less than 1 % of a gradient.
-        flattest: Where its slope is close to zero; None if ``flat`` means that already. A gate that
+        flat: Range where the slope is at most about a quarter of the largest: four such functions
+            in a row pass less than 1 % of a gradient.
+        flattest: Range where the slope is close to zero; None if it equals ``flat``. A gate that
             begins nearly closed (sigmoid of -5) is flat, but not at its flattest.
     """
 
@@ -77,14 +77,14 @@ BOUNDED: Mapping[str, Bounded] = {
     "ReLU6": Bounded(flat=Flat(high=6.0)),
 }
 
-# Functions that are flat at both ends: none of their outputs means that a unit is off.
+# Functions that are flat at both ends: an output of zero does not mean that a unit is off.
 TWO_SIDED = frozenset(name for name, function in BOUNDED.items() if function.flat.low > -math.inf)
 
 
 def saturated_shares(type_names: Sequence[str], outputs: Rows) -> NDArray[np.float64]:
-    """Share of each row's finite outputs that lie where the activation function is flat.
+    """Return the share of each row's finite outputs where the activation function is flat.
 
-    ``type_names`` are those of the modules' classes, ``[rows]``. NaN if the class is not in
+    ``type_names`` are the names of the modules' classes, ``[rows]``. NaN if the class is not in
     :data:`BOUNDED`, or no output is finite.
     """
     found = [(i, *BOUNDED[name].flat.ends) for i, name in enumerate(type_names) if name in BOUNDED]
@@ -98,7 +98,7 @@ def saturated_shares(type_names: Sequence[str], outputs: Rows) -> NDArray[np.flo
     return shares
 
 
-# The scale of their outputs does not depend on their inputs.
+# Modules whose scale of outputs does not depend on their inputs.
 LOOKUPS = frozenset(["Embedding", "EmbeddingBag"])
 
 RESHAPING = frozenset(["Identity", "Flatten", "Unflatten", "ZeroPad2d", "PixelShuffle", "Upsample"])
@@ -114,7 +114,7 @@ UNBOUNDED = frozenset(
 
 CONVOLUTIONS = frozenset(["Conv1d", "Conv2d", "Conv3d"])
 
-# Their outputs grow in proportion to what they are given.
+# Modules whose outputs are proportional to their inputs.
 AFFINE = CONVOLUTIONS | frozenset(["Linear", *(f"ConvTranspose{n}d" for n in (1, 2, 3))])
 
 LINEAR = AFFINE | frozenset(["Bilinear", "LSTM", "GRU", "LSTMCell", "GRUCell"])

@@ -1,4 +1,4 @@
-"""Which layers left their own past first: the definition that alerts and the page share."""
+"""Onset: the step at which a layer's gradient norm left its baseline."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from numpy.typing import ArrayLike, NDArray
 # Median absolute deviation to standard deviation, for a normal distribution.
 NORMAL_CONSISTENT = 1.4826  # 1 / (3rd quartile of the standard normal distribution)
 
-LOOK_BACK = 120  # a past of a hundred steps, as in the baseline, and the latest 20
-LEAD = 10  # by eye: instability shows in the norms a few steps before the loss
+LOOK_BACK = 120  # a window of a hundred steps, as in the baseline, and the latest 20
+LEAD = 10  # chosen manually: instability shows in the norms a few steps before the loss
 
-# Steps that tell what is usual: fewer than an alert needs, for somebody who asks.
+# Steps in the baseline of the page's answer, which needs fewer than an alert.
 FEWEST_TO_SHOW = 8
-_DEVIATIONS = 4.0  # as for the loss in the baseline
+_DEVIATIONS = 4.0  # equal to that of the loss in the baseline
 _DECADES = 0.3  # a factor of two
 
 
 @dataclass(frozen=True, kw_only=True)
 class Onset:
-    """A layer whose gradient norm left its past.
+    """Onset of a layer.
 
     Attributes:
-        step: The step at which its norm left its past.
-        factor: How many times the usual norm it reached on that side; below 1 if it fell.
+        step: Step at which the gradient norm left its baseline.
+        factor: Farthest norm on that side, as a multiple of the usual one; below 1 if it fell.
     """
 
     name: str
@@ -42,20 +42,19 @@ def onsets(
     *,
     fewest: int = 20,
 ) -> list[Onset] | None:
-    """The layers whose norm was unusual at step ``since`` or soon after it, earliest first.
+    """Return the layers whose norm left its baseline at step ``since`` or later, earliest first.
 
-    Usual is what lay within four standard deviations and a factor of two of the median, more than
-    ten steps before ``since``. One that rises, falls through what is usual and stays below
-    left its past where it rose.
+    The baseline is the median of the steps more than ten before ``since``, within four standard
+    deviations and a factor of two. If a norm rises and then falls below it, the onset is the rise.
 
     Args:
         steps: Ascending, shape ``[k]``.
-        norms: Of each layer at each step, ``[k, layers]``; NaN where unknown. A layer with unknown
-            ones in the past is passed over.
-        fewest: Steps that tell what is usual.
+        norms: Norm of each layer at each step, ``[k, layers]``; NaN where unknown. Layers with
+            unknown norms in the baseline are omitted.
+        fewest: Steps that the baseline needs.
 
     Returns:
-        None if there are fewer steps than that before ``since``, or none after.
+        None if the baseline has fewer steps, or no step follows it.
     """
     steps = np.asarray(steps)
     is_past = steps < since - LEAD
@@ -80,11 +79,11 @@ def onsets(
     return [onset for *_, onset in sorted(found, key=lambda item: item[:2])]
 
 
-_CROSSES = 3  # steps: what rises far and then falls far is usual for one or two in between
+_CROSSES = 3  # steps: a norm that rises and then falls far is usual for one or two in between
 
 
 def _begins(is_off: NDArray[np.bool_], steps: NDArray[np.int64], since: int) -> int | None:
-    """Where the first unusual step after ``since`` has its beginning, without a long gap."""
+    """Return the index of the first step of the unusual interval at or after ``since``."""
     unusual = np.flatnonzero(is_off)
     later = np.flatnonzero(steps[unusual] >= since)
     if not later.size:

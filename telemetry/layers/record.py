@@ -1,7 +1,7 @@
-"""Gathers what was measured of the layers at one step, as columns over tensors and over modules.
+"""Measurements of the layers at one step, as columns over tensors and over modules.
 
-A layer is a module. This file decides which module an output belongs to, and which one owns a
-parameter; :mod:`telemetry.layers.table` has the statistics that are made of it.
+A layer is a module. This file assigns outputs and parameters to modules;
+:mod:`telemetry.layers.table` has the statistics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Values: TypeAlias = NDArray[Any]
 
 
 class Column(NamedTuple):
-    """A number for each layer or tensor, and whether it was measured; if not, it means nothing."""
+    """Number for each layer or tensor, and whether it was measured; otherwise it is undefined."""
 
     values: Values
     known: NDArray[np.bool_]
@@ -33,14 +33,14 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """What was measured of tensors of one kind."""
+    """Measurements of tensors of one kind."""
 
     rows: Rows
-    modules: NDArray[np.intp]  # of each row the index of its module
-    size: int  # how many modules there are
+    modules: NDArray[np.intp]  # index of each row's module
+    size: int  # number of modules
 
     def merged(self) -> Group:
-        """With one row for each module that has any, as if its tensors had been one."""
+        """Return a group with one row for each module, as if its tensors had been one."""
         several = np.bincount(self.modules, minlength=self.size)[self.modules] > 1
         if not several.any():
             return self
@@ -54,17 +54,17 @@ class Group:
         )
 
     def total(self, values: Values) -> Values:
-        """The sum over each module's tensors of a number ``[rows]``; float64 ``[modules]``."""
+        """Return the sum of a number ``[rows]`` over each module, float64 ``[modules]``."""
         return np.bincount(self.modules, values, self.size)
 
     @cached_property
     def totals(self) -> SimpleNamespace:
-        """Counts and power sums of each module's tensors together, named as in :attr:`rows`."""
+        """Counts and power sums over each module's tensors, named as in :attr:`rows`."""
         names = (*COUNTS, *POWER_SUMS)
         return SimpleNamespace(**{name: self.total(getattr(self.rows, name)) for name in names})
 
     def spread(self, column: Column) -> Column:
-        """A column over rows as one over modules, none of which has several rows."""
+        """Return a column over modules; each must have one row at most."""
         spread = Column(np.full(self.size, math.nan), np.zeros(self.size, bool))
         spread.values[self.modules], spread.known[self.modules] = column
         return spread
@@ -72,13 +72,13 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layers:
-    """What was measured of the layers at one step, in the order of ``record.layout.modules``.
+    """Measurements of the layers at one step, in the order of ``record.layout.modules``.
 
     Each group has a row for each tensor in the record's mapping of that name.
     """
 
     record: StepRecord
-    outputs: Group  # everything that a module returned is merged into one row
+    outputs: Group  # all outputs of a module are merged into one row
     output_grads: Group
     weights: Group
     grads: Group
@@ -86,7 +86,7 @@ class Layers:
 
     @staticmethod
     def of(record: StepRecord) -> Layers:
-        """The layers at one step."""
+        """Return the layers at one step."""
         layout = record.layout
         names = [parameter.name for parameter in layout.parameters]
         module_of: dict[Any, int] = dict(zip(names, layout.owners.tolist(), strict=True))
@@ -108,14 +108,14 @@ class Layers:
 
 
 def figure(x: Any, of_finite: Callable[[Any], Values]) -> Column:
-    """A mean or norm over all elements, whereas a formula's own is over the finite ones.
+    """Return a mean or norm over all elements; formulas alone are over the finite ones.
 
     Args:
         x: Columns with the fields of :class:`~telemetry.records.moments.Moments`.
-        of_finite: Computes the figure from these; where an element is not finite it is not used.
+        of_finite: Formula for columns without NaN and infinity.
 
     Returns:
-        NaN if an element is NaN, infinity if one is infinite; not known if there is no element.
+        NaN if an element is NaN, infinity if one is infinite; unknown without elements.
     """
     lost = np.where(x.nan_count > 0, math.nan, math.inf)
     return Column(np.where(nonfinite_of(x) > 0, lost, of_finite(x)), x.count > 0)

@@ -1,9 +1,9 @@
-"""The table of statistics: one number per layer and step each, and how a record gives it.
+"""Table of statistics: one number per layer and step each, with the formula for a record.
 
 A layer is a module. Its parameters count as one long vector, and so do all tensors that it
-returned. Everything that shows or judges layers reads :func:`table`: TensorBoard's curves, the
-Telemetry page, the commands, flight files and alerts. To add a statistic, add an entry to
-:data:`STATISTICS`. Single parameters have a table of their own, :data:`PARAMETER_STATISTICS`.
+returned. TensorBoard's curves, the Telemetry page, the commands, flight files and alerts read
+:func:`table`. To add a statistic, add an entry to :data:`STATISTICS`. Single parameters have
+another table, :data:`PARAMETER_STATISTICS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from telemetry.records import StepRecord, moments, once
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
-# Stands for a value that was not measured, among values that are never negative.
+# Marks a value that was not measured, among values that are never negative.
 MISSING = -1.0
 
 
@@ -31,20 +31,20 @@ class Statistic:
     """One number per layer and step.
 
     Attributes:
-        name: Its name in tags, links and commands.
-        title: Its name for people.
-        unit: What the numbers count; empty for ratios.
+        name: Name in tags, links and commands.
+        title: Label on the page.
+        unit: Unit of counts; empty for ratios.
         log: Whether magnitudes matter rather than differences.
         description: One sentence.
-        usual: What is usual in whatever model, if that is known.
-        too_little: What values far below the usual may mean.
-        too_much: What values far above it may mean.
-        of: Computes it for all layers at once.
-        every_step: Whether it is also known at steps that are not measured in full.
+        usual: Usual value in all models, if there is one.
+        too_little: Possible causes of values far below the usual.
+        too_much: Possible causes of values far above it.
+        of: Formula for all layers at once.
+        every_step: Whether it is also known at other than full steps.
         on_page: Whether the Telemetry page and the commands show it. Then it must not be negative.
         as_curve: Whether each layer has a curve of it in TensorBoard.
         over_depth: Whether its quantiles over all layers are curves there, under ``depth/``.
-        zero_is_silent: Whether the curves skip points whose value is zero.
+        zero_is_silent: Whether the curves omit zeros.
         of_ranks: Whether only a run of several ranks has it.
     """
 
@@ -66,12 +66,12 @@ class Statistic:
 
 
 def _of_output(of_finite: Callable[[Rows], Values]) -> Callable[[Layers], Column]:
-    """A figure of everything that a layer returned, whether finite or not."""
+    """Return the column of a figure over all outputs of a layer, including NaN and infinity."""
     return lambda layers: layers.outputs.spread(figure(layers.outputs.rows, of_finite))
 
 
 def _of_known(of: Callable[[Rows], Values]) -> Callable[[Layers], Column]:
-    """A figure that counts only some of the values; not known where it is NaN."""
+    """Return the column of a figure over some of the outputs; unknown where it is NaN."""
     return lambda layers: layers.outputs.spread(
         Column(values := of(layers.outputs.rows), ~np.isnan(values))
     )
@@ -91,7 +91,7 @@ def _grad_rms(layers: Layers) -> Column:
 
 
 def _update_ratio(layers: Layers) -> Column:
-    """Parameters that were all zeros are left out, because they have no ratio."""
+    """Return the update ratio, without parameters of zeros, which have none."""
     record, weights = layers.record, layers.weights
     ratios = np.array([record.update_ratios.get(name, math.nan) for name in record.weights])
     squares, _ = figure(weights.rows, lambda rows: rows.sum_squares)
@@ -102,7 +102,7 @@ def _update_ratio(layers: Layers) -> Column:
 
 
 def _rank_spread(layers: Layers) -> Column:
-    """Not known on one rank, and where one alone measured it or all have the same."""
+    """Return the spread over ranks; unknown if one rank measured it or all ranks are equal."""
     count, ranks = layers.outputs.size, layers.record.ranks
     column = Column(np.full(count, math.nan), np.zeros(count, bool))
     for output, spread in ranks.activation_rms.items() if ranks else ():
@@ -302,16 +302,16 @@ STATISTICS = (
         zero_is_silent=True,
     ),
 )
-"""In the order in which they are shown."""
+"""All statistics, in the order in which they are shown."""
 
-# The column of each, by its name.
+# Column of each statistic, by its name.
 PLACES = {statistic.name: place for place, statistic in enumerate(STATISTICS)}
 
-# What the Telemetry page and the commands show.
+# Statistics that the Telemetry page and the commands show.
 PAGE_STATISTICS = tuple([statistic for statistic in STATISTICS if statistic.on_page])
 
-# Columns of the matrix that a full step writes for the page. The page's other statistics are
-# derived from the parameters' gradient norms of every step.
+# Columns of the matrix that a full step writes for the page. Its other statistics are derived from
+# the parameters' gradient norms of every step.
 MATRIX_STATISTICS = tuple([s for s in PAGE_STATISTICS if not (s.every_step or s.of_ranks)])
 
 # Further columns, where several ranks write one run.
@@ -326,7 +326,7 @@ class LayerTable:
         values: float64 ``[modules, statistics]`` in the order of ``record.layout.modules`` and of
             :data:`STATISTICS`. May be NaN or infinite; NaN if not measured.
         known: Whether each value was measured, bool, same shape.
-        outputs: What the layers returned.
+        outputs: Outputs of the layers.
     """
 
     values: NDArray[np.float64]
@@ -334,23 +334,23 @@ class LayerTable:
     outputs: Group
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """One statistic of all layers, ``[modules]``; NaN if it was not measured."""
+        """Return one statistic of all layers, ``[modules]``; NaN if it was not measured."""
         column: NDArray[np.float64] = self.values[:, PLACES[name]]
         return column
 
     def value(self, row: int, name: str) -> float | None:
-        """One statistic of one layer; None if it was not measured."""
+        """Return one statistic of one layer; None if it was not measured."""
         place = PLACES[name]
         return float(self.values[row, place]) if self.known[row, place] else None
 
     def known_values(self, name: str) -> NDArray[np.float64]:
-        """One statistic of the layers of which it was measured."""
+        """Return the measured values of one statistic."""
         return self.column(name)[self.known[:, PLACES[name]]]
 
 
 @once
 def table(record: StepRecord) -> LayerTable:
-    """All of :data:`STATISTICS` for each layer."""
+    """Return all :data:`STATISTICS` of each layer."""
     layers = Layers.of(record)
     with np.errstate(all="ignore"):
         columns = [statistic.of(layers) for statistic in STATISTICS]
@@ -371,9 +371,8 @@ def _weight_norms(record: StepRecord) -> Mapping[str, float]:
     return {name: norm for name, norm, is_known in columns if is_known}
 
 
-# One number per parameter and step: curves of this name, and how a record gives the values by the
-# parameters' names. Norms are those of the gradient as the optimizer used it, and of the parameter
-# before the step.
+# One number per parameter and step: the name of the curves, and the values by parameter names.
+# Norms are those of the gradient as the optimizer used it, and of the parameter before the step.
 PARAMETER_STATISTICS: Mapping[str, Callable[[StepRecord], Mapping[str, float]]] = {
     "grad_norm": _grad_norms,
     "update_ratio": lambda record: record.update_ratios,

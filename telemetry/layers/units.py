@@ -1,4 +1,4 @@
-"""The smallest and largest value of each unit of the layers' outputs, in few bytes and in words."""
+"""Extremes of each unit of the layers' outputs: their encoding, and ranges of units as text."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from telemetry.layers.module_types import BOUNDED
 from telemetry.layers.record import Group
 from telemetry.records.rows import NO_VALUES
 
-# Of one step. It takes 8 bytes for each of these: a layer, neighbors that are dead, another unit.
+# Limit of one step: 8 bytes for each layer, run of dead units, and other unit.
 MOST_BYTES = 64 << 10
 MOST_LAYERS = 4096
-# Of a layer, when it is read: four times the largest vocabularies.
+# Limit of a layer that is read: four times the largest vocabularies.
 _MOST_UNITS = 1 << 20
 
-_LARGEST = np.uint32(0x7F7F0000).view(np.float32)  # of those with 8 bits
+_LARGEST = np.uint32(0x7F7F0000).view(np.float32)  # largest float32 with 8 bits of mantissa
 _NAN = np.uint32(0x7FC00000)
 
 
 def encode_units(outputs: Group) -> bytes:
-    """The units of some layers, at most :data:`MOST_BYTES`; nothing if there are none.
+    """Encode the units of some layers in at most :data:`MOST_BYTES`; empty without units.
 
-    Pairs of little-endian uint32: how many layers follow and how many runs of dead units; each
-    layer's module and number of units; the first place of each run and the one behind it, counted
-    over all layers; then the place of every unit that was kept, and its extremes in the upper 16
-    bits of float32, rounded away from zero: the largest in the upper half, the smallest in the
-    lower one. Where there is no room for all, each layer keeps as many, those with the largest
-    values.
+    The format is pairs of little-endian uint32: numbers of layers and of runs of dead units; each
+    layer's module and number of units; first index and end of each run, counted over all layers.
+    The index of each other unit follows, with its extremes as the upper 16 bits of float32, rounded
+    away from zero: the largest in the upper half, the smallest in the lower one. If not all units
+    fit, each layer keeps the same number, with the largest values.
     """
     chosen = np.flatnonzero(outputs.rows.unit_count)[:MOST_LAYERS]
     if not len(chosen):
@@ -53,13 +52,13 @@ def encode_units(outputs: Group) -> bytes:
 
 
 def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
-    """Smallest and largest value of each unit of a module, ``[units, 2]``; None: it has none.
+    """Decode the extremes of each unit of a module, ``[units, 2]``; None without units.
 
-    Both are 0 of a dead unit, and :data:`~telemetry.records.rows.NO_VALUES` if the unit was left
-    out. They are up to 0.8 % further from zero than they were.
+    Both are 0 for a dead unit, and :data:`~telemetry.records.rows.NO_VALUES` for an omitted one.
+    They are up to 0.8 % further from zero than measured.
 
     Raises:
-        ValueError: These are not such data.
+        ValueError: The data has another format.
     """
     if not isinstance(data, bytes) or not data or len(data) > MOST_BYTES or len(data) % 8:
         raise ValueError("it does not hold units")
@@ -84,11 +83,11 @@ def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
 
 
 def saturated_units(type_name: str, units: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which units only have values at one flat end of their activation function, ``[...]``.
+    """Whether all values of each unit are at one flat end of its activation function, ``[...]``.
 
     Args:
-        type_name: The class of the module that returned them.
-        units: Smallest and largest value of each, ``[..., 2]``.
+        type_name: Class of the module that returned them.
+        units: Smallest and largest value of each unit, ``[..., 2]``.
     """
     low, high = units[..., 0], units[..., 1]
     if type_name not in BOUNDED:
@@ -99,21 +98,21 @@ def saturated_units(type_name: str, units: NDArray[np.float32]) -> NDArray[np.bo
 
 
 def ranges(chosen: NDArray[np.bool_], most: int = 10) -> str:
-    """Which units are chosen: ``0-11, 40``; behind ``most`` ranges how many more there are."""
+    """Format the chosen units as ``0-11, 40``; after ``most`` ranges, the number of others."""
     runs = [(first, behind - 1) for first, behind in _runs(chosen).tolist()]
-    said = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:most])
+    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:most])
     more = sum(last - first + 1 for first, last in runs[most:])
-    return f"{said} and {more} more" if more else said
+    return f"{shown} and {more} more" if more else shown
 
 
 def _runs(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """First place of each run of chosen neighbors, and the one behind it, ``[runs, 2]``."""
+    """Return the first index and the end of each run of chosen neighbors, ``[runs, 2]``."""
     changes = np.diff(chosen, prepend=False, append=False)
     return np.flatnonzero(changes).reshape(-1, 2)
 
 
 def _rounded(values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Bits of which the upper 16 are the number: what is not zero stays so, what is finite, too."""
+    """Round float32 to its upper 16 bits; values other than zero, and finite ones, remain so."""
     bounded = np.where(np.isinf(values), values, np.clip(values, -_LARGEST, _LARGEST))
     bits = np.ascontiguousarray(bounded).view(np.uint32) + np.uint32(0xFFFF)
     return np.where(np.isnan(values), _NAN, bits)

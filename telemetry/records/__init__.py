@@ -1,4 +1,4 @@
-"""Values: what was measured at one training step."""
+"""Values that were measured at one training step."""
 
 from telemetry.records.ranks import Divergence, RankFacts, Spread
 from telemetry.records.step import CodeLocation, Layout, Module, Parameter, StepRecord, once

@@ -1,7 +1,7 @@
-"""The buckets of all histograms: those of bfloat16's leading bits, at places known beforehand.
+"""Buckets of all histograms: the leading bits of bfloat16, with fixed edges.
 
-Three bits of mantissa make eight buckets per octave. Counts of two histograms therefore simply add
-up, across calls, micro-batches, steps and ranks.
+Three bits of mantissa make eight buckets per octave. Counts of two histograms therefore add up,
+across calls, micro-batches, steps and ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ BUCKETS_PER_OCTAVE = 8
 # The largest bucket of a finite number; 2040 would be infinity and above it NaN.
 LAST_BUCKET = 2039
 
-# Rounding float32 to bfloat16 keeps the upper 16 bits, to nearest even; the bucket is what is left
-# after dropping 4 more. A tie at a bucket's edge has an odd bfloat16 below it and an even one
-# above, so it always rounds up: adding half a unit before the shift says the same.
+# Rounding float32 to bfloat16 keeps the upper 16 bits, to nearest even; dropping 4 more gives the
+# bucket. A tie at a bucket's edge has an odd bfloat16 below it and an even one above, so it always
+# rounds up: adding half a unit before the shift is equivalent.
 _HALF_BFLOAT16_UNIT = 0x8000
 _BUCKET_SHIFT = 20
 
 
 @cache
 def edges() -> NDArray[np.float32]:
-    """Lower limits ``E[0..2040]`` of the buckets' magnitudes, float32, read-only.
+    """Return lower limits ``E[0..2040]`` of the buckets' magnitudes, float32, read-only.
 
     Bucket ``j`` holds ``E[j] <= |x| < E[j + 1]``, for a tensor of any dtype, bfloat16 included: an
     edge is half a bfloat16 unit below the first such number of its bucket. ``E[1]`` is 1.42e-39,
@@ -42,10 +42,9 @@ def edges() -> NDArray[np.float32]:
 
 
 def bucket_indices(finite: NDArray[Any]) -> NDArray[np.int16]:
-    """The signed bucket of each number, rounded to float32 first; same shape.
+    """Return the signed bucket of each number, rounded to float32 first; same shape.
 
-    The sign is that of the number, and 0 stands for ``|x| < E[1]`` of either sign. Magnitudes from
-    ``E[2040]`` (3.396e38) on are counted in the last bucket.
+    Bucket 0 is ``|x| < E[1]``. Magnitudes from ``E[2040]`` (3.396e38) on are in the last bucket.
     """
     with np.errstate(over="ignore"):
         bits = np.abs(np.asarray(finite).astype(np.float32)).view(np.uint32)
@@ -56,14 +55,14 @@ def bucket_indices(finite: NDArray[Any]) -> NDArray[np.int16]:
 
 @cache
 def bucket_of(value: float) -> int:
-    """The bucket that holds a number; an infinite one lies beyond all."""
+    """Return the bucket of a number; that of infinity is beyond all others."""
     if math.isinf(value):
         return int(math.copysign(LAST_BUCKET + 1, value))
     return int(bucket_indices(np.array([value]))[0])
 
 
 def limits(buckets: NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Left and right edges of signed buckets, as new float64 arrays; the outermost are infinite."""
+    """Return new float64 arrays of left and right edges; the outermost are infinite."""
     magnitude = np.abs(buckets.astype(np.intp))
     wide = _wide_edges()
     near, far = wide[magnitude], wide[magnitude + 1]

@@ -1,4 +1,4 @@
-"""Which of the scalars that a run logs is its loss: chosen once, by the tags alone."""
+"""Selection of the loss among the scalars that a run logs, once, by their tags alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _WORDS = (
     *_OF_MANY_STEPS,
 )
 _WORD = f"(?:{'|'.join(_WORDS)})"
-# A regular expression: the tags of losses of training. Any other word makes it another number:
-# ``val``, ``kl``, ``aux``.
+# A regular expression for tags of training losses. Any other word, such as ``val``, ``kl`` or
+# ``aux``, excludes a tag.
 LOSS_TAGS = rf"(?i)^(?:{_WORD}[\W_]*)*loss(?:es)?(?:[\W_]*{_WORD})*$"
 _LOSS_TAG = re.compile(LOSS_TAGS)
 
@@ -29,10 +29,10 @@ _MAX_NAMED = 5
 
 
 def loss_among(tags: Iterable[str]) -> str | None:
-    """Which of several tags is that of the loss; None: none of them.
+    """Return the tag of the loss, or None.
 
-    ``loss`` itself, then what names a single step, then what is not said to be a mean over many,
-    and of these the shortest.
+    ``loss`` is preferred, then a tag that names a single step, then one that does not name a mean
+    over many, and among these the shortest.
     """
     return min((tag for tag in tags if _LOSS_TAG.match(tag)), key=_order, default=None)
 
@@ -46,21 +46,21 @@ def _order(tag: str) -> tuple[bool, bool, bool, int, str]:
 
 
 class LossChoice:
-    """The loss of one run: of what is logged at the first step with one, the best.
+    """Choice of the loss of one run: the best tag of the first step with one.
 
     Args:
         asked: Its tag, if the user has named it.
     """
 
     def __init__(self, asked: str | None = None) -> None:
-        self.tag = asked  # None: nothing that was logged so far is a loss
+        self.tag = asked  # None: no loss was logged up to now
         self._asked = self._settled = asked is not None
         self._chosen_at: int | None = None
         self._first: int | None = None  # step that ended, or at which others were logged
         self._others: tuple[str, ...] = ()
 
     def see(self, step: int, tags: Iterable[str]) -> None:
-        """Look at what was logged at a step; the steps come in their order."""
+        """Add the tags logged at a step; steps must ascend."""
         if self._chosen_at not in (None, step):
             return
         own = [tag for tag in tags if not tag.startswith(RUN)]
@@ -73,14 +73,14 @@ class LossChoice:
             self._others = tuple(dict.fromkeys([*self._others, *own]))[: _MAX_NAMED + 1]
 
     def is_final(self, step: int | None) -> bool:
-        """Whether it was logged, and will not change; ``step`` has ended, None: the last one."""
+        """Whether the choice is final after ``step``; None: after the last step."""
         return self._chosen_at is not None and (step is None or step >= self._chosen_at)
 
     def lack(self, step: int | None) -> str | None:
-        """That no loss was logged, in words; None: there is one, or may come.
+        """Return a message if no loss was logged; None if one was, or may still be.
 
         Args:
-            step: It has ended; None: the last one has.
+            step: Step that has ended; None: the last one.
         """
         waits = False
         if step is not None:
@@ -90,7 +90,7 @@ class LossChoice:
             return None
         if not self._others:
             return (
-                f"no loss is logged in {_SILENCE} steps, which most rules need and the page shows: "
+                f"no loss was logged in {_SILENCE} steps, but most rules need it: "
                 "call logger.log(loss=loss) at each step"
             )
         shown = ", ".join(map(printable, self._others[:_MAX_NAMED]))

@@ -1,7 +1,7 @@
-"""What is known exactly of a tensor's values: counts, extremes and sums of their powers.
+"""Exact moments of a tensor's values: counts, extremes and sums of powers.
 
-The formulas take :class:`Moments` of one tensor or columns over many, as those of
-:class:`~telemetry.records.rows.Rows`, and return float64 of the same shape: NaN where there is no
+The formulas take :class:`Moments` of one tensor, or columns over many tensors, such as
+:class:`~telemetry.records.rows.Rows`. They return float64 of the same shape: NaN where there is no
 finite value.
 """
 
@@ -14,44 +14,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# The fields of :class:`Moments` by how two tensors' are put together.
+# Fields of :class:`Moments`, by the reduction that merges two tensors.
 COUNTS = ("count", "nan_count", "positive_inf_count", "negative_inf_count", "zero_count")
 EXTREMES = ("min", "max")
 POWER_SUMS = ("sum", "sum_squares", "sum_cubes", "sum_fourth_powers")
 FIGURES = (*COUNTS, *EXTREMES, *POWER_SUMS)
 
 # Beyond this many standard deviations from zero, rounding of the fourth powers' sum (1e-16 of it)
-# reaches 1e-4 of what is left when the mean is taken out.
+# reaches 1e-4 of the central moment.
 _FARTHEST_MEAN = 1000
 
 _unwarned = np.errstate(all="ignore")
 
 
 def nonfinite_of(x: Any) -> Any:
-    """How many values are NaN or infinite."""
+    """Return the number of values that are NaN or infinite."""
     return x.nan_count + x.positive_inf_count + x.negative_inf_count
 
 
 def finite_of(x: Any) -> Any:
-    """How many values are finite."""
+    """Return the number of finite values."""
     return x.count - x.nan_count - x.positive_inf_count - x.negative_inf_count
 
 
 @_unwarned
 def mean_of(x: Any) -> Any:
-    """Mean of the finite values."""
+    """Return the mean of the finite values."""
     return np.divide(x.sum, finite_of(x))
 
 
 @_unwarned
 def rms_of(x: Any) -> Any:
-    """Root mean square of the finite values."""
+    """Return the root mean square of the finite values."""
     return np.sqrt(np.divide(x.sum_squares, finite_of(x)))
 
 
 @_unwarned
 def std_of(x: Any) -> Any:
-    """Population standard deviation of the finite values.
+    """Return the population standard deviation of the finite values.
 
     Its relative error is about 1e-16 times the square of ``mean / std``.
     """
@@ -60,7 +60,7 @@ def std_of(x: Any) -> Any:
 
 @_unwarned
 def kurtosis_of(x: Any) -> Any:
-    """How heavy the tails of the finite values are: their fourth standardized moment.
+    """Return the kurtosis of the finite values: their fourth standardized moment.
 
     3 for a normal distribution, 1.8 for a uniform one, and at least 1. Its error is about 1e-16
     times the fourth power of ``mean / std``: NaN if that is above 1,000, or if all values are
@@ -78,35 +78,31 @@ def kurtosis_of(x: Any) -> Any:
 
 @_unwarned
 def norm_of(x: Any) -> Any:
-    """Euclidean norm of the finite values; 0 if there is none."""
+    """Return the Euclidean norm of the finite values; 0 without any."""
     return np.sqrt(x.sum_squares)
 
 
 @_unwarned
 def zero_fraction_of(x: Any) -> Any:
-    """Share of zeros among all values, those that are not finite included."""
+    """Return the share of zeros among all values, including NaN and infinity."""
     return np.divide(x.zero_count, x.count)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moments:
-    """Counts, extremes and power sums of some numbers; without arguments, those of none.
+    """Counts, extremes and power sums of some numbers; without arguments, those of no numbers.
 
-    The sums are of the values themselves, not of their distances from the mean: so they add up,
-    and what is computed from their differences loses digits where the mean is far from zero.
+    The sums are of the values themselves, not of their distances from the mean, so they add up.
+    Formulas with their differences lose digits where the mean is far from zero.
 
     Attributes:
-        count: All elements, those that are not finite included.
-        nan_count: Elements that are NaN.
-        positive_inf_count: Elements that are ``+inf``.
-        negative_inf_count: Elements that are ``-inf``.
-        zero_count: Elements equal to zero, of either sign; exact.
-        min: Smallest finite value, NaN if there is none.
-        max: Largest finite value, NaN if there is none.
-        sum: Sum of the finite values, added up in float64 like the other sums.
-        sum_squares: Sum of their squares.
-        sum_cubes: Sum of their third powers; NaN if it is not known.
-        sum_fourth_powers: Sum of their fourth powers; NaN if it is not known.
+        count: Number of all elements, including NaN and infinity.
+        zero_count: Number of exact zeros, of either sign.
+        min: Smallest finite value; NaN without any.
+        max: Largest finite value; NaN without any.
+        sum: Sum of the finite values, in float64 like the other sums.
+        sum_cubes: Sum of third powers; NaN if unknown.
+        sum_fourth_powers: Sum of fourth powers; NaN if unknown.
     """
 
     count: int = 0
@@ -162,11 +158,11 @@ class Moments:
 
 @_unwarned
 def merge_figures(columns: NDArray[Any], starts: NDArray[np.intp]) -> NDArray[Any]:
-    """The fields :data:`FIGURES` over groups of rows, from those over rows; others are zero.
+    """Merge the fields :data:`FIGURES` over groups of rows; other fields are zero.
 
     Args:
-        columns: ``[rows]``; those of a group lie together.
-        starts: Where each group begins, ``[groups]``, ascending; none is empty.
+        columns: ``[rows]``; the rows of a group are adjacent.
+        starts: First row of each group, ``[groups]``, ascending; no group is empty.
     """
     merged = np.zeros(len(starts), columns.dtype)
     reductions = {"min": np.fmin, "max": np.fmax}
@@ -181,7 +177,7 @@ def merge_figures(columns: NDArray[Any], starts: NDArray[np.intp]) -> NDArray[An
 
 
 def _sum(parts: list[float]) -> float:
-    """The correctly rounded sum, so that the order of merging does not matter."""
+    """Return the correctly rounded sum, so that the order of merging does not matter."""
     try:
         return fsum(parts)
     except (OverflowError, ValueError):  # beyond float64, or infinities of both signs

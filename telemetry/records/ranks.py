@@ -1,4 +1,4 @@
-"""What only a record of several ranks shows: how far apart they are, and which differ."""
+"""Facts of a merged record: how far ranks are apart, and which ones differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from telemetry.records.tensor import Output
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The smallest and largest other than NaN of what ranks have, and the lowest that has each."""
+    """Smallest and largest value over ranks, without NaN, and the lowest rank with each."""
 
     low: float
     low_rank: int
@@ -23,9 +23,8 @@ class Divergence:
     """A parameter that should be equal on several ranks and is not.
 
     Attributes:
-        rank, other: The lowest rank whose parameter differs, and one that has what most have.
-        declared: Whether a ``DTensor`` or DDP says that they are copies; else they may be anything
-            of the same name.
+        rank, other: Lowest rank whose parameter differs, and a rank of the majority.
+        declared: Whether a ``DTensor`` or DDP declares them as copies; else only the name is equal.
     """
 
     parameter: str
@@ -36,24 +35,24 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What only a record of several ranks shows.
+    """Facts of a merged record of several ranks.
 
     Attributes:
-        size: How many ranks train together.
-        held: Which of them this record holds.
-        measured: Which of these measured the step in full.
-        hosts: Names of the ranks' hosts, as far as known.
-        scalars: Of what the user logged.
-        step_s: Of the seconds from the step before to this one; None if not known.
-        activation_rms: Of the root mean square of what each module returned on each rank.
-        activation_grad_rms: Of that of its gradient.
+        size: Number of ranks that train together.
+        held: Ranks that are merged in this record.
+        measured: Ranks for which it is a full step.
+        hosts: Known names of the ranks' hosts.
+        scalars: Spread of logged scalars.
+        step_s: Spread of the seconds since the step before; None if unknown.
+        activation_rms: Spread of each module's activation RMS.
+        activation_grad_rms: Spread of its gradient's RMS.
         diverged: Parameters that differ; at full steps.
-        same_batch: Most ranks that were given the same, though each should be given something else;
-            one alone is no fault. Empty if that is not known.
-        nonfinite: How many ranks hold NaN or infinity of their own: in their loss, their outputs or
-            their parameters. What a collective has spread is not their own.
-        first_nonfinite: The lowest of them, and where, in words.
-        not_known: Tensors of which each rank holds an addend, so nothing is known of the sum.
+        same_batch: Largest group of ranks that received the same batch, though each should receive
+            another one; empty if unknown.
+        nonfinite: Number of ranks with NaN or infinity that no collective has spread: in their
+            loss, outputs or parameters.
+        first_nonfinite: Lowest of these ranks, and the location as a text.
+        not_known: Tensors of which each rank has an addend of an unknown sum.
     """
 
     size: int
@@ -72,9 +71,9 @@ class RankFacts:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks whose measurements are not in the record."""
+        """Ranks that are not merged in this record."""
         return tuple(sorted(set(range(self.size)) - self.held))
 
     def called(self, rank: int) -> str:
-        """A rank with its host, for a message."""
+        """Return a rank with its host, for a message."""
         return f"rank {rank} ({self.hosts[rank]})" if rank in self.hosts else f"rank {rank}"

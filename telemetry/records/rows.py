@@ -1,7 +1,7 @@
-"""What was measured of many tensors, as columns: each tensor is a row.
+"""Measurements of many tensors as columns; each tensor is a row.
 
-The bytes that :meth:`Rows.decode` takes are the one format in which processors and accelerators
-hand over what they have measured.
+Processors and accelerators submit measurements in one format: the bytes that :meth:`Rows.decode`
+takes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from telemetry.records.moments import (
     std_of,
 )
 
-# Of each tensor the figures of :class:`~telemetry.records.moments.Moments`, how many tensors it
-# stands for, and how many buckets and units it has.
+# Figures of :class:`~telemetry.records.moments.Moments` of each row, and its numbers of merged
+# tensors, buckets and units.
 COLUMNS = np.dtype(
     [(name, "i8") for name in COUNTS]
     + [(name, "f8") for name in (*EXTREMES, *POWER_SUMS)]
     + [(name, "i8") for name in ("calls", "bucket_count", "unit_count")]
 )
-# The same as it is handed over, of one tensor: in the place of ``calls`` -1 if the pairs count all
-# finite values, else how many of those that are not zero they count, for a sample.
+# The same for one submitted tensor. Instead of ``calls`` it has ``sampled``: -1 if the pairs count
+# all finite values; for a sample, the number of values other than zero that they count.
 HEAD = np.dtype([(name.replace("calls", "sampled"), COLUMNS[name]) for name in COLUMNS.names or ()])
-# A bucket that is not empty, see :func:`~telemetry.records.buckets.bucket_indices`, and how many
-# values are in it. Those of a tensor ascend. In a sample, the zeros of the head stand for bucket 0.
+# Filled bucket, see :func:`~telemetry.records.buckets.bucket_indices`, and its number of values.
+# Buckets of a tensor ascend. In a sample, the zeros of the head are the count of bucket 0.
 PAIR = np.dtype([("count", "u4"), ("bucket", "i2"), ("", "V2")])
-# Smallest and largest value of a unit; NaN if it has one.
+# Smallest and largest value of a unit; NaN if the unit has one.
 UNIT = np.dtype(("f4", 2))
-# Of one without values, or that was left out: the smallest is above the largest.
+# Unit without values, or omitted: the smallest is above the largest.
 NO_VALUES = np.array([np.inf, -np.inf], np.float32)
 
 Column = NDArray[Any]
@@ -49,18 +49,17 @@ _Bytes = bytes | bytearray
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What was measured of some tensors.
+    """Measurements of some tensors.
 
     Each column is an attribute, int64 or float64 ``[rows]``: the figures of
-    :class:`~telemetry.records.moments.Moments`; ``calls``, how many tensors a row stands for;
-    ``bucket_count`` and ``unit_count``, how many buckets hold anything and how many units were
-    told apart.
+    :class:`~telemetry.records.moments.Moments`; ``calls``, the number of merged tensors;
+    ``bucket_count`` and ``unit_count``, the numbers of filled buckets and of units.
 
     Attributes:
-        columns: All of them, :data:`COLUMNS` ``[rows]``.
-        buckets: Those that hold anything, row after row and ascending in each, int16.
-        counts: Finite values in each of them, float64; fractional where a sample was scaled up.
-        units: Smallest and largest value of each, row after row, float32 ``[..., 2]``.
+        columns: All columns, :data:`COLUMNS` ``[rows]``.
+        buckets: Filled buckets, row after row and ascending in each, int16.
+        counts: Finite values in each bucket, float64; fractional if a sample was scaled up.
+        units: Smallest and largest value of each unit, row after row, float32 ``[..., 2]``.
     """
 
     columns: NDArray[Any]
@@ -79,7 +78,7 @@ class Rows:
 
     @staticmethod
     def decode(heads: _Bytes, pairs: _Bytes, units: _Bytes) -> Rows:
-        """Rows of :data:`HEAD`, with their :data:`PAIR` and :data:`UNIT` one after the other."""
+        """Return the rows of :data:`HEAD`, with their :data:`PAIR` and :data:`UNIT` items."""
         columns, pair = np.frombuffer(heads, COLUMNS).copy(), np.frombuffer(pairs, PAIR)
         counts, sampled = pair["count"].astype(np.float64), columns["calls"].copy()
         columns["calls"] = 1
@@ -95,7 +94,7 @@ class Rows:
         return rows
 
     def encode(self) -> tuple[bytes, bytes, bytes]:
-        """What :meth:`decode` takes, of rows whose counts are whole numbers below 2^32."""
+        """Return the arguments of :meth:`decode`; counts must be whole numbers below 2^32."""
         head, pair = self.columns.view(HEAD).copy(), np.zeros(len(self.buckets), PAIR)
         head["sampled"] = -1
         pair["bucket"], pair["count"] = self.buckets, self.counts
@@ -103,9 +102,9 @@ class Rows:
 
     @staticmethod
     def of(histograms: Sequence[Any], calls: Sequence[int] = (), units: Any = ()) -> Rows:
-        """One for each :class:`~telemetry.records.sketch.Sketch`, of one call if not given.
+        """Return a row for each :class:`~telemetry.records.sketch.Sketch`, by default of one call.
 
-        ``units`` are of each the extremes of its units, float32 ``[units, 2]``; None: it has none.
+        ``units`` holds each one's extremes, float32 ``[units, 2]``, or None.
         """
         none = np.empty((0, 2), np.float32)
         units = [none if one is None else one for one in units or [None] * len(histograms)]
@@ -124,7 +123,7 @@ class Rows:
 
     @staticmethod
     def concatenate(parts: Sequence[Rows]) -> Rows:
-        """The rows of all, one after the other; at least one part."""
+        """Return the rows of all parts; at least one part."""
         return Rows(
             np.concatenate([part.columns for part in parts]),
             np.concatenate([part.buckets for part in parts]),
@@ -133,15 +132,15 @@ class Rows:
         )
 
     def moments(self, row: int) -> dict[str, Any]:
-        """The arguments of :class:`~telemetry.records.moments.Moments` for one row."""
+        """Return the arguments of :class:`~telemetry.records.moments.Moments` for one row."""
         return dict(zip(FIGURES, self.columns[row].item(), strict=False))
 
     def span(self, row: int) -> slice:
-        """Where in :attr:`buckets` and :attr:`counts` those of one row are."""
+        """Return the slice of one row in :attr:`buckets` and :attr:`counts`."""
         return slice(self._bucket_ends[row] - self.bucket_count[row], self._bucket_ends[row])
 
     def units_of(self, row: int) -> NDArray[np.float32] | None:
-        """Smallest and largest value of each unit of a row, ``[units, 2]``; None without units."""
+        """Return the extremes of each unit of a row, ``[units, 2]``; None without units."""
         first, end = self._unit_ends[row] - self.unit_count[row], self._unit_ends[row]
         return self.units[first:end] if first < end else None
 
@@ -160,12 +159,11 @@ class Rows:
 
     @cached_property
     def variation(self) -> NDArray[np.float64]:
-        """How far the values lie apart, and not from zero.
+        """Spread of the values, without the part that is constant in each unit.
 
         The standard deviation; or half of each unit's range, as a root mean square over the units,
-        where that is less. No standard deviation of a unit is more (Popoviciu's inequality). So a
-        unit that has the same value for every input, however large, adds nothing. NaN if no value
-        is finite.
+        if that is less. It bounds each unit's standard deviation (Popoviciu's inequality), so a
+        unit with the same value for every input adds nothing. NaN if no value is finite.
         """
         std: NDArray[np.float64] = std_of(self)
         with np.errstate(all="ignore"):
@@ -181,7 +179,7 @@ class Rows:
     # --- other rows -------------------------------------------------------------------------------
 
     def take(self, rows: NDArray[np.intp]) -> Rows:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         if len(rows) == len(self) and (rows == np.arange(len(self))).all():
             return self
         pairs = _places(self._bucket_ends, self.bucket_count, rows)
@@ -189,7 +187,7 @@ class Rows:
         return Rows(self.columns[rows], self.buckets[pairs], self.counts[pairs], self.units[units])
 
     def having(self, units: NDArray[np.float32] | None = None, **columns: Any) -> Rows:
-        """The same with other columns, or other units; then say how many each row has."""
+        """Return a copy with other columns, or other units and their ``unit_count``."""
         changed = replace(self, columns=self.columns.copy())
         for name, column in columns.items():
             changed.columns[name] = column
@@ -200,11 +198,11 @@ class Rows:
 
     @np.errstate(invalid="ignore")  # of NaN
     def merged(self, places: NDArray[np.int64], size: int) -> Rows:
-        """Rows as if all tensors of a place had been one; units only if each has as many.
+        """Merge rows, as if their tensors had been one; units only if their numbers are equal.
 
         Args:
-            places: Which of the new rows each becomes part of, ``[rows]``; left out if negative.
-            size: How many there are; each has a part.
+            places: Index of each row's new row, ``[rows]``; negative: omitted.
+            size: Number of new rows; each has a part.
         """
         kept = np.flatnonzero(places >= 0)
         order = kept[np.argsort(places[kept], kind="stable")]
@@ -226,7 +224,7 @@ class Rows:
         return Rows(columns, buckets, counts, units)
 
     def _merged_units(self, order: Column, groups: Column, starts: Column) -> tuple[Column, Column]:
-        """How many units groups of rows have, and these; none where numbers differ."""
+        """Return the numbers of units and the units of groups; none where numbers differ."""
         counts = self.unit_count[order]
         sizes = counts[starts]
         sizes = np.where(np.maximum.reduceat(counts, starts) == sizes, sizes, 0)
@@ -243,10 +241,10 @@ class Rows:
         return sizes, units
 
     def scaled(self, factors: NDArray[np.float64]) -> Rows:
-        """As if all elements of each row had been multiplied by its positive, finite factor.
+        """Return the rows of all elements times each row's positive, finite factor.
 
-        Counts are exact if a factor is a power of two, and else up to half a bucket off; values
-        that leave or enter the range of normal float32 numbers stay in the outermost buckets.
+        Counts are exact if the factor is a power of two, else up to half a bucket off. Values that
+        leave or enter the range of normal float32 numbers stay in the outermost buckets.
         """
         shifts = np.rint(BUCKETS_PER_OCTAVE * np.log2(factors)).astype(np.int64)
         moved = np.abs(self.buckets.astype(np.int64)) + shifts.repeat(self.bucket_count)
@@ -265,7 +263,7 @@ class Rows:
 
 
 def _places(ends: Column, sizes: Column, rows: Column) -> Any:
-    """Where the items of these rows are, of which each row has ``sizes``; an index."""
+    """Return an index of the items of these rows; row ``i`` of all has ``sizes[i]`` items."""
     taken = sizes[rows]
     begins = ends[rows] - taken
     if len(rows) and (begins[1:] == ends[rows[:-1]]).all():  # they lie side by side
@@ -277,7 +275,7 @@ def _places(ends: Column, sizes: Column, rows: Column) -> Any:
 def _added(
     rows: Column, buckets: Column, counts: Column, size: int
 ) -> tuple[Column, Column, Column]:
-    """Row and bucket of each pair that occurs, ascending, and the sum of its counts."""
+    """Return row and bucket of each pair that occurs, ascending, and the sum of its counts."""
     low, high = np.full(size, LAST_BUCKET), np.full(size, -LAST_BUCKET - 1)
     buckets = buckets.astype(np.int64)
     np.minimum.at(low, rows, buckets)

@@ -1,4 +1,4 @@
-"""A mergeable histogram over logarithmic buckets, with exact moments beside it."""
+"""Mergeable histogram over logarithmic buckets, with exact moments."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from telemetry.records.rows import Rows
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sketch(Moments):
-    """What is kept of a tensor's values; sketches of several tensors can be merged.
+    """Summary of a tensor's values; sketches of several tensors can be merged.
 
     Attributes:
-        buckets: The buckets that hold anything, ascending, int16, shape ``[k]``. Bucket ``b > 0``
-            holds ``E[b] <= x < E[b + 1]`` with ``E = edges()``, ``b < 0`` its mirror image, and 0
-            what lies within ``±E[1]``. The outermost hold whatever finite lies beyond them.
-        counts: Finite values in each of them, float64, shape ``[k]``; they add up to
-            ``finite_count``. Fractional where only a sample was counted and scaled up.
+        buckets: Filled buckets, ascending, int16, shape ``[k]``. Bucket ``b > 0`` holds
+            ``E[b] <= x < E[b + 1]`` with ``E = edges()``, ``b < 0`` its mirror image, and 0 values
+            within ``±E[1]``. The outermost include all finite values beyond them.
+        counts: Finite values in each bucket, float64, shape ``[k]``; their sum is
+            ``finite_count``. Fractional if a sample was scaled up.
     """
 
     buckets: NDArray[np.int16]
@@ -32,20 +32,20 @@ class Sketch(Moments):
 
     @staticmethod
     def of_row(rows: Rows, row: int) -> Sketch:
-        """That of one of several tensors."""
+        """Return the sketch of one row."""
         some = rows.span(row)
         return Sketch(**rows.moments(row), buckets=rows.buckets[some], counts=rows.counts[some])
 
     @staticmethod
     def empty() -> Sketch:
-        """The sketch of no elements; merging with it changes nothing."""
+        """Return the sketch of no elements; merging with it changes nothing."""
         return Sketch(buckets=np.empty(0, np.int16), counts=np.empty(0, np.float64))
 
     def quantile(self, q: float) -> float:
-        """The finite value that a share ``q`` of the finite values does not exceed.
+        """Return the finite value that a share ``q`` of the finite values does not exceed.
 
-        It lies in the same bucket as the exact one (NumPy's ``inverted_cdf``), at most 12.5 % from
-        it for numbers of 1.3e-38 and more. ``q=0`` and ``q=1`` give the extremes. Values within
+        It is in the same bucket as the exact quantile (NumPy's ``inverted_cdf``), at most 12.5 %
+        from it for numbers of 1.3e-38 and more. ``q=0`` and ``q=1`` return the extremes. Values in
         bucket 0 count as 0.
 
         Raises:
@@ -70,35 +70,35 @@ class Sketch(Moments):
         return min(max(value, self.min), self.max)
 
     def scaled(self, factor: float) -> Sketch:
-        """The sketch of the values times a positive, finite factor.
+        """Return the sketch of the values times a positive, finite factor.
 
         See :meth:`telemetry.records.rows.Rows.scaled`.
         """
         return Sketch.of_row(Rows.of([self]).scaled(np.array([factor])), 0)
 
     def merge(self, other: Sketch) -> Sketch:
-        """The sketch of both tensors' values together."""
+        """Return the sketch of both tensors' values."""
         return Sketch.merge_all((self, other))
 
     @staticmethod
     def merge_all(sketches: Iterable[Sketch]) -> Sketch:
-        """The sketch of all these tensors' values together; of no elements if there are none."""
+        """Return the sketch of all these tensors' values."""
         rows = Rows.of([*sketches] or [Sketch.empty()])
         return Sketch.of_row(rows.merged(np.zeros(len(rows), np.int64), 1), 0)
 
     def histogram(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """Left edges, right edges and counts, ascending and without gaps, for plots.
+        """Return left edges, right edges and counts, ascending and without gaps, for plots.
 
-        The outer edges are the exact minimum and maximum. Where buckets between two filled ones
-        hold nothing, one empty bucket stands for them all. Three empty arrays if there is no finite
-        value; a bucket of no width if all are equal.
+        The outer edges are the exact minimum and maximum. One empty bucket represents all between
+        two filled ones. Without a finite value the arrays are empty; if all values are equal, the
+        bucket has no width.
         """
         left, right = limits(self.buckets)
         if not left.size:
             return left, right, self.counts
         left[0], right[-1] = self.min, self.max
         ends_before_gap = left[1:] > right[:-1]
-        # Where each bucket goes; numpy.insert takes ten times as long.
+        # Index of each bucket in the result; numpy.insert takes ten times as long.
         places = np.arange(left.size)
         places[1:] += np.cumsum(ends_before_gap)
         gaps = places[:-1][ends_before_gap] + 1
@@ -110,7 +110,7 @@ class Sketch(Moments):
 
 
 def sketch_array(x: NDArray[Any]) -> Sketch:
-    """The sketch of a NumPy array of any numeric dtype and shape, in float64 throughout.
+    """Return the sketch of a NumPy array of any numeric dtype and shape, in float64 throughout.
 
     Complex numbers count with their absolute value.
 

@@ -1,4 +1,4 @@
-"""Everything that was measured at one training step, and the names and order of it: the layout."""
+"""Record of one training step, and its layout: names and order of modules and parameters."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ class Module:
 
 
 def is_inside(name: str, module_name: str) -> bool:
-    """Whether a name is that of a module or of a part of it; the root has all names inside."""
+    """Whether a name belongs to a module or to a part of it; all names belong to the root."""
     return not module_name or f"{name}.".startswith(f"{module_name}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One parameter: its name in ``named_parameters()``, its module, its shape and its type.
+    """One parameter: its name in ``named_parameters()``, its module, shape and dtype.
 
-    ``recorded``: whether it is written; if not, only rules see it.
+    ``recorded``: whether it is written; if not, only rules receive it.
     """
 
     name: str
@@ -86,10 +86,10 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The model as the records see it. Records of one layout share one object.
+    """Modules and parameters of a model. Records of one layout share one object.
 
     Attributes:
-        modules: Modules that are watched or own a parameter, in forward order as far as known.
+        modules: Modules that are watched or own a parameter, in forward order if known.
         parameters: In the order of ``named_parameters()``, which is that of
             :attr:`StepRecord.grad_norms`.
     """
@@ -99,12 +99,12 @@ class Layout:
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Place of each module in the forward order, by name."""
+        """Index of each module in forward order, by name."""
         return {module.name: index for index, module in enumerate(self.modules)}
 
     @cached_property
     def parameter_position(self) -> Mapping[str, int]:
-        """Place of each parameter, by name."""
+        """Index of each parameter, by name."""
         return {parameter.name: index for index, parameter in enumerate(self.parameters)}
 
     @cached_property
@@ -114,13 +114,13 @@ class Layout:
 
     @cached_property
     def owners(self) -> NDArray[np.intp]:
-        """For each parameter the index of its module, shape ``[parameters]``."""
+        """Index of each parameter's module, shape ``[parameters]``."""
         positions = [self.position[parameter.module_name] for parameter in self.parameters]
         return np.array(positions, dtype=np.intp)
 
     @cached_property
     def owned(self) -> Sequence[Sequence[int]]:
-        """For each module the indices of its own parameters."""
+        """Indices of each module's own parameters."""
         owned: list[list[int]] = [[] for _ in self.modules]
         for index, owner in enumerate(self.owners.tolist()):
             owned[owner].append(index)
@@ -148,7 +148,7 @@ class Layout:
 
     @cached_property
     def recorded(self) -> Layout:
-        """What of it is written; itself if that is all."""
+        """Layout of the modules and parameters that are written; may be this object."""
         modules = tuple([module for module in self.modules if module.recorded])
         parameters = tuple([parameter for parameter in self.parameters if parameter.recorded])
         if (len(modules), len(parameters)) == (len(self.modules), len(self.parameters)):
@@ -156,14 +156,14 @@ class Layout:
         return Layout(modules=modules, parameters=parameters)
 
 
-# What a record says of each parameter at full steps, as arrays.
+# Arrays over parameters that only full steps have.
 OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 
 Value = TypeVar("Value")
 
 
 class lazy(Generic[Value]):  # noqa: N801 - used like a function
-    """As ``cached_property``, which before Python 3.12 takes a lock."""
+    """Replacement of ``cached_property``, which before Python 3.12 acquires a lock."""
 
     def __init__(self, of: Callable[[Any], Value]) -> None:
         self._of, self._name, self.__doc__ = of, of.__name__, of.__doc__
@@ -176,49 +176,47 @@ class lazy(Generic[Value]):  # noqa: N801 - used like a function
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepRecord:
-    """Everything that was measured at one optimizer step.
+    """Measurements of one optimizer step.
 
     Attributes:
         step: Optimizer steps completed before this one, from 0.
-        wall_time: When the step ended, seconds since the epoch.
-        layout: Names and order of what follows.
+        wall_time: End of the step, seconds since the epoch.
+        layout: Names and order of modules and parameters.
         grad_norms: L2 norm of each parameter's gradient as the optimizer used it, float64, shape
             ``[parameters]``; 0 where there was none.
         grad_present: Whether the parameter had a gradient, bool, shape ``[parameters]``.
         grad_finite: Whether all elements of the gradient were finite, bool, shape ``[parameters]``.
-        phase: Name of a part of the run that is not training, such as ``validation``; then only
-            activations and pictures were measured. Empty for a step of training.
-        learning_rates: Of each parameter group; of several optimizers, in the order in which they
-            first stepped.
-        scalars: What the user logged for this step, by name.
-        loss_tag: Which of them is the loss; None: see :func:`telemetry.records.loss.loss_among`.
-        losses_between: Step and value of each loss that was logged since the record before this
-            one, of steps that have no record.
+        phase: Name of a part of the run that is not training, such as ``validation``, with
+            activations and pictures only. Empty for a training step.
+        learning_rates: Rate of each parameter group; optimizers in the order of their first steps.
+        scalars: Scalars that the user logged for this step, by tag.
+        loss_tag: Tag of the loss; None: see :func:`telemetry.records.loss.loss_among`.
+        losses_between: Step and value of each logged loss of the steps without a record since the
+            last one.
         loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
-        skipped_steps: Steps that a ``GradScaler`` has skipped so far.
+        skipped_steps: Number of steps that a ``GradScaler`` has skipped up to now.
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
             gradients are not finite by design.
         eval_mode: Whether the model was in evaluation mode when the optimizer stepped.
-        full: Whether what follows was measured at this step.
-        trainable: For each parameter whether it requires a gradient, bool, shape ``[parameters]``;
-            like all that follows empty if the step is not full.
-        reached: Whether it had one, even if no optimizer holds the parameter, likewise.
-        held: Whether an optimizer that stepped holds it, likewise.
-        groups: For each parameter the index of its group in ``learning_rates``, int64, shape
-            ``[parameters]``; -1 if that is not known.
-        fingerprints: A number for each tensor that the model was given, of any type and in their
-            order; it is the same for the same values.
-        examples: Length of the first tensor that the model was given, in all forward passes of the
-            step together; 0 if it was not called or given none.
+        full: Whether this is a full step. On other steps, all attributes below are empty.
+        trainable: Whether each parameter requires a gradient, bool, shape ``[parameters]``.
+        reached: Whether it had one, even without an optimizer, same dtype and shape.
+        held: Whether an optimizer that stepped holds it, same dtype and shape.
+        groups: Index of each parameter's group in ``learning_rates``, int64, shape
+            ``[parameters]``; -1 if unknown.
+        fingerprints: Number that depends on the values, for each input tensor of the model.
+        examples: Length of the model's first input tensor, summed over the forward passes of the
+            step; 0 without one.
         total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
-        clipped_fraction: Share of all full steps so far at which clipping reduced it.
-        nan_buffers: Buffers that hold a NaN, by their names in ``named_buffers()``. Also on steps
-            that are not full, if a gradient is not finite and on the CPU.
-        nonfinite_parameters: Parameters that held a NaN or Inf before the step; likewise.
-        inputs: What the model was given, all its floating-point tensors together, by an empty name.
-            If the first watched module was given something else, or the model itself was not
-            called, also the input of that module, by its name.
-        outputs: Every tensor that each watched module returned, in forward order.
+        clipped_fraction: Share of all full steps up to now at which clipping reduced it.
+        nan_buffers: Buffers with a NaN, by their names in ``named_buffers()``. Also on other
+            steps, if a gradient on the CPU is not finite.
+        nonfinite_parameters: Parameters with NaN or infinity before the step. Also on other steps,
+            if a gradient on the CPU is not finite.
+        inputs: Floating-point input tensors of the model, merged, by an empty name. If the first
+            watched module received another input, or the model was not called, also the input of
+            that module, by its name.
+        outputs: Tensors that each watched module returned, in forward order.
         output_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.
         weights: Parameters before the step, by parameter name.
@@ -227,11 +225,11 @@ class StepRecord:
         update_ratios: ``||after - before|| / ||before||`` by parameter name.
         feature_maps: Pictures of convolutions' outputs, uint8 ``[height, width, 3]``, by module
             name.
-        filters: Pictures of convolutions' weights, likewise.
-        input: A picture of the batch that the model was given, likewise.
+        filters: Pictures of convolutions' weights, same format.
+        input: Picture of the model's input batch, same format.
         random_states: States of torch's generators at the start of the step, by device, as
-            ``torch.get_rng_state()`` gives them.
-        ranks: What only several ranks show; None if this is the record of one.
+            ``torch.get_rng_state()`` returns them.
+        ranks: Facts of several ranks; None for a record of one rank.
     """
 
     step: int
@@ -274,7 +272,7 @@ class StepRecord:
     ranks: RankFacts | None = None
 
     def recorded(self) -> StepRecord:
-        """What of it is written; totals are those of all parameters."""
+        """Return the part that is written; totals are those of all parameters."""
         layout = self.layout.recorded
         if layout is self.layout:
             return self
@@ -293,7 +291,7 @@ class StepRecord:
 
     @lazy
     def activations(self) -> Tensors[str]:
-        """The first output of each watched module that ran, in forward order, by module name."""
+        """First output of each watched module that ran, in forward order, by module name."""
         return _first_of_each(self.outputs)
 
     @lazy
@@ -328,30 +326,30 @@ class StepRecord:
 
     @lazy
     def owner_grad_norms(self) -> NDArray[np.float64]:
-        """Those of the modules that own parameters, shape ``[owners]``."""
+        """Gradient norms of the modules that own parameters, shape ``[owners]``."""
         norms: NDArray[np.float64] = self.module_grad_norms[self.layout.owning]
         return norms
 
     @lazy
     def owner_grad_levels(self) -> NDArray[np.float64]:
-        """log10 of those; minus infinity where there is no gradient."""
+        """log10 of :attr:`owner_grad_norms`; minus infinity without a gradient."""
         with np.errstate(divide="ignore"):
             return np.log10(self.owner_grad_norms)
 
     @lazy
     def loss(self) -> float | None:
-        """The loss among the scalars, if it was logged for this step."""
+        """Loss among the scalars, if it was logged for this step."""
         return loss_of(self.scalars, self.loss_tag)
 
 
 class ClippedFraction:
-    """At which share of a run's full steps clipping has reduced the gradients' norm."""
+    """Share of a run's full steps at which clipping reduced the gradients' norm."""
 
     def __init__(self) -> None:
         self._full = self._clipped = 0
 
     def after(self, before: float | None, norm: float) -> float | None:
-        """With one more step, of which the norm was ``before`` and then ``norm``; None: unknown."""
+        """Add a step with the norm ``before`` and after clipping; return the share, or None."""
         if before is None:
             return None
         self._full += 1
@@ -361,13 +359,13 @@ class ClippedFraction:
 
 
 def loss_of(scalars: Mapping[str, float], tag: str | None) -> float | None:
-    """The loss among scalars: that of this tag, or without one, what looks like it."""
+    """Return the loss among scalars: that of this tag, or without one, the most likely."""
     tag = loss_among(scalars) if tag is None else tag
     return None if tag is None else scalars.get(tag)
 
 
 def once(of: Callable[[StepRecord], Value]) -> Callable[[StepRecord], Value]:
-    """Computes a function of a record once for each, however many ask."""
+    """Cache a function of a record."""
     known: WeakKeyDictionary[StepRecord, Value] = WeakKeyDictionary()
 
     @wraps(of)

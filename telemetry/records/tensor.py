@@ -1,4 +1,4 @@
-"""What was in one tensor during one step: histogram, exact moments, extremes of units."""
+"""Record of one tensor during one step: histogram, exact moments, extremes of units."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Name = TypeVar("Name")
 
 
 class Output(NamedTuple):
-    """Which of the tensors that a module returned.
+    """One of the tensors that a module returned.
 
-    As a string it is ``rnn`` for the first and ``rnn[1]`` for the second. The string is for people,
-    not for parsing, because a module may be called ``rnn[1]``, too.
+    The string is ``rnn`` for the first and ``rnn[1]`` for the second. It must not be parsed:
+    a module may be called ``rnn[1]``, too.
 
     Attributes:
-        module_name: As in ``named_modules()``.
+        module_name: Name in ``named_modules()``.
         place: Index of the tensor among those returned, from 0.
     """
 
@@ -34,7 +34,7 @@ class Output(NamedTuple):
 
 
 class TensorRecord:
-    """What was in one tensor during one step, all its calls and micro-batches together."""
+    """Record of one tensor during one step; all its calls and micro-batches are merged."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TensorRecord:
 
     @staticmethod
     def of_row(rows: Rows, row: int) -> TensorRecord:
-        """One of several tensors."""
+        """Return the record of one row."""
         record = TensorRecord.__new__(TensorRecord)
         record.rows, record.row = rows, row
         return record
@@ -62,7 +62,7 @@ class TensorRecord:
 
     @property
     def calls(self) -> int:
-        """Number of tensors; of very many only the first few of each module are merged."""
+        """Number of tensors; if there are very many, only the first few are merged."""
         return int(self.rows.calls[self.row])
 
     @property
@@ -76,13 +76,13 @@ class TensorRecord:
 
     @property
     def unit_max(self) -> NDArray[np.float32] | None:
-        """Largest value of each unit, likewise."""
+        """Largest value of each unit, like :attr:`unit_min`."""
         units = self.rows.units_of(self.row)
         return None if units is None else units[:, 1]
 
     @property
     def zero_units(self) -> NDArray[np.bool_] | None:
-        """Which units were always zero; None if the tensor has no units."""
+        """Whether each unit was always zero; None if the tensor has no units."""
         units = self.rows.units_of(self.row)
         return None if units is None else (units == 0).all(axis=1)
 
@@ -100,12 +100,12 @@ class TensorRecord:
 def figures_of(
     tensors: Mapping[Name, TensorRecord], formula: Callable[[Rows], NDArray[Any]]
 ) -> dict[Name, float]:
-    """A figure of each tensor by its name; ``formula`` computes it for all rows."""
+    """Return a figure of each tensor by its name; ``formula`` computes it for all rows."""
     return dict(zip(tensors, formula(Tensors.of(tensors).rows).tolist(), strict=True))
 
 
 def bad_among(tensors: Mapping[Name, TensorRecord]) -> list[Name]:
-    """Names of the tensors that hold more than the ``-inf`` of a mask: NaN or ``+inf``."""
+    """Return the names of tensors with NaN or ``+inf``, but not those with masks of ``-inf``."""
     if not tensors:  # as at most steps
         return []
     bad = figures_of(tensors, lambda rows: rows.nan_count + rows.positive_inf_count)
@@ -113,7 +113,7 @@ def bad_among(tensors: Mapping[Name, TensorRecord]) -> list[Name]:
 
 
 class Tensors(Mapping[Name, TensorRecord]):
-    """Tensors of one kind by their names: rows, of which each becomes a record when asked for."""
+    """Rows of one kind of tensors by name; records are made on access."""
 
     def __init__(self, names: Sequence[Name], rows: Rows) -> None:
         self.rows = rows  # in the order of the names
@@ -122,18 +122,18 @@ class Tensors(Mapping[Name, TensorRecord]):
 
     @staticmethod
     def of(records: Mapping[Any, TensorRecord]) -> Tensors[Any]:
-        """The same tensors as rows."""
+        """Return the same tensors as rows."""
         if isinstance(records, Tensors):
             return records
         parts = [record.rows.take(np.array([record.row])) for record in records.values()]
         return Tensors(tuple(records), Rows.concatenate([Rows.of(()), *parts]))
 
     def row(self, name: Name) -> int | None:
-        """Which row is that of a name; None: it was not measured."""
+        """Return the row of a name; None if it was not measured."""
         return self._rows.get(name)
 
     def only(self, names: Collection[Name]) -> Tensors[Name]:
-        """Those with one of these names."""
+        """Return the tensors with one of these names."""
         found = {name: row for name, row in self._rows.items() if name in names}
         return Tensors([*found], self.rows.take(np.array([*found.values()], np.intp)))
 

@@ -1,7 +1,7 @@
-"""The curves of the run as a whole, which are no statistics of layers, and charts of them.
+"""Curves of the whole run, and their charts.
 
-Learning rates, times of steps, quantiles of statistics over all layers, and what only several
-ranks have: who is the slowest, and how far what they log is apart.
+Learning rates, times of steps, quantiles of statistics over all layers, and for several ranks the
+slowest one and the spread of logged scalars.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from telemetry.tag_names import RUN, plain
 
 
 class LearningRates:
-    """Chooses which points of the curves to write. A full step has one point of each curve.
+    """Selects the points of the curves. A full step has one point of each curve.
 
     TensorBoard joins points by straight lines. When a rate changes, the step before gets a point
     with the old rate, so that the jump is drawn as a jump.
@@ -32,7 +32,7 @@ class LearningRates:
         self._drawn: dict[int, int] = {}  # step of each curve's last point
 
     def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
-        """Points for the step before, whose rates end with it. Call this before :meth:`values_of`.
+        """Return late points of the step before; call this before :meth:`values_of`.
 
         Returns:
             Step, wall time and values of an event to write first.
@@ -47,7 +47,7 @@ class LearningRates:
         return self._step, self._wall_time, late
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
-        """The values to write in an event with the record's step."""
+        """Yield the values to write in an event with the record's step."""
         if not record.learning_rates:
             return
         changed = range(len(record.learning_rates)) if record.full else self._changed(record)
@@ -58,7 +58,7 @@ class LearningRates:
             yield _value(group, record.learning_rates[group])
 
     def _changed(self, record: StepRecord) -> Sequence[int]:
-        """Groups whose rate differs from that of the step before."""
+        """Return the groups whose rate differs from that of the step before."""
         before, now = self._rates, record.learning_rates
         if now == before:
             return ()
@@ -74,11 +74,9 @@ def _value(group: int, rate: float) -> bytes:
 
 
 class StepTimes:
-    """Takes the time from step to step, of which each full step has a point: the mean of those
-    since the last point, measured in full or not.
+    """Mean time from step to step since the last full step; a full step has a point.
 
-    What lies between two steps counts, such as waiting for data, but not where a phase ran: that is
-    not training.
+    Time between two steps counts, such as waiting for data. Intervals with a phase do not.
     """
 
     def __init__(self) -> None:
@@ -87,14 +85,14 @@ class StepTimes:
         self._steps, self._taken_s = 0, 0.0
 
     def pause(self) -> None:
-        """The time until the next step does not count."""
+        """Exclude the time until the next step."""
         if self._begun is not None:
             self._steps += self._last[0] - self._begun[0]
             self._taken_s += self._last[1] - self._begun[1]
             self._begun = None
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
-        """``~run/time/step_s`` of a full step, and ``examples_per_s`` where its batch is known."""
+        """Yield ``~run/time/step_s`` of a full step, and ``examples_per_s`` of a known batch."""
         if record.phase:
             self.pause()
             return
@@ -117,10 +115,8 @@ class StepTimes:
 
 QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
 
-# The statistics whose quantiles over all layers are curves, by the name in their tags.
-#
-# Where magnitudes matter, the curves are of log10: TensorBoard's charts have a linear axis, on
-# which all small gradients look alike.
+# Statistics whose quantiles over all layers are curves, by the name in their tags. Where magnitudes
+# matter, the curves are of log10, because TensorBoard's charts have a linear axis.
 DEPTH_CURVES: Mapping[str, Statistic] = {
     f"log10_{statistic.name}" if statistic.log else statistic.name: statistic
     for statistic in STATISTICS
@@ -129,10 +125,9 @@ DEPTH_CURVES: Mapping[str, Statistic] = {
 
 
 def depth_values(record: StepRecord) -> Iterator[bytes]:
-    """``~run/depth/<name>/p05``, ``median`` and ``p95`` of a full step.
+    """Yield ``~run/depth/<name>/p05``, ``median`` and ``p95`` of a full step.
 
-    Quantiles are over the finite values of all layers; those of a logarithm, over the positive
-    ones. A statistic without any such value has no points.
+    Quantiles are over the finite values of all layers; for a logarithm, over the positive ones.
     """
     if not record.full or record.phase or record.skipped:
         return
@@ -143,16 +138,16 @@ def depth_values(record: StepRecord) -> Iterator[bytes]:
         if values.size:
             last = values.size - 1
             scaled = np.log10(values) if statistic.log else values
-            # As numpy.quantile, which takes twenty times as long for a few values.
+            # numpy.quantile returns the same and takes twenty times as long for a few values.
             quantiles = np.interp(np.multiply(shares, last), np.arange(last + 1), scaled)
             for quantile, value in zip(QUANTILES, quantiles.tolist(), strict=True):
                 yield summaries.scalar(f"{RUN}depth/{name}/{quantile}", value)
 
 
 def rank_values(facts: RankFacts) -> Iterator[bytes]:
-    """``rank_time/slowest``, in seconds from step to step, and ``rank_spread/<tag>/...``.
+    """Yield ``rank_time/slowest``, in seconds per step, and ``rank_spread/<tag>/...``.
 
-    Nothing of a tag of which all ranks have the same number, or which one alone has logged.
+    A tag that is equal on all ranks, or that one rank alone has logged, has no points.
     """
     if facts.step_s is not None:
         yield summaries.scalar(f"{RUN}rank_time/slowest", facts.step_s.high)
@@ -167,10 +162,10 @@ def rank_values(facts: RankFacts) -> Iterator[bytes]:
 
 
 def custom_scalars_value(loss: str | None = None) -> bytes:
-    """The charts of the Custom Scalars dashboard, what to look at first; written once, at step 0.
+    """Return the charts of the Custom Scalars dashboard, to write once, at step 0.
 
-    TensorBoard merges the charts of all runs by their titles, so tags are patterns that fit every
-    run. ``loss`` is the loss's tag, if the user has named it.
+    TensorBoard merges the charts of all runs by their titles, so tags are patterns that match in
+    every run. ``loss`` is the tag of the loss, if the user has named it.
     """
     losses = [LOSS_TAGS] if loss is None else [f"^{re.escape(loss)}$", LOSS_TAGS]
     charts = layout_pb2.Layout(
@@ -179,7 +174,7 @@ def custom_scalars_value(loss: str | None = None) -> bytes:
                 title="Telemetry",
                 chart=[
                     _curves("Loss", *losses),
-                    _curves("Alerts so far", f"^({RUN})?alerts/count$"),
+                    _curves("Alerts", f"^({RUN})?alerts/count$"),
                     _curves("Seconds per step", f"^{RUN}time/step_s$"),
                     *map(_margins, DEPTH_CURVES),
                 ],

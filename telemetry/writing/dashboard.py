@@ -1,4 +1,4 @@
-"""Puts together everything that a run writes for TensorBoard."""
+"""All values that a run writes for TensorBoard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MARKS = [mark.encode() for mark in (LAYOUT_PREFIX, LOSS_PREFIX, *_SETTINGS)]
 
 
 def needed_in_every_file(values: Iterable[bytes]) -> list[bytes]:
-    """What readers need to understand the others: layouts, loss, charts, hyperparameters."""
+    """Return the values that readers need first: layouts, loss, charts, hyperparameters."""
     return [value for value in values if any(m in value for m in _MARKS) and _is_needed(value)]
 
 
@@ -50,7 +50,7 @@ class Dashboard:
 
     Args:
         pictures: Whether to draw the layers × steps picture from time to time.
-        loss: The loss's tag, if the user has named it.
+        loss: Tag of the loss, if the user has named it.
 
     Attributes:
         rates: Curves of learning rates, which may need a point before a record's own.
@@ -73,11 +73,11 @@ class Dashboard:
         self._alert_count = 0
 
     def first_values(self) -> Sequence[bytes]:
-        """The values to write once, at the beginning of the run."""
+        """Return the values to write at the beginning of the run."""
         return custom_scalars_value(self._loss), self._alert_curve()
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
-        """The values to write in an event with the record's step."""
+        """Yield the values to write in an event with the record's step."""
         if self.page.begins_layout(record):
             yield from self._changes(record)
         yield from tags.values_of(record, self._size_budget)
@@ -91,20 +91,20 @@ class Dashboard:
             yield from self._picture.values_of(record)
 
     def alert_values(self, alert: Alert) -> Sequence[bytes]:
-        """The values to write in an event with the alert's step."""
+        """Return the values to write in an event with the alert's step."""
         number, before = self._alert_count, self._alert_curve()
         self._alert_count += 1
         text, of_page = tags.alert_value(alert, number), self.page.alert_value(alert, number)
         return text, of_page, before, self._alert_curve()  # drawn as a jump
 
     def pending_values(self) -> tuple[int, Sequence[bytes]]:
-        """The values held back so far, and the step of the event that takes them."""
+        """Return the step and the values of an event with all values that were held back."""
         return self.page.last_step, tuple(self.page.pending_values())
 
     def end_values(
         self, exception: BaseException | None, *, scheduled: int, requested: int
     ) -> tuple[int, Sequence[bytes]]:
-        """The values to write when the logger is closed, and the step of their event.
+        """Return the step and the values of the last event.
 
         ``scheduled`` and ``requested`` are numbers of full steps.
         """
@@ -116,22 +116,22 @@ class Dashboard:
         return self.page.last_step, (value, self._alert_curve(), *pictures, *counts)
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
-        """A line that says which layers are others than at the step before, if any are."""
+        """Yield a text with the parameters that changed since the last step, if any did."""
         before = self.page.layout
         if before is None:
             return
         old, new = ({p.name: p.shape for p in one.parameters} for one in (before, record.layout))
-        gone = [name for name in old if name not in new]
+        removed = [name for name in old if name not in new]
         added = [name for name in new if name not in old]
-        # The shape of what is lazy is not known before.
-        other = [name for name in new if old.get(name) and old[name] != new[name]]
-        said = [
+        # A lazy parameter has no shape before.
+        reshaped = [name for name in new if old.get(name) and old[name] != new[name]]
+        changes = [
             f"{what}: {printable(reprlib.repr(names))}"
-            for what, names in (("added", added), ("gone", gone), ("of another shape", other))
+            for what, names in (("added", added), ("removed", removed), ("reshaped", reshaped))
             if names
         ]
-        if said:
-            line = f"The model's parameters changed before step {record.step}; {'; '.join(said)}"
+        if changes:
+            line = f"The model's parameters changed before step {record.step}; {'; '.join(changes)}"
             log.info("telemetry: %s", line)
             yield summaries.text(f"{RUN}layers_changed", line)
 

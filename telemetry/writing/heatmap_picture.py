@@ -1,4 +1,4 @@
-"""The layers × steps picture for TensorBoard's Images tab, without the Telemetry page."""
+"""Picture of layers × steps for TensorBoard's Images tab, without the Telemetry page."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ _PAUSE_S = 10.0
 class HeatmapPicture:
     """Collects the gradient norms of full steps and draws them from time to time.
 
-    It draws when the number of steps has grown by a quarter and ten seconds have passed, so drawing
-    costs little however long and fast the run is, and once more at the end. TensorBoard always
-    keeps the last picture.
+    It draws after 25 % more steps and at least ten seconds, and once more at the end. TensorBoard
+    always keeps the last picture.
     """
 
     def __init__(self, size_budget: SizeBudget | None = None) -> None:
@@ -43,7 +42,7 @@ class HeatmapPicture:
         self._drawn, self._drawn_at_s = 0, 0.0  # full steps in the last picture, and its time
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
-        """Adds a record; yields a picture if one is due."""
+        """Add a record; yield a picture if one is due."""
         if not record.full or record.phase or record.skipped:
             return
         if record.layout is not self._layout:
@@ -55,7 +54,7 @@ class HeatmapPicture:
             yield self._picture()
 
     def last_values(self) -> Iterator[bytes]:
-        """A picture of all steps so far, unless the last one shows them or they are few."""
+        """Yield a picture of all steps, unless the last one shows them or they are few."""
         if self._taken > self._drawn and self._taken >= _FIRST:
             yield self._picture()
 

@@ -1,4 +1,4 @@
-"""Hyperparameters for the HParams dashboard, in the same run as everything else."""
+"""Hyperparameters for the HParams dashboard, in the same run as all other values."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _KINDS = {
 
 
 def values_of(hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str]) -> list[bytes]:
-    """Both of the following values."""
+    """Return the values of :func:`experiment_value` and :func:`session_value`."""
     session = session_value(hyperparameters)
     return [experiment_value(hyperparameters, metrics), session]
 
 
 def session_value(hyperparameters: Mapping[str, Hyperparameter]) -> bytes:
-    """The values of this run, to write once.
+    """Return the hyperparameters of this run, to write once.
 
     Raises:
-        TypeError: They or one of them have another type.
+        TypeError: The mapping or a value has another type.
         ValueError: A name or a string cannot be encoded in UTF-8.
     """
     _check(hyperparameters)
@@ -43,7 +43,7 @@ def session_value(hyperparameters: Mapping[str, Hyperparameter]) -> bytes:
 def experiment_value(
     hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str]
 ) -> bytes:
-    """What the dashboard's table shows, to write once: checked hyperparameters, and scalars.
+    """Return the columns of the dashboard's table, to write once; parameters must be checked.
 
     Raises:
         TypeError: ``metrics`` is a single tag.

@@ -1,4 +1,4 @@
-"""The command that opens a run in TensorBoard."""
+"""Command that opens a run in TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger("telemetry")
 
 
 def command(log_dir: str) -> str:
-    """The command that starts TensorBoard on this run and its neighbors."""
+    """Return the command that starts TensorBoard on this run and its neighbors."""
     folder, run = os.path.split(log_dir.rstrip("/") or "/")
     if not run or folder.endswith(":"):  # "/", or the whole of a bucket
         folder = log_dir
@@ -24,11 +24,10 @@ _logged = False
 
 
 def log_once(log_dir: str) -> None:
-    """Tell once in this process how to open its runs.
+    """Show the command once per process.
 
-    It is logged as INFO where a program shows that. It is printed where nobody has set up logging,
-    as in a notebook or a script, and to a terminal; a program that has chosen a higher level, and a
-    test under pytest, get nothing.
+    It is logged as INFO if that level is enabled. It is printed where logging is not configured, as
+    in a notebook or a script, and to a terminal.
     """
     global _logged
     if _logged or not is_rank_0():

@@ -1,4 +1,4 @@
-"""Turns records and alerts into the Telemetry page's data."""
+"""Values of records and alerts for the Telemetry page."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _BLOCK_S = 0.75
 
 
 class PageWriter:
-    """Turns the records of one run, in the order of their steps, into values of events.
+    """Turns the records of one run, in order of steps, into values of events.
 
-    It collects the gradient norms of steps that are not measured in full, and yields them as one
-    block after 0.75 s. If no step arrives by then, the caller asks for the rest:
-    :meth:`pending_s` says when, :meth:`pending_values` yields it.
+    The gradient norms of other than full steps are collected, and yielded as one block after
+    0.75 s. If no step arrives by then, the caller requests the rest: see :meth:`pending_s` and
+    :meth:`pending_values`.
 
     Args:
         session_id: Id of this data; by default a new one that sorts behind older ones.
 
     Attributes:
-        layout: Of the latest record; None before the first.
-        last_step: Of the latest record, and of the event that takes :meth:`pending_values`.
+        layout: Layout of the latest record; None before the first.
+        last_step: Step of the latest record, and of the event with :meth:`pending_values`.
     """
 
     def __init__(self, session_id: str | None = None) -> None:
@@ -61,20 +61,20 @@ class PageWriter:
         self.last_step = 0
 
     def pending_s(self, now: float) -> float | None:
-        """Seconds that :meth:`pending_values` may wait for more steps; None if nothing is pending.
+        """Return the seconds until :meth:`pending_values` is due; None if nothing is pending.
 
         ``now`` is in seconds since the epoch.
         """
         return self._block.left_s(now) if self._block else None
 
     def begins_layout(self, record: StepRecord) -> bool:
-        """Whether the record's event will hold a layout, which all later values need."""
+        """Whether the record's event includes a layout, which all later values need."""
         return not record.phase and record.layout is not self.layout
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
-        """The values to write in an event with the record's step; none for a phase.
+        """Yield the values to write in an event with the record's step; none for a phase.
 
-        Where steps go back, as after a restored checkpoint, a new session begins.
+        If the step is not a later one, as after a restored checkpoint, a new session begins.
         """
         if record.phase:
             return
@@ -95,24 +95,25 @@ class PageWriter:
                 yield self._numbers("u", units)
 
     def pending_values(self) -> Iterator[bytes]:
-        """The values held back so far, to write in an event with :attr:`last_step`."""
+        """Yield the values that were held back, to write in an event with :attr:`last_step`."""
         return self._pending(self.last_step)
 
     def alert_value(self, alert: Alert, number: int) -> bytes:
-        """An alert, under its own tag."""
+        """Return an alert, under its own tag."""
         self._has_alerts = True
         tag = alert_tag(self._session, number)
         return summaries.tensor(tag, encode_alert(alert), PLUGIN_NAME)
 
     def loss_value(self, tag: str) -> bytes | None:
-        """Which scalar is the loss, to write in any event; None while nothing was recorded."""
+        """Return the tag of the loss as a value of any event; None before the first record."""
         if self.layout is None:
             return None
         return summaries.tensor(loss_tag(self._session, tag), b"", PLUGIN_NAME)
 
     def end_value(self, exception: BaseException | None) -> bytes | None:
-        """That the logger is closed, to write in an event with :attr:`last_step`; None if there is
-        neither a step nor an alert. ``exception`` is what the training ended in, if it did.
+        """Return the end of the run, to write in an event with :attr:`last_step`.
+
+        None if there is neither a step nor an alert. ``exception``: the training raised it.
         """
         if self.layout is None and not self._has_alerts:
             return None
@@ -121,7 +122,7 @@ class PageWriter:
     def _pending(self, step: int, *, in_new_tag: bool = False) -> Iterator[bytes]:
         if not self._block:
             return
-        if in_new_tag:  # steps must not go back within a tag
+        if in_new_tag:  # steps must ascend within a tag
             self._written["n"] += EVENTS_PER_TAG
         yield self._numbers("n", self._block.take(step))
 
@@ -168,14 +169,14 @@ class _NormBlock:
         return self._nbytes >= NORM_BLOCK_BYTES or self.left_s(wall_time) == 0
 
     def left_s(self, now: float) -> float:
-        """Seconds until the block is due; 0 if the clock was set back."""
+        """Return the seconds until the block is due; 0 if the clock was set back."""
         return max(0.0, _BLOCK_S - abs(now - self._records[0].wall_time))
 
     def take(self, step: int) -> NDArray[np.float32]:
-        """A row for each step: its distance from ``step`` and each parameter's norm; empties it.
+        """Return a row for each step, and empty the block.
 
-        Missing where there was no gradient. At a step that a ``GradScaler`` skipped all are
-        missing: no parameter was updated with them.
+        A row is the step minus ``step``, then the norm of each parameter's gradient, or
+        :data:`MISSING` without a gradient and at a step that a ``GradScaler`` skipped.
         """
         records, self._records, self._nbytes = self._records, [], 0
         norms = np.stack([record.grad_norms for record in records])
@@ -188,14 +189,14 @@ class _NormBlock:
 
 
 def _matrix(record: StepRecord, columns: Sequence[Statistic]) -> NDArray[np.float32]:
-    """Some statistics, shape ``[modules, statistics]``."""
+    """Return some statistics, shape ``[modules, statistics]``."""
     layers = table(record)
     places = [PLACES[statistic.name] for statistic in columns]
     return as_float32(np.where(layers.known, layers.values, MISSING)[:, places])
 
 
 def as_float32(values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """The values rounded to float32; finite numbers beyond it become its largest."""
+    """Return values rounded to float32; finite numbers beyond it become its largest."""
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     infinite = np.isinf(narrow)

@@ -1,8 +1,7 @@
-"""The histograms and pictures of a step, which are nearly all of its bytes, within a limit.
+"""Size budget of a step: its histograms and pictures, which are nearly all of its bytes.
 
-Histograms of many tensors are built with each NumPy call: of the values, and of log10 |x|. A
-linear axis cannot show the magnitudes of gradients, so these have a histogram of their own, with
-a bucket per octave: what is finer is in that of the values.
+Each NumPy call builds histograms of many tensors: of the values, and of log10 |x|. A linear axis
+cannot show the magnitudes of gradients, so these have a second histogram, with a bucket per octave.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from telemetry.records.rows import Rows
 log = logging.getLogger(__name__)
 
 Picture = tuple[str, NDArray[np.uint8]]
-"""A tag, and pixels ``[height, width, 3]``."""
+"""Tag, and pixels ``[height, width, 3]``."""
 Tagged = tuple[Sequence[str], Rows]
-"""Tags, and what was measured of the tensor of each."""
+"""Tags, and the row of each one's tensor."""
 Charts = tuple[NDArray[Any], Sequence[int]]
-"""Buckets of histograms, and where each ends: arguments of :func:`summaries.histograms`."""
+"""Buckets of histograms, and the end of each: arguments of :func:`summaries.histograms`."""
 
-# How many buckets may become one.
+# Numbers of neighboring buckets that may become one.
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _PICTURES_SHARE = 1 / 3
-_HISTOGRAM_BYTES = 80  # a histogram has so many, its tag and its rows
+_HISTOGRAM_BYTES = 80  # of a histogram without its tag and its rows
 _ROW_BYTES, _CLASSIC_ROW_BYTES = 12, 16
 _AT_ONCE = 128
 
 
 class SizeBudget:
-    """Writes the histograms and pictures of each step within a number of bytes.
+    """Limit of the bytes that the histograms and pictures of each step take.
 
-    Pictures take at most a third: as many as fit, and the next step goes on with the others; one
-    that does not fit alone is written at half its size, or less. For histograms to fit, two, three
-    and up to 32 neighbouring buckets become one, which are four octaves, and magnitudes, which are
-    the same values once more, are left out, which is logged once. If that is not enough, tags take
+    Pictures take at most a third of it. As many as fit are written, and the next step continues
+    with the others; a picture that does not fit alone is written at half its size, or less.
+    Histograms that do not fit get wider buckets: up to 32 neighbors, four octaves, become one.
+    Those of magnitudes are then omitted, which is logged once. If that is not enough, tags take
     turns.
 
     Args:
-        max_bytes: Of each step; None: no limit.
-        classic: Write both as torch does.
+        max_bytes: Limit per step; None: no limit.
+        classic: Use torch's format.
     """
 
     def __init__(self, *, max_bytes: int | None = None, classic: bool = False) -> None:
@@ -59,7 +58,7 @@ class SizeBudget:
         self._classic = classic
         self._row_bytes = _CLASSIC_ROW_BYTES if classic else _ROW_BYTES
         self._next_picture = self._next_histogram = 0
-        self._says_left_out = True
+        self._logs_omitted = True
 
     def values_of(
         self,
@@ -67,7 +66,7 @@ class SizeBudget:
         tensors: Tagged,
         magnitudes: Tagged,
     ) -> Iterator[bytes]:
-        """What to write of one step: pictures, histograms, and those of magnitudes."""
+        """Yield pictures, histograms, and histograms of magnitudes of one step."""
         used = 0
         for value in self._fitting(pictures, self._max_bytes * _PICTURES_SHARE):
             used += len(value)
@@ -75,7 +74,7 @@ class SizeBudget:
         yield from self._coarse(*tensors, magnitudes, self._max_bytes - used)
 
     def picture(self, tag: str, pixels: NDArray[np.uint8]) -> bytes:
-        """One picture."""
+        """Return one picture."""
         png, (height, width, _) = encode_png(pixels), pixels.shape
         if self._classic:
             return summaries.classic_image(tag, png, width, height)
@@ -100,7 +99,7 @@ class SizeBudget:
     ) -> Iterator[bytes]:
         merged = self._width(tags, rows, room)
         if merged > 1 and magnitudes[0]:
-            self._say_left_out()
+            self._log_omitted()
         turn = self._next_histogram % max(1, len(tags))
         tags = [*tags[turn:], *tags[:turn]]
         rows = rows.take(np.roll(np.arange(len(tags)), -turn))
@@ -115,20 +114,20 @@ class SizeBudget:
         for value in log10_histogram_values(*magnitudes, classic=self._classic):
             room -= len(value)
             if room < 0:
-                return self._say_left_out()
+                return self._log_omitted()
             yield value
 
-    def _say_left_out(self) -> None:
-        if self._says_left_out:
+    def _log_omitted(self) -> None:
+        if self._logs_omitted:
             log.warning(
-                "telemetry: histograms of gradients' magnitudes (grad_log10/...) are left out: "
-                "beside those of values, they do not fit into max_bytes_per_step=%s",
+                "telemetry: histograms of gradients' magnitudes (grad_log10/...) are omitted, "
+                "because they exceed max_bytes_per_step=%s",
                 self._max_bytes,
             )
-        self._says_left_out = False
+        self._logs_omitted = False
 
     def _width(self, tags: Sequence[str], rows: Rows, room: float) -> int:
-        """How many buckets become one, so that all histograms fit; the most if they never do."""
+        """Return the smallest bucket width with which all histograms fit, or the largest one."""
         room -= sum(map(len, tags)) + _HISTOGRAM_BYTES * len(tags)
         most = room / self._row_bytes
         if 2 * len(rows.buckets) <= most:  # between two of them there is at most one row more
@@ -143,14 +142,14 @@ class SizeBudget:
 def histogram_values(
     tags: Sequence[str], rows: Rows, *, merged: int = 1, classic: bool = False
 ) -> Iterator[bytes]:
-    """A histogram of each tensor, with ``merged`` neighbouring buckets in one."""
+    """Yield a histogram of each tensor, with ``merged`` neighboring buckets in one."""
     return _values(tags, rows, partial(histograms, merged=merged), classic)
 
 
 def log10_histogram_values(
     tags: Sequence[str], rows: Rows, *, classic: bool = False
 ) -> Iterator[bytes]:
-    """A histogram of log10 |x| of each tensor; none of one that has no such values."""
+    """Yield a histogram of log10 |x| of each tensor that has values other than zero."""
     filled = np.unique(np.arange(len(rows)).repeat(rows.bucket_count)[rows.buckets != 0])
     return _values([tags[row] for row in filled], rows.take(filled), log10_histograms, classic)
 
@@ -180,16 +179,16 @@ def _parts(tags: Sequence[str], rows: Rows, at_once: int = _AT_ONCE) -> Iterator
 
 
 def row_count(rows: Rows, merged: int) -> int:
-    """How many rows :func:`histograms` of these have together, or a few more."""
+    """Return the number of rows that :func:`histograms` returns, or slightly more."""
     buckets, starts, _ = _merged(rows, merged)
     gaps = int(np.count_nonzero(np.diff(buckets) > 1))
     return len(starts) + gaps  # some of them may be where one ends and another begins
 
 
 def _merged(rows: Rows, merged: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """Buckets of all rows, neighbours taken together; where each begins and each row ends.
+    """Return the merged buckets of all rows, the begin of each, and the end of each row.
 
-    Bucket 0 stays alone; ``k > 0`` stands for ``merged`` buckets from ``(k - 1) * merged + 1`` on.
+    Bucket 0 stays alone; ``k > 0`` is ``merged`` buckets from ``(k - 1) * merged + 1`` on.
     """
     fine, ends = rows.buckets.astype(np.intp), np.cumsum(rows.bucket_count)
     if merged == 1:
@@ -204,13 +203,13 @@ def _merged(rows: Rows, merged: int) -> tuple[NDArray[np.intp], NDArray[np.intp]
 
 
 def histograms(rows: Rows, merged: int = 1) -> Charts:
-    """:meth:`Sketch.histogram` of each row, with ``merged`` neighbouring buckets in one."""
+    """Return :meth:`Sketch.histogram` of each row, with ``merged`` buckets in one."""
     buckets, starts, ends = _merged(rows, merged)
     counts = rows.counts
     counts = np.add.reduceat(counts, starts) if merged > 1 and len(starts) else counts
     low, high = np.stack([rows.min, rows.max])[:, rows.bucket_count > 0]
-    # One empty bucket stands for all between two filled ones of a tensor. Where the next one
-    # begins, buckets start again from below, or there is a gap that is none.
+    # One empty bucket represents all between two filled ones of a tensor. Between two tensors
+    # there is no gap.
     begins = np.zeros(len(buckets) + 1, np.bool_)
     begins[ends] = True
     before = np.flatnonzero((np.diff(buckets) > 1) & ~begins[1:-1])
@@ -233,9 +232,9 @@ def histograms(rows: Rows, merged: int = 1) -> Charts:
 
 
 def log10_histograms(rows: Rows) -> Charts:
-    """Buckets over log10 of the magnitudes, one for each octave, without gaps.
+    """Return buckets over log10 of the magnitudes, one for each octave, without gaps.
 
-    Both signs count together. Zeros and values in the smallest bucket are left out; each row must
+    Both signs count together. Zeros and values in the smallest bucket are omitted; each row must
     have others.
     """
     lengths = rows.bucket_count
@@ -262,14 +261,14 @@ def log10_histograms(rows: Rows) -> Charts:
 
 @cache
 def _bounds(merged: int) -> NDArray[np.float32]:
-    """Lower limits of magnitudes of merged buckets from 0 on, and the upper limit of the last."""
+    """Return the lower limits of merged buckets from 0 on, and the upper limit of the last."""
     fine = edges()
     return np.concatenate([fine[:1], fine[1 : LAST_BUCKET + 1 : merged], fine[-1:]])
 
 
 @cache
 def _limits(merged: int) -> NDArray[np.float32]:
-    """Left and right edges of the merged buckets, from the lowest to the highest."""
+    """Return the left and right edges of the merged buckets, ascending."""
     limits = _bounds(merged).copy()
     limits[-1] = np.inf
     left = np.concatenate([-limits[:0:-1], limits[1:-1]])
@@ -278,7 +277,7 @@ def _limits(merged: int) -> NDArray[np.float32]:
 
 @cache
 def _log10_limits() -> NDArray[np.float32]:
-    """Lower and upper log10 of each octave's magnitudes; that of bucket 0 is not used."""
+    """Return the lower and upper log10 of each octave; that of bucket 0 is not used."""
     limits = _bounds(BUCKETS_PER_OCTAVE).astype(np.float64)
     limits[0] = limits[1]
     # The last bucket of float32 has an infinite upper edge.

@@ -1,4 +1,4 @@
-"""Turns a step's record into tags of TensorBoard's own dashboards."""
+"""Values of a step's record for TensorBoard's own dashboards, and their tags."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from telemetry.tag_names import (
 )
 from telemetry.writing.size_budget import SizeBudget, Tagged
 
-# Models with more parameters or modules have curves of some layers only, whatever the statistic:
-# TensorBoard shows one card for each curve.
+# Models with more parameters or modules have curves of some layers only, because TensorBoard shows
+# one card for each curve.
 MANY = 64
 SHOWN_OF_MANY = 12
 
 
 def values_of(record: StepRecord, size_budget: SizeBudget | None = None) -> Iterator[bytes]:
-    """The values of one step; if it was not measured in full, only the total gradient norm.
+    """Yield the values of one step; if it is not a full step, only the total gradient norm.
 
-    Tags are ``statistic/NNNN.name`` (:func:`~telemetry.tag_names.numbered`), in those of a
-    phase behind the phase's name, and begin with the group in which TensorBoard shows them.
+    Tags are ``group/statistic/NNNN.name``, see :func:`~telemetry.tag_names.numbered`; TensorBoard
+    shows each group by itself. In a phase, its name precedes the statistic.
     """
     prefix = f"{record.phase}/" if record.phase else ""
     if not prefix:
@@ -109,7 +109,7 @@ def _curves(
     values: Mapping[str, float],
     most: int,
 ) -> Iterator[tuple[str, float]]:
-    """A point for each name with a value; of more than ``most``, for so many, with the range."""
+    """Yield a point for each name with a value; for ``most`` of more names, and their range."""
     many = len(names) > most
     for name in evenly(names, most) if many else names:
         value = values.get(name)
@@ -124,9 +124,9 @@ def _curves(
 
 
 def _histograms(record: StepRecord) -> Mapping[str, Tagged]:
-    """What is shown as histograms: names in the tags and rows, by the tags' first part.
+    """Return names and rows of the histograms, by the first part of their tags.
 
-    Those without a finite value are left out: TensorBoard would draw them as zeros.
+    Tensors without a finite value are omitted: TensorBoard would draw them as zeros.
     """
     layout = record.layout
     parameters = {p.name: _parameter_tag(layout, p) for p in layout.parameters}
@@ -167,10 +167,10 @@ def _parameter_tag(layout: Layout, parameter: Parameter) -> str:
 
 
 def _output_tag(layout: Layout, output: Output) -> str:
-    """``NNNN.name`` of a module's output; the model itself has the name of its class."""
+    """Return ``NNNN.name`` of a module's output; the root has the name of its class."""
     place = layout.position[output.module_name]
     name = output.module_name or layout.modules[place].type_name
     return _numbered(place, str(Output(name, output.place)) if output.place else name)
 
 
-_numbered = lru_cache(maxsize=16384)(numbered)  # the same ones at every step
+_numbered = lru_cache(maxsize=16384)(numbered)  # equal at every step

@@ -486,7 +486,7 @@ def test_a_line_in_the_run_says_at_which_step_layers_changed(
         model.insert(1, nn.Linear(4, 4))
         for _ in plain(model, None):
             pass
-    told = "changed before step 2; added: ['2.weight', '2.bias']; of another shape: ['1.weight'"
+    told = "changed before step 2; added: ['2.weight', '2.bias']; reshaped: ['1.weight'"
     assert told in caplog.text
     [events] = tmp_path.glob("*tfevents*")
     assert told.encode() in events.read_bytes()

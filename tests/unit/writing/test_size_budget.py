@@ -91,7 +91,7 @@ def test_that_magnitudes_are_left_out_is_said_once(caplog: pytest.LogCaptureFixt
         for _ in range(3):
             step(size_budget, ())
         [said] = caplog.messages
-        assert "grad_log10/...) are left out" in said
+        assert "grad_log10/...) are omitted" in said
         assert "max_bytes_per_step=" in said
 
 
