@@ -55,7 +55,7 @@ class CapturedRun:
             for name, value in {**(scalars or {}), **named}.items()
         }
         self._logged.setdefault(step, {}).update(values)
-        self._loss.see(step, values)
+        self._loss.add(step, values)
         if (tag := self._loss.tag) in values:
             self.alerts += self._judge.judge_loss(step, values[tag])
 

@@ -171,7 +171,7 @@ class LocalFiles:
                 continue  # another container with our host name and process id was faster
 
     def _new_name(self) -> str:
-        # Readers go by the order of names, and the clock may have gone back since the last file.
+        # Readers use the order of names, and the clock may have been set back since then.
         names = [*os.listdir(self._directory), *self._names_elsewhere()]
         stamps = [int(found[1]) for name in names if (found := _NAME.search(name))]
         self._stamp = max(int(time.time()), max(stamps, default=0) + 1, self._stamp + 1)

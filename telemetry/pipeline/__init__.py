@@ -1,4 +1,4 @@
-"""From the training thread to rules and files: the queue, and what is done with each step."""
+"""Pipeline from the training thread to rules and files: queue, processor, schedule."""
 
 from telemetry.pipeline.light_steps import LightSteps
 from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues

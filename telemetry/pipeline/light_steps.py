@@ -25,7 +25,7 @@ class LightSteps:
     steps. A loss is compared with its limit when it is logged. If it is logged before the
     optimizer's step, the norms of that step are taken too.
 
-    The training thread calls :meth:`have_norms` and :meth:`see_logged`; the worker decides.
+    The training thread calls :meth:`have_norms` and :meth:`check_logged`; the worker decides.
 
     Args:
         limited: Whether the limit holds; if not, norms are taken at every step.
@@ -52,15 +52,15 @@ class LightSteps:
         """Whether the gradient norms of this step are taken."""
         return step % self.every == 0 or step <= self._dense_until
 
-    def see_logged(self, step: int, values: Mapping[str, object]) -> bool:
+    def check_logged(self, step: int, values: Mapping[str, object]) -> bool:
         """Whether the values hold an unusual loss; then norms of the next 64 steps are taken."""
         loss = values.get(self.loss_tag) if self.loss_tag is not None else None
         if not isinstance(loss, float) or loss <= self.loss_limit:  # false for NaN
             return False
-        self.expect_more(step)
+        self.take_next(step)
         return True
 
-    def expect_more(self, step: int) -> None:
+    def take_next(self, step: int) -> None:
         """Take the norms of each of the next 64 steps."""
         self._dense_until = max(self._dense_until, step + DENSE_STEPS)
 

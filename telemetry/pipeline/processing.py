@@ -208,11 +208,11 @@ class Processor:
                     for name, value in logged.items()
                 }
                 self._scalars.setdefault(step, {}).update(values)
-                self._loss.see(step, values)
-                self._light_steps.see_logged(step, values)
+                self._loss.add(step, values)
+                self._light_steps.check_logged(step, values)
                 self._record_logged(step, wall_time, self.ranks.logged(values))
             except Exception:
-                self._failures.report("to write what was logged")
+                self._failures.report("to write logged scalars")
         if self._budget is not None:
             self._budget.worker_took("logged", time.thread_time() - began_s)
 
@@ -236,7 +236,7 @@ class Processor:
         try:
             if not merged.phase:
                 means, _ = merged.scalars()
-                self._loss.see(merged.step, means)
+                self._loss.add(merged.step, means)
                 self._record_logged(merged.step, merged.wall_time, means)
             if (record := self.ranks.merged(merged)) is not None:
                 self._record(replace(record, loss_tag=self._loss.tag))
@@ -247,8 +247,8 @@ class Processor:
         """Write which scalar is the loss, or log that none is; None: the last step has ended."""
         if self._loss_is_written and not self._waiting_for_loss:
             return
-        if (lack := self._loss.lack(step)) is not None and is_rank_0():
-            self._failures.log_once(lack)
+        if (message := self._loss.missing(step)) is not None and is_rank_0():
+            self._failures.log_once(message)
         tag = self._loss.tag
         if tag is None or not self._loss.is_final(step):
             return
@@ -296,7 +296,7 @@ class Processor:
         """Take norms at each of the next steps if a rule needs them."""
         limit, self._light_steps.loss_tag = self._judge.loss_limit, self._loss.tag
         if limit is None:
-            self._light_steps.expect_more(step)
+            self._light_steps.take_next(step)
         else:
             self._light_steps.loss_limit = limit
 

@@ -139,7 +139,7 @@ class Pipeline:
         return ["the rules"] if misfits is None else misfits
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Process the queued items, end the worker, and log what was lost. Idempotent.
+        """Process the queued items, end the worker, and log lost steps. Idempotent.
 
         Must not be called on the worker.
         """

@@ -49,17 +49,17 @@ class LossChoice:
     """Choice of the loss of one run: the best tag of the first step with one.
 
     Args:
-        asked: Its tag, if the user has named it.
+        given: Its tag, if the user has named it.
     """
 
-    def __init__(self, asked: str | None = None) -> None:
-        self.tag = asked  # None: no loss was logged up to now
-        self._asked = self._settled = asked is not None
+    def __init__(self, given: str | None = None) -> None:
+        self.tag = given  # None: no loss was logged up to now
+        self._given = self._settled = given is not None
         self._chosen_at: int | None = None
         self._first: int | None = None  # step that ended, or at which others were logged
         self._others: tuple[str, ...] = ()
 
-    def see(self, step: int, tags: Iterable[str]) -> None:
+    def add(self, step: int, tags: Iterable[str]) -> None:
         """Add the tags logged at a step; steps must ascend."""
         if self._chosen_at not in (None, step):
             return
@@ -76,17 +76,17 @@ class LossChoice:
         """Whether the choice is final after ``step``; None: after the last step."""
         return self._chosen_at is not None and (step is None or step >= self._chosen_at)
 
-    def lack(self, step: int | None) -> str | None:
+    def missing(self, step: int | None) -> str | None:
         """Return a message if no loss was logged; None if one was, or may still be.
 
         Args:
             step: Step that has ended; None: the last one.
         """
-        waits = False
+        may_follow = False
         if step is not None:
             self._first = max(step, 0) if self._first is None else self._first
-            waits = step + 1 < self._first + (_PATIENCE if self._others else _SILENCE)
-        if waits or self._chosen_at is not None or (step is None and not self._others):
+            may_follow = step + 1 < self._first + (_PATIENCE if self._others else _SILENCE)
+        if may_follow or self._chosen_at is not None or (step is None and not self._others):
             return None
         if not self._others:
             return (
@@ -96,18 +96,18 @@ class LossChoice:
         shown = ", ".join(map(printable, self._others[:_MAX_NAMED]))
         shown += ", ..." if len(self._others) > _MAX_NAMED else ""
         if self.tag is not None:
-            return f"the loss {printable(self.tag)!r} is not among what is logged: {shown}"
+            return f"the loss {printable(self.tag)!r} is not among the logged scalars: {shown}"
         return (
-            f"no scalar that is logged is taken for the loss ({shown}), so no rule looks at one "
-            'and no curve is shown; name it: HookLogger(loss_tag="...")'
+            f"none of the logged scalars is the loss ({shown}), so rules and page have none; "
+            'name it: HookLogger(loss_tag="...")'
         )
 
     def state_dict(self) -> str | None:
-        """The tag, for a checkpoint."""
+        """Return the tag."""
         return self.tag
 
     def load_state_dict(self, state: object) -> None:
-        """Go on with that of a checkpoint, unless the user has named one."""
+        """Restore the tag, unless the user has named one."""
         self._chosen_at = None
-        if isinstance(state, str) and not self._asked:
+        if isinstance(state, str) and not self._given:
             self.tag, self._settled = state, True

@@ -37,11 +37,10 @@ class Module:
     """One module of the model: its name in ``named_modules()`` and the name of its class.
 
     Attributes:
-        forward: File and line of its ``forward``, such as ``torch/nn/modules/linear.py:124``, below
-            the working directory relative to that; empty if unknown.
-        user_code: Where the user's own code defines its ``forward``, or else that of the nearest
-            module around it; None if there is none.
-        recorded: Whether it is watched, or a parameter of its own is recorded.
+        forward: File and line of its ``forward``, such as ``torch/nn/modules/linear.py:124``;
+            relative below the working directory; empty if unknown.
+        user_code: ``forward`` in the user's code, of this module or the nearest one around it.
+        recorded: Whether it is watched, or one of its parameters is recorded.
     """
 
     name: str
@@ -52,9 +51,7 @@ class Module:
 
     @property
     def code(self) -> str:
-        """The line to look at: the user's own, or that of another library; empty if there is only
-        PyTorch's, which says nothing about a layer of a ``Sequential``.
-        """
+        """Source location in the user's code or another library; empty for PyTorch's own."""
         if self.user_code is not None:
             return str(self.user_code)
         return "" if self.forward.startswith("torch/") else self.forward

@@ -230,7 +230,7 @@ class ActiveRun:
 
     def _log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
         item = LoggedScalars(step=step, wall_time=time.time(), values=values)
-        self._pipeline.submit_logged(item, at_once=self._light_steps.see_logged(step, values))
+        self._pipeline.submit_logged(item, at_once=self._light_steps.check_logged(step, values))
 
     def _log_costs(self, curves: Mapping[str, float], step: int) -> None:
         self._log({RUN + name: value for name, value in curves.items()}, step)

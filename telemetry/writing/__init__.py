@@ -1,1 +1,1 @@
-"""What a run writes: tags, page data, pictures."""
+"""Values that a run writes: tags, page data, pictures."""

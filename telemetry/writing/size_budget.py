@@ -42,7 +42,7 @@ _AT_ONCE = 128
 class SizeBudget:
     """Limit of the bytes that the histograms and pictures of each step take.
 
-    Pictures take at most a third of it. As many as fit are written, and the next step continues
+    Pictures take at most a third of it. Those that fit are written, and the next step continues
     with the others; a picture that does not fit alone is written at half its size, or less.
     Histograms that do not fit get wider buckets: up to 32 neighbors, four octaves, become one.
     Those of magnitudes are then omitted, which is logged once. If that is not enough, tags take

@@ -38,8 +38,8 @@ SHOWN_OF_MANY = 12
 def values_of(record: StepRecord, size_budget: SizeBudget | None = None) -> Iterator[bytes]:
     """Yield the values of one step; if it is not a full step, only the total gradient norm.
 
-    Tags are ``group/statistic/NNNN.name``, see :func:`~telemetry.tag_names.numbered`; TensorBoard
-    shows each group by itself. In a phase, its name precedes the statistic.
+    Tags are ``group/statistic/NNNN.name``, see :func:`~telemetry.tag_names.numbered`. In a phase,
+    its name precedes the statistic.
     """
     prefix = f"{record.phase}/" if record.phase else ""
     if not prefix:

@@ -143,7 +143,7 @@ def test_a_removed_directory_is_made_again(
     (path,) = list_event_files(run)
     assert steps_in(path) == [1, 2]
     (reported,) = caplog.messages
-    assert "was removed; going on in a new event file" in reported
+    assert "was removed; continuing in a new event file" in reported
 
 
 def test_a_moved_directory_is_written_on(tmp_path: Path) -> None:

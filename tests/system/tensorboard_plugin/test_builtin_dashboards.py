@@ -98,7 +98,7 @@ def test_the_custom_scalars_have_our_charts(dashboard: Any) -> None:
     titles = cards.evaluate_all(
         "nodes => nodes.map((node) => node.title || node._titleDisplayString)"
     )
-    assert titles[:3] == ["Loss", "Alerts so far", "Seconds per step"]
+    assert titles[:3] == ["Loss", "Alerts", "Seconds per step"]
     assert any(
         title.startswith("Gradient norm (log10): median over all layers") for title in titles
     )

@@ -82,7 +82,7 @@ def test_records_are_written_in_the_order_of_adding() -> None:
     writer.close()
 
 
-def test_close_writes_what_waits_and_closes_the_files() -> None:
+def test_close_writes_queued_items_and_closes_the_files() -> None:
     files = MemoryFiles()
     writer = make_writer(files)
     put(writer, b"a", b"b")
@@ -106,7 +106,7 @@ def test_records_are_written_within_the_interval() -> None:
     writer.close()
 
 
-def test_a_record_may_ask_for_an_immediate_flush_without_waiting_for_it() -> None:
+def test_a_record_may_request_a_flush_without_blocking() -> None:
     files = MemoryFiles()
     writer = make_writer(files)
 
@@ -132,7 +132,7 @@ def test_many_bytes_are_written_before_the_interval_is_over() -> None:
     writer.close()
 
 
-def test_adding_never_waits_for_the_disk() -> None:
+def test_adding_never_blocks_on_the_disk() -> None:
     files = MemoryFiles()
     writer = make_writer(files)
 
@@ -171,7 +171,7 @@ def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
     assert f"{50 - kept} measurements were dropped" in total
 
 
-def test_there_is_room_again_once_the_queue_was_written() -> None:
+def test_items_are_accepted_again_once_the_queue_was_written() -> None:
     files = MemoryFiles()
     writer = make_writer(files, max_pending_bytes=1000)
 
@@ -184,7 +184,7 @@ def test_there_is_room_again_once_the_queue_was_written() -> None:
     writer.close()
 
 
-def test_a_record_larger_than_the_queue_is_taken_when_nothing_waits() -> None:
+def test_an_empty_queue_accepts_a_record_of_any_size() -> None:
     files = MemoryFiles()
     writer = make_writer(files, max_pending_bytes=1000)
     for _ in range(3):
@@ -211,7 +211,7 @@ def test_memory_has_a_limit_for_every_kind_of_record(caplog: pytest.LogCaptureFi
     assert "100 events could not be written (no disk)" in caplog.messages[-1]
 
 
-def test_what_cannot_be_written_is_tried_again_in_order(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_writes_are_retried_in_order(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     files = MemoryFiles()
     writer = make_writer(files)
@@ -232,7 +232,7 @@ def test_what_cannot_be_written_is_tried_again_in_order(caplog: pytest.LogCaptur
     assert "no space left" in caplog.messages[0]
 
 
-def test_what_is_added_during_a_failing_write_comes_after_it() -> None:
+def test_items_added_during_a_failing_write_are_written_after_it() -> None:
     files = MemoryFiles()
     writer = make_writer(files)
     files.failure = OSError("no space left")
@@ -276,7 +276,7 @@ def test_an_unforeseen_error_does_not_end_the_thread() -> None:
     assert files.written == [b"a", b"b"]
 
 
-def test_a_disk_that_hangs_costs_the_time_given_and_what_is_left_is_counted(
+def test_close_times_out_on_a_disk_that_hangs_and_counts_the_rest(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     files = MemoryFiles()

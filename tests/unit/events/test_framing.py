@@ -13,7 +13,7 @@ FOOTER = framing.FOOTER_BYTES
 
 
 @given(st.binary(max_size=300))
-def test_a_frame_is_what_tensorboard_writes(data: bytes) -> None:
+def test_a_frame_equals_that_of_tensorboard(data: bytes) -> None:
     expected = io.BytesIO()
     RecordWriter(expected).write(data)
 

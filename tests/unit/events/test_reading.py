@@ -96,7 +96,7 @@ def test_a_damaged_record_is_named_after_the_good_ones(tmp_path: Path, place: st
     assert (caught.value.path, caught.value.offset) == (path, start)
 
 
-def test_a_whole_record_that_is_no_event_is_named() -> None:
+def test_an_intact_record_with_another_content_is_reported() -> None:
     with pytest.raises(CorruptEventFileError, match="not an event"):
         read(FRAMES[0] + frame(b"\xff\xff\xff"))
 
@@ -183,7 +183,7 @@ def test_a_file_that_shrinks_while_it_is_read_ends_with_a_named_error(tmp_path: 
         list(reader)
 
 
-def test_what_is_no_regular_file_is_an_os_error(tmp_path: Path) -> None:
+def test_other_than_regular_files_are_an_os_error(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1"
     os.mkfifo(path)
     with pytest.raises(OSError, match="not a regular file"):

@@ -44,7 +44,7 @@ def test_marked_records_come_last_one_first(
 
 
 @given(before=RECORDS, after=RECORDS, garbage=GARBAGE)
-def test_damage_costs_only_what_is_damaged(
+def test_damage_loses_only_the_damaged_events(
     before: list[bytes], after: list[bytes], garbage: bytes
 ) -> None:
     damaged = bytearray(frame(MARK + b"lost"))
@@ -53,7 +53,7 @@ def test_damage_costs_only_what_is_damaged(
     assert from_end(data) == [r for r in reversed([*before, *after]) if MARK in r]
 
 
-def test_what_was_appended_later_is_not_looked_at() -> None:
+def test_events_appended_later_are_ignored() -> None:
     first, second = frame(MARK + b"1"), frame(MARK + b"2")
     file = io.BytesIO(first + second)
     assert list(events_from_end(file, len(first), [MARK])) == [MARK + b"1"]

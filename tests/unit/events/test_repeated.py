@@ -11,7 +11,7 @@ def test_the_latest_of_each_tag_is_kept_in_order() -> None:
     assert list(kept) == [b"2", b"3"]
 
 
-def test_of_too_much_the_newest_and_the_smallest_stay() -> None:
+def test_above_the_limit_the_newest_and_the_smallest_remain() -> None:
     kept = Repeated()
     third = file_writer._MAX_REPEATED_BYTES // 3
     kept.add("settings", b"small")

@@ -124,7 +124,7 @@ def test_parameters_without_a_value_are_left_out_of_their_statistics() -> None:
     assert PARAMETER_STATISTICS["weight_norm"](measured) == {"first.weight": 5.0}
 
 
-def test_what_is_not_finite_makes_norms_and_means_not_finite() -> None:
+def test_nan_and_infinity_make_norms_and_means_not_finite() -> None:
     measured = record(
         outputs={Output("first"): tensor(1, math.nan), Output("act"): tensor(1, -math.inf)},
         weights={"first.weight": tensor(1, math.inf)},
@@ -174,7 +174,7 @@ def test_moments_of_the_outputs_are_those_of_numpy() -> None:
     assert column(measured, "activation_kurtosis")[0] == pytest.approx(kurtosis)
 
 
-def test_what_adam_expects_is_the_root_of_its_mean_square() -> None:
+def test_second_moment_rms_is_the_root_of_adams_mean_square() -> None:
     moments = {"first.weight": tensor(4, 4, 4, 4), "first.bias": tensor(1, 9)}
     measured = record(second_moments=moments)
     assert column(measured, "second_moment_rms") == [pytest.approx(math.sqrt(26 / 6)), None]

@@ -69,7 +69,7 @@ def test_extremes_are_read_back_with_eight_bits_away_from_zero(layers: list[Extr
         assert (read[infinite] == given_units[infinite]).all()
 
 
-def test_where_there_is_no_room_every_layer_keeps_its_dead_and_its_largest_units() -> None:
+def test_above_the_limit_every_layer_keeps_its_dead_and_its_largest_units() -> None:
     random = np.random.default_rng(0)
     layers = [random.normal(size=(size, 2)).astype(np.float32) for size in (30, 6000, 9000)]
     layers[2] *= 1e-3  # small ones count as much
@@ -94,7 +94,7 @@ def test_where_there_is_no_room_every_layer_keeps_its_dead_and_its_largest_units
     assert not (few == NO_VALUES).all(axis=1).any()
 
 
-def test_more_layers_and_dead_units_than_there_is_room_for_take_no_more() -> None:
+def test_more_layers_and_dead_units_than_fit_stay_within_the_limit() -> None:
     layers = [np.zeros((1, 2), np.float32), np.ones((1, 2), np.float32)] * MOST_LAYERS
     data = encode_units(group(layers))
     assert len(data) <= MOST_BYTES
@@ -112,7 +112,7 @@ def test_more_layers_and_dead_units_than_there_is_room_for_take_no_more() -> Non
     "data",
     [b"", b"x" * 9, "text", np.ones(4, np.float32), b"\xff" * 64, bytes(8), b"\xff" * (64 << 10)],
 )
-def test_what_others_wrote_is_refused_or_without_units(data: object) -> None:
+def test_foreign_data_is_refused_or_without_units(data: object) -> None:
     try:
         assert decode_units(data, 1) is None
     except ValueError:
@@ -175,7 +175,7 @@ def test_every_full_step_has_the_units(tmp_path: Path, every_n_steps: int, steps
     assert units.steps.tolist() == [*range(0, steps, every_n_steps)]
 
 
-def test_a_run_tells_dead_and_saturated_units(log_dir: Path) -> None:
+def test_a_run_shows_dead_and_saturated_units(log_dir: Path) -> None:
     run = telemetry.read(log_dir)
     units = run.units("1")
     assert units.steps.tolist() == [0, 10, 20]
@@ -194,7 +194,7 @@ def test_without_activations_no_units_are_recorded(tmp_path: Path) -> None:
     assert telemetry.read(tmp_path).units("1").steps.tolist() == []
 
 
-def test_damaged_units_are_told_and_the_others_are_read(log_dir: Path, tmp_path: Path) -> None:
+def test_damaged_units_are_reported_and_the_others_are_read(log_dir: Path, tmp_path: Path) -> None:
     for file in log_dir.glob("*tfevents*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tags = open_run(tmp_path).source.tags(PLUGIN_NAME)
@@ -207,7 +207,7 @@ def test_damaged_units_are_told_and_the_others_are_read(log_dir: Path, tmp_path:
     assert "it does not hold units" in "".join(run.source.problems)
 
 
-def test_thinned_steps_are_as_if_they_had_been_one() -> None:
+def test_merged_steps_equal_one_step() -> None:
     extremes = np.array([[[0, 0], [1, 2]], [[0, 3], NO_VALUES], [[0, 0], NO_VALUES]], np.float32)
     units = Units(type_name="ReLU", steps=np.array([0, 5, 9]), extremes=extremes).thin(4)
     assert units.steps.tolist() == [0, 9]

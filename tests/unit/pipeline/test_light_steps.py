@@ -31,7 +31,7 @@ def taken(
     numbers = []
     for number in range(first, first + count):
         if number == odd:
-            steps.expect_more(number)
+            steps.take_next(number)
         if steps.have_norms(number):
             numbers.append(number)
             steps.add(number, number * STEP_S, cost * STEP_S)
@@ -71,11 +71,11 @@ def test_after_an_unusual_step_it_is_each_of_64() -> None:
 def test_a_loss_above_its_limit_is_unusual() -> None:
     steps = LightSteps()
     steps.every, steps.loss_tag, steps.loss_limit = 16, "loss", 2.0
-    assert not steps.see_logged(3, {"loss": 2.0, "other": 9.0})
+    assert not steps.check_logged(3, {"loss": 2.0, "other": 9.0})
     assert not steps.have_norms(3)
     for loss in (2.1, math.inf, math.nan):
         steps.every, steps._dense_until = 16, -1
-        assert steps.see_logged(5, {"loss": loss})
+        assert steps.check_logged(5, {"loss": loss})
         assert steps.have_norms(5)
         assert steps.have_norms(5 + DENSE_STEPS)
         assert not steps.have_norms(6 + DENSE_STEPS)
@@ -182,7 +182,9 @@ def test_without_rules_no_step_is_unusual(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_line_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, fast: None) -> None:
+def test_the_limit_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fast: None
+) -> None:
     with caplog.at_level(logging.INFO, "telemetry"):
         train(tmp_path, steps=900)
     lines = [message for message in caplog.messages if "norms_every_n_steps" in message]

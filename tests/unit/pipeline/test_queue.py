@@ -166,7 +166,7 @@ def test_steps_are_written_in_order_by_the_time_flush_returns(sink: Sink) -> Non
 
 
 @pytest.mark.slow
-def test_light_steps_wait_by_the_thousand_and_each_is_judged(sink: Sink) -> None:
+def test_thousands_of_queued_light_steps_are_all_judged(sink: Sink) -> None:
     watch = Watch()
     pipeline = make(sink, watch)
     sink.gate.clear()
@@ -178,7 +178,7 @@ def test_light_steps_wait_by_the_thousand_and_each_is_judged(sink: Sink) -> None
     assert (pipeline.downgraded, pipeline.dropped) == (0, 0)
 
 
-def test_what_a_waiting_step_takes_is_about_what_is_counted(sink: Sink) -> None:
+def test_a_queued_step_takes_about_the_counted_bytes(sink: Sink) -> None:
     kept = [captured(step) for step in range(1000)]
     tracemalloc.start()
     kept = [captured(step) for step in range(1000)]
@@ -187,7 +187,7 @@ def test_what_a_waiting_step_takes_is_about_what_is_counted(sink: Sink) -> None:
     assert sum(step.nbytes for step in kept) == pytest.approx(taken, rel=0.5)
 
 
-def test_steps_without_room_keep_their_norms_and_are_judged(
+def test_steps_above_the_first_high_water_mark_are_downgraded_and_judged(
     sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pipeline_module, "MAX_DETAIL_BYTES", 0)
@@ -210,7 +210,7 @@ def test_steps_without_room_keep_their_norms_and_are_judged(
     assert "3 steps were recorded with their norms alone" in caplog.text
 
 
-def test_steps_beyond_all_room_are_dropped_counted_and_told(
+def test_steps_above_the_second_high_water_mark_are_dropped_counted_and_logged(
     sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pipeline_module, "MAX_BYTES", 3 * captured(0).nbytes - 1)
@@ -260,7 +260,7 @@ def test_a_step_gets_the_scalars_logged_for_it(sink: Sink) -> None:
     assert [record.scalars for record in seen] == [{"loss": 3.0, "accuracy": 0.1}, {}]
 
 
-def test_a_rule_hears_of_losses_that_no_step_follows(sink: Sink) -> None:
+def test_a_rule_receives_losses_that_no_step_follows(sink: Sink) -> None:
     class Watcher(Rule):
         def __call__(self, record: StepRecord) -> Iterator[Alert]:
             yield from ()
@@ -276,7 +276,7 @@ def test_a_rule_hears_of_losses_that_no_step_follows(sink: Sink) -> None:
     assert [alert.step for alert in told] == [7]
 
 
-def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
+def test_a_rule_can_request_a_full_step(sink: Sink) -> None:
     class Curious(Rule):
         requests_full_step = False
 
@@ -296,7 +296,7 @@ def test_a_rule_can_ask_for_a_full_measurement(sink: Sink) -> None:
     assert full == [2, 21, 22]
 
 
-def test_training_does_not_wait_for_rules_that_are_late(sink: Sink) -> None:
+def test_slow_rules_do_not_block_training(sink: Sink) -> None:
     class Curious(Rule):
         requests_full_step = False
 
@@ -332,7 +332,7 @@ class Watch(Rule):
 # --- what is held back ---------------------------------------------------------------------------
 
 
-def test_norms_of_the_last_steps_do_not_wait_for_a_later_one(sink: Sink) -> None:
+def test_norms_of_the_last_steps_are_written_without_a_later_step(sink: Sink) -> None:
     pipeline = make(sink)
     for step in range(3):
         pipeline.submit(captured(step, wall_time=time.time()))
@@ -342,7 +342,7 @@ def test_norms_of_the_last_steps_do_not_wait_for_a_later_one(sink: Sink) -> None
     assert len(blocks) == 1
 
 
-def test_the_thread_sleeps_while_nothing_is_held_back(sink: Sink) -> None:
+def test_the_worker_sleeps_while_no_values_are_pending(sink: Sink) -> None:
     class Watched(Dashboard):
         asked = threading.Event()
 
@@ -405,7 +405,7 @@ class HangingDisk:
 
 
 @pytest.mark.slow
-def test_rules_judge_each_step_and_alerts_are_told_while_the_disk_hangs() -> None:
+def test_rules_judge_each_step_and_alerts_are_reported_while_the_disk_hangs() -> None:
     disk, watch, told = HangingDisk(), Watch(), []
     pipeline = make(disk, watch, lambda record: [an_alert(record.step)], told=told)
     for step in range(2000):
@@ -421,7 +421,7 @@ def test_rules_judge_each_step_and_alerts_are_told_while_the_disk_hangs() -> Non
     assert alerts == list(range(2000))
 
 
-def test_what_a_rule_that_hangs_leaves_is_counted_when_time_is_over(
+def test_steps_behind_a_rule_that_hangs_are_counted_after_the_timeout(
     sink: Sink, caplog: pytest.LogCaptureFixture
 ) -> None:
     entered, may_go_on = threading.Event(), threading.Event()
@@ -444,7 +444,7 @@ def test_what_a_rule_that_hangs_leaves_is_counted_when_time_is_over(
     assert sink.steps == [0]  # the one at which it hung; the writer may be closed by now
 
 
-def test_a_pipeline_does_not_wait_for_another_that_waits_for_it(sink: Sink) -> None:
+def test_two_pipelines_that_flush_each_other_do_not_deadlock(sink: Sink) -> None:
     met, done = threading.Barrier(2), threading.Barrier(3)
     pipelines: list[Pipeline] = []
 
@@ -470,7 +470,7 @@ def test_a_pipeline_does_not_wait_for_another_that_waits_for_it(sink: Sink) -> N
         pipeline.close()
 
 
-def test_a_writer_that_fails_is_told_once_and_the_next_steps_are_taken(
+def test_a_failing_writer_is_logged_once_and_later_steps_are_recorded(
     sink: Sink, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipeline = make(sink)

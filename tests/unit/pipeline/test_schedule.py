@@ -30,7 +30,7 @@ def test_less_than_one_is_refused(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [True, 2.0, "100", None])
-def test_what_is_no_int_is_refused(n: object) -> None:
+def test_other_types_than_int_are_refused(n: object) -> None:
     with pytest.raises(TypeError, match=r"HookLogger\(every_n_steps=.*\): must be an int"):
         every(n)  # type: ignore[arg-type]
 

@@ -42,7 +42,7 @@ def test_gradient_norms_of_modules(norms: list[float], expected: list[float]) ->
     assert record.all_grads_finite == np.isfinite(norms).all()
 
 
-def test_what_several_ask_of_a_record_is_computed_once() -> None:
+def test_a_cached_function_of_a_record_is_computed_once() -> None:
     asked: list[StepRecord] = []
     total = once(lambda record: asked.append(record) or record.total_grad_norm)
     first, second = record_of([3.0, 4.0, 0.0, 0.0]), record_of([6.0, 8.0, 0.0, 0.0])

@@ -39,7 +39,7 @@ def assert_rows_are(rows: Rows, values: list[Floats]) -> None:
 
 @pytest.mark.slow
 @given(st.lists(Floats32, max_size=5))
-def test_what_was_encoded_is_decoded(values: list[Floats]) -> None:
+def test_encoded_rows_are_decoded(values: list[Floats]) -> None:
     heads, pairs, units = rows_of(values).encode()
     assert_rows_are(Rows.decode(bytearray(heads), bytearray(pairs), bytearray(units)), values)
 
@@ -77,7 +77,7 @@ def test_merging_equals_measuring_everything_at_once(
 
 @pytest.mark.slow
 @given(st.lists(Floats32, min_size=1, max_size=5), st.data())
-def test_rows_are_taken_and_joined_in_the_order_asked_for(
+def test_rows_are_taken_and_joined_in_the_given_order(
     values: list[Floats], data: st.DataObject
 ) -> None:
     rows = rows_of(values)

@@ -69,7 +69,7 @@ def test_norms_are_given_out_within_a_second() -> None:
     assert sum(counts[1:]) == 4
 
 
-def test_what_is_held_back_says_how_long_it_may_be() -> None:
+def test_pending_values_have_a_time_limit() -> None:
     page = PageWriter()
     assert page.pending_s(100.0) is None
     list(page.values_of(record(0, wall_time=100.0)))
@@ -82,7 +82,7 @@ def test_what_is_held_back_says_how_long_it_may_be() -> None:
 
 
 @pytest.mark.slow
-def test_large_norms_are_not_held_back() -> None:
+def test_large_norms_are_written_at_once() -> None:
     layout = layout_of([f"layer{i}" for i in range(40_000)])
     page = PageWriter()
     counts = [len(list(page.values_of(record(s, layout=layout)))) for s in range(5)]
@@ -95,7 +95,7 @@ def test_a_phase_is_not_part_of_the_training() -> None:
     assert not page.begins_layout(record(3, phase="validation"))
 
 
-def test_a_change_of_layout_keeps_what_was_held_back(tmp_path: Path) -> None:
+def test_a_change_of_layout_keeps_pending_values(tmp_path: Path) -> None:
     wider = layout_of(["a", "b", "c"])
     run = write(tmp_path, [record(0), record(1), record(2, layout=wider), record(3, layout=wider)])
     found = run.matrix("grad_norm")
@@ -117,7 +117,7 @@ def test_within_a_tag_steps_never_go_back() -> None:
             last[tag] = step
 
 
-def test_a_later_recorder_goes_on_where_an_earlier_one_was(tmp_path: Path) -> None:
+def test_a_later_recorder_continues_an_earlier_one(tmp_path: Path) -> None:
     write(tmp_path, [record(s) for s in range(10)])
     run = write(tmp_path, [record(s, full=True) for s in range(5, 8)])
     assert run.matrix("grad_norm").steps.tolist() == list(range(8))
@@ -156,7 +156,7 @@ def test_session_ids_differ_and_sort_by_age() -> None:
     assert [name.rpartition("-")[0] for name in ids] == sorted(n.rpartition("-")[0] for n in ids)
 
 
-def test_texts_read_back_as_what_was_written() -> None:
+def test_texts_are_read_back_unchanged() -> None:
     layout, names = decode_layout(encode_layout(LAYOUT, MATRIX_STATISTICS))
     assert layout == LAYOUT
     assert names == tuple(statistic.name for statistic in MATRIX_STATISTICS)

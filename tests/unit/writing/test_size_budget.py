@@ -51,7 +51,7 @@ def step(
 WHOLE = step(SizeBudget())
 
 
-def test_a_step_that_fits_is_written_whole() -> None:
+def test_a_step_within_the_budget_is_written_unchanged() -> None:
     size_budget = SizeBudget(max_bytes=3 * sum(WHOLE.values()))
     found, whole = (
         list(one.values_of(PICTURES, tagged(SKETCHES), tagged(SKETCHES)))
@@ -196,7 +196,7 @@ def test_without_magnitudes_there_is_no_histogram() -> None:
 @pytest.mark.slow
 @example([np.array([-1.0, 1.0])], 8)
 @given(st.lists(WIDE_VALUES, min_size=1, max_size=4), st.sampled_from([2, 3, 8, 32]))
-def test_merged_buckets_hold_what_the_fine_ones_held(
+def test_merged_buckets_have_the_sums_of_the_fine_ones(
     tensors: list[NDArray[np.float64]], merged: int
 ) -> None:
     sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}

@@ -94,7 +94,7 @@ def test_each_tag_has_the_histogram_of_its_own_tensor() -> None:
     }
 
 
-def test_what_has_no_finite_value_has_no_histogram() -> None:
+def test_a_tensor_without_a_finite_value_has_no_histogram() -> None:
     outputs = {Output("lstm"): tensor(np.nan, np.inf), Output("out"): tensor(1.0, np.nan)}
     tags = tags_of(values_of(record(full=True, outputs=outputs)))
     assert {tag for tag in tags if "/activation/" in tag} == {"~histograms/activation/0002.out"}
