@@ -24,7 +24,7 @@ from telemetry.reading.builtin_tags import histogram_tags
 from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
-from telemetry.reading.run_table import hparams_content
+from telemetry.reading.run_entry import hparams_content
 from telemetry.reading.sessions import Layer
 from telemetry.tensorboard_plugin.static_files import bundle, read_static_files
 

@@ -18,7 +18,7 @@ from telemetry.commands.opening import LogDirs, report_skipped
 from telemetry.commands.output import Column, number, print_records, print_table, report_problems
 from telemetry.plain_text import called, printable
 from telemetry.reading.log_dirs import NoTelemetryError, natural_key
-from telemetry.reading.run_table import differing, read_row
+from telemetry.reading.run_entry import differing, read_row
 
 _COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "first_alert")
 _MOST_WANTED = ("status", "first_alert", "last_loss", "last_step")

@@ -21,10 +21,10 @@ from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix
 from telemetry.reading.numbers import Numbers
 from telemetry.reading.run_data import Overview, RunData
-from telemetry.reading.run_table import read_hparams
+from telemetry.reading.run_entry import read_hparams
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
-from telemetry.reading.units import Units
+from telemetry.reading.unit_extremes import UnitExtremes
 from telemetry.tag_names import plain
 
 # Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws.
@@ -98,7 +98,7 @@ def matrix(part: Matrix) -> bytes:
     return pack(header, {"steps": part.steps, "values": part.values})
 
 
-def units(found: Units) -> bytes:
+def units(found: UnitExtremes) -> bytes:
     """Pack steps ``[steps]`` and the extremes of each unit, ``[steps, units, 2]``.
 
     Both extremes of a dead unit are 0; of an omitted unit, the minimum is above the maximum. In a

@@ -17,8 +17,8 @@ from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.log_dirs import only_log_dir, open_run
 from telemetry.reading.run_data import windows
-from telemetry.reading.run_table import hparams_content, read_hparams
-from telemetry.reading.units import Units
+from telemetry.reading.run_entry import hparams_content, read_hparams
+from telemetry.reading.unit_extremes import UnitExtremes
 from telemetry.tag_names import plain
 
 Table: TypeAlias = Any
@@ -86,7 +86,7 @@ class Run:
             value=values,
         )
 
-    def units(self, layer: str) -> Units:
+    def units(self, layer: str) -> UnitExtremes:
         """Return the extremes of each unit or channel of a layer at full steps.
 
         Args:

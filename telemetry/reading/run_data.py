@@ -45,7 +45,7 @@ from telemetry.reading.sessions import (
     session_of,
 )
 from telemetry.reading.sources import RunSource
-from telemetry.reading.units import Units
+from telemetry.reading.unit_extremes import UnitExtremes
 from telemetry.records import Layout
 from telemetry.untrusted import MAX_INTEGER
 
@@ -171,7 +171,7 @@ class RunData:
         }
         return _measured(found), _measured(joined)
 
-    def units(self, name: str, region: Region = WHOLE) -> Units:
+    def units(self, name: str, region: Region = WHOLE) -> UnitExtremes:
         """Return the units of a layer at the recorded steps of a region.
 
         Raises:
@@ -196,7 +196,7 @@ class RunData:
                     found[step] = units
                     if max(map(len, found.values())) * len(found) > READ_BYTES // 8:
                         found, sampled = dict(list(found.items())[::2]), True
-        return Units.of(type_name, found, sampled)
+        return UnitExtremes.of(type_name, found, sampled)
 
     def first_movers(self, step: int) -> list[Onset] | None:
         """Return the layers whose gradient norm has left its baseline by a step, earliest first.

@@ -91,12 +91,13 @@ def sample_of(model: nn.Module, sample: Any, images: bool) -> Sample | None:
     return None if sample is None else Sample(model, sample)
 
 
-def check_choice(name: str, value: object, *choices: str) -> None:
-    """Check that an argument is one of the choices."""
+def check_choice(name: str, value: object, *choices: str, other: str = "") -> None:
+    """Check that an argument is one of the choices; ``other`` describes further valid values."""
     if value not in choices:
         *others, last = (f'"{choice}"' for choice in choices)
-        words = f"{', '.join(others)} or {last}"
-        raise ValueError(f"HookLogger({name}={value!r}): must be {words}")
+        words = f"{', '.join([*filter(None, [other]), *others])} or {last}"
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"HookLogger({name}={value!r}): must be {words}")
 
 
 def check_first_step(first_step: object) -> None:
@@ -125,9 +126,8 @@ def check_loss_tag(loss_tag: object) -> None:
 
 
 def check_on_alert(on_alert: object) -> None:
-    if on_alert not in (None, "raise", "stop") and not callable(on_alert):
-        error = ValueError if isinstance(on_alert, str) else TypeError
-        raise error(f'HookLogger(on_alert={on_alert!r}): must be a callable, "raise" or "stop"')
+    if on_alert is not None and not callable(on_alert):
+        check_choice("on_alert", on_alert, "raise", "stop", other="a callable")
 
 
 def check_phase(name: str) -> str:

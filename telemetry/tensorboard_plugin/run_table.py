@@ -11,7 +11,7 @@ from tensorboard.plugins.hparams import metadata
 
 from telemetry.events.page_format import PLUGIN_NAME
 from telemetry.reading.builtin_tags import loss_of, metrics_among
-from telemetry.reading.run_table import RunEntry, loss_summary, run_entry
+from telemetry.reading.run_entry import RunEntry, loss_summary, run_entry
 from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
 
 

@@ -29,7 +29,7 @@ from telemetry.layers.units import (
 )
 from telemetry.reading import payloads
 from telemetry.reading.log_dirs import open_run
-from telemetry.reading.units import Units
+from telemetry.reading.unit_extremes import UnitExtremes
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import Sketch
 
@@ -209,7 +209,7 @@ def test_damaged_units_are_reported_and_the_others_are_read(log_dir: Path, tmp_p
 
 def test_merged_steps_equal_one_step() -> None:
     extremes = np.array([[[0, 0], [1, 2]], [[0, 3], NO_VALUES], [[0, 0], NO_VALUES]], np.float32)
-    units = Units(type_name="ReLU", steps=np.array([0, 5, 9]), extremes=extremes).thin(4)
+    units = UnitExtremes(type_name="ReLU", steps=np.array([0, 5, 9]), extremes=extremes).thin(4)
     assert units.steps.tolist() == [0, 9]
     assert units.extremes[0].tolist() == [[0, 3], [1, 2]]
     assert units.omitted.tolist() == [[False, False], [False, True]]

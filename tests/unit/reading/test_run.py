@@ -16,7 +16,7 @@ from torch import nn
 
 import telemetry
 from telemetry import HookLogger
-from telemetry.reading.run_table import read_row
+from telemetry.reading.run_entry import read_row
 from tests.helpers.paths import ROOT
 
 

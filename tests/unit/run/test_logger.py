@@ -1077,6 +1077,7 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ({"on_alert": "halt"}, ValueError, 'must be a callable, "raise" or "stop"'),
         ({"on_alert": 1}, TypeError, 'must be a callable, "raise" or "stop"'),
         ({"ranks": "all"}, ValueError, r"HookLogger\(ranks='all'\): must be"),
+        ({"ranks": 1}, TypeError, r"HookLogger\(ranks=1\): must be"),
     ],
 )
 def test_bad_arguments_are_named(
@@ -1161,7 +1162,7 @@ def test_what_cannot_be_logged_is_refused_and_what_comes_with_it_is_written(
 
 @pytest.mark.parametrize("name", ["step", "global_step", "walltime", "commit"])
 def test_arguments_of_other_loggers_are_no_tags(tmp_path: Path, name: str) -> None:
-    told = rf"log\({name}=3\): is no argument.*logger.current_step.*log\({{'{name}': ...}}\)"
+    told = rf"log\({name}=3\): is not an argument.*logger.current_step.*log\({{'{name}': ...}}\)"
     model = mlp()
     with HookLogger(model, tmp_path) as logger:
         with pytest.raises(TypeError, match=told):

@@ -8,7 +8,7 @@ import pytest
 
 from telemetry import Alert
 from telemetry.events.page_format import Chunk, alert_tag, encode_alert, end_tag, layout_tag
-from telemetry.reading.run_table import RunEntry, run_entry
+from telemetry.reading.run_entry import RunEntry, run_entry
 
 FIRST, SECOND = "20260101-120000.000000-aaaa", "20260102-120000.000000-bbbb"
 FIRST_S = 1767268800.0  # 2026-01-01, 12:00 UTC

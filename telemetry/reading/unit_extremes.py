@@ -13,7 +13,7 @@ from telemetry.records.rows import NO_VALUES
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Units:
+class UnitExtremes:
     """Extremes of the units or channels of a layer's output at full steps.
 
     Attributes:
@@ -63,21 +63,21 @@ class Units:
         return self.min > self.max
 
     @staticmethod
-    def of(type_name: str, found: Mapping[int, NDArray[np.float32]], sampled: bool) -> Units:
+    def of(type_name: str, found: Mapping[int, NDArray[np.float32]], sampled: bool) -> UnitExtremes:
         """Combine the extremes of each step, ``[units, 2]``; missing units count as omitted."""
         steps = sorted(found)
         most = max(map(len, found.values()), default=0)
         extremes = np.tile(NO_VALUES, (len(steps), most, 1))
         for row, step in enumerate(steps):
             extremes[row, : len(found[step])] = found[step]
-        return Units(
+        return UnitExtremes(
             type_name=type_name,
             steps=np.array(steps, np.int64),
             extremes=extremes,
             sampled=sampled,
         )
 
-    def thin(self, max_cells: int) -> Units:
+    def thin(self, max_cells: int) -> UnitExtremes:
         """Merge neighboring steps until there are at most ``max_cells`` steps times units."""
         factor = -(-len(self.steps) // max(1, max_cells // max(1, self.extremes.shape[1])))
         if factor <= 1:
