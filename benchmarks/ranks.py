@@ -29,11 +29,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from telemetry.failures import Failures
 from telemetry.ranks.channel import Channel
 from telemetry.ranks.codec import encode
+from telemetry.ranks.connection import RECORDS, Address, Client, Rendezvous
 from telemetry.ranks.merged_records import MergedRecords
 from telemetry.ranks.merging import MergedStep
 from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable
-from telemetry.ranks.rendezvous import Address, Rendezvous
-from telemetry.ranks.streams import Client
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import Layout, Module, Parameter, TensorRecord
 from telemetry.records.sketch import sketch_array
@@ -144,7 +143,7 @@ def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
             present=np.ones(count, bool),
             finite=np.ones(count, bool),
             before=norms,
-            held_copies=(copies - rank) % world_size,
+            parameter_copies=(copies - rank) % world_size,
             moved=np.where(copies == rank, norms, np.nan),
             sizes=np.where(copies == rank, norms, np.nan),
             checks=np.stack(
@@ -168,7 +167,7 @@ def step_of(part: PartialRecord, rank: int, step: int, *, full: bool) -> Partial
             part.parameters,
             layout=None,
             before=None,
-            held_copies=None,
+            parameter_copies=None,
             moved=None,
             sizes=None,
             checks=None,
@@ -190,8 +189,8 @@ def simulate_ranks(commands: Connection, address: Address, world: int, blocks: i
             rendezvous = Rendezvous("benchmark")
             rendezvous.find = lambda: address  # type: ignore[method-assign]
             clients.append(Client(rendezvous, rank, lambda announcement: None))
-        running = [asyncio.create_task(client.run(60.0)) for client in clients]
-        while not all(client.has_met for client in clients):
+        running = [asyncio.create_task(client.run()) for client in clients]
+        while not all(client.is_known for client in clients):
             await asyncio.sleep(0.01)
         commands.send(None)
         while (command := await asyncio.to_thread(commands.recv)) is not None:
@@ -200,7 +199,7 @@ def simulate_ranks(commands: Connection, address: Address, world: int, blocks: i
             for rank, client in enumerate(clients, start=1):
                 part = step_of(parts[rank % len(parts)], rank, step, full=full)
                 sizes.append(len(data := encode((part,))))
-                client.put(data)
+                client.put(RECORDS, data)
                 await asyncio.sleep(0)
             commands.send((max(sizes), (time.thread_time() - began) / len(clients)))
         for client in clients:

@@ -27,7 +27,7 @@ from telemetry.capture.step import CHECKS, Step
 from telemetry.failures import Failures
 from telemetry.measure import cuda
 from telemetry.measure.native import TENSORS, available
-from telemetry.ranks.observer import RankObserver
+from telemetry.ranks.topology import RankObserver
 from telemetry.records import Layout
 from telemetry.selection import Selection
 from telemetry.torch_private import (

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from telemetry.capture.parameters import Norms, Updates
 from telemetry.failures import Failures
 from telemetry.measure import Measurements, images
-from telemetry.ranks.observer import RankNotes
+from telemetry.ranks.topology import RankNotes
 from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.moments import nonfinite_of, norm_of
 from telemetry.records.rows import Rows

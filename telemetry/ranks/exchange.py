@@ -17,18 +17,18 @@ from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.channel import CLOSE_S, Announcement, Channel
 from telemetry.ranks.merged_records import MergedRecords
 from telemetry.ranks.merging import MergedStep
-from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.part_maker import PartMaker
 from telemetry.ranks.partial_record import PartialRecord
+from telemetry.ranks.topology import RankObserver
 from telemetry.records import StepRecord
 
-# While more wait to be judged, steps are dropped.
+# High-water mark of merged steps that are queued for the rules: above it, steps are dropped.
 MAX_BYTES = 128 * 2**20
 
 # Full records of rank 0 that are kept until they return merged.
 _OWN_KEPT = 8
 
-# Time before a requested full step at which it is announced, so that all ranks receive that.
+# Rank 0 announces a requested full step so long before, so that all ranks receive it in time.
 _LEAD_STEPS = 16
 _LEAD_S = 2.0
 
@@ -45,27 +45,25 @@ class Exchange:
 
     observer: RankObserver | None = None
     records = True
-
-    def __init__(self) -> None:
-        self._alert: Alert | None = None  # to raise
+    _alert: Alert | None = None  # to raise
 
     def send(self, record: StepRecord, step: CapturedStep | LightStep) -> StepRecord | None:
-        """The record to judge and write now; None: it returns merged, see :meth:`merged`."""
+        """Return the record to judge and write now; None: it returns merged, see :meth:`merged`."""
         return record
 
     def logged(self, values: dict[str, float]) -> dict[str, float]:
-        """Logged scalars to judge and write now; others return merged with their step."""
+        """Return logged scalars to judge and write now; others return merged with their step."""
         return values
 
     def send_rest(self, logged: Mapping[int, Mapping[str, float]]) -> None:
         """Send the scalars that were logged for steps that did not end."""
 
     def merged(self, merged: MergedStep) -> StepRecord | None:
-        """The record of a merged step; None if the step did not end or its layout is unknown."""
+        """Return the record of a merged step; None: the step did not end, or has no layout."""
         raise NotImplementedError
 
     def note_recorded(self, merged: MergedStep) -> None:
-        """A merged step is written, or left out."""
+        """Note that a merged step is written or dropped."""
 
     def request_full(self, step: int) -> bool:
         """Have all ranks measure a step after this one in full; False: this process decides."""
@@ -76,7 +74,7 @@ class Exchange:
         self._alert = self._alert or alert
 
     def to_raise(self, step: int | None) -> Alert | None:
-        """The alert to raise now that this step has ended; None as a step: no other will."""
+        """Return the alert to raise at the end of this step; None as a step: training has ended."""
         alert, self._alert = self._alert, None
         return alert
 
@@ -107,7 +105,6 @@ class RankExchange(Exchange):
         current_step: Callable[[], int],
         failures: Failures,
     ) -> None:
-        super().__init__()
         self.observer = RankObserver(rank=rank, size=size)
         self.records = rank == 0
         self._maker = PartMaker(self.observer.topology)
@@ -115,14 +112,14 @@ class RankExchange(Exchange):
         self._ask = ask
         self._current_step = current_step
         self._first_step = current_step()
-        self._announced: set[int] = set()  # of these, late ranks have nothing in full
+        self._announced: set[int] = set()  # full steps, of which a late rank has only the norms
         self._last: tuple[int, float] = (-1, 0.0)  # step and time of the latest record
         self._step_s = 0.0
         self._failures = failures
         self._merged_records = MergedRecords()
         self._own: dict[tuple[int, str], StepRecord] = {}
         self._changed = threading.Condition()
-        self._bytes = 0  # of those that came back and are yet to be recorded
+        self._queued_bytes = 0  # of merged steps
         self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
         self._channel = Channel(
             name=str(next(_numbers)),
@@ -141,8 +138,7 @@ class RankExchange(Exchange):
             self._own[record.step, record.phase] = record
             while len(self._own) > _OWN_KEPT:
                 del self._own[next(iter(self._own))]
-        captured = step if isinstance(step, CapturedStep) else None
-        self._send(self._maker.part(record, captured))
+        self._send(self._maker.part(record, step if isinstance(step, CapturedStep) else None))
         return None
 
     def logged(self, values: dict[str, float]) -> dict[str, float]:
@@ -159,15 +155,25 @@ class RankExchange(Exchange):
     def merged(self, merged: MergedStep) -> StepRecord | None:
         own = self._own.pop((merged.step, merged.phase), None)
         record = self._merged_records.record(merged, own)
-        if record is not None:
-            self._see(merged, record)
+        if record is not None and not record.phase:
+            step, wall_time = self._last
+            self._last = record.step, record.wall_time
+            self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
+        others = merged.ranks - merged.measured
+        if merged.measured and others and merged.step not in self._announced:
+            self._failures.log_once(
+                f"step {merged.step} was measured in full by {ranks_in_words(merged.measured)} and "
+                f"not by {ranks_in_words(others)}; use the same every_n_steps on all ranks, "
+                "without max_overhead",
+                kind="intervals",
+            )
         return record
 
     def take(self, merged: MergedStep) -> None:
-        """Queue a merged step, on the thread of the channel; drop it above the byte limit."""
+        """Queue a merged step, on the thread of the channel; drop it above the high-water mark."""
         with self._changed:
-            fits = self._bytes <= MAX_BYTES
-            self._bytes += merged.nbytes
+            fits = self._queued_bytes <= MAX_BYTES
+            self._queued_bytes += merged.nbytes
         if fits:
             self._put(merged)
             return
@@ -180,39 +186,23 @@ class RankExchange(Exchange):
 
     def note_recorded(self, merged: MergedStep) -> None:
         with self._changed:
-            self._bytes -= merged.nbytes
+            self._queued_bytes -= merged.nbytes
             if self._awaited is not None and (merged.step, not merged.phase) >= self._awaited:
                 self._awaited = None
                 self._changed.notify_all()
 
-    # --- news for all ranks ----------------------------------------------------------------------
+    # --- announcements ---------------------------------------------------------------------------
 
     def request_full(self, step: int) -> bool:
         """Announce a full step; not if a later one is announced, or a step's time is unknown."""
-        if step <= max(self._announced, default=-1) or self._step_s <= 0:
-            return True
-        now, step_s, (last, wall_time) = self._current_step(), self._step_s, self._last
-        if now > last + 1:  # the first steps are slow
-            step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
-        at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
-        self._announced.add(at)
-        self._channel.announce(at)
+        if step > max(self._announced, default=-1) and self._step_s > 0:
+            now, step_s, (last, wall_time) = self._current_step(), self._step_s, self._last
+            if now > last + 1:  # the first steps are slow
+                step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
+            at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
+            self._announced.add(at)
+            self._channel.announce(at)
         return True
-
-    def _see(self, part: MergedStep, record: StepRecord) -> None:
-        """Note how long steps take; report ranks that measure other steps in full than the rest."""
-        if not record.phase:
-            step, wall_time = self._last
-            self._last = record.step, record.wall_time
-            self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
-        others = part.ranks - part.measured
-        if part.measured and others and part.step not in self._announced:
-            self._failures.log_once(
-                f"step {part.step} was measured in full by {ranks_in_words(part.measured)} and not "
-                f"by {ranks_in_words(others)}; use the same every_n_steps on all ranks, without "
-                "max_overhead",
-                kind="intervals",
-            )
 
     def _on_announcement(self, announcement: Announcement) -> None:
         """Follow rank 0's announcement; log a first step that differs from this rank's."""
@@ -220,7 +210,7 @@ class RankExchange(Exchange):
             self._failures.log_once(
                 f"this rank counts its steps from {self._first_step} and rank 0 from "
                 f"{announcement.first_step}, so their records do not meet; give all ranks the same "
-                'first_step (with "auto", each has to see the directory of the run)',
+                'first_step (with "auto", each needs to read the directory of the run)',
                 kind="first step",
             )
         if announcement.full_step > self._current_step():  # else this rank is too late

@@ -1,4 +1,4 @@
-"""Records of all ranks together, as one process would have made them."""
+"""Merged records: those of all ranks together, as one process would have made them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from telemetry.ranks.merging import (
     Array,
     MergedStep,
+    Placed,
     merge_parameters,
     spreads,
     sum_addends,
 )
-from telemetry.ranks.partial_record import Floats, ParameterPart, Row, TensorTable
+from telemetry.ranks.partial_record import Floats, Row, TensorTable
 from telemetry.records import (
     Divergence,
     Layout,
@@ -37,13 +38,14 @@ from telemetry.records.tensor import Tensors
 _OF_OUTPUTS = ("outputs", "output_grads")
 # Values of rank 0 that are not merged, and OF_PARAMETERS where its layout is that of all.
 _OF_RANK_0 = ("feature_maps", "filters", "input", "random_states", "fingerprints")
+# A pipeline stage may have this in the place of other stages' modules.
 _PLACEHOLDER = "Identity"
 
 
 class MergedRecords:
     """Makes the records of merged steps, in the order of the steps.
 
-    It remembers layouts and hosts, which ranks send only when they have changed.
+    It keeps layouts and hosts, which ranks send only when they have changed.
     """
 
     def __init__(self) -> None:
@@ -53,24 +55,24 @@ class MergedRecords:
         self._clipped_fraction = ClippedFraction()
 
     def record(self, merged: MergedStep, own: StepRecord | None = None) -> StepRecord | None:
-        """The record of one step; values that are not merged come from rank 0's ``own``.
+        """Return the record of one step; values that are not merged come from rank 0's ``own``.
 
         None if the step did not end, or the message with its layout was lost.
         """
-        stages: dict[tuple[int, str], list[ParameterPart]] = {}
         self._host_of = self._host_of | {o.rank: o.host for o in merged.parts if o.host}
-        for part in merged.parts:
-            if (of := part.parameters) is not None:
-                stages.setdefault(of.key, []).append(of)
-                if of.layout is not None:
-                    self._layouts[of.key] = _larger(self._layouts.get(of.key), of.layout)
-        if not stages or not self._layouts.keys() >= stages.keys():
+        parts = [o.parameters for o in merged.parts if o.parameters is not None]
+        for part in parts:
+            known = self._layouts.get(part.key)
+            # On some ranks not all modules have run yet.
+            if part.layout and not (known and len(part.layout.modules) <= len(known.modules)):
+                self._layouts[part.key] = part.layout
+        keys = sorted({part.key for part in parts})
+        if not keys or not self._layouts.keys() >= set(keys):
             return None
-        layouts = {key: self._layouts[key] for key in sorted(stages)}
-        if layouts != self._joined.layouts:  # rarely
+        if (layouts := {key: self._layouts[key] for key in keys}) != self._joined.layouts:
             self._joined = JoinedLayouts(layouts)
         joined = self._joined
-        record = _record_of(merged, stages, joined)
+        record = _record_of(merged, [(part, joined.positions[part.key]) for part in parts], joined)
         names: tuple[str, ...] = _OF_RANK_0 if own is not None else ()
         if own is not None and own.layout.parameters == joined.layout.parameters:
             names += OF_PARAMETERS
@@ -84,44 +86,30 @@ class MergedRecords:
         )
 
 
-def _larger(known: Layout | None, new: Layout) -> Layout:
-    """The layout with more modules, because on some ranks not all have run yet."""
-    return new if known is None or len(new.modules) > len(known.modules) else known
-
-
 class JoinedLayouts:
-    """The layouts of all stages as one.
-
-    If stages have names of parameters in common, all names are preceded by ``stage0.`` and so
-    forth. An ``Identity`` in the place of a module of another stage is omitted.
-    """
+    """Layout of all pipeline stages together; names get their stage if stages share any."""
 
     def __init__(self, layouts: Mapping[tuple[int, str], Layout]) -> None:
         self.layouts = layouts
-        of_stage: dict[int, set[str]] = {}
+        names_of: dict[int, set[str]] = {}
         for (stage, _), layout in layouts.items():
-            of_stage.setdefault(stage, set()).update(p.name for p in layout.parameters)
-        names = [name for of in of_stage.values() for name in of]
-        self._prefixed = len(set(names)) < len(names)
+            names_of.setdefault(stage, set()).update(p.name for p in layout.parameters)
+        total = sum(map(len, names_of.values()))
+        self._prefixed = len(set().union(*names_of.values())) < total
         modules: dict[str, Module] = {}
         parameters: dict[str, Parameter] = {}
+        self._stage_of: dict[str, int] = {}
         for (stage, _), layout in layouts.items():
             for module in layout.modules:
                 name = self.name(stage, module.name)
-                if name not in modules or modules[name].type_name == _PLACEHOLDER:
+                if name not in modules or module.type_name != _PLACEHOLDER:
                     modules[name] = replace(module, name=name)
+                    self._stage_of[name] = stage
             for parameter in layout.parameters:
                 name = self.name(stage, parameter.name)
                 owner = self.name(stage, parameter.module_name)
                 parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
         self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
-        self._placeholders = {
-            (stage, module.name)
-            for (stage, _), layout in layouts.items()
-            for module in layout.modules
-            if module.type_name == _PLACEHOLDER
-            and modules[self.name(stage, module.name)].type_name != _PLACEHOLDER
-        }
         at = self.layout.parameter_position
         self.positions = {
             key: np.array([at[self.name(key[0], p.name)] for p in layout.parameters], np.intp)
@@ -129,29 +117,24 @@ class JoinedLayouts:
         }
 
     def name(self, stage: int, name: str) -> str:
-        """A module's or parameter's name in all stages together."""
+        """Return the name of a module or parameter in all stages together."""
         return f"stage{stage}.{name}".rstrip(".") if self._prefixed else name
 
     def key_of(self, row: Row) -> Any:
-        """Key of a tensor in the record; None: its module is a placeholder."""
+        """Return the key of a tensor in the record; None: the module is another stage's."""
         if row.kind == "inputs":
             return row.name
         name = self.name(row.stage, row.name)
         if row.kind not in _OF_OUTPUTS:
             return name
-        return None if (row.stage, row.name) in self._placeholders else Output(name, row.place)
+        return Output(name, row.place) if self._stage_of.get(name) == row.stage else None
 
 
-def _record_of(
-    merged: MergedStep,
-    stages: Mapping[tuple[int, str], Sequence[ParameterPart]],
-    joined: JoinedLayouts,
-) -> StepRecord:
+def _record_of(merged: MergedStep, parts: Sequence[Placed], joined: JoinedLayouts) -> StepRecord:
     names = [parameter.name for parameter in joined.layout.parameters]
-    placed = [(parts, joined.positions[key]) for key, parts in stages.items()]
-    columns = merge_parameters(placed, len(names))
+    columns = merge_parameters(parts, len(names))
     present = columns["present"]
-    added = sum_addends((part, at) for parts, at in placed for part in parts)
+    added = sum_addends(parts)
     _take_sums(columns, added)
     ratios: dict[str, float] = {}
     if "moved" in columns:
@@ -159,12 +142,11 @@ def _record_of(
             of_all = (columns["moved"] / columns["sizes"]).tolist()
         known = np.flatnonzero(~np.isnan(columns["sizes"]))
         ratios = {names[index]: of_all[index] for index in known.tolist()}
-    ended = [part for part in merged.parts if part.parameters is not None]
-    parts = [part for parts, _ in placed for part in parts]
     listed = {
-        which: {joined.name(part.stage, name) for part in parts for name in getattr(part, which)}
+        which: {joined.name(o.stage, name) for o, _ in parts for name in getattr(o, which)}
         for which in ("nan_buffers", "nonfinite_parameters")
     }
+    ended = [part for part in merged.parts if part.parameters is not None]
     return StepRecord(
         step=merged.step,
         wall_time=merged.wall_time,

@@ -1,8 +1,10 @@
-"""Merging of the ranks' measurements of one step: each column has one reduction."""
+"""Merging of the ranks' measurements of each step: each column has one reduction over ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeAlias
@@ -10,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.partial_record import (
     Addend,
     Floats,
@@ -22,6 +25,13 @@ from telemetry.records import Spread
 from telemetry.records.moments import rms_of
 from telemetry.records.rows import Rows
 
+log = logging.getLogger("telemetry")
+
+MAX_BYTES = 256 * 2**20
+
+# Larger than the sequence number of any record: the rank has ended.
+LAST_SEQUENCE = 2**62
+
 NOWHERE = np.iinfo(np.int64).max
 """Number of the copy where a rank has none."""
 
@@ -29,6 +39,8 @@ NOWHERE = np.iinfo(np.int64).max
 _TABLES_AT_ONCE = 8
 
 Array: TypeAlias = NDArray[Any]
+Placed: TypeAlias = tuple[ParameterPart, NDArray[np.intp]]
+"""The parameters of a rank's part of the model, and their positions in the whole."""
 
 
 def _norm(values: Array, counts: Array) -> Array:
@@ -42,52 +54,41 @@ def _logical(ufunc: np.ufunc) -> Callable[[Array, Array], Array]:
     return lambda values, counts: ufunc.reduce(values, axis=0, where=counts)
 
 
-# Columns of ParameterPart by their copies: the reduction of each, ``[parts, parameters]`` to
-# ``[parameters]``, and the value of a parameter that no rank has.
-_Reductions: TypeAlias = Mapping[str, tuple[Callable[[Array, Array], Array], Any]]
-_COLUMNS: Sequence[tuple[str, _Reductions]] = (
-    ("copies", {"norms": (_norm, np.nan), "present": (_logical(np.logical_or), False)}),
-    ("copies", {"finite": (_logical(np.logical_and), True)}),
-    ("copies", {"before": (_norm, np.nan)}),
-    ("held_copies", {"moved": (_norm, np.nan), "sizes": (_norm, np.nan)}),
-)
+# Columns of ParameterPart: the column with their copies, their reduction over ranks, ``[parts,
+# parameters]`` to ``[parameters]``, and the value of a parameter that no rank has.
+_COLUMNS: Mapping[str, tuple[str, Callable[[Array, Array], Array], Any]] = {
+    "norms": ("copies", _norm, np.nan),
+    "present": ("copies", _logical(np.logical_or), False),
+    "finite": ("copies", _logical(np.logical_and), True),
+    "before": ("copies", _norm, np.nan),
+    "moved": ("parameter_copies", _norm, np.nan),
+    "sizes": ("parameter_copies", _norm, np.nan),
+}
 
 
-def merge_parameters(
-    stages: Sequence[tuple[Sequence[ParameterPart], NDArray[np.intp]]], count: int
-) -> dict[str, Array]:
-    """Columns of all parameters by name; without those that no rank measured.
+def merge_parameters(parts: Sequence[Placed], count: int) -> dict[str, Array]:
+    """Return the columns of all parameters by name; without those that no rank measured.
 
     Args:
-        stages: The parts of each pipeline stage, and the positions of its parameters in the whole.
+        parts: Each with the positions of its parameters in the whole.
         count: Number of parameters in the whole.
     """
     merged: dict[str, Array] = {}
-    for copies, columns in _COLUMNS:
-        placed = []
-        for parts, at in stages:
-            some = [vars(part) for part in parts if getattr(part, next(iter(columns))) is not None]
-            if some:
-                whole = {name: np.full(count, missing) for name, (_, missing) in columns.items()}
-                whole[copies] = np.full(count, NOWHERE)
-                for name, column in _merge(some, copies, columns).items():
-                    whole[name][at] = column
-                placed.append(whole)
-        if placed:
-            merged |= _merge(placed, copies, columns)
+    for name, (copies, reduction, missing) in _COLUMNS.items():
+        if some := [(part, at) for part, at in parts if getattr(part, name) is not None]:
+            numbers = _stack(some, copies, count, NOWHERE)
+            counts = (numbers == numbers.min(axis=0)) & (numbers < NOWHERE)
+            values = reduction(_stack(some, name, count, missing), counts)
+            merged[name] = np.where(counts.any(axis=0), values, missing)
     return merged
 
 
-def _merge(parts: Sequence[dict[str, Any]], copies: str, columns: _Reductions) -> dict[str, Array]:
-    """The lowest copies, and the columns reduced over the parts that have them."""
-    numbers = np.stack([part[copies] for part in parts])
-    lowest = numbers.min(axis=0)
-    counts = (numbers == lowest) & (numbers < NOWHERE)
-    known = counts.any(axis=0)
-    return {copies: lowest} | {
-        name: np.where(known, reduction(np.stack([part[name] for part in parts]), counts), missing)
-        for name, (reduction, missing) in columns.items()
-    }
+def _stack(parts: Sequence[Placed], name: str, count: int, missing: Any) -> Array:
+    """Return one column of all parts, ``[parts, parameters]``."""
+    stacked = np.full((len(parts), count), missing)
+    for row, (part, at) in zip(stacked, parts, strict=True):
+        row[at] = getattr(part, name)
+    return stacked
 
 
 def merge_tensors(tables: Sequence[TensorTable]) -> TensorTable:
@@ -115,8 +116,8 @@ def merge_tensors(tables: Sequence[TensorTable]) -> TensorTable:
     )
 
 
-def sum_addends(parts: Iterable[tuple[ParameterPart, NDArray[np.intp]]]) -> dict[int, Floats]:
-    """Sums of addends by the position of the parameter; of several copies the lowest counts."""
+def sum_addends(parts: Iterable[Placed]) -> dict[int, Floats]:
+    """Return sums of addends by position of the parameter; of several copies the lowest counts."""
     found: dict[Addend, list[Floats]] = {}
     for part, at in parts:
         for addend, values in part.addends.items():
@@ -213,3 +214,121 @@ class MergedStep:
         return dict(zip(names, means.tolist(), strict=True)), {
             name: spread for name, spread in zip(names, found, strict=True) if spread is not None
         }
+
+
+class Collector:
+    """Merges the partial records of each step, in the order of the steps, each rank at most once.
+
+    Each rank sends its records by ascending sequence numbers, so a step is complete when every rank
+    has sent it or a later one: ranks with different intervals do not delay each other. If a rank
+    sends nothing for ``timeout_s``, or above ``max_bytes``, the step ends without it. The rank is
+    then unresponsive, and later steps do not wait for it until it sends something.
+
+    Args:
+        timeout_s: Also the time after the first message during which each step waits for all ranks
+            of the world, because some may not have connected yet.
+        max_bytes: Limit of the collected measurements.
+    """
+
+    def __init__(self, *, world_size: int, timeout_s: float, max_bytes: int = MAX_BYTES) -> None:
+        self._timeout_s = timeout_s
+        self._start_ends = np.inf
+        self._max_bytes = max_bytes
+        self._open: dict[int, tuple[MergedStep, float]] = {}  # by sequence number; since when
+        self._ended = -1
+        self._last = np.full(world_size, -1, np.int64)  # sequence number
+        self._received = np.full(world_size, -np.inf)  # time of the latest message
+        self._unresponsive = np.zeros(world_size, np.bool_)
+        self._logged: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
+
+    @property
+    def members(self) -> frozenset[int]:
+        """Ranks that sent something, have not ended and are responsive."""
+        return _ranks((self._received >= 0) & (self._last < LAST_SEQUENCE) & ~self._unresponsive)
+
+    @property
+    def unresponsive(self) -> frozenset[int]:
+        """Ranks that have not ended and timed out."""
+        return _ranks((self._last < LAST_SEQUENCE) & self._unresponsive)
+
+    @property
+    def open_steps(self) -> int:
+        """Number of steps that are not complete."""
+        return len(self._open)
+
+    def note(self, rank: int, now: float, sequence: int = -1) -> None:
+        """Note that a rank sent something, and the sequence number of its record."""
+        self._received[rank] = now
+        self._unresponsive[rank] = False
+        self._last[rank] = max(self._last[rank], sequence)
+        self._start_ends = min(self._start_ends, now + self._timeout_s)
+
+    def add(self, part: PartialRecord, now: float) -> None:
+        """Add a partial record; drop it if the rank sent it before, or its step has ended."""
+        is_new = self._last[part.rank] < part.sequence > self._ended
+        self.note(part.rank, now, part.sequence)
+        if is_new and part.sequence in self._open:
+            self._open[part.sequence][0].add(part)
+        elif is_new:
+            self._open[part.sequence] = MergedStep(part), now
+
+    def take(self, now: float, *, hurry: bool = False) -> MergedStep | None:
+        """Return the next step that is complete or timed out; None: there is none.
+
+        Args:
+            now: Time of a clock that stands while this process is stopped, from 0.
+            hurry: Do not wait.
+        """
+        if not self._open:
+            return None
+        first = min(self._open)
+        step, since = self._open[first]
+        awaited = (self._last < first) & ~self._unresponsive
+        if now >= self._start_ends:
+            awaited &= self._received >= 0
+        waited_s = now - np.maximum(self._received[awaited], since)
+        is_awaited = not hurry and (waited_s < self._timeout_s).any()
+        if is_awaited and sum(o.nbytes for o, _ in self._open.values()) <= self._max_bytes:
+            return None
+        self._unresponsive |= awaited & (self._received >= 0)
+        self._ended = max(self._ended, first)
+        del self._open[first]
+        return step
+
+    def log_missing(self, step: MergedStep, refused: Collection[int] = ()) -> None:
+        """Log once which ranks a step lacks and why, and once which return."""
+        here, hold = step.ranks, f"from step {step.step} on, the records hold"
+        unknown = _ranks(self._received < 0)
+        for ranks, reason in (
+            (
+                unknown & frozenset(refused),
+                "cannot connect, as rank 0 may not open more files; raise ulimit -n there to twice "
+                'the number of ranks, or use ranks="each"',
+            ),
+            (
+                unknown.difference(refused),
+                "made no HookLogger for this run, or have another version of telemetry",
+            ),
+            (
+                self.unresponsive,
+                "sent nothing in time: they ended with fewer batches, hang or died",
+            ),
+        ):
+            message = f"{hold} {len(here)} of {len(self._last)} ranks: %s {reason}"
+            self._log("missed", ranks - here, message)
+        self._log("back", self._logged["missed"] & here, f"{hold} what %s measured")
+        self._log(
+            "skipped",
+            self.members - here,
+            f"step {step.step} was measured by {ranks_in_words(here)}, and not by %s, which "
+            "skipped it or had too much to send",
+        )
+
+    def _log(self, kind: str, ranks: frozenset[int], message: str) -> None:
+        if new := ranks - self._logged[kind]:
+            self._logged[kind] |= new
+            log.warning(f"telemetry: {message}", ranks_in_words(new))
+
+
+def _ranks(which: NDArray[np.bool_]) -> frozenset[int]:
+    return frozenset(np.flatnonzero(which).tolist())

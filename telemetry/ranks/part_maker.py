@@ -1,4 +1,4 @@
-"""Makes the values that this rank sends of a step, from its record and its captured tensors."""
+"""Makes the partial records of this rank, from records of steps and captured tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from telemetry.capture.captured import CapturedStep
-from telemetry.ranks.observer import RankNotes
 from telemetry.ranks.partial_record import (
     Addend,
     Floats,
@@ -25,7 +24,7 @@ from telemetry.ranks.partial_record import (
     Shared,
     TensorTable,
 )
-from telemetry.ranks.topology import UNSPLIT, LocalShard, RankTopology
+from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankTopology
 from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.moments import nonfinite_of, norm_of
 from telemetry.records.rows import Rows
@@ -43,7 +42,7 @@ class PartMaker:
         self._last: tuple[int, float] | None = None
 
     def part(self, record: StepRecord, captured: CapturedStep | None = None) -> PartialRecord:
-        """The part of a step; ``captured`` is None at a light step."""
+        """Return the partial record of a step; ``captured`` is None at a light step."""
         notes = RankNotes() if captured is None else captured.ranks
         unknown_sums = notes.unknown_sums.union(
             f"the gradient of {record.layout.parameters[index].name}"
@@ -69,7 +68,7 @@ class PartMaker:
         )
 
     def logged(self, step: int, scalars: Mapping[str, float]) -> PartialRecord:
-        """The part of a step that did not end: its logged scalars."""
+        """Return the partial record of a step that did not end: its logged scalars."""
         rank, size = self._topology.rank, self._topology.size
         return PartialRecord(
             rank=rank, size=size, step=step, wall_time=time.time(), scalars=scalars
@@ -84,9 +83,9 @@ class PartMaker:
             names = "\n".join(parameter.name for parameter in layout.parameters)
             self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
             self._sent_layout = layout
-        before = held_copies = moved = sizes = None
+        before = parameter_copies = moved = sizes = None
         if captured is not None and record.full:
-            held_copies = _copies(layout, notes.parameters, topology)
+            parameter_copies = _copies(layout, notes.parameters, topology)
             moved, sizes = _updates(captured, record)
         # The schedule of a pipeline divides gradients by the number of micro-batches later.
         if captured is not None and not topology.is_in_pipeline:
@@ -105,7 +104,7 @@ class PartMaker:
             present=record.grad_present,
             finite=record.grad_finite,
             before=before,
-            held_copies=held_copies,
+            parameter_copies=parameter_copies,
             moved=moved,
             sizes=sizes,
             addends=_addends(record, notes),
@@ -115,14 +114,14 @@ class PartMaker:
         )
 
     def _step_s(self, record: StepRecord) -> float | None:
-        """Seconds since the step before, if that is known."""
+        """Return the seconds since the step before, if that is known."""
         if record.phase:
             return None
         last, self._last = self._last, (record.step, record.wall_time)
         return record.wall_time - last[1] if last and last[0] == record.step - 1 else None
 
     def _batch(self, record: StepRecord) -> str:
-        """Digest of the batch; ranks of one group with the same one have the same batch."""
+        """Return a digest of the batch, equal on ranks of one group with the same batch."""
         group = self._topology.data_group
         if group is None or not record.fingerprints:
             return ""
@@ -130,7 +129,7 @@ class PartMaker:
         return f"{group}/{values}"
 
     def _nonfinite(self, record: StepRecord) -> str:
-        """First NaN or infinity of this rank alone.
+        """Return the first NaN or infinity of this rank alone.
 
         Ranks with the same data, and stages of a pipeline, receive their values from each other.
         """
@@ -166,24 +165,23 @@ def _tensors(record: StepRecord, notes: RankNotes, topology: RankTopology) -> Te
                 found[Row(topology.stage, kind, name)] = shard
     if not found:
         return None
-    rows = [Tensors.of(getattr(record, kind)).rows for kind in shards_of]
-    return TensorTable.of(found, Rows.concatenate(rows))
+    return TensorTable.of(
+        found, Rows.concatenate([Tensors.of(getattr(record, kind)).rows for kind in shards_of])
+    )
 
 
 def _copies(layout: Layout, shards: Mapping[int, LocalShard], topology: RankTopology) -> Integers:
-    """Number of the copy of each parameter."""
-    copies: Integers = topology.plain_copies(len(layout.parameters))
-    if shards:
-        copies = copies.copy()
-        copies[list(shards)] = [shard.copy for shard in shards.values()]
+    copies = topology.plain_copies(len(layout.parameters))
+    for index, shard in shards.items():
+        copies[index] = shard.copy
     return copies
 
 
 def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats]:
-    """Norms of the updates of parameters, and of the parameters before; NaN: not measured.
+    """Return the norms of parameters' updates, and of the parameters before; NaN: not measured.
 
-    Of a large parameter a sample has the ratio of the two, which is applied to the whole norm.
-    Where that norm is zero, the sample's update counts.
+    Of a large parameter only a sample's ratio of the two is known; the update is the whole norm
+    times that, or the sample's update if that norm is zero.
     """
     count = len(record.layout.parameters)
     moved, sizes = np.full(count, np.nan), np.full(count, np.nan)
@@ -207,14 +205,12 @@ def _norm_if_finite(rows: Rows) -> Floats:
 
 
 def _addends(record: StepRecord, notes: RankNotes) -> dict[Addend, Floats]:
-    """This rank's addends of gradients, as the optimizer used them."""
+    """Return this rank's addends of gradients, as the optimizer used them."""
     addends = {}
     for index, copy in notes.addends.items():
         values = copy.wait().double().numpy().reshape(-1)
         norm, used = float(np.linalg.norm(values)), float(record.grad_norms[index])
         # Without a scaler's factor.
         factor = used / norm if norm > 0 and math.isfinite(norm) and math.isfinite(used) else 1.0
-        shard = notes.grads[index]
-        count = shard.reduced if shard.reduction == "mean" else 1
-        addends[Addend(index, shard.copy, values.size)] = values * factor / count
+        addends[Addend(index, notes.grads[index].copy, values.size)] = values * factor
     return addends

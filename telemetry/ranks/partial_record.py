@@ -1,9 +1,9 @@
-"""Values that one rank sends of one step, to be merged with those of the other ranks."""
+"""Partial record: the measurements that one rank sends of one step, to be merged on rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -57,7 +57,7 @@ class TensorTable:
 
     @staticmethod
     def of(shards: Mapping[Row, LocalShard], rows: Rows) -> TensorTable:
-        """The tensors of one rank, in the order of ``rows``, and its shards of them."""
+        """Return the tensors of one rank, in the order of ``rows``, and its shards of them."""
         pieces = np.array([shard.pieces for shard in shards.values()], np.int64)
         if (pieces > 1).any():
             units = [rows.units[:0]]
@@ -67,11 +67,8 @@ class TensorTable:
                     whole[shard.piece] = found
                     units.append(whole.reshape(-1, 2))
             rows = rows.having(np.concatenate(units), unit_count=rows.unit_count * pieces)
-        # Scaled-up counts travel in single precision, far finer than a sample.
-        counts = np.where(rows.counts % 1 == 0, rows.counts, rows.counts.astype(np.float32))
         copies = np.array([shard.copy for shard in shards.values()], np.int64)
-        content = replace(rows, counts=counts)
-        return TensorTable(rows=tuple(shards), copies=copies, calls=rows.calls, content=content)
+        return TensorTable(rows=tuple(shards), copies=copies, calls=rows.calls, content=rows)
 
     @property
     def nbytes(self) -> int:
@@ -92,25 +89,25 @@ class ParameterPart:
     present: Flags
     finite: Flags
     before: Floats | None = None  # L2 norms at the end of the backward pass
-    held_copies: Integers | None = None  # copies of the parameters
+    parameter_copies: Integers | None = None  # of the parameters, for the next two
     moved: Floats | None = None  # L2 norm of the step's update; NaN: not measured
     sizes: Floats | None = None  # L2 norm before the step, likewise
     # Gradients that are sums of the ranks' addends; ``norms`` and ``before`` are of the addends.
     addends: Mapping[Addend, Floats] = field(default_factory=dict)
     # Sums of bits, equal where shards are: index of the parameter, shard, sum ``[3, checks]``.
     checks: Integers | None = None
-    # Names of buffers and parameters that hold a NaN, or infinity.
+    # Names of buffers and parameters that have a NaN, or infinity.
     nan_buffers: tuple[str, ...] = ()
     nonfinite_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.norms)
-        optional = (self.before, self.held_copies, self.moved, self.sizes)
+        optional = (self.before, self.parameter_copies, self.moved, self.sizes)
         columns = (self.copies, self.norms, self.present, self.finite, *optional)
-        checked = np.empty((3, 0), np.int64) if self.checks is None else self.checks
-        indices = [*checked[0].tolist(), *(addend.parameter for addend in self.addends)]
+        checks = np.empty((3, 0), np.int64) if self.checks is None else self.checks
+        indices = [*checks[0].tolist(), *(addend.parameter for addend in self.addends)]
         fits = all(column.shape == (count,) for column in columns if column is not None)
-        fits &= checked.ndim == 2 and len(checked) == 3
+        fits &= checks.ndim == 2 and len(checks) == 3
         fits &= self.layout is None or len(self.layout.parameters) == count
         if not fits or not all(0 <= index < count for index in indices):
             raise ValueError("columns of parameters have different lengths")
@@ -140,8 +137,8 @@ class PartialRecord:
     step: int
     wall_time: float
     phase: str = ""
-    sequence: int = 0  # position in the order of all steps and phases: see Channel.send
-    full: bool = False  # whether this rank measured the step in full
+    sequence: int = 0  # sequence number of the step or phase: see Channel.send
+    full: bool = False  # whether this is a full step on this rank
     shared: Shared = Shared()
     parameters: ParameterPart | None = None  # None: the step did not end
     tensors: TensorTable | None = None
@@ -151,7 +148,7 @@ class PartialRecord:
     # Digest of the batch, with the group of ranks that should have different ones; or empty.
     batch: str = ""
     nonfinite: str = ""  # first NaN or infinity that this rank did not receive from others
-    unknown_sums: tuple[str, ...] = ()  # tensors of which the rank holds an addend, not sent
+    unknown_sums: tuple[str, ...] = ()  # tensors whose addends are not sent
 
     @property
     def nbytes(self) -> int:

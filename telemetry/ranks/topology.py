@@ -1,18 +1,24 @@
-"""Part of each tensor that this rank has, by meshes of ``DTensor``, DDP and pipelines."""
+"""Topology of the ranks: which local shard of each tensor this rank has, and which it measures.
+
+It is read from attributes of tensors and modules, without a collective or a wait for a device.
+"""
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Hashable, Iterable
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from telemetry.records import Output
+from telemetry.torch_private.host_copy import HostCopy
 from telemetry.torch_private.ranks import (
     active_ddp,
     averages_weights,
@@ -21,12 +27,20 @@ from telemetry.torch_private.ranks import (
     has_flat_shards,
     ignored_by,
     is_dtensor,
+    made_local,
     spec_of,
 )
 
 log = logging.getLogger("telemetry")
 
-Reduction = Literal["", "sum", "mean", "unknown"]
+# Elements of a gradient that ranks send as an addend; the norm of a larger sum is unknown.
+MOST_ADDED = 65_536
+
+_NOTE = "telemetry.ranks"
+_MOST_NODES = 4096
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Indexed = Sequence[tuple[int, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +56,8 @@ class LocalShard:
     # For each axis that is split over ranks: the axis counted from the end (-1 is the last), this
     # rank's position along it and the number of positions.
     splits: tuple[tuple[int, int, int], ...] = ()
-    # A Partial of DTensor: how the ranks' addends become the tensor, and of how many ranks.
-    reduction: Reduction = ""
-    reduced: int = 1
+    # Of a DTensor's Partial: whether the tensor is the sum of the ranks' addends.
+    reduction: Literal["", "sum", "unknown"] = ""
     counts: bool = True  # False: another rank has a lower copy, so this one need not measure
     # Number of this shard within its copy, to compare copies; -1: others may not be copies.
     shard: int = 0
@@ -52,9 +65,11 @@ class LocalShard:
     pieces: int = 1
 
     def numbered(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> LocalShard:
-        """The shard of one tensor: copies are numbered from ``first``, and take turns to count.
+        """Return the shard of one tensor: copies are numbered from ``first``, and take turns.
 
-        ``turn`` says whose turn it is; units are along ``axis``, counted from the end.
+        Args:
+            turn: The copy that counts, modulo their number.
+            axis: Axis of the units, counted from the end.
         """
         piece, pieces = _flat((at, size) for split, at, size in self.splits if split == axis)
         shard, _ = _flat((at, size) for _, at, size in self.splits)
@@ -67,7 +82,6 @@ class LocalShard:
 # The whole tensor, or a part that adds up with the parts of all other ranks.
 UNSPLIT = LocalShard()
 
-
 # Prefixes of mesh dimensions along which ranks have different data: parts of the batch, of the
 # sequences (context parallel), or tokens for their experts.
 _OF_DATA = (
@@ -77,14 +91,10 @@ _OF_DATA = (
 
 
 def placed(spec: Any) -> LocalShard:
-    """The shard that a local tensor is, by a ``DTensorSpec``."""
-    mesh = spec.mesh
-    coordinates = mesh.get_coordinate() or [0] * mesh.ndim
-    axes = list(zip(coordinates, mesh.shape, spec.placements, strict=True))
+    """Return the shard that a local tensor is, by a ``DTensorSpec``."""
+    axes = list(zip(_coordinates(spec.mesh), spec.mesh.shape, spec.placements, strict=True))
     copy, copies = _flat((at, size) for at, size, o in axes if o.is_replicate())
-    partial = [(o.reduce_op, size) for _, size, o in axes if o.is_partial()]
-    known: dict[str, Reduction] = {"sum": "sum", "avg": "mean"}
-    kinds = {known.get(operation, "unknown") for operation, _ in partial}
+    operations = {o.reduce_op for _, _, o in axes if o.is_partial()}
     return LocalShard(
         copy=copy,
         copies=copies,
@@ -95,13 +105,16 @@ def placed(spec: Any) -> LocalShard:
                 if size > 1 and not (o.is_replicate() or o.is_partial())
             ]
         ),
-        reduction="unknown" if len(kinds) > 1 else next(iter(kinds), ""),
-        reduced=math.prod(size for _, size in partial),
+        reduction="" if not operations else "sum" if operations == {"sum"} else "unknown",
     )
 
 
+def _coordinates(mesh: Any) -> list[int]:
+    return mesh.get_coordinate() or [0] * mesh.ndim
+
+
 def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Position in a grid of positions and sizes, the last axis running fastest; and its size."""
+    """Return the position in a grid of positions and sizes, the last axis fastest; and its size."""
     index, count = 0, 1
     for at, size in axes:
         index, count = index * size + at, count * size
@@ -129,18 +142,17 @@ class RankTopology:
     shards_of: int | None = None  # lowest rank of those that ``fully_shard`` shards over
     has_flat_shards: bool = False  # of FullyShardedDataParallel
     _known: dict[Hashable, LocalShard] = field(default_factory=dict)
-    _plain: dict[int, LocalShard] = field(default_factory=dict)  # plain, and nobody has copies
+    _plain: dict[int, LocalShard] = field(default_factory=dict)  # of plain parameters, exceptions
     _ignored: set[int] = field(default_factory=set)
     _meshes: dict[int, Any] = field(default_factory=dict)
-    _copies: tuple[object, NDArray[np.int64]] | None = None
 
     def read_model(self, model: nn.Module) -> None:
         """Read from a model's parameters which dimensions of their meshes have the same data.
 
-        Those are the dimensions that FSDP does not shard over and whose names do not say otherwise.
+        Those are the dimensions that FSDP does not shard over and that have no name of data.
         """
         if isinstance(model, DistributedDataParallel):
-            self._take_replicas(model)
+            self._read_ddp(model)
         if not self.has_flat_shards and has_flat_shards(model):
             self.has_flat_shards = True
             if self.rank == 0:
@@ -152,31 +164,26 @@ class RankTopology:
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         self.shards_of = min((int(mesh.mesh.min()) for mesh in of_fsdp), default=None)
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
-        found: dict[str, tuple[int, int]] = {}
         for spec in filter(None, map(spec_of, model.parameters())):
             self._meshes[id(spec.mesh)] = spec.mesh
+        found: dict[str, tuple[int, int]] = {}
         for mesh in self._meshes.values():
-            names = mesh.mesh_dim_names
-            if names is None:
-                names = ("",) * mesh.ndim if not of_fsdp else ()
-            coordinates = mesh.get_coordinate() or [0] * mesh.ndim
-            for name, coordinate, size in zip(names, coordinates, mesh.shape, strict=False):
+            names = mesh.mesh_dim_names or (() if of_fsdp else ("",) * mesh.ndim)
+            for name, at, size in zip(names, _coordinates(mesh), mesh.shape, strict=False):
                 if name not in data_names and not name.startswith(_OF_DATA):
-                    found[name] = (coordinate, size)
+                    found[name] = at, size
         copy, copies = _flat(found.values())
         self.same_data = LocalShard(copy=copy, copies=copies)
 
     def read_call(self) -> None:
-        """Read from the call stack, while a module is called, whether DDP or a pipeline calls."""
-        wrapper = active_ddp()
-        if wrapper is not None:
-            self._take_replicas(wrapper)
-        stage = calling_stage()
-        if stage is not None:
+        """Read from the call stack of a module whether DDP or a pipeline calls it."""
+        if (wrapper := active_ddp()) is not None:
+            self._read_ddp(wrapper)
+        if (stage := calling_stage()) is not None:
             self.stage, self.is_in_pipeline = stage.number, True
 
     def of_parameter(self, tensor: Any, index: int) -> LocalShard:
-        """This rank's part of a parameter, its gradient or its state."""
+        """Return this rank's shard of a parameter, its gradient or its state."""
         spec = spec_of(tensor)
         if spec is None:
             if id(tensor) in self._ignored and self.replicas is not None:
@@ -195,7 +202,7 @@ class RankTopology:
         return shard
 
     def of_plain(self, index: int) -> LocalShard:
-        """This rank's part of a parameter that is no ``DTensor``."""
+        """Return this rank's shard of a parameter that is no ``DTensor``."""
         if index in self._plain:
             return self._plain[index]
         if self.replicas is None:
@@ -206,12 +213,12 @@ class RankTopology:
         return replace(where.numbered(first=first * self.size, turn=index), shard=first)
 
     def plain_copies(self, count: int) -> NDArray[np.int64]:
-        """Numbers of the copies of ``count`` parameters, as if none was a ``DTensor``."""
-        state = count, self.replicas, len(self._plain)
-        if self._copies is None or self._copies[0] != state:
-            copies = np.array([self.of_plain(index).copy for index in range(count)], np.int64)
-            self._copies = state, copies
-        return self._copies[1]
+        """Return the copies of the first ``count`` parameters, as if none was a ``DTensor``."""
+        where, first = self.replicas or (LocalShard(), self.rank)
+        copies = first * self.size + (where.copy - np.arange(count)) % where.copies
+        for index, shard in self._plain.items():
+            copies[index] = shard.copy
+        return copies
 
     @property
     def data_group(self) -> int | None:
@@ -220,9 +227,157 @@ class RankTopology:
             return None
         return self.shards_of if self.replicas is None else self.replicas[1]
 
-    def _take_replicas(self, wrapper: DistributedDataParallel) -> None:
+    def _read_ddp(self, wrapper: DistributedDataParallel) -> None:
         self._ignored = ignored_by(wrapper)
         self.averages = averages_weights(wrapper)
         group = wrapper.process_group
         ranks = sorted(distributed.get_process_group_ranks(group))
         self.replicas = LocalShard(copy=distributed.get_rank(group), copies=len(ranks)), ranks[0]
+
+
+@dataclass(kw_only=True, eq=False)
+class RankNotes:
+    """Local shards of one step, by output or by index of the parameter."""
+
+    outputs: dict[str | Output, LocalShard] = field(default_factory=dict)  # and inputs, by name
+    output_grads: dict[Output, LocalShard] = field(default_factory=dict)
+    grads: dict[int, LocalShard] = field(default_factory=dict)  # of those that are a DTensor
+    parameters: dict[int, LocalShard] = field(default_factory=dict)  # empty: not measured
+    addends: dict[int, HostCopy] = field(default_factory=dict)  # of gradients that are sums
+    # Of parameters with copies on other ranks, for each device: their indices and the sums of their
+    # elements' bits read as whole numbers, modulo 2**64, int64 [k]. These do not depend on the
+    # order of addition, so they are equal on different hardware, too.
+    bit_sums: list[tuple[list[int], HostCopy]] = field(default_factory=list)
+    unknown_sums: set[str] = field(default_factory=set)  # tensors whose addends are not sent
+
+
+class RankObserver:
+    """Finds out, on the training thread, which shard of the whole a tensor is."""
+
+    def __init__(self, *, rank: int, size: int) -> None:
+        self.topology = RankTopology(rank=rank, size=size)
+        # For passes without gradients, which have no graph.
+        self._known: dict[Output, LocalShard] = {}
+
+    def takes_inputs(self, notes: RankNotes, name: str, model: nn.Module | None) -> bool:
+        """Note the shard of a module's input; return whether to measure it here.
+
+        To be called while the module is called, before its output is noted.
+        """
+        if model is not None and not notes.outputs:
+            self.topology.read_model(model)
+        self.topology.read_call()
+        if name and self.topology.same_data.copies > 1:
+            return False  # nothing says which part of the model's input this is
+        stage = self.topology.stage  # the first stage's inputs are the model's
+        shard = self.topology.same_data.numbered(first=stage * self.topology.size)
+        notes.outputs[name] = shard
+        return shard.counts
+
+    def takes_output(
+        self, notes: RankNotes, output: Output, tensor: Tensor, unit_axis: int | None
+    ) -> bool:
+        """Note the shard of a module's output; return whether to measure it here."""
+        axis = None if unit_axis is None else unit_axis % tensor.dim() - tensor.dim()
+        shard = self._shard_of(output, tensor).numbered(turn=_turn(output), axis=axis)
+        notes.outputs[output] = shard
+        return shard.counts and _is_known(notes, shard, f"the output of {output}")
+
+    def _shard_of(self, output: Output, tensor: Tensor) -> LocalShard:
+        """Return the shard of an output, by the tensors from which it was computed.
+
+        The styles of ``parallelize_module`` compute with a ``DTensor`` and return its local tensor,
+        which the autograd graph shows. An output that is computed without communication is a part
+        of the whole if one of its origins is, and the same on ranks with the same data otherwise.
+        """
+        if is_dtensor(tensor):
+            found = placed(spec_of(tensor))
+        elif tensor.grad_fn is None:
+            return self._known.get(output, self.topology.same_data)
+        else:
+            node: Any = tensor.grad_fn
+            found = node.metadata[_NOTE] = _together(_origins(node), self.topology.same_data)
+        self._known[output] = found
+        return found
+
+    def takes_output_grad(self, notes: RankNotes, output: Output, grad: Tensor) -> bool:
+        """Note the shard of the gradient of an output; return whether to measure it here."""
+        shard = notes.outputs.get(output, LocalShard())
+        if is_dtensor(grad):
+            shard = placed(spec_of(grad)).numbered(turn=_turn(output))
+        notes.output_grads[output] = shard
+        return shard.counts and _is_known(notes, shard, f"the gradient of the output of {output}")
+
+    def note_grads(self, notes: RankNotes, grads: Iterable[tuple[int, Tensor]]) -> None:
+        """Note the shards of gradients, and copy the addends of gradients that are sums."""
+        for index, grad in grads:
+            if type(grad) is Tensor:
+                continue  # see :meth:`RankTopology.of_plain`; this runs at every step
+            shard = notes.grads[index] = self.topology.of_parameter(grad, index)
+            if shard.reduction:
+                values = local_values(grad)
+                if shard.reduction == "unknown" or values.numel() > MOST_ADDED:
+                    notes.grads[index] = replace(shard, reduction="unknown")
+                else:
+                    notes.addends[index] = HostCopy(values)
+
+    def note_parameters(self, notes: RankNotes, parameters: Indexed) -> None:
+        """Note the shards of parameters, and sum the bits of those with copies on other ranks."""
+        for index, parameter in parameters:
+            notes.parameters[index] = self.topology.of_parameter(parameter, index)
+        if not self.topology.averages:
+            copied = ((i, p) for i, p in parameters if notes.parameters[i].copies != 1)
+            notes.bit_sums += _bit_sums((i, local_values(p)) for i, p in copied)
+
+    def counting(self, tensors: Indexed) -> Indexed:
+        """Select the parameters, or tensors of parameters, that this rank measures."""
+        of = self.topology.of_parameter
+        return [(i, t) for i, t in tensors if (s := of(t, i)).counts and not s.reduction]
+
+
+def _is_known(notes: RankNotes, shard: LocalShard, name: str) -> bool:
+    if shard.reduction:
+        notes.unknown_sums.add(name)
+    return not shard.reduction
+
+
+def _turn(name: Hashable) -> int:
+    """Return a number for a name that is the same on all ranks, unlike Python's own hash."""
+    return sum(map(ord, str(name)))
+
+
+def _bit_sums(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], HostCopy]]:
+    groups: dict[torch.device, dict[int, Tensor]] = {}
+    for index, tensor in tensors:
+        whole = _WHOLE_NUMBERS.get(tensor.element_size())
+        if whole is not None and tensor.is_floating_point() and tensor.numel() > 0:
+            total = tensor.detach().view(whole).sum(dtype=torch.int64)
+            groups.setdefault(tensor.device, {})[index] = total
+    return [([*sums], HostCopy(torch.stack([*sums.values()]))) for sums in groups.values()]
+
+
+def _together(origins: Iterator[LocalShard], same_data: LocalShard) -> LocalShard:
+    """Return the first origin that is a part; else one that is the same on several ranks."""
+    for origin in origins:
+        if origin.splits or origin.reduction:
+            return origin
+        if origin.copies > same_data.copies:
+            same_data = origin
+    return same_data
+
+
+def _origins(node: Any) -> Iterator[LocalShard]:
+    """Yield the shards of the nearest known tensors behind a node, from near to far."""
+    queued, seen = deque([node]), {node}
+    while queued and len(seen) < _MOST_NODES:
+        node = queued.popleft()
+        known = node.metadata.get(_NOTE)
+        if known is None and (spec := made_local(node)) is not None:
+            known = placed(spec)
+        if known is not None:
+            yield known
+            continue
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                queued.append(before)

@@ -31,8 +31,8 @@ from telemetry.pipeline import (
     every,
 )
 from telemetry.ranks.exchange import Exchange, RankExchange
-from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.role import Ranks, rank_and_world_size, role_of
+from telemetry.ranks.topology import RankObserver
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.run.arguments import FirstStep, OnAlert, check_phase, scalars_of

@@ -26,8 +26,8 @@ from torch.utils.tensorboard import SummaryWriter
 from telemetry import Alert, HookLogger, Rule, TelemetryAlert
 from telemetry.failures import Failures
 from telemetry.ranks.channel import Channel
+from telemetry.ranks.connection import Address, Rendezvous
 from telemetry.ranks.partial_record import PartialRecord
-from telemetry.ranks.rendezvous import Address, Rendezvous
 from telemetry.records import StepRecord
 from tests.helpers import training
 from tests.helpers.twins import Recorder, draw, seed
@@ -350,7 +350,7 @@ def simulate(rank: int, size: int, address: tuple[str, int, str], world: int) ->
             )
     connected = 0
     while connected < 150:
-        connected = sum(channel._client.has_met for channel in simulated)  # type: ignore[union-attr]
+        connected = sum(channel._client.is_known for channel in simulated)  # type: ignore[union-attr]
         time.sleep(0.05)
 
 

@@ -175,7 +175,7 @@ class Member:
     def has_tried(self) -> None:
         """Wait until this rank has failed to connect to rank 0."""
         client = self.channels["run"]._client
-        while client is None or client.has_met or not client.attempts:
+        while client is None or client.is_known or not client.attempts:
             time.sleep(0.01)
 
     def address(self) -> tuple[str, int]:

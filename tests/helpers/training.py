@@ -32,8 +32,8 @@ from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, every
 from telemetry.ranks.codec import encode
-from telemetry.ranks.observer import RankObserver
 from telemetry.ranks.part_maker import PartMaker
+from telemetry.ranks.topology import RankObserver
 from telemetry.records import StepRecord
 from telemetry.selection import Selection
 from tests.helpers.twins import draw, seed

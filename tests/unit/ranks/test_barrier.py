@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from queue import SimpleQueue
-from typing import Any
 
 import pytest
 
 from telemetry.failures import Failures
-from telemetry.ranks import barrier, channel
-from telemetry.ranks.barrier import Barrier
-from telemetry.ranks.channel import Announcement, Channel, RankState
+from telemetry.ranks import channel
+from telemetry.ranks.channel import Announcement, Barrier, Channel
 from telemetry.ranks.codec import encode
-from telemetry.ranks.streams import STATE
+from telemetry.ranks.connection import BARRIER, ENDED, RECORDS
+
+NOTHING = encode(())
 
 
 def ask(one: Barrier, step: int) -> tuple[threading.Thread, list[bool]]:
@@ -51,9 +51,9 @@ def test_a_rank_that_ends_its_step_while_it_is_told_is_right_either_way() -> Non
     assert answers == [True]
 
 
-def arrives(first: Channel, rank: int, **state: Any) -> None:
-    """The state of another rank arrives at rank 0."""
-    first._submit(lambda: first._collect(STATE, encode(RankState(**state)), rank))
+def arrives(first: Channel, rank: int, kind: bytes = RECORDS, payload: bytes = NOTHING) -> None:
+    """A frame of another rank arrives at rank 0."""
+    first._submit(lambda: first._collect(kind, payload, rank))
 
 
 def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +80,11 @@ def test_all_who_are_there_are_asked_where_to_raise() -> None:
 
     for rank in range(1, 4):
         arrives(first, rank)
-    arrives(first, 3, ended=True)
+    arrives(first, 3, ENDED)
     first.raise_on_all("alert")
     assert heard.get(timeout=30).raise_at is None
-    arrives(first, 1, barrier=7)
-    arrives(first, 2, barrier=6)
+    arrives(first, 1, BARRIER, b"7")
+    arrives(first, 2, BARRIER, b"6")
     assert heard.get(timeout=30).raise_at == 7
     first.close(0.1)
 
@@ -100,7 +100,7 @@ def test_who_comes_back_raises_at_once() -> None:
 def test_training_goes_on_if_the_first_rank_goes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(barrier, "WAIT_S", 0.01)
+    monkeypatch.setattr(channel, "BARRIER_S", 0.01)
     silent, closed = Barrier(), Barrier()
     silent.close()
     assert not silent.step_ended(3)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.plain_text import ranks_in_words
-from telemetry.ranks.collector import ENDED, Collector
+from telemetry.ranks.merging import LAST_SEQUENCE, Collector
 from telemetry.ranks.partial_record import PartialRecord
 
 WORLD = 6
@@ -114,7 +114,7 @@ def test_one_that_ends_is_not_waited_for_and_one_that_joins_is() -> None:
     assert taken(collected, 9.0) == []
     collected.note(3, 9.0)
     assert taken(collected, 10.0) == [(0, "3")]
-    collected.note(3, 10.0, ENDED)
+    collected.note(3, 10.0, LAST_SEQUENCE)
     assert taken(collected, 10.0) == [(1, "01")]
     assert collected.members == {0, 1}
 

@@ -71,7 +71,7 @@ def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.Dat
     copies = [part(10, 1e301, copy=3), *parts, part(11, math.nan, copy=2)]
     for several in (parts, data.draw(st.permutations(copies))):
         own = [one.parameters for one in several if one.parameters is not None]
-        merged = merge_parameters([(own, np.array([1]))], 2)
+        merged = merge_parameters([(one, np.array([1])) for one in own], 2)
         assert merged["norms"].tolist() == [
             pytest.approx(math.nan, nan_ok=True),
             pytest.approx(math.hypot(*norms), rel=1e-14),

@@ -11,9 +11,17 @@ from contextlib import suppress
 
 import pytest
 
-from telemetry.ranks import streams
-from telemetry.ranks.rendezvous import Address, Rendezvous
-from telemetry.ranks.streams import RECORDS, STATE, Client, Server, frame
+from telemetry.ranks import connection
+from telemetry.ranks.connection import (
+    BARRIER,
+    ENDED,
+    RECORDS,
+    Address,
+    Client,
+    Rendezvous,
+    Server,
+    frame,
+)
 
 
 class Listener:
@@ -79,32 +87,31 @@ def test_frames_of_any_size_arrive_in_order_and_announcements_come_back() -> Non
         zero, announced = Listener(), asyncio.Queue[bytes]()
         zero.start()
         client = client_of(lambda: zero.address, announced.put_nowait)
-        running = asyncio.create_task(client.run(5))
+        running = asyncio.create_task(client.run())
         sent = [os.urandom(size) for size in (1, 2**16, 2**23 + 1, 30 * 2**20, 5)]
         for data in sent:
-            client.put(data)
+            client.put(RECORDS, data)
         assert await announced.get() == b"first"
         zero.server.announce(b"second")
         assert await announced.get() == b"second"
         await zero.has(*((RECORDS, data) for data in sent))
-        client.set_state(b"state")
         await finished(client, running, zero)
-        await zero.has(*((RECORDS, data) for data in sent), (STATE, b"state"))
+        await zero.has(*((RECORDS, data) for data in sent), (ENDED, b""))
 
     on_a_loop(test)
 
 
-@pytest.mark.parametrize("way", ["before it answers", "after it has received", "in the middle"])
-def test_what_is_not_acknowledged_is_sent_again_with_the_state(way: str) -> None:
+@pytest.mark.parametrize("way", ["before it answers", "after it has received"])
+def test_frames_that_are_not_acknowledged_are_sent_again(way: str) -> None:
     """To a rank 0 that was not there yet, or whose connection broke: an announcement comes, too."""
 
     async def test() -> None:
         zero, announced = Listener(), asyncio.Queue[bytes]()
         address = [zero.address]
         client = client_of(lambda: address[0], announced.put_nowait)
-        client.set_state(b"state")
-        client.put(b"a" * 10**6)
-        running = asyncio.create_task(client.run(5))
+        client.put(RECORDS, b"a" * 10**6)
+        client.put(BARRIER, b"5")
+        running = asyncio.create_task(client.run())
         other = None
         if way == "before it answers":
             while not client.attempts:  # no server accepts
@@ -118,8 +125,7 @@ def test_what_is_not_acknowledged_is_sent_again_with_the_state(way: str) -> None
 
             def receive(kind: bytes, payload: bytes, rank: int) -> None:
                 drop(kind, payload, rank)
-                if kind == RECORDS or way == "in the middle":
-                    raise ValueError("which closes the connection, without an acknowledgement")
+                raise ValueError("which closes the connection, without an acknowledgement")
 
             other.server._receive = receive
             other.start()
@@ -128,7 +134,7 @@ def test_what_is_not_acknowledged_is_sent_again_with_the_state(way: str) -> None
             zero = Listener()
             address[0] = zero.address
         zero.start()
-        await zero.has((STATE, b"state"), (RECORDS, b"a" * 10**6))
+        await zero.has((RECORDS, b"a" * 10**6), (BARRIER, b"5"))
         assert await announced.get() == b"first"
         await finished(client, running, zero)
         if other is not None:
@@ -151,16 +157,16 @@ async def stranger(zero: Listener, sends: bytes) -> bytes:
 
 
 def test_strangers_learn_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "AUTHENTICATION_S", 0.2)
+    monkeypatch.setattr(connection, "AUTHENTICATION_S", 0.2)
 
     async def test() -> None:
         zero = Listener()
         zero.start()
-        for sends in (b"GET / HTTP/1.1\r\n\r\n", b"", os.urandom(10**6), frame(STATE, b"x" * 99)):
-            assert len(await stranger(zero, sends)) <= 32, "a challenge, at most"
+        for sends in (b"GET / HTTP/1.1\r\n\r\n", b"", os.urandom(10**6), frame(RECORDS, b"x" * 99)):
+            assert len(await stranger(zero, sends)) <= 68, "a nonce and a digest, at most"
         other = client_of(lambda: zero.address._replace(token="other"))
-        other.put(b"records")
-        running = asyncio.create_task(other.run(5))
+        other.put(RECORDS, b"records")
+        running = asyncio.create_task(other.run())
         while other.attempts < 3:
             await asyncio.sleep(0.01)
         running.cancel()
@@ -177,7 +183,7 @@ def test_a_rank_sends_nothing_to_a_stranger() -> None:
         received = bytearray()
 
         async def pretend(stream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(os.urandom(64))
+            writer.write(os.urandom(68))
             received.extend(await stream.read(2**20))
             received.extend(await stream.read(2**20))
             writer.close()
@@ -185,8 +191,8 @@ def test_a_rank_sends_nothing_to_a_stranger() -> None:
         server = await asyncio.start_server(pretend, "127.0.0.1", 0)
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1], "run")
         client = client_of(lambda: address)
-        client.put(b"records" * 100)
-        running = asyncio.create_task(client.run(5))
+        client.put(RECORDS, b"records" * 100)
+        running = asyncio.create_task(client.run())
         while client.attempts < 2:
             await asyncio.sleep(0.01)
         running.cancel()
@@ -197,23 +203,23 @@ def test_a_rank_sends_nothing_to_a_stranger() -> None:
     on_a_loop(test)
 
 
-def test_of_many_strangers_few_are_served_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_UNAUTHENTICATED", 2)
-    monkeypatch.setattr(streams, "AUTHENTICATION_S", 0.5)
+def test_the_oldest_of_many_strangers_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_UNAUTHENTICATED", 2)
+    monkeypatch.setattr(connection, "AUTHENTICATION_S", 1000.0)
 
     async def test() -> None:
         zero = Listener()
         zero.start()
         strangers = [socket.create_connection(("127.0.0.1", zero.address.port)) for _ in range(6)]
         client = client_of(lambda: zero.address)
-        client.put(b"records")
-        running = asyncio.create_task(client.run(5))
+        client.put(RECORDS, b"records")
+        running = asyncio.create_task(client.run())
         await zero.has((RECORDS, b"records"))
         await finished(client, running, zero)
         for one in strangers:
             one.settimeout(0)
         greeted = [len(one.recv(99)) for one in strangers]
-        assert greeted == [32] * 6, "each was served and closed in its turn"
+        assert greeted == [36] * 6, "each was served in its turn"
         for one in strangers:
             one.close()
 
@@ -223,17 +229,17 @@ def test_of_many_strangers_few_are_served_at_a_time(monkeypatch: pytest.MonkeyPa
 def test_above_the_limit_the_oldest_records_are_dropped_and_no_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams, "MAX_QUEUED_BYTES", 2)
+    monkeypatch.setattr(connection, "MAX_QUEUED_BYTES", 2)
 
     async def test() -> None:
         zero = Listener()
         client = client_of(lambda: zero.address)
-        client.set_state(b"state")
         for data in (b"0", b"a", b"b", b"c"):
-            client.put(data)
+            client.put(RECORDS, data)
+        client.put(BARRIER, b"5")
         zero.start()
-        running = asyncio.create_task(client.run(5))
-        await zero.has((STATE, b"state"), (RECORDS, b"0"), (RECORDS, b"c"))
+        running = asyncio.create_task(client.run())
+        await zero.has((RECORDS, b"0"), (BARRIER, b"5"), (RECORDS, b"c"))
         await finished(client, running, zero)
 
     on_a_loop(test)
@@ -245,15 +251,15 @@ def test_ranks_beyond_the_file_descriptors_are_refused_and_known(
     async def test() -> None:
         zero = Listener()
         zero.start()
-        monkeypatch.setattr(streams, "_most_files", lambda: 8)
+        monkeypatch.setattr(connection, "_most_files", lambda: 8)
         client = client_of(lambda: zero.address)
-        client.put(b"records")
-        running = asyncio.create_task(client.run(5))
+        client.put(RECORDS, b"records")
+        running = asyncio.create_task(client.run())
         while client.attempts < 3:
             await asyncio.sleep(0.01)
         assert zero.server.refused == {3}
         assert zero.received == []
-        monkeypatch.setattr(streams, "_most_files", lambda: 10**6)
+        monkeypatch.setattr(connection, "_most_files", lambda: 10**6)
         await zero.has((RECORDS, b"records"))
         assert zero.server.refused == set()
         await finished(client, running, zero)
@@ -273,23 +279,10 @@ def test_pauses_grow_and_are_jittered() -> None:
             return event.is_set()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streams, "is_set_within", pause)
-            await client.run(0.01)
+            patch.setattr(connection, "is_set_within", pause)
+            await client.run()
         assert pauses[0] <= 0.075
         assert all(15 <= pause <= 30 for pause in pauses[-30:])
         assert len(set(pauses)) == 60
-
-    on_a_loop(test)
-
-
-def test_the_search_for_rank_0_ends_whenever_it_is_told_to() -> None:
-    """Also while the store answers, between two pauses."""
-
-    async def test() -> None:
-        client = client_of(lambda: client.finish())  # type: ignore[func-returns-value]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streams.distributed, "is_initialized", lambda: True)
-            await asyncio.wait_for(client.run(0.2), 30)
-        assert client.attempts > 1
 
     on_a_loop(test)

@@ -1,0 +1,410 @@
+"""Authenticated TCP connections between rank 0 and the other ranks: frames over asyncio streams.
+
+Rendezvous: rank 0 publishes its address and the run's token in the store of the default process
+group; another connection per rank could exhaust the file descriptors of that store's server. A call
+of the store blocks while the server's process is stopped, so callers use :func:`in_thread`. The
+store is not kept, because its server ends with the last reference.
+
+A frame is its kind in one byte, its size in four, and its payload. A rank sends one frame at a
+time, which rank 0 acknowledges; rank 0 broadcasts announcements. Less than 1 KiB is read of a
+connection before it is authenticated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import random
+import secrets
+import socket
+import weakref
+from asyncio import Event, Semaphore, StreamReader, StreamWriter
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Thread
+from typing import Any, NamedTuple, TypeVar
+
+from torch import distributed
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+T = TypeVar("T")
+
+# Kinds of frames. BARRIER has the step at whose end a rank stops; after ENDED it sends nothing.
+RECORDS, BARRIER, ENDED, ANNOUNCEMENT, ACKNOWLEDGED = b"R", b"B", b"E", b"A", b"K"
+
+MAX_FRAME_BYTES = 256 * 2**20
+MAX_QUEUED_BYTES = 64 * 2**20
+
+# Limits of connections that are not authenticated. The oldest one is closed if there are too many.
+AUTHENTICATION_S = 5.0
+MAX_UNAUTHENTICATED = 64
+_FULL_S = 0.25
+_NONCE_BYTES = _DIGEST_BYTES = 32
+_RANK_BYTES = 4
+
+# Share of the files that a process may open which is left to training.
+_FILES_LEFT = 1 / 4
+
+_READ_BYTES = 2**16
+_LARGE_AT_ONCE = 16
+_FRAME_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
+
+_LOST = (OSError, EOFError, ValueError, asyncio.TimeoutError)
+_jitter = random.SystemRandom()  # not the generator of the user
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+_BACKLOG = 1024
+_NONE = "none"
+_LOOPBACK = "127.0.0.1"
+# An address of no host (RFC 5737), which is reached by the default route.
+_NO_HOST = "192.0.2.1"
+
+
+class Address(NamedTuple):
+    """Address of rank 0, and the token with which ranks authenticate."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Rendezvous:
+    """Publishes or finds rank 0's address.
+
+    Args:
+        name: The same for the loggers of one run on all ranks, and for no other logger.
+    """
+
+    def __init__(self, name: str) -> None:
+        # The store outlives an elastic restart.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.key = f"telemetry/{restart}/{name}"
+
+    def publish(self) -> tuple[socket.socket, str]:
+        """On rank 0: return a listening socket and the token, and publish its address."""
+        store = default_store()
+        host, token = _host_for(store), secrets.token_hex(32)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        store.set(self.key, json.dumps([host, listening.getsockname()[1], token]))
+        return listening, token
+
+    def find(self) -> Address | None:
+        """Return rank 0's address; None if it is not published."""
+        # Unlike get(), this does not wait for the key.
+        found = default_store().compare_set(self.key, _NONE, _NONE).decode()
+        return None if found == _NONE else Address(*json.loads(found))
+
+    def delete(self) -> None:
+        """Delete the address, if the process group still exists."""
+        with suppress(RuntimeError, ValueError):
+            default_store().delete_key(self.key)
+
+
+async def in_thread(call: Callable[[], T]) -> T:
+    """Return a call's result; unlike ``asyncio.to_thread``, a blocked call delays no exit."""
+    result = Future[T]()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    Thread(target=run, name="telemetry-rendezvous", daemon=True).start()
+    return await asyncio.wrap_future(result)
+
+
+def default_store() -> Store:
+    """Return the store of the default process group; ValueError: there is none."""
+    store: Store | None = distributed.distributed_c10d._get_default_store()
+    if store is None:
+        raise ValueError("the default process group has no store")
+    return store
+
+
+def _host_for(store: Store) -> str:
+    """Return the interface that reaches the store's host; loopback if all ranks are on this one."""
+    local, world = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    host = store.host if isinstance(store, TCPStore) else os.environ.get("MASTER_ADDR", "")
+    if host in ("", "localhost", "::1") or host.startswith("127.") or (local and local == world):
+        return _LOOPBACK
+    found = _source_towards(host)
+    # /etc/hosts may map this host's own name to loopback, which other hosts cannot reach.
+    with suppress(OSError):
+        return _source_towards(_NO_HOST) if found.startswith("127.") else found
+    return found
+
+
+def _source_towards(host: str) -> str:
+    """Return the interface on the way to a host; OSError: there is no way."""
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing
+        source: str = probe.getsockname()[0]
+    return source
+
+
+def _close_in_child() -> None:
+    """Close sockets in a forked child, which may outlive its rank."""
+    for one in _sockets:
+        one.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def frame(kind: bytes, payload: bytes = b"") -> bytes:
+    return kind + len(payload).to_bytes(4, "big") + payload
+
+
+async def _read_frame(stream: StreamReader, slots: Semaphore) -> tuple[bytes, bytes]:
+    """Return kind and payload; a large frame needs a slot, which limits memory.
+
+    EOFError: the connection is closed; ValueError: the frame is too large.
+    """
+    head = await stream.readexactly(5)
+    if (size := int.from_bytes(head[1:], "big")) > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {size} bytes")
+    if size <= _READ_BYTES:
+        return head[:1], await stream.readexactly(size)
+    async with slots:
+        return head[:1], await asyncio.wait_for(stream.readexactly(size), _FRAME_S)
+
+
+async def _receive(connection: socket.socket, size: int) -> bytes:
+    """Return exactly ``size`` bytes; no byte more is read."""
+    data = b""
+    while len(data) < size:
+        more = await asyncio.get_running_loop().sock_recv(connection, size - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+async def _authenticate(connection: socket.socket, token: str, rank: int) -> int:
+    """Return the rank of the other side, which proves that it has the token, as this side does.
+
+    ValueError: it does not have the token, or it is not one rank 0 and one other rank that connect.
+    Both sides send a nonce, and a digest of both nonces with their own first.
+    """
+    loop = asyncio.get_running_loop()
+    own = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_NONCE_BYTES)
+    await loop.sock_sendall(connection, own)
+    other = await _receive(connection, len(own))
+    await loop.sock_sendall(connection, hmac.digest(token.encode(), own + other, "sha256"))
+    proof = await _receive(connection, _DIGEST_BYTES)
+    is_right = hmac.compare_digest(proof, hmac.digest(token.encode(), other + own, "sha256"))
+    other_rank = int.from_bytes(other[:_RANK_BYTES], "big")
+    if not is_right or (rank == 0) == (other_rank == 0):  # a reflected proof has the same rank
+        raise ValueError("the token is wrong")
+    return other_rank
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _sockets.add(connection)
+    return connection
+
+
+def _most_files() -> float:
+    """Return the number of files that this process may open."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float("inf")
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+async def is_set_within(seconds: float, event: Event) -> bool:
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)
+    return event.is_set()
+
+
+class Server:
+    """Rank 0's side of all connections.
+
+    Args:
+        receive: Called with kind, payload and rank of each frame; ValueError closes the connection.
+        announcement: Payload that each rank receives first; see :meth:`announce`.
+
+    Attributes:
+        refused: Ranks for which no file descriptor is left.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        token: str,
+        receive: Callable[[bytes, bytes, int], None],
+        announcement: bytes,
+    ) -> None:
+        self._listening, self._token = _prepared(listening), token
+        self._receive = receive
+        self._announcement = announcement
+        self._writers: dict[int, StreamWriter] = {}
+        self.refused: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unauthenticated: list[Any] = []  # tasks
+        self._fewer, self._slots = Event(), Semaphore(_LARGE_AT_ONCE)
+
+    async def run(self) -> None:
+        """Accept connections until this is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                self._fewer.clear()
+                if not await is_set_within(_FULL_S, self._fewer):
+                    self._unauthenticated[0].cancel()
+            try:
+                connection, _ = await loop.sock_accept(self._listening)
+            except OSError:  # no file descriptor is left, or the other side is gone
+                await asyncio.sleep(_FIRST_PAUSE_S)
+                continue
+            task = loop.create_task(self._serve(connection))
+            self._unauthenticated.append(task)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def announce(self, announcement: bytes) -> None:
+        """Broadcast to all ranks; ranks that connect later receive it, too."""
+        self._announcement = announcement
+        for writer in self._writers.values():
+            writer.write(frame(ANNOUNCEMENT, announcement))
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._listening.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(*_LOST):
+            try:
+                authentication = _authenticate(_prepared(connection), self._token, 0)
+                rank = await asyncio.wait_for(authentication, AUTHENTICATION_S)
+            finally:
+                self._unauthenticated.remove(asyncio.current_task())
+                self._fewer.set()
+            # A new descriptor has the lowest free number, so as many files are open.
+            if connection.fileno() >= (1 - _FILES_LEFT) * _most_files():
+                self.refused.add(rank)
+                return
+            self.refused.discard(rank)
+            stream, writer = await asyncio.open_connection(sock=connection, limit=_READ_BYTES)
+            if rank in self._writers:  # that connection is lost
+                self._writers[rank].close()
+            self._writers[rank] = writer
+            try:
+                writer.write(frame(ANNOUNCEMENT, self._announcement))
+                while True:
+                    self._receive(*await _read_frame(stream, self._slots), rank)
+                    writer.write(frame(ACKNOWLEDGED))
+            finally:
+                if self._writers.get(rank) is writer:
+                    del self._writers[rank]
+                writer.transport.abort()
+
+
+class Client:
+    """Another rank's connection to rank 0.
+
+    A frame is sent again, on the next connection, until rank 0 acknowledges it. The client waits
+    for a rank 0 that is stopped, and reconnects with exponential back-off and jitter.
+
+    Args:
+        on_announcement: Called with each announcement.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, rank: int, on_announcement: Callable[[bytes], None]
+    ) -> None:
+        self._rendezvous, self._rank = rendezvous, rank
+        self._on_announcement = on_announcement
+        self._frames: deque[bytes] = deque()  # the first one may be in flight
+        self._bytes = 0
+        self._wakeup, self._acknowledged, self._finishing = Event(), Event(), Event()
+        self.attempts = 0  # since rank 0 sent anything
+        self.is_known = False  # rank 0 sent something
+
+    def put(self, kind: bytes, payload: bytes = b"") -> None:
+        """Queue a frame, BARRIER before others; above the limit the oldest records are dropped."""
+        data = frame(kind, payload)
+        self._frames.insert(1 if kind == BARRIER else len(self._frames), data)
+        self._bytes += len(data)
+        while self._bytes > MAX_QUEUED_BYTES and len(self._frames) > 3:
+            self._bytes -= len(self._frames[2])
+            del self._frames[2]
+        self._wakeup.set()
+
+    def finish(self) -> None:
+        """Have :meth:`run` return when everything is acknowledged, or rank 0 is gone."""
+        self.put(ENDED)
+        self._finishing.set()
+
+    async def run(self) -> None:
+        """Connect to rank 0 and send, until :meth:`finish`."""
+        while True:
+            with suppress(RuntimeError, *_LOST):
+                if (address := await in_thread(self._rendezvous.find)) is not None:
+                    await self._exchange(address)
+                    return
+            self.attempts += 1
+            if not self._finishing.is_set():
+                pause_s = min(_FIRST_PAUSE_S * 1.5 ** min(self.attempts, 64), _LONGEST_PAUSE_S)
+                await is_set_within(_jitter.uniform(0.5, 1) * pause_s, self._finishing)
+            elif self.is_known or not distributed.is_initialized():
+                return
+            else:
+                await asyncio.sleep(_FIRST_PAUSE_S)
+
+    async def _exchange(self, address: Address) -> None:
+        """Send until everything is acknowledged after :meth:`finish`."""
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        with _prepared(socket.socket(family)) as connection:
+            connecting = asyncio.get_running_loop().sock_connect(connection, address[:2])
+            await asyncio.wait_for(connecting, AUTHENTICATION_S)
+            authentication = _authenticate(connection, address.token, self._rank)
+            await asyncio.wait_for(authentication, AUTHENTICATION_S)
+            stream, writer = await asyncio.open_connection(sock=connection, limit=_READ_BYTES)
+            tasks = [asyncio.create_task(o) for o in (self._send(writer), self._listen(stream))]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                done.pop().result()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                writer.transport.abort()
+
+    async def _send(self, writer: StreamWriter) -> None:
+        while self._frames or not self._finishing.is_set():
+            if not self._frames:
+                self._wakeup.clear()
+                await self._wakeup.wait()
+                continue
+            self._acknowledged.clear()
+            writer.write(self._frames[0])
+            await self._acknowledged.wait()
+            self._bytes -= len(self._frames.popleft())
+
+    async def _listen(self, stream: StreamReader) -> None:
+        slots = Semaphore()
+        while True:
+            kind, payload = await _read_frame(stream, slots)
+            self.is_known, self.attempts = True, 0
+            if kind == ANNOUNCEMENT:
+                self._on_announcement(payload)
+            else:
+                self._acknowledged.set()
