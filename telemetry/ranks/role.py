@@ -11,18 +11,6 @@ from torch import distributed
 
 Ranks: TypeAlias = Literal["merged", "each", "rank0"]
 
-_OF_LAUNCHERS = (
-    "LOCAL_RANK",  # Lightning's own launcher sets no RANK, but this and NODE_RANK
-    "NODE_RANK",
-    "GROUP_RANK",
-    "SLURM_PROCID",
-    "OMPI_COMM_WORLD_RANK",
-    "PMI_RANK",
-    "PMIX_RANK",
-    "MV2_COMM_WORLD_RANK",
-    "JSM_NAMESPACE_RANK",
-)
-
 _RANKS_AND_SIZES = (
     ("RANK", "WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
@@ -30,24 +18,8 @@ _RANKS_AND_SIZES = (
     ("PMI_RANK", "PMI_SIZE"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
 )
-
-
-def is_rank_0() -> bool:
-    """Whether this process is the one that logs and writes for all.
-
-    Call it each time, because the answer may change: a process of ``mp.spawn`` does not know its
-    rank before there is a process group, which decides from then on. Until then it is ``RANK``, as
-    torchrun, Accelerate and DeepSpeed set it; without it, the variables of Lightning, SLURM (with
-    several tasks), MPI and LSF, none of which may be other than 0. One that trains alone is first.
-    """
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank() == 0
-    if (rank := _number("RANK")) is not None:
-        return rank == 0
-    several_tasks = (_number("SLURM_NTASKS") or 1) > 1
-    return not any(
-        _number(name) for name in _OF_LAUNCHERS if name != "SLURM_PROCID" or several_tasks
-    )
+# Lightning's own launcher sets no RANK, but the first two.
+_RANKS_ALONE = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "PMIX_RANK", "JSM_NAMESPACE_RANK")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +43,16 @@ class Role:
         return self.rank == 0 or self.ranks != "rank0"
 
     def directory(self, log_dir: str) -> str:
-        """Where this process writes."""
+        """Return the directory where this process writes."""
         each = self.size > 1 and self.ranks == "each"
         return f"{log_dir.rstrip('/')}/rank-{self.rank:04d}" if each else log_dir
 
 
 def role_of(ranks: Ranks) -> Role:
-    """The role of this process, if its rank is known; else a preliminary one.
+    """Return the role of this process; a preliminary one if its rank is unknown.
 
     Raises:
-        ValueError: Each rank is to have its own directory, and this one has no number so far.
+        ValueError: Each rank is to have its own directory, and the rank is unknown.
     """
     if (known := rank_and_world_size()) is not None:
         return Role(ranks=ranks, rank=known[0], size=known[1])
@@ -92,6 +64,23 @@ def role_of(ranks: Ranks) -> Role:
     return Role(ranks=ranks, rank=0 if is_rank_0() else 1)
 
 
+def is_rank_0() -> bool:
+    """Whether this process logs and writes for all.
+
+    Call it each time: a process of ``mp.spawn`` does not know its rank before there is a process
+    group, which decides from then on. Until then it is ``RANK``, as torchrun, Accelerate and
+    DeepSpeed set it; without it, no variable of Lightning, SLURM (with several tasks), MPI and LSF
+    may be other than 0. A process that trains alone is rank 0.
+    """
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank() == 0
+    if (rank := _number("RANK")) is not None:
+        return rank == 0
+    several_tasks = (_number("SLURM_NTASKS") or 1) > 1
+    names = [*_RANKS_ALONE, *(name for name, _ in _RANKS_AND_SIZES)]
+    return not any(_number(name) for name in names if name != "SLURM_PROCID" or several_tasks)
+
+
 def may_be_any_rank() -> bool:
     """Whether the rank of this process is still unknown, as in a process of ``mp.spawn``."""
     if rank_and_world_size() is not None:
@@ -100,9 +89,9 @@ def may_be_any_rank() -> bool:
 
 
 def rank_and_world_size() -> tuple[int, int] | None:
-    """This process's rank and how many there are, by the process group or a launcher's variables.
+    """Return this process's rank and the number of ranks, by the process group or the launcher.
 
-    None if nothing says it so far: this process trains alone, or it is one of ``mp.spawn``.
+    None if neither says it: this process trains alone, or ``mp.spawn`` started it.
     """
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
@@ -114,6 +103,6 @@ def rank_and_world_size() -> tuple[int, int] | None:
 
 
 def _number(variable: str) -> int | None:
-    """The value of an environment variable; None if it is not set or not a number."""
+    """Return the value of an environment variable; None if it is not set or not a number."""
     value = os.environ.get(variable, "")
     return int(value) if value.isdecimal() else None

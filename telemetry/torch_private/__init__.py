@@ -1,9 +1,8 @@
-"""What relies on more than PyTorch's public names; here, what eager training needs.
+"""Private names of PyTorch that eager training needs.
 
-:mod:`compiler` has that of ``torch.compile``, :mod:`ranks` that of ``torch.distributed``, and
-:mod:`host_copy` copies tensors without making the training thread wait. Any private name may be
-missing in another release of PyTorch. The functions here then do without it, and log once what is
-lost: a new release costs detail and never a run.
+:mod:`compiler` has those of ``torch.compile``, :mod:`ranks` those of ``torch.distributed``, and
+:mod:`host_copy` copies tensors without blocking the training thread. A private name may be missing
+in another release of PyTorch; the functions here then work without it, and log the consequence.
 """
 
 from __future__ import annotations
@@ -28,14 +27,13 @@ from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("telemetry")
 
-# Calls between what steps an optimizer, such as ``GradScaler.step``, and the optimizer's hook: 6 in
-# PyTorch, more with wrappers.
+# Calls between ``GradScaler.step`` and the optimizer's hook: 6 in PyTorch, more with wrappers.
 _MAX_FRAMES_BELOW_STEP = 16
 
 # Calls between a module's own call and :func:`keywords_of_call`.
 _MAX_FRAMES_ABOVE_CALL = 4
 
-# What :func:`backward_task` returns outside of a backward pass.
+# Result of :func:`backward_task` outside of a backward pass.
 NO_TASK = -1
 
 _logged: set[str] = set()
@@ -57,8 +55,8 @@ def find(owner: object, name: str, consequence: str) -> Any:
 
 
 def backward_task() -> int:
-    """Number of the backward pass that this thread is in; :data:`NO_TASK` outside of one."""
-    try:  # without find(), for each hook asks
+    """Return the number of this thread's backward pass; :data:`NO_TASK` outside of one."""
+    try:  # without find(): called in each hook
         return torch._C._current_graph_task_id()
     except AttributeError:
         consequence = "probes by autograd.grad and recomputation by checkpointing count as training"
@@ -71,16 +69,16 @@ def at_end_of_backward(callback: Callable[[], object], *, deferred: int = 0) -> 
 
     Args:
         callback: Callbacks are called in the order in which they were queued.
-        deferred: How many times it is then put at the end of the queue again.
+        deferred: Number of times that it is put at the end of the queue again.
 
     Returns:
-        False if there is no queue; ``callback`` is then never called.
+        False without a queue; ``callback`` is then never called.
     """
     queue = find(
         getattr(torch.autograd.Variable, "_execution_engine", None),
         "queue_callback",
-        "gradient norms before clipping are not measured, and a step that is taken inside of a "
-        "backward pass ends too early",
+        "gradient norms before clipping are not measured, and a step inside of a backward pass "
+        "ends too early",
     )
     if queue is None:
         return False
@@ -98,31 +96,29 @@ _set_grad_enabled = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enable
 
 
 class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
-    """Run PyTorch operations that autograd and the modes of the caller do not see.
+    """Run PyTorch operations outside of autograd and of the caller's modes.
 
-    Switches off gradients, inference mode, autocast, and torch-function and torch-dispatch modes,
-    so that our statistics are not recorded as a graph, not computed in half precision, and not put
-    into the cache of selective checkpointing.
+    It switches off gradients, inference mode, autocast, torch-function and torch-dispatch modes. So
+    statistics are not recorded as a graph, not computed in half precision, and not put into the
+    cache of selective checkpointing.
 
-    The value of the ``with`` statement is False if the body must not do anything: there is a
-    torch-dispatch mode that cannot be left, or a CUDA graph is being captured, which would repeat
-    our operations at each replay.
-
-    It is a class because entering a generator takes longer than most bodies.
+    The value of the ``with`` statement is False if the body must not run: a torch-dispatch mode
+    cannot be left, or a CUDA graph is being captured, which would repeat the operations at each
+    replay. It is a class because entering a generator takes longer than most bodies.
     """
 
     __slots__ = ("_autocast", "_grad_enabled", "_stack")
 
     def __enter__(self) -> bool:
         self._grad_enabled = torch.is_grad_enabled()
-        try:  # each call costs, for each hook enters
+        try:  # fast: each hook enters
             stacks = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
             in_mode = stacks > 0 or torch.is_inference_mode_enabled()
             casts = torch._C._is_any_autocast_enabled()
         except AttributeError:
             in_mode = _in_dispatch_mode() or in_function_mode() or torch.is_inference_mode_enabled()
             casts = True
-        # First, because torch-function modes see what follows.
+        # First: torch-function modes would see the calls below.
         self._stack = _without_modes() if in_mode else None
         if self._grad_enabled or self._stack is not None:  # leaving inference mode enables them
             _set_grad_enabled(False)
@@ -148,7 +144,7 @@ def _in_dispatch_mode() -> bool:
 
 
 def in_function_mode() -> bool:
-    """Whether a mode of the caller's sees what PyTorch's Python functions are called with."""
+    """Whether a torch-function mode of the caller is active."""
     return _modes("_len_torch_function_stack") > 0
 
 
@@ -179,7 +175,7 @@ def _without_modes() -> contextlib.ExitStack:
 
 @functools.cache
 def _device_types() -> tuple[str, ...]:
-    """The CPU and the accelerator that this PyTorch was built for."""
+    """Return the CPU and the accelerator that this PyTorch was built for."""
     if hasattr(torch, "accelerator"):  # since PyTorch 2.6; before 2.8 it raises on the CPU
         with contextlib.suppress(RuntimeError):
             accelerator = torch.accelerator.current_accelerator()
@@ -190,8 +186,8 @@ def _device_types() -> tuple[str, ...]:
 def is_being_traced(tensor: Tensor) -> bool:
     """Whether ``tensor`` has no values that can be read now.
 
-    So it is while a function is traced, in transforms of ``torch.func``, on the meta device, and
-    while a CUDA graph is being captured.
+    True while a function is traced or a CUDA graph is captured, in transforms of ``torch.func``,
+    and on the meta device.
     """
     return (
         tensor.is_meta
@@ -203,7 +199,7 @@ def is_being_traced(tensor: Tensor) -> bool:
 
 
 def _in_transform() -> bool:
-    try:  # without find(), for each hook asks
+    try:  # without find(): called in each hook
         return torch._C._functorch.maybe_current_level() is not None
     except AttributeError:
         consequence = "tensors inside of torch.func transforms are not recognized"
@@ -217,9 +213,9 @@ def _in_transform() -> bool:
 class AroundModuleCalls:
     """Calls ``before(module, args)`` and ``after(module, args, output)`` around any module's calls.
 
-    Hooks on the modules themselves change what PyTorch does: ``nn.TransformerEncoderLayer`` takes
+    Hooks on the modules themselves change PyTorch's behavior: ``nn.TransformerEncoderLayer`` takes
     its fused path only without, ``make_graphed_callables`` refuses them, ``torch.jit.script``
-    compiles them, quantization moves them to other modules, copies and pickles carry them.
+    compiles them, quantization moves them to other modules, copies and pickles contain them.
     """
 
     def __init__(
@@ -232,7 +228,7 @@ class AroundModuleCalls:
         self._handles: list[RemovableHandle] = []
 
     def install(self) -> None:
-        """Begin; harmless when done twice."""
+        """Register the hooks. Idempotent."""
         if not self._handles:
             self._handles += [
                 nn_module.register_module_forward_pre_hook(self._before),
@@ -244,12 +240,12 @@ class AroundModuleCalls:
                 setattr(nn_module, _ASKED, _has_any_other_global_hook)
 
     def _on_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-        """The compiler has wrapped a module: strict export fails where there are global hooks."""
+        """Call back when the compiler wraps a module: strict export fails with global hooks."""
         if type(module).__module__.startswith("torch._dynamo"):
             self._compiler_comes()
 
     def remove(self) -> None:
-        """End; harmless when done twice."""
+        """Remove the hooks. Idempotent."""
         while self._handles:
             handle = self._handles.pop()
             handle.remove()
@@ -258,8 +254,8 @@ class AroundModuleCalls:
             setattr(nn_module, _ASKED, _has_any_global_hook)
 
 
-# What a model wrapped by ``torch.compile`` asks at each call, to warn that hooks are called for the
-# wrapper, too. Ours leave that module alone, so the warning would mislead.
+# A model wrapped by ``torch.compile`` calls this to warn that hooks are called for the wrapper,
+# too. Ours ignore the wrapper, so the warning would mislead.
 _ASKED = "_has_any_global_hook"
 _has_any_global_hook = getattr(nn_module, _ASKED, None)
 _quiet: set[int] = set()  # numbers of our hooks
@@ -274,8 +270,8 @@ def _has_any_other_global_hook() -> bool:
 class AfterModeChanges:
     """Calls ``callback(layer)`` after ``train`` or ``eval`` of an ``nn.TransformerEncoderLayer``.
 
-    For hooks that have to be on its modules: in evaluation mode they keep it from being fused.
-    The class gets a ``train`` of its own for that, as long as anyone needs it.
+    For hooks that have to be on its modules, which prevent its fused path in evaluation mode. The
+    class gets its own ``train`` until the last callback is removed.
     """
 
     _callbacks: ClassVar[list[Callable[[nn.Module], None]]] = []
@@ -284,13 +280,13 @@ class AfterModeChanges:
         self._callback = callback
 
     def install(self) -> None:
-        """Begin; harmless when done twice."""
+        """Register the hooks. Idempotent."""
         if self._callback not in self._callbacks:
             self._callbacks.append(self._callback)
             nn.TransformerEncoderLayer.train = _train  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
-        """End; harmless when done twice."""
+        """Remove the hooks. Idempotent."""
         if self._callback in self._callbacks:
             self._callbacks.remove(self._callback)
             if not self._callbacks and vars(nn.TransformerEncoderLayer).get("train") is _train:
@@ -305,9 +301,9 @@ def _train(layer: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def keywords_of_call() -> dict[str, Any]:
-    """Keyword arguments of the module's call before which :class:`AroundModuleCalls` calls.
+    """Return a module's keyword arguments, in the ``before`` of :class:`AroundModuleCalls`.
 
-    PyTorch does not pass them; they are found on the call stack.
+    PyTorch does not pass them to hooks, so they are read from the call stack.
     """
     for frame in callers(_MAX_FRAMES_ABOVE_CALL):
         if frame.f_globals is vars(nn_module) and "kwargs" in frame.f_locals:
@@ -319,9 +315,9 @@ def keywords_of_call() -> dict[str, Any]:
 
 
 def calling_scaler() -> GradScaler | None:
-    """The GradScaler whose ``step()`` this thread is in; None outside of one.
+    """Return the GradScaler whose ``step()`` is on this thread's call stack; None outside of one.
 
-    It is found on the call stack, because a scaler announces itself to fused optimizers only.
+    A scaler passes itself to fused optimizers only.
     """
     for frame in callers(_MAX_FRAMES_BELOW_STEP):
         if frame.f_code is GradScaler.step.__code__:
@@ -336,7 +332,7 @@ def is_called_by(caller: object) -> bool:
 
 
 def callers(most: int) -> list[FrameType]:
-    """The innermost frames of this thread's call stack, from the caller's outwards."""
+    """Return the innermost frames of this thread's call stack, from the caller's outwards."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(frames) < most:
@@ -346,16 +342,16 @@ def callers(most: int) -> list[FrameType]:
 
 
 def scaler_exists() -> bool:
-    """Whether there is a GradScaler that is switched on; looks at all objects, so ask rarely."""
+    """Whether an enabled GradScaler exists; slow, because it checks all objects."""
     scalers = [o for o in gc.get_objects() if issubclass(type(o), GradScaler)]
     return any(scaler.is_enabled() for scaler in scalers)
 
 
 def scaler_state(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
-    """The scaler's factor and its count of good steps, tensors of shape ``[1]`` on its device.
+    """Return the scaler's factor and count of good steps, tensors of shape ``[1]`` on its device.
 
-    Its public methods wait for the device. None if the private names are missing, or the scaler is
-    disabled.
+    Its public methods synchronize the device. None if the private names are missing, or the scaler
+    is disabled.
     """
     if not scaler.is_enabled():
         return None
@@ -370,7 +366,7 @@ def scaler_state(scaler: GradScaler) -> tuple[Tensor, Tensor] | None:
 
 
 def initial_scale(scaler: GradScaler) -> float | None:
-    """The factor that the scaler began with, or was loaded with."""
+    """Return the factor with which the scaler was made or loaded."""
     scale = find(scaler, "_init_scale", "steps skipped before the first one are not counted")
     return None if scale is None else float(scale)
 
@@ -379,7 +375,7 @@ def initial_scale(scaler: GradScaler) -> float | None:
 
 
 def norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
-    """Vector norm of each tensor, in ``dtype``, which is not narrower than theirs."""
+    """Return the vector norm of each tensor, in ``dtype``, which is not narrower than theirs."""
     at_once = find(torch, "_foreach_norm", "gradient norms take longer")
     if at_once is not None:
         return list(at_once(list(tensors), order, dtype=dtype))

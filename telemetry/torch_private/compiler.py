@@ -16,7 +16,7 @@ from telemetry.torch_private import find
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Before, what observes a graph is dropped from it, or fails at operations in place.
+# Before, operators that observe a graph are dropped from it, or fail at operations in place.
 GRAPHS_CAN_BE_OBSERVED = TorchVersion(torch.__version__) >= "2.13"
 
 
@@ -24,7 +24,7 @@ def keep_in_graph(operator: torch._ops.OpOverload) -> bool:
     """Keep an operator without results, and the order of its calls, in compiled graphs.
 
     Returns:
-        False if that is impossible. The compiler then drops it as dead code.
+        False if that is impossible; the compiler then drops it as dead code.
     """
     if not GRAPHS_CAN_BE_OBSERVED:
         return False
@@ -41,7 +41,7 @@ def keep_in_graph(operator: torch._ops.OpOverload) -> bool:
 
 
 def not_compiled(function: F) -> F:
-    """``function``, which the compiler then calls instead of tracing it. Does not load it."""
+    """Return ``function``, which the compiler calls and does not trace; without loading it."""
     disable = find(
         torch, "_disable_dynamo", "an optimizer whose step() is compiled is compiled with our hooks"
     )
@@ -49,7 +49,7 @@ def not_compiled(function: F) -> F:
 
 
 def graph_break(reason: str) -> Any:
-    """A decorator of functions at which the compiler ends a graph; it says why
+    """Return a decorator of functions at which the compiler ends a graph and gives this reason.
 
     Loads the compiler, unlike :func:`not_compiled`.
     """
@@ -60,7 +60,7 @@ def graph_break(reason: str) -> Any:
 
 
 def backward_is_compiled() -> bool:
-    """Whether compiled autograd is on. It traces hooks on gradients, where ours do nothing."""
+    """Whether compiled autograd is on; it traces hooks on gradients, and ours then do nothing."""
     config = getattr(sys.modules.get("torch._dynamo"), "config", None)
     inside = sys.modules.get("torch._dynamo.compiled_autograd")
     switched_on = getattr(config, "compiled_autograd", False)
@@ -68,12 +68,12 @@ def backward_is_compiled() -> bool:
 
 
 def backwards_compiled() -> int:
-    """How many backward passes compiled autograd has compiled in this process."""
+    """Return the number of backward passes that compiled autograd compiled in this process."""
     return _counted("compiled_autograd", "captures")
 
 
 def graphs_compiled() -> int:
-    """How many graphs torch.compile has made in this process; 0 while it is not loaded."""
+    """Return the number of graphs that torch.compile made in this process; 0 if not loaded."""
     return _counted("stats", "unique_graphs")
 
 
@@ -86,7 +86,7 @@ def _counted(of: str, what: str) -> int:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether this module itself was compiled, by ``module.compile()`` or ``torch.compile``.
+    """Whether ``module.compile()`` or ``torch.compile`` compiled this module.
 
     False if only a function that calls it was compiled, or if the private name is missing.
     """
@@ -98,16 +98,16 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def drop_compiled_code() -> None:
-    """Have everything that torch.compile has compiled in this process compiled again when called.
+    """Have torch.compile compile all code of this process again at its next call.
 
-    Compiled code does not notice that modules got hooks afterwards, which then do nothing.
+    Compiled code does not call hooks that were added afterwards.
     """
     if graphs_compiled() == 0:
         return
     reset = find(
         sys.modules.get("torch._dynamo"),
         "reset_code_caches",
-        "hooks put on a model after it was compiled do nothing",
+        "hooks added to a model after it was compiled do nothing",
     )
     if reset is not None:
         reset()
@@ -121,7 +121,7 @@ class BeforeCompilations:
         self._callback: Callable[..., None] = lambda *args: callback()
 
     def install(self) -> None:
-        """Begin; also again after ``torch._dynamo.reset``, which forgets all callbacks.
+        """Register the callback, also again after ``torch._dynamo.reset``, which removes all.
 
         Loads the compiler, as PyTorch does when it makes an optimizer.
         """
@@ -132,7 +132,7 @@ class BeforeCompilations:
             handler.register_start_callback(self._callback)
 
     def remove(self) -> None:
-        """End; harmless when done twice."""
+        """Remove the callback. Idempotent."""
         handler = self._handler()
         if handler is not None and self._callback in handler.start_callbacks:
             handler.remove_start_callback(self._callback)

@@ -1,4 +1,4 @@
-"""Copies tensors to the host without making the training thread wait."""
+"""Copies tensors to the host without blocking the training thread."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class HostCopy:
     """The values that ``tensor`` has now, to be read later and on any thread.
 
     A CPU tensor is copied at once. A CUDA tensor is copied on the device; :func:`send`, or the
-    first :meth:`wait`, transfers all such copies to the host together. A tensor of another
-    accelerator is transferred by itself.
+    first :meth:`wait`, transfers all of these copies to the host together. Tensors of other
+    accelerators are transferred one by one.
 
     Attributes:
-        nbytes: Host memory that the values take.
+        nbytes: Host memory of the values.
 
     Raises:
         RuntimeError: A CUDA graph is being captured.
@@ -59,7 +59,7 @@ class HostCopy:
             self._event.record()
 
     def arrived(self) -> bool:
-        """Start the transfer; whether :meth:`wait` returns at once."""
+        """Start the transfer; return whether :meth:`wait` would return at once."""
         if self._outbox is not None:
             self._outbox.send()
         if self._event is not None:
@@ -69,7 +69,7 @@ class HostCopy:
         return self._event is None
 
     def wait(self) -> Tensor:
-        """The values, on the CPU; same shape and dtype."""
+        """Return the values, on the CPU; same shape and dtype."""
         if self._outbox is not None:
             self._outbox.send()
         assert self._outbox is None, "the transfer has failed"
@@ -88,9 +88,9 @@ def send(device: torch.device) -> None:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Let this thread wait without invalidating a capture of a CUDA graph by another thread.
+    """Let this thread wait without invalidating another thread's capture of a CUDA graph.
 
-    In the default mode of ``torch.cuda.graph``, even a query of an event would.
+    In the default mode of ``torch.cuda.graph``, even a query of an event invalidates it.
     """
     exchange, mode = _exchange_capture_mode(), ctypes.c_int(_RELAXED)
     if exchange is None:
@@ -105,7 +105,7 @@ def relaxed_capture() -> Iterator[None]:
 
 @cache
 def _exchange_capture_mode() -> Any:
-    """The driver's function, which stores the mode before; None where there is no such driver."""
+    """Return the driver's function, which stores the mode before; None without the driver."""
     try:
         return ctypes.CDLL(DRIVER).cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
@@ -113,15 +113,15 @@ def _exchange_capture_mode() -> Any:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream on which this thread queues work for the device; None if it has no streams."""
+    """Return this thread's stream of the device; None if it has no streams."""
     if device.type not in _WITH_STREAMS:
         return None
     return torch.get_device_module(device).current_stream(device)
 
 
 def raw_stream(index: int) -> int:
-    """The driver's handle of the stream on which this thread queues work for a CUDA device."""
-    try:  # without find(), for each hook asks
+    """Return the driver's handle of this thread's stream of a CUDA device."""
+    try:  # without find(): called in each hook
         return torch._C._cuda_getCurrentRawStream(index)
     except AttributeError:
         return int(torch.cuda.current_stream(index).cuda_stream)

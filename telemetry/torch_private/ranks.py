@@ -17,22 +17,22 @@ _PROBES_OF_STAGES = {"_forward_metadata_inference", "_shape_inference"}
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """The DDP wrapper in whose forward pass this thread is; None outside of one."""
-    consequence = "parameters are not shared among the ranks to be measured"
+    """Return the DDP wrapper in whose forward pass this thread is; None outside of one."""
+    consequence = "all ranks measure all parameters"
     active = find(DistributedDataParallel, "_get_active_ddp_module", consequence)
     wrapper = None if active is None else active()
     return wrapper if isinstance(wrapper, DistributedDataParallel) else None
 
 
 class CallingStage(NamedTuple):
-    """A stage of a pipeline: its number, and whether it only tries out what shapes there are."""
+    """A stage of a pipeline: its number, and whether it only infers shapes."""
 
     number: int
     probes: bool
 
 
 def calling_stage() -> CallingStage | None:
-    """The pipeline stage whose forward pass is on this thread's call stack; None outside of one."""
+    """Return the pipeline stage whose forward pass is on this thread's call stack; or None."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return None
@@ -51,22 +51,22 @@ def calling_stage() -> CallingStage | None:
 
 
 def fsdp_mesh(module: nn.Module) -> Any | None:
-    """The device mesh that ``fully_shard`` shards a module's parameters over; None without one."""
+    """Return the device mesh over which ``fully_shard`` shards a module's parameters; or None."""
     if not _is_sharded(module):
         return None
-    consequence = "dimensions of meshes are told apart by their names: dp, tp, ..."
+    consequence = "only names tell dimensions of meshes apart: dp, tp, ..."
     get_state = find(module, "_get_fsdp_state", consequence)
     group = None if get_state is None else getattr(get_state(), "_fsdp_param_group", None)
     return getattr(getattr(group, "mesh_info", None), "mesh", None)
 
 
 def written_class(module: nn.Module) -> type[nn.Module]:
-    """A module's class, without the one that ``fully_shard`` has put before it."""
+    """Return a module's class, without the one that ``fully_shard`` has put before it."""
     return type(module).__mro__[2] if _is_sharded(module) else type(module)
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on the module; it is there since PyTorch 2.6."""
+    # Since PyTorch 2.6.
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
 
@@ -81,30 +81,30 @@ def has_flat_shards(model: nn.Module) -> bool:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether it is a ``DTensor``; does not load the module where nobody has."""
+    """Whether it is a ``DTensor``, without importing its module."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def spec_of(tensor: Any) -> Any | None:
-    """The spec of a ``DTensor``, or of one that DDP over a slice of a mesh has made plain."""
+    """Return the spec of a ``DTensor``, or of one that DDP over a slice of a mesh made plain."""
     return tensor._spec if is_dtensor(tensor) else getattr(tensor, "_st_info", None)
 
 
 def ignored_by(wrapper: DistributedDataParallel) -> set[int]:
-    """``id`` of each parameter that DDP was told to leave alone."""
+    """Return the ``id`` of each parameter that DDP ignores."""
     ignored = getattr(wrapper.module, "_ddp_params_and_buffers_to_ignore", ())
     return {id(wrapper.module.get_parameter(name)) for name in ignored}
 
 
 def averages_weights(wrapper: DistributedDataParallel) -> bool:
     """Whether a communication hook of DDP's leaves gradients of ranks different (local SGD)."""
-    consequence = "copies of parameters that local SGD averages are said to have parted"
+    consequence = "copies of parameters that local SGD averages count as diverged"
     hooks = find(wrapper, "_comm_hooks", consequence) or ()
     return any(getattr(hook, "__name__", "") == "post_localSGD_hook" for hook, _ in hooks)
 
 
 def made_local(node: object) -> Any | None:
-    """The ``DTensorSpec`` of the ``DTensor`` that was made local by this node of the graph."""
+    """Return the ``DTensorSpec`` of the ``DTensor`` that this node of the graph made local."""
     if type(node).__name__ != "_ToTorchTensorBackward":
         return None
     return find(node, "dtensor_spec", "outputs of tensor-parallel modules are not told apart")
