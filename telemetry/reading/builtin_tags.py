@@ -55,6 +55,12 @@ def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
     return sorted(own + inputs) if own else []
 
 
+def places_of_images(tags: Iterable[str]) -> set[int]:
+    """Return the places in forward order of layers with pictures."""
+    parsed = [parse_numbered(tag) or _OTHER for tag in tags]
+    return {place for kind, place, _ in parsed if kind in _IMAGE_KINDS}
+
+
 def loss_of(tags: Collection[str], chosen: str | None) -> str | None:
     """Return the tag of the loss among a run's scalars; ``chosen`` is what the logger wrote."""
     return chosen if chosen in tags else loss_among(tags)

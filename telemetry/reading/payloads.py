@@ -37,8 +37,9 @@ MAX_MOVERS = 100
 _ALIGNMENT = 8
 
 
-def overview(run: Overview, hparams: bytes | None) -> dict[str, Any]:
+def overview(run: Overview, hparams: bytes | None, source: RunSource) -> dict[str, Any]:
     """Return layers, statistics, alerts and hyperparameters of a run."""
+    pictured = builtin_tags.places_of_images(source.tags("images"))
     return {
         "format": FORMAT_VERSION,
         "version": run.version,
@@ -47,6 +48,7 @@ def overview(run: Overview, hparams: bytes | None) -> dict[str, Any]:
                 "name": layer.name,
                 "type": layer.type_name,
                 "code": layer.code,
+                "hasPictures": not pictured.isdisjoint(layer.places),
                 "parameters": [{"name": p.name, "shape": p.shape} for p in layer.parameters],
             }
             for layer in run.layers

@@ -21,6 +21,7 @@ from telemetry.events.page_format import (
     decode_alert,
     decode_layout,
     parse_layout_tag,
+    session_start_s,
 )
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.onset import FEWEST_TO_SHOW, LOOK_BACK, Onset, onsets
@@ -67,6 +68,7 @@ class Overview:
     last_step: int
     alerts: tuple[Alert, ...]  # by step
     session_count: int
+    started_s: float | None  # of the newest session, seconds since the epoch; None if unknown
     of_ranks: bool
 
     @property
@@ -112,6 +114,7 @@ class RunData:
                 last_step=max(lasts.values(), default=first),
                 alerts=tuple(sorted(alerts, key=lambda alert: alert.step)),
                 session_count=len(sessions.begins),
+                started_s=session_start_s(max(sessions.begins, default="")),
                 of_ranks=any(_OF_RANKS & set(s.statistic_names) for s in structure.segments),
             )
 

@@ -1,4 +1,4 @@
-"""What TensorBoard loads when it starts: the entry point ``tensorboard_plugins``."""
+"""Entry point ``tensorboard_plugins``, which TensorBoard loads when it starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from telemetry.events.page_format import PLUGIN_NAME
 
 
 class TelemetryLoader(base_plugin.TBLoader):  # type: ignore[misc]
-    """Makes TensorBoard keep every step of the page's data, unless the user sets another number."""
+    """Make TensorBoard keep every step of the page's data, unless the user sets another number."""
 
     def fix_flags(self, flags: argparse.Namespace) -> None:
         # By default TensorBoard keeps 100 steps of a tag, or 10 with the slow loader.

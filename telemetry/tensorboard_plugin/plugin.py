@@ -6,6 +6,7 @@ Only GET, checked query values, errors without stack traces.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -27,6 +28,7 @@ from telemetry.reading.matrix import WHOLE, Region, thin
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
 from telemetry.tensorboard_plugin.provider_source import ProviderSource
+from telemetry.tensorboard_plugin.report import report_html
 from telemetry.tensorboard_plugin.run_table import RunTable, list_runs, read_hparams_content
 from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, bundle, read_static_files
 from telemetry.untrusted import MAX_INTEGER, MAX_NAME
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
-    """Serves the page, and the data of a run in the pieces that the page asks for."""
+    """Serve the page and the data of runs."""
 
     plugin_name = PLUGIN_NAME
 
@@ -74,12 +76,13 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "/histograms": answer(self._serve_histograms),
             "/images": answer(self._serve_images),
             "/image": answer(self._serve_image),
+            "/report": answer(self._serve_report),
         }
 
     def _serve_static(self, request: wrappers.Request) -> wrappers.Response:
         name = request.path.rpartition("/static/")[2]
         if name not in self._static:
-            raise NotFound(f"no such file: {name}")
+            raise NotFound(f"file not found: {name}")
         return send(request, self._static[name], CONTENT_TYPES[PurePath(name).suffix])
 
     def _serve_runs(self, request: wrappers.Request) -> list[dict[str, Any]]:
@@ -99,10 +102,8 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_run(self, request: wrappers.Request) -> dict[str, Any]:
         try:
-            run = self._run(request).overview()
-            experiment = plugin_util.experiment_id(request.environ)
-            hparams = read_hparams_content(self._provider, experiment, text(request, "run"))
-            return payloads.overview(run, hparams)
+            run = self._run(request)
+            return payloads.overview(run.overview(), self._hparams(request), run.source)
         except NewerFormatError as error:
             return {"newerFormat": str(error)}
 
@@ -148,6 +149,17 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             raise NotFound(f"no picture of {tag} at step {step}")
         return send(request, png, "image/png", expires=3600)
 
+    def _serve_report(self, request: wrappers.Request) -> wrappers.Response:
+        run, name = self._run(request), text(request, "run")
+        page = report_html(name, run, self._hparams(request)).encode(errors="backslashreplace")
+        file = re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)
+        attached = [("Content-Disposition", f'attachment; filename="{file}.html"')]
+        return send(request, page, "application/octet-stream", headers=attached)
+
+    def _hparams(self, request: wrappers.Request) -> bytes | None:
+        experiment = plugin_util.experiment_id(request.environ)
+        return read_hparams_content(self._provider, experiment, text(request, "run"))
+
     def _run(self, request: wrappers.Request) -> RunData:
         experiment, name = plugin_util.experiment_id(request.environ), text(request, "run")
         with self._lock:
@@ -167,11 +179,11 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         for layer in run.overview().layers:
             if layer.name == name:
                 return run, layer
-        raise NotFound(f"the run has no such layer: {name}")
+        raise NotFound(f"the run does not have the layer {name}")
 
 
 def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
-    """A WSGI application that sends what is responded: bytes, values for JSON, or a response.
+    """Return a WSGI application that sends the result: bytes, values for JSON, or a response.
 
     Errors become one-line answers.
     """
@@ -196,7 +208,7 @@ def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
 
 
 def text(request: wrappers.Request, name: str) -> str:
-    """A required query value."""
+    """Return a required query value."""
     value = request.args.get(name)
     if value is None:
         raise BadRequest(f"{name} is missing")
@@ -206,7 +218,7 @@ def text(request: wrappers.Request, name: str) -> str:
 
 
 def number(request: wrappers.Request, name: str, default: int | None = None) -> int:
-    """A whole number of 0 or more; required if there is no default."""
+    """Return a non-negative integer; required if there is no default."""
     if default is not None and name not in request.args:
         return default
     value = text(request, name)
@@ -218,7 +230,7 @@ def number(request: wrappers.Request, name: str, default: int | None = None) -> 
 def send(
     request: wrappers.Request, content: Any, content_type: str, **options: Any
 ) -> wrappers.Response:
-    """The answer, sent as TensorBoard sends its own: compressed if worthwhile, not cached."""
+    """Return a response, compressed if worthwhile, not cached."""
     response: wrappers.Response = http_util.Respond(request, content, content_type, **options)
     return response
 

@@ -1,4 +1,4 @@
-"""Reads runs through TensorBoard's data provider, with either of its loaders."""
+"""Runs, read through TensorBoard's data provider, with either of its loaders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def list_tags(
     provider: DataProvider, experiment: str, plugin_name: str, run: str | None = None
 ) -> Mapping[str, Mapping[str, Any]]:
-    """What TensorBoard says about each tag of a plugin that has values, by run; of all, or one."""
+    """Return the listing of a plugin's tags with values, by run; of one run or of all."""
     found: Mapping[str, Mapping[str, Any]] = _methods(provider, plugin_name)[0](
         _CONTEXT,
         experiment_id=experiment,
@@ -47,10 +47,10 @@ def read_tags(
     most: int = _ALL,
     problems: Problems | None = None,
 ) -> dict[str, dict[str, Sequence[Any]]]:
-    """At most so many values of each of some tags, without those that cannot be decoded.
+    """Return at most ``most`` values of each tag, without those that cannot be decoded.
 
-    ``wanted`` has tags by run; another run's tag of the same name may come along. What cannot be
-    decoded is told to ``problems``, else logged.
+    ``wanted`` has tags by run; another run's tag of the same name may come along. Values that
+    cannot be decoded go to ``problems``, else to the log.
 
     Raises:
         grpc.RpcError: There is no server any more.
@@ -94,7 +94,7 @@ def read_tags(
 def _methods(
     provider: DataProvider, plugin_name: str
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What lists and what reads a plugin's tags."""
+    """Return the methods that list and read a plugin's tags."""
     if plugin_name == "scalars":
         return provider.list_scalars, provider.read_scalars
     if plugin_name == "images":
@@ -155,7 +155,7 @@ class ProviderSource:
 
 
 def content_of(datum: Any) -> Any:
-    """The array in a tensor, or the ``bytes`` of its first text."""
+    """Return the array in a tensor, or the ``bytes`` of its first text."""
     array = np.asarray(datum.numpy)
     if array.dtype.kind not in "OSU" or not array.size:
         return array

@@ -1,4 +1,4 @@
-"""The run table of the page, from TensorBoard's server."""
+"""Rows of the page's run table, from TensorBoard's server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RunTable:
         self._lock = threading.Lock()
 
     def rows(self, experiment: str, now_s: float) -> list[dict[str, Any]]:
-        """One object per run, newest first, for the page; ``now_s`` in seconds since the epoch."""
+        """Return an object per run, newest first; ``now_s`` in seconds since the epoch."""
         entries = list_runs(self._provider, experiment)
         wanted = {entry.name: entry.texts for entry in entries if entry.texts}
         texts = read_tags(self._provider, experiment, PLUGIN_NAME, wanted, 1)

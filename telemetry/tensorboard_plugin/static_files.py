@@ -1,4 +1,4 @@
-"""The page's own files: read once and served by name, so that no path leads outside of them."""
+"""The page's files, read once and served by name, so that no path leads outside of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.
 
 
 def read_static_files() -> dict[str, bytes]:
-    """Name and content of every module and style sheet."""
+    """Return name and content of every module and style sheet."""
     folder = files("telemetry.tensorboard_plugin") / "static"
     found = {
         entry.name: entry.read_bytes()
@@ -28,7 +28,7 @@ def read_static_files() -> dict[str, bytes]:
 
 
 def bundle(files: Mapping[str, bytes], entry: str) -> str:
-    """One module with the exports of ``entry`` and all it imports: a request instead of fifty.
+    """Return one module with the exports of ``entry`` and all its imports, for a single request.
 
     Each module becomes a function's result, so that equal names in two modules stay apart.
     """
@@ -57,7 +57,7 @@ def _variable(name: str) -> str:
 
 
 def _colors() -> bytes:
-    """A module with the colors of :mod:`telemetry.layers.heat_map`."""
+    """Return a module with the colors of :mod:`telemetry.layers.heat_map`."""
     constants = {
         "VIRIDIS": VIRIDIS,
         "NAN_COLORS": NAN_COLORS,

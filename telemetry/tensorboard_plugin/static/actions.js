@@ -1,4 +1,4 @@
-// What people do with the picture: move, select, zoom, fold, follow alerts.
+// User actions on the picture: move, select, zoom, fold, follow alerts.
 
 import { columnAt } from "./field.js";
 import { innermostOpen, rowOfLayer } from "./rows.js";
@@ -71,7 +71,7 @@ export class Actions {
     }, filter);
   }
 
-  /** A click on curves, a profile or a histogram: enlarges it, or goes to what is nearest there. */
+  /** A click on curves, a profile or a histogram: enlarges it, or goes to the nearest curve or row. */
   clickPlot({ step, layer, lines }, canvas) {
     const { app } = this;
     if (canvas.plotted.click) return canvas.plotted.click();
@@ -153,7 +153,7 @@ export class Actions {
     );
   }
 
-  /** Opens the layer of the only row that there is. */
+  /** Opens the layer of the only row. */
   selectOnlyRow() {
     const [row, ...more] = this.app.rows(this.#panel());
     if (row && !more.length) this.ofPanel(this.#panel().run).select(row.layers[0], null);

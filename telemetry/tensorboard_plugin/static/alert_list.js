@@ -46,7 +46,7 @@ export class AlertList {
       ),
       alerts.length
         ? this.#filters(kinds)
-        : element("p", { class: "muted" }, "No alerts in this run so far."),
+        : element("p", { class: "muted" }, "No alerts in this run yet."),
       element("ul", {}, ...shown.map((item, index) => this.#item(item, index))),
     );
   }
@@ -101,7 +101,7 @@ export class AlertList {
 /** An alert in a few lines, with the run it is of. */
 export function alertText(alert, run = null) {
   const stage = { escalated: " · escalated", resolved: " · resolved" }[alert.stage] ?? "";
-  const severity = element("span", { class: "severity" }, alert.severity); // a color does not tell it
+  const severity = element("span", { class: "severity" }, alert.severity); // also for those who see no color
   return [
     element(
       "span",

@@ -72,13 +72,13 @@ export class App {
     await this.#load().catch((error) => this.fail(error));
   }
 
-  /** Whether there is nothing to see so far. */
+  /** Whether no run has data yet. */
   #isEmpty() {
     const hasData = (panel) => [...panel.fields.values()].some((field) => field.steps.length);
     return this.runs?.length === 0 || (this.panels.length > 0 && !this.panels.some(hasData));
   }
 
-  /** Reads what is new, keeps what is shown, also where that fails. */
+  /** Reads new data; the current view stays, also after an error. */
   async refresh() {
     if (this.refreshing) return;
     this.refreshing = true;
@@ -104,13 +104,13 @@ export class App {
     }
   }
 
-  /** Takes over the colors, at once: a page that is printed is not drawn again. */
+  /** Applies the colors at once: a printed page is not drawn again. */
   setTheme(theme) {
     this.theme = theme;
     this.#drawNow();
   }
 
-  /** Takes over the state of a link, as when the browser goes back. */
+  /** Applies the state of a link, as when the browser goes back. */
   follow(link) {
     const { run, other, statistic } = this.state;
     this.state = fromLink(link);
@@ -124,7 +124,7 @@ export class App {
     this.draw();
   }
 
-  /** Opens the newest run in place of one that is not there, and says so. */
+  /** Replaces missing runs by the newest run, with a notice. */
   #checkRuns() {
     const { state } = this;
     const known = new Set(this.runs.map((run) => run.name));
@@ -173,7 +173,7 @@ export class App {
     if (alert && !this.side.movers.isOf(run, alert.step)) this.loadMovers(run, alert.step);
   }
 
-  /** What cells show; one run has no other to compare with. */
+  /** The kind of values in the cells; a ratio of runs needs two. */
   get mode() {
     const { mode } = this.state;
     return mode === "run" && this.panels.length < 2 ? "value" : mode;
@@ -189,7 +189,7 @@ export class App {
     this.state.alert = alert ? keyOfAlert(alert) : "";
   }
 
-  /** Where NaN fills most of the picture, begins with the steps at which it came. */
+  /** Zooms to the first NaN where NaN fills most of the picture. */
   #openAtStory() {
     const [panel] = this.panels;
     const { zoom, everything, layer, step } = this.state;
@@ -210,7 +210,7 @@ export class App {
     document.documentElement.dataset.ready = "true";
   }
 
-  /** Takes over changes of the state, loads what they need, draws, and renews the link. */
+  /** Applies changes to the state, loads missing data, draws, and updates the link. */
   change(changes) {
     const { foldDepth, ...direct } = changes;
     if (foldDepth !== undefined) {
@@ -235,7 +235,7 @@ export class App {
     } else this.draw();
   }
 
-  // --- what is visible
+  // --- the view
 
   get statistic() {
     const { statistics } = this.panels[0].overview;
@@ -341,7 +341,7 @@ export class App {
     this.draw();
   }
 
-  /** What is under the pointer in the picture of a run; `x` and `y` in the window. */
+  /** Shows the cell under the pointer in the picture of a run; `x` and `y` in the window. */
   hover(panel, cell, x, y, group) {
     this.#moveCrosshair(cell, panel);
     if (group) return this.tooltip.showGroup(group, this.state.folded.has(group), x, y);

@@ -21,6 +21,7 @@ import { formatNumber, formatStep } from "./format.js";
 const SECOND_AXIS = 50; // room that it takes
 const POINTS_AT_ONCE = 64; // a path that goes up and down takes time like the square of its points
 const FAINT = 0.25;
+const LONG = 48; // characters of a label, whose end says most
 // Colors of one pattern also differ in brightness.
 const [SOLID, DASHED, DOTTED, MIXED] = [[], [7, 3], [2, 2], [8, 3, 2, 3]];
 const DASHES = [SOLID, SOLID, SOLID, SOLID, DASHED, DASHED, DASHED, DOTTED, DOTTED, DOTTED];
@@ -31,7 +32,7 @@ export function styleOf(theme, index) {
   return { color: theme.curves[index % length], dash: DASHES[index] ?? MIXED };
 }
 
-/** Numbers for names that keep theirs as long as they are in use together. */
+/** Numbers for names; a name keeps its number. */
 export class Slots {
   constructor() {
     this.known = new Map();
@@ -54,11 +55,11 @@ export class Slots {
 }
 
 /**
- * Draws curves into a canvas. What is not finite shows as a mark at the upper edge; and what has no
- * place on a logarithmic axis, zero for example, as one at the lower edge.
+ * Draws curves into a canvas. NaN and infinity show as marks at the upper edge; values without a
+ * place on a logarithmic axis, such as zero, as marks at the lower edge.
  * @param {HTMLCanvasElement} canvas
  * @param {Object} options `curves`, `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
- *   `format` (of values), `range` (of the axis, else what the curves and those in `fit` need),
+ *   `format` (of values), `range` (of the axis; default: that of the curves and of `fit`),
  *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `axis` (whether to draw
  *   steps below), `second` (curves with a separate scale, dashed)
  */
@@ -102,7 +103,7 @@ export function drawChart(canvas, options) {
   canvas.plotted = { box, view, read };
 }
 
-/** What a curve says at a step, infinity being the end: its last value, and of which step that is. */
+/** The last value of a curve up to a step (infinity: the end), and the step of that value. */
 export function readCurve(curve, step, format) {
   const column = columnAt(curve.steps, step);
   const value = curve.values[column];
@@ -122,7 +123,8 @@ function markNearest(lines, scale, box, y) {
 
 /** Names of curves beside their colors. */
 export function legendOf(curves) {
-  const nameOf = (curve) => element("span", {}, sampleOf(curve), curve.label);
+  const short = (label) => (label.length > LONG ? `…${label.slice(1 - LONG)}` : label);
+  const nameOf = (curve) => element("span", { title: curve.label }, sampleOf(curve), short(curve.label));
   return element("div", { class: "curve-legend" }, ...curves.map(nameOf));
 }
 
@@ -192,7 +194,7 @@ function drawSecondAxis(context, theme, box, scale) {
   }
 }
 
-/** A line at what is usual. */
+/** A line at the usual value. */
 function drawUsual(context, theme, box, y) {
   if (!(y >= box.y - 1 && y <= box.y + box.height + 1)) return;
   context.strokeStyle = context.fillStyle = theme.usual;
@@ -201,7 +203,7 @@ function drawUsual(context, theme, box, y) {
   context.setLineDash([]);
 }
 
-/** At least two, else nobody knows how far apart two values are. */
+/** At least two ticks: one alone gives no distance. */
 function ticksOf(scale, box) {
   const least = Math.max(box.height / 26, 2);
   let ticks = [];
@@ -239,7 +241,7 @@ function drawCurve(context, box, view, scale, curve) {
   let pen = false;
   let points = 0;
   let lastX = -Infinity;
-  // What is in view, and a point at either side.
+  // The points in view, and one at either side.
   const end = Math.min(columnAt(steps, view.step1) + 2, steps.length);
   for (let i = Math.max(columnAt(steps, view.step0), 0); i < end; i++) {
     const x = xOf(box, view, steps[i]);

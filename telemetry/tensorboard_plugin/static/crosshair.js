@@ -1,4 +1,4 @@
-// One crosshair through everything that is drawn over steps, and what is there in words.
+// One crosshair through all plots over steps, and the values at the pointer.
 
 import { element } from "./dom.js";
 import { xOf } from "./chart.js";
@@ -23,8 +23,8 @@ export function moveHairs(step) {
 }
 
 /**
- * Reports what is under the pointer in any of the canvases, and clicks on it. Each has told in
- * `plotted` where its steps are and what it shows at a step and a height.
+ * Reports the values under the pointer in any of the canvases, and clicks. `plotted` of a canvas
+ * has the place of its steps and a function that reads its values.
  * @param {HTMLElement} root
  * @param {(found: Object|null, event: PointerEvent) => void} onHover
  * @param {(found: Object, canvas: HTMLCanvasElement) => void} onClick

@@ -81,7 +81,7 @@ const MOST_HEIGHT = 420;
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} shown what the panel shows; of two runs also `beside`, what the other one does
+ * @param {Object} shown contents of the panel; of two runs also `beside`, those of the other panel
  * @param {number} right room at the right
  * @returns {Element} the legend
  */

@@ -15,11 +15,12 @@ import { drawUnits, unitsInWords } from "./units.js";
 
 const MAX_CURVES = 4;
 const CONVOLUTION = /^Conv/;
+const KEPT_PICTURES = 10; // by default
 const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 
 export class Detail {
   /**
-   * @param {Object} on `close()`, `move(steps)`, `statistic(name)`, `alert(alert)`,
+   * @param {Object} on `close()`, `layer(name)`, `move(steps)`, `statistic(name)`, `alert(alert)`,
    *   `histogram(choice)`, `movers()` or null
    * @param {import("./large.js").Large} large
    */
@@ -37,7 +38,7 @@ export class Detail {
   }
 
   /**
-   * Loads what belongs to a layer; answers to earlier requests are ignored.
+   * Loads the data of a layer; answers to earlier requests are ignored.
    * @param {string[]} runs all that are shown and have the layer; histograms are those of `run`
    */
   async load(source, run, runs, layer) {
@@ -59,7 +60,7 @@ export class Detail {
 
   /**
    * @param {Object} shown `run` (of the last click), `runs` (all of them), `layer`, `step`,
-   *   `statistic`, `statistics`, `view`, `alerts`, `histogram` (which was chosen), `hasSteps`, `theme`
+   *   `layers` (of its run), `statistic`, `statistics`, `view`, `alerts`, `histogram` (which was chosen), `hasSteps`, `theme`
    */
   show(shown) {
     this.shown = shown;
@@ -73,13 +74,13 @@ export class Detail {
       shown.hasSteps ? frozenNote(layer, groups[runs.indexOf(run)]) : null,
       data ? null : element("p", { class: "muted" }, "Loading…"),
       data?.error ? element("p", { class: "failure" }, data.error) : null,
-      isKnown ? this.#table(groups) : null,
-      isKnown ? this.#curves(groups) : null,
-      data?.units?.count ? this.#units(data.units) : null,
       data?.histograms?.length ? this.#histograms(data.histograms) : null,
       ...(data?.images ?? []).map((picture) => this.#pictures(data, picture)),
+      data?.units?.count ? this.#units(data.units) : null,
+      isKnown ? this.#curves(groups) : null,
+      isKnown ? this.#table(groups) : null,
       data?.images?.length === 0 && CONVOLUTION.test(layer.type)
-        ? element("p", { class: "muted" }, "No pictures: of many convolutions, some evenly spread ones are drawn.")
+        ? this.#nearestPictures()
         : null,
     );
     for (const frame of this.node.querySelectorAll(".film [aria-current]"))
@@ -253,11 +254,22 @@ export class Detail {
       element(
         "p",
         { class: "muted" },
-        `Bars: step ${formatStep(at)}; TensorBoard keeps ${chosen.steps.length} steps. `,
+        `Lines: median, 5 % and 95 %. Bars: step ${formatStep(at)}, one of ${chosen.steps.length}. `,
         `Linear up to ±${formatNumber(chosen.unit)}, logarithmic beyond. `,
         zeroText(chosen, at),
       ),
     );
+  }
+
+  /** A way to the layer with pictures that is nearest in forward order. */
+  #nearestPictures() {
+    const { layer, layers } = this.shown;
+    const at = layers.indexOf(layer);
+    const distance = (other) => Math.abs(layers.indexOf(other) - at);
+    const [nearest] = layers.filter(({ hasPictures }) => hasPictures).sort((a, b) => distance(a) - distance(b));
+    if (!nearest) return element("p", { class: "muted" }, "No layer of this run has pictures.");
+    const onclick = () => this.on.layer(nearest.name);
+    return element("p", { class: "muted" }, "Nearest layer with pictures: ", element("button", { class: "run-link", onclick }, titleOf(nearest)));
   }
 
   #pictures({ source, run }, picture) {
@@ -279,6 +291,9 @@ export class Detail {
       { class: "pictures" },
       element("h3", {}, capital(kind), enlargeButton(() => enlarge(nearest))),
       filmOf(picture, nearest, urlOf, enlarge),
+      source.isLive && steps.length === KEPT_PICTURES
+        ? element("p", { class: "muted" }, `TensorBoard keeps ${KEPT_PICTURES} steps of a picture, more with --samples_per_plugin images=100.`)
+        : null,
     );
   }
 
@@ -327,7 +342,7 @@ function largeHistogram(histogram, theme, index, width, height) {
 /** How much of a step's values is exactly zero, which has a bar of its own; "" without any. */
 function zeroText(histogram, step) {
   const share = shareOfZeros(histogram, histogram.steps.indexOf(step));
-  return share > 0 ? `Exactly zero: ${formatNumber(100 * share)} %, a bar of its own.` : "";
+  return share > 0 ? `Exactly zero: ${formatNumber(100 * share)} %, a separate bar.` : "";
 }
 
 function enlargeButton(onclick) {

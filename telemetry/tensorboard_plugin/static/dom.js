@@ -18,7 +18,7 @@ export function element(tag, properties = {}, ...children) {
   return node;
 }
 
-/** Replaces everything inside; the focus stays on what has the same `data-key`. */
+/** Replaces everything inside; the focus stays on the element with the same `data-key`. */
 export function fill(node, ...children) {
   const focused = node.contains(document.activeElement) && document.activeElement.dataset.key;
   node.replaceChildren(...children.filter((child) => child != null));

@@ -1,4 +1,4 @@
-// Saves what is shown: as a picture, SVG or PNG, or its numbers as CSV.
+// Saves the view as SVG or PNG, or its numbers as CSV.
 
 import { prepare } from "./canvas.js";
 import { isThinned, rowOf } from "./field.js";
@@ -89,7 +89,7 @@ function csvOf(panel, { field, rows, view, statistic }) {
   return `${lines.join("\n")}\n`;
 }
 
-/** As many digits as float32 needs, as in Python. */
+/** All digits of a float32, as in Python. */
 function numberText(value) {
   if (value !== value) return "nan";
   return value === Infinity ? "inf" : String(Number(value.toPrecision(8)));
@@ -124,7 +124,7 @@ export class SvgCanvas {
     return this.context;
   }
 
-  setAttribute() {} // of the canvas that it stands in for
+  setAttribute() {} // part of a canvas's interface
 }
 
 /** An SVG file. @returns {string} */
@@ -134,7 +134,7 @@ export function svgFile(width, height, background, nodes) {
   return new XMLSerializer().serializeToString(root);
 }
 
-/** What was drawn on a canvas, at a place. */
+/** The drawing of a canvas, moved to a place. */
 export function placed(canvas, x, y) {
   canvas.node.setAttribute("transform", `translate(${x} ${y})`);
   return canvas.node;
@@ -290,7 +290,7 @@ function round(value) {
   return Math.round(value * 100) / 100;
 }
 
-/** Without what XML forbids, and with thin spaces as others. */
+/** Removes characters that XML forbids. */
 function xmlText(text) {
   // eslint-disable-next-line no-control-regex
   return text.toWellFormed().replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]/g, "�");

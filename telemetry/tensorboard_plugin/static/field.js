@@ -9,7 +9,7 @@
  * @property {number} layerFactor layers behind a row
  * @property {number} stepFactor measured steps behind a column
  * @property {boolean} sampled whether steps were left out
- * @property {boolean} [isAll] whether the server has no more detail, thinned or not
+ * @property {boolean} [isAll] whether the server has no more detail
  */
 
 /** Whether a field shows less than was measured. */

@@ -27,6 +27,7 @@ export function drawHistogram(canvas, histogram, { view, theme, width, height, s
   context.rect(box.x, box.y, box.width, box.height);
   context.clip();
   drawShades(context, box, histogram, view, bins, top);
+  drawQuantiles(context, box, histogram, view);
   context.restore();
   drawValueAxis(context, theme, box, histogram, bins);
   drawStepAxis(context, theme, box, view, "");
@@ -35,7 +36,7 @@ export function drawHistogram(canvas, histogram, { view, theme, width, height, s
   context.strokeStyle = theme.text;
   if (x >= box.x && x <= box.x + box.width) line(context, x, box.y, x, box.y + box.height);
   drawBars(context, theme, box, bars, histogram, bins, column);
-  // The bars are of one step, whatever is under the pointer.
+  // The bars show one step, independent of the pointer.
   const wide = { ...box, width: box.width + 12 + bars };
   canvas.plotted = {
     box: wide,
@@ -54,7 +55,7 @@ function largestShare(shares, bins, zeroBin) {
   return shares.reduce((most, share, i) => (i % bins === zeroBin ? most : Math.max(most, share)), 1e-9);
 }
 
-/** The share of exact zeros at a step; 0 if there are none. */
+/** The share of exact zeros at a step; 0 without zeros. */
 export function shareOfZeros({ edges, shares, zeroBin }, column) {
   return zeroBin === null ? 0 : shares[column * (edges.length - 1) + zeroBin];
 }
@@ -69,7 +70,7 @@ function readBin({ steps, edges, shares, zeroBin }, bins, column, bin) {
   return { step: steps[column], title, lines: [{ label, text }] };
 }
 
-/** Values below which so large a share of a step's lies, as far as the bins tell. */
+/** Quantiles of a step's values, interpolated within bins. */
 export function quantilesOf({ edges, shares, zeroBin }, column, wanted) {
   const bins = edges.length - 1;
   const row = shares.subarray(column * bins, (column + 1) * bins);
@@ -94,12 +95,34 @@ function drawShades(context, box, { steps, shares }, view, bins, top) {
     for (let bin = 0; bin < bins; bin++) {
       const share = shares[column * bins + bin];
       if (!(share > 0)) continue;
-      // The root brings out what is rare beside what is usual.
+      // The square root makes rare values visible.
       context.fillStyle = cssColor(false, 0.06 + 0.94 * Math.sqrt(Math.min(share / top, 1)));
       const y = box.y + box.height - (bin + 1) * binHeight;
       context.fillRect(left, y, Math.max(right - left, 1) + 0.4, binHeight + 0.4);
     }
   }
+}
+
+/** The median and the ends of the middle 90 % over time. */
+function drawQuantiles(context, box, histogram, view) {
+  const { steps, edges } = histogram;
+  const bins = edges.length - 1;
+  const y = (value) => {
+    const above = Math.max(edges.findIndex((edge) => edge >= value), 1);
+    const part = (value - edges[above - 1]) / (edges[above] - edges[above - 1]);
+    return box.y + (1 - (above - 1 + part) / bins) * box.height;
+  };
+  const known = Array.from(steps, (step, column) => [step, quantilesOf(histogram, column, [0.05, 0.5, 0.95])]);
+  for (const [color, width] of [["#000000", 3], ["#ffffff", 1.2]]) {
+    context.strokeStyle = color;
+    context.lineWidth = width;
+    for (const i of [0, 1, 2]) {
+      context.beginPath();
+      for (const [step, values] of known) context.lineTo(xOf(box, view, step), y(values[i]));
+      context.stroke();
+    }
+  }
+  context.lineWidth = 1;
 }
 
 function drawBars(context, theme, box, width, { shares, zeroBin }, bins, column) {
@@ -110,7 +133,7 @@ function drawBars(context, theme, box, width, { shares, zeroBin }, bins, column)
   row.forEach((share, bin) => {
     const y = box.y + box.height - (bin + 1) * binHeight;
     context.fillStyle = theme.curves[bin === zeroBin ? 1 : 0];
-    // That of zeros is cut off where it is longer than all others; the text says how long.
+    // The bar of zeros is cut at the length of the longest other bar; the text has its share.
     context.fillRect(left, y, Math.min(share / largest, 1) * width, Math.max(binHeight - 0.5, 0.8));
   });
   context.strokeStyle = theme.line;

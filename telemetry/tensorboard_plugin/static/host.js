@@ -1,4 +1,4 @@
-// What is around the page: when TensorBoard reloads, the address that people copy, light or dark.
+// The surrounding TensorBoard: reloads, the address, light or dark mode.
 
 import { INFINITE_COLORS, NAN_COLORS } from "./colors.js";
 
@@ -35,7 +35,7 @@ export function showTab() {
   tab?.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
-/** What the address says about the page, by name. */
+/** The page's values in the address, by name. */
 export function readLink() {
   const link = {};
   for (const part of address().hash.replace(/^#/, "").split("&")) {
@@ -48,8 +48,8 @@ export function readLink() {
 /**
  * Puts that into the address.
  * @param {Object} link
- * @param {boolean} isNew whether the browser's Back is to lead to what was before; many such
- *   changes within a moment are one
+ * @param {boolean} isNew whether the browser's Back leads to the state before; many changes
+ *   within a moment are one
  */
 export function writeLink(link, isNew) {
   const target = address();
@@ -117,7 +117,7 @@ function address() {
   return frame().location;
 }
 
-/** What was percent-encoded; the text itself if it was not. */
+/** The decoded text; the text itself if it is not percent-encoded. */
 export function decode(text) {
   try {
     return decodeURIComponent(text);

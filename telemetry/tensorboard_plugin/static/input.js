@@ -54,7 +54,7 @@ function click(heatmap, x, y) {
   if (row) heatmap.on.select(row.layers[0], null);
 }
 
-/** Says again what is under the pointer, after it has been drawn anew. */
+/** Repeats the hover after a redraw. */
 export function hoverAgain(heatmap) {
   if (heatmap.pointer) hover(heatmap, ...heatmap.pointer);
 }

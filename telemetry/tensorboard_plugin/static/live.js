@@ -1,4 +1,4 @@
-// Keeps the page up to date: when asked, or by itself every few seconds while it can be seen.
+// Keeps the page up to date: on request, or every few seconds while it is visible.
 
 import { element, fill } from "./dom.js";
 import { formatStep } from "./format.js";
@@ -8,7 +8,7 @@ const EVERY_MS = 5000;
 export class Live {
   /**
    * @param {(() => Promise<void>)|null} refresh null: the data does not grow
-   * @param {() => boolean} isEmpty whether there is no data so far, which is waited for
+   * @param {() => boolean} isEmpty whether there is no data yet, so that the page retries
    */
   constructor(refresh, isEmpty) {
     this.refresh = refresh;
@@ -22,7 +22,7 @@ export class Live {
   /** Shows which step was read last, and the buttons. */
   draw(lastStep) {
     const known = `${lastStep} ${this.said}`;
-    if (known === this.known) return; // a failure is said aloud once
+    if (known === this.known) return; // a failure is announced once
     this.known = known;
     const about = element(
       "span",
@@ -33,12 +33,12 @@ export class Live {
     const live = {
       dataset: { key: "live" },
       "aria-pressed": String(this.isOn),
-      title: `Read what is new every ${EVERY_MS / 1000} seconds`,
+      title: `Read new data every ${EVERY_MS / 1000} seconds`,
       onclick: (event) => this.#toggle(event.currentTarget),
     };
     const reload = {
       dataset: { key: "reload" },
-      title: "Reload: read what is new",
+      title: "Reload: read new data",
       "aria-label": "Reload",
       onclick: () => this.refresh(),
     };

@@ -1,4 +1,4 @@
-// One run: its data, the strip with loss and learning rate, the picture, and what is around it.
+// One run: its data, the strip with loss and learning rate, the picture, profile and curves.
 
 import { element, fill } from "./dom.js";
 import {
@@ -23,7 +23,7 @@ export class Panel {
   /**
    * @param {Object} source where data comes from
    * @param {string} run
-   * @param {Object} on what the picture reports; `changed()` when data has come
+   * @param {Object} on callbacks of the picture; `changed()` when data has arrived
    */
   constructor(source, run, on) {
     this.source = source;
@@ -62,7 +62,7 @@ export class Panel {
     this.firsts = new WeakMap();
   }
 
-  /** Loads a statistic, and what all of them share unless it is there already. */
+  /** Loads a statistic, and the overview unless it is loaded. */
   async load(statistic) {
     if (!this.overview) {
       const [overview, scalars] = await Promise.all([
@@ -75,7 +75,7 @@ export class Panel {
     } else if (!this.fields.has(statistic)) await this.#loadField(statistic);
   }
 
-  /** Reads what is new; all of it again where the old no longer counts. */
+  /** Reads new data; everything again where the old data is invalid. */
   async refresh(statistic) {
     const [overview, scalars] = await Promise.all([
       this.source.overview(this.run),
@@ -93,7 +93,7 @@ export class Panel {
       }
       fresh ??= await this.#read(statistic);
       this.part.forget();
-      this.fields = new Map([[statistic, fresh]]); // not before: keys move in what is shown
+      this.fields = new Map([[statistic, fresh]]); // not before: keys move in the current picture
     }
     this.#take(overview);
     this.scalars = scalars;
@@ -118,7 +118,7 @@ export class Panel {
     return values;
   }
 
-  /** What is drawn of each row. */
+  /** The values of each row in the picture. */
   rowValues(field, values, rows, scale) {
     const of = [values, rows, scale.diverging, scale.log];
     if (!this.drawn || of.some((part, i) => part !== this.drawn.of[i])) {
@@ -127,7 +127,7 @@ export class Panel {
     return this.drawn.values;
   }
 
-  /** The steps of a statistic; as long as it is loading, those of what is still shown. */
+  /** The steps of a statistic; while it loads, those of the current picture. */
   steps(statistic) {
     return (this.field(statistic) ?? this.heatmap.content?.field)?.steps ?? [];
   }
@@ -182,14 +182,14 @@ export class Panel {
     return shown;
   }
 
-  /** The field to draw in a view: of a thinned one the part in full, as soon as it has come. */
+  /** The field to draw in a view: of a thinned one the part in full, once it is loaded. */
   visibleField(statistic, view, isZoomed, rows) {
     const whole = this.field(statistic);
     if (!isZoomed || !isThinned(whole) || whole.isAll) return whole;
     return this.part.field(statistic.name, view, rows) ?? whole;
   }
 
-  /** @param {Object} shown what the app has settled: `statistic`, `view`, `scale`, `theme`, ... */
+  /** @param {Object} shown settings of the app: `statistic`, `view`, `scale`, `theme`, ... */
   draw(shown) {
     const { statistic, width, field } = shown;
     const beside = profileWidth(width);
@@ -260,7 +260,7 @@ export class Panel {
     this.profile.setAttribute("aria-label", label);
   }
 
-  /** The line that says where NaN, or a difference, came first; a click goes there. */
+  /** The line with the first NaN or difference; a click goes there. */
   #drawFirst({ statistic, mode, field, values }) {
     const isOfTwo = mode === "run";
     const found = isOfTwo ? firstDifference(field, values) : this.firstNonfinite(statistic);
@@ -296,15 +296,18 @@ export class Panel {
     return this.source.matrix(this.run, statistic);
   }
 
-  #drawNotice(field, { statistic, rows, search }) {
+  #drawNotice(field, { statistic, rows, search, mode, values }) {
     const isFound = rows.length || !search;
-    const text = isFound ? noticeOf(field, statistic) : `No layer matches “${search}”.`;
+    const hasNothingCommon = mode === "run" && field.steps.length && values.every((value) => value === -1);
+    const text = hasNothingCommon
+      ? "No layer has this statistic at a common step in both runs: there is no ratio to show."
+      : isFound ? noticeOf(field, statistic) : `No layer matches “${search}”.`;
     this.notice.hidden = !text;
     if (this.notice.textContent !== text) this.notice.textContent = text;
   }
 }
 
-/** A notice about what the picture leaves out; "" if it shows everything. */
+/** A notice about omitted cells; "" if the picture shows everything. */
 function noticeOf(field, statistic) {
   if (!field.steps.length) return `${statistic.title}: not measured so far.`;
   const parts = [];
@@ -334,13 +337,13 @@ export class ZoomedPart {
     this.forget();
   }
 
-  /** What there is no longer counts. */
+  /** Discards the loaded part. */
   forget() {
     this.key = null;
     this.loaded = null;
   }
 
-  /** The part in a view, in full; null as long as it has not come. */
+  /** The part in a view, in full; null while it loads. */
   field(statistic, view, rows) {
     const wanted = partOf(view, rows, statistic);
     if (this.key !== wanted.key) this.#load(statistic, wanted);

@@ -123,7 +123,7 @@ export class Parallel {
   }
 }
 
-/** Where values are on an axis, 0 to 1, or null; and what its ends, or names, say. */
+/** Places of values on an axis, 0 to 1, or null; and the labels of its ends or names. */
 function axisOf(values) {
   const known = values.filter((value) => value != null);
   if (!known.every((value) => typeof value === "number")) {

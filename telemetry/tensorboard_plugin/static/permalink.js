@@ -5,8 +5,8 @@ import { decode } from "./host.js";
 /**
  * @typedef {Object} State
  * @property {string} run
- * @property {string} other a second run beside it, or ""
- * @property {boolean} ofOther whether the selected layer is that of the run beside it
+ * @property {string} other the run to compare with, or ""
+ * @property {boolean} ofOther whether the selected layer is that of the other run
  * @property {string} statistic
  * @property {string} mode `value`, `own`, `depth` or `run`
  * @property {string} search
@@ -42,7 +42,7 @@ export function defaultState() {
   };
 }
 
-/** What tells an alert from the run's others, also after it has been read again. */
+/** A key that identifies an alert within its run, also after a reload. */
 export function keyOfAlert({ step, kind, module_name: layer }) {
   return [step, kind, layer ?? ""].join(" ");
 }

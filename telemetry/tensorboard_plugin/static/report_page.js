@@ -1,4 +1,4 @@
-// Starts the page in a report, one file that holds its data, and answers from that data.
+// Starts the page in a report, and serves the data inside of its file.
 
 import { App } from "./app.js";
 import { followTheme, onNavigation, readLink, writeLink } from "./host.js";
@@ -15,7 +15,7 @@ export async function render() {
 }
 
 export class EmbeddedSource {
-  /** @param {Object} data what `telemetry.commands.report` wrote; binary parts as base64 of gzip */
+  /** @param {Object} data written by `telemetry.tensorboard_plugin.report`; binary parts as base64 of gzip */
   constructor(data) {
     this.data = data;
     this.fields = new Map();

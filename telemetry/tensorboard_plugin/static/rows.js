@@ -1,11 +1,11 @@
-// Which layers are shown on which row: groups by module path, folded ones, a search.
+// Rows of the picture: groups by module path or role, folded groups, a filter.
 
 /**
  * @typedef {Object} Row
  * @property {number[]} layers behind the row, ascending
  * @property {string} label
  * @property {string} type class of the module, or how many layers are folded
- * @property {string|null} folded path of the group that the row stands for
+ * @property {string|null} folded path of the group that the row represents
  */
 
 /** Path of a module, as in "encoder.layers.0"; the model itself has none. */
@@ -53,7 +53,7 @@ export function groupByPath(layers) {
 }
 
 /**
- * By what a layer does in its block, as `attn.qkv` in all of "blocks.3.attn.qkv", else by class.
+ * By a layer's role in its block, such as `attn.qkv` in all of "blocks.3.attn.qkv", else by class.
  * @returns {Grouping} one role behind the other, each in forward order
  */
 export function groupByRole(layers) {
@@ -101,7 +101,7 @@ export function deepest({ keys }) {
  * @param {{name: string, type: string}[]} layers
  * @param {Grouping} grouping
  * @param {Set<string>} folded paths of groups that take one row each
- * @param {string} search layers whose name or type does not contain it are left out
+ * @param {string} search the name, the class or the word pictures contains it
  * @param {Set<number>|null} shown the only layers that are shown; null: all
  * @returns {Row[]} a group at the place of its first layer
  */
@@ -112,7 +112,8 @@ export function makeRows(layers, grouping, folded, search, shown = null) {
   for (const index of grouping.order) {
     const layer = layers[index];
     if (shown && !shown.has(index)) continue;
-    if (wanted && !`${layer.name} ${layer.type}`.toLowerCase().includes(wanted)) continue;
+    const words = `${layer.name} ${layer.type}${layer.hasPictures ? " pictures" : ""}`;
+    if (wanted && !words.toLowerCase().includes(wanted)) continue;
     const group = grouping.keys[index].find((key) => folded.has(key)) ?? null;
     if (group === null) {
       rows.push({ layers: [index], label: titleOf(layer), type: layer.type, folded: null });

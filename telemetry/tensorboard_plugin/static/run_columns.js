@@ -1,4 +1,4 @@
-// The columns of the run table: what is known of each run, filters on it, and rank correlations.
+// The columns of the run table: values of each run, filters, and rank correlations.
 
 import { kindTitle } from "./alert_list.js";
 import { element } from "./dom.js";

@@ -5,7 +5,7 @@ import { withHair } from "./crosshair.js";
 import { isLog } from "./curves.js";
 import { element, fill } from "./dom.js";
 
-const MOST = 20; // runs whose curves can be told apart
+const MOST = 20; // runs with distinguishable curves
 const HEIGHT = 190;
 const DELAY_MS = 200;
 const SEED = /seed/i;
@@ -72,7 +72,7 @@ export class RunCurves {
     canvas.plotted.click = () => {};
   }
 
-  /** The curve of a run; nothing where it has no such layer or cannot be read. */
+  /** The curve of a run; null without the layer, or if it cannot be read. */
   #curve(run, { layer, statistic }) {
     const key = JSON.stringify([run, layer, layer === null || statistic.name]);
     const read = async () => {

@@ -62,10 +62,10 @@ export class RunTable {
   }
 
   /**
-   * @param {Object[]} runs what is known at once; the rest is loaded
+   * @param {Object[]} runs known runs; the rest is loaded
    * @param {string} current name of the chosen run
    * @param {string} which `run`, or `other` for the one to compare with
-   * @param {Object} about what curves are to show: see `RunCurves.show`
+   * @param {Object} about the subject of the curves: see `RunCurves.show`
    * @param {(name: string) => void} onChoose
    * @param {string} [filter] to begin with
    */

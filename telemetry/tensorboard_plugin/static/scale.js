@@ -1,4 +1,4 @@
-// From values to places on the color scale, to colors, and what the colors mean in words.
+// Color scales: from values to colors, and the legend.
 
 import { INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR } from "./colors.js";
 import { formatNumber } from "./format.js";
@@ -20,7 +20,7 @@ const DIVERGING = parseStops("08407e2166ac4393c392c5deddddddfdb863e08214b358067f
 /**
  * Color of each code, as the pixels of `ImageData` hold it.
  * @param {boolean} diverging
- * @param {string} missing color of what was not measured
+ * @param {string} missing color of cells that were not measured
  */
 export function palette(diverging, missing) {
   const colors = new Uint32Array(256);
@@ -173,7 +173,7 @@ function divergingScale(log, values) {
 
 /**
  * The ends of the part of ascending positive numbers that a scale shows: nearly all, or the twelve
- * decades with most of them. What explodes lies beyond those rather than what is usual.
+ * decades with most of them. An explosion lies beyond them, the usual values do not.
  */
 function fullest(values) {
   let [first, last] = [OUTSIDE, 1 - OUTSIDE].map((q) => Math.round(q * (values.length - 1)));
@@ -215,7 +215,7 @@ function nextPrime(number) {
   }
 }
 
-/** Values on a scale that are marked: what is usual of a statistic, or the ends of a share. */
+/** Values on a scale that are marked: the usual value of a statistic, or the ends of a share. */
 export function usualOf({ usual, unit }, { diverging, low, high }) {
   const values = unit === "share" ? [0, 1] : [usual ?? -1];
   return values.filter((value) => !diverging && value >= low && value <= high);
@@ -245,7 +245,7 @@ export function drawLegend(node, scale, statistic, mode, theme) {
   );
 }
 
-/** The color scale with its ticks, and triangles at what is usual. */
+/** The color scale with its ticks, and triangles at usual values. */
 export function drawScale(canvas, scale, theme, usual = []) {
   const context = prepare(canvas, WIDTH + 40, SCALE_HEIGHT);
   for (let x = 0; x < WIDTH; x++) {
@@ -270,7 +270,7 @@ export function drawScale(canvas, scale, theme, usual = []) {
   }
 }
 
-/** What the colors show, in words. */
+/** A title for the colors. */
 export function legendTitle(statistic, mode) {
   const relation = {
     own: ", ratio to the layer's own median",

@@ -1,4 +1,4 @@
-// What the panels are to draw: in which size, on which scale, with which selection.
+// The contents of the panels: size, scale and selection.
 
 import { Slots } from "./chart.js";
 import { makeScale } from "./scale.js";
@@ -14,11 +14,11 @@ export class Shown {
   /** @param {import("./app.js").App} app */
   constructor(app) {
     this.app = app;
-    this.panels = []; // pairs of a panel and what it is to draw
+    this.panels = []; // pairs of a panel and its contents
     this.slots = new Slots(); // colors of layers
   }
 
-  /** Settles that for a view. */
+  /** Computes the contents for a view. */
   settle(view) {
     const { statistic, theme, state, mode, panels } = this.app;
     const isZoomed = state.zoom !== null;

@@ -15,6 +15,7 @@ export class Side {
     this.movers = new Movers((layer, step) => actions.select(layer, step));
     const on = {
       close: () => actions.close(),
+      layer: (layer) => actions.select(layer, app.state.step),
       move: (count) => actions.moveStep(count),
       statistic: (statistic) => app.change({ statistic }),
       alert: (alert) => {
@@ -69,6 +70,7 @@ export class Side {
       run: panel.run,
       runs: app.panels.map((known) => known.run),
       layer,
+      layers: panel.overview.layers,
       step: app.state.step,
       statistic: app.statistic,
       statistics: panel.overview.statistics,
@@ -87,6 +89,7 @@ export class Side {
     const all = this.app.panels.map(({ overview }) => overview.hparams ?? {});
     const names = [...new Set(all.flatMap(Object.keys))];
     this.hparams.hidden = !names.length;
+    if (!this.app.source.isLive) this.hparams.open = true; // a report may be printed
     const text = (value) => (typeof value === "number" ? formatNumber(value) : String(value ?? "–"));
     const row = (name) => {
       const values = all.map((hparams) => text(hparams[name]));

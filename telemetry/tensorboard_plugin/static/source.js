@@ -63,6 +63,11 @@ export class ServerSource {
     return (await this.#get("images", { run, layer })).json();
   }
 
+  /** Where the run's report is, one HTML file. */
+  reportUrl(run) {
+    return this.#url("report", { run }).href;
+  }
+
   imageUrl(run, tag, step) {
     return this.#url("image", { run, tag, step }).href;
   }

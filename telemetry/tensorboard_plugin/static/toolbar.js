@@ -85,7 +85,7 @@ function linking({ address, state }) {
   return button;
 }
 
-/** Buttons that save what is shown. */
+/** Buttons that save the view. */
 function saving(app) {
   const button = (kind) =>
     element(
@@ -97,6 +97,8 @@ function saving(app) {
       kind.toUpperCase(),
     );
   const kinds = ["png", "svg", "csv"].map(button);
+  const url = app.source.reportUrl?.(app.state.run);
+  if (url) kinds.push(element("a", { class: "button", href: url, download: "" }, "Report"));
   return element(
     "details",
     { class: "menu" },
@@ -159,6 +161,7 @@ function search(value, change, onEnter) {
   const input = element("input", {
     type: "search",
     placeholder: "name or class",
+    title: "Part of a name or class; “pictures” lists the layers that have some",
     oninput: () => change({ search: input.value, zoom: null }),
     onkeydown: ({ key }) => key === "Enter" && onEnter(),
   });

@@ -15,7 +15,7 @@ const HEIGHTS = [40, 200];
  * @param {HTMLCanvasElement} canvas
  * @param {Object} units `steps`, `count`, `extremes`, and `dead`, `saturated` in words of each step
  * @param {Object} options `view`, `theme`, `width`, `step`
- * @returns {number} index of the step that is told of
+ * @returns {number} index of the described step
  */
 export function drawUnits(canvas, units, { view, theme, width, step }) {
   const { steps, count, extremes } = units;
@@ -59,7 +59,7 @@ export function drawUnits(canvas, units, { view, theme, width, step }) {
   return chosen;
 }
 
-/** Which units are dead, below zero or saturated at a step, and how many were left out. */
+/** Text with the dead, negative and saturated units of a step, and the number of omitted ones. */
 export function unitsInWords({ steps, count, dead, belowZero, saturated, leftOut, sampled }, index) {
   return [
     `${count} units; at step ${formatStep(steps[index])} dead: ${dead[index] || "none"}`,

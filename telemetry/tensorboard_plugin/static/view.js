@@ -1,4 +1,4 @@
-// Which part of the picture is visible, how zooming changes it, and where a run's story is.
+// The visible part of the picture, zooming, and the part to open with.
 
 const MIN_STEPS = 2;
 const MIN_ROWS = 1;
@@ -24,7 +24,7 @@ export function limit(view, whole) {
   return isWhole ? null : limited;
 }
 
-/** The same view of a run with fewer rows: what is visible of them fills the picture. */
+/** The same view of a run with fewer rows: the visible rows fill the picture. */
 export function clampRows(view, rowCount) {
   const row1 = Math.max(Math.min(view.row1, rowCount), 1);
   return { ...view, row0: Math.min(view.row0, row1 - 1), row1 };
@@ -117,7 +117,7 @@ export function firstNonfinite(field) {
   return { column, step: steps[column], rows: found, share: like / steps.length };
 }
 
-/** The view to open with: null for everything; the beginning of what fills most of the picture. */
+/** The view to open with: null for everything; the first NaN if NaN fills most of the picture. */
 export function openingView(field, first, alerts, whole) {
   if (!first || field.steps.length <= SHORT || first.share < 0.5) return null;
   const errors = alerts.filter(({ severity, step }) => severity === "error" && step <= first.step);

@@ -139,6 +139,21 @@ def test_hyperparameters_are_on_the_page(page: TelemetryPage) -> None:
     assert page.locator(".hparams tr:has-text('depth') .strong").count() == 0
 
 
+def test_the_report_is_saved_from_the_page(page: TelemetryPage, tmp_path: Path) -> None:
+    page.open(run="boom")
+    page.locator("summary:has-text('Save')").click()
+    with page.page.expect_download() as started:
+        page.locator("a:has-text('Report')").click()
+    started.value.save_as(tmp_path / "report.html")
+    assert started.value.suggested_filename == "boom.html"
+    report = page.page.context.new_page()
+    report.goto((tmp_path / "report.html").as_uri())
+    report.locator("html[data-ready=true]").wait_for(state="attached")
+    assert "2026-03-01 00:00 UTC" in report.locator(".report-title").inner_text()
+    assert "lr\t0.5" in report.locator(".hparams tr").all_inner_texts()
+    report.close()
+
+
 def test_a_column_keeps_the_width_it_was_dragged_to(page: TelemetryPage) -> None:
     page.open(run="old9")
     page.locator("button[aria-label='Run: old9']").click()

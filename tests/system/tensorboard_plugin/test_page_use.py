@@ -137,6 +137,27 @@ def test_a_parameter_without_gradients_is_marked_as_frozen(page: TelemetryPage) 
     assert page.locator(".detail .frozen").count() == 0
 
 
+def test_two_runs_without_a_common_layer_say_so(page: TelemetryPage) -> None:
+    page.open(run="demo", other="colors", mode="run")
+    page.locator(".notice:has-text('No layer has this statistic')").nth(1).wait_for()
+
+
+def test_the_side_panel_stays_beside_the_picture(page: TelemetryPage) -> None:
+    page.page.set_viewport_size({"width": 1400, "height": 500})
+    page.open(run="demo", layer=".stem", step="20")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    page.frame.evaluate("window.scrollTo(0, 200)")
+    assert page.frame.evaluate("scrollY") == 200
+    tops = page.locator(".toolbar, .side").evaluate_all(
+        "(nodes) => nodes.map((node) => node.getBoundingClientRect().top)"
+    )
+    assert tops == [0, 64]
+    units = page.locator(".units canvas")
+    units.scroll_into_view_if_needed()
+    assert page.frame.evaluate("scrollY") == 200  # only the panel has scrolled
+    page.frame.evaluate("window.scrollTo(0, 0)")
+
+
 def test_a_link_keeps_groups_apart_whatever_they_are_called(page: TelemetryPage) -> None:
     page.open(run="demo")
     names = ["a,b", "c%2Cd", "50%", "blocks.0"]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from telemetry.commands import report as report_module
 from telemetry.commands.report import write_report
 from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS
@@ -159,8 +158,8 @@ def test_a_learning_rate_is_drawn_as_steps(tmp_path: Path, browser: Browser) -> 
 
 
 def test_a_large_run_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telemetry.commands.report.MAX_LAYERS_IN_DETAIL", 1)
-    monkeypatch.setattr("telemetry.commands.report.MAX_CELLS", 30)
+    monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_LAYERS_IN_DETAIL", 1)
+    monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_CELLS", 30)
     write_demo(tmp_path / "demo")
     write_report(tmp_path / "demo", tmp_path / "small.html")
     text = (tmp_path / "small.html").read_text(encoding="utf-8")
@@ -211,6 +210,6 @@ def test_pictures_beyond_the_limit_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_demo(tmp_path / "demo")
-    monkeypatch.setattr(report_module, "MAX_PICTURES_BYTES", 10)
+    monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_PICTURES_BYTES", 10)
     [problem] = write_report(tmp_path / "demo", tmp_path / "report.html")
     assert "pictures" in problem
