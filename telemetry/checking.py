@@ -26,7 +26,7 @@ from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
-from telemetry.capture.own_pass import call, unchanged
+from telemetry.capture.probe import call, unchanged
 from telemetry.failures import RaisingFailures
 from telemetry.layers import table
 from telemetry.plain_text import called, printable, type_of

@@ -2,12 +2,12 @@
 
 Each is active from the call that makes it until :meth:`~Intervention.remove` or the end of its
 ``with`` block. They can be combined with each other and with :class:`telemetry.HookLogger`, which
-shows their effect. Copies and saved files of the model are without them; a compiled model is
+shows their effect. Copies and saved files of the model do not contain them. A compiled model is
 compiled again.
 
 ``select`` is like ``HookLogger(modules=...)``: a glob over names such as ``"encoder.*"``, a module
-class, a ``predicate(name, module)``, or several of these. For gradients, a module stands for all
-parameters inside of it, and a glob may also match parameters, such as ``"fc*.bias"``.
+class, a ``predicate(name, module)``, or several of these. For gradients, a selected module selects
+all parameters inside of it, and a glob may also match parameters, such as ``"fc*.bias"``.
 
 Gradients are changed once in each backward pass, as the sum over all uses of a parameter, before
 they are added to ``parameter.grad`` and ``DistributedDataParallel`` averages them; those that
@@ -246,7 +246,7 @@ class Captured:
 
     @property
     def grad_outputs(self) -> tuple[Tensor | None, ...]:
-        """The gradients with respect to :attr:`outputs` so far; None for outputs without one.
+        """The gradients with respect to :attr:`outputs`; None for outputs without one.
 
         Several backward passes through the same call add up, as in ``Tensor.grad``. A call that was
         checkpointed with ``use_reentrant=True`` has none: PyTorch gives them to a second call.
@@ -274,8 +274,8 @@ def capture(model: nn.Module, select: Selectors | None = None, *, calls: int = 1
     Args:
         model: The model whose modules are captured.
         select: Which modules; default: every leaf module.
-        calls: How many of the latest calls of each module to keep. They stay in memory as long as
-            the returned object.
+        calls: Number of calls of each module to keep, the latest ones. The returned object keeps
+            them in memory.
     """
     if isinstance(calls, bool) or not isinstance(calls, int):
         raise TypeError(f"capture(calls={calls!r}): must be an int")
@@ -285,7 +285,7 @@ def capture(model: nn.Module, select: Selectors | None = None, *, calls: int = 1
 
 
 class Capturing(Intervention, Mapping[str, Captured]):
-    """The latest call of each selected module that ran, by its name in ``named_modules()``.
+    """Latest call of each selected module that ran, by its name in ``named_modules()``.
 
     It can still be read after :meth:`remove`. When it is garbage-collected, its hooks are removed.
     """
@@ -315,13 +315,13 @@ class Capturing(Intervention, Mapping[str, Captured]):
         return sum(1 for _ in self)
 
     def calls(self, name: str) -> tuple[Captured, ...]:
-        """The calls of one module that were kept, the latest one last."""
+        """Return the kept calls of one module, the latest one last."""
         if name not in self._calls:
             raise KeyError(f"{name!r} is not captured; choose from {', '.join(self._calls)}")
         return tuple(self._calls[name].kept)
 
     def remove(self) -> None:
-        """Remove the hooks, including those that wait for gradients. Harmless when repeated."""
+        """Remove the hooks, also those on outputs without gradients yet. Harmless when repeated."""
         super().remove()
         for calls in self._calls.values():
             for call in calls.kept:
@@ -329,7 +329,7 @@ class Capturing(Intervention, Mapping[str, Captured]):
 
 
 class _Calls(Inert):
-    """A hook before and after each call of a module, of which it keeps the latest."""
+    """Hook before and after each call of a module, which keeps the latest calls."""
 
     def __init__(self, name: str, most: int) -> None:
         self._name = name or "the model"

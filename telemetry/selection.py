@@ -19,13 +19,13 @@ Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Selector: TypeAlias = str | type[nn.Module] | Predicate
 Selectors: TypeAlias = Selector | Iterable[Selector]
 
-# Names that are less like a pattern than this say nothing, as "4" about "nothing*"; difflib's own
-# default is 0.6, which one of two letters and "*" does not reach.
+# Less similar names do not help, such as "4" for "nothing*". difflib's default of 0.6 would reject
+# one of two letters and "*".
 _CLOSE = 0.5
 _MOST_NAMES = 5
-# Where wrappers keep the module they wrap: torch.compile, FSDP1, activation checkpointing.
+# Attributes of the wrapped module: torch.compile, FSDP1, activation checkpointing.
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-# The same for DistributedDataParallel and DataParallel; only at the root, as users like this name.
+# That of DistributedDataParallel and DataParallel; only at the root, as users like this name.
 _WRAPPED_ROOT = "module"
 # torch.nn.utils.parametrize adds this child to a module, which stays a leaf to its user.
 _PARAMETRIZATIONS = "parametrizations"
@@ -35,14 +35,14 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which modules to watch. It holds no model and can be applied repeatedly.
+    """Selection of the modules to watch, for any model.
 
     Attributes:
         modules: A module is watched if one of these is true for it; None: if it is a leaf.
-        exclude: It is not watched if one of these is true for it.
+        exclude: A module is not watched if one of these is true for it.
 
-    The parameters of a module that is watched are recorded, and those of a module that is excluded
-    are not, each with all that is inside of it, unless that is excluded or watched itself.
+    The parameters inside of a watched module are recorded, and those inside of an excluded one are
+    not. If such modules contain each other, the innermost decides.
     """
 
     modules: tuple[Predicate, ...] | None = None
@@ -50,13 +50,13 @@ class Selection:
 
     @staticmethod
     def parse(modules: Selectors | None = None, exclude: Selectors | None = None) -> Selection:
-        """A selection from the arguments of ``HookLogger``.
+        """Return a selection from the arguments of ``HookLogger``.
 
         Args:
             modules: A glob over the names in ``named_modules()`` (case-sensitive, ``*`` matches
                 dots, parts that wrappers add may be left out), a module class, a
                 ``predicate(name, module) -> bool``, or several of these.
-            exclude: What is left out, in the same form.
+            exclude: Modules to omit, in the same form.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -67,21 +67,21 @@ class Selection:
         )
 
     def apply(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The watched modules of ``model`` as it is now, in the order of ``named_modules()``.
+        """Return the watched modules of ``model``, in the order of ``named_modules()``.
 
-        A module with several names appears once, under the first. The model itself has the name "".
-        Wrappers are never watched, the modules that they wrap are.
+        A module with several names appears once, under the first. The model has the name "".
+        Wrapped modules are watched, wrappers are not.
         """
         wanted = (_is_leaf,) if self.modules is None else self.modules
         return {
             name: module
             for name, module in _candidates(model).items()
-            if any(says(name, module) for says in wanted)
-            and not any(says(name, module) for says in self.exclude)
+            if any(matches(name, module) for matches in wanted)
+            and not any(matches(name, module) for matches in self.exclude)
         }
 
     def parameters(self, model: nn.Module) -> set[int]:
-        """Identities of the parameters of ``model`` to record."""
+        """Return the identities of the parameters of ``model`` to record."""
         found = set(map(id, model.parameters())) if self.modules is None else set()
         if self.modules is None and not self.exclude:
             return found
@@ -89,7 +89,7 @@ class Selection:
         for name, module in _candidates(model).items():  # from the outside to the inside
             if name in watched:
                 found.update(map(id, module.parameters()))
-            elif any(says(name, module) for says in self.exclude):
+            elif any(matches(name, module) for matches in self.exclude):
                 found.difference_update(map(id, module.parameters()))
         return found
 
@@ -112,7 +112,7 @@ class Selection:
 def select_modules(
     model: nn.Module, select: Selectors | None, *, caller: str
 ) -> dict[str, nn.Module]:
-    """Modules of ``model`` by clean name, as ``HookLogger(modules=...)`` selects them.
+    """Return modules of ``model`` by clean name, as ``HookLogger(modules=...)`` selects them.
 
     Args:
         select: See :meth:`Selection.parse`; None: every leaf module.
@@ -134,24 +134,24 @@ def select_modules(
 def select_parameters(
     model: nn.Module, select: Selectors | None, *, caller: str
 ) -> dict[str, nn.Parameter]:
-    """Parameters of ``model`` by clean name; one with several names appears once, under the first.
+    """Return parameters of ``model`` by clean name; of several names, by the first.
 
-    Like :func:`select_modules`, but a module stands for all parameters inside of it, a glob may
-    also match parameters, and None selects every parameter.
+    Like :func:`select_modules`, but a selected module selects all parameters inside of it, a glob
+    may also match parameters, and None selects every parameter.
     """
     check_model(model, caller)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = (_Glob("*"),) if select is None else _parse(f"{caller}(select", select)
     chosen: set[str] = set()
-    for says in wanted:
-        inside = {name for name, module in modules.items() if says(name, module)}
+    for matches in wanted:
+        inside = {name for name, module in modules.items() if matches(name, module)}
         named = {p for p in parameters if not inside.isdisjoint(owners(p))}
-        if isinstance(says, _Glob):
-            named.update(p for p in parameters if says.matches(p))
+        if isinstance(matches, _Glob):
+            named.update(p for p in parameters if matches.matches(p))
             if not named and not inside:
                 argument = f"{caller}(select"
-                raise ValueError(_explain_no_match(argument, says.pattern, modules, parameters))
+                raise ValueError(_explain_no_match(argument, matches.pattern, modules, parameters))
         chosen |= named
     if not chosen:
         raise ValueError(
@@ -167,7 +167,7 @@ def check_model(model: object, caller: str) -> None:
 
 
 def clean_name(name: str) -> str:
-    """The name without the parts that torch.compile, FSDP1, checkpointing and DDP add.
+    """Return the name without the parts that torch.compile, FSDP1, checkpointing and DDP add.
 
     A child of the root that the user calls ``module`` loses its name, too.
     """
@@ -176,9 +176,9 @@ def clean_name(name: str) -> str:
 
 
 def cleaned(named: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """The values by their clean names, or by their full ones if two clean names are equal.
+    """Return the values by their clean names, or by their full ones if two clean names are equal.
 
-    A wrapper and the module it wraps have the same clean name, which stands for the wrapped module.
+    A wrapper and the module it wraps have the same clean name, which gives the wrapped module.
     """
     full = dict(named)
     chosen: dict[str, str] = {}
@@ -191,7 +191,7 @@ def cleaned(named: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 def evenly(items: Sequence[T], most: int) -> list[T]:
-    """At most ``most`` items, evenly spaced and in order, including the first and the last."""
+    """Return at most ``most`` items, evenly spaced and in order, with the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -205,13 +205,13 @@ class _Glob:
         return self.matches(name)
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern equals or matches the name, with or without what wrappers add."""
+        """Whether the pattern equals or matches the full or the clean name."""
         names = name, clean_name(name)
         return self.pattern in names or any(fnmatchcase(name, self.pattern) for name in names)
 
 
 def _is_leaf(name: str, module: nn.Module) -> bool:
-    """Whether it computes something itself, rather than through its children."""
+    """Whether the module computes something itself, rather than through its children."""
     if _PARAMETRIZATIONS in name.split(".") or not _computes(module):
         return False
     children = [child for key, child in module._modules.items() if key != _PARAMETRIZATIONS]
@@ -219,7 +219,7 @@ def _is_leaf(name: str, module: nn.Module) -> bool:
 
 
 def _computes(module: nn.Module) -> bool:
-    """Whether its forward is ever called."""
+    """Whether the module's forward is ever called."""
     # ParameterList and similar modules have no forward: hooks on them never fire.
     forward = getattr(module, "forward", None)
     can_run = getattr(forward, "__func__", forward) not in (None, nn.Module.forward)
@@ -244,7 +244,7 @@ def _check_globs(argument: str, wanted: Iterable[Predicate], names: Collection[s
 
 
 def owners(parameter: str) -> Iterator[str]:
-    """Names of the modules that contain a parameter, including the model's."""
+    """Return the names of the modules that contain a parameter, including the model's."""
     parts = parameter.split(".")[:-1]
     return (".".join(parts[:length]) for length in range(len(parts) + 1))
 
@@ -263,7 +263,7 @@ def _to_predicate(argument: str, selector: Selector) -> Predicate:
     if callable(selector) and not isinstance(selector, (type, nn.Module)):
         return selector
     shown = reprlib.repr(selector)
-    if isinstance(selector, nn.Module):  # its repr shows all that is inside of it
+    if isinstance(selector, nn.Module):  # its repr shows all modules inside of it
         shown = f"{type(selector).__name__}(...)"
     raise TypeError(
         f"{argument}={shown}): must be a glob over names, a module class, "

@@ -1,18 +1,20 @@
-"""Hooks on a model and on its optimizers: what happens in training, as one value per step.
+"""Captures training by hooks on a model and on its optimizers, as one value per step.
 
-PyTorch calls our hooks (:mod:`hooks`, :mod:`optimizers`), these call :mod:`capture`, which knows
-the step in progress, or the :class:`~step.Step` itself. Its methods are in the order of time:
-begin, forward passes, backward passes, optimizer steps, end. It leaves behind a
-:class:`CapturedStep`, of which the background thread makes the record.
+PyTorch calls the hooks (:mod:`hooks`, :mod:`optimizers`), which read a small :mod:`state` and call
+:mod:`capture`. It opens and ends each :class:`~step.Step`, whose methods are in the order of time,
+and hands over a :class:`CapturedStep`. The worker thread makes the record of it. At most steps one
+call reads the gradients instead, and makes a :class:`LightStep`.
 
-:mod:`budget` says how much is affordable, :mod:`modules` puts hooks on what is watched,
-:mod:`parameters` takes norms, :mod:`nested` finds tensors in values, :mod:`unseen` says why
-no step was seen. Most steps need none of this: one call reads their gradients, which makes a
-:class:`LightStep`.
+:mod:`activations` and :mod:`observations` measure the tensors of a step, :mod:`parameters` takes
+norms, and :mod:`nested` finds tensors in containers. :mod:`modules` installs the hooks of modules
+and :mod:`layouts` describes them. :mod:`budget` limits the cost, :mod:`missed_steps` explains why
+no step is recorded, and :mod:`probe` runs a sample.
 """
 
 from telemetry.capture.budget import Budget
-from telemetry.capture.capture import Capture, Content
-from telemetry.capture.captured import CapturedStep, LightStep
+from telemetry.capture.capture import Capture
+from telemetry.capture.captured_step import CapturedStep
+from telemetry.capture.light_step import LightStep
+from telemetry.capture.state import Content
 
 __all__ = ["Budget", "Capture", "CapturedStep", "Content", "LightStep"]

@@ -1,4 +1,4 @@
-"""Limits what telemetry costs: stretches the distance of full measurements."""
+"""Limits the cost of telemetry: increases the interval between full steps."""
 
 from __future__ import annotations
 
@@ -15,37 +15,35 @@ import torch
 
 log = logging.getLogger("telemetry")
 
-# Share of the budget for gradient norms; the rest remains for full measurements.
+# Share of the budget for gradient norms; the rest remains for full steps.
 NORMS_SHARE = 0.75
 
-# After so many steps with norms it is decided anew at how many they are taken.
-DECISION_STEPS = 32
+DECISION_STEPS = 32  # steps with norms between decisions on their interval
 MAX_NORMS_EVERY = 100
 
 Work: TypeAlias = Literal["full", "norms", "logged"]
-"""What the background thread processes: a full step, another step, a logged scalar."""
+"""Work of the worker thread: a full step, another step, a logged scalar."""
 
 
 class Budget:
     """Keeps telemetry within a share of the time of bare training, by an account.
 
-    Each step earns ``max_overhead`` of the time that training itself took. A full measurement that
-    is due waits until the account covers what one usually costs; the first is taken on credit.
-    The norms of other steps are taken at each of them, or, if that alone took more than
-    :data:`NORMS_SHARE` of what they earn, at every k-th.
+    Each step earns ``max_overhead`` of the time of bare training. A due full step is postponed
+    until the account covers its usual cost; the first is taken on credit. Norms are taken at every
+    other step, or at every k-th if they alone took more than :data:`NORMS_SHARE` of the earnings.
 
-    On the CPU, telemetry's time is the CPU time that the training thread spends inside of ``with``
-    blocks of this, which may be nested, and that of the background thread, with which it shares the
-    interpreter lock. What the user logs cannot be stretched: its time only leaves less for norms. A
-    CUDA device only queues work: there an event is recorded at the end of each step, and a
-    measurement costs what its step takes longer than others usually do. A step is entered once the
-    device has reached it, which nobody waits for.
+    On the CPU, the cost is the CPU time of the training thread inside of ``with`` blocks of the
+    budget, which may be nested, and that of the worker thread, because they share the interpreter
+    lock. Scalars that the user logs are always processed; their cost leaves less for norms.
+
+    A CUDA device queues work. There an event is recorded at the end of each step, and a full step
+    costs the time that it takes longer than usual. Its cost enters the account later, when the
+    device has reached the event, without waiting.
 
     Args:
         max_overhead: The share, above 0 and at most 1.
-        every_n_steps: The distance of full measurements if the budget allows it.
-        log_costs: Called with curves and the number of each step that was measured in full, when
-            its cost is known.
+        every_n_steps: Interval of full steps if the budget allows it.
+        log_costs: Called with curves and the number of each full step, when its cost is known.
     """
 
     def __init__(
@@ -67,32 +65,32 @@ class Budget:
         self._own_s = self._bare_s = 0.0
         self._norms_every = 1
         self._last_full: int | None = None
-        self._full_s: deque[float] = deque(maxlen=5)  # of the last full measurements
+        self._full_s: deque[float] = deque(maxlen=5)  # of the last full steps
         self._bare_steps_s: deque[float] = deque(maxlen=DECISION_STEPS)
         self._norms_s: list[float] = []
-        # Written by the background thread; how much of it is in the account.
+        # Written by the worker thread; the account holds the first ``_entered_s`` of it.
         self._worker_s = dict[Work, float].fromkeys(get_args(Work), 0.0)
         self._worker_costs_s = {
             work: deque[float](maxlen=DECISION_STEPS) for work in get_args(Work)
         }
         self._entered_s = 0.0
-        self._told: set[str] = set()
+        self._logged_curves: set[str] = set()
         self._thread, self._nesting = threading.get_ident(), 0
         self._begin_s = self._inside_s = 0.0
         self._last_s: float | None = None
         self._last_step: int | None = None
         self._last_event: torch.cuda.Event | None = None
-        # Step, whether full, whether with norms; and the event at its end.
+        # Step, whether it is full, whether it has norms, and the event at its end.
         self._queued: deque[tuple[int, bool, bool, torch.cuda.Event]] = deque()
 
     def affords(self, step: int, *, full: bool) -> tuple[bool, bool]:
-        """Whether the next step, if it is wanted in ``full``, can be; whether its norms can."""
+        """Whether the next step can be ``full``, if it is due; whether its norms can be taken."""
         if full and (self._last_full is not None or self._queued):
             unsettled = any(queued_full for _, queued_full, *_ in self._queued)
             cost_s = median(self._full_s or [0.0]) + self._mean_worker_s("full")
             full = not unsettled and self._own_s + cost_s <= self._share * self._bare_s
             if not full and not unsettled:
-                self._tell(
+                self._log_once(
                     f"measuring less often than every {self._every_n_steps} steps (a measurement "
                     f"takes {cost_s * 1e3:.3g} ms, a step {self._usual_step_s() * 1e3:.3g} ms)",
                     "every_n_steps",
@@ -100,25 +98,25 @@ class Budget:
         return full, full or step % self._norms_every == 0
 
     def worker_took(self, work: Work, seconds: float) -> None:
-        """Add CPU time of the background thread, which calls this, for one step or scalar."""
+        """Add CPU time of the worker thread, which calls this, for one step or scalar."""
         self._worker_s[work] += seconds
         self._worker_costs_s[work].append(seconds)
 
     def restart(self) -> None:
-        """The next step begins now: what came before belongs to none."""
+        """Begin the next step now; the time before it belongs to no step."""
         self._last_s = self._last_step = self._last_event = None
         self._queued.clear()
         self._take()
 
     def step_ended(self, step: int, *, full: bool, norms: bool, device: torch.device) -> None:
-        """A step on this device ended, and work for the next one has not begun.
+        """Enter a step that ended on this device, before work for the next one begins.
 
-        Steps of which nothing is taken may be omitted: their time is part of the next one's.
-        ``norms``: whether at least those of its gradients were taken.
+        Steps without norms may be omitted: their time is part of the next one's.
+        ``norms``: whether at least the norms of its gradients were taken.
         """
         if device.type != "cuda":
             now, own_s = time.perf_counter(), self._take()
-            # The first step after a start began somewhere before it; what it cost is known.
+            # The begin of the first step after a start is unknown; its cost is known.
             step_s = own_s if self._last_s is None else now - self._last_s
             self._last_s = now
             in_background_s = self._worker_s["full"] + self._worker_s["norms"]
@@ -147,7 +145,7 @@ class Budget:
             distance = self._every_n_steps if self._last_full is None else step - self._last_full
             self._last_full = step
             curves = {"every_n_steps": distance, "norms_every_n_steps": self._norms_every}
-            # In the beginning the time of bare training is unknown.
+            # At first the time of bare training is unknown.
             all_s = self._own_s + self._logged_s()
             overhead = {"overhead": all_s / self._bare_s} if self._bare_s > 0 else {}
             self._log_costs(
@@ -164,7 +162,7 @@ class Budget:
             self._norms_every = min(max(every, 1), MAX_NORMS_EVERY)
             self._norms_s.clear()
             if self._norms_every > 1:
-                self._tell(
+                self._log_once(
                     f"gradient norms at one step in {self._norms_every}: at all of them they alone "
                     f"take {share:.2%} of the time of training",
                     "norms_every_n_steps",
@@ -180,10 +178,10 @@ class Budget:
     def _usual_step_s(self, otherwise: float = 0.0) -> float:
         return median(self._bare_steps_s or [otherwise])
 
-    def _tell(self, change: str, curve: str) -> None:
-        """Say once what is stretched, and which curve shows how far."""
-        if curve not in self._told:
-            self._told.add(curve)
+    def _log_once(self, change: str, curve: str) -> None:
+        """Log once which interval has increased, and the curve that shows it."""
+        if curve not in self._logged_curves:
+            self._logged_curves.add(curve)
             to_stay = f"to stay within max_overhead={self._share:g}"
             log.warning("telemetry: %s: %s; see the curve telemetry/%s", to_stay, change, curve)
 
@@ -204,8 +202,7 @@ class Budget:
             self._inside_s += time.thread_time() - self._begin_s
 
     def _take(self) -> float:
-        """Seconds since the last call; may be called inside. From then on it counts the caller's
-        thread."""
+        """Return the seconds since the last call; from now on the caller's thread is measured."""
         if threading.get_ident() != self._thread:
             self._thread, self._nesting = threading.get_ident(), 0
         elif self._nesting:

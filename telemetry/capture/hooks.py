@@ -1,31 +1,23 @@
-"""The hooks of modules, as PyTorch and compiled graphs call them, kept apart from training."""
+"""Hooks of modules, as PyTorch and compiled graphs call them."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from contextlib import nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from telemetry.capture.nested import tensors_in
-from telemetry.failures import Failures
+from telemetry.capture.state import State
 from telemetry.records import Output
-from telemetry.torch_private import keywords_of_call, undisturbed
+from telemetry.torch_private import keywords_of_call
 from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, keep_in_graph
 
-if TYPE_CHECKING:
-    from telemetry.capture.capture import Capture
-
-log = logging.getLogger("telemetry")
-
-# Public names of what nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase stand for.
+# Public names of the subclasses of nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase.
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -33,50 +25,24 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _CHANNELS_FIRST = (*_CONVOLUTIONS, *_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
 _UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.Bilinear)
 
-Method = TypeVar("Method", bound=Callable[..., None])
 
+class CallObserver(Protocol):
+    """Receiver of the module calls that hooks observe; ``grad_enabled`` is that of the call."""
 
-class Guard(NamedTuple):
-    """Where to report what failed, and what is entered while anything is done."""
+    def on_input(self, hook: InputHook, given: Any, grad_enabled: bool) -> None:
+        """Receive the arguments of the model, before it runs."""
 
-    failures: Failures
-    own_time: AbstractContextManager[None]
+    def on_output(self, hook: ForwardHook, args: Any, output: Any, grad_enabled: bool) -> None:
+        """Receive the positional arguments and the output of a module."""
 
-
-def guarded(doing: str, *, reads: bool = True) -> Callable[[Method], Method]:
-    """Keep a method apart from training: its faults are reported, its time is counted as ours.
-
-    Its owner has a :class:`Guard`, ``guard``.
-
-    Args:
-        doing: What failed, "to ..."; ``{0}`` stands for the owner, ``{1}`` for the first argument.
-        reads: Whether tensors are read, which no mode of the caller's may see; nothing is done
-            where that cannot be.
-    """
-
-    def decorate(method: Method) -> Method:
-        @functools.wraps(method)
-        def contained(self: Any, *args: Any, **kwargs: Any) -> None:
-            failures, own_time = self.guard
-            try:
-                with own_time:
-                    if not reads:
-                        return method(self, *args, **kwargs)
-                    with undisturbed() as possible:
-                        if possible:
-                            method(self, *args, **kwargs)
-            except Exception:
-                failures.report(doing.format(self, *args))
-
-        return cast(Method, contained)
-
-    return decorate
+    def in_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
+        """Receive a module's output, or its gradient if ``backward``, from a compiled graph."""
 
 
 class Inert:
-    """Copies and pickles of a hook do nothing: a copied model is another model.
+    """Base of hooks whose copies and pickles do nothing: a copied model is another model.
 
-    They become a bound method of the standard library that takes anything and returns None, so
+    Copies become a bound method of the standard library that takes anything and returns None, so
     that a model saved while it had hooks loads where telemetry is not installed.
     """
 
@@ -87,22 +53,21 @@ class Inert:
 
 
 class ModuleHook(Inert):
-    """A hook of one module; the same object at every step, because compiled graphs refer to it.
+    """Hook of one module; the same object at every step, because compiled graphs refer to it.
 
-    It is called by the global hook of :class:`~telemetry.torch_private.AroundModuleCalls`, or is on
-    its module: where something has been compiled, and after hooks of the user's own.
+    The global hook of :class:`~telemetry.torch_private.AroundModuleCalls` calls it. After a
+    compilation, and behind hooks of the user's own, it is installed on its module instead.
     """
 
-    def __init__(self, capture: Capture, module: nn.Module) -> None:
-        self.guard = capture.guard
+    def __init__(self, observer: CallObserver, state: State, module: nn.Module) -> None:
         self.module = weakref.ref(module)
-        self._capture = capture
+        self._observer, self._state = observer, state
         self._handle: RemovableHandle | None = None
         self._for_one_call = False
 
     @property
     def installed(self) -> bool:
-        """Whether it is on its module."""
+        """Whether the hook is on its module."""
         return self._handle is not None
 
     def install(self, *, for_one_call: bool = False) -> None:
@@ -112,7 +77,7 @@ class ModuleHook(Inert):
             self._handle, self._for_one_call = self._put_on(module), for_one_call
 
     def remove(self, *, after_one_call: bool = False) -> None:
-        """Take the hook off; ``after_one_call``: only if it was put there for that."""
+        """Take the hook off; ``after_one_call``: only if it was installed for one call."""
         if self._handle is not None and (self._for_one_call or not after_one_call):
             self._handle.remove()
             self._handle = None
@@ -121,7 +86,7 @@ class ModuleHook(Inert):
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a hook that does nothing, and is dropped when the whole copy has been made."""
+        """Return a hook that does nothing, and is removed when the whole copy has been made."""
         hooks = None if self._handle is None else self._handle.hooks_dict_ref()
         copied = None if hooks is None else memo.get(id(hooks))
         if copied is not None and self._handle is not None:
@@ -132,7 +97,7 @@ class ModuleHook(Inert):
 
 
 class InputHook(ModuleHook):
-    """The hook on the model itself, for what it is given; in a compiled graph it does nothing."""
+    """Hook on the model itself, for its inputs; in a compiled graph it does nothing."""
 
     def _put_on(self, module: nn.Module) -> RemovableHandle:
         return module.register_forward_pre_hook(self)
@@ -140,37 +105,32 @@ class InputHook(ModuleHook):
     def __call__(self, model: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if self._capture.armed and model is self.module():
-            self._on_input((args, keywords_of_call()), torch.is_grad_enabled())
-
-    @guarded("to observe what the model was given")
-    def _on_input(self, given: Any, grad_enabled: bool) -> None:
-        self._capture.join_ranks()
-        step = self._capture.step_of_call(self, grad_enabled)
-        if step is not None:
-            step.on_input(given)
+        if self._state.armed and model is self.module():
+            given = (args, keywords_of_call())
+            self._observer.on_input(self, given, torch.is_grad_enabled())
 
 
 class ForwardHook(ModuleHook):
-    """The hook of a watched module, for what it returns."""
+    """Hook of a watched module, for its outputs."""
 
-    def __init__(self, capture: Capture, name: str, module: nn.Module) -> None:
-        super().__init__(capture, module)
+    def __init__(self, observer: CallObserver, state: State, name: str, module: nn.Module) -> None:
+        super().__init__(observer, state, module)
         self.rename(name)
+        self.pictured = False  # its feature maps are drawn
         self.ran_eagerly = False  # Python has called the hook, not only the compiler
-        self.traced = False  # a compiled graph has shown something for it
+        self.traced = False  # a compiled graph has reported a tensor of the module
         self.convolves = isinstance(module, _CONVOLUTIONS)
-        # Which axis of its outputs counts units or channels.
+        # Axis of its outputs that counts units or channels.
         last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
         self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
         # A tensor of shape ``[]``: an int would be a constant of the graph, and each of several
         # equal layers would be compiled anew.
         number = next(_numbers)
         self._number = torch.tensor(number, device="cpu")
-        _observers[number] = self
+        _hooks[number] = self
 
     def rename(self, name: str) -> None:
-        """Go by this name of the module: layers before it may have been added or removed."""
+        """Set the module's name: layers before it may have been added or removed."""
         self.name, self.output, self.called = name, Output(name), name or "the model"
 
     def _put_on(self, module: nn.Module) -> RemovableHandle:
@@ -184,62 +144,49 @@ class ForwardHook(ModuleHook):
         # A module that shares its hooks with this one is a shallow copy, as DataParallel makes.
         if module is self.module():
             self.remove(after_one_call=True)
-            if self._capture.armed:
-                self._on_output(args, output, torch.is_grad_enabled())
-
-    @guarded("to observe the output of {0.called}")
-    def _on_output(self, args: Any, output: Any, grad_enabled: bool) -> None:
-        step = self._capture.step_of_call(self, grad_enabled)
-        if step is not None:
-            step.on_output(self, args, output)
+            if self._state.armed:
+                self._observer.on_output(self, args, output, torch.is_grad_enabled())
 
     def _trace(self, output: Any) -> None:
-        """Put observers into the graph that the compiler is making; it traces this method."""
+        """Put observers into the graph that is compiled; the compiler traces this method."""
         if not GRAPHS_CAN_BE_OBSERVED or torch.compiler.is_exporting():
             return
-        capture = self._capture
-        if not (capture.armed if torch.is_grad_enabled() else capture.in_phase):
+        state = self._state
+        if not (state.armed if torch.is_grad_enabled() else state.in_phase):
             return
         for place, tensor in enumerate(tensors_in(output)):
             torch.ops.telemetry.observe(tensor, self._number, place, False)
-            if tensor.requires_grad and capture.output_grads:
+            if tensor.requires_grad and state.output_grads:
                 _observe_gradient(tensor, self._number, place)
 
-    @guarded("to observe {0.called} in a compiled graph")
     def in_graph(self, tensor: Tensor, place: int, backward: bool) -> None:
-        """A compiled graph runs: its module returned ``tensor``, or has its gradient."""
+        """Report an output of the module, or its gradient, from a compiled graph that runs."""
         self.traced = True
-        if backward:
-            self._capture.in_progress.on_output_grad(self, place, tensor, in_graph=True)
-            return
-        # Without gradients only the graphs of a phase show anything.
-        step = self._capture.step_of_call(self, grad_enabled=True)
-        if step is not None:
-            step.on_graph_output(self, tensor, place)
+        self._observer.in_graph(self, tensor, place, backward)
 
 
 # --- compiled graphs ------------------------------------------------------------------------------
 
 # torch.compile traces a hook only if it finds it at the first compiled call, and would either break
 # the graph at what our hooks do or trace it into the graph. So under the compiler a hook emits
-# ``telemetry::observe``, which the compiler takes as opaque and runs as it is.
+# ``telemetry::observe``, an operator that the compiler does not look into.
 
-_observers: weakref.WeakValueDictionary[int, ForwardHook] = weakref.WeakValueDictionary()
+_hooks: weakref.WeakValueDictionary[int, ForwardHook] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
 def _observe_gradient(output: Tensor, number: Tensor, index: int) -> None:
-    def show_gradient(grad: Tensor) -> Tensor:
+    def report_gradient(grad: Tensor) -> Tensor:
         torch.ops.telemetry.observe(grad, number, index, True)
         return grad
 
-    output.register_hook(show_gradient)
+    output.register_hook(report_gradient)
 
 
-def _show(x: Tensor, number: Tensor, index: int, backward: bool) -> None:
-    observer = _observers.get(int(number))
-    if observer is not None:
-        observer.in_graph(x, index, backward)
+def _report(x: Tensor, number: Tensor, index: int, backward: bool) -> None:
+    hook = _hooks.get(int(number))
+    if hook is not None:
+        hook.in_graph(x, index, backward)
 
 
 _LIBRARY = torch.library.Library("telemetry", "DEF")
@@ -247,6 +194,6 @@ _SCHEMA = "observe(Tensor x, Tensor number, int index, bool backward) -> ()"
 # A graph that is replayed runs no Python. Before PyTorch 2.8 there is no such tag.
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _LIBRARY.define(_SCHEMA, tags=() if _UNSAFE is None else (_UNSAFE,))
-_LIBRARY.impl("observe", _show, "CompositeExplicitAutograd")
+_LIBRARY.impl("observe", _report, "CompositeExplicitAutograd")
 _LIBRARY.impl("observe", lambda x, number, index, backward: None, "Meta")
 keep_in_graph(torch.ops.telemetry.observe.default)

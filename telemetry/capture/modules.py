@@ -1,22 +1,21 @@
-"""Which modules are watched, with hooks for steps that need them; which are shown, or unseen."""
+"""The hooks on watched modules, and log messages about modules that did not run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from telemetry.capture.code import places_in_code
-from telemetry.capture.hooks import ForwardHook, InputHook
+from telemetry.capture.hooks import CallObserver, ForwardHook, InputHook
+from telemetry.capture.missed_steps import NEVER_RAN
+from telemetry.capture.state import State, Target
 from telemetry.capture.step import Step
-from telemetry.capture.unseen import NEVER_RAN
 from telemetry.plain_text import called_all
-from telemetry.records import Layout, Module, Parameter
 from telemetry.records.step import is_inside
-from telemetry.selection import Selection, clean_name, cleaned, evenly, owners
+from telemetry.selection import clean_name, cleaned, evenly, owners
 from telemetry.torch_private import AfterModeChanges, AroundModuleCalls
 from telemetry.torch_private.compiler import (
     GRAPHS_CAN_BE_OBSERVED,
@@ -25,13 +24,10 @@ from telemetry.torch_private.compiler import (
     is_compiled,
 )
 
-if TYPE_CHECKING:
-    from telemetry.capture.capture import Capture
-
-# Convolutions whose feature maps are drawn; more are thinned evenly over the depth.
+# Convolutions whose feature maps are drawn; of more, evenly spaced ones are chosen.
 PICTURED_MODULES = 12
 
-_NAMED_AT_MOST = 8
+_NAMES_IN_MESSAGE = 8
 
 _COMPILED = (
     "compiled before HookLogger was made: make HookLogger before the first compiled call, or call "
@@ -44,34 +40,32 @@ _COMPILED = (
 
 
 class WatchedModules:
-    """Has the calls of the watched modules of a model observed."""
+    """The hooks of the watched modules of a model."""
 
-    def __init__(self, capture: Capture, model: nn.Module, selection: Selection) -> None:
-        self.pictured: frozenset[str] = frozenset()  # names of those whose feature maps are drawn
-        self.forward_order: dict[str, None] = {}  # names of those that have run, by first calls
-        self._capture = capture
-        self._selection = selection
-        self._calls = AroundModuleCalls(self._before, self._after, self._compiler_comes)
-        self._compilations = BeforeCompilations(self._compiler_comes)
+    def __init__(self, target: Target, state: State, observer: CallObserver) -> None:
+        self._target, self._state, self._observer = target, state, observer
+        self._calls = AroundModuleCalls(self._before, self._after, self._before_compilation)
+        self._compilations = BeforeCompilations(self._before_compilation)
         self._modes = AfterModeChanges(self._mode_changed)
         self._set_aside: set[ForwardHook] = set()  # while their layers are in evaluation mode
-        self._input_hook = InputHook(capture, model)
-        self._forward_hooks: dict[str, ForwardHook] = {}
-        self._by_identity: dict[int, ForwardHook] = {}  # the same, of modules
-        self._identities: dict[str, int] = {}  # of all modules, when it was chosen what to watch
+        model = target.model()
+        assert model is not None
+        self._input_hook = InputHook(observer, state, model)
+        self._hooks: dict[str, ForwardHook] = {}
+        self._by_identity: dict[int, ForwardHook] = {}  # of their modules
+        self._identities: dict[str, int] = {}  # of all modules, when the watched ones were chosen
         self._observing = False
         self._graphs_before = graphs_compiled()
-        self._unseen_told = False
-        self._layout = self._make_layout(model, capture.table.parameters)
+        self._missed_logged = False
 
     def attach(self) -> None:
-        """Be there when a model is compiled: without hooks it would never show anything."""
+        """Install hooks before any compilation: a model compiled without them has no observers."""
         self._compilations.install()
 
     def observe(self) -> None:
-        """Observe the calls of the modules that are watched now."""
+        """Observe the calls of watched modules, chosen anew if the model has changed."""
         self._compilations.install()
-        if not self._forward_hooks or self.changed():
+        if not self._hooks or self.changed():
             self._choose()
         self._observing = True
         if self._compiling():
@@ -80,10 +74,10 @@ class WatchedModules:
             self._calls.install()
 
     def stop(self) -> None:
-        """Observe no more calls, but in compiled graphs, which check whether a step is measured.
+        """Observe no more calls, except in compiled graphs, which check whether they are observed.
 
-        A graph that is compiled while no hook is there would never show anything. So once
-        something has been compiled, hooks stay on modules that have not run outside of a graph.
+        A graph that is compiled without hooks has no observers. So once something has been
+        compiled, hooks stay on modules that have not run outside of a graph.
         """
         if not self._observing:
             return
@@ -91,35 +85,35 @@ class WatchedModules:
         self._calls.remove()
         self._input_hook.remove()
         compiling = self._compiling()
-        for hook in self._forward_hooks.values():
+        for hook in self._hooks.values():
             if not hook.traced and (hook.ran_eagerly or not compiling):
                 hook.remove()
                 self._set_aside.discard(hook)
 
     def detach(self) -> None:
-        """Leave nothing behind; harmless when done twice."""
+        """Remove all hooks. Harmless when repeated."""
         self._observing = False
         self._compilations.remove()
         self._modes.remove()
         self._set_aside.clear()
         self._calls.remove()
-        for hook in (self._input_hook, *self._forward_hooks.values()):
+        for hook in (self._input_hook, *self._hooks.values()):
             hook.remove()
-        self._forward_hooks, self._by_identity = {}, {}
+        self._hooks, self._by_identity = {}, {}
 
     def _compiling(self) -> bool:
         return graphs_compiled() != self._graphs_before
 
     def _install(self) -> None:
-        """Put hooks on the modules: graphs that contain such are valid without global ones only."""
+        """Put hooks on the modules: graphs with such hooks are valid without global ones only."""
         self._calls.remove()
         if self._observing:
             self._input_hook.install()
-        for hook in self._forward_hooks.values():
-            # Elsewhere they would make steps slower that are not measured.
+        for hook in self._hooks.values():
+            # On other modules they would slow down steps that are not measured.
             if self._observing or hook.traced or not hook.ran_eagerly:
                 hook.install()
-        model = self._capture.model()
+        model = self._target.model()
         for layer in () if model is None else model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
                 self._modes.install()
@@ -128,11 +122,11 @@ class WatchedModules:
     # --- what PyTorch calls -----------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._capture.armed:
+        if torch.compiler.is_compiling() or not self._state.armed:
             return
         if module is self._input_hook.module():
             self._input_hook(module, args)
-        # Whoever looks for hooks finds those of others anyway.
+        # A module with hooks of the user's own has lost its fast path anyway.
         hook = self._by_identity.get(id(module))
         if hook is not None and hook.module() is module and module._forward_hooks:
             hook.install(for_one_call=True)
@@ -154,179 +148,125 @@ class WatchedModules:
                 self._set_aside.add(hook)
                 hook.remove()
 
-    def _compiler_comes(self) -> None:
-        with self._capture.guard.failures.contained("to attach its hooks"):
-            if not self._forward_hooks or self.changed():
+    def _before_compilation(self) -> None:
+        with self._target.guard.failures.contained("to attach its hooks"):
+            if not self._hooks or self.changed():
                 self._choose()
             self._install()
 
     # --- which modules ----------------------------------------------------------------------------
 
     def _choose(self) -> None:
-        """Look which modules are watched, and which of them are pictured."""
-        model = self._capture.model()
+        """Choose which modules are watched, and which of them are pictured."""
+        model = self._target.model()
         if model is None:
             return
-        watched = cleaned(self._selection.apply(model).items())
-        before = {hook.module(): hook for hook in self._forward_hooks.values()}
-        self._forward_hooks, self._by_identity = {}, {}
+        watched = cleaned(self._target.selection.apply(model).items())
+        before = {hook.module(): hook for hook in self._hooks.values()}
+        self._hooks, self._by_identity = {}, {}
         self._identities = _identities(model)
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
-                self._capture.guard.failures.log_once(
+                self._target.guard.failures.log_once(
                     "modules that torch.jit has compiled take no hooks, so their activations are "
                     "missing; gradients and weights are logged"
                 )
                 continue
-            hook = before.pop(module, None) or ForwardHook(self._capture, name, module)
+            hook = before.pop(module, None) or ForwardHook(
+                self._observer, self._state, name, module
+            )
             hook.rename(name)
-            self._forward_hooks[name] = hook
+            self._hooks[name] = hook
             self._by_identity[id(module)] = hook
         for hook in before.values():
             hook.remove()
-        convolutions = [name for name, hook in self._forward_hooks.items() if hook.convolves]
-        drawn = evenly(convolutions, PICTURED_MODULES) if self._capture.content.images else []
-        self.pictured = frozenset(drawn)
+        convolutions = [name for name, hook in self._hooks.items() if hook.convolves]
+        drawn = evenly(convolutions, PICTURED_MODULES) if self._target.content.images else []
+        for name, hook in self._hooks.items():
+            hook.pictured = name in drawn
 
     def pictured_modules(self) -> dict[str, nn.Module]:
-        """Those whose feature maps are drawn, by name."""
-        found = [(name, hook.module()) for name, hook in self._forward_hooks.items()]
-        return {n: module for n, module in found if n in self.pictured and module is not None}
+        """Return the modules whose feature maps are drawn, by name."""
+        found = [(name, hook.module()) for name, hook in self._hooks.items() if hook.pictured]
+        return {name: module for name, module in found if module is not None}
 
     def changed(self) -> bool:
-        """Whether the model has other modules than when hooks were put on them."""
-        model = self._capture.model()
+        """Whether the model has other modules than when the watched ones were chosen."""
+        model = self._target.model()
         if model is None:
             return False
-        # What has taken the place of a module that is gone may have its identity.
-        gone = None in [hook.module() for hook in self._forward_hooks.values()]
+        # A new module may have the identity of one that is gone.
+        gone = None in [hook.module() for hook in self._hooks.values()]
         return gone or self._identities != _identities(model)
 
     def how_they_ran(self, step: Step) -> str:
-        """What is known of the forward passes in a step without a backward pass, for a message."""
+        """Describe the forward passes in a step without a backward pass, for a log message."""
         if step.order:
             return "the model ran, but no backward pass has reached its parameters"
-        if self._capture.model() is None:
+        if self._target.model() is None:
             return "the model is gone: HookLogger does not keep it alive"
         if not step.full:
             return "no backward pass followed"
-        if any(hook.ran_eagerly for hook in self._forward_hooks.values()):
+        if any(hook.ran_eagerly for hook in self._hooks.values()):
             return "the model ran in evaluation mode, without gradients or on another thread only"
         return NEVER_RAN
 
-    def tell_unseen(self, step: Step) -> None:
-        """Name, once, modules that did not run in the first full step or that nobody watches."""
-        model, failures = self._capture.model(), self._capture.guard.failures
-        if self._unseen_told or model is None or not self._capture.content.activations:
+    def log_missed(self, step: Step) -> None:
+        """Log, once, which modules did not run in the first full step or are not registered."""
+        model, failures = self._target.model(), self._target.guard.failures
+        if self._missed_logged or model is None or not self._target.content.activations:
             return
-        self._unseen_told = True
-        parameters = self._capture.table.parameters
+        self._missed_logged = True
+        parameters = self._target.table.parameters
         stepped = [parameters[index].name for index in step.captured.stepped()]
         trained = {owner for parameter in stepped for owner in owners(parameter)}
-        hooks, order = self._forward_hooks, step.order
-        if not hooks and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
-            return  # said where they were chosen
-        level, message = _modules_unseen(model, hooks, order, step.number, trained)
+        if not self._hooks and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+            return  # logged when they were chosen
+        number = step.captured.step
+        level, message = _missed_modules(model, self._hooks, step.order, number, trained)
         if message:
             failures.log_once(message, level=level)
-        if message := _modules_hidden(model):
+        if message := _unregistered_modules(model):
             failures.log_once(message)
-
-    # --- what is shown ---------------------------------------------------------------------------
-
-    def layout(self, ran: Collection[str] = (), parameters: tuple[Parameter, ...] = ()) -> Layout:
-        """The same one until parameters are replaced or a module runs for the first time.
-
-        ``ran``: modules in the order in which they ran; one that never did follows the module
-        before it in ``named_modules()``. ``parameters``: of the step, if they may not be those of
-        now.
-        """
-        parameters = parameters or self._capture.table.parameters
-        new = [name for name in ran if name not in self.forward_order] if ran else ()
-        if new or self._any_gone or self._layout.parameters is not parameters:
-            model = self._capture.model()
-            if model is not None:
-                self.forward_order.update(dict.fromkeys(new))
-                self._layout = self._make_layout(model, parameters, ran)
-        return self._layout
-
-    def load_forward_order(self, order: Iterable[str]) -> None:
-        """Take the order from an earlier part of the run."""
-        model = self._capture.model()
-        if model is not None:
-            known = cleaned(model.named_modules())
-            self.forward_order = dict.fromkeys(name for name in order if name in known)
-            self._layout = self._make_layout(model, self._capture.table.parameters)
-
-    def _make_layout(
-        self, model: nn.Module, parameters: tuple[Parameter, ...], ran: Collection[str] = ()
-    ) -> Layout:
-        found = cleaned(model.named_modules())
-        modules = {name: type(module).__name__ for name, module in found.items()}
-        places = places_in_code(found)
-        shown = set(cleaned(self._selection.apply(model).items()))
-        recorded = shown.union(ran, (p.module_name for p in parameters if p.recorded))
-        # What the step has of layers that are gone since belongs to it.
-        used = [*ran, *(parameter.module_name for parameter in parameters)]
-        self._any_gone = not modules.keys() >= set(used)
-        modules.update((name, "") for name in used if name not in modules)
-        shown.update(used)
-        depth = {name: index for index, name in enumerate(self.forward_order)}
-        last = -1
-        for name in modules:
-            last = depth.setdefault(name, last)
-        described = []
-        for name in sorted((n for n in modules if n in shown), key=depth.__getitem__):
-            kind, (forward, user_code) = modules[name], places.get(name, ("", None))
-            described.append(
-                Module(
-                    name=name,
-                    type_name=kind,
-                    forward=forward,
-                    user_code=user_code,
-                    recorded=name in recorded,
-                )
-            )
-        return Layout(modules=tuple(described), parameters=parameters)
 
 
 def _identities(model: nn.Module) -> dict[str, int]:
     return {name: id(module) for name, module in model.named_modules()}
 
 
-# --- what was not seen ----------------------------------------------------------------------------
+# --- modules without measurements -----------------------------------------------------------------
 
 
-def _modules_unseen(
+def _missed_modules(
     model: nn.Module,
     watched: Mapping[str, ForwardHook],
     ran: Collection[str],
     step: int,
     trained: Collection[str],
 ) -> tuple[int, str]:
-    """The level and the message, if any, about watched modules that did not run in a full step.
+    """Return level and message about watched modules that did not run in a full step.
 
-    Modules without parameters are left out: many only run at random, or where they do something.
-    ``trained`` are the modules that contain a parameter that got a gradient.
+    The message omits modules without parameters: many run at random, or only where they have an
+    effect. ``trained``: modules that contain a parameter with a gradient.
     """
-    silent = {name: hook for name, hook in watched.items() if name not in ran}
+    missed = {name: hook for name, hook in watched.items() if name not in ran}
     # Neither Python nor a compiled graph has called their hooks.
-    uncalled = [n for n, h in silent.items() if n in trained and not (h.ran_eagerly or h.traced)]
-    if len(silent) == len(watched):
+    uncalled = [n for n, h in missed.items() if n in trained and not (h.ran_eagerly or h.traced)]
+    if len(missed) == len(watched):
         message = f"no watched module was seen running at step {step}, so activations are missing"
-        return logging.WARNING, f"{message}. {_why_none(model, silent, uncalled)}"
+        return logging.WARNING, f"{message}. {_why_none(model, missed, uncalled)}"
     compiled = [clean_name(n) for n, m in model.named_modules() if is_compiled(m)]
-    in_graphs = [n for n in silent if any(is_inside(n, p) for p in compiled)]
+    in_graphs = [n for n in missed if any(is_inside(n, p) for p in compiled)]
     if not set(uncalled).isdisjoint(in_graphs):
         message = _did_not_run(in_graphs, len(watched), step)
         return logging.WARNING, f"{message}. They were {_COMPILED}"
-    found = {n: hook.module() for n, hook in silent.items()}
+    found = {n: hook.module() for n, hook in missed.items()}
     with_parameters = [n for n, m in found.items() if m is not None and [*m.parameters()]]
     return logging.INFO, _did_not_run(with_parameters, len(watched), step)
 
 
-def _modules_hidden(model: nn.Module) -> str:
-    """What to log about modules in plain lists and dictionaries, if gradients reached them."""
+def _unregistered_modules(model: nn.Module) -> str:
+    """Return the message about modules in plain lists and dicts that have gradients."""
     known, found = set(map(id, model.parameters())), []
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -340,21 +280,21 @@ def _modules_hidden(model: nn.Module) -> str:
     if not found:
         return ""
     return (
-        f"modules in {called_all(found, _NAMED_AT_MOST)} get gradients and are not the model's: no "
-        "optimizer that is given model.parameters() moves them, and nothing is logged for them. "
-        "Keep them in a torch.nn.ModuleList or ModuleDict"
+        f"modules in {called_all(found, _NAMES_IN_MESSAGE)} get gradients and are not registered "
+        "in the model: an optimizer that is given model.parameters() does not move them, and "
+        "nothing is logged for them. Keep them in a torch.nn.ModuleList or ModuleDict"
     )
 
 
-def _why_none(model: nn.Module, silent: Mapping[str, ForwardHook], uncalled: Sequence[str]) -> str:
+def _why_none(model: nn.Module, missed: Mapping[str, ForwardHook], uncalled: Sequence[str]) -> str:
     if any(base.__module__.partition(".")[0] == "keras" for base in type(model).__mro__):
         return (
             "Keras keeps the layers of such a model where PyTorch does not look for them: make "
             "layers = torch.nn.ModuleList(model.layers) and give HookLogger that for the model"
         )
-    if not silent:
+    if not missed:
         return "No module of this model computes anything by itself"
-    if any(hook.ran_eagerly for hook in silent.values()):
+    if any(hook.ran_eagerly for hook in missed.values()):
         return "The model was not in training mode, or ran without gradients or on another thread"
     if uncalled and graphs_compiled() > 0:
         return (
@@ -371,5 +311,5 @@ def _did_not_run(names: Sequence[str], watched: int, step: int) -> str:
         return ""
     return (
         f"{len(names)} of {watched} watched modules did not run at step {step}, nothing is "
-        f"logged for their outputs: {called_all(names, _NAMED_AT_MOST)}"
+        f"logged for their outputs: {called_all(names, _NAMES_IN_MESSAGE)}"
     )

@@ -1,4 +1,4 @@
-"""Tensors inside of what modules are given and return."""
+"""Tensors inside of the arguments and outputs of modules."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-# Containers inside of each other; one that holds itself would have no end.
-_DEEPEST = 8
+_DEEPEST = 8  # containers inside of each other; one may contain itself
 
 
 def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
-    """Tensors in tuples, lists, mappings and dataclasses, nested in each other, in their order.
+    """Return the tensors in nested tuples, lists, mappings and dataclasses, in their order.
 
-    Anything else (None, numbers, foreign objects) is passed over.
+    Other objects are skipped.
     """
     if isinstance(value, Tensor):
         return [value]
@@ -36,9 +35,9 @@ def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every tensor of :func:`tensors_in` replaced by what ``function`` makes of it.
+    """Return ``value`` with ``function`` applied to every tensor of :func:`tensors_in`.
 
-    Containers are rebuilt as what they were; a mapping that cannot be changed stays as it is.
+    Containers keep their types; a mapping that cannot be changed stays as it is.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -49,13 +48,12 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return rebuilt
     if isinstance(value, tuple | list):
         items = [map_tensors(item, function) for item in value]
-        # Named tuples take one argument for each field; torch's own take a sequence, as others do.
+        # Named tuples take one argument for each field; torch's own take a sequence.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         other = copy.copy(value)
         for field in dataclasses.fields(value):
-            # Frozen ones are values, too.
             item = map_tensors(getattr(value, field.name, None), function)
-            object.__setattr__(other, field.name, item)
+            object.__setattr__(other, field.name, item)  # also on a frozen one
         return other
     return value

@@ -1,8 +1,8 @@
-"""The objects that PyTorch calls around the steps of all optimizers; which of those end a step.
+"""Hooks on the steps of all optimizers, and the rule which of them ends a training step.
 
-The rule: a step ends when the optimizer that steps at every batch has stepped, the last one if
-several do. What one that steps more rarely uses after that belongs to the next step. An optimizer
-that another one calls, as Lookahead and ZeroRedundancyOptimizer do, ends none: its caller does.
+A training step ends when the optimizer that steps at every batch has stepped, or the last one if
+several do. The gradients that a less frequent optimizer uses after that belong to the next step. An
+optimizer that another one calls ends no step: its caller does (Lookahead, ZeroRedundancyOptimizer).
 """
 
 from __future__ import annotations
@@ -12,45 +12,80 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
+from telemetry.capture.parameters import ParameterTable
+from telemetry.capture.state import State
 from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task, is_called_by
 from telemetry.torch_private.compiler import not_compiled
 
-if TYPE_CHECKING:
-    from telemetry.capture.capture import Capture
-
 log = logging.getLogger("telemetry")
 
-# An optimizer ends steps no longer if so many of the latest ones went without it: it steps more
-# rarely than another, or a second stage of training has begun. A ``GradScaler`` skips single ones.
-_STEPS_LOOKED_AT = 8
-_STEPS_WITHOUT = 3
+# An optimizer no longer ends steps if it was absent from three of the latest eight: it steps less
+# often than another, or a second stage of training has begun. A ``GradScaler`` skips single steps.
+_RECENT_STEPS = 8
+_ABSENT_STEPS = 3
+
+
+class StepObserver(Protocol):
+    """Receiver of the steps of the optimizers that hold parameters of the model."""
+
+    def before_light_step(self, optimizer: Optimizer) -> bool:
+        """Read the final gradients by one call; whether nothing else is needed at this step."""
+
+    def before_step(self, optimizer: Optimizer, *, repeats: bool = False) -> None:
+        """Read the final gradients; ``repeats``: until the step ends, passes only repeat."""
+
+    def after_light_step(self, optimizer: Optimizer) -> bool:
+        """End the step if it is light; whether it was."""
+
+    def after_step(self, optimizer: Optimizer, *, inner: bool = False) -> None:
+        """Read the new parameters; ``inner``: another optimizer calls this one."""
+
+    def after_other_step(self) -> None:
+        """Count the step of an optimizer without parameters of the model."""
+
+    def all_gradients_used(self) -> bool:
+        """Whether optimizers have used every gradient of the model in this step."""
+
+    def step_completed(self) -> None:
+        """End the step in progress."""
+
+    def safe_point(self) -> None:
+        """Return, or raise into the training loop."""
 
 
 class Optimizers:
-    """Calls the capture around the steps of the optimizers that hold the model's parameters.
+    """Calls the observer around the steps of the optimizers that hold the model's parameters.
 
-    PyTorch's hooks on all optimizers are used, so it does not matter whether an optimizer is made
-    before or after, nor which library calls it.
+    The hooks are PyTorch's global ones, so an optimizer may be made before or after, and any
+    library may call it.
 
     Args:
-        given: Ends the steps; None: found by the rule above. In the first batch it is the one after
-            whose step no gradient is left for another, or the last one before the next pass.
+        given: The optimizer that ends the steps; None: found by the rule above. In the first batch
+            that is the one after whose step every gradient has been used, or else the last one
+            before the next forward pass.
     """
 
-    def __init__(self, capture: Capture, given: Optimizer | None) -> None:
-        self._capture = weakref.ref(capture)
+    def __init__(
+        self,
+        observer: StepObserver,
+        state: State,
+        table: ParameterTable,
+        given: Optimizer | None,
+    ) -> None:
+        self._observer = weakref.ref(observer)
+        self._state, self._table = state, table
         self._given = None if given is None else weakref.ref(given)
         # Those that have stepped, in the order of their first steps.
         self._met: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-        self.handles: list[Any] = []  # of PyTorch's hooks, while they are in place
-        weakref.finalize(capture, _remove, self.handles)
+        self.handles: list[Any] = []  # of PyTorch's hooks, while they are installed
+        weakref.finalize(observer, _remove, self.handles)
         self._forget()
 
     def _forget(self) -> None:
@@ -58,10 +93,10 @@ class Optimizers:
         self._begun: WeakSet[Optimizer] = WeakSet()  # in the step in progress
         self._latest: weakref.ref[Optimizer] | None = None  # that has stepped in it
         self._stepping: weakref.ref[Optimizer] | None = None  # whose step is running
-        self._went_without: deque[bool] = deque(maxlen=_STEPS_LOOKED_AT)
+        self._absences: deque[bool] = deque(maxlen=_RECENT_STEPS)
 
     def install(self) -> None:
-        """Have PyTorch call the hooks."""
+        """Install the hooks."""
         self._forget()
         self.handles += [
             optimizers.register_optimizer_step_pre_hook(self._on_step),
@@ -69,28 +104,28 @@ class Optimizers:
         ]
 
     def remove(self) -> None:
-        """Take the hooks off; harmless when done twice."""
+        """Remove the hooks. Harmless when repeated."""
         _remove(self.handles)
         self._forget()
 
     def met(self, optimizer: Optimizer) -> Iterable[Optimizer]:
-        """All that have stepped so far, and this one that is about to."""
+        """Return all optimizers that have stepped, and this one that is about to."""
         self._met.setdefault(optimizer)
         return self._met
 
     def is_only(self, optimizer: Optimizer) -> bool:
-        """Whether no other optimizer has stepped so far."""
+        """Whether no other optimizer has stepped."""
         return list(self._met) == [optimizer]
 
-    def step_waited(self) -> bool:
-        """Whether the step in progress only waited for other optimizers, which do not come."""
+    def end_open_step(self) -> bool:
+        """Whether the step in progress was open only for other optimizers, which did not step."""
         if _alive(self._ends) is not None or _alive(self._latest) is None:
             return False
         self._ends = self._latest
         return True
 
     def step_ended(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self._latest = None
         self._begun.clear()
 
@@ -99,60 +134,62 @@ class Optimizers:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        capture = self._capture()
-        if capture is None:
+        observer = self._observer()
+        if observer is None:
             return None
-        if self._is_usual(optimizer, args, kwargs) and capture.before_light_step(optimizer):
+        if self._is_usual(optimizer, args, kwargs) and observer.before_light_step(optimizer):
             self._stepping = self._ends
             return None
-        if not capture.table.are_stepped_by(optimizer):
+        if not self._table.are_stepped_by(optimizer):
             return None
         if self._is_inner(optimizer):
             if _alive(self._ends) is optimizer:
                 self._ends = self._stepping
-            if capture.in_progress.light:
+            if self._state.light:
                 return None
         else:
-            if optimizer in self._begun and self._step_was_over(optimizer):
-                capture.step_completed()
+            if optimizer in self._begun and self._begins_next_step(optimizer):
+                observer.step_completed()
             self._begun.add(optimizer)
             self._stepping = weakref.ref(optimizer)
         # With a closure the gradients are stale until it has run: Lightning, LBFGS.
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": _FirstCall(kwargs["closure"], capture, optimizer)}
+            return args, {**kwargs, "closure": _FirstCall(kwargs["closure"], observer, optimizer)}
         if len(args) > 1 and callable(args[1]):
-            return (args[0], _FirstCall(args[1], capture, optimizer), *args[2:]), kwargs
-        capture.before_step(optimizer)
+            return (args[0], _FirstCall(args[1], observer, optimizer), *args[2:]), kwargs
+        observer.before_step(optimizer)
         return None
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        capture = self._capture()
-        if capture is None:
+        observer = self._observer()
+        if observer is None:
             return
-        if capture.after_light_step(optimizer):
+        if observer.after_light_step(optimizer):
             self._stepping = None
-            capture.safe_point()
+            observer.safe_point()
             return
-        if not capture.table.are_stepped_by(optimizer):
-            capture.in_progress.unseen.other_steps += 1
+        if not self._table.are_stepped_by(optimizer):
+            observer.after_other_step()
             return
         if self._is_inner(optimizer):
-            capture.in_progress.after_step(optimizer)
+            observer.after_step(optimizer, inner=True)
             return
         self._stepping = None
-        capture.after_step(optimizer)
+        observer.after_step(optimizer)
         self._latest = weakref.ref(optimizer)
         ends = _alive(self._ends)
-        if ends is None and capture.table.all_among(capture.in_progress.captured.stepped()):
+        if ends is None and observer.all_gradients_used():
             self._ends, ends = self._latest, optimizer
         if ends is not optimizer:
             return
-        self._went_without.append(False)
+        self._absences.append(False)
         # An optimizer that steps inside backward is not the last one to do so. Deferred, to come
         # after the end of that backward pass.
-        if backward_task() == NO_TASK or not at_end_of_backward(capture.step_completed, deferred=2):
-            capture.step_completed()
-            capture.safe_point()
+        if backward_task() == NO_TASK or not at_end_of_backward(
+            observer.step_completed, deferred=2
+        ):
+            observer.step_completed()
+            observer.safe_point()
 
     _before_outside_of_graphs = not_compiled(_before)
     _after_outside_of_graphs = not_compiled(_after)
@@ -171,7 +208,7 @@ class Optimizers:
     def _is_usual(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Whether a call like most begins: of the optimizer that ends steps, without a closure."""
+        """Whether the optimizer that ends steps begins one, without a closure."""
         return (
             self._ends is not None
             and self._ends() is optimizer
@@ -187,20 +224,20 @@ class Optimizers:
         # One whose step has raised is not running any more.
         return outer is not None and outer is not optimizer and is_called_by(outer)
 
-    def _step_was_over(self, optimizer: Optimizer) -> bool:
+    def _begins_next_step(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer that steps again has begun the next step."""
         ends, latest = _alive(self._ends), _alive(self._latest)
         if ends is None:
-            return self.step_waited()
+            return self.end_open_step()
         if ends is optimizer or latest is None or self._given is not None:
             return False
-        self._went_without.append(True)
-        if sum(self._went_without) >= _STEPS_WITHOUT:
+        self._absences.append(True)
+        if sum(self._absences) >= _ABSENT_STEPS:
             self._ends = self._latest
-            self._went_without.clear()
+            self._absences.clear()
             log.warning(
                 "telemetry: %s steps more often than %s, so its steps are counted from here on; "
-                "HookLogger(optimizer=...) names the one that counts",
+                "HookLogger(optimizer=...) sets the optimizer whose steps are counted",
                 type(latest).__name__,
                 type(ends).__name__,
             )
@@ -209,19 +246,17 @@ class Optimizers:
 
 @dataclass(eq=False)
 class _FirstCall:
-    """A closure that calls the capture after its first evaluation."""
+    """A closure that calls the observer after its first evaluation."""
 
     closure: Callable[[], Any]
-    capture: Capture | None
+    observer: StepObserver | None
     optimizer: Optimizer
 
     def __call__(self) -> Any:
         loss = self.closure()
-        if self.capture is not None:
-            self.capture.before_step(self.optimizer)
-            # Until the step ends, the closure is only repeated.
-            self.capture.observe(training=False)
-            self.capture = None
+        if self.observer is not None:
+            self.observer.before_step(self.optimizer, repeats=True)
+            self.observer = None
         return loss
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a model: which an optimizer steps, their norms, how far a step moves them."""
+"""Parameters of a model: their optimizers, their norms, and their updates."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from telemetry.torch_private.host_copy import HostCopy
 from telemetry.torch_private.ranks import spec_of
 
 Indexed: TypeAlias = Sequence[tuple[int, Tensor]]
-"""Parameters or what belongs to them, each with its index among the model's parameters."""
+"""Parameters, or tensors of parameters, each with the index of its parameter."""
 
 
 class ParameterTable:
     """The model's parameters in the order of ``named_parameters()``, known by identity.
 
-    They are not even weakly referred to: PyTorch refuses to swap the contents of a tensor that is.
-    So :meth:`refresh` has to be called whenever they may have been replaced.
+    The table holds not even weak references, because PyTorch refuses to swap the contents of a
+    tensor that has one. So call :meth:`refresh` whenever parameters may have been replaced.
     """
 
     def __init__(self, model: nn.Module, selection: Selection) -> None:
@@ -38,13 +38,13 @@ class ParameterTable:
         self._index_of: dict[int, int] = {}
         self._names: list[str] = []
         self._any_lazy = False
-        # Optimizers without parameters of the model, and how many parameters they had.
+        # Optimizers with parameters that are not the model's: the number of their parameters.
         self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.parameters: tuple[Parameter, ...] = ()
         self.refresh()
 
     def refresh(self) -> bool:
-        """Read the model's parameters again; whether they are others than before."""
+        """Read the model's parameters again; whether they have changed."""
         model = self._model()
         if model is None:
             return False
@@ -62,24 +62,24 @@ class ParameterTable:
         return True
 
     def forget_optimizers(self) -> None:
-        """Look at every optimizer's parameters again."""
+        """Check every optimizer's parameters again."""
         self._foreign.clear()
 
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
-        """Whether any of the optimizer's parameters is the model's."""
+        """Whether the optimizer has any parameter of the model."""
         if self._any_of(optimizer):
             return True
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._foreign.get(optimizer) == count:
             return False
-        # Perhaps the model's were replaced since.
+        # The model's parameters may have been replaced since.
         if self.refresh() and self._any_of(optimizer):
             return True
         self._foreign[optimizer] = count
         return False
 
     def lacks(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer has more parameters than when it was asked last, some unknown."""
+        """Whether the optimizer has unknown parameters that were added since the last call."""
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._foreign.get(optimizer) == count or len(self.of(optimizer)) == count:
             return False
@@ -87,7 +87,7 @@ class ParameterTable:
         return True
 
     def all_among(self, stepped: Collection[int]) -> bool:
-        """Whether every parameter that has a gradient is among those with these indices."""
+        """Whether ``stepped`` has the index of every parameter that has a gradient."""
         model = self._model()
         with undisturbed():
             return model is None or all(
@@ -97,17 +97,17 @@ class ParameterTable:
             )
 
     def all(self) -> list[tuple[int, Tensor]]:
-        """The model's parameters, each with its index."""
+        """Return the model's parameters, each with its index."""
         model = self._model()
         return list(enumerate(model.parameters())) if model is not None else []
 
     def of(self, optimizer: Optimizer) -> list[tuple[int, Tensor]]:
-        """The optimizer's parameters that are the model's, each with its index."""
+        """Return the optimizer's parameters that are the model's, each with its index."""
         index_of = self._index_of
         return [(index_of[id(p)], p) for p in parameters_of(optimizer) if id(p) in index_of]
 
     def groups_of(self, optimizer: Optimizer) -> dict[int, int]:
-        """Which of the optimizer's groups each of those is in, by the parameter's index."""
+        """Return the parameter group of each of those, by the parameter's index."""
         return {
             self._index_of[id(p)]: number
             for number, group in enumerate(optimizer.param_groups)
@@ -116,13 +116,13 @@ class ParameterTable:
         }
 
     def identities_of(self, optimizer: Optimizer) -> bytes:
-        """Of all parameters of the optimizer: address of the object, and its index or -1; int64."""
+        """Return the address and the index, or -1, of each of the optimizer's parameters; int64."""
         parameters = map(id, parameters_of(optimizer))
         pairs = [(address, self._index_of.get(address, -1)) for address in parameters]
         return np.array(pairs, np.int64).tobytes()
 
     def grads_of(self, parameters: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
-        """Gradients of those of the parameters that are the model's, each with its index."""
+        """Return the gradients of the parameters that are the model's, each with its index."""
         indexed = [(self._index_of.get(id(p)), p.grad) for p in parameters]
         return [(i, grad) for i, grad in indexed if i is not None and grad is not None]
 
@@ -138,7 +138,7 @@ def _described(
     for name, parameter in named.items():
         whole = spec_of(parameter) or parameter
         owner, _, own = name.rpartition(".")
-        module_name = shown.get(owner, clean_name(owner))  # a wrapper goes by what it wraps
+        module_name = shown.get(owner, clean_name(owner))  # of a wrapper, that of its module
         yield Parameter(
             name=f"{module_name}.{own}" if module_name else own,
             module_name=module_name,
@@ -149,14 +149,14 @@ def _described(
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters of an optimizer, group after group."""
+    """Return all parameters of an optimizer, group after group."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The values of ``tensor`` that this process holds: of a DTensor its shard.
+    """Return the values of ``tensor`` in this process: of a DTensor its shard.
 
-    Waits for a collective that is to deliver them, as the model does when it uses them.
+    Waits for the collective that delivers them, as the model does when it uses them.
     """
     if type(tensor) in PLAIN:
         return tensor
@@ -167,18 +167,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def described(tensor: Tensor) -> str:
-    """What kind of tensor it is, for a message."""
-    kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
-    return f"{kind} of {tensor.dtype} ({tensor.layout}, {tensor.device.type})"
-
-
 def plain(tensor: Tensor) -> Tensor | None:
-    """The values that this process holds, dense and of a dtype that norms can be taken of.
+    """Return the values in this process as a dense floating-point tensor.
 
-    Of a sparse tensor those that are set, of a complex one real and imaginary parts. None for what
-    has no such values: integers, quantized, nested and fake tensors, and for sparse ones on an
-    accelerator that are not coalesced.
+    A sparse tensor has its specified values, a complex one real and imaginary parts. Returns None
+    for integers, for quantized, nested and fake tensors, and for sparse ones on an accelerator that
+    are not coalesced.
     """
     if type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.dtype in _NORMED:
         return tensor
@@ -186,7 +180,7 @@ def plain(tensor: Tensor) -> Tensor | None:
         return None
     tensor = local(tensor.detach())
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return None  # a wrapper without values of its own, such as a FakeTensor
+        return None  # a wrapper without values, such as a FakeTensor
     if tensor.is_sparse:
         if not (tensor.is_cpu or tensor.is_coalesced()):
             return None  # coalescing would wait for the device
@@ -209,7 +203,10 @@ _NORMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Norms:
-    """L2 norms of some tensors of one device; ``known_square`` of all, if known without waiting."""
+    """L2 norms of some tensors of one device.
+
+    ``known_square``: sum of their squares, if known without waiting.
+    """
 
     def __init__(
         self, indices: tuple[int, ...], values: Tensor, known_square: float | None = None
@@ -222,24 +219,24 @@ class Norms:
         self._copy = None if values.is_cpu else HostCopy(values)
 
     def nonfinite(self) -> Tensor | None:
-        """Whether any element is not finite, bool ``[]`` on the device; None: known to be all."""
+        """Whether any element is not finite, bool ``[]`` on the device; None: all are finite."""
         if self.known_square is not None and math.isfinite(self.known_square):
             return None
         return self._values.view(-1, len(self.indices))[-1].isfinite().all().logical_not()
 
     def read(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Norms, and whether all elements were finite, ``[k]`` each; waits for an accelerator."""
+        """Return norms, and whether all elements were finite, ``[k]``; waits for an accelerator."""
         values = self._values if self._copy is None else self._copy.wait()
-        # Not to be asked to do nothing: that takes as long as all else here.
+        # A conversion to the same dtype would double the time of this method.
         wide = values if values.dtype is torch.float64 else values.to(torch.float64)
         rows = wide.view(-1, len(self.indices)).numpy()
         return rows[0], np.isfinite(rows[-1])
 
 
 def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
-    """L2 norms, without waiting for an accelerator; those of one device together.
+    """Return L2 norms without waiting for an accelerator; one element for each device.
 
-    What has no norm (see :func:`plain`) is left out.
+    Tensors without a norm (see :func:`plain`) are omitted.
     """
     found = [(index, plain(tensor)) for index, tensor in tensors]
     return _norms_of_plain([(i, v) for i, v in found if v is not None and not v.is_meta])
@@ -277,7 +274,7 @@ def _norms_of_group(pairs: Indexed, wide: torch.dtype) -> Norms:
 
 
 def sample_of(parameter: Tensor) -> Tensor | None:
-    """What :class:`Updates` compares, ``[k]`` or ``[k, 16]``; None if it has no values."""
+    """Return the sample for :class:`Updates`, ``[k]`` or ``[k, 16]``; None without values."""
     values = plain(parameter)
     if values is None or values.is_meta:
         return None
@@ -286,10 +283,10 @@ def sample_of(parameter: Tensor) -> Tensor | None:
 
 
 class Updates:
-    """``||after − before|| / ||before||`` of each parameter, over one optimizer step.
+    """Update ratio ``||after − before|| / ||before||`` of each parameter over one optimizer step.
 
-    Of large parameters over a fixed sample, see :func:`~telemetry.measure.block_sample`: within 2 %
-    of the full ratio where all elements move alike.
+    For large parameters it is that of a fixed sample (:func:`~telemetry.measure.block_sample`),
+    within 2 % of the full ratio where all elements move alike.
     """
 
     def __init__(self, parameters: Indexed) -> None:
@@ -301,7 +298,7 @@ class Updates:
         for index, parameter in parameters:
             sample = sample_of(parameter)
             if sample is not None and sample.numel():
-                # On an accelerator a few operations for all; on the CPU large copies take longer.
+                # An accelerator needs few operations; on the CPU large copies take longer.
                 place = index if sample.is_cpu else None
                 key = place, sample.device, sample.dtype, sample.dim()
                 groups.setdefault(key, []).append((index, parameter, sample))
@@ -312,7 +309,7 @@ class Updates:
             self._before.append((indexed, torch.cat(samples), lengths))
 
     def compare(self) -> None:
-        """The step has been taken; forget the parameters."""
+        """Compare after the step, and drop the parameters."""
         moved: list[tuple[int, Tensor]] = []
         sizes: list[tuple[int, Tensor]] = []
         for indexed, before, lengths in self._before:
@@ -334,7 +331,7 @@ class Updates:
         self._before = []
 
     def read(self) -> Iterator[tuple[int, float, float, float]]:
-        """Of each parameter its index, norms of its update and of itself before, and their ratio.
+        """Yield index, norm of the update, norm before the step and update ratio of parameters.
 
         The ratio is inf if zeros moved, NaN if they stayed. Waits for an accelerator.
         """

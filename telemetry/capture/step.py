@@ -1,4 +1,4 @@
-"""The step in progress: what the hooks call, in the order of time."""
+"""The step in progress: gathers what hooks and optimizers report, in the order of time."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ import time
 import weakref
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from telemetry.capture.captured import CapturedStep, Kind, Name, Observation, read_scaler
-from telemetry.capture.hooks import ForwardHook, Inert, guarded
+from telemetry.capture.activations import Activations
+from telemetry.capture.captured_step import CapturedStep, read_scaler
+from telemetry.capture.hooks import ForwardHook, Inert
 from telemetry.capture.nested import tensors_in
-from telemetry.capture.parameters import (
-    PLAIN,
-    Indexed,
-    Updates,
-    described,
-    local,
-    take_norms,
-)
-from telemetry.capture.unseen import StepsUnseen
-from telemetry.measure import Measurer, fingerprint, images
+from telemetry.capture.observations import Kind, Observation
+from telemetry.capture.optimizers import Optimizers
+from telemetry.capture.parameters import Indexed, Updates, take_norms
+from telemetry.capture.state import State, Target, guarded
 from telemetry.plain_text import called_all
 from telemetry.records import Output, Parameter
 from telemetry.selection import cleaned
@@ -37,143 +32,127 @@ from telemetry.torch_private import (
     calling_scaler,
     is_being_traced,
 )
-from telemetry.torch_private.compiler import backward_is_compiled, backwards_compiled
 from telemetry.torch_private.host_copy import HostCopy
 
-if TYPE_CHECKING:
-    from telemetry.capture.capture import Capture
+_NAMES_IN_MESSAGE = 8
 
-# Bounds of one step: after so many observations only the first calls of each tensor are measured,
-# the others counted.
-MANY_OBSERVATIONS = 8192
-FEW_CALLS = 4
-
-# Tensors of one step that have a fingerprint; the step may have very many micro-batches.
-_FINGERPRINTS = 64
-
-# So many outputs of compiled graphs, and of their gradients, are reduced by PyTorch, too: what is
-# measured depends on the compiler.
-CHECKS = 32
-
-# Of how many powers there are sums: of four where the kurtosis is shown, elsewhere of two.
-_POWERS: Mapping[Kind, int] = {"outputs": 4}
-
-# Modules that a log line names.
-_NAMED_AT_MOST = 8
-
-# Stands for the optimizer in a loop that has none.
+# Instead of an optimizer's identity, in a loop without optimizers.
 _BY_HAND = 0
 
 
+class PassObserver(Protocol):
+    """Receiver of the backward passes of training."""
+
+    def after_pass(self, passes: int, accumulated: Mapping[int, Tensor]) -> None:
+        """Receive the number of passes, and the parameters that the last one has reached."""
+
+
 class _Pass(NamedTuple):
-    """What one run of the autograd engine brought; whose gradients it changed, by identity."""
+    """One run of the autograd engine: its observations, and the parameters that it reached."""
 
     observations: list[Observation]
-    accumulated: dict[int, Tensor]  # ``autograd.grad`` changes none
+    accumulated: dict[int, Tensor]  # by identity; ``autograd.grad`` reaches none
 
 
 class Step:
-    """One step of training, or a phase apart from it, from its begin to what it leaves behind.
+    """One step of training, or a phase apart from it.
 
-    Methods without a guard are called by guarded ones. ``norms``: whether at least norms of
-    gradients are taken; the other arguments are those of :class:`CapturedStep`.
+    Methods without a guard are called by guarded ones.
+
+    Attributes:
+        captured: The values gathered in the step.
+        over: Whether nothing is observed any more.
+        unchanged: Whether the model is known to have the same modules as at the beginning.
+        ran: Hooks that were called outside of a backward pass.
+        order: Names of the watched modules in the order of their first call.
+        parameters: Descriptions of the parameters that have an index in this step.
     """
 
     def __init__(
-        self, capture: Capture, number: int, full: bool = False, norms: bool = True, phase: str = ""
+        self,
+        target: Target,
+        state: State,
+        optimizers: Optimizers,
+        observer: PassObserver,
+        *,
+        full: bool,
+        phase: str = "",
     ) -> None:
-        self.guard = capture.guard
-        self.number, self.full, self.norms = number, full, norms
+        self.guard = target.guard
         self.captured = CapturedStep(
-            step=number, totals=capture.totals, failures=self.guard.failures, full=full, phase=phase
+            step=state.step,
+            totals=target.totals,
+            failures=self.guard.failures,
+            full=full,
+            phase=phase,
         )
-        self.light = False  # read by a LightReader: then all else here stays empty
-        self.begun = False  # the model is known to be as when the step began
-        self.over = not full  # nothing is observed any more
-        self.thread = capture.thread  # whose forward passes are observed
-        self.ran: set[object] = set()  # hooks that were called outside of a backward pass
-        self.order: dict[str, None] = {}  # watched modules in the order of their first call
-        self.parameters: tuple[Parameter, ...] = ()  # what the indices of this step count
-        self.unseen = StepsUnseen()
-        self._capture = capture
+        self.full, self.over = full, not full
+        self.unchanged = False
+        self.ran: set[object] = set()
+        self.order: dict[str, None] = {}
+        self.parameters: tuple[Parameter, ...] = ()
+        self._target, self._state = target, state
+        self._optimizers, self._observer = optimizers, observer
         self._detail = self.captured.detail
-        self._measurer = Measurer()
-        self._seen: dict[tuple[Kind, Name], int] = {}
-        self._measured = 0
-        # Whether what the next watched module is given comes from outside; identities of the
-        # tensors that the model was given in the pass in progress.
+        self._tensors = self._detail.observations
+        self._activations = Activations(self.captured, target, state)
+        # Whether the next watched module receives its arguments from outside.
         self._awaits_input = True
-        self._given: set[int] = set()
-        self._convolution: ForwardHook | None = None  # that ran first
-        self._unit_axes: dict[tuple[int, ...], int] = {}
-        # The backward passes; there are several at a time if one starts another.
+        # Backward passes by task; there are several at a time if one starts another.
         self._running: dict[int, _Pass] = {}
-        self._probed: list[Observation] = []
+        self._probed: list[Observation] = []  # of passes that reached no parameter
         self._handles: list[Any] = []
-        self._left: dict[int, int] = {}  # versions of the parameters as the step before left them
-        self._optimizers: set[int] = set()
+        self._versions: dict[int, int] = {}  # of the parameters, after the step before
+        self._stepped: set[int] = set()  # identities of optimizers
         self._held: set[int] = set()  # indices of the parameters that they have
         self._moments: set[int] = set()
         self._updates: dict[int, Updates] = {}
 
     # --- begin ------------------------------------------------------------------------------------
 
-    def begins(self, *, follows: bool) -> None:
-        """Observe training from here on, in full; ``follows``: where a step has just ended."""
-        capture = self._capture
-        capture.table.refresh()
-        found = capture.table.all()
+    def begin(self, *, follows: bool, by_hand: bool, compiled: bool) -> None:
+        """Observe backward passes and parameters from here on.
+
+        Args:
+            follows: Whether another step has just ended.
+            by_hand: Whether the loop has no optimizer, which would announce its step.
+            compiled: Whether compiled autograd is on, so that hooks on parameters are not called.
+        """
+        table = self._target.table
+        table.refresh()
+        found = table.all()
         if follows:
-            self._left = {
+            self._versions = {
                 i: p._version for i, p in found if p.requires_grad and not p.is_inference()
             }
         self._detail.random_states = _random_states()
-        if capture.by_hand and capture.content.weights:
-            # No optimizer will say when it is about to change them.
+        if by_hand and self._target.content.weights:
             self._updates[_BY_HAND] = Updates(self._counting(found))
-        compiled = self._backward_is_compiled()
         if not compiled:
             self._handles += [
                 parameter.register_post_accumulate_grad_hook(self.on_accumulated)
                 for _, parameter in found
                 if not is_lazy(parameter) and parameter.requires_grad and parameter.is_leaf
             ]
-        capture.output_grads = capture.content.activation_gradients and not compiled
-        capture.observe(training=True)
-
-    def _backward_is_compiled(self) -> bool:
-        """Whether compiled autograd is on, or has been since training began; then says so, once."""
-        capture = self._capture
-        compiled = backward_is_compiled() or backwards_compiled() != capture.backwards_before
-        if compiled:
-            self.guard.failures.log_once(
-                "activation gradients are not measured: compiled autograd is on, which does not "
-                "work with hooks on them"
-            )
-        return compiled
 
     # --- forward passes ---------------------------------------------------------------------------
 
     def on_input(self, given: Any) -> None:
-        """The model is called with ``given``."""
+        """Receive the arguments of the model."""
         self._awaits_input = True
-        self._given.clear()
-        tensors = tensors_in(given)
-        sizes = [t.size(0) for t in tensors if t.dim() and not is_being_traced(t)]
-        self._detail.examples += sizes[0] if sizes else 0
-        self._observe_inputs("", tensors)
+        self._activations.add_batch(tensors_in(given))
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
-        """A module was called with ``args`` and returned ``output``.
+        """Receive the arguments and the output of a module.
 
         A module's backward hook would replace its outputs and fail where they are changed in place
-        afterwards. A hook on the output tensor itself does neither, and sees the gradient of the
-        value that the module returned.
+        afterwards. A hook on the output tensor itself does neither, and receives the gradient of
+        the value that the module returned.
         """
         given = args if self._awaits_input else ()
         self._awaits_input = False
         if given:
-            self._observe_inputs(hook.name, tensors_in(given))
+            self._activations.add_inputs(hook.name, tensors_in(given))
         self.order.setdefault(hook.name)
         for place, tensor in enumerate(tensors_in(output)):
             if is_being_traced(tensor):
@@ -182,125 +161,20 @@ class Step:
                     "device, have no values to measure"
                 )
                 return
-            self._observe_output(hook, tensor, place)
+            self._activations.add_output(hook, tensor, place)
             # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
-            if (
-                tensor.grad_fn is not None
-                and self._capture.output_grads
-                and not self.captured.phase
-            ):
+            if tensor.grad_fn is not None and self._state.output_grads and not self.captured.phase:
                 tensor.register_hook(_GradHook(self, hook, place))
         if given or hook.convolves:
-            self._take_images(hook, given, output)
+            self._activations.take_images(hook, given, output)
 
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
-        """A compiled graph shows one of the tensors that a module returned."""
+        """Receive one of a module's outputs from a compiled graph."""
         self._awaits_input = False
         self.order.setdefault(hook.name)
-        observation = self._observe_output(hook, tensor, place)
-        self._check(observation, tensor)
+        self._activations.add_output(hook, tensor, place, in_graph=True)
         if hook.convolves and place == 0:
-            self._take_images(hook, (), tensor)
-
-    def _observe_inputs(self, name: str, given: list[Tensor]) -> None:
-        """Measure what comes from outside, each tensor once though it is handed on."""
-        capture, captured = self._capture, self.captured
-        ranks = capture.ranks
-        taken = ranks is None or ranks.takes_inputs(captured.ranks, name, capture.model())
-        if captured.phase or not capture.content.activations or not taken:
-            return
-        for tensor in given:
-            if id(tensor) in self._given or is_being_traced(tensor):
-                continue
-            self._given.add(id(tensor))
-            values = local(tensor.detach())
-            if len(self._detail.fingerprints) < _FINGERPRINTS:
-                self._detail.fingerprints += map(HostCopy, fingerprint(values))
-            if not _is_discrete(tensor):
-                self._observe("inputs", name, values, self._detail.observations)
-
-    def _observe_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> Observation | None:
-        if not self._capture.content.activations or _is_discrete(tensor):
-            return None
-        output = Output(hook.name, place) if place else hook.output
-        values = local(tensor)
-        axis = self._unit_axis(hook, values)
-        ranks, notes = self._capture.ranks, self.captured.ranks
-        if ranks is not None and not ranks.takes_output(notes, output, tensor, axis):
-            return None
-        observations = self._detail.observations
-        return self._observe("outputs", output, values, observations, unit_axis=axis)
-
-    def _unit_axis(self, hook: ForwardHook, tensor: Tensor) -> int | None:
-        """Axis that counts units or channels; that of the layer before where shapes agree."""
-        dim = tensor.dim()
-        if dim < 2 or tensor.is_nested:
-            return None
-        if hook.units == "unknown":
-            return self._unit_axes.get(tuple(tensor.shape), 1 if dim > 3 else dim - 1)
-        axis = 1 if hook.units == "first" else dim - 1
-        self._unit_axes[tuple(tensor.shape)] = axis
-        return axis
-
-    def _observe(
-        self,
-        kind: Kind,
-        name: Name,
-        tensor: Tensor,
-        into: list[Observation],
-        *,
-        unit_axis: int | None = None,
-        scaled: bool = False,
-    ) -> Observation | None:
-        """Measure ``tensor`` as it is now; None if it is only counted, or cannot be measured."""
-        key = kind, name
-        seen = self._seen.get(key, 0)
-        if self._measured >= MANY_OBSERVATIONS and seen >= FEW_CALLS:
-            self._detail.counted[key] += 1
-            return None
-        measured = self._measurer.add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
-        if measured is None:
-            self._log_unsupported(kind, name, tensor)
-            return None
-        self._seen[key] = seen + 1
-        self._measured += 1
-        observation = Observation(kind, name, measured, scaled)
-        into.append(observation)
-        return observation
-
-    def _log_unsupported(self, kind: Kind, name: Name, tensor: Tensor) -> None:
-        """Log, once for each kind of tensor, that it cannot be measured."""
-        what = described(tensor)
-        self.guard.failures.log_once(
-            f"{kind} of {str(name) or 'the model'} are not measured: {what} is not supported",
-            kind=what,
-        )
-
-    def _check(self, observation: Observation | None, tensor: Tensor) -> None:
-        """Have PyTorch reduce what a compiled graph has shown, too; the record compares."""
-        if observation is None or not tensor.numel():
-            return
-        left = self._capture.to_check
-        if left[observation.kind] and tensor.dtype in (torch.float32, torch.bfloat16):
-            left[observation.kind] -= 1
-            extremes = torch.stack(torch.aminmax(tensor.detach())).to(torch.float64)
-            norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
-            self._detail.checks.append((observation, HostCopy(torch.cat([extremes, norm[None]]))))
-
-    def _take_images(self, hook: ForwardHook, given: Any, output: Any) -> None:
-        detail, name = self._detail, hook.name
-        if hook.convolves:
-            self._convolution = self._convolution or hook
-        if self._capture.sample is not None and not self.captured.phase:
-            return
-        if name in self._capture.modules.pictured and name not in detail.feature_maps:
-            sample = next(map(images.sample_feature_maps, tensors_in(output)), None)
-            if sample is not None:
-                detail.feature_maps[name] = HostCopy(sample)
-        if given and self._capture.content.images and detail.input is None:
-            sample = next(map(images.sample_inputs, tensors_in(given)), None)
-            if sample is not None:
-                detail.input = HostCopy(sample)
+            self._activations.take_images(hook, (), tensor)
 
     # --- backward passes --------------------------------------------------------------------------
 
@@ -308,20 +182,15 @@ class Step:
     def on_output_grad(
         self, hook: ForwardHook, place: int, grad: Tensor | None, in_graph: bool = False
     ) -> None:
-        """The gradient of an output that was returned in this step."""
+        """Receive the gradient of an output of this step."""
         if self.over or grad is None:
             return  # a graph kept from an earlier step; an output that got no gradient
         running = self._current_pass()
-        into = self._detail.observations if running is None else running.observations
-        output = Output(hook.name, place) if place else hook.output
-        ranks, notes = self._capture.ranks, self.captured.ranks
-        if ranks is None or ranks.takes_output_grad(notes, output, grad):
-            observed = self._observe("output_grads", output, local(grad), into, scaled=True)
-            if in_graph:
-                self._check(observed, grad)
+        into = self._tensors.all if running is None else running.observations
+        self._activations.add_grad(hook, grad, place, into, in_graph=in_graph)
 
     def on_accumulated(self, parameter: Tensor) -> None:
-        """A gradient has accumulated, so this backward pass is one of training."""
+        """Note that a gradient has accumulated, so that this backward pass is one of training."""
         if not torch.compiler.is_compiling():
             self._on_accumulated(parameter)
 
@@ -332,7 +201,7 @@ class Step:
             running.accumulated[id(parameter)] = parameter
 
     def _current_pass(self) -> _Pass | None:
-        """The pass that this thread is in; None where passes cannot be followed to their end."""
+        """Return this thread's backward pass; None where its end cannot be observed."""
         task = backward_task()
         running = self._running.get(task)
         if running is None and task != NO_TASK:
@@ -344,10 +213,10 @@ class Step:
 
     @guarded("to end a backward pass")
     def on_backward_end(self, task: int) -> None:
-        """A pass has ended: its gradients are reduced over ranks and not clipped yet."""
+        """Read the gradients after a pass: they are reduced over ranks and not clipped yet."""
         ended = self._running.pop(task)
-        captured, capture, observations = self.captured, self._capture, self._detail.observations
-        if self.over or not capture.training:
+        captured, observations = self.captured, self._tensors.all
+        if self.over or not self._state.training:
             return  # its step is over, or only repeated
         if not ended.accumulated:
             if captured.passes == 0:
@@ -356,28 +225,25 @@ class Step:
         captured.passes += 1
         observations += ended.observations
         parameters = ended.accumulated.values()
-        for group in take_norms(capture.table.grads_of(parameters)):
+        for group in take_norms(self._target.table.grads_of(parameters)):
             nonfinite = group.nonfinite()
             if nonfinite is not None:
                 captured.overflow_ends.append((HostCopy(nonfinite), len(observations)))
             for place, index in enumerate(group.indices):
                 captured.before_clipping[index] = group, place
-        message = self.unseen.after_pass(captured.passes, ended.accumulated)
-        if message is not None:
-            self.guard.failures.log_once(message)
-            capture.observe(training=False)
+        self._observer.after_pass(captured.passes, ended.accumulated)
 
     # --- optimizer steps --------------------------------------------------------------------------
 
     @guarded("to read the gradients")
     def before_step(self, optimizer: Optimizer) -> None:
-        """Read what an optimizer is about to use and to change, at its first step in this one."""
-        key, table = id(optimizer), self._capture.table
-        if key in self._optimizers:
+        """Read gradients and parameters at the first step of an optimizer in this one."""
+        key, table = id(optimizer), self._target.table
+        if key in self._stepped:
             return
         # Parameters may have been replaced. Those of a step are known by their indices.
-        look = not self._optimizers and (self.full or table.lacks(optimizer))
-        if look and table.refresh():
+        check = not self._stepped and (self.full or table.lacks(optimizer))
+        if check and table.refresh():
             self.captured.before_clipping.clear()
         self.parameters = self.parameters or table.parameters
         # Each counts once, though an optimizer may call another one that has it, too.
@@ -386,35 +252,35 @@ class Step:
             return
         scaler = calling_scaler()
         if scaler is not None:
-            self.captured.scaler = read_scaler(scaler, optimizer, self.number)
-        # Of all optimizers, so that each keeps its place where one steps more rarely. Of one that
-        # has stepped they stay as they were: a schedule may have changed them since.
-        for known in self._capture.optimizers.met(optimizer):
-            if id(known) not in self._optimizers:
+            self.captured.scaler = read_scaler(scaler, optimizer, self._state.step)
+        # Of all optimizers, so that each keeps its place where one steps more rarely. The rates of
+        # one that has stepped stay as they were: a schedule may have changed them since.
+        for known in self._optimizers.met(optimizer):
+            if id(known) not in self._stepped:
                 rates = [_rate(group.get("lr")) for group in known.param_groups]
                 self.captured.learning_rates[id(known)] = rates
-        left = self._left
-        if left and all(i in left and p._version != left[i] for i, p in parameters):
+        versions = self._versions
+        if versions and all(i in versions and p._version != versions[i] for i, p in parameters):
             stepped = f"{type(optimizer).__name__}.step()"
             self.guard.failures.log_once(
-                f"something else than {stepped} changes parameters between steps, such as a "
-                f"wrapper that is no torch.optim.Optimizer, an average of weights, or clamping: "
-                f"update ratios are those of {stepped} alone"
+                f"parameters change between steps of {type(optimizer).__name__}, too: by a wrapper "
+                "that is no torch.optim.Optimizer, an average of weights, or clamping. Update "
+                f"ratios are those of {stepped} alone"
             )
         # A fused optimizer divides by this itself.
         self._read(key, parameters, scaled=getattr(optimizer, "grad_scale", None) is not None)
         if self.full:
             self._detail.groups[key] = table.groups_of(optimizer)
-        if self.full and self._capture.content.weights:
+        if self.full and self._target.content.weights:
             self._updates[key] = Updates(self._counting(parameters))
 
     @guarded("to measure the update")
     def after_step(self, optimizer: Optimizer) -> None:
-        """Read what an optimizer's first step in this one has changed."""
+        """Read parameters and second moments after the first step of an optimizer in this one."""
         self._read_update(id(optimizer))
-        if self.full and self._capture.content.weights:
+        if self.full and self._target.content.weights:
             # Not by its brackets: the optimizer's state is a defaultdict.
-            of = self._capture.table.of(optimizer)
+            of = self._target.table.of(optimizer)
             states = {i: optimizer.state.get(p, {}) for i, p in of if i not in self._moments}
             moments = [(i, s["exp_avg_sq"]) for i, s in states.items() if "exp_avg_sq" in s]
             self._moments.update(i for i, _ in moments)
@@ -422,8 +288,8 @@ class Step:
 
     @guarded("to read the gradients")
     def step_by_hand(self) -> None:
-        """Read everything after a step that no optimizer took."""
-        table = self._capture.table
+        """Read gradients and parameters after a step without an optimizer."""
+        table = self._target.table
         if self.full and table.refresh():
             self.captured.before_clipping.clear()
         self.parameters = table.parameters
@@ -431,29 +297,29 @@ class Step:
         self._read_update(_BY_HAND)
 
     def _read(self, optimizer: int, parameters: Indexed, *, scaled: bool) -> None:
-        """Norms of all gradients; on full steps the gradients and parameters themselves."""
-        full, captured, capture = self.full, self.captured, self._capture
-        table, ranks, content = capture.table, capture.ranks, capture.content
-        first, every = not self._optimizers, table.all() if full else []
-        self._optimizers.add(optimizer)
+        """Take norms of all gradients; on full steps measure gradients and parameters."""
+        full, captured, ranks = self.full, self.captured, self._state.ranks
+        table, content = self._target.table, self._target.content
+        first, every = not self._stepped, table.all() if full else []
+        self._stepped.add(optimizer)
         self._held.update(i for i, _ in parameters)
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
         norms = take_norms(grads)
         captured.norms += [(group, scaled) for group in norms]
         captured.square += sum([group.known_square or 0.0 for group in norms])
         weights = [(i, p) for i, p in parameters if p.requires_grad]
-        if first:  # none may hold those that are frozen
+        if first:  # no optimizer may have the frozen ones
             weights += [(i, p) for i, p in every if not p.requires_grad]
         if ranks is not None:
             ranks.note_grads(captured.ranks, grads)
             if full and content.weights:
                 ranks.note_parameters(captured.ranks, weights)
         # After the step all is NaN; only now does a broken parameter differ from a bad batch.
-        look = full or not math.isfinite(captured.square)
-        if look and not (full and content.weights):
+        check = full or not math.isfinite(captured.square)
+        if check and not (full and content.weights):
             captured.parameter_norms += take_norms(parameters)
-        model = capture.model()
-        if look and model is not None and not captured.buffer_names:
+        model = self._target.model()
+        if check and model is not None and not captured.buffer_names:
             buffers = cleaned(model.named_buffers())
             captured.buffer_names = tuple(buffers)
             captured.buffer_norms = take_norms(enumerate(buffers.values()))
@@ -466,32 +332,18 @@ class Step:
             self._observe_parameters("grads", self._counting(grads), scaled=scaled)
         if content.weights:
             self._observe_parameters("weights", self._counting(weights))
-        convolution = self._convolution if content.images else None
-        if convolution is not None and not self._detail.filters:
-            module = convolution.module()
-            weight: Any = None if module is None else module.weight
-            sample = None if weight is None else images.sample_filters(local(weight.detach()))
-            if sample is not None:
-                self._detail.filters[convolution.name] = HostCopy(sample)
+        if content.images:
+            self._activations.take_filters()
 
     def _counting(self, tensors: Indexed) -> Indexed:
-        """Those of the parameters that this rank measures."""
-        ranks = self._capture.ranks
+        """Select the parameters that this rank measures."""
+        ranks = self._state.ranks
         return tensors if ranks is None else ranks.counting(tensors)
 
     def _observe_parameters(self, kind: Kind, tensors: Indexed, *, scaled: bool = False) -> None:
-        values = [t if type(t) in PLAIN else local(t) for _, t in tensors]
-        measured = self._measurer.add_all(values, powers=_POWERS.get(kind, 2))
-        for (index, _), value, measurement in zip(tensors, values, measured, strict=True):
-            name = self.parameters[index].name
-            if measurement is not None:
-                self._measured += 1
-                self._detail.observations.append(Observation(kind, name, measurement, scaled))
-                continue
-            self._log_unsupported(kind, name, value)
+        self._tensors.add_parameters(kind, tensors, self.parameters, scaled=scaled)
 
     def _read_update(self, optimizer: int) -> None:
-        """How far the parameters have moved, if that is waited for."""
         updates = self._updates.pop(optimizer, None)
         if updates is not None:
             updates.compare()
@@ -503,43 +355,38 @@ class Step:
         """Observe nothing any more, even where a graph holds a hook of ours."""
         if self.captured.passes == 0:
             # They were all training: loops that use ``autograd.grad`` have no others.
-            self._detail.observations += self._probed
+            self._tensors.all += self._probed
             self._probed = []
         self.over = True
         self._updates.clear()
         while self._handles:
             self._handles.pop().remove()
 
+    def end(self) -> None:
+        """Finish the measurements; nothing is added any more."""
+        self.captured.wall_time = time.time()
+        if self.full:
+            self._log_adjoints()
+            self._tensors.finish()
+
     def _log_adjoints(self) -> None:
-        """Log which modules have no gradients because they ran inside of a backward pass only."""
+        """Log the modules without gradients because they ran inside of a backward pass only."""
         outside = {hook.name for hook in self.ran if isinstance(hook, ForwardHook)}
         probed = {o.name.module_name for o in self._probed if isinstance(o.name, Output)}
         names = [name for name in self.order if name in probed - outside]
         if names:
             self.guard.failures.log_once(
-                f"activation gradients of {called_all(names, _NAMED_AT_MOST)} are not measured: "
+                f"activation gradients of {called_all(names, _NAMES_IN_MESSAGE)} are not measured: "
                 "these modules run inside of the backward pass, in passes of their own that reach "
                 "no parameter, as those of torchdiffeq.odeint_adjoint",
                 kind="adjoint",
             )
 
-    def ends(self) -> CapturedStep:
-        """What it leaves behind; nothing is added any more."""
-        if self.full:
-            self._backward_is_compiled()
-            self._log_adjoints()
-        captured = self.captured
-        captured.step, captured.wall_time = self.number, time.time()
-        captured.layout = self._capture.modules.layout(self.order, self.parameters)
-        if self.full:
-            self._detail.measurements = self._measurer.finish()
-        return captured
-
 
 class _GradHook(Inert):
-    """The hook of a module's output, for its gradient.
+    """Hook of a module's output, for its gradient.
 
-    The user may keep the output for long, so all that is kept with it are weak references.
+    The user may keep the output for long, so the hook holds weak references only.
     """
 
     __slots__ = ("_hook", "_place", "_step")
@@ -560,24 +407,18 @@ class _GradHook(Inert):
             step.on_output_grad(hook, self._place, grad)
 
 
-def _is_discrete(tensor: Tensor) -> bool:
-    """Whether its elements are indices, counts or masks, which no layer's figures hold."""
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
-
-
 def _rate(value: object) -> float | HostCopy:
-    """A learning rate; NaN where the optimizer has none, or works it out itself."""
+    """Return a learning rate; NaN where the optimizer has none, or computes it itself."""
     if isinstance(value, Tensor):
         return HostCopy(value)
     return float(value) if isinstance(value, Real) else math.nan
 
 
 def _random_states() -> dict[str, bytes]:
-    """States of torch's default generators: the CPU's and that of each GPU that is in use.
+    """Return the states of torch's default generators: of the CPU and of each GPU in use.
 
-    5 kB for the CPU and 16 bytes for a GPU, which need not be waited for: its generator counts on
-    the host. ``torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))`` puts
-    one back.
+    5 kB for the CPU and 16 bytes for a GPU, without waiting: its generator counts on the host.
+    ``torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))`` restores one.
     """
     states = {"cpu": torch.get_rng_state()}
     # While a CUDA graph is recorded, its generator's state is not known.

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from telemetry.capture.captured import CapturedStep
+from telemetry.capture.captured_step import CapturedStep
 from telemetry.ranks.partial_record import (
     Addend,
     Floats,

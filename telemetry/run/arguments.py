@@ -18,7 +18,7 @@ from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
 from telemetry.alerts.detector import Detector
-from telemetry.capture.own_pass import Sample
+from telemetry.capture.probe import Sample
 from telemetry.plain_text import check_text, type_of
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model

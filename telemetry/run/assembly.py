@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.capture import Budget, Capture, Content
-from telemetry.capture.own_pass import Sample
+from telemetry.capture.probe import Sample
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.pipeline import (

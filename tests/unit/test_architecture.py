@@ -1,4 +1,4 @@
-"""Modules import only from lower layers; what reads and draws records does without torch."""
+"""Imports go to lower layers and never in a circle; what reads records does without torch."""
 
 from __future__ import annotations
 
@@ -112,12 +112,37 @@ def violations(package: Path) -> list[str]:
     """Return a message for each broken rule."""
     modules = read_modules(package)
     unknown = [f"{name} has no layer" for name in modules if part(name) not in LAYER_OF]
-    return unknown or [
+    faults = [
         f"{module.name} imports {target}, {fault}"
         for module in modules.values()
         for target in sorted(module.imports)
         if (fault := find_fault(module, target, modules))
     ]
+    return (
+        unknown or faults or [f"{' and '.join(names)} are a circle" for names in circles(modules)]
+    )
+
+
+def circles(modules: dict[str, Module]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    reached = {name: reachable(name, modules) for name in modules}
+    groups = {
+        tuple(sorted(other for other in others if name in reached[other]))
+        for name, others in reached.items()
+        if name in others
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def reachable(name: str, modules: dict[str, Module]) -> set[str]:
+    """All modules that this one imports, directly or through others."""
+    found: set[str] = set()
+    open_ends = [name]
+    while open_ends:
+        new = (modules[open_ends.pop()].imports & modules.keys()) - found
+        found |= new
+        open_ends += new
+    return found
 
 
 def find_fault(module: Module, target: str, modules: dict[str, Module]) -> str | None:
@@ -134,7 +159,7 @@ def find_fault(module: Module, target: str, modules: dict[str, Module]) -> str |
     return None
 
 
-def test_modules_import_only_from_lower_layers() -> None:
+def test_modules_import_only_from_lower_layers_and_never_in_a_circle() -> None:
     assert violations(PACKAGE) == []
 
 
@@ -154,8 +179,12 @@ def test_modules_import_only_from_lower_layers() -> None:
         ("reading/files.py", "from telemetry.selection import x", "needs torch"),
         ("reading/files.py", "from telemetry.events.summary_writer import x", "needs torch"),
         ("helpers.py", "", "has no layer"),
+        ("capture/hooks.py", "from telemetry.capture.step import Step", "are a circle"),
+        ("capture/hooks.py", "if TYPE_CHECKING:\n    from .step import Step", "are a circle"),
+        ("capture/hooks.py", "from telemetry.capture.modules import x", "are a circle"),
+        ("capture/hooks.py", "def f():\n    from telemetry.capture import x", "are a circle"),
         ("measure.py", "from .records.sketch import Sketch\nimport torch", None),
-        ("capture/__init__.py", "from .hooks import x\nfrom ..records.sketch import y", None),
+        ("capture/__init__.py", "from .modules import x\nfrom ..records.sketch import y", None),
         ("events/writer.py", "from telemetry.events import hooks\nimport numpy", None),
     ],
 )
@@ -165,6 +194,9 @@ def test_each_rule_is_checked(tmp_path: Path, path: str, code: str, fault: str |
         write(package / f"{name}.py", "")
     for name in ["capture/hooks", "events/__init__", "events/hooks", "events/summary_writer"]:
         write(package / f"{name}.py", "")
+    write(package / "capture/__init__.py", "from telemetry.capture.modules import x")
+    write(package / "capture/modules.py", "from telemetry.capture.step import x")
+    write(package / "capture/step.py", "from telemetry.capture.hooks import x")
     write(package / path, code)
     found = violations(package)
     if fault is None:
@@ -189,5 +221,18 @@ def test_no_tuple_is_filled_by_a_generator() -> None:
         and isinstance(node.func, ast.Name)
         and node.func.id == "tuple"
         and any(isinstance(argument, ast.GeneratorExp) for argument in node.args)
+    ]
+    assert found == []
+
+
+def test_only_capture_assigns_its_state() -> None:
+    """Hooks, optimizers and steps read it."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in (PACKAGE / "capture").glob("*.py")
+        if path.name != "capture.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if ast.unparse(node.value) in {"state", "self._state", "capture", "self._capture"}
     ]
     assert found == []

@@ -164,7 +164,7 @@ def test_a_tensor_that_is_recorded_as_another_one_is_told_once(
     with HookLogger(model := Net(), tmp_path, every_n_steps=2):
         for _ in loop_with(whole, steps=4)(model, None):
             pass
-    told = [r.getMessage() for r in caplog.records if "than PyTorch finds" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "than PyTorch computes" in r.getMessage()]
     assert len(told) == broken
     if told:
         assert "the first being outputs of blocks.0.relu" in told[0]

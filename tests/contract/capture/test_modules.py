@@ -591,8 +591,7 @@ def test_layers_in_plain_lists_are_named(tmp_path: Path, caplog: pytest.LogCaptu
     [record] = [r for r in caplog.records if "ModuleList" in r.getMessage()]
     assert record.levelno == logging.WARNING
     assert (
-        "modules in heads, inner.layers get gradients and are not the model's"
-        in record.getMessage()
+        "modules in heads, inner.layers get gradients and are not registered" in record.getMessage()
     )
 
 

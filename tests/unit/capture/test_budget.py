@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from telemetry import HookLogger
 from telemetry.capture import Budget
 from telemetry.capture import step as step_module
-from telemetry.capture.capture import LightReader
+from telemetry.capture.light_step import LightReader
 from telemetry.measure import Measurer
 from tests.helpers.plain_events import EventAccumulator
 from tests.helpers.twins import Recorder, assert_left_alone

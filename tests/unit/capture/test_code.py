@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import telemetry
 from telemetry import HookLogger
-from telemetry.capture.code import places_in_code
+from telemetry.capture.layouts import places_in_code
 from telemetry.commands.cli import main
 from telemetry.events.page_format import decode_layout, encode_layout
 from telemetry.records import CodeLocation, Module

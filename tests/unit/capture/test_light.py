@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import HookLogger, StepRecord
-from telemetry.capture.capture import LightReader
+from telemetry.capture.light_step import LightReader
 from telemetry.capture.parameters import ParameterTable
 from telemetry.records import Layout
 from telemetry.selection import Selection

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from telemetry import HookLogger
-from telemetry.capture.unseen import PASSES_WITHOUT_STEP, StepsUnseen
+from telemetry.capture.missed_steps import PASSES_WITHOUT_STEP, MissedSteps
 from tests.helpers.twins import assert_left_alone
 
 
@@ -72,7 +72,7 @@ def forgetting_to_step(model: nn.Module, passes: int) -> None:
 
 CAUSES: list[tuple[Callable[[nn.Module, int], None], str]] = [
     (stepping_a_copy, "made for a copy of the model"),
-    (skipping_every_step, "there is one, skips every step"),
+    (skipping_every_step, "unless the GradScaler skips every step"),
     (forgetting_to_step, "cleared in between: call optimizer.step(), or"),
     (stepping_by_hand, "call logger.step()"),
     (stepping_behind_autograd, "call logger.step()"),
@@ -135,10 +135,10 @@ def test_gradients_may_be_accumulated_over_more_passes(
 
 def test_a_parameter_is_compared_with_itself() -> None:
     one, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
-    unseen = StepsUnseen()
+    missed_steps = MissedSteps()
     for passes in range(1, 2 * PASSES_WITHOUT_STEP):
         reached = one if passes % 2 else other
-        assert unseen.after_pass(passes, {id(reached): reached}) is None
+        assert missed_steps.after_pass(passes, {id(reached): reached}) is None
 
 
 @pytest.mark.parametrize("train", [stepping_by_hand, stepping_behind_autograd])

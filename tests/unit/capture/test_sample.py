@@ -116,7 +116,7 @@ def test_a_sample_that_does_not_fit_is_told_once_and_harms_nothing(
     assert not any(record.feature_maps for record in watched.full)
     assert len(watched.full) == 5
     told = [record.getMessage() for record in caplog.records]
-    assert len([text for text in told if "failed to show the sample" in text]) == 1
+    assert len([text for text in told if "failed to run the sample" in text]) == 1
 
 
 def test_a_graph_that_is_kept_may_be_run_after_the_step(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from telemetry import HookLogger
-from telemetry.capture import Capture, CapturedStep, Content
-from telemetry.capture import step as step_module
+from telemetry.capture import Capture, CapturedStep, Content, observations
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps, every
 from telemetry.selection import Selection
@@ -103,12 +102,12 @@ def test_a_step_of_very_many_micro_batches_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond the bound, calls are counted and no more."""
-    monkeypatch.setattr(step_module, "MANY_OBSERVATIONS", 60)
+    monkeypatch.setattr(observations, "MANY_OBSERVATIONS", 60)
     observed: list[int] = []
     record = CapturedStep.record
 
     def spy(self: CapturedStep, *args: Any) -> Any:
-        observed.append(len(self.detail.observations))
+        observed.append(len(self.detail.observations.all))
         return record(self, *args)
 
     monkeypatch.setattr(CapturedStep, "record", spy)
@@ -126,17 +125,17 @@ def test_a_step_of_very_many_micro_batches_is_bounded(
 def test_every_tensor_is_seen_even_in_a_step_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_module, "MANY_OBSERVATIONS", 10)
+    monkeypatch.setattr(observations, "MANY_OBSERVATIONS", 10)
     model, recorder = deep(20), Recorder()
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
         train(model, 1, micro_batches=10)
     [step] = recorder.records
-    assert {t.sketch.count for t in step.activations.values()} == {4 * step_module.FEW_CALLS}
+    assert {t.sketch.count for t in step.activations.values()} == {4 * observations.FEW_CALLS}
     assert {t.calls for t in step.activations.values()} == {10}
 
 
 def test_bounds_leave_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_module, "MANY_OBSERVATIONS", 7)
+    monkeypatch.setattr(observations, "MANY_OBSERVATIONS", 7)
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         train(model, 2, micro_batches=9)
@@ -159,7 +158,7 @@ def test_memory_does_not_grow_with_steps_that_never_come(tmp_path: Path) -> None
     with HookLogger(model, tmp_path, every_n_steps=1):
         tracemalloc.start()
         try:
-            bound = step_module.MANY_OBSERVATIONS
+            bound = observations.MANY_OBSERVATIONS
             full = passes(bound // 4 + 10)
             assert passes(300) < full + 50_000
         finally:

@@ -15,11 +15,10 @@ import torch
 from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.alert import Alert
-from telemetry.capture.captured import CapturedStep, Detail, Observation, RunTotals
+from telemetry.capture.captured_step import CapturedStep, RunTotals
 from telemetry.events.background import BackgroundWriter
 from telemetry.events.summaries import event_of
 from telemetry.failures import Failures
-from telemetry.measure import Measurer
 from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
 from telemetry.pipeline import queue as pipeline_module
 from telemetry.pipeline.processing import Sink as AnySink
@@ -122,22 +121,19 @@ def make_pipeline(
 
 
 def captured(step: int, *, full: bool = False, wall_time: float = 0.0) -> CapturedStep:
-    detail = Detail()
-    if full:
-        measurer = Measurer()
-        measured = measurer.add(torch.ones(10))
-        assert measured is not None
-        detail.observations.append(Observation("weights", "weight", measured, False))
-        detail.measurements = measurer.finish()
-    return CapturedStep(
+    captured = CapturedStep(
         step=step,
         full=full,
         wall_time=wall_time,
         layout=LAYOUT,
-        detail=detail,
         totals=RunTotals(),
         failures=Failures(),
     )
+    if full:
+        observations = captured.detail.observations
+        observations.add("weights", "weight", torch.ones(10), observations.all)
+        observations.finish()
+    return captured
 
 
 def scalars(step: int, **values: float) -> LoggedScalars:

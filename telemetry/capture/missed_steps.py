@@ -1,4 +1,4 @@
-"""Says why no step of the training was seen."""
+"""Explains why no step is recorded."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from telemetry.capture.parameters import sample_of
 from telemetry.torch_private import scaler_exists
 from telemetry.torch_private.host_copy import HostCopy
 
-# Backward passes of one step after which something is wrong, if in half of them there is evidence
-# of it. Gradients may be accumulated over as many.
+# Backward passes of one step after which the cause is logged, if half of them are evidence of it.
+# Gradients may be accumulated over as many.
 PASSES_WITHOUT_STEP = 20
 
 # A parameter is compared with itself after each quarter of these passes. Its values show what its
@@ -24,14 +24,14 @@ NEVER_RAN = "the model never ran"
 _FORGOTTEN = "call optimizer.step(), or logger.step() if there is no torch.optim.Optimizer"
 
 
-class StepsUnseen:
-    """Gathers why one step does not end."""
+class MissedSteps:
+    """Evidence of why the step in progress does not end."""
 
     def __init__(self) -> None:
         self.other_steps = 0  # of optimizers with none of the model's parameters
-        self._judged = self._told = False
+        self._judged = self._reported = False
         self._passes = self._cleared = 0
-        self._compared = 0  # identity of the parameter that is
+        self._compared = 0  # identity of the parameter that is compared
         self._sample: Tensor | None = None  # of its values
         self._changes: list[HostCopy] = []
 
@@ -40,10 +40,10 @@ class StepsUnseen:
 
         Args:
             passes: How many have ended.
-            accumulated: The parameters that it has reached, at least one, by identity.
+            accumulated: The parameters that the pass has reached, at least one, by identity.
 
         Returns:
-            What to log, if anything.
+            The message to log, if any.
         """
         self._passes = passes
         first = next(iter(accumulated.values()))
@@ -70,18 +70,18 @@ class StepsUnseen:
                 "after each update; for fastai, use the callback in telemetry.integrations.fastai."
             )
         elif self._cleared >= few:
-            skips = ", unless a GradScaler, of which there is one, skips every step"
+            skips = ", unless the GradScaler skips every step"
             cause = f"Gradients are cleared in between: {_FORGOTTEN}{skips * scaler_exists()}."
         else:
             return None
-        self._told = True
+        self._reported = True
         return (
             f"{passes} backward passes have reached this model without a step of an optimizer "
-            f"that holds its parameters, and nothing is logged until there is one. {cause}"
+            f"that holds its parameters. Nothing is logged until the first step. {cause}"
         )
 
     def _compare(self, parameter: Tensor | None) -> None:
-        """Compare a parameter with what it was at the last call."""
+        """Note whether a parameter has changed since the last call."""
         sample = None if parameter is None else sample_of(parameter)
         if sample is None:
             return
@@ -90,11 +90,11 @@ class StepsUnseen:
             self._changes.append(HostCopy((self._sample != before).any()))
 
     def at_the_end(self, ran: str) -> tuple[int, str]:
-        """The level and the message, if any, to log if the run ends before its first step.
+        """Return level and message to log if the run ends before its first step.
 
-        ``ran`` says what is known of the forward passes, for a step without a backward pass.
+        ``ran`` describes the forward passes, for a step without a backward pass.
         """
-        if self._told:
+        if self._reported:
             return logging.NOTSET, ""
         passes = f"{self._passes} backward pass{'es' * (self._passes != 1)}"
         if self.other_steps:

@@ -1,4 +1,4 @@
-"""Forward passes of our own, which leave the model and its training as they were."""
+"""Probe forward passes, which leave the model and its training unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from telemetry.capture.captured import Detail
+from telemetry.capture.captured_step import Detail
 from telemetry.capture.nested import map_tensors, tensors_in
 from telemetry.measure import images
 from telemetry.plain_text import type_of
@@ -24,35 +24,34 @@ from telemetry.torch_private.ranks import has_flat_shards, spec_of
 
 
 class Sample:
-    """One fixed sample whose feature maps are drawn at every full step.
+    """Fixed sample whose feature maps are drawn at every full step.
 
-    ``given`` is what the model in training is given: a tensor, a tuple of arguments, or a mapping
-    of keyword arguments; of a batch the first sample is shown. It is copied.
+    ``given``: a batch in the form of the model's arguments: a tensor, a tuple of arguments, or a
+    mapping of keyword arguments. It is copied; feature maps are those of its first sample.
     """
 
     def __init__(self, model: nn.Module, given: Any) -> None:
         if not isinstance(given, Tensor | tuple | Mapping) or not tensors_in(given):
             raise TypeError(
-                "HookLogger(sample=...): must be what the model is given, a tensor, a tuple of "
-                f"arguments or a dict of keyword arguments, not {type_of(given)}"
+                "HookLogger(sample=...): must be a tensor, a tuple of arguments or a dict of "
+                f"keyword arguments of the model, not {type_of(given)}"
             )
         if reason := _refusal(model):
-            raise ValueError(f"HookLogger(sample=...): {reason}; leave it out")
+            raise ValueError(f"HookLogger(sample=...): {reason}; remove this argument")
         given = dict(given) if isinstance(given, Mapping) else given
         self._given = map_tensors(given, lambda tensor: tensor.detach().clone())
 
-    def show(self, model: nn.Module, pictured: Mapping[str, nn.Module], detail: Detail) -> None:
-        """Run the sample, in evaluation mode, and take its own picture and its feature maps.
+    def run(self, model: nn.Module, pictured: Mapping[str, nn.Module], detail: Detail) -> None:
+        """Run the sample in evaluation mode, and add its picture and feature maps to ``detail``.
 
-        While it runs, there are copies of all parameters and buffers, and no hooks but those of
-        PyTorch, such as of ``weight_norm``. Gradients, autocast and other modes are off.
+        While it runs, memory holds copies of all parameters and buffers. Hooks other than PyTorch's
+        own (``weight_norm``), gradients, autocast and other modes are off.
 
         Args:
-            pictured: The modules whose outputs are to be drawn, by name.
-            detail: Takes the pictures.
+            pictured: The modules whose outputs are drawn, by name.
         """
         if reason := _refusal(model):
-            raise RuntimeError(f"{reason}, so the sample is not shown")
+            raise RuntimeError(f"{reason}, so the sample has no feature maps")
         while isinstance(model, nn.DataParallel | DistributedDataParallel):
             model = model.module  # it runs on this rank alone
 
@@ -77,16 +76,16 @@ class Sample:
 
 
 def _refusal(model: nn.Module) -> str:
-    """Why the model cannot run a sample by itself; empty if it can."""
+    """Return the reason why the model cannot run a sample; empty if it can."""
     if has_flat_shards(model) or any(map(spec_of, model.parameters())):
         return "the model is sharded, and a forward pass of one rank would wait for the others"
     if any(map(is_compiled, model.modules())):
-        return "the model is compiled, and a pass in evaluation mode would compile it anew"
+        return "the model is compiled, and a pass in evaluation mode would compile it again"
     return ""
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model's output for copies of the inputs: it may work in place."""
+    """Return the model's output for copies of the inputs: it may change them in place."""
     inputs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs)
     if isinstance(inputs, Mapping):
         return model(**inputs)
@@ -95,7 +94,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Gives back what the body changes: of the model, and of generators of random numbers."""
+    """Restore the model and the generators of random numbers after the body."""
     tensors = [*model.parameters(), *model.buffers()]
     values = [tensor.detach().clone() for tensor in tensors]
     modules = [*model.modules()]
@@ -116,7 +115,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         np.random.set_state(states[1])  # noqa: NPY002
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
-                # Nobody can write to an expanded one. A graph that is kept may refer to a buffer.
+                # An expanded tensor cannot be written. A graph that is kept may refer to a buffer.
                 if tensor.layout != torch.strided or 0 not in tensor.stride():
                     tensor.data.copy_(value)
         for now, before in (*attributes, *registered):  # what a forward pass has put there
@@ -131,7 +130,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Takes hooks off that are not PyTorch's own: they may count or keep what passes."""
+    """Remove hooks that are not PyTorch's own, which may have side effects, during the body."""
     kept = [(hooks, dict(hooks)) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
     for hooks, before in kept:
         for key, hook in before.items():

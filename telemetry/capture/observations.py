@@ -1,0 +1,185 @@
+"""Tensors measured in one step: added on the training thread, merged by name on the worker."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from telemetry.capture.parameters import PLAIN, Indexed, local
+from telemetry.failures import Failures
+from telemetry.measure import Measurements, Measurer
+from telemetry.records import Output, Parameter
+from telemetry.records.moments import nonfinite_of, norm_of
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import Tensors
+from telemetry.torch_private.host_copy import HostCopy
+
+# Bounds of one step: beyond so many observations, only the first calls of each tensor are
+# measured, and further ones are counted.
+MANY_OBSERVATIONS = 8192
+FEW_CALLS = 4
+
+# Outputs of compiled graphs, and gradients of them, that PyTorch reduces, too, in a run: what is
+# measured depends on the compiler.
+CHECKS = 32
+
+Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
+"""Field of the :class:`StepRecord` that holds the tensor."""
+
+Name: TypeAlias = str | Output
+"""Name of a parameter or module, or an output."""
+
+# Powers of the values that are summed: four where the kurtosis is shown, elsewhere two.
+_POWERS: Mapping[Kind, int] = {"outputs": 4}
+
+_NO_TENSORS: Tensors[Any] = Tensors.of({})
+
+
+class Observation(NamedTuple):
+    """One measured tensor; ``scaled``: with the factor of a ``GradScaler``, if there is one."""
+
+    kind: Kind
+    name: Name
+    measurement: int
+    scaled: bool
+
+
+class Observations:
+    """Measured tensors of one step.
+
+    Tensors are added to :attr:`all`, or to the list of a backward pass that may belong to no step.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        self.all: list[Observation] = []
+        self._failures = failures
+        self._measurer = Measurer()
+        self._measurements: Measurements | None = None
+        self._seen: dict[tuple[Kind, Name], int] = {}
+        self._counted: Counter[tuple[Kind, Name]] = Counter()  # calls that were not measured
+        self._measured = 0
+        # Minimum, maximum and norm of some observations, as PyTorch computes them.
+        self._checks: list[tuple[Observation, HostCopy]] = []
+
+    # --- on the training thread -------------------------------------------------------------------
+
+    def add(
+        self,
+        kind: Kind,
+        name: Name,
+        tensor: Tensor,
+        into: list[Observation],
+        *,
+        unit_axis: int | None = None,
+        scaled: bool = False,
+    ) -> Observation | None:
+        """Measure ``tensor`` as it is now; None if it is only counted, or cannot be measured."""
+        key = kind, name
+        seen = self._seen.get(key, 0)
+        if self._measured >= MANY_OBSERVATIONS and seen >= FEW_CALLS:
+            self._counted[key] += 1
+            return None
+        measured = self._measurer.add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
+        if measured is None:
+            self._log_unsupported(kind, name, tensor)
+            return None
+        self._seen[key] = seen + 1
+        self._measured += 1
+        observation = Observation(kind, name, measured, scaled)
+        into.append(observation)
+        return observation
+
+    def add_parameters(
+        self,
+        kind: Kind,
+        tensors: Indexed,
+        parameters: Sequence[Parameter],
+        *,
+        scaled: bool = False,
+    ) -> None:
+        """Measure tensors of some of the model's ``parameters``, given with their indices."""
+        values = [t if type(t) in PLAIN else local(t) for _, t in tensors]
+        measured = self._measurer.add_all(values, powers=_POWERS.get(kind, 2))
+        for (index, _), value, measurement in zip(tensors, values, measured, strict=True):
+            name = parameters[index].name
+            if measurement is None:
+                self._log_unsupported(kind, name, value)
+                continue
+            self._measured += 1
+            self.all.append(Observation(kind, name, measurement, scaled))
+
+    def check(self, observation: Observation, tensor: Tensor) -> None:
+        """Have PyTorch reduce the same tensor; :meth:`merge` compares."""
+        extremes = torch.stack(torch.aminmax(tensor.detach())).to(torch.float64)
+        norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
+        self._checks.append((observation, HostCopy(torch.cat([extremes, norm[None]]))))
+
+    def finish(self) -> None:
+        """Start the copies to the host; nothing is added any more."""
+        self._measurements = self._measurer.finish()
+
+    def _log_unsupported(self, kind: Kind, name: Name, tensor: Tensor) -> None:
+        layout = "nested tensor" if tensor.is_nested else type(tensor).__name__
+        what = f"{layout} of {tensor.dtype} ({tensor.layout}, {tensor.device.type})"
+        self._failures.log_once(
+            f"{kind} of {str(name) or 'the model'} are not measured: {what} is not supported",
+            kind=what,
+        )
+
+    # --- on the worker thread ---------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory held until :meth:`merge`, about."""
+        return 0 if self._measurements is None else self._measurements.nbytes
+
+    def merge(self, *, first: int, factor: float) -> dict[str, Tensors[Any]]:
+        """Merge the observations by kind and name; waits for an accelerator.
+
+        Args:
+            first: Number of observations to omit, from the beginning.
+            factor: Divisor of those that are scaled.
+        """
+        kinds: dict[str, Tensors[Any]] = dict.fromkeys(get_args(Kind), _NO_TENSORS)
+        if self._measurements is None:
+            return kinds
+        observations = self.all[first:]
+        measured = self._measurements.reduce().rows
+        self._compare(measured)
+        rows = measured.take(np.array([o.measurement for o in observations], np.intp))
+        if factor != 1:
+            scaled = np.array([o.scaled for o in observations])
+            rows = rows.scaled(np.where(scaled, 1 / factor, 1.0))
+        places: dict[tuple[Kind, Name], int] = {}
+        of = [places.setdefault((o.kind, o.name), len(places)) for o in observations]
+        rows = rows.merged(np.array(of, np.int64), len(places))
+        rows = rows.having(calls=rows.calls + [self._counted[key] for key in places])
+        for kind in kinds:
+            some = {name: place for (of_kind, name), place in places.items() if of_kind == kind}
+            kinds[kind] = Tensors(tuple(some), rows.take(np.array([*some.values()], np.intp)))
+        return kinds
+
+    def _compare(self, measured: Rows) -> None:
+        """Log tensors of compiled graphs for which PyTorch computes other figures."""
+        wrong = []
+        for (kind, name, measurement, _), copy in self._checks:
+            own, row = copy.wait().numpy(), measured.take(np.array([measurement]))
+            recorded = np.concatenate([row.min, row.max, norm_of(row)])
+            finite = bool(np.isfinite(own).all())
+            if finite is not bool(nonfinite_of(row)[0] == 0) or (
+                finite and not np.allclose(recorded, own, rtol=1e-3, atol=1e-30)
+            ):
+                wrong.append(f"{kind} of {name}: {recorded.tolist()} instead of {own.tolist()}")
+        if wrong:
+            self._failures.log_once(
+                f"{len(wrong)} of {len(self._checks)} tensors of compiled modules are recorded "
+                "with another minimum, maximum or norm than PyTorch computes, the first being "
+                f"{wrong[0]}. This is a bug of telemetry with PyTorch {torch.__version__}; please "
+                'report it. Under torch.compiler.set_stance("force_eager") figures are right',
+                kind="compiled",
+            )

@@ -1,0 +1,108 @@
+"""Shared by hooks, optimizers and steps: the target of the capture, and its state."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
+
+from torch import nn
+
+from telemetry.capture.captured_step import RunTotals
+from telemetry.capture.parameters import ParameterTable
+from telemetry.failures import Failures
+from telemetry.ranks.topology import RankObserver
+from telemetry.selection import Selection
+from telemetry.torch_private import undisturbed
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """Tensors that a full step measures."""
+
+    activations: bool = True
+    activation_gradients: bool = True
+    gradients: bool = True
+    weights: bool = True
+    images: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, bool):
+                raise TypeError(f"HookLogger({name}={value!r}): must be True or False")
+
+
+class State:
+    """State of the capture; only :class:`~capture.Capture` assigns its attributes.
+
+    Attributes:
+        training, in_phase, armed: Whether forward passes of training are observed, those of a
+            phase, or either. Compiled graphs are guarded by these: one graph has observers, the
+            other has none.
+        output_grads: Whether gradients with respect to outputs are observed, too.
+        thread: Thread whose forward passes belong to the step in progress; None: not known yet.
+        step: Number of the step in progress.
+        light: Whether one call has read the gradients of the step in progress.
+        ranks: Observer of the other ranks; None: there are none, or they are not known yet.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.training = self.in_phase = self.armed = self.output_grads = self.light = False
+        self.thread: int | None = None
+        self.step = step
+        self.ranks: RankObserver | None = None
+
+
+class Guard(NamedTuple):
+    """Keeps the capture apart from training: reports its failures and measures its time."""
+
+    failures: Failures
+    own_time: AbstractContextManager[None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Target:
+    """The model that is captured, held weakly, and what is measured of it."""
+
+    model: weakref.ref[nn.Module]
+    selection: Selection
+    table: ParameterTable
+    content: Content
+    has_sample: bool  # feature maps are those of a fixed sample
+    guard: Guard
+    totals: RunTotals = field(default_factory=RunTotals)
+
+
+def guarded(doing: str, *, reads: bool = True) -> Callable[[Method], Method]:
+    """Report exceptions of a method instead of raising them, and count its time as telemetry's.
+
+    The owner of the method has a :class:`Guard`, ``guard``.
+
+    Args:
+        doing: What failed, "to ..."; ``{0}`` stands for the owner, ``{1}`` for the first argument.
+        reads: Whether the method reads tensors. It then runs without the caller's modes, and not
+            at all where they cannot be left.
+    """
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def contained(self: Any, *args: Any, **kwargs: Any) -> None:
+            failures, own_time = self.guard
+            try:
+                with own_time:
+                    if not reads:
+                        return method(self, *args, **kwargs)
+                    with undisturbed() as possible:
+                        if possible:
+                            method(self, *args, **kwargs)
+            except Exception:
+                failures.report(doing.format(self, *args))
+
+        return cast(Method, contained)
+
+    return decorate
