@@ -67,7 +67,7 @@ class Intervention:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the hooks. Harmless when repeated."""
+        """Remove the hooks; idempotent."""
         _remove(self._handles)
 
 
@@ -321,7 +321,7 @@ class Capturing(Intervention, Mapping[str, Captured]):
         return tuple(self._calls[name].kept)
 
     def remove(self) -> None:
-        """Remove the hooks, also those on outputs without gradients yet. Harmless when repeated."""
+        """Remove the hooks, also those on outputs without gradients yet; idempotent."""
         super().remove()
         for calls in self._calls.values():
             for call in calls.kept:

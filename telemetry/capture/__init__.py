@@ -2,7 +2,7 @@
 
 PyTorch calls the hooks (:mod:`hooks`, :mod:`optimizers`), which read a small :mod:`state` and call
 :mod:`capture`. It opens and ends each :class:`~step.Step`, whose methods are in the order of time,
-and hands over a :class:`CapturedStep`. The worker thread makes the record of it. At most steps one
+and delivers a :class:`CapturedStep`. The worker thread makes the record of it. At most steps one
 call reads the gradients instead, and makes a :class:`LightStep`.
 
 :mod:`activations` and :mod:`observations` measure the tensors of a step, :mod:`parameters` takes

@@ -115,7 +115,7 @@ class Capture:
     # --- on and off -------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Install the hooks; the step in progress begins anew."""
+        """Install the hooks; the step in progress restarts."""
         if self.attached:
             return
         self._optimizers.install()
@@ -127,13 +127,13 @@ class Capture:
         self._begin(self.step, self._is_full(self.step), attaching=True)
 
     def detach(self) -> None:
-        """Remove all hooks. Harmless when repeated."""
+        """Remove all hooks; idempotent."""
         self._end_open_step()
         self._optimizers.remove()
         self._remove_hooks()
 
     def end(self) -> None:
-        """Remove all hooks for good; log the reason if no step was handed over."""
+        """Remove all hooks permanently; log the reason if no step was delivered."""
         self._end_open_step()
         if self.attached and not self._delivered:
             ran = self._modules.how_they_ran(self._step)
@@ -287,7 +287,7 @@ class Capture:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure every forward pass inside as a phase of its own, which is not training."""
+        """Measure every forward pass inside as a separate phase, which is not training."""
         if self.model() is None or not self.attached:
             yield
             return
@@ -396,7 +396,7 @@ class Capture:
         if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
             self._stepping_thread = threading.get_ident()
         step, number = self._step, self.step
-        # Called before the step is handed over: rules then request a later step than the next, so
+        # Called before the step is delivered: rules then request a later step than the next, so
         # that a repeated run measures the same steps if they answer within one step.
         full = self._is_full(number + 1)
         step.stop()

@@ -163,7 +163,7 @@ class CapturedStep:
         passes: Number of backward passes of training that have ended.
         norms: Norms of the gradients that each optimizer used at its first step, and whether they
             have a scaler's factor that the optimizer takes off.
-        square: Square of the norm of all gradients, as far as known without waiting.
+        square: Square of the norm of all gradients whose norms are known without waiting.
         learning_rates: For every optimizer known by then, the rate of each parameter group.
         before_clipping: For each parameter that a backward pass has reached: the norms at the end
             of the last pass, and its place among them.

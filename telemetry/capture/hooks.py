@@ -42,8 +42,8 @@ class CallObserver(Protocol):
 class Inert:
     """Base of hooks whose copies and pickles do nothing: a copied model is another model.
 
-    Copies become a bound method of the standard library that takes anything and returns None, so
-    that a model saved while it had hooks loads where telemetry is not installed.
+    A copy is a bound method of the standard library that takes anything and returns None. So a
+    model that was saved with hooks loads where telemetry is not installed.
     """
 
     __slots__ = ("__weakref__",)
@@ -91,7 +91,7 @@ class ModuleHook(Inert):
         copied = None if hooks is None else memo.get(id(hooks))
         if copied is not None and self._handle is not None:
             end = nullcontext()
-            memo[id(end)] = end  # lives as long as the memo: until copying has ended
+            memo[id(end)] = end  # dies with the memo, when copying has ended
             weakref.finalize(end, copied.pop, self._handle.id, None)
         return nullcontext().__exit__
 
@@ -124,7 +124,7 @@ class ForwardHook(ModuleHook):
         last = "last" if isinstance(module, _UNITS_LAST) else "unknown"
         self.units = "first" if isinstance(module, _CHANNELS_FIRST) else last
         # A tensor of shape ``[]``: an int would be a constant of the graph, and each of several
-        # equal layers would be compiled anew.
+        # equal layers would be compiled again.
         number = next(_numbers)
         self._number = torch.tensor(number, device="cpu")
         _hooks[number] = self
@@ -191,7 +191,7 @@ def _report(x: Tensor, number: Tensor, index: int, backward: bool) -> None:
 
 _LIBRARY = torch.library.Library("telemetry", "DEF")
 _SCHEMA = "observe(Tensor x, Tensor number, int index, bool backward) -> ()"
-# A graph that is replayed runs no Python. Before PyTorch 2.8 there is no such tag.
+# A graph that is replayed runs no Python. PyTorch has the tag since 2.8.
 _UNSAFE = getattr(torch.Tag, "cudagraph_unsafe", None)
 _LIBRARY.define(_SCHEMA, tags=() if _UNSAFE is None else (_UNSAFE,))
 _LIBRARY.impl("observe", _report, "CompositeExplicitAutograd")

@@ -25,7 +25,7 @@ _NEVER_WRITTEN = nn.Module.forward.__code__  # the code of containers
 
 
 class Layouts:
-    """The layout of a model, computed anew when the model has changed.
+    """Layout of a model, computed again when the model has changed.
 
     Attributes:
         forward_order: Names of the modules that have run, by their first calls.
@@ -70,7 +70,7 @@ class Layouts:
         places = places_in_code(found)
         shown = set(cleaned(self._target.selection.apply(model).items()))
         recorded = shown.union(ran, (p.module_name for p in parameters if p.recorded))
-        # Tensors of modules that are gone since belong to the step.
+        # Tensors of modules that were removed since belong to the step.
         used = [*ran, *(parameter.module_name for parameter in parameters)]
         self._any_gone = not modules.keys() >= set(used)
         modules.update((name, "") for name in used if name not in modules)
@@ -136,7 +136,7 @@ def _code_of(module: nn.Module) -> CodeType | None:
 
 @cache
 def _file(name: str) -> tuple[str, bool]:
-    """Return the displayed path of a file, empty if there is none, and whether it is the user's."""
+    """Return the displayed path of a file, or an empty one, and whether it is the user's."""
     try:
         path, here = Path(name).absolute(), Path.cwd()
         if not path.is_file():

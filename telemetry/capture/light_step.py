@@ -32,7 +32,7 @@ class LightStep(NamedTuple):
     Attributes:
         groups: Number of parameter groups.
         row: The learning rates of the groups, then the norm of each parameter's gradient, negative
-            where there is none; float64 ``[groups + parameters]``.
+            where it is missing; float64 ``[groups + parameters]``.
     """
 
     step: int
@@ -65,7 +65,7 @@ class LightStep(NamedTuple):
 class LightReader:
     """Reads the gradients that the only optimizer is about to use, by one call of the C extension.
 
-    It refuses gradients that are not finite, on an accelerator, sparse or of a class of their own,
+    It refuses gradients that are not finite, on an accelerator, sparse or of a tensor subclass,
     learning rates that are tensors, and steps of a ``GradScaler``. Those take the slow path.
     """
 
@@ -105,7 +105,7 @@ class LightReader:
         """Read the gradients and learning rates of a step; whether that was possible."""
         if self._parameters is not self._table.parameters:
             return False
-        # The search takes as long as reading some gradients. A scaler that is missed leaves the
+        # The search costs about as much as reading gradients. A scaler that is missed leaves the
         # gradients unscaled, unless the optimizer is to divide by its factor.
         if self._since_check == 0 and calling_scaler() is not None:
             return False

@@ -63,7 +63,7 @@ class WatchedModules:
         self._compilations.install()
 
     def observe(self) -> None:
-        """Observe the calls of watched modules, chosen anew if the model has changed."""
+        """Observe the calls of watched modules, chosen again if the model has changed."""
         self._compilations.install()
         if not self._hooks or self.changed():
             self._choose()
@@ -91,7 +91,7 @@ class WatchedModules:
                 self._set_aside.discard(hook)
 
     def detach(self) -> None:
-        """Remove all hooks. Harmless when repeated."""
+        """Remove all hooks; idempotent."""
         self._observing = False
         self._compilations.remove()
         self._modes.remove()
@@ -195,7 +195,7 @@ class WatchedModules:
         model = self._target.model()
         if model is None:
             return False
-        # A new module may have the identity of one that is gone.
+        # A new module may have the identity of one that was deleted.
         gone = None in [hook.module() for hook in self._hooks.values()]
         return gone or self._identities != _identities(model)
 

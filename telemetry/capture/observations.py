@@ -24,8 +24,8 @@ from telemetry.torch_private.host_copy import HostCopy
 MANY_OBSERVATIONS = 8192
 FEW_CALLS = 4
 
-# Outputs of compiled graphs, and gradients of them, that PyTorch reduces, too, in a run: what is
-# measured depends on the compiler.
+# Outputs of compiled graphs, and gradients of them, that PyTorch reduces, too, in a run: the
+# compiler decides which values the observers receive.
 CHECKS = 32
 
 Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]

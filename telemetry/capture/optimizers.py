@@ -104,7 +104,7 @@ class Optimizers:
         ]
 
     def remove(self) -> None:
-        """Remove the hooks. Harmless when repeated."""
+        """Remove the hooks; idempotent."""
         _remove(self.handles)
         self._forget()
 

@@ -48,7 +48,7 @@ class State:
         thread: Thread whose forward passes belong to the step in progress; None: not known yet.
         step: Number of the step in progress.
         light: Whether one call has read the gradients of the step in progress.
-        ranks: Observer of the other ranks; None: there are none, or they are not known yet.
+        ranks: Observer of the other ranks; None: a single rank, or not known yet.
     """
 
     def __init__(self, step: int) -> None:
@@ -67,7 +67,7 @@ class Guard(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Target:
-    """The model that is captured, held weakly, and what is measured of it."""
+    """The captured model, held weakly, and its measured content."""
 
     model: weakref.ref[nn.Module]
     selection: Selection
@@ -84,7 +84,7 @@ def guarded(doing: str, *, reads: bool = True) -> Callable[[Method], Method]:
     The owner of the method has a :class:`Guard`, ``guard``.
 
     Args:
-        doing: What failed, "to ..."; ``{0}`` stands for the owner, ``{1}`` for the first argument.
+        doing: What failed, "to ..."; ``{0}`` is the owner, ``{1}`` the first argument.
         reads: Whether the method reads tensors. It then runs without the caller's modes, and not
             at all where they cannot be left.
     """
