@@ -238,7 +238,7 @@ def test_a_model_that_nobody_keeps_is_said_to_be_gone(
 def test_a_with_block_of_a_model_that_nobody_keeps_says_why_it_cannot_begin(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(ValueError, match="the model is gone; keep it in a variable"):
+    with pytest.raises(ValueError, match="the model is deleted; keep a reference"):
         HookLogger(torch.nn.ModuleList([mlp()]), tmp_path).__enter__()
 
 

@@ -155,7 +155,11 @@ def test_a_model_without_convolutions_is_told_of(
 @pytest.mark.parametrize(
     ("sample", "error", "message"),
     [
-        ("x", TypeError, r"a tensor, a tuple of arguments or a dict of keyword arguments, not str"),
+        (
+            "x",
+            TypeError,
+            r"a tensor, a tuple of arguments or a dict of keyword arguments of the model, not str",
+        ),
         ({}, TypeError, r"not dict"),
         ((1, 2), TypeError, r"not tuple"),
     ],
@@ -168,7 +172,7 @@ def test_what_is_no_sample_is_refused(
 
 
 def test_without_images_there_is_nothing_to_sample(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="images=False draws none"):
+    with pytest.raises(ValueError, match="images=False draws no pictures"):
         HookLogger(Net(), tmp_path, sample=SAMPLE, images=False)
 
 
