@@ -1,11 +1,9 @@
-/* Launches the kernels of kernels.cu on tensors in a GPU's memory.
+/* Launches the kernels of kernels.cu on tensors in a GPU's memory; _cuda.pyi documents the functions.
  *
- * A step's tensors are measured into a buffer of rows. Each tensor's own stream writes its row; a stream
- * of ours copies all of them to the host afterwards. Whatever a kernel is given is checked first,
- * because an invalid address ends the training.
+ * The kernels write the rows of a step's tensors into a buffer, each on its tensor's stream. Arguments
+ * of kernels are checked first, because an invalid address ends the training.
  *
- * The driver is loaded when it is asked for, so that this is built and loaded without CUDA. The
- * module uses Python's limited API only. What it has is described in _cuda.pyi.
+ * The driver is loaded at run time, so this builds and loads without CUDA. Python's limited API only.
  */
 
 #ifdef Py_GIL_DISABLED
@@ -41,7 +39,7 @@ typedef struct FunctionOfDriver *Function;
 typedef struct StreamOfDriver *Stream;
 typedef unsigned long long Address;
 
-/* Name here, the name that stands for this signature in every driver, and arguments. */
+/* Name here, name of this signature in every driver, and arguments. */
 #define DRIVER_FUNCTIONS(X)                                                                       \
     X(get_error_string, cuGetErrorString, (int code, const char **text))                          \
     X(initialize, cuInit, (unsigned flags))                                                       \
@@ -69,7 +67,7 @@ static Functions driver;
 
 enum { OUT_OF_MEMORY = 2 }; /* an error */
 
-/* Raise what a call of the driver has returned. */
+/* Raise an exception for an error of the driver. */
 static PyObject *raise_error(const char *doing, int code)
 {
     const char *text = NULL;
@@ -79,7 +77,7 @@ static PyObject *raise_error(const char *doing, int code)
                         "CUDA, to %s: error %d, %s", doing, code, text);
 }
 
-/* Raise that a function takes other arguments, unless something is raised already. */
+/* Raise TypeError, unless an exception is set. */
 static PyObject *misused(const char *takes)
 {
     if (!PyErr_Occurred())
@@ -130,7 +128,7 @@ static PyObject *python_load(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* --- a device --------------------------------------------------------------------------------- */
 
-/* As kernels.cu describes them, of one module for each dtype; of most two, for 2 and 4 powers. */
+/* Kernels of kernels.cu in the module of each dtype; most have variants for 2 and for 4 powers. */
 enum { MEASURE = 0, MEASURE_WIDE = 2, MEASURE_LAST = 4, MEASURE_MIDDLE = 6, MEASURE_MANY = 8, NORMS = 10,
        KERNELS };
 static const char *const NAMES[KERNELS] = {
@@ -148,7 +146,7 @@ typedef struct {
 
 enum {
     THREADS = 512,
-    PER_BLOCK = 16384,         /* elements for which one more block is worth while */
+    PER_BLOCK = 16384,         /* elements that justify one more block */
     PER_PROCESSOR = 2,         /* blocks */
     MOST_BLOCKS = 65535,
     MOST = 0x7FFFFFF0,         /* elements of a tensor */
@@ -157,7 +155,7 @@ enum {
     ROW = 16464,               /* bytes */
     UNIT = 8,
     PARTIAL = 32,              /* of a block */
-    UNITS = 320,               /* that there is room for, for each row on average */
+    UNITS = 320,               /* capacity, for each row on average */
     PARTIALS = 160
 };
 
@@ -173,13 +171,13 @@ typedef struct {
     Function functions[MODULES][KERNELS];
 } Device;
 
-/* What leave() undoes. */
+/* State that leave() restores. */
 typedef struct {
     int pushed, mode;
 } Entered;
 
-/* Make the device's context current. What is called until leave() invalidates no capture of a CUDA
- * graph, which another thread may be at: in the default mode even a query of an event would. */
+/* Make the device's context current. Until leave(), calls do not invalidate a capture of a CUDA graph
+ * by another thread, as they would in the default mode. */
 static int enter(const Device *device, Entered *entered)
 {
     Context current = NULL;
@@ -206,7 +204,7 @@ static Device *device_of(PyObject *capsule)
     return PyCapsule_GetPointer(capsule, "telemetry.device");
 }
 
-/* Have the functions of a module at hand before they are needed: loading them may wait. */
+/* Load a module and its functions before their first launch: loading may synchronize. */
 static const char *load_module(const char *image, Function *functions, int *code)
 {
     Module module;
@@ -255,7 +253,7 @@ static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t
     PyThreadState *state = PyEval_SaveThread();
     const char *failed = open_device(device, images, &code);
     PyEval_RestoreThread(state);
-    if (!failed) /* as long as the process lasts, for buffers and arrivals refer to it */
+    if (!failed) /* never freed: buffers refer to it */
         return PyCapsule_New(device, "telemetry.device", NULL);
     free(device);
     return raise_error(failed, code);
@@ -263,9 +261,8 @@ static PyObject *python_open(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* --- a buffer --------------------------------------------------------------------------------- */
 
-/* What tensors of one step are measured into; one thread at a time uses it. Rows fill the memory
- * upwards, and the codes of units downwards from where the rows begin, so that one copy and one
- * memset take both. */
+/* Rows of one step; not thread-safe. Rows fill the memory upwards, and the codes of units downwards
+ * from the first row, so that one copy and one memset cover both. */
 typedef struct {
     const Device *device;
     Address memory, rows, partials;
@@ -295,10 +292,10 @@ static PyObject *python_buffer(PyObject *module, PyObject *const *args, Py_ssize
     buffer->row_capacity = rows;
     buffer->unit_capacity = rows * UNITS;
     buffer->partial_capacity = rows * PARTIALS;
-    return PyCapsule_New(buffer, "telemetry.buffer", NULL); /* as long as the process lasts */
+    return PyCapsule_New(buffer, "telemetry.buffer", NULL); /* never freed */
 }
 
-/* Rows, units, and where they begin in the buffer and end, in bytes; it is empty from now on. */
+/* Return the numbers of rows and units and their range of bytes, and mark the buffer as empty. */
 static PyObject *python_take(PyObject *module, PyObject *capsule)
 {
     (void)module;
@@ -336,8 +333,7 @@ static int64_t least(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* A tensor of the device, or what describes one: address, elements, letter of the dtype, units,
- * inner. */
+/* Describe a tensor of the device, or a tuple: address, elements, letter of the dtype, units, inner. */
 static int describe_any(PyObject *object, PyObject *axis, const Device *device, Values *values)
 {
     unsigned long long address;
@@ -357,7 +353,7 @@ static int describe_any(PyObject *object, PyObject *axis, const Device *device, 
     return 1;
 }
 
-/* Whether the kernels take it. */
+/* Describe a tensor; 0 if the kernels do not take it. */
 static int ask(PyObject *object, PyObject *axis, const Device *device, Values *values)
 {
     return describe_any(object, axis, device, values) && values->values && values->count > 0 &&
@@ -383,8 +379,8 @@ static int64_t blocks_for(const Device *device, const Values *values)
     return blocks < wanted ? wanted : blocks;
 }
 
-/* Whether there is room for a row, with so many units and partial sums: TAKEN, REFUSED if not in any
- * buffer, FULL if not in this one any more. */
+/* Check that a row with its units and partial sums fits: TAKEN; FULL if it needs another buffer; REFUSED
+ * if it fits into none. */
 static int room_for(const Buffer *buffer, int64_t units, int64_t partials)
 {
     if (buffer->row_count < buffer->row_capacity &&
@@ -394,7 +390,7 @@ static int room_for(const Buffer *buffer, int64_t units, int64_t partials)
     return buffer->row_count ? FULL : REFUSED;
 }
 
-/* Whether a stream's work is being recorded: what we launch would be repeated with it. */
+/* Whether a stream is captured: replays of the graph would repeat our launches. */
 static int is_capturing(Stream stream)
 {
     int status = 0;
@@ -408,7 +404,7 @@ static int launch(const Device *device, int module, int kernel, int64_t blocks, 
                          0, stream, arguments, NULL);
 }
 
-/* Measure a tensor into a row for which there is room. */
+/* Queue the measurement of a tensor whose row fits. */
 static int launch_measure(Buffer *buffer, const Values *values, int powers, Stream stream)
 {
     int64_t blocks = blocks_for(buffer->device, values);
@@ -427,7 +423,7 @@ static int launch_measure(Buffer *buffer, const Values *values, int powers, Stre
     return 0;
 }
 
-/* Keeps the interpreter lock, which takes longer to get back than one launch takes. */
+/* Keeps the interpreter lock: getting it back may take longer than the launch. */
 static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
@@ -456,7 +452,7 @@ static PyObject *python_measure(PyObject *module, PyObject *const *args, Py_ssiz
 
 /* --- many tensors ----------------------------------------------------------------------------- */
 
-/* The chunks of those tensors of one module that have a row; how many there are. */
+/* Write the chunks of tensors that have a row in one module; return their number. */
 static uint32_t fill_chunks(const Values *tensors, const int64_t *rows, Py_ssize_t size, int module,
                             Chunk *chunks)
 {
@@ -478,8 +474,7 @@ static uint32_t fill_chunks(const Values *tensors, const int64_t *rows, Py_ssize
     return count;
 }
 
-/* Tables of chunks, one for each module that is needed: (module, bytes, count, address of its partial
- * sums). */
+/* Return a table of chunks for each module in use: (module, bytes, count, address of partial sums). */
 static PyObject *tables_of(const Values *tensors, const int64_t *rows, Py_ssize_t size,
                            Address partials)
 {
@@ -500,8 +495,6 @@ static PyObject *tables_of(const Values *tensors, const int64_t *rows, Py_ssize_
     return tables;
 }
 
-/* plan(device, buffer or None, tensors, stream): whether each can be measured with others, or FULL;
- * and the tables for that. Rows are those of the buffer, or without one the places in the list. */
 static PyObject *python_plan(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;
@@ -542,8 +535,6 @@ static PyObject *python_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     return Py_BuildValue("NN", found, tables);
 }
 
-/* launch_table(device, buffer or None, module, count, addresses of the table, the norms and the partial
- * sums, powers, stream): measure what plan() has found, or without a buffer take norms. */
 static PyObject *python_launch_table(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
 {
     (void)module;

@@ -1,11 +1,10 @@
-"""Launches of the kernels of ``kernels.cu``; :mod:`telemetry.measure.cuda` says what for.
+"""Launches of the kernels of ``kernels.cu`` for :mod:`telemetry.measure.cuda`.
 
-Nothing here waits for a device but :func:`wait`, and nothing is launched on a stream that is being
-captured. Streams are the driver's handles, memory is given by address.
+No function waits for a device, or launches on a captured stream. Streams are the driver's handles,
+memory is given by address.
 
-All raise ``RuntimeError`` where the driver returns an error, ``MemoryError`` if it lacks memory.
-:func:`measure` and :func:`launch_table` keep the interpreter lock: getting it back may take longer
-than they do.
+All raise ``RuntimeError`` if the driver returns an error, ``MemoryError`` if it lacks memory.
+:func:`measure` and :func:`launch_table` keep the interpreter lock: getting it back may take longer.
 """
 
 from typing import Any
@@ -17,11 +16,11 @@ def load(path: str | None, tensor_types: tuple[type, ...], exchange: object, /) 
     """Load the driver; None: the system's.
 
     Args:
-        tensor_types: Classes that tensors may be of.
-        exchange: The ``__dlpack_c_exchange_api__`` of those; None: tensors are described in Python.
+        tensor_types: Classes of tensors to read.
+        exchange: Their ``__dlpack_c_exchange_api__``; None: tensors are described in Python.
 
     Raises:
-        OSError: There is none, or it lacks a function; DLPack is of another version.
+        OSError: The driver or one of its functions is missing, or DLPack has another version.
     """
 
 def open(index: int, images: tuple[bytes, ...], /) -> _Device:
@@ -36,24 +35,23 @@ def measure(
     """Queue the measurement of a tensor.
 
     Args:
-        tensor: Or a tuple: the address, the number of elements, ``ord`` of the dtype's letter, the
-            units and the elements of a unit that lie together; 0 and 1 without units.
+        tensor: Or a tuple: address, number of elements, ``ord`` of the dtype's letter, units, and
+            adjacent elements of a unit; 0 and 1 without units.
 
     Returns:
-        1 if it has a row. 0 if no kernel takes such a tensor: of another class, dtype or device,
-        with gaps, without elements or this axis, or with 2^31 elements. -1 if the buffer has no
-        room left; nothing is queued then.
+        1 if it has a row. 0 if no kernel takes it: another class, dtype or device, gaps, no
+        elements, no such axis, or 2^31 elements. -1 if the buffer is full; nothing is queued then.
     """
 
 def plan(
     device: _Device, buffer: _Buffer | None, tensors: list[Any], stream: int, /
 ) -> tuple[list[int], list[tuple[int, bytearray, int, int]]]:
-    """Find which tensors can be measured together, and take rows of the buffer for them, in order.
+    """Select the tensors that can be measured together, and reserve their rows, in order.
 
     Returns:
-        For each what :func:`measure` returns. Then for each dtype what :func:`launch_table` is to
-        be given: the module, a table whose copy on the device it takes, the number of chunks, and
-        the address of the partial sums. Without a buffer, the rows are the places in the list.
+        For each tensor the result of :func:`measure`. Then for each dtype arguments of
+        :func:`launch_table`: module, table to copy to the device, number of chunks, address of the
+        partial sums. Without a buffer, rows are indices of the list.
     """
 
 def launch_table(
@@ -68,15 +66,14 @@ def launch_table(
     stream: int,
     /,
 ) -> None:
-    """Queue the measurement of what :func:`plan` has found.
+    """Queue the measurement of a table of :func:`plan`.
 
-    Without a buffer norms are taken: 24 zeroed bytes for each, 8 bytes of partial sums for each
-    chunk.
+    Without a buffer, compute norms: 24 zeroed bytes for each, 8 bytes of partial sums per chunk.
     """
 
 def take(buffer: _Buffer, /) -> tuple[int, int, int, int]:
-    """Return the numbers of rows and units, and where they begin and end in the buffer, in bytes.
+    """Return the numbers of rows and units, and the first and last byte of both in the buffer.
 
     The codes of units come before the rows: see ``compact`` of the other extension. The buffer is
-    empty then, and has to be zeroed in between.
+    empty afterwards; the caller zeroes this range.
     """

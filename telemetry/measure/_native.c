@@ -2,13 +2,13 @@
  *
  * Values come in blocks that stay in a core's first-level cache while they are added up, compared
  * and counted. Sums are those of float64 numbers throughout: the fourth power of a small gradient
- * would vanish in float32, and no power here of a float32 number overflows. What is not finite shows
- * in the sum of a block's squares; such a block is done again, value by value. What is added up in
- * which order is written here, so the result does not depend on where the values lie; the compiler
- * vectorizes it. Nothing changes the floating-point state of the process.
+ * would vanish in float32, and no power here of a float32 number overflows. A non-finite value makes
+ * the sum of a block's squares non-finite; the block is then read again, value by value. The order of
+ * additions is fixed, so results do not depend on addresses; the compiler vectorizes them. The
+ * floating-point state of the process does not change.
  *
- * The module uses Python's limited API only, and reads memory by its address: it needs to know
- * neither PyTorch nor NumPy. What it returns is described in _native.pyi.
+ * The module uses Python's limited API only, and reads memory by its address, without the headers of
+ * PyTorch or NumPy. _native.pyi documents the functions.
  */
 
 #ifdef Py_GIL_DISABLED
@@ -38,7 +38,7 @@
 #define NOT_INLINE static __attribute__((noinline))
 #endif
 
-/* Loops that the compiler is to vectorize. MSVC does as it likes; Clang would unroll them first. */
+/* Request vectorization of a loop. MSVC has no such pragma; Clang would unroll the loop first. */
 #if defined(_MSC_VER)
 #define SIMD
 #define SIMD_EXTREMES
@@ -51,7 +51,7 @@
 #define SIMD_EXTREMES _Pragma("omp simd reduction(min:low) reduction(max:high)")
 #endif
 
-/* Have memory fetched that is needed soon; there may be nothing at the address. */
+/* Prefetch memory; the address may be invalid. */
 #if defined(_MSC_VER)
 #define PREFETCH(ADDRESS) ((void)(ADDRESS))
 #else
@@ -83,7 +83,7 @@ typedef struct {
     int dtype;
 } Tensor;
 
-/* What is handed over of a tensor: HEAD and PAIR of records/rows.py. */
+/* Results of a tensor: HEAD and PAIR of records/rows.py. */
 typedef struct {
     int64_t count, nan, positive_inf, negative_inf, zero;
     double min, max;
@@ -256,7 +256,7 @@ INLINE int is_nan(double x)
     return (bits << 1) > (0x7FFull << 53);
 }
 
-/* Processors fetch the rest of a page ahead, but not a page on which nothing was read yet. */
+/* Hardware prefetches within a page, but not the first lines of the next one. */
 INLINE void fetch_next(const Block *block, int i)
 {
     PREFETCH(block->next + (uintptr_t)i * (uintptr_t)block->size);
@@ -427,7 +427,7 @@ INLINE void clear_histogram(Histogram *histogram, int64_t count)
         histogram->tables[i] = histogram->memory[i % tables];
 }
 
-/* Bring all counts to the first table. */
+/* Add all tables to the first one. */
 INLINE uint32_t *total_histogram(Histogram *histogram)
 {
     uint32_t *total = histogram->memory[0];
@@ -438,8 +438,8 @@ INLINE uint32_t *total_histogram(Histogram *histogram)
     return total;
 }
 
-/* Let codes stand for buckets: zero has one code only, and finite numbers that were rounded to infinity
- * are in the last bucket. */
+/* Turn counts of codes into counts of buckets: both zeros share one, and finite numbers that round to
+ * infinity are in the last one. */
 INLINE void merge_codes(uint32_t *counts)
 {
     counts[0] += counts[NEGATIVE];
@@ -473,9 +473,9 @@ INLINE Pair *list_pairs(const uint32_t *counts, double extreme, int sign, Pair *
     return next;
 }
 
-/* A sample tells how the values that are not zero are distributed: how many of them it has. Zeros are
- * counted exactly, and stand for their bucket if there are any: what else is in it is below 1.5e-39.
- * The buckets of the extremes are always there. */
+/* Complete the counts of a sample and return their total. The head counts zeros exactly, so bucket 0 is
+ * emptied if there are any: its other values are below 1.5e-39. The buckets of the extremes always have
+ * a count. */
 INLINE int64_t count_sampled(uint32_t *counts, const Head *head, int64_t nonzero)
 {
     int64_t taken = 0;
@@ -494,7 +494,7 @@ INLINE int64_t count_sampled(uint32_t *counts, const Head *head, int64_t nonzero
     return taken;
 }
 
-/* Fill the pairs from how often each code occurs; ``zeros`` are those that no code stands for. */
+/* Fill the pairs from the counts of codes; ``zeros`` are zeros without a code. */
 INLINE void fill_pairs(uint32_t *counts, int is_sample, int64_t finite, uint32_t zeros,
                        Statistics *statistics)
 {
@@ -524,7 +524,7 @@ typedef struct {
 
 INLINE float lower(float x, float low)
 {
-    return x < low ? x : low; /* a NaN that is known stays */
+    return x < low ? x : low; /* an earlier NaN stays */
 }
 
 INLINE float higher(float x, float high)
@@ -532,7 +532,7 @@ INLINE float higher(float x, float high)
     return x > high ? x : high;
 }
 
-/* Whether there was memory for it. */
+/* Allocate the extremes; 0 without memory. */
 INLINE int begin_units(Units *units, int64_t count)
 {
     int64_t row = units->units * units->inner, size = units->units;
@@ -638,7 +638,7 @@ INLINE void add_units(Units *units, const float *x, int count, int all_finite)
     }
 }
 
-/* Bring the extremes of each unit to the front. */
+/* Move the extremes of each unit to the front. */
 INLINE void end_units(Units *units)
 {
     int64_t inner = units->inner, row = units->units * inner;
@@ -725,7 +725,7 @@ INLINE double squared_norm(const Tensor *tensor)
 
 /* --- processors ------------------------------------------------------------------------------- */
 
-/* What is compiled once for each set of instructions. */
+/* Functions that are compiled for each set of instructions. */
 typedef struct {
     const char *instructions;
     void (*measure)(const Tensor *, int64_t, int, Units *, Statistics *);
@@ -784,7 +784,7 @@ static int fill_tensor(PyObject *address, PyObject *count, int dtype, Tensor *te
     return 1;
 }
 
-/* One tensor to measure, and what was found. */
+/* One tensor to measure, and its results. */
 typedef struct {
     Tensor tensor;
     int64_t units, inner, sample_step;
@@ -820,7 +820,7 @@ static int fill_request(PyObject *numbers, Request *request)
     return 1;
 }
 
-/* Keep what was found of a tensor; the memory for the extremes of its units, or NULL. */
+/* Copy the results of a tensor to a request; return the memory for the extremes of units, or NULL. */
 static void *keep(const Statistics *statistics, Request *request)
 {
     request->sizes[0] = sizeof(Head);
@@ -852,7 +852,7 @@ static void serve(Request *request)
     free(units.lows);
 }
 
-/* Append what was found of some tensors to the bytearrays of heads, pairs and units, and free it;
+/* Append the results of requests to the bytearrays of heads, pairs and units, and free them;
  * 0 if there was no memory: then they are unchanged. */
 static int append_rows(Request *requests, Py_ssize_t size, PyObject *const *rows)
 {
@@ -946,7 +946,7 @@ static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
 
 /* --- a GPU's rows ------------------------------------------------------------------------------ */
 
-/* What a GPU has found of a tensor: Row of kernels.cu. */
+/* Results of a tensor on a GPU: Row of kernels.cu. */
 typedef struct {
     uint64_t elements, zeros, low, high;
     double sums[4];
@@ -1026,7 +1026,7 @@ static int describe_host(PyObject *object, const Exchange *exchange, PyObject *a
     return 1;
 }
 
-/* What measure_tensors() was given besides the tensors. */
+/* Arguments of measure_tensors(), apart from the tensors. */
 typedef struct {
     PyObject *axis, *types, *sample_step;
     const Exchange *exchange;

@@ -1,8 +1,8 @@
-"""The C extension; :mod:`telemetry.measure.native` says whether there is one.
+"""C extension that measures tensors in CPU memory, for :mod:`telemetry.measure.native`.
 
-Tensors are given by address and number of elements, and must be contiguous and stay as they are
-during the call. ``dtype`` is that of their elements: one of ``?bBhHiIqQefd`` as in :mod:`array` and
-:mod:`struct`, ``E`` for bfloat16, ``4`` and ``5`` for float8 of types e4m3fn and e5m2.
+Tensors are given by address and number of elements, are contiguous and do not change during the
+call. ``dtype`` is one of ``?bBhHiIqQefd`` as in :mod:`array` and :mod:`struct`, ``E`` for bfloat16,
+``4`` and ``5`` for float8_e4m3fn and float8_e5m2.
 """
 
 from collections.abc import Callable
@@ -15,22 +15,21 @@ def measure(
     units: bytearray,
     /,
 ) -> None:
-    """Append the row of a tensor, as :meth:`telemetry.records.rows.Rows.decode` takes it.
+    """Append the row of a tensor, as :meth:`telemetry.records.rows.Rows.decode` reads it.
 
     Seven integers describe the tensor:
 
     * the address of its first element,
-    * ``count``: how many there are,
+    * ``count``: number of elements,
     * ``dtype``: ``ord`` of its letter,
-    * ``units``: how many units there are in its shape ``[outer, units, inner]``; 0 if they are not
-      told apart,
-    * ``inner``: elements of a unit that lie together,
-    * ``sample_step``: elements from one run of 16 elements to the next, of which a histogram is
-      made and scaled up; 0 if all are to be counted, of which there must be less than 2^32,
-    * ``powers``: of how many powers there are to be sums, 2 or 4.
+    * ``units``: units of its shape ``[outer, units, inner]``; 0 without extremes of units,
+    * ``inner``: adjacent elements of a unit,
+    * ``sample_step``: elements from one run of 16 sampled elements to the next, for the histogram;
+      0 counts all elements, fewer than 2^32,
+    * ``powers``: number of power sums, 2 or 4.
 
     Raises:
-        ValueError: The numbers do not fit each other.
+        ValueError: The numbers are inconsistent.
     """
 
 def measure_tensors(
@@ -45,20 +44,19 @@ def measure_tensors(
     units: bytearray,
     /,
 ) -> list[bool]:
-    """Append the rows of tensor objects, which are asked for nothing in Python.
+    """Append the rows of tensor objects, without calling their methods.
 
     Args:
-        tensors: Not changed by another thread meanwhile, and the bytearrays neither.
-        unit_axis: The axis whose units are told apart; None if none are.
-        tensor_types: Classes that they may be of.
-        exchange: The ``__dlpack_c_exchange_api__`` of those.
-        sample_step: Gives the sample's step for a number of elements.
-        powers: As for :func:`measure`.
-        heads, pairs, units: Likewise.
+        tensors: Neither these nor the bytearrays may change during the call.
+        unit_axis: Axis of units; None without extremes of units.
+        tensor_types: Classes of tensors to read.
+        exchange: Their ``__dlpack_c_exchange_api__``.
+        sample_step: Returns the sample's step for a number of elements.
+        powers, heads, pairs, units: As for :func:`measure`.
 
     Returns:
-        Whether each has a row: not a tensor of another class, dtype or device, one with gaps or
-        without elements, or without this axis.
+        Whether each has a row. Tensors of another class, dtype or device, with gaps, without
+        elements or without this axis have none.
     """
 
 def compact(
@@ -66,8 +64,8 @@ def compact(
 ) -> None:
     """Append rows that a GPU has filled, ``Row`` of ``kernels.cu``.
 
-    The codes of a row's units end where those of the row before begin, the first ones at
-    ``address``, where the rows begin. Doing it again gives the same.
+    The codes of units precede ``address``, the first row, in reverse order of the rows. Calling it
+    again gives the same result.
     """
 
 def take_norms(
@@ -83,30 +81,30 @@ def take_norms(
     Args:
         groups: The optimizer's ``param_groups``.
         identities: For each of their parameters two int64: its address as a Python object, and the
-            place of its norm, or -1 if it is not to be read.
-        tensor_type: The class that gradients are to be of.
+            index of its norm, or -1 to skip it.
+        tensor_type: Class of the gradients.
         exchange: Its ``__dlpack_c_exchange_api__``.
-        row: Address of float64 numbers: the rates, one for each group, and the norms behind them.
-            Places of parameters without a gradient are left as they are.
+        row: Address of float64 numbers: the rate of each group, then the norms. Norms of parameters
+            without a gradient are not written.
 
     Returns:
-        The square of the norm of all gradients together; -1.0, and no norm, if there are other
-        parameters, a rate is no number, or a gradient no dense float tensor in CPU memory.
+        The squared norm of all gradients together. -1.0, without norms, if the parameters differ, a
+        rate is not a number, or a gradient is not a dense float tensor in CPU memory.
     """
 
 def squared_norms(addresses: list[int], counts: list[int], dtypes: bytes, /) -> bytearray:
-    """Sum of the squares of each tensor's elements, as float64 ``[tensors]``.
+    """Return the sum of the squares of each tensor's elements, as float64 ``[tensors]``.
 
-    NaN or infinite if an element is, and of float64 also where a square is beyond it.
+    NaN or infinite if an element is, or if a square overflows float64.
 
     Raises:
-        ValueError: The arguments are not equally long, or a dtype is not known.
+        ValueError: The arguments differ in length, or a dtype is unknown.
     """
 
 def instructions() -> list[str]:
-    """Sets of instructions for which there is code that this processor can execute.
+    """Return the instruction sets of "baseline", "AVX2" and "AVX-512" that this processor executes.
 
-    The last of them, the fastest, is used: "baseline", "AVX2" or "AVX-512".
+    The last one, the fastest, is used.
     """
 
 def use_instructions(name: str, /) -> None:

@@ -1,4 +1,4 @@
-"""Measures tensors in the memory of NVIDIA GPUs by the kernels of ``kernels.cu``, in one read.
+"""Measures tensors on NVIDIA GPUs with the kernels of ``kernels.cu``, in a single read.
 
 Each tensor of a step is measured on its own stream, into a buffer. At the end of the step the rows
 are copied out and the buffer is cleared. Streams wait for each other. The host waits for none of
@@ -32,7 +32,7 @@ from telemetry.measure.tensors import Values, in_memory_order, unit_shape
 from telemetry.records.rows import UNIT, Rows
 from telemetry.torch_private.host_copy import HostCopy, current_stream, raw_stream, send
 
-_missing = host.native  # why there is no extension, if there is none
+_missing = host.native  # why the extension is missing; empty if it is loaded
 if host.available:
     try:
         from telemetry.measure import _cuda
@@ -49,21 +49,21 @@ BUFFER_BYTES = 20 * 2**20
 BUFFERS = 3
 _LEAST_BYTES = 2**20
 
-# After so many seconds a buffer that there was no memory for is asked for again.
+# Seconds until a buffer that did not fit into memory is allocated again.
 _RETRY_S = 60
 
-# The modules of the kernels, as _cuda.c counts them.
+# The dtypes of the kernels, in the order of the modules of _cuda.c.
 DTYPES = tuple(nvrtc.DTYPES)
 
-# Of a process that imports PyTorch and compares some hundred tensors; its exit status where that is
-# impossible, which says nothing about the kernels.
+# Timeout of the process that compares some hundred tensors, and its exit status where it cannot
+# compare them.
 _CHECK_S = 180
 NOT_CHECKED = 75
 
-# Tables of addresses that are kept: of gradients, parameters and moments, of a few dtypes.
+# Tables of addresses in the cache: of gradients, parameters and moments, of a few dtypes.
 _TABLES = 16
 
-_FULL = -1  # what _cuda.c says where a buffer has no room left
+_FULL = -1  # returned by _cuda.c if a buffer is full
 
 # Loaded instead of the system's driver.
 _DRIVER: str | None = None
@@ -74,15 +74,15 @@ _DRIVER: str | None = None
 
 _gpus: dict[int, Gpu | None] = {}
 _reasons: dict[int, str] = {}
-# Forever: a stream of theirs may still write to their memory.
+# Kept forever: a stream may still write to their memory.
 _given_up: list[Gpu | None] = []
 _lock = threading.RLock()  # the garbage collector may close a logger on a thread that holds it
 
 
 def gpu(index: int) -> Gpu | None:
-    """What measures tensors on this GPU; None if PyTorch's operations do, which is logged once.
+    """Return the kernels of this GPU; None, logged once, if PyTorch's operations measure instead.
 
-    The first call compiles the kernels, which takes some seconds if that was never done before.
+    The first call compiles the kernels, in some seconds, unless they are in the user's cache.
     """
     if index not in _gpus:
         with _lock:
@@ -95,7 +95,7 @@ def gpu(index: int) -> Gpu | None:
 
 
 def give_up(index: int, error: Exception) -> None:
-    """Leave this GPU to PyTorch's operations from now on."""
+    """Fall back to PyTorch's operations on this GPU from now on."""
     _given_up.append(_gpus.get(index))
     _gpus[index], _reasons[index] = None, str(error)
     log.warning(
@@ -107,19 +107,19 @@ def give_up(index: int, error: Exception) -> None:
 
 
 def _failed(index: int, error: RuntimeError) -> None:
-    """Give up, unless the GPU only lacks memory now."""
+    """Fall back to PyTorch's operations, unless the error is a transient lack of memory."""
     if not isinstance(error, torch.cuda.OutOfMemoryError):
         give_up(index, error)
 
 
 def prepare(devices: Iterable[torch.device]) -> None:
-    """Have ready what measures tensors on these devices, before the first step."""
+    """Compile and load the kernels for these devices before the first step."""
     for index in {device.index for device in devices if device.type == "cuda"}:
         gpu(index)
 
 
 def __getattr__(name: str) -> str:
-    """``native``: what measures tensors in CPU memory and on each GPU, in words.
+    """``native``: description of the code that measures on the CPU and on each GPU.
 
     Compiles nothing and uses no GPU.
     """
@@ -147,17 +147,17 @@ if hasattr(os, "register_at_fork"):  # a forked child has none of its parent's G
 
 
 class Gpu:
-    """What all loggers of the process share of one GPU.
+    """Kernels and buffers of one GPU, shared by all loggers of the process.
 
-    Before the kernels are first used on a kind of GPU, another process compares them with PyTorch's
-    operations there, which takes some ten seconds and is noted in the user's cache.
+    On the first use on a model of GPU, another process compares the kernels with PyTorch's
+    operations. The user's cache keeps the result.
 
     Args:
-        index: As PyTorch counts GPUs.
-        checked: Whether that has been done, or is about to be.
+        index: Index of PyTorch's.
+        checked: Skip that comparison.
 
     Raises:
-        OSError, RuntimeError, MemoryError: Why there can be none.
+        OSError, RuntimeError, MemoryError: The kernels cannot be used, with the reason.
     """
 
     def __init__(self, index: int, *, checked: bool = False) -> None:
@@ -178,18 +178,18 @@ class Gpu:
         self.index = index
         self.handle = _cuda.open(index, images)
         self._buffers: list[_Buffer] = []
-        self._retry_at = 0.0  # before then no memory is asked for
+        self._retry_at = 0.0  # time before which no buffer is allocated
         self._tables: dict[tuple[int, bytes], Tensor] = {}
         self._allocate()
 
     def table(self, data: bytearray, stream: int) -> Tensor:
-        """Addresses on the GPU, for work in this stream; uploaded unless they are there already."""
+        """Return addresses on the GPU for work in this stream; uploaded unless they are cached."""
         key = stream, bytes(data)
         with _lock:
             chunks = self._tables.pop(key, None)
             self._tables[key] = chunks = _uploaded(data, self.index) if chunks is None else chunks
             if len(self._tables) > _TABLES:
-                del self._tables[next(iter(self._tables))]  # that which was not used for longest
+                del self._tables[next(iter(self._tables))]  # least recently used
         return chunks
 
     def lend(self, owner: GpuRows) -> _Buffer | None:
@@ -206,7 +206,7 @@ class Gpu:
         return None
 
     def _allocate(self) -> list[_Buffer]:
-        """Another buffer, if there may be one and there is memory for it."""
+        """Allocate another buffer, within the limit and the memory; empty if that fails."""
         may = len(self._buffers) < BUFFERS and time.monotonic() >= self._retry_at
         size = BUFFER_BYTES if may else 0
         while size >= _LEAST_BYTES:
@@ -228,10 +228,10 @@ class Gpu:
 
 
 def _check(index: int, kernels: bytes) -> None:
-    """See :mod:`telemetry.measure.cuda_check`.
+    """Run :mod:`telemetry.measure.cuda_check` in a process, unless the kernels have passed.
 
     Raises:
-        OSError: The kernels were not found to be right.
+        OSError: The kernels failed or could not be checked.
     """
     if _passed(index, kernels).exists():
         return
@@ -262,9 +262,9 @@ def _check(index: int, kernels: bytes) -> None:
 
 
 def note_passed(index: int, kernels: bytes) -> None:
-    """Note for later processes that the kernels are right on this kind of GPU."""
+    """Record in the user's cache that the kernels are right on this model of GPU."""
     passed = _passed(index, kernels)
-    with suppress(OSError):  # compared anew by the next process
+    with suppress(OSError):  # the next process compares again
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()
 
@@ -279,10 +279,10 @@ def _nobody() -> None:
 
 
 class _Buffer:
-    """Memory on the GPU that the rows of a step are written to; zeros where there are none.
+    """GPU memory for the rows of a step; zeros where there is no row.
 
-    The stream that clears it is the one that has copied the rows before. Each stream of the next
-    step waits for that once.
+    The stream that copies the rows also clears the memory behind them. Each stream of the next step
+    waits for that once.
     """
 
     def __init__(self, gpu: Gpu, memory: Tensor) -> None:
@@ -293,7 +293,7 @@ class _Buffer:
         self._clear(memory)
 
     def enter(self, stream: int) -> Any:
-        """Let the current stream write to the buffer; what C takes, or None during a capture."""
+        """Order the current stream behind clearing; the handle for C, or None during a capture."""
         if stream not in self._streams:
             if torch.cuda.is_current_stream_capturing():
                 return None
@@ -303,7 +303,7 @@ class _Buffer:
         return self._handle
 
     def take(self) -> _Sent | None:
-        """Start the copy of the rows to the host, and free the buffer; None if there are none.
+        """Start the copy of the rows to the host, and free the buffer; None if it is empty.
 
         Raises:
             RuntimeError: The current stream is captured, or the copy lacks memory.
@@ -348,11 +348,11 @@ class _Sent:
         return found.decode()
 
 
-# What the tests replace where there is no GPU.
+# Replaced by tests without a GPU.
 
 
 def _device_memory(size: int, index: int) -> Tensor:
-    """So many bytes, a multiple of 8, in the current stream."""
+    """Allocate ``size`` bytes, a multiple of 8, in the current stream."""
     with torch.inference_mode(False):
         return torch.empty(size // 8, dtype=torch.int64, device=f"cuda:{index}")
 
@@ -370,20 +370,20 @@ def _uploaded(data: bytearray, index: int) -> Tensor:
 
 
 class GpuRows:
-    """The rows of one step's tensors on one GPU. Nothing here may be called while a thread does."""
+    """Rows of one step's tensors on one GPU; not thread-safe."""
 
     def __init__(self, gpu: Gpu) -> None:
-        self.numbers: list[int] = []  # which tensor each row is of; -1: none
+        self.numbers: list[int] = []  # index of the tensor of each row; -1 without a tensor
         self._gpu = gpu
         self._buffer: _Buffer | None = None
         self._sent: list[_Sent] = []
 
     def add(self, tensor: Tensor, unit_axis: int | None, powers: int, number: int) -> bool:
-        """Measure a tensor as it is in the current stream; whether the kernels take it.
+        """Queue the measurement in the current stream; False if no kernel takes the tensor.
 
         Raises:
-            RuntimeError: The driver refuses; then PyTorch's operations measure what comes next.
-            torch.cuda.OutOfMemoryError, MemoryError: It lacks memory now.
+            RuntimeError: The driver returned an error. PyTorch's operations measure later tensors.
+            torch.cuda.OutOfMemoryError, MemoryError: Memory is lacking; later tensors are tried.
         """
         given = tensor if host.TENSORS and not tensor.is_neg() else _given([tensor], unit_axis)[0]
         index, taken = self._gpu.index, 0
@@ -407,7 +407,7 @@ class GpuRows:
     def add_all(
         self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
     ) -> list[bool]:
-        """The same for many tensors; those that are taken are numbered from ``number`` on."""
+        """Measure many tensors; those that kernels take are numbered from ``number`` on."""
         if len(tensors) == 1 or unit_axis is not None:
             taken: list[bool] = []
             for tensor in tensors:
@@ -455,27 +455,28 @@ class GpuRows:
             self._sent.append(sent)
 
     def send(self) -> int:
-        """Start the copy to the host; the number of bytes of all copies so far."""
+        """Start the copy to the host; return the bytes of all copies of the step."""
         self._send_buffer()
         return sum([sent.nbytes for sent in self._sent])
 
     def decode(self) -> Rows:
         """Wait for the rows and return them."""
         rows = Rows.concatenate([Rows.of(()), *(sent.decode() for sent in self._sent)])
-        return rows.take(np.arange(len(self.numbers)))  # without those that an error has left
+        return rows.take(np.arange(len(self.numbers)))  # without rows of failed launches
 
 
 def _given(tensors: Sequence[Tensor], unit_axis: int | None) -> list[Any]:
-    """What the extension takes for each tensor."""
-    # What stands for the negative of its memory is not as that says.
+    """Return each tensor as the extension takes it."""
+    # The memory of a tensor with the negative bit holds other values.
     plain = [None if tensor.is_neg() else tensor for tensor in tensors]
     return plain if host.TENSORS is not None else [_described(t, unit_axis) for t in plain]
 
 
 def _described(tensor: Tensor | None, unit_axis: int | None) -> tuple[int, ...] | None:
-    """A dense tensor's address, elements, dtype, units and elements of a unit that lie together.
+    """Describe a dense tensor to C, as PyTorch itself does from 2.10 on; None if it is not dense.
 
-    Before 2.10, PyTorch does not describe its tensors to C.
+    Returns:
+        Address, elements, dtype, units, and adjacent elements of a unit.
     """
     if type(tensor) not in host.TYPES or tensor is None or tensor.layout is not torch.strided:
         return None
@@ -492,7 +493,7 @@ def _described(tensor: Tensor | None, unit_axis: int | None) -> tuple[int, ...] 
 
 
 def _launch(gpu: Gpu, buffer: Any, table: Any, norms: int, powers: int, stream: int) -> None:
-    """Queue what ``plan`` has found of one dtype."""
+    """Queue the measurement of one dtype's table of ``plan``."""
     module, data, count, partials = table
     chunks = gpu.table(data, stream)
     addresses = chunks.data_ptr(), norms, partials
@@ -503,11 +504,14 @@ def _launch(gpu: Gpu, buffer: Any, table: Any, norms: int, powers: int, stream: 
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor | None:
-    """L2 norm and largest magnitude of each tensor, in one launch per dtype; of one GPU.
+    """Return the L2 norm and the largest magnitude of each tensor, in one launch per dtype.
+
+    Args:
+        tensors: All on the same GPU.
 
     Returns:
-        float64 ``[2, tensors]`` on the GPU; infinite or NaN where an element is. None if there is a
-        tensor that the kernels do not take.
+        float64 ``[2, tensors]`` on the GPU; infinite or NaN where an element is. None if one of the
+        tensors is not taken.
     """
     index = tensors[0].get_device()
     found = gpu(index)
@@ -518,7 +522,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor | None:
         taken, tables = _cuda.plan(found.handle, None, _given(tensors, None), stream)
         if not all(taken):
             return None
-        # Of each the sum of squares, the largest magnitude, and how many blocks are through.
+        # Of each: sum of squares, largest magnitude, number of finished blocks.
         values = _device_memory(24 * len(tensors), index).zero_().view(torch.float64).view(-1, 3)
         for module, data, count, _ in tables:
             partials = _device_memory(8 * count, index)

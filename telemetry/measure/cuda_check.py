@@ -1,9 +1,9 @@
-"""Compares the CUDA kernels with PyTorch's operations on one GPU, in a process of its own.
+"""Compares the CUDA kernels with PyTorch's operations on one GPU, in a separate process.
 
     python -m telemetry.measure.cuda_check INDEX
 
-A fault on the device would end the training in whose process it happens. Kernels are used on a kind
-of GPU only after they have passed here once: see :meth:`telemetry.measure.cuda.Gpu`.
+A fault on the device ends the process that causes it. So training uses the kernels on a model of
+GPU only after they have passed here once: see :class:`telemetry.measure.cuda.Gpu`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from telemetry.measure.tensors import Values
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records.rows import Rows
 
-# Shapes, and axes of units; some are larger than what all blocks of a GPU read at once.
+# Shapes, and axes of units; some exceed the elements that all blocks of a GPU read at once.
 _LAYOUTS = (
     *(((size,), None) for size in (1, 7, 513, 100_003, 6_000_001)),
     *(((64, 768), axis) for axis in (0, 1)),
@@ -38,10 +38,13 @@ _ROUNDING = 1e-5
 
 
 def compare(gpu: cuda.Gpu, put: Callable[[Tensor], Tensor]) -> None:
-    """Measure tensors of each dtype and layout, which ``put`` brings to the GPU, in both ways.
+    """Measure tensors of each dtype and layout with the kernels and with PyTorch's operations.
+
+    Args:
+        put: Copies a tensor to the GPU.
 
     Raises:
-        ValueError: They differ; the message says where.
+        ValueError: The results differ; the message says where.
     """
     for dtype in cuda.DTYPES:
         tensors = list(_tensors(dtype, put))
@@ -83,7 +86,7 @@ def _compare(gpu: cuda.Gpu, tensors: list[Tensor], axis: int | None, expected: R
 
 
 def _different(rows: Rows, expected: Rows) -> str:
-    """Columns that are not the same, in words; empty if all are."""
+    """Return the names of columns that differ, separated by commas."""
     equal = partial(np.array_equal, equal_nan=True)
     exact = (*COUNTS, *EXTREMES, "bucket_count", "buckets", "counts", "unit_count", "units")
     names = [name for name in exact if not equal(getattr(rows, name), getattr(expected, name))]
@@ -112,7 +115,7 @@ def main(index: int) -> None:
 
 
 def impossible(error: Exception) -> NoReturn:
-    """End: whether the kernels are right is not known."""
+    """Exit with the status of a check that could not be done."""
     print(error, file=sys.stderr)
     sys.exit(cuda.NOT_CHECKED)
 

@@ -1,6 +1,6 @@
-"""Reduces tensors on an accelerator, and copies the results to the host at the end of a step.
+"""Reduces tensors on an accelerator with PyTorch's operations, and copies the results to the host.
 
-Nothing here may wait for the device. These would: reading a value, ``torch.bincount`` (it reads
+No operation here waits for the device. These would: reading a value, ``torch.bincount`` (it reads
 the range back), boolean indexing, ``torch.tensor`` on the device.
 """
 
@@ -27,17 +27,17 @@ PIECE_ELEMENTS = 1 << 22
 # of mantissa.
 CODES = 4096
 
-# A row is made of these and then of the counts of all codes: first the sums over all pieces.
+# Columns of a row, before the counts of all codes; the first ones are summed over pieces.
 _SUMS = (*COUNTS[1:], *POWER_SUMS)
 _FIGURES = (*_SUMS, *EXTREMES)
 _WIDTH = len(_FIGURES) + CODES
 
 
 class DeviceRows:
-    """The rows of one step's tensors on one device."""
+    """Rows of one step's tensors on one device."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []  # which tensor each row is of
+        self.numbers: list[int] = []  # index of the tensor of each row
         self._counts: list[int] = []
         self._unit_counts: list[int] = []
         self._rows: list[Tensor] = []
@@ -57,7 +57,7 @@ class DeviceRows:
         self.numbers.append(number)
 
     def send(self) -> int:
-        """Start the copy to the host, and say how many bytes it has; nothing can be added then."""
+        """Start the copy to the host and return its bytes. Nothing can be added afterwards."""
         if not self._rows:  # adding failed
             return 0
         device = self._rows[0].device
@@ -77,7 +77,7 @@ class DeviceRows:
         return sent.nbytes
 
     def decode(self) -> Rows:
-        """What was sent; waits for it."""
+        """Wait for the copy and return the rows."""
         if self._copy is None:
             return Rows.of(())
         copied = self._copy.wait().numpy()
@@ -102,14 +102,14 @@ class DeviceRows:
 def _by_bucket(
     codes: NDArray[np.float64], positive_inf: NDArray[np.int64], negative_inf: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """How often each bucket of finite values occurs, from how often each code does.
+    """Return the count of each bucket of finite values, from the count of each code.
 
     Args:
         codes: Shape ``[rows, 4096]``. Codes 0 to 2047 are the buckets 0, 1, ... of positive
             numbers, 2048 to 4095 those of negative ones.
-        positive_inf: How many are ``+inf``, ``[rows]``. Finite numbers from 3.396e38 on have the
+        positive_inf: Number of ``+inf``, ``[rows]``. Finite numbers from 3.396e38 on have the
             same code and belong to the last bucket.
-        negative_inf: Likewise for ``-inf``.
+        negative_inf: Number of ``-inf``, ``[rows]``.
     """
     negative = CODES // 2
     zero = negative - 1
@@ -122,7 +122,7 @@ def _by_bucket(
 
 
 def _statistics(tensor: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
-    """A row, and the smallest and largest value of each unit, ``[units, 2]``; float64.
+    """Return a row, and the smallest and largest value of each unit, ``[units, 2]``; float64.
 
     The extremes of a unit with a NaN are NaN.
     """
@@ -150,7 +150,7 @@ def _extremes(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _sums(x: Tensor) -> Tensor:
-    """Counts of NaN, +inf, −inf and zero; power sums of the finite values."""
+    """Return the counts of NaN, +inf, −inf and zero, and the power sums of finite values."""
     exact, finite = torch.float64, x.nan_to_num(0, 0, 0)
     squares = finite.to(exact).square()
     return torch.stack(
@@ -168,7 +168,7 @@ def _sums(x: Tensor) -> Tensor:
 
 
 def _code_counts(x: Tensor) -> Tensor:
-    """How often each code occurs, shape ``[4096]``, of an integer dtype."""
+    """Return the count of each code, shape ``[4096]``, of an integer dtype."""
     codes = (x.to(torch.bfloat16).view(torch.int16) >> 4) & (CODES - 1)
     # Only CUDA has histc for integers (for floats it stops counting at 2^24); PyTorch up to 2.4
     # raises there in deterministic mode.

@@ -1,5 +1,5 @@
-/* PyTorch's tensor objects as DLPack 1 describes them, https://github.com/dmlc/dlpack: what both
- * extensions read of them. To be included behind Python.h. */
+/* The parts of DLPack 1, https://github.com/dmlc/dlpack, by which both extensions read PyTorch's
+ * tensors. Include after Python.h. */
 
 #ifndef TELEMETRY_DLPACK_H
 #define TELEMETRY_DLPACK_H
@@ -22,13 +22,13 @@ typedef struct {
     uint64_t byte_offset;
 } DLTensor;
 
-/* What the capsule ``__dlpack_c_exchange_api__`` of a class of tensors points to. */
+/* Target of the capsule ``__dlpack_c_exchange_api__`` of a class of tensors. */
 typedef struct {
     struct {
         uint32_t major, minor;
     } version;
     void *previous, *allocate, *export_managed, *import_managed;
-    int (*describe)(void *tensor, DLTensor *description); /* of what stays the tensor's own */
+    int (*describe)(void *tensor, DLTensor *description); /* borrowed from the tensor */
 } Exchange;
 
 /* A dense tensor of floats; its shape is [outer, units, inner], or any if ``units`` is 0. */
@@ -39,7 +39,7 @@ typedef struct {
     int dtype; /* its letter: f, d, e, or E for bfloat16 */
 } Values;
 
-/* What the capsule points to, or NULL if it is of another version of DLPack. */
+/* Return the capsule's target, or NULL if it has another version of DLPack. */
 static const Exchange *exchange_of(PyObject *capsule)
 {
     const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");

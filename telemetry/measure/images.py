@@ -27,7 +27,7 @@ _GAP_LEVEL = 48  # gray between the maps, distinct from black
 
 
 def sample_feature_maps(output: Tensor) -> Tensor | None:
-    """The first sample's maps: up to 64 channels, subsampled to at most 128 pixels per side.
+    """Copy the first sample's maps: up to 64 channels, at most 128 pixels per side.
 
     Args:
         output: A convolution's output: ``[N, C, H, W]``, ``[N, C, L]``, or ``[N, C, D, H, W]``, of
@@ -42,7 +42,7 @@ def sample_feature_maps(output: Tensor) -> Tensor | None:
 
 
 def sample_inputs(batch: Tensor) -> Tensor | None:
-    """The first 16 images of ``[N, 1 or 3, H, W]``, as :func:`sample_feature_maps` copies them."""
+    """Copy the first 16 images of ``[N, 1 or 3, H, W]``, like :func:`sample_feature_maps`."""
     if batch.ndim != 4 or batch.shape[1] not in (1, 3):
         return None
     planes = _planes(batch)
@@ -50,7 +50,7 @@ def sample_inputs(batch: Tensor) -> Tensor | None:
 
 
 def sample_filters(weight: Tensor) -> Tensor | None:
-    """The first 64 filters of a convolution.
+    """Copy the first 64 filters of a convolution.
 
     Args:
         weight: ``[filters, channels, ...]`` with one to three spatial axes.
@@ -67,7 +67,7 @@ def sample_filters(weight: Tensor) -> Tensor | None:
 
 
 def feature_map_grid(maps: Tensor) -> NDArray[np.uint8]:
-    """Each map with its own contrast: its 1st percentile is black, its 99th white.
+    """Draw each map with its own contrast: its 1st percentile is black, its 99th white.
 
     A constant map, such as a dead channel, is black.
 
@@ -82,7 +82,7 @@ def feature_map_grid(maps: Tensor) -> NDArray[np.uint8]:
 
 
 def filter_grid(filters: Tensor) -> NDArray[np.uint8]:
-    """All filters in the same scale with zero in the middle, so that dead ones look flat.
+    """Draw all filters in the same scale with zero in the middle, so that dead ones look flat.
 
     Args:
         filters: ``[filters, 1 or 3, height, width]``, float32, on the CPU.
@@ -92,7 +92,7 @@ def filter_grid(filters: Tensor) -> NDArray[np.uint8]:
 
 
 def input_grid(images: Tensor) -> NDArray[np.uint8]:
-    """All images in the same scale, so that one with another range stands out.
+    """Draw all images in the same scale, so that one with another range stands out.
 
     Args:
         images: ``[N, 1 or 3, height, width]``, float32, on the CPU.
@@ -101,20 +101,20 @@ def input_grid(images: Tensor) -> NDArray[np.uint8]:
 
 
 def encode_png(image: NDArray[np.uint8]) -> bytes:
-    """A PNG file of ``[height, width, 3]`` pixels, in gray levels if all pixels are gray."""
+    """Encode ``[height, width, 3]`` pixels as PNG, in gray levels if all pixels are gray."""
     from PIL import Image
 
     gray = image[:, :, 0]
     if not image.strides[2] or all(np.array_equal(image[:, :, i], gray) for i in (1, 2)):
         image = gray
     file = io.BytesIO()
-    # Tried on pictures of all kinds: larger levels and other types take longer or more bytes.
+    # Chosen on pictures of all kinds: larger levels and other types take longer or more bytes.
     Image.fromarray(image).save(file, "PNG", compress_level=1, compress_type=zlib.Z_RLE)
     return file.getvalue()
 
 
 def _planes(x: Tensor) -> Tensor | None:
-    """A view ``[N, C, height, width]`` of at most 128 pixels per side."""
+    """Return a view ``[N, C, height, width]`` of at most 128 pixels per side."""
     if x.is_nested or x.is_meta or x.layout != torch.strided:
         return None
     if not 3 <= x.ndim <= 5 or x.numel() == 0:
@@ -134,7 +134,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _limits(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Black and white of each row: percentiles of its finite values, or their range if those agree.
+    """Return black and white of each row: percentiles of its finite values, or their range.
 
     Shapes ``[rows, 1]``.
     """
@@ -151,9 +151,9 @@ def _limits(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], NDArray[np.
 def _grid(
     images: NDArray[np.float32], low: NDArray[np.float64], high: NDArray[np.float64]
 ) -> NDArray[np.uint8]:
-    """Images ``[N, 1 or 3, H, W]`` side by side; ``low`` and ``high`` broadcast to them.
+    """Draw images ``[N, 1 or 3, H, W]`` side by side; ``low`` and ``high`` broadcast to them.
 
-    A gray picture has its three colors in the same memory, and cannot be written to.
+    The three colors of a gray picture share memory; it is read-only.
     """
     finite = np.isfinite(images)
     width = np.where(high > low, high - low, 1.0)  # where all values agree they are black
@@ -168,14 +168,14 @@ def _grid(
 
 
 def _enlarged(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Small images ``[N, height, width, colors]`` with every pixel several times."""
+    """Repeat the pixels of small images ``[N, height, width, colors]``."""
     height, width = pixels.shape[1:3]
     factor = math.ceil(_VISIBLE_SIDE / max(height, width))
     return pixels.repeat(_STRIP_HEIGHT if height == 1 else factor, axis=1).repeat(factor, axis=2)
 
 
 def _side_by_side(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Images ``[N, height, width, colors]`` in a grid, with gaps of one pixel around them."""
+    """Arrange images ``[N, height, width, colors]`` in a grid with gaps of one pixel."""
     count, height, width, colors = pixels.shape
     if count == 1:
         return pixels.reshape(height, width, colors)

@@ -28,9 +28,9 @@
  *   Both: one block per chunk. A tensor's chunks stand one after the other; Chunk.part counts them
  *   from 0 and Chunk.parts is their number.
  *
- * All sums are added in an order that depends on the launch's arguments and grid only, so that measuring
- * twice gives the same bits; everything else is integers. The last block of a row or norm to finish adds
- * what all of them have found.
+ * The order of all sums depends only on the launch's arguments and grid, so measuring twice gives the
+ * same bits; everything else is integers. The last block of a row or norm to finish adds the partial
+ * results of all blocks.
  *
  * Up to 64 registers let two blocks, 1,024 threads, be on a multiprocessor at the same time: all that
  * one of sm_75 holds, and 32 kB of loads in flight, twice what the memory's latency asks for.
@@ -83,7 +83,7 @@ enum {
     VECTOR = 16 / SIZE /* elements of 16 bytes */
 };
 
-/* Two numbers in a register are compared at once, where the hardware can. */
+/* Compare the two numbers of a register at once, if the hardware can. */
 #define PACKED (DTYPE != FLOAT32 && __CUDA_ARCH__ >= 800)
 
 #if PACKED
@@ -98,7 +98,7 @@ typedef float Extreme;
 #define LOWEST __uint_as_float(INFINITE | 1u << 31)
 #endif
 
-/* The lesser and the greater number, of numbers that are not NaN. */
+/* Minimum and maximum of numbers that are not NaN. */
 #if defined(EMULATED) && PACKED
 #elif PACKED
 #define COMPARE(NAME, INSTRUCTION)                                                                 \
@@ -129,7 +129,7 @@ INLINE float half_value(u32 bits)
 }
 #endif
 
-/* The number whose bits are the lowest ones. */
+/* The number in the lowest bits. */
 INLINE float value_of(u32 bits)
 {
 #if DTYPE == FLOAT32
@@ -164,7 +164,7 @@ INLINE u64 ordered(double value)
     return bits >> 63 ? ~bits : bits | 1ull << 63;
 }
 
-/* The lower half of what was a bfloat16 number is zeros: nothing is rounded. */
+/* The lower half of a converted bfloat16 number is zero: no rounding. */
 INLINE u32 code_of(float value)
 {
     return (__float_as_uint(value) + (DTYPE == BFLOAT16 ? 0 : 0x8000)) >> 20;
@@ -192,11 +192,11 @@ INLINE float most(Range range) { return range.high; }
 INLINE Extreme extreme_of(u32 bits) { return value_of(bits); }
 #endif
 
-/* Extremes of units have two codes, of which the larger counts: how low and how high; NaN is beyond
- * both. */
+/* The extremes of a unit are two codes, for the minimum and the maximum; atomicMax merges them. NaN is
+ * the largest code. */
 INLINE void raise(u32 *code, u32 to)
 {
-    if (*(volatile u32 *)code < to) /* as a rule it is not, and nobody has to wait */
+    if (*(volatile u32 *)code < to) /* usually false, which avoids the atomic */
         atomicMax(code, to);
 }
 
@@ -208,7 +208,7 @@ INLINE void raise_unit(u32 *codes, float low, float high)
 
 /* --- taking values in ------------------------------------------------------------------------- */
 
-/* What a thread has seen. */
+/* Partial results of a thread. */
 struct Seen {
     double sums[4] = {0, 0, 0, 0};
     Range range;
@@ -233,13 +233,13 @@ template <int POWERS> INLINE void powers_of(const float *values, float scale, fl
     }
 }
 
-/* Adds powers of a vector's values, in float32 first: what is lost is 2^-22 of the sum of magnitudes.
+/* Adds powers of a vector's values, in float32 first; the error is 2^-22 of the sum of magnitudes.
  * Does nothing and returns false if a value is not finite. */
 template <int POWERS> INLINE bool add_powers(const float *values, double *sums)
 {
     float powers[4];
     powers_of<POWERS>(values, 1, powers);
-    /* Within these bounds no power overflows, and what underflows is below 2^-30 of the sum. */
+    /* Within these bounds no power overflows, and underflow loses less than 2^-30 of the sum. */
     const u32 small = DTYPE == FLOAT16 ? 0 : (127 - (POWERS == 4 ? 56 : 112)) << 23;
     const u32 huge = DTYPE == FLOAT16 ? INFINITE : (127 + (POWERS == 4 ? 60 : 120)) << 23;
     if (__float_as_uint(powers[1]) - small < huge - small) {
@@ -357,8 +357,8 @@ INLINE void stream(u32 i, u32 end, u32 stride, Load load, Take take_vector)
         take_vector(load(i));
 }
 
-/* Takes the share of one of several threads in values anywhere: what lies before the first and behind
- * the last whole 16 bytes is taken one by one. */
+/* Processes one thread's share of values at any address. Values before the first and behind the last
+ * aligned 16 bytes are processed one by one. */
 template <class Take, class TakeOne>
 INLINE void sweep(const char *values, u32 elements, u32 me, u32 threads, Take take_vector,
                   TakeOne take_single)
@@ -383,7 +383,7 @@ INLINE double sum_of_lanes(double sum)
     return sum;
 }
 
-/* Whether this is the last of a tensor's blocks: then it sees what the others have written. */
+/* Whether this is the last of a tensor's blocks; the others' results are visible to it. */
 INLINE bool is_last(u32 *done, u32 parts)
 {
     __shared__ bool last;
@@ -405,7 +405,7 @@ INLINE double sum_of_parts(const volatile double *parts, u32 size, u32 stride)
     return sum_of_lanes(sum);
 }
 
-/* Writes what a block has seen, one of several that have the same row. All of its threads call this. */
+/* Adds the results of a block to its row, which several blocks may share. All threads call this. */
 template <int POWERS>
 INLINE void write_block(const Seen &seen, const u32 *counts, Row *row, double *partials, u32 part,
                         u32 parts, u32 elements, u32 units)
@@ -475,7 +475,7 @@ INLINE void take_vectors(const uint4 *values, u32 vectors, u32 units, Seen &seen
     stream(me, vectors, stride, [&](u32 i) { return __ldg(values + i); },
            [&](uint4 vector) { take<POWERS>(vector, seen, counts, my_codes, columns); });
 #pragma unroll
-    for (int i = 0; i < 2 * VECTOR; i++) /* all at once: they may come from far */
+    for (int i = 0; i < 2 * VECTOR; i++) /* all loads at once, to hide their latency */
         known[i] = *(volatile u32 *)(my_codes + i);
 #pragma unroll
     for (int i = 0; i < VECTOR; i++) {

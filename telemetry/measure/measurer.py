@@ -19,7 +19,7 @@ from telemetry.records.tensor import Tensors
 
 
 class Measurer:
-    """Reads many tensors of one step on their devices, and leaves the rest of the work for later.
+    """Reads the tensors of a step on their devices; the rest is left to ``reduce``.
 
     Tensors in CPU memory are read immediately, by the C extension in a single pass. Its histogram
     of more than 65,536 elements is that of a sample of about 32,768, scaled up. Tensors on an
@@ -41,11 +41,10 @@ class Measurer:
             tensor: Any shape, layout, numeric dtype and device. Complex numbers count with their
                 magnitude, and a sparse tensor with all its zeros.
             unit_axis: Axis of the units or channels whose extremes are measured; may be negative.
-            powers: 4, or 2 where nobody asks for the kurtosis: it is not known then, which takes
-                a quarter less time on the CPU.
+            powers: 4; or 2 without the kurtosis, in a quarter less time on the CPU.
 
         Returns:
-            The index of its record in what ``reduce`` returns. None if it cannot be measured:
+            The index of its record in the result of ``reduce``. None if it cannot be measured:
             meta and fake tensors and other wrappers (pass a DTensor's local tensor), nested and
             quantized tensors, dtypes of less than 8 bits, uncoalesced sparse tensors on an
             accelerator, anything on MPS (it has no float64).
@@ -65,7 +64,7 @@ class Measurer:
     def add_all(
         self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
     ) -> list[int | None]:
-        """Measure many tensors, for less than one by one; see :meth:`add`."""
+        """Measure many tensors in one call, which is faster; see :meth:`add`."""
         with self._lock:
             step = self._step
             if tensors and tensors[0].is_cuda:
@@ -103,7 +102,7 @@ class Measurer:
         return found
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
-        """Measure what is not plain."""
+        """Measure a tensor that the extensions do not read as it is."""
         values = values_of(tensor, unit_axis)
         if values is None:
             return None
@@ -126,7 +125,7 @@ class Measurer:
         return number
 
     def finish(self) -> Measurements:
-        """Everything since the last call, for any thread to reduce. Begins the next step."""
+        """Return the measurements since the last call, for any thread to reduce."""
         with self._lock:
             measured, self._step = self._step, Measurements()
         measured.send()
@@ -134,10 +133,10 @@ class Measurer:
 
 
 class Measurements:
-    """What a :class:`Measurer` measured at one step."""
+    """Measurements of one step, by a :class:`Measurer`."""
 
     def __init__(self) -> None:
-        self.nbytes = 0  # memory of the host that it takes from send() until it is reduced
+        self.nbytes = 0  # host memory between send() and reduce()
         self.count = 0
         self.host = HostRows()
         self.devices: dict[torch.device, DeviceRows] = {}
@@ -145,16 +144,14 @@ class Measurements:
         self._tensors: Tensors[int] | None = None
 
     def on_gpu(self, index: int) -> cuda.GpuRows | None:
-        """The rows of an NVIDIA GPU whose tensors kernels measure; None where none do."""
+        """Return the rows of an NVIDIA GPU; None if it has no kernels."""
         gpu, rows = cuda.gpu(index), self.gpus.get(index)
         if gpu is not None and rows is None:
             rows = self.gpus[index] = cuda.GpuRows(gpu)
         return None if gpu is None else rows
 
     def takes_copy(self, values: Values, powers: int) -> bool:
-        """Whether kernels measure what they did not take as it is: without gaps, a plain tensor of
-        a dtype that they read.
-        """
+        """Whether kernels measure a dense copy of the tensor, in a dtype that they read."""
         tensor, axis, _ = values
         if not tensor.is_cuda or WORKING_DTYPE[tensor.dtype] is not torch.float32:
             return False
@@ -178,7 +175,7 @@ class Measurements:
         self.nbytes = sum([part.send() for part in self._parts()])
 
     def reduce(self) -> Tensors[int]:
-        """Every tensor that was added, in that order; waits for accelerators.
+        """Wait for accelerators and return the records of all tensors, in the order of adding.
 
         Call it on one thread at a time. Later calls return the same.
         """

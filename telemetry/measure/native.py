@@ -1,4 +1,4 @@
-"""Measures tensors in CPU memory: by the C extension in a single read, or piece by piece."""
+"""Measures tensors in CPU memory with the C extension, in a single read, or with NumPy."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ available = False
 """Whether the extension is installed and not switched off by ``TELEMETRY_NATIVE=0``."""
 
 native = "NumPy, because TELEMETRY_NATIVE is 0"
-"""What measures tensors in CPU memory, in words."""
+"""Description of the code that measures tensors in CPU memory."""
 
 if os.environ.get("TELEMETRY_NATIVE") != "0":
     try:
-        # Unlike "from ... import", this tells a missing file from a circular import.
+        # Unlike "from ... import", this distinguishes a missing file from a circular import.
         import telemetry.measure._native as _native
     except ImportError as error:
         was_built = getattr(error, "name", None) != "telemetry.measure._native" or error.path
         reason = str(error) if was_built else "it was not built"
         native = f"NumPy, because the C extension cannot be loaded: {reason}"
-        if parent_process() is None:  # else the process that started this one has said so
+        if parent_process() is None:  # else the parent process has logged it
             log.warning(
                 "telemetry: the C extension cannot be loaded (%s), so measuring tensors in CPU "
                 "memory takes 5 to 80 times as long. Install telemetry again where there is a C "
@@ -69,7 +69,7 @@ _LETTERS = {
 # The dtypes that the extension reads; none without the extension.
 DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items() if available}
 
-# Tells the extension where a tensor's elements are; None if it cannot be told so.
+# Describes PyTorch's tensors to the extension; None if this PyTorch or the extension cannot.
 TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if available else None
 
 # The classes whose objects the extensions read.
@@ -77,20 +77,20 @@ TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class HostRows:
-    """The rows of tensors, in bytes as :meth:`telemetry.records.rows.Rows.decode` takes them.
+    """Rows of tensors, in the bytes that :meth:`telemetry.records.rows.Rows.decode` reads.
 
-    Nothing here may be called while another thread does.
+    Not thread-safe.
     """
 
     def __init__(self) -> None:
         self.heads, self.pairs, self.units = bytearray(), bytearray(), bytearray()
-        self.numbers: list[int] = []  # which tensor each row is of
+        self.numbers: list[int] = []  # index of the tensor of each row
 
     def __len__(self) -> int:
         return len(self.heads) // HEAD.itemsize
 
     def send(self) -> int:
-        """How many bytes there are; they are on the host already."""
+        """Return the number of bytes; they are on the host already."""
         return len(self.heads) + len(self.pairs) + len(self.units)
 
     def decode(self) -> Rows:
@@ -99,19 +99,19 @@ class HostRows:
     def add_plain(
         self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
     ) -> list[bool]:
-        """Read the dense tensors of floats in CPU memory now; whether each is one and has a row.
+        """Read the dense float tensors in CPU memory now; return whether each has a row.
 
-        No operation of PyTorch's is called; only torch-function modes see that something is asked.
+        Calls no operation of PyTorch.
         """
         if TENSORS is None:
             return [False] * len(tensors)
-        # What stands for the negative of its memory is not as that says.
+        # The memory of a tensor with the negative bit holds other values.
         plain = [t if type(t) in TYPES and not t.is_neg() else None for t in tensors]
         asked = unit_axis, TYPES, TENSORS, sample_step, powers
         return _native.measure_tensors(plain, *asked, self.heads, self.pairs, self.units)
 
     def add(self, values: Values, powers: int) -> None:
-        """Read a non-empty tensor in CPU memory now: of one with gaps, each piece has a row."""
+        """Read a non-empty tensor in CPU memory now; each piece of one with gaps has a row."""
         tensor, axis, _ = values
         if tensor.dtype in DTYPES and tensor.is_contiguous():
             self._add_contiguous(tensor, axis, powers)
@@ -119,7 +119,7 @@ class HostRows:
         tensor, axis, _ = values.collapsed()
         for index in pieces(tensor.shape, SERIAL_ELEMENTS):
             piece = _rows_of_piece(working(tensor[index]).contiguous(), axis, powers)
-            if axis is not None:  # those of the other pieces change nothing
+            if axis is not None:  # neutral values for units outside of the piece
                 units = np.tile(NO_VALUES, (tensor.shape[axis], 1))
                 units[index[axis]] = piece.units
                 piece = piece.having(units, unit_count=len(units))
@@ -129,11 +129,11 @@ class HostRows:
             self.units += extremes
 
     def add_compacted(self, address: int, count: int) -> None:
-        """Take over so many rows that a GPU has filled, without their empty buckets."""
+        """Append rows that a GPU has filled, without their empty buckets."""
         _native.compact(address, count, self.heads, self.pairs, self.units)
 
     def add_zeros(self, count: int) -> None:
-        """A row of so many zeros: a sample without others, for a pair may not count as many."""
+        """Append a row of zeros, as a sample: the count of a pair has only 32 bits."""
         head = np.zeros(1, HEAD)
         head["count"] = head["zero_count"] = count
         head["min"] = head["max"] = 0.0 if count else nan
@@ -167,9 +167,9 @@ def _rows_of_piece(piece: Tensor, axis: int | None, powers: int) -> Rows:
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
-    """Sum of the squares of each tensor's elements, ``[tensors]``, in one call.
+    """Return the sum of the squares of each tensor's elements, ``[tensors]``.
 
-    NaN or infinite if an element is. Allocates only the result, and records nothing for autograd.
+    NaN or infinite if an element is.
 
     Args:
         tensors: Contiguous or dense, in CPU memory and of one of :data:`DTYPES`.

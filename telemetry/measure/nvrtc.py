@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 DTYPES = {torch.float32: "FLOAT32", torch.float16: "FLOAT16", torch.bfloat16: "BFLOAT16"}
-"""What the kernels measure, and what ``kernels.cu`` calls it."""
+"""Dtypes that the kernels measure, and their names in ``kernels.cu``."""
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 
@@ -33,13 +33,13 @@ class NvrtcError(RuntimeError):
 def compile_kernels(
     dtype: torch.dtype, architecture: str, *, cache_folder: Path | None = None
 ) -> bytes:
-    """What the driver's ``cuModuleLoadData`` takes: the kernels for a dtype.
+    """Return the compiled kernels for a dtype, an image for ``cuModuleLoadData``.
 
     Args:
         dtype: One of ``DTYPES``.
-        architecture: Such as ``"sm_90"``. If NVRTC is older, the next lower one of the same major
-            version, whose machine code runs there, too.
-        cache_folder: Where compiled kernels are kept, by default in the user's cache.
+        architecture: Such as ``"sm_90"``. An older NVRTC compiles for the next lower one of the
+            same major version, whose machine code runs there, too.
+        cache_folder: Folder for compiled kernels, by default the user's cache.
 
     Raises:
         NvrtcError: There is no NVRTC, or it does not know the architecture.
@@ -53,13 +53,13 @@ def compile_kernels(
     with suppress(OSError):
         return file.read_bytes()
     cubin, _ = _compile(source, options)
-    with suppress(OSError):  # compiled anew by the next process
+    with suppress(OSError):  # the next process compiles again
         _write(file, cubin)
     return cubin
 
 
 def _compile(source: bytes, options: Sequence[str]) -> tuple[bytes, str]:
-    """Machine code, and what the compiler says: registers and memory that each kernel takes."""
+    """Return machine code, and the compiler's log with the registers and memory of each kernel."""
     program = ctypes.c_void_p()
     arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     _call("CreateProgram", ctypes.byref(program), source, SOURCE.name.encode(), 0, None, None)
@@ -84,7 +84,7 @@ def _output(program: ctypes.c_void_p, what: str) -> bytes:
 def _call(function: str, *arguments: Any) -> None:
     library = _library()
     if result := getattr(library, f"nvrtc{function}")(*arguments):
-        raise NvrtcError(f"NVRTC says {library.nvrtcGetErrorString(result).decode()}")
+        raise NvrtcError(f"NVRTC failed: {library.nvrtcGetErrorString(result).decode()}")
 
 
 def _known(architecture: str) -> str:
@@ -103,7 +103,7 @@ def _version() -> str:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The NVRTC of PyTorch's CUDA version: of pip's packages, of PyTorch's own, or the system's."""
+    """Load the NVRTC of PyTorch's CUDA version: from pip's packages, PyTorch or the system."""
     version = torch.version.cuda
     if version is None:
         raise NvrtcError("NVRTC was not found: this PyTorch is built without CUDA")
@@ -117,7 +117,7 @@ def _library() -> ctypes.CDLL:
     file = next((str(file) for file in found if file.exists()), name)
     try:
         for part in sorted(Path(file).parent.glob("*nvrtc-builtins*")):
-            ctypes.CDLL(str(part))  # which it does not find by itself
+            ctypes.CDLL(str(part))  # NVRTC does not find it
         library = ctypes.CDLL(file)
     except OSError as error:
         raise NvrtcError(f"NVRTC was not found: {error}") from error
@@ -126,7 +126,7 @@ def _library() -> ctypes.CDLL:
 
 
 def user_cache() -> Path:
-    """Where what was compiled and checked for this user is noted."""
+    """Return the folder of compiled kernels and of the results of checks."""
     if sys.platform == "win32":
         root = os.environ.get("LOCALAPPDATA", "")
     else:
@@ -135,7 +135,7 @@ def user_cache() -> Path:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Another process sees the whole file or none."""
+    """Write a file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
         temporary.write(data)

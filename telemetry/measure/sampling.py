@@ -10,7 +10,7 @@ from torch import Tensor
 
 from telemetry.measure.tensors import in_memory_order
 
-# The histogram of a larger tensor is that of a sample: it takes twice as long as the rest.
+# Larger tensors have the histogram of a sample: counting all takes twice the time of the rest.
 FULL_ELEMENTS = 65_536
 
 # Approximate number of elements in a sample.
@@ -22,9 +22,9 @@ _RUN = 16
 
 
 def block_sample(tensor: Tensor) -> Tensor:
-    """About 32,768 elements spread evenly over a larger tensor, always at the same places.
+    """Return about 32,768 elements spread evenly over a larger tensor, always the same ones.
 
-    Not more, for PyTorch's loops over as many run on the calling thread.
+    PyTorch's loops over no more elements run on the calling thread.
 
     Returns:
         Shape ``[k, 16]``, on the same device; a view if the tensor is dense. The whole tensor if
@@ -40,7 +40,7 @@ def block_sample(tensor: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def sample_step(count: int) -> int:
-    """Elements between the starts of two runs of a histogram's sample; 0 if all are counted."""
+    """Return the elements between the starts of two runs of a sample; 0 if all are counted."""
     return 0 if count <= FULL_ELEMENTS else _distance(count)
 
 
@@ -53,14 +53,14 @@ def _distance(count: int) -> int:
 
 
 def fingerprint(tensor: Tensor) -> Iterator[Tensor]:
-    """A weighted sum of the values, or of a fixed sample of them; it tells their order, too.
+    """Yield a weighted sum of the values, or of a fixed sample; their order changes it, too.
 
     Args:
-        tensor: Of any dtype and on any device, which is not waited for.
+        tensor: Any dtype and device. Does not wait for the device.
 
     Returns:
-        One float32, shape ``[]``, on the tensor's device: the same for the same values on the same
-        device, and hardly ever for others. Nothing for a tensor that has no dense values.
+        One float32, shape ``[]``, on the tensor's device: equal for equal values on that device,
+        and hardly ever for others. Nothing for a tensor without dense values.
     """
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         return
@@ -68,7 +68,7 @@ def fingerprint(tensor: Tensor) -> Iterator[Tensor]:
         return
     values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     sample = block_sample(values).reshape(-1).to(torch.float32)
-    # On a GPU not those of another stream, which may not have made them yet.
+    # Not cached on a GPU: another stream may not have computed them yet.
     weights = _weights if tensor.is_cpu else _weights.__wrapped__
     # No scalar product: its rounding depends on where in memory the values are.
     yield (sample * weights(sample.numel(), tensor.device)).sum()
@@ -76,5 +76,5 @@ def fingerprint(tensor: Tensor) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=2)
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Making them takes three quarters of the time."""
+    """Weights, cached because making them takes three quarters of the time."""
     return torch.linspace(1.0, 2.0, count, device=device)

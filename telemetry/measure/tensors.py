@@ -1,4 +1,4 @@
-"""Finds the values of a tensor to measure, and how they lie in memory."""
+"""Finds the values of a tensor to measure, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 # Below this many elements (the grain size is 32768), PyTorch's loops run on the calling thread.
-# Above it they wait for a pool of threads, which takes milliseconds while other processes hold the
-# cores: a thousand times as long as the work itself.
+# Above it they wait for a pool of threads: milliseconds, a thousand times the work itself, while
+# other processes hold the cores.
 SERIAL_ELEMENTS = 32_000
 
 _FLOAT8 = tuple(
@@ -36,11 +36,11 @@ WORKING_DTYPE: dict[torch.dtype, torch.dtype] = {
 
 
 class Values(NamedTuple):
-    """The stored values of one tensor, each once.
+    """Stored values of one tensor, each once.
 
     Attributes:
         tensor: Strided, detached, of a measurable dtype, axes in the order of memory if it is
-            dense. Complex numbers stand for their magnitude.
+            dense. Complex numbers count with their magnitude.
         unit_axis: Axis of units in ``tensor``, not negative; None without units.
         implied_zeros: Number of zeros that a sparse tensor does not store.
     """
@@ -50,10 +50,7 @@ class Values(NamedTuple):
     implied_zeros: int = 0
 
     def collapsed(self) -> Values:
-        """The same values with one axis, or with three: ``[outer, units, inner]``.
-
-        Itself if the tensor is not dense.
-        """
+        """Reshape a dense tensor to one axis, or to ``[outer, units, inner]``."""
         if not self.tensor.is_contiguous():
             return self
         if self.unit_axis is None:
@@ -63,12 +60,12 @@ class Values(NamedTuple):
 
 
 def unit_shape(shape: Sequence[int], unit_axis: int) -> tuple[int, int, int]:
-    """Number of elements before, along and after the axis of units."""
+    """Return the number of elements before, along and after the axis of units."""
     return prod(shape[:unit_axis]), shape[unit_axis], prod(shape[unit_axis + 1 :])
 
 
 def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
-    """The values of ``tensor`` to measure; None if it cannot be measured.
+    """Return the values of ``tensor`` to measure; None if it cannot be measured.
 
     Sparse tensors have no units here. Uncoalesced ones are measurable on the CPU only, because
     coalescing would wait for an accelerator.
@@ -89,7 +86,7 @@ def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
     if tensor.layout is not torch.strided:
         return _stored_values(tensor)
     if tensor.is_neg() or not tensor.data_ptr():
-        tensor = tensor.clone()  # it stands for the negative of its memory, or for zeros without
+        tensor = tensor.clone()  # its memory holds negated values, or is absent: all zeros
     if unit_axis is not None:
         if not -tensor.ndim <= unit_axis < tensor.ndim:
             raise IndexError(f"unit_axis={unit_axis}: the tensor has {tensor.ndim} axes")
@@ -114,7 +111,7 @@ def _stored_values(tensor: Tensor) -> Values | None:
 
 
 def in_memory_order(tensor: Tensor, unit_axis: int | None) -> Values:
-    """A strided tensor with its axes in the order of memory if it is dense; else unchanged."""
+    """Permute the axes of a dense tensor to the order of memory; others are unchanged."""
     stride = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda axis: -stride[axis])
     permuted = tensor.permute(order)
@@ -124,9 +121,9 @@ def in_memory_order(tensor: Tensor, unit_axis: int | None) -> Values:
 
 
 def pieces(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
-    """Indices that cut a non-empty tensor into pieces of at most ``limit`` elements.
+    """Yield indices of pieces of at most ``limit`` elements of a non-empty tensor, in its order.
 
-    They are in the order of the elements. Pieces of a contiguous tensor are contiguous.
+    Pieces of a contiguous tensor are contiguous.
     """
     cuts, count = [], prod(shape)
     for size in shape:
@@ -137,7 +134,7 @@ def pieces(shape: Sequence[int], limit: int) -> Iterator[tuple[slice, ...]]:
 
 
 def working(tensor: Tensor) -> Tensor:
-    """The values in their working dtype, complex numbers as magnitudes; no copy if not needed."""
+    """Convert to the working dtype, complex numbers to magnitudes; copies only if needed."""
     if tensor.is_complex():
         return tensor.to(torch.complex128).abs()
     return tensor.to(WORKING_DTYPE[tensor.dtype])
