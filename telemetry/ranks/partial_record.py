@@ -91,7 +91,7 @@ class ParameterPart:
     before: Floats | None = None  # L2 norms at the end of the backward pass
     parameter_copies: Integers | None = None  # of the parameters, for the next two
     moved: Floats | None = None  # L2 norm of the step's update; NaN: not measured
-    sizes: Floats | None = None  # L2 norm before the step, likewise
+    sizes: Floats | None = None  # L2 norm before the step; NaN: not measured
     # Gradients that are sums of the ranks' addends; ``norms`` and ``before`` are of the addends.
     addends: Mapping[Addend, Floats] = field(default_factory=dict)
     # Sums of bits, equal where shards are: index of the parameter, shard, sum ``[3, checks]``.

@@ -15,6 +15,7 @@ from telemetry.alerts.engine import Engine
 from telemetry.alerts.loss_spike import LossBurst, LossSpike
 from telemetry.reading.log_dirs import open_run
 from telemetry.testing import alerts_of, capture_run
+from tests.helpers.figures import figures
 from tests.helpers.small_runs import Batch, draw, net, train
 
 
@@ -51,7 +52,7 @@ def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int
     high = {at: 0.9, at + 1: 0.9, at + 2: 0.9}
     begin, *rest = train(LossSpike(), 400, every=every, **rates(high))
     assert at < begin.step <= at + 3
-    assert "300-fold to 0.9" in (begin.cause or "")
+    assert {300, 0.9} <= {*figures(begin.cause)}
     assert [alert.stage for alert in rest] in ([], ["resolved"])
 
 
@@ -69,7 +70,8 @@ def test_the_layers_of_the_group_whose_rate_jumped_are_named() -> None:
     begin, *_ = train(LossSpike(), 250, every=10, model=model, optimizer=optimizer, before=set_rate)
     name = next(name for name, module in model.named_modules() if module is head)
     assert begin.module_name == name
-    assert f"jumped 1e+03-fold to 3 in {name} at step 205" in (begin.cause or "")
+    assert {1000, 3, 205} <= {*figures(begin.cause)}
+    assert name in (begin.cause or "")
 
 
 def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen_far() -> None:
@@ -89,8 +91,8 @@ def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen
     assert alert.step == 206  # that of the first high loss, and the figure is the highest
     high = run.records[206].loss
     assert alert.value >= high
-    assert f"to {high:.4g} at step 206" in alert.summary
-    assert "10-fold to 0.03" in (alert.cause or "")
+    assert {float(f"{high:.4g}"), 206} <= {*figures(alert.summary)}
+    assert {10, 0.03} <= {*figures(alert.cause)}
 
 
 @pytest.mark.slow
@@ -108,7 +110,7 @@ def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -
     alerts = train(LossSpike(), 650, every=100, **with_returns(settings, at, after=20))
     assert [alert.stage for alert in alerts] == ["started", "resolved"] * 5
     assert [alert.step // 50 * 50 for alert in alerts[::2]] == list(at)
-    assert all("to 0.9" in (alert.cause or "") for alert in alerts[::2])
+    assert all(0.9 in figures(alert.cause) for alert in alerts[::2])
 
 
 @pytest.mark.slow
@@ -250,7 +252,7 @@ def test_the_state_continues_in_another_run() -> None:
     assert alerts_of(run.records[:206], [first]) == []
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     [alert, *_] = alerts_of(run.records[206:], [second])
-    assert "300-fold" in (alert.cause or "")
+    assert 300 in figures(alert.cause)
 
 
 @pytest.mark.slow
@@ -293,14 +295,14 @@ def bursts(*steps: range) -> Callable[[int], Batch]:
 def test_some_batches_of_other_data_are_noted_with_their_steps(every: int) -> None:
     (note,) = train(LossBurst(), 250, every=every, batch=bursts(range(173, 183)), **slow())
     assert (note.severity, note.step) == ("note", 173)
-    assert "from step 173 to 182" in note.summary
+    assert {173, 182} <= {*figures(note.summary)}
 
 
 @pytest.mark.slow
 def test_bursts_that_follow_each_other_are_one() -> None:
     (note,) = train(LossBurst(), 250, batch=bursts(range(173, 180), range(183, 187)), **slow())
     assert note.step == 173
-    assert "from step 173 to 186" in note.summary
+    assert {173, 186} <= {*figures(note.summary)}
 
 
 @pytest.mark.slow
