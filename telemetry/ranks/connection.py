@@ -122,7 +122,7 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 
 def default_store() -> Store:
-    """Return the store of the default process group; ValueError: there is none."""
+    """Return the store of the default process group; ValueError: it has no store."""
     store: Store | None = distributed.distributed_c10d._get_default_store()
     if store is None:
         raise ValueError("the default process group has no store")
@@ -270,7 +270,7 @@ class Server:
                     self._unauthenticated[0].cancel()
             try:
                 connection, _ = await loop.sock_accept(self._listening)
-            except OSError:  # no file descriptor is left, or the other side is gone
+            except OSError:  # no file descriptor is left, or the other side has closed it
                 await asyncio.sleep(_FIRST_PAUSE_S)
                 continue
             task = loop.create_task(self._serve(connection))
@@ -350,7 +350,7 @@ class Client:
         self._wakeup.set()
 
     def finish(self) -> None:
-        """Have :meth:`run` return when everything is acknowledged, or rank 0 is gone."""
+        """Have :meth:`run` return when everything is acknowledged, or rank 0 has exited."""
         self.put(ENDED)
         self._finishing.set()
 

@@ -273,7 +273,7 @@ class Collector:
             self._open[part.sequence] = MergedStep(part), now
 
     def take(self, now: float, *, hurry: bool = False) -> MergedStep | None:
-        """Return the next step that is complete or timed out; None: there is none.
+        """Return the next step that is complete or timed out; None: no step is.
 
         Args:
             now: Time of a clock that stands while this process is stopped, from 0.

@@ -194,7 +194,7 @@ class RankTopology:
         if shard is None:
             first = int(spec.mesh.mesh.min())
             shard = placed(spec).numbered(first=first * self.size, turn=index)
-            if spec.mesh.size() < self.size:  # ranks outside of it may have copies of their own
+            if spec.mesh.size() < self.size:  # ranks outside of it may have other copies
                 shard = replace(shard, copies=0)
             self._known[key] = shard
         if not is_dtensor(tensor):

@@ -54,7 +54,7 @@ def fsdp_mesh(module: nn.Module) -> Any | None:
     """Return the device mesh over which ``fully_shard`` shards a module's parameters; or None."""
     if not _is_sharded(module):
         return None
-    consequence = "only names tell dimensions of meshes apart: dp, tp, ..."
+    consequence = "names alone distinguish dimensions of meshes: dp, tp, ..."
     get_state = find(module, "_get_fsdp_state", consequence)
     group = None if get_state is None else getattr(get_state(), "_fsdp_param_group", None)
     return getattr(getattr(group, "mesh_info", None), "mesh", None)

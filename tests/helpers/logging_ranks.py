@@ -271,10 +271,12 @@ class Loner:
 loners: list[Loner] = []
 
 
-def begin(rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2) -> None:
+def begin(
+    rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2, timeout_s: float = 3.0
+) -> None:
     """Waits as long for others as a test can."""
     assert Channel.__init__.__kwdefaults__ is not None
-    Channel.__init__.__kwdefaults__["timeout_s"] = 3.0
+    Channel.__init__.__kwdefaults__["timeout_s"] = timeout_s
     loners.append(Loner(log_dir, every_n_steps=every_n_steps))
 
 
@@ -321,7 +323,7 @@ def begin_with_few_files(
     """Rank 0 of many, in a process that may open few files; where others find it."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    begin(rank, world, log_dir)
+    begin(rank, world, log_dir, timeout_s=15.0)  # 150 ranks connect before the first step
     logger = loners[-1].logger
     assert logger is not None
     channel = logger._run._ranks._channel  # type: ignore[attr-defined]
