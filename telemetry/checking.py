@@ -29,7 +29,7 @@ from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.capture.probe import call, unchanged
 from telemetry.failures import RaisingFailures
 from telemetry.layers import table
-from telemetry.plain_text import called, printable, type_of
+from telemetry.plain_text import called, figure, printable, type_of
 from telemetry.records import StepRecord
 from telemetry.records.moments import norm_of
 from telemetry.records.tensor import figures_of
@@ -71,10 +71,10 @@ class CheckResult:
         for row, module in enumerate(self.record.layout.modules):
             if layers.known[row].any():
                 values = [layers.value(row, name) for name in _SHOWN.values()]
-                cells = ["" if value is None else f"{value:.3g}" for value in values]
+                cells = ["" if value is None else f"{figure(value)}" for value in values]
                 grid.add_row(*map(Text, (called(module.name), printable(module.type_name), *cells)))
         console.print(grid)
-        console.print(f"\nloss {self.loss:.4g}")
+        console.print(f"\nloss {figure(self.loss, 4)}")
         for found in self.findings:
             console.print(f"{found.severity}: {found.kind.replace('_', ' ')}{found.where}")
             console.print(f"  {found.message}".replace("\n", "\n  "))
@@ -277,7 +277,9 @@ def _of_loss(
     guess = math.log(classes)
     if not loss > _FAR * guess:
         return None
-    summary = f"The loss is {loss:.4g}, and {guess:.3g} (ln {classes}) for a random guess"
+    summary = (
+        f"The loss is {figure(loss, 4)}, and {figure(guess)} (ln {classes}) for a random guess"
+    )
     advice = (
         "Make the initial weights of the last layer smaller, or scale its inputs",
         "For a trained model, check that inputs and targets belong to it",

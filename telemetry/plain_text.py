@@ -36,6 +36,17 @@ def called_all(module_names: Sequence[str], most: int) -> str:
     return ", ".join(map(called, module_names[:most])) + more
 
 
+def figure(value: float, digits: int = 3) -> str:
+    """Return a number as people write it: ``0.0021``, ``3,700``, ``2e27``."""
+    text = f"{value:.{digits}g}"
+    if "e" not in text:
+        return text
+    if 1e3 <= abs(value) < 1e6:
+        return f"{float(text):,.0f}"
+    mantissa, exponent = text.split("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
 def type_of(value: object) -> str:
     """Return the name of a value's type for messages."""
     kind = value if isinstance(value, type) else type(value)

@@ -9,7 +9,7 @@ import numpy as np
 
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
-from telemetry.plain_text import called
+from telemetry.plain_text import called, figure
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import edges
 
@@ -119,7 +119,7 @@ class LogitGrowth(Detector):
         if not largest > self.largest:
             return None
         return Finding(
-            summary=f"The largest attention logit of {called(name)} is {largest:.3g}",
+            summary=f"The largest attention logit of {called(name)} is {figure(largest)}",
             advice=("Normalize queries and keys", "Lower the learning rate or warm it up"),
             value=largest,
             threshold=self.largest,

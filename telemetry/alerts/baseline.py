@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.layers.onset import LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
-from telemetry.plain_text import called, called_all
+from telemetry.plain_text import called, called_all, figure
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
@@ -418,7 +418,8 @@ class Baseline:
         if self.age >= LATEST or not self.too_large or not self.too_large[0]:
             return "", ""
         name, times = self.too_large
-        return name, f"The initial weights of {called(name)} are {times:.2g}x He initialization"
+        size = f"{figure(times, 2)}x He initialization"
+        return name, f"The initial weights of {called(name)} are {size}"
 
     @property
     def follows_rate_jump(self) -> bool:
@@ -429,7 +430,7 @@ class Baseline:
     def jump(self) -> str:
         """The learning rate after the jump, and its modules if not all, for messages."""
         where = f" in {called_all(self.jumped, RECENT)}" if self.jumped else ""
-        return f"{self.rate_after_jump:.3g}{where}"
+        return f"{figure(self.rate_after_jump)}{where}"
 
     @property
     def jump_step(self) -> int:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from telemetry.alerts.baseline import FAR_ABOVE, FEW, FEWEST, LENGTH, RECENT, TENFOLD, Baseline
 from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Growth, Stretch, backward_growth, forward_growth, gain
-from telemetry.plain_text import called
+from telemetry.plain_text import called, figure
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
@@ -71,7 +71,7 @@ class ExplodingActivation(Detector):
 
     def _grown(self, name: str, times: float) -> Finding:
         return Finding(
-            summary=f"The output of {called(name)} is {times:.2g}x as large as ever before",
+            summary=f"The output of {called(name)} is {figure(times, 2)}x as large as ever before",
             advice=("Lower the learning rate or warm it up", "Clip gradients", "Add normalization"),
             value=times,
             threshold=self.factor,
@@ -82,7 +82,7 @@ class ExplodingActivation(Detector):
         where, times = _began_large(baseline) or growth.stretch, 10**growth.decades
         assert where is not None
         return Finding(
-            summary=f"Activations grow {times:.2g}-fold through the network",
+            summary=f"Activations grow {figure(times, 2)}-fold through the network",
             cause=f"Most of it in {where.shared}",
             advice=(
                 "Make the initial weights smaller (He or Xavier initialization)",
@@ -204,7 +204,7 @@ class ExplodingGradient(Detector):
             baseline,
             value=total,
             threshold=norm.usual * self.lasting_factor,
-            summary=f"The gradient norm is {total:.3g}, {total / norm.usual:.3g}x above "
+            summary=f"The gradient norm is {figure(total)}, {figure(total / norm.usual)}x above "
             f"usual{falls}",
             confined=_confined(record, norm.usual),
             advice=_UNBOUNDED if is_unbounded else (),
@@ -229,7 +229,7 @@ class ExplodingGradient(Detector):
             baseline,
             value=norm,
             threshold=norm / times * self.factor,
-            summary=f"{what} is {norm:.3g}, {times:.2g}x above usual for such a loss",
+            summary=f"{what} is {figure(norm)}, {figure(times, 2)}x above usual for such a loss",
             confined=_confined(record, norm / times, scale),
         )
 
@@ -267,8 +267,8 @@ class ExplodingGradient(Detector):
             baseline,
             value=10**product,
             threshold=self.depth_factor,
-            summary=f"Activations grow {10**forward.decades:.2g}-fold in the forward pass, and "
-            f"gradients {10**backward.decades:.2g}-fold in the backward pass",
+            summary=f"Activations grow {figure(10**forward.decades, 2)}-fold in the forward pass, "
+            f"and gradients {figure(10**backward.decades, 2)}-fold in the backward pass",
             where=_began_large(baseline) or forward.stretch,
             advice=_WEIGHTS if baseline.is_young else _STEPS_TOO_LARGE,
         )
@@ -304,7 +304,7 @@ class ExplodingGradient(Detector):
             if self._blame.is_alike and confined is None:
                 cause = "All layers grew alike: because of the batch, or of several layers"
         if batch:
-            cause = f"The values of the batch are {batch:.2g}x as large as before"
+            cause = f"The values of the batch are {figure(batch, 2)}x as large as before"
         elif confined is not None and where in (None, confined):
             where, advice = confined, advice or _ONE_LAYER
             cause = f"Only {confined} grew: without it the norm would hardly change"

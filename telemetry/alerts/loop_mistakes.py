@@ -9,7 +9,7 @@ from statistics import median_high
 
 from telemetry.alerts.baseline import FEWEST, Baseline, finite_loss
 from telemetry.alerts.detector import Detector, Finding
-from telemetry.plain_text import called, steps_in_words
+from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
@@ -187,9 +187,9 @@ class LearningRateZero(Detector):
         limit = self.fraction * self._highest
         if rate > limit:
             return None
-        before = f", after up to {self._highest:.3g}" if self._highest else ""
+        before = f", after up to {figure(self._highest)}" if self._highest else ""
         return Finding(
-            summary=f"The learning rate is {rate:.3g} since step "
+            summary=f"The learning rate is {figure(rate)} since step "
             f"{record.step - int(self.steps) + 1}{before}",
             advice=(
                 "Check the number of steps of the schedule",

@@ -22,6 +22,7 @@ from telemetry.alerts.baseline import (
 )
 from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
+from telemetry.plain_text import figure
 from telemetry.records import StepRecord
 from telemetry.records.moments import mean_of, rms_of
 from telemetry.records.rows import Rows
@@ -98,14 +99,14 @@ class LossDivergence(Detector):
 
     def _found(self, record: StepRecord, baseline: Baseline) -> Finding:
         rate, lowest = baseline.rate, baseline.lowest_rate
-        cause = f"The learning rate is {rate:.3g}" if rate > 0 else None
+        cause = f"The learning rate is {figure(rate)}" if rate > 0 else None
         if 0 < lowest * JUMP <= rate:
-            cause = f"The learning rate rose from {lowest:.3g} to {rate:.3g}"
-        ratio = f"{self._ratio:.0%}" if self._ratio < 10 else f"{self._ratio:.2g}x"
+            cause = f"The learning rate rose from {figure(lowest)} to {figure(rate)}"
+        ratio = f"{self._ratio:.0%}" if self._ratio < 10 else f"{figure(self._ratio, 2)}x"
         name, large = baseline.large_start
         return Finding(
-            summary=f"The loss rose to {record.loss:.4g}, and one optimizer step moves the weights "
-            f"by {ratio} of their norm",
+            summary=f"The loss rose to {figure(record.loss, 4)}, and one optimizer step moves the "
+            f"weights by {ratio} of their norm",
             cause=large or cause,
             advice=_INITIALIZE if name else _LOWER,
             value=self._ratio,
@@ -116,7 +117,7 @@ class LossDivergence(Detector):
     def _summed(self, record: StepRecord) -> Finding:
         norm = record.total_grad_norm
         return Finding(
-            summary=f"Gradients add up from step to step: their norm is {norm:.3g}, and grows",
+            summary=f"Gradients add up from step to step: their norm is {figure(norm)}, and grows",
             cause="They are never zeroed",
             advice=(
                 "Call optimizer.zero_grad() in every step, before backward()",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from telemetry.alert import Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
-from telemetry.plain_text import called
+from telemetry.plain_text import called, figure
 from telemetry.records import StepRecord
 from telemetry.records.buckets import limits
 from telemetry.records.sketch import Sketch
@@ -72,7 +72,7 @@ def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
         most = e / (e + classes - 1)
         if _are_errors(last, most / e, most, classes):
             again = f"a softmax of the output of {name}"
-            return f"{again}: it cannot fall below {-log(most):.3g}", logits, "warning"
+            return f"{again}: it cannot fall below {figure(-log(most))}", logits, "warning"
         totals = [p.sum, *last.means, last.means[0] / classes]  # the last is KLDivLoss's own mean
         are_targets = g.max <= 0 and any(abs(g.sum + all_) < _EXACT * all_ for all_ in totals)
         if are_targets and p.sum_squares < _LEARNED * p.sum:
@@ -84,7 +84,7 @@ def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
             return over_batch, _DIMENSION, "note"
     if type_name == "Sigmoid" and _are_errors(last, 1 / 2, e / (e + 1), 1):
         again = f"a sigmoid of the output of {name}"
-        return f"{again}: it cannot fall below {log(1 + 1 / e):.3g}", logits, "warning"
+        return f"{again}: it cannot fall below {figure(log(1 + 1 / e))}", logits, "warning"
     if type_name in _BOUNDS and _is_of_cross_entropy(g, last.units):
         return f"a softmax of the output of {name}: {_BOUNDS[type_name]}", logits, "warning"
     return None

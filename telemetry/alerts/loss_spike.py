@@ -20,7 +20,7 @@ from telemetry.alerts.baseline import (
 )
 from telemetry.alerts.detector import EXPLOSIONS, RATE_ADVICE, Detector, Finding
 from telemetry.layers.onset import Onset
-from telemetry.plain_text import called, steps_in_words
+from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord
 
 
@@ -81,7 +81,7 @@ class LossSpike(Detector):
             return _found(
                 jump,
                 baseline,
-                cause=f"The learning rate jumped {times:.3g}-fold to {baseline.jump} at step "
+                cause=f"The learning rate jumped {figure(times)}-fold to {baseline.jump} at step "
                 f"{jumped_at}",
                 module_name=baseline.jumped[0] if baseline.jumped else None,
                 advice=RATE_ADVICE,
@@ -236,8 +236,8 @@ class LossBurst(Detector):
         if self._bursts > _REPORTED or baseline.since_rate_jump < record.step - first + FEWEST:
             return None
         return Finding(
-            summary=f"The loss was up to {highest:.4g} from step {first} to {last}, and at most "
-            f"{past.highest:.4g} in the hundred steps before",
+            summary=f"The loss was up to {figure(highest, 4)} from step {first} to {last}, and at "
+            f"most {figure(past.highest, 4)} in the hundred steps before",
             cause="Other batches, targets or another loss: the loss is usual again",
             advice=("Check these batches: a broken file, shuffled labels, another task",),
             value=highest,
@@ -256,10 +256,11 @@ def _rise(jump: Jump, baseline: Baseline) -> Rise:
 
 def _found(jump: Jump, baseline: Baseline, **more: Any) -> Finding:
     (step, loss), peak = jump.first, jump.peak
-    rise = f", and to {peak.loss:.4g} at step {peak.step}" if peak.loss > loss else ""
+    rise = f", and to {figure(peak.loss, 4)} at step {peak.step}" if peak.loss > loss else ""
     first = _in_words(baseline.layers.onsets(step), len(baseline.layers.names))
     return Finding(
-        summary=f"The loss jumped from {jump.before:.4g} to {loss:.4g} at step {step}{rise}{first}",
+        summary=f"The loss jumped from {figure(jump.before, 4)} to {figure(loss, 4)} at step "
+        f"{step}{rise}{first}",
         value=peak.loss,
         threshold=baseline.loss.past.highest,
         started_at=step,
@@ -284,5 +285,5 @@ def _in_words(onsets: Sequence[Onset], count: int) -> str:
 
 def _ratio(factor: float) -> str:
     if not 0 < factor < 1:
-        return f"{factor:.3g}x above usual"
-    return f"{1 / factor:.3g}x below usual"
+        return f"{figure(factor)}x above usual"
+    return f"{figure(1 / factor)}x below usual"

@@ -18,6 +18,7 @@ from telemetry.alerts.baseline import (
     matrix_sizes,
 )
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.plain_text import figure
 from telemetry.records import StepRecord
 
 
@@ -99,13 +100,13 @@ class NoLearning(Detector):
         summary, cause = "No parameter gets a gradient", None
         advice: tuple[str, ...] = _GRADIENT
         if now > 0:
-            size = f" by more than {ratio:.1g} of its size" if ratio else ""
+            size = f" by more than {figure(ratio, 1)} of its size" if ratio else ""
             summary, advice = f"No step in {steps} steps moved any weight{size}", _RATE
             if record.learning_rates and not any(record.learning_rates):
                 cause = "The learning rate is 0"
         if now < _CLIPPED * self._before:
-            left, advice = (f"clipping leaves {now:.2g}", _CLIP) if now > 0 else _ZEROED
-            cause = f"The gradient norm is {self._before:.2g} after backward(), and {left}"
+            left, advice = (f"clipping leaves {figure(now, 2)}", _CLIP) if now > 0 else _ZEROED
+            cause = f"The gradient norm is {figure(self._before, 2)} after backward(), and {left}"
         return Finding(
             summary=summary, cause=cause, advice=advice, value=ratio, threshold=self.update_ratio
         )
@@ -114,7 +115,7 @@ class NoLearning(Detector):
         return self._largest_ratio <= self.update_ratio
 
     def _all_zero(self, record: StepRecord) -> Finding:
-        loss = "" if record.loss is None else f", at a loss of {record.loss:.4g}"
+        loss = "" if record.loss is None else f", at a loss of {figure(record.loss, 4)}"
         return Finding(
             summary=f"All gradients have been exactly 0 for {self._zeros} steps{loss}",
             advice=(
@@ -218,7 +219,7 @@ class LossStuck(Detector):
             return None
         least = min(map(np.median, np.array_split(losses, FEWEST)))
         guess = math.log(self._classes) if self._classes > 2 else math.nan
-        cause = f"Each step moves the weights by {baseline.step_ratio:.1g} of their norm"
+        cause = f"Each step moves the weights by {figure(baseline.step_ratio, 1)} of their norm"
         if self._is_written_back:
             cause += ", and something else writes the old weights back"
         if abs(now - guess) < self.reduction * guess:
@@ -230,7 +231,7 @@ class LossStuck(Detector):
 
     def _found(self, now: float, reference: float, what: str, cause: str | None = None) -> Finding:
         return Finding(
-            summary=f"The loss of the last {self.steps} steps is {now:.4g}, {what}",
+            summary=f"The loss of the last {self.steps} steps is {figure(now, 4)}, {what}",
             cause=cause,
             advice=(
                 "Check that each target belongs to its input",

@@ -12,7 +12,7 @@ from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers.module_types import STANDARD
 from telemetry.measure.sampling import SAMPLE_ELEMENTS
-from telemetry.plain_text import called, printable
+from telemetry.plain_text import called, figure, printable
 from telemetry.records import Module, StepRecord
 from telemetry.records.step import is_inside
 from telemetry.records.tensor import bad_among
@@ -70,7 +70,7 @@ class Nonfinite(Detector):
         what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
         advice, how = found.advice, ""
         if growth >= _OVERFLOWS:
-            advice, how = _TOO_LARGE, f": it overflowed after {what} grew {growth:.1g}-fold"
+            advice, how = _TOO_LARGE, f": it overflowed after {what} grew {figure(growth, 1)}-fold"
         return Finding(
             module_name=found.module_name,
             value=(~record.grad_finite).sum(),

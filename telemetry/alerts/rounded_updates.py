@@ -8,6 +8,7 @@ from operator import itemgetter
 
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
+from telemetry.plain_text import figure
 from telemetry.records import StepRecord
 from telemetry.records.moments import zero_fraction_of
 from telemetry.records.tensor import figures_of
@@ -51,8 +52,8 @@ class RoundedUpdates(Detector):
         dtype, ratio = max((learning[name] for name in still), key=itemgetter(1))
         return Finding(
             summary=f"{len(still)} of {len(learning)} weight matrices in {dtype} hardly change",
-            cause=f"A step moves them by {ratio:.1g} of their norm at most, and numbers in {dtype} "
-            f"are {50 * _EPS[dtype]:.1g} % or more apart: rounding undoes the step",
+            cause=f"A step moves them by {figure(ratio, 1)} of their norm at most, and numbers in "
+            f"{dtype} are {figure(50 * _EPS[dtype], 1)} % or more apart: rounding undoes the step",
             advice=(
                 "Keep the weights in float32 and use torch.autocast",
                 "Use an optimizer with stochastic rounding or Kahan summation",

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from telemetry.alerts.baseline import FEWEST, LARGE_STEP, LENGTH, NEVER, Baseline, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
-from telemetry.plain_text import called, steps_in_words
+from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
 
@@ -83,8 +83,8 @@ class ExponentialTrend(Detector):
         if shrinks:
             return self._found(
                 "weights",
-                f"The weights shrink by {1 - 10**-shrinks:.2g} of their size at each step, to "
-                f"{10 ** levels[-1]:.2g} of their first size, and the loss does not fall",
+                f"The weights shrink by {figure(1 - 10**-shrinks, 2)} of their size at each step, to "
+                f"{figure(10 ** levels[-1], 2)} of their first size, and the loss does not fall",
                 ("Lower the weight decay; usual are 1e-6 to 1e-3, times the learning rate",),
                 10 ** levels[-1],
                 1 / self.shrinkage,
@@ -92,8 +92,8 @@ class ExponentialTrend(Detector):
         if grows:
             return self._found(
                 "weights",
-                f"The weights grow by {10**grows - 1:.2g} of their size at each step, to "
-                f"{10 ** levels[-1]:.3g}x their first size",
+                f"The weights grow by {figure(10**grows - 1, 2)} of their size at each step, to "
+                f"{figure(10 ** levels[-1])}x their first size",
                 ("Check the signs of weight decay, penalties and loss", "Check the learning rate"),
                 10 ** levels[-1],
                 self.weight_growth,
@@ -119,8 +119,8 @@ class ExponentialTrend(Detector):
             return None
         return self._found(
             "loss",
-            f"The loss grows by {10**rate - 1:.2g} of its size at each step, from "
-            f"{10 ** losses.min():.3g} to {loss:.3g}, and the gradients with it",
+            f"The loss grows by {figure(10**rate - 1, 2)} of its size at each step, from "
+            f"{figure(10 ** losses.min())} to {figure(loss)}, and the gradients with it",
             (
                 "Check targets that the model makes: the discount, the target network",
                 "Check the signs of penalties and decay",
@@ -144,8 +144,8 @@ class ExponentialTrend(Detector):
             return None
         return self._found(
             "rate",
-            f"The learning rate is multiplied by {math.exp(changes[-1]):.4g} again and again, from "
-            f"{began:.3g} to {baseline.rate:.3g}, and steps move the weights by {moves:.2g} of "
+            f"The learning rate is multiplied by {figure(math.exp(changes[-1]), 4)} again and again, from "
+            f"{figure(began)} to {figure(baseline.rate)}, and steps move the weights by {figure(moves, 2)} of "
             "their norm",
             ("Check the factor of the schedule: it has to be below 1 to decay",),
             baseline.rate,
@@ -234,7 +234,7 @@ class UnboundedLoss(Detector):
             return self._found(
                 recent,
                 guess,
-                f"started near -ln {self._classes} = {guess:.4g} and falls",
+                f"started near -ln {self._classes} = {figure(guess, 4)} and falls",
             )
         if not recent < 0 or not measured or len(self._points) < _FEWEST_POINTS:
             return None
@@ -250,7 +250,7 @@ class UnboundedLoss(Detector):
             recent,
             losses[0],
             f"falls ever faster below zero, while the output of {called(last)} grows "
-            f"{times:.3g}-fold in {steps_in_words(int(steps[-1] - steps[0]))}",
+            f"{figure(times)}-fold in {steps_in_words(int(steps[-1] - steps[0]))}",
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
@@ -273,7 +273,7 @@ class UnboundedLoss(Detector):
 
     def _found(self, loss: float, limit: float, what: str) -> Finding:
         return Finding(
-            summary=f"The loss is {loss:.4g}: it {what}",
+            summary=f"The loss is {figure(loss, 4)}: it {what}",
             cause="Nothing limits the loss from below",
             advice=(
                 "Check the sign of the loss and of each of its terms",

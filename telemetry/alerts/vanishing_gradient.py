@@ -11,7 +11,7 @@ from telemetry.alerts.baseline import FAR_ABOVE, FEWEST, Baseline, Figures, Mark
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import Stretch
 from telemetry.layers import table
-from telemetry.plain_text import called
+from telemetry.plain_text import called, figure
 from telemetry.records import Layout, StepRecord
 
 
@@ -144,7 +144,7 @@ class VanishingGradient(Detector):
         moves = bool(update_limit <= self._update_share[first] < math.inf)
         cause = "The loss has not fallen" if moves else "The optimizer hardly moves it"
         return Finding(
-            summary=f"The gradient of {called(self._names[first])} is {10 ** -share[first]:.2g}x "
+            summary=f"The gradient of {called(self._names[first])} is {figure(10 ** -share[first], 2)}x "
             f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
             cause=cause,
             advice=(

@@ -8,7 +8,7 @@ import numpy as np
 
 from telemetry.alerts.baseline import Baseline, Figures, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
-from telemetry.plain_text import called
+from telemetry.plain_text import called, figure
 from telemetry.records import StepRecord
 
 
@@ -64,7 +64,7 @@ class WeightJump(Detector):
         parameter = record.layout.parameters[record.layout.parameter_position[names[most]]]
         return Finding(
             summary=f"{called(parameter.name)} is {_times(times)} than at step {known[-1]}, after "
-            f"changes of {usual:.2g} of its size at most in as many steps",
+            f"changes of {figure(usual, 2)} of its size at most in as many steps",
             advice=(
                 "Check for code that writes to it: a copy, a reset, a checkpoint, another unit",
                 "Clip gradients if one batch did it",
@@ -78,7 +78,7 @@ class WeightJump(Detector):
 
 
 def _times(factor: float) -> str:
-    return f"{factor:.3g}x larger" if factor > 1 else f"{1 / factor:.3g}x smaller"
+    return f"{figure(factor)}x larger" if factor > 1 else f"{figure(1 / factor)}x smaller"
 
 
 _TIMES = 30  # overwritten matrices (cnn_overwrite_big, block_weight_scaled) have 230 and more
