@@ -78,7 +78,8 @@ class LossDivergence(Detector):
         )
         if self._sums.is_sure:
             return self._summed(record)
-        if self.active_alert is not None or finite_loss(record) is None:
+        now = finite_loss(record)
+        if self.active_alert is not None or now is None:
             return None
         is_new = baseline.is_young and loss.excess > _FAR
         enough = self.losses - (is_new or baseline.follows_rate_jump)
@@ -90,14 +91,14 @@ class LossDivergence(Detector):
             return None
         usual = loss.past.usual
         self._rise = Rise(first=loss.first, usual=usual, peak=usual)
-        return self._found(record, baseline)
+        return self._found(now, baseline)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         if (loss := finite_loss(record)) is None:
             return True
         return self._rise is not None and not self._rise.is_undone(loss)
 
-    def _found(self, record: StepRecord, baseline: Baseline) -> Finding:
+    def _found(self, now: float, baseline: Baseline) -> Finding:
         rate, lowest = baseline.rate, baseline.lowest_rate
         cause = f"The learning rate is {figure(rate)}" if rate > 0 else None
         if 0 < lowest * JUMP <= rate:
@@ -105,7 +106,7 @@ class LossDivergence(Detector):
         ratio = f"{self._ratio:.0%}" if self._ratio < 10 else f"{figure(self._ratio, 2)}x"
         name, large = baseline.large_start
         return Finding(
-            summary=f"The loss rose to {figure(record.loss, 4)}, and one optimizer step moves the "
+            summary=f"The loss rose to {figure(now, 4)}, and one optimizer step moves the "
             f"weights by {ratio} of their norm",
             cause=large or cause,
             advice=_INITIALIZE if name else _LOWER,

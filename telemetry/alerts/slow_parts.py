@@ -71,8 +71,8 @@ class LayersNotLearning(Detector):
         layers = [owner[name] for name, is_slow in zip(names, found, strict=True) if is_slow]
         ratio = float(ratios[found].max())
         return Finding(
-            summary=f"A step moves {called_all(layers, RECENT)} by {figure(ratio, 2)} of their norm at "
-            f"most, and other layers by {figure(usual, 2)}",
+            summary=f"A step moves {called_all(layers, RECENT)} by {figure(ratio, 2)} of their "
+            f"norm at most, and other layers by {figure(usual, 2)}",
             cause="They get gradients, so their learning rate or their precision is too low",
             advice=(
                 "Check the learning rate of their parameter group, and layer-wise decay",
@@ -135,8 +135,8 @@ class OutputCollapse(Detector):
         output, share = collapsed[0]
         others = f", as {len(collapsed) - 1} later outputs" if len(collapsed) > 1 else ""
         return Finding(
-            summary=f"The output of {called(output.module_name)} varies by {figure(share, 2)} of its size "
-            f"between inputs, once by {figure(self._highest[output], 2)}{others}",
+            summary=f"The output of {called(output.module_name)} varies by {figure(share, 2)} of "
+            f"its size between inputs, once by {figure(self._highest[output], 2)}{others}",
             advice=(
                 "Check what keeps inputs apart: negative pairs, a stopped gradient, batch norm",
                 "Check weight decay and penalties",

@@ -83,8 +83,8 @@ class ExponentialTrend(Detector):
         if shrinks:
             return self._found(
                 "weights",
-                f"The weights shrink by {figure(1 - 10**-shrinks, 2)} of their size at each step, to "
-                f"{figure(10 ** levels[-1], 2)} of their first size, and the loss does not fall",
+                f"The weights shrink by {figure(1 - 10**-shrinks, 2)} of their size at each step, "
+                f"to {figure(10 ** levels[-1], 2)} of their first size, and the loss does not fall",
                 ("Lower the weight decay; usual are 1e-6 to 1e-3, times the learning rate",),
                 10 ** levels[-1],
                 1 / self.shrinkage,
@@ -92,8 +92,8 @@ class ExponentialTrend(Detector):
         if grows:
             return self._found(
                 "weights",
-                f"The weights grow by {figure(10**grows - 1, 2)} of their size at each step, to "
-                f"{figure(10 ** levels[-1])}x their first size",
+                f"The weights grow by {figure(10**grows - 1, 2)} of their size at each step, "
+                f"to {figure(10 ** levels[-1])}x their first size",
                 ("Check the signs of weight decay, penalties and loss", "Check the learning rate"),
                 10 ** levels[-1],
                 self.weight_growth,
@@ -144,9 +144,9 @@ class ExponentialTrend(Detector):
             return None
         return self._found(
             "rate",
-            f"The learning rate is multiplied by {figure(math.exp(changes[-1]), 4)} again and again, from "
-            f"{figure(began)} to {figure(baseline.rate)}, and steps move the weights by {figure(moves, 2)} of "
-            "their norm",
+            f"The learning rate is multiplied by {figure(math.exp(changes[-1]), 4)} again and "
+            f"again, from {figure(began)} to {figure(baseline.rate)}, and steps move the weights "
+            f"by {figure(moves, 2)} of their norm",
             ("Check the factor of the schedule: it has to be below 1 to decay",),
             baseline.rate,
             self.rate_growth * began,

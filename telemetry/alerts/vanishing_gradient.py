@@ -143,8 +143,9 @@ class VanishingGradient(Detector):
         first = int(np.flatnonzero(fading)[0])
         moves = bool(update_limit <= self._update_share[first] < math.inf)
         cause = "The loss has not fallen" if moves else "The optimizer hardly moves it"
+        factor = figure(10 ** -share[first], 2)
         return Finding(
-            summary=f"The gradient of {called(self._names[first])} is {figure(10 ** -share[first], 2)}x "
+            summary=f"The gradient of {called(self._names[first])} is {factor}x "
             f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
             cause=cause,
             advice=(

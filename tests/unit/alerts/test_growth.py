@@ -142,7 +142,7 @@ def test_gradients_stay_exploded_though_some_batches_have_none() -> None:
 @pytest.mark.parametrize(
     ("at", "seen"),
     [
-        (40, "The values of the batch are 1e+04x as large as before"),
+        (40, "The values of the batch are 10,000x as large as before"),
         (43, "All layers grew alike"),
     ],
 )
