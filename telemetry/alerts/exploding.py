@@ -83,7 +83,7 @@ class ExplodingActivation(Detector):
         assert where is not None
         return Finding(
             summary=f"Activations grow {figure(times, 2)}-fold through the network",
-            cause=f"Most of it in {where.shared}",
+            cause=where.growth,
             advice=(
                 "Make the initial weights smaller (He or Xavier initialization)",
                 "Scale the inputs",
@@ -309,7 +309,7 @@ class ExplodingGradient(Detector):
             where, advice = confined, advice or _ONE_LAYER
             cause = f"Only {confined} grew: without it the norm would hardly change"
         elif where is not None:
-            cause = f"Most likely {where.shared}"
+            cause = where.growth
             if self._blame.by_norms and where is self._blame.stretch:
                 cause += ", whose gradient alone did not grow"
         return Finding(

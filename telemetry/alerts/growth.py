@@ -30,9 +30,10 @@ class Stretch(NamedTuple):
         return f"{called(self.first)} to {called(self.last)}"
 
     @property
-    def shared(self) -> str:
-        """The modules of a growth that is divided among them."""
-        return str(self) if self.first == self.last else f"{self}, each by a part"
+    def growth(self) -> str:
+        """Sentence about the module or modules that grow."""
+        where = "is in" if self.first == self.last else "is spread over"
+        return f"The growth {where} {self}"
 
 
 @dataclass(frozen=True, kw_only=True)
