@@ -1,4 +1,4 @@
-"""Makes the still pictures of the page in ``docs/dashboards.md``.
+"""Makes the still pictures of the page in ``docs/understand/page.md``.
 
     python docs/images/pages.py [--runs FOLDER]
 

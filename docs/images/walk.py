@@ -1,4 +1,4 @@
-"""Makes the pictures of the walk in ``docs/dashboards.md``, and the moving one.
+"""Makes the pictures of the walk in ``docs/tutorials/explosion.md``, and the moving one.
 
     python docs/images/walk.py [--runs FOLDER]
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from telemetry import HookLogger
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parents[1] / "tests" / "tensorboard_plugin"))
+sys.path.append(str(HERE.parents[1] / "tests" / "helpers"))
 browser: Any = import_module("browser")
 
 SIZE = {"width": 1280, "height": 800}

@@ -57,10 +57,12 @@ export class Actions {
     };
   }
 
-  /** Lists the runs to choose `run` or `other`, the one to compare with; `filter` to begin with. */
-  chooseRun(which, filter) {
+  /** Lists the runs to choose `run` or `other`, the one to compare with. */
+  chooseRun(which, filter = this.app.state.filter) {
     const { app } = this;
     if (app.runs.length < 2) return;
+    Object.assign(app.state, { table: which, filter });
+    app.saveLink();
     const about = { layer: app.state.layer, statistic: app.statistic, theme: app.theme };
     app.runTable.open(app.runs, app.state[which], which, about, (name) => {
       const isSame = name === app.state.run;
@@ -68,7 +70,7 @@ export class Actions {
       if (!app.runs.some((run) => run.name === name)) app.runs = [{ name }, ...app.runs];
       if (which === "run") app.change({ run: name, zoom: null, layer: null, step: null });
       else app.change({ other: isSame ? "" : name, zoom: null });
-    }, filter);
+    });
   }
 
   /** A click on curves, a profile or a histogram: enlarges it, or goes to the nearest curve or row. */

@@ -38,12 +38,7 @@ export class AlertList {
       shown.length === alerts.length ? alerts.length : `${shown.length} of ${alerts.length}`;
     fill(
       this.node,
-      element(
-        "h2",
-        {},
-        "Alerts",
-        element("span", { class: "count" }, alerts.length ? `${count}` : "none"),
-      ),
+      element("h2", {}, "Alerts", element("span", { class: "count" }, alerts.length ? `${count}` : "none")),
       alerts.length
         ? this.#filters(kinds)
         : element("p", { class: "muted" }, "No alerts in this run yet."),
@@ -59,20 +54,10 @@ export class AlertList {
     return element(
       "div",
       { class: "filters" },
-      dropDown(
-        "Kind",
-        [["", "all"], ...kinds.map((kind) => [kind, kindTitle(kind)])],
-        this.kind,
-        set("kind"),
-      ),
+      dropDown("Kind", [["", "all"], ...kinds.map((kind) => [kind, kindTitle(kind)])], this.kind, set("kind")),
       dropDown(
         "Severity",
-        [
-          ["", "all"],
-          ["error", "errors"],
-          ["warning", "warnings"],
-          ["note", "notes"],
-        ],
+        [["", "all"], ["error", "errors"], ["warning", "warnings"], ["note", "notes"]],
         this.severity,
         set("severity"),
       ),
@@ -100,27 +85,24 @@ export class AlertList {
 
 /** An alert in a few lines, with the run it is of. */
 export function alertText(alert, run = null) {
-  const stage = { escalated: " · escalated", resolved: " · resolved" }[alert.stage] ?? "";
   const severity = element("span", { class: "severity" }, alert.severity); // also for those who see no color
   return [
     element(
       "span",
       { class: "alert-head" },
-      element("b", {}, `${kindTitle(alert.kind)}${stage}`, severity),
+      element("b", {}, alertTitle(alert), severity),
       element("span", {}, `step ${formatStep(alert.step)}`),
     ),
     run ? element("span", { class: "muted" }, run) : null,
     alert.module_name ? element("span", { class: "alert-layer" }, alert.module_name) : null,
-    alert.observed_in ? element("span", { class: "alert-layer" }, `seen in ${alert.observed_in}`) : null,
+    alert.observed_in ? element("span", { class: "alert-layer" }, `observed in ${alert.observed_in}`) : null,
     element("span", { class: "alert-message" }, alertMessage(alert)),
   ].filter((part) => part !== null);
 }
 
 /** Summary and cause, code, consequences, and advice, in one line each, as Alert.message. */
 function alertMessage({ summary, cause, location, consequences, advice }) {
-  const named = consequences.map(
-    ({ kind, module_name }) => kind.replaceAll("_", " ") + (module_name ? ` in ${module_name}` : ""),
-  );
+  const named = consequences.map(faultText);
   const lines = [
     sentences([summary, cause]),
     location ? `Code: ${location.file}:${location.line} (${location.class_name}.forward)` : "",
@@ -130,7 +112,21 @@ function alertMessage({ summary, cause, location, consequences, advice }) {
   return lines.filter((line) => line).join("\n");
 }
 
-/** Sentences, each with a period unless it has a mark of its own. */
+/** Kind and stage; of an escalated alert, the consequence that escalated it. */
+export function alertTitle({ kind, stage, consequences }) {
+  const latest = consequences.at(-1);
+  const now = stage === "escalated" ? (latest ? `, now: ${faultText(latest)}` : ", escalated") : "";
+  return kindTitle(kind) + (stage === "resolved" ? ", resolved" : now);
+}
+
+/** A kind of fault and its layer, within a sentence. */
+function faultText({ kind, module_name: layer }) {
+  const title = kindTitle(kind);
+  const name = title.startsWith("NaN") ? title : title.charAt(0).toLowerCase() + title.slice(1);
+  return layer ? `${name} in ${layer}` : name;
+}
+
+/** Joins sentences; one without a mark at its end gets a period. */
 function sentences(parts) {
   const given = parts.filter((part) => part);
   return given.map((part) => (/[.!?]$/.test(part) ? part : `${part}.`)).join(" ");

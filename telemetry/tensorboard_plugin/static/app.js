@@ -3,13 +3,7 @@
 import { Actions } from "./actions.js";
 import { Announcer, Tooltip } from "./words.js";
 import { fill } from "./dom.js";
-import {
-  buildFrame,
-  emptyMessage,
-  failureMessage,
-  loadingMessage,
-  newerFormatMessage,
-} from "./frame.js";
+import { buildFrame, emptyMessage, failureMessage, loadingMessage, newerFormatMessage } from "./frame.js";
 import { moveHairs, watchPlots } from "./crosshair.js";
 import { hoverAgain, watchKeys } from "./input.js";
 import { Large } from "./large.js";
@@ -48,7 +42,7 @@ export class App {
     this.announcer = new Announcer(this);
     this.side = new Side(this);
     this.live = new Live(source.isLive ? () => this.refresh() : null, () => this.#isEmpty());
-    this.runTable = new RunTable(source);
+    this.runTable = new RunTable(source, () => this.state, () => this.saveLink());
     Object.assign(this, buildFrame(root, this));
     const hover = (found, event) => this.hoverPlot(found, event.clientX, event.clientY);
     watchPlots(root, hover, (found, canvas) => this.actions.clickPlot(found, canvas));
@@ -114,6 +108,7 @@ export class App {
   follow(link) {
     const { run, other, statistic } = this.state;
     this.state = fromLink(link);
+    if (!this.state.table) this.runTable.node.close();
     if (!this.panels.length) return;
     this.#checkRuns();
     const isLoaded =
@@ -121,6 +116,7 @@ export class App {
     if (!isLoaded) return this.#load().catch((error) => this.fail(error));
     if (this.state.layer !== null) this.loadDetailSoon();
     this.#loadMoversOfAlert();
+    this.#openTable();
     this.draw();
   }
 
@@ -166,6 +162,13 @@ export class App {
     this.#ready();
     if (this.state.layer !== null) this.#loadDetail();
     this.#loadMoversOfAlert();
+    this.#openTable();
+  }
+
+  /** Opens the table of runs if the link says so. */
+  #openTable() {
+    const { table } = this.state;
+    if (table && !this.runTable.node.open) this.actions.chooseRun(table);
   }
 
   #loadMoversOfAlert() {
@@ -210,6 +213,11 @@ export class App {
     document.documentElement.dataset.ready = "true";
   }
 
+  /** Writes the state into the link; see `writeLink`. */
+  saveLink(isNew = false) {
+    this.address.write(toLink(this.state), isNew);
+  }
+
   /** Applies changes to the state, loads missing data, draws, and updates the link. */
   change(changes) {
     const { foldDepth, ...direct } = changes;
@@ -228,7 +236,7 @@ export class App {
       (key) => key in direct && JSON.stringify(direct[key]) !== JSON.stringify(this.state[key]),
     );
     Object.assign(this.state, direct);
-    this.address.write(toLink(this.state), isNew);
+    this.saveLink(isNew);
     if (isOtherRun) this.#checkRuns();
     if (isOtherRun || "statistic" in direct) {
       this.#load().catch((error) => this.fail(error));
@@ -244,10 +252,7 @@ export class App {
 
   whole() {
     const rowCount = Math.max(...this.panels.map((panel) => this.rows(panel).length));
-    return wholeView(
-      this.panels.map((panel) => panel.extent(this.statistic)),
-      rowCount,
-    );
+    return wholeView(this.panels.map((panel) => panel.extent(this.statistic)), rowCount);
   }
 
   view() {

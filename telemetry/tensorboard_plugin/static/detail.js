@@ -1,6 +1,6 @@
 // Everything about one layer: its statistics at a step and over time, histograms, pictures, alerts.
 
-import { kindTitle } from "./alert_list.js";
+import { alertTitle } from "./alert_list.js";
 import { drawChart, legendOf, styleOf } from "./chart.js";
 import { withHair } from "./crosshair.js";
 import { axisOf } from "./curves.js";
@@ -107,12 +107,7 @@ export class Detail {
     return element(
       "header",
       {},
-      element(
-        "h2",
-        {},
-        titleOf(layer),
-        button("✕", "Close (Esc)", () => this.on.close()),
-      ),
+      element("h2", {}, titleOf(layer), button("✕", "Close (Esc)", () => this.on.close())),
       runs.length > 1
         ? element("p", { class: "run-name" }, letter(runs.indexOf(run)), ` ${run}`)
         : null,
@@ -132,12 +127,14 @@ export class Detail {
     );
   }
 
-  /** A button that selects an alert of the layer. */
+  /** A button that selects an alert of the layer, or an alert that has a consequence in it. */
   #alert(alert) {
+    const { name } = this.shown.layer;
+    const isCause = alert.consequences.some((known) => known.module_name === name) && alert.module_name !== name;
     return element(
       "button",
       { class: `first-alert ${alert.severity} to-alert`, onclick: () => this.on.alert(alert) },
-      `${kindTitle(alert.kind)}, step ${formatStep(alert.step)}`,
+      `${isCause ? "Caused by: " : ""}${alertTitle(alert)}, step ${formatStep(alert.step)}`,
     );
   }
 

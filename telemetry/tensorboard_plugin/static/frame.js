@@ -25,15 +25,7 @@ export function buildFrame(root, { tooltip, announcer, side, runTable, large, ac
     stage,
     element("p", { class: "muted keys" }, KEY_HELP),
   );
-  const main = element(
-    "main",
-    { class: "center" },
-    heading,
-    messageArea,
-    missing,
-    picture,
-    announcer.node,
-  );
+  const main = element("main", { class: "center" }, heading, messageArea, missing, picture, announcer.node);
   const body = element("div", { class: "body" }, main, side.node);
   fill(root, toolbar, body, runTable.node, large.node, tooltip.node);
   return { toolbar, stage, legend, heading, messageArea, missing, picture, sweep };
@@ -45,11 +37,7 @@ with HookLogger(model, "runs/first", every_n_steps=100):
     train()`;
 
 export function loadingMessage() {
-  return message(
-    "loading",
-    "Loading…",
-    element("div", { class: "spinner", "aria-hidden": "true" }),
-  );
+  return message("loading", "Loading…", element("div", { class: "spinner", "aria-hidden": "true" }));
 }
 
 export function emptyMessage() {
@@ -61,7 +49,7 @@ export function emptyMessage() {
     element(
       "p",
       { class: "muted" },
-      "If a run has just begun, it shows after TensorBoard has reloaded its data.",
+      "A new run appears after TensorBoard reloads its data. Runs with only scalars are under Time Series.",
     ),
   );
 }

@@ -278,10 +278,7 @@ export class Heatmap {
     const [top, bottom] = [this.#y(row), this.#y(row + 1)];
     const grow = (start, end) => (end - start < 7 ? (7 - (end - start)) / 2 : 0);
     const [dx, dy] = [grow(left, right), grow(top, bottom)];
-    for (const [color, inset] of [
-      ["#ffffff", 0],
-      ["#000000", -1.5],
-    ]) {
+    for (const [color, inset] of [["#ffffff", 0], ["#000000", -1.5]]) {
       context.strokeStyle = color;
       context.lineWidth = 1.5;
       context.strokeRect(
@@ -302,18 +299,9 @@ function drawAlertMark(context, theme, alert, x, y) {
   if (alert.severity === "note") {
     context.arc(x, y, 4, 0, 2 * Math.PI);
   } else if (alert.severity === "error") {
-    [
-      [0, -6],
-      [6, 0],
-      [0, 6],
-      [-6, 0],
-    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+    [[0, -6], [6, 0], [0, 6], [-6, 0]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
   } else {
-    [
-      [0, -6],
-      [6, 5],
-      [-6, 5],
-    ].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
+    [[0, -6], [6, 5], [-6, 5]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
   }
   context.closePath();
   context.fillStyle = theme[alert.severity];

@@ -40,6 +40,7 @@ export class Panel {
     this.notice = element("p", { class: "notice", role: "status", hidden: true });
     this.first = element("div", { class: "first-nonfinite" });
     this.profile = element("canvas", { class: "profile", role: "img" });
+    this.map = element("div", { class: "map-row" }, this.heatmap.node, this.profile);
     this.curvesTitle = element("h2", { class: "curves-title" });
     this.curves = element("canvas", { class: "curves", role: "img" });
     this.curvesLegend = element("div", {});
@@ -51,7 +52,7 @@ export class Panel {
       withHair(this.strip),
       this.notice,
       this.first,
-      element("div", { class: "map-row" }, this.heatmap.node, this.profile),
+      this.map,
       this.curvesTitle,
       withHair(this.curves),
       this.curvesLegend,
@@ -162,13 +163,7 @@ export class Panel {
     const { known } = this;
     if (known?.key !== key || known.overview !== this.overview || known.field !== field) {
       const shown = field && this.#worthShowing(field);
-      const rows = makeRows(
-        this.overview.layers,
-        this.grouping(order),
-        folded,
-        search,
-        shown,
-      );
+      const rows = makeRows(this.overview.layers, this.grouping(order), folded, search, shown);
       this.known = { key, field, overview: this.overview, rows };
     }
     return this.known.rows;
@@ -201,6 +196,7 @@ export class Panel {
     this.heatmap.draw({ ...shown, width: width - beside });
     this.drawProfile(shown);
     const isEmpty = !field.steps.length || !shown.rows.length;
+    this.map.hidden = !this.overview.layers.length;
     this.curves.hidden = this.curvesTitle.hidden = this.curvesLegend.hidden = isEmpty;
     if (!isEmpty) {
       this.curvesTitle.textContent = `${statistic.title} over time`;
@@ -301,15 +297,16 @@ export class Panel {
     const hasNothingCommon = mode === "run" && field.steps.length && values.every((value) => value === -1);
     const text = hasNothingCommon
       ? "No layer has this statistic at a common step in both runs: there is no ratio to show."
-      : isFound ? noticeOf(field, statistic) : `No layer matches “${search}”.`;
+      : isFound ? noticeOf(field, statistic, this.overview.layers) : `No layer matches “${search}”.`;
     this.notice.hidden = !text;
     if (this.notice.textContent !== text) this.notice.textContent = text;
   }
 }
 
 /** A notice about omitted cells; "" if the picture shows everything. */
-function noticeOf(field, statistic) {
-  if (!field.steps.length) return `${statistic.title}: not measured so far.`;
+function noticeOf(field, statistic, layers) {
+  if (!layers.length) return "This run has no layers: only scalars were logged.";
+  if (!field.steps.length) return `${statistic.title}: not measured yet.`;
   const parts = [];
   if (field.layerFactor > 1) parts.push(`${field.layerFactor} layers`);
   if (field.stepFactor > 1) parts.push(`${field.stepFactor} steps`);

@@ -10,15 +10,17 @@ const HEIGHT = 190;
 const [LEFT, TOP, BOTTOM] = [60, 36, 20];
 const REACH = 16; // pixels beside an axis that belong to it
 const MOST_NAMES = 8;
+const GAP = 88; // pixels between axes at least: room for the ends of their ranges
 
 export class Parallel {
   /** @param {() => void} onBrush when a range on an axis has changed */
   constructor(onBrush) {
     this.ranges = new Map();
     this.canvas = element("canvas", { role: "img" });
+    const scroll = element("div", { class: "parallel-scroll" }, this.canvas);
     const summary = element("summary", {}, "Hyperparameters and results of these runs");
     const help = element("p", { class: "muted" }, "Drag along an axis to filter, click to clear. Dotted: the run has no value on the axis in between.");
-    this.node = element("details", { class: "below-runs parallel" }, summary, this.canvas, help);
+    this.node = element("details", { class: "below-runs parallel" }, summary, scroll, help);
     this.node.addEventListener("toggle", () => this.draw());
     const at = ({ offsetY }) => Math.min(Math.max(1 - (offsetY - TOP) / (HEIGHT - TOP - BOTTOM), 0), 1);
     this.canvas.onpointerdown = (event) => {
@@ -64,7 +66,7 @@ export class Parallel {
   draw() {
     if (!this.node.open || this.node.hidden) return;
     const { axes, theme } = this;
-    const width = Math.max(this.node.clientWidth - 32, 280);
+    const width = Math.max(this.node.clientWidth - 32, 2 * LEFT + (axes.length - 1) * GAP);
     const context = prepare(this.canvas, width, HEIGHT);
     const gap = (width - 2 * LEFT) / (axes.length - 1);
     axes.forEach((axis, i) => (axis.x = LEFT + i * gap));
@@ -107,12 +109,12 @@ export class Parallel {
     context.font = theme.smallFont;
     context.textAlign = "center";
     context.textBaseline = "bottom";
-    context.fillText(fitText(context, title, room), x, yOf(1) - 16);
+    this.#label(fitText(context, title, room), x, yOf(1) - 16);
     context.fillStyle = theme.muted;
     context.textBaseline = "middle";
     for (const { place, text } of ticks) {
       const outside = place === 1 ? -8 : place === 0 ? 9 : 0;
-      context.fillText(fitText(context, text, room), x, yOf(place) + outside);
+      this.#label(fitText(context, text, room), x, yOf(place) + outside);
     }
     const range = this.ranges.get(title);
     if (!range) return;
@@ -120,6 +122,15 @@ export class Parallel {
     context.globalAlpha = 0.35;
     context.fillRect(x - 6, yOf(range[1]), 12, yOf(range[0]) - yOf(range[1]));
     context.globalAlpha = 1;
+  }
+
+  /** A text with a rim of the background, which lines behind it do not cross. */
+  #label(text, x, y) {
+    const context = this.canvas.getContext("2d");
+    context.lineWidth = 4;
+    context.strokeStyle = this.theme.background;
+    context.strokeText(text, x, y);
+    context.fillText(text, x, y);
   }
 }
 

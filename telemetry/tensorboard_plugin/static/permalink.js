@@ -19,6 +19,12 @@ import { decode } from "./host.js";
  * @property {number|null} step
  * @property {string} alert the chosen one: see `keyOfAlert`
  * @property {string} histogram which of the layer's is shown; "": the first
+ * @property {string} table the open table of runs: `run`, `other` to compare with, or ""
+ * @property {string} filter of that table
+ * @property {Set<string>} checked names of the runs that are drawn together
+ * @property {Map<string, boolean>} columns whether the user shows a column, by its title
+ * @property {number} smoothing of the curves of runs, 0 to 0.99
+ * @property {boolean} bySeed whether these curves are grouped by seed
  */
 
 /** @returns {State} */
@@ -39,6 +45,12 @@ export function defaultState() {
     step: null,
     alert: "",
     histogram: "",
+    table: "",
+    filter: "",
+    checked: new Set(),
+    columns: new Map(),
+    smoothing: 0,
+    bySeed: false,
   };
 }
 
@@ -58,8 +70,7 @@ export function toLink(state) {
     order: state.order === "depth" ? "" : state.order,
     search: state.search,
     all: state.all ? "1" : "",
-    // A name may hold a comma.
-    folded: [...state.folded].map(encodeURIComponent).join(","),
+    folded: toList(state.folded),
     zoom: zoom ? [zoom.step0, zoom.step1, zoom.row0, zoom.row1].map(round).join(",") : state.everything ? "all" : "",
     // The empty name is that of the model itself.
     layer: state.layer === null ? "" : `.${state.layer}`,
@@ -67,13 +78,19 @@ export function toLink(state) {
     step: state.step === null ? "" : String(state.step),
     alert: state.alert,
     histogram: state.histogram,
+    table: state.table,
+    filter: state.filter,
+    checked: toList(state.checked),
+    columns: toList([...state.columns].map(([title, isShown]) => (isShown ? "+" : "-") + title)),
+    smoothing: state.smoothing ? String(state.smoothing) : "",
+    seeds: state.bySeed ? "grouped" : "",
   };
 }
 
 /** The state in a link, with defaults for invalid values. @returns {State} */
 export function fromLink(link) {
   const state = defaultState();
-  for (const name of ["run", "other", "statistic", "search", "alert", "histogram"]) {
+  for (const name of ["run", "other", "statistic", "search", "alert", "histogram", "filter"]) {
     if (link[name]) state[name] = link[name];
   }
   if (["own", "depth", "run"].includes(link.mode)) state.mode = link.mode;
@@ -81,7 +98,12 @@ export function fromLink(link) {
   state.all = link.all === "1";
   state.ofOther = link.of === "other";
   state.everything = link.zoom === "all";
-  if (link.folded) state.folded = new Set(link.folded.split(",").map(decode));
+  if (["run", "other"].includes(link.table)) state.table = link.table;
+  state.folded = new Set(fromList(link.folded));
+  state.checked = new Set(fromList(link.checked));
+  for (const choice of fromList(link.columns)) state.columns.set(choice.slice(1), choice[0] === "+");
+  if (link.smoothing > 0 && link.smoothing < 1) state.smoothing = Number(link.smoothing);
+  state.bySeed = link.seeds === "grouped";
   const numbers = (link.zoom ?? "").split(",").map(Number);
   const [step0, step1, row0, row1] = numbers;
   if (numbers.length === 4 && step0 < step1 && row0 < row1) {
@@ -90,6 +112,15 @@ export function fromLink(link) {
   if (link.layer) state.layer = link.layer.slice(1);
   if (link.step && Number.isFinite(Number(link.step))) state.step = Number(link.step);
   return state;
+}
+
+/** Texts, which may hold commas, as one text. */
+function toList(texts) {
+  return [...texts].map(encodeURIComponent).join(",");
+}
+
+function fromList(text) {
+  return text ? text.split(",").map(decode) : [];
 }
 
 function round(value) {

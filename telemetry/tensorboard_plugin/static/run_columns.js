@@ -161,11 +161,7 @@ function alertText({ kind, step, module_name: layer }) {
 function ago(seconds) {
   const past = Date.now() / 1000 - seconds;
   if (!seconds || !Number.isFinite(past)) return "";
-  const units = [
-    ["day", 86400],
-    ["h", 3600],
-    ["min", 60],
-  ];
+  const units = [["day", 86400], ["h", 3600], ["min", 60]];
   const [name, size] = units.find(([, length]) => past >= length) ?? ["", 0];
   if (!size) return "just now";
   const count = Math.floor(past / size);

@@ -11,14 +11,24 @@ const DELAY_MS = 200;
 const SEED = /seed/i;
 
 export class RunCurves {
-  /** @param {Object} source */
-  constructor(source) {
+  /** See `RunTable`. */
+  constructor(source, state, save) {
     this.source = source;
+    this.state = state;
     this.summary = element("summary", {});
     this.content = element("div", {});
-    const oninput = () => this.#draw();
+    const oninput = () => {
+      state().smoothing = Number(this.smoothing.value);
+      save();
+      this.#draw();
+    };
+    const onchange = () => {
+      state().bySeed = this.bySeed.checked;
+      save();
+      this.#draw();
+    };
     this.smoothing = element("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput });
-    this.bySeed = element("input", { type: "checkbox", onchange: oninput });
+    this.bySeed = element("input", { type: "checkbox", onchange });
     this.seeds = element("label", {}, this.bySeed, "Group by seed (mean, and range as a band)");
     const controls = element("p", { class: "controls" }, element("label", {}, "Smoothing", this.smoothing), this.seeds);
     this.node = element("details", { class: "below-runs run-curves" }, this.summary, controls, this.content);
@@ -35,6 +45,8 @@ export class RunCurves {
   show(runs, about) {
     const { layer, statistic } = about;
     this.about = about;
+    this.smoothing.value = this.state().smoothing;
+    this.bySeed.checked = this.state().bySeed;
     this.wanted = runs.slice(0, MOST);
     this.seeds.hidden = !runs.some(({ hparams }) => Object.keys(hparams ?? {}).some((name) => SEED.test(name)));
     const what = layer === null ? "Loss" : `${statistic.title} of ${layer || "the model"}`;
@@ -59,10 +71,11 @@ export class RunCurves {
   #draw() {
     if (!this.found) return;
     const { theme } = this.about;
-    const grouped = this.bySeed.checked && !this.seeds.hidden;
+    const { smoothing, bySeed } = this.state();
+    const grouped = bySeed && !this.seeds.hidden;
     const lines = grouped ? groupsOf(this.found) : this.found.map((curve) => ({ ...curve, label: curve.run.name }));
     const indices = this.slots.assign(lines.map(({ label }) => label));
-    const curves = lines.map((curve, i) => smoothed({ ...curve, ...styleOf(theme, indices[i]) }, Number(this.smoothing.value)));
+    const curves = lines.map((curve, i) => smoothed({ ...curve, ...styleOf(theme, indices[i]) }, smoothing));
     const canvas = element("canvas", { role: "img", "aria-label": this.summary.textContent });
     fill(this.content, withHair(canvas), curves.length ? legendOf(curves) : "Not measured in these runs.");
     const end = Math.max(1, ...curves.map(({ steps }) => steps[steps.length - 1] + 1));

@@ -8,20 +8,27 @@ import { RunCurves } from "./run_curves.js";
 const collator = new Intl.Collator("en", { numeric: true });
 
 export class RunTable {
-  /** @param {Object} source */
-  constructor(source) {
+  /**
+   * @param {Object} source
+   * @param {() => import("./permalink.js").State} state of the page
+   * @param {() => void} save writes the state into the link
+   */
+  constructor(source, state, save) {
     this.source = source;
+    this.state = state;
+    this.save = save;
     this.sortedBy = "Started";
     this.isReversed = false;
-    this.picked = new Set(); // names of the runs that are drawn together
-    this.chosen = new Map(); // whether the user shows a column, by its title
     this.objective = "Best loss";
     this.search = element("input", {
       type: "search",
       placeholder: "name, alert, lr<1e-3, optimizer=adam",
       title: "Words, and comparisons with <, >, = or !=, such as lr<1e-3 best_loss<0.5",
       "aria-label": "Filter runs",
-      oninput: () => this.#draw(),
+      oninput: () => {
+        this.state().filter = this.search.value;
+        this.#change();
+      },
       onkeydown: (event) => {
         if (event.key !== "Enter" || this.shown.length !== 1) return;
         event.preventDefault(); // else it also presses the button that gets the focus back
@@ -35,12 +42,21 @@ export class RunTable {
     this.widths = new Map(); // of columns that were dragged
     const resized = new MutationObserver((all) => all.forEach(({ target }) => this.#resized(target)));
     resized.observe(this.table, { subtree: true, attributeFilter: ["style"] });
-    this.curves = new RunCurves(source);
-    this.parallel = new Parallel(() => this.#draw());
-    this.clear = element("button", { onclick: () => this.#pick([...this.picked], false) }, "Uncheck all");
+    this.curves = new RunCurves(source, state, save);
+    this.parallel = new Parallel(() => {
+      this.scroll.style.minHeight = `${this.scroll.getBoundingClientRect().height}px`; // else a shorter table moves the chart
+      this.#draw();
+    });
+    this.clear = element("button", { onclick: () => this.#pick([...this.state().checked], false) }, "Uncheck all");
+    const region = { class: "runs-scroll", tabindex: "0", role: "region", "aria-label": "Runs" };
+    this.scroll = element("div", region, this.table);
+    const onclose = () => {
+      Object.assign(this.state(), { table: "", filter: "" });
+      save();
+    };
     this.node = element(
       "dialog",
-      { class: "runs", "aria-labelledby": "runs-title" },
+      { class: "runs", "aria-labelledby": "runs-title", onclose },
       element(
         "header",
         {},
@@ -51,11 +67,7 @@ export class RunTable {
         element("details", { class: "menu" }, element("summary", {}, "Columns"), this.menu),
         element("button", { onclick: () => this.node.close() }, "Close"),
       ),
-      element(
-        "div",
-        { class: "runs-scroll", tabindex: "0", role: "region", "aria-label": "Runs" },
-        this.table,
-      ),
+      this.scroll,
       this.curves.node,
       this.parallel.node,
     );
@@ -67,17 +79,18 @@ export class RunTable {
    * @param {string} which `run`, or `other` for the one to compare with
    * @param {Object} about the subject of the curves: see `RunCurves.show`
    * @param {(name: string) => void} onChoose
-   * @param {string} [filter] to begin with
    */
-  async open(runs, current, which, about, onChoose, filter = "") {
+  async open(runs, current, which, about, onChoose) {
     this.runs = runs;
     this.about = about;
     this.curves.forget();
     this.parallel.ranges.clear();
+    this.scroll.style.minHeight = "";
     this.current = current;
     this.onChoose = onChoose;
     this.title.textContent = which === "run" ? "Runs" : "Compare with...";
-    this.search.value = filter;
+    this.search.value = this.state().filter;
+    if (this.state().checked.size) this.curves.node.open = true;
     delete this.node.dataset.loaded;
     this.#draw();
     this.node.showModal();
@@ -91,13 +104,20 @@ export class RunTable {
     }
   }
 
+  /** Draws, and keeps the choices in the link. */
+  #change() {
+    this.save();
+    this.#draw();
+  }
+
   #draw() {
+    const { checked, columns: choices } = this.state();
     const columns = columnsOf(this.runs);
     const objectives = columns.filter(({ group, title }) => group === "metric" || title.endsWith(" loss"));
     const objective = objectives.find(({ title }) => title === this.objective) ?? objectives[0];
     const matching = this.runs.filter(matcher(this.search.value, columns));
     const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
-    const isShown = (column) => this.chosen.get(column.title) ?? (column.isShown && isFilled(column));
+    const isShown = (column) => choices.get(column.title) ?? (column.isShown && isFilled(column));
     const visible = columns.filter(isShown);
     const axes = visible.filter(({ group }) => group === "hparam");
     const measures = visible.filter((column) => objectives.includes(column) && column !== objective);
@@ -105,11 +125,11 @@ export class RunTable {
     const within = matching.filter((run) => this.parallel.accepts(run));
     const shown = (this.shown = this.#sorted(columns, within));
     const names = new Set(this.runs.map(({ name }) => name));
-    for (const name of this.picked) if (!names.has(name)) this.picked.delete(name);
-    const drawn = this.picked.size ? this.runs.filter(({ name }) => this.picked.has(name)) : shown;
+    for (const name of checked) if (!names.has(name)) checked.delete(name);
+    const drawn = checked.size ? this.runs.filter(({ name }) => checked.has(name)) : shown;
     this.curves.show(drawn, this.about);
-    const picked = this.picked.size ? `, ${this.picked.size} checked` : "";
-    this.clear.hidden = !this.picked.size;
+    const picked = checked.size ? `, ${checked.size} checked` : "";
+    this.clear.hidden = !checked.size;
     this.count.textContent =
       (shown.length === this.runs.length
         ? `${shown.length} run${shown.length === 1 ? "" : "s"}`
@@ -133,8 +153,8 @@ export class RunTable {
   /** A box that shows or hides a column. */
   #choice({ title }, checked) {
     const onchange = ({ target }) => {
-      this.chosen.set(title, target.checked);
-      this.#draw();
+      this.state().columns.set(title, target.checked);
+      this.#change();
     };
     const box = element("input", { type: "checkbox", checked, dataset: { key: `column ${title}` }, onchange });
     return element("label", {}, box, title);
@@ -202,18 +222,14 @@ export class RunTable {
       element("td", { class: isNumber ? "number" : "" }, show(run)),
     );
     const isCurrent = run.name === this.current;
-    return element(
-      "tr",
-      { class: isCurrent ? "chosen" : "", onclick: () => this.#choose(run) },
-      ...cells,
-    );
+    return element("tr", { class: isCurrent ? "chosen" : "", onclick: () => this.#choose(run) }, ...cells);
   }
 
   /** The run's name, and a box that draws it together with others. */
   #name({ name }) {
     const box = element("input", {
       type: "checkbox",
-      checked: this.picked.has(name),
+      checked: this.state().checked.has(name),
       "aria-label": `Draw ${name}`,
       dataset: { key: `pick ${name}` },
       onclick: (event) => event.stopPropagation(), // else the row is chosen
@@ -224,9 +240,9 @@ export class RunTable {
   }
 
   #pick(names, isPicked) {
-    for (const name of names) this.picked[isPicked ? "add" : "delete"](name);
+    for (const name of names) this.state().checked[isPicked ? "add" : "delete"](name);
     if (isPicked) this.curves.node.open = true;
-    this.#draw();
+    this.#change();
   }
 
   #choose(run) {

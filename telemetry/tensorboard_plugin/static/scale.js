@@ -160,9 +160,7 @@ function linearTicks({ low, high }) {
 
 function divergingScale(log, values) {
   if (!log) {
-    const farthest = Math.max(
-      ...[OUTSIDE, 1 - OUTSIDE].map((q) => Math.abs((quantile(values, q) ?? 1) - 1)),
-    );
+    const farthest = Math.max(...[OUTSIDE, 1 - OUTSIDE].map((q) => Math.abs((quantile(values, q) ?? 1) - 1)));
     const reach = farthest > 0.5 ? 1 : farthest > 0.1 ? 0.5 : 0.1;
     return { diverging: true, log, low: 1 - reach, high: 1 + reach };
   }
@@ -285,10 +283,5 @@ function swatch(colors, text) {
     colors.length > 1
       ? `repeating-linear-gradient(45deg, ${colors[0]} 0 5px, ${colors[1]} 5px 7px)`
       : colors[0];
-  return element(
-    "span",
-    { class: "swatch" },
-    element("i", { style: `background:${background}` }),
-    text,
-  );
+  return element("span", { class: "swatch" }, element("i", { style: `background:${background}` }), text);
 }

@@ -75,9 +75,7 @@ export class Side {
       statistic: app.statistic,
       statistics: panel.overview.statistics,
       view: app.view(),
-      alerts: panel.alerts.filter(
-        (known) => [known.module_name, known.observed_in].includes(layer.name) && known !== alert,
-      ),
+      alerts: panel.alerts.filter((known) => known !== alert && layersOf(known).includes(layer.name)),
       histogram: app.state.histogram,
       hasSteps: panel.steps(app.statistic).length > 0,
       theme: app.theme,
@@ -104,6 +102,11 @@ export class Side {
       element("table", {}, element("tbody", {}, ...names.map(row))),
     );
   }
+}
+
+/** The layers that an alert names: the culprit, where it was observed, and, until it resolves, the consequences. */
+function layersOf({ module_name: culprit, observed_in: observed, stage, consequences }) {
+  return [culprit, observed, ...(stage === "resolved" ? [] : consequences.map((known) => known.module_name))];
 }
 
 const MOST = 8;

@@ -64,10 +64,7 @@ const SHOW = [
   ["depth", "ratio to the median layer"],
 ];
 const OF_TWO = ["run", "ratio to the other run"];
-const ORDER = [
-  ["depth", "by depth"],
-  ["role", "by role"],
-];
+const ORDER = [["depth", "by depth"], ["role", "by role"]];
 
 /** Marks a control that is not always seen. */
 function rare(node) {

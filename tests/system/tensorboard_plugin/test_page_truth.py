@@ -102,7 +102,10 @@ def test_dead_units_lead_to_the_relu_in_which_they_are(page: TelemetryPage) -> N
     assert page.link()["layer"] == ".act"
     assert ["Dead units", "100 %"] in details(page)
     assert page.locator(".units p").inner_text().endswith("dead: 0-7")
-    assert page.locator(".chosen-alert .alert-layer").all_inner_texts() == ["conv", "seen in act"]
+    assert page.locator(".chosen-alert .alert-layer").all_inner_texts() == [
+        "conv",
+        "observed in act",
+    ]
     page.open(run="dead", layer=".conv", step=page.link()["step"])
     assert ["Dead units", "0 %"] in details(page)
     assert page.locator(".units p").inner_text().endswith("zero behind a ReLU: 0-7")
