@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from telemetry import HookLogger
+from telemetry.alert import Consequence
 from telemetry.events import FileWriter
 from telemetry.measure.images import _GAP_LEVEL
 from telemetry.writing import hparams
 from tests.helpers.browser import TelemetryPage, serve, wait_for
-from tests.helpers.known_runs import layout_of, write_run
+from tests.helpers.known_runs import alert_at, layout_of, write_run
 
 DIES, NAN, EVERY, STEPS = 24, 46, 10, 60
 MAPS = 10
@@ -73,6 +74,20 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(folder / "dead", dies=True)
     train(folder / "nan", is_nan=True)
     write_growing(folder / "growing", BEFORE)
+    write_run(
+        folder / "bare", layout_of([]), steps=range(5), norms=lambda _: np.ones(0, np.float32)
+    )
+    symptom = Consequence(kind="vanishing_gradient", module_name="b")
+    changes: dict[str, Any] = {"kind": "loss_spike", "consequences": (symptom,)}
+    write_run(
+        folder / "staged", layout_of(["a", "b"]), steps=range(40),
+        norms=lambda _: np.ones(2, np.float32),
+        alerts=[
+            alert_at(10, "a", kind="loss_spike"),
+            alert_at(20, "a", stage="escalated", **changes),
+            alert_at(30, "a", stage="resolved", **changes),
+        ],
+    )  # fmt: skip
     sweeps = {name: {"lr": rate} for name, rate in LR.items()}
     others = {f"batch/{i}": {"a_batch": 2**i, "optimizer": f"o{i}"} for i in range(2)}
     for name, values in {**sweeps, **others}.items():
@@ -85,7 +100,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(logdir: Path, browser: Any) -> Iterator[str]:
-    with serve(logdir, logdir / "log", fast=True, wanted=7) as url:
+    with serve(logdir, logdir / "log", fast=True, wanted=9) as url:
         yield url
 
 
@@ -110,6 +125,29 @@ def test_dead_units_lead_to_the_relu_in_which_they_are(page: TelemetryPage) -> N
     assert ["Dead units", "0 %"] in details(page)
     assert page.locator(".units p").inner_text().endswith("zero behind a ReLU: 0-7")
     page.locator(".detail .to-alert", has_text="Dead units").first.wait_for()
+
+
+def test_an_escalated_alert_names_its_consequence(page: TelemetryPage) -> None:
+    page.open(run="staged", layer=".b", step="20")
+    page.locator(".detail[data-loaded=true]").wait_for()
+    titles = page.locator(".alerts .alert-head b").all_inner_texts()
+    now = "Loss spike, now: vanishing gradient in b"
+    assert [title.removesuffix("error").strip() for title in titles] == [
+        "Loss spike, resolved",
+        now,
+        "Loss spike",
+    ]
+    causes = page.locator(".detail .to-alert").all_inner_texts()
+    assert causes == [f"Caused by: {now}, step 20"]
+    page.locator(".detail .to-alert").click()
+    assert page.link()["layer"] == ".a"
+
+
+def test_a_run_without_layers_shows_a_message(page: TelemetryPage) -> None:
+    page.open(run="bare")
+    assert "no layers" in page.locator(".notice").inner_text()
+    assert page.locator(".strip").is_visible()
+    assert not page.locator(".map-row").is_visible()
 
 
 def test_what_was_measured_earlier_says_when(page: TelemetryPage) -> None:
