@@ -53,11 +53,16 @@ def scalar(tag: str, value: float) -> bytes:
     """Return one point of a curve, in float32 as from ``SummaryWriter.add_scalar``.
 
     It has no metadata: all readers accept a bare ``simple_value``, which has a third of the size.
+
+    Raises:
+        TypeError: The value is no number.
     """
     try:
         return _scalar_head(tag) + _FLOAT.pack(value)
     except OverflowError:  # beyond float32
         return _scalar_head(tag) + _FLOAT.pack(math.copysign(math.inf, value))
+    except struct.error:
+        raise TypeError(f"{tag}: {value!r} is no number") from None
 
 
 def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> Iterator[bytes]:

@@ -164,5 +164,5 @@ def test_a_rule_of_the_users_own_cannot_forge_a_line(
     train(tmp_path / "run", alerts=[rule])
     lines = "\n".join(record.getMessage() for record in caplog.records).splitlines()
     assert f"mine in parts.{printable(FORGED)} at step 0: parts.fc" in lines
-    assert "  CRITICAL:telemetry:all is lost is bad" in lines
+    assert "  CRITICAL:telemetry:all is lost is bad." in lines
     assert not any(line.startswith("CRITICAL") for line in lines)

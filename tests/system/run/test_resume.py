@@ -317,7 +317,7 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
     if what == "without a step":
         return {"format": 1}
     if what == "other types":
-        rules["no_learning"]["_looks"] = "many"
+        rules["no_learning"]["_largest_ratio"] = "many"
         rules["dead_units"]["_silence"] = {"0": {"silent": [True], "batches": 1}}
         rules["baseline"] = [1, 2]
     return state

@@ -20,7 +20,7 @@ ENTRY = '''    Statistic(
         over_depth=True,
     ),
 )
-"""In the order in which they are shown."""
+"""All statistics, in the order in which they are shown."""
 '''
 
 SCRIPT = """
@@ -57,7 +57,7 @@ def test_a_new_statistic_is_one_entry_and_is_shown_everywhere(tmp_path: Path) ->
     package = Path(telemetry.__file__).parent
     shutil.copytree(package, tmp_path / "telemetry", ignore=shutil.ignore_patterns("__pycache__"))
     table = tmp_path / "telemetry" / "layers" / "table.py"
-    end = ENTRY[ENTRY.index(')\n"""In the order') :]
+    end = ENTRY[ENTRY.index(')\n"""All statistics') :]
     before = table.read_text()
     assert before.count(end) == 1
     table.write_text(before.replace(end, ENTRY))
