@@ -15,19 +15,19 @@ from telemetry.records.buckets import edges
 
 
 class AttentionCollapse(Detector):
-    """Report attention weights that have hardly any entropy left.
+    """Attention weights have less than a tenth of the entropy of uniform ones: training becomes
+    unstable, unless sharp attention is what the task needs.
 
-    Each row of attention weights is a distribution over S tokens, with an entropy of 0 (one token)
-    to ln S (uniform). A softmax of 0 and 1 passes hardly any gradient, and training becomes
-    unstable (Zhai et al. 2023, "Stabilizing Transformer Training by Preventing Attention Entropy
-    Collapse"). It is a note because sharp attention may also be learned on purpose.
-
-    Entropy and S follow from the histogram of the weights, because each row adds up to 1. Attention
-    weights are outputs between 0 and 1 of modules with "attention" or "attn" in their names: of a
-    softmax module, or the second and later outputs of an attention module.
-
+    Evidence: the module, its entropy, and how many layers have it.
+    Causes: logits that are too large, or a task with sharp attention.
+    Remedies: normalize queries and keys, lower the learning rate.
+    Silent: weights inside of ``scaled_dot_product_attention``; modules not named like ``attn``.
     Args:
-        fraction: Mean entropy of all rows and heads, as a share of ln S.
+        fraction: Mean entropy of all rows and heads, as a share of ln S for S tokens.
+
+    Source: Zhai et al. 2023 (https://arxiv.org/abs/2303.06296). Entropy and S follow from the
+    histogram of the weights, because each row adds up to 1. Weights are outputs between 0 and 1 of
+    softmax modules, or second and later outputs of attention modules.
     """
 
     kind = "attention_collapse"
@@ -92,18 +92,17 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
 class LogitGrowth(Detector):
-    """Report very large attention logits that a module returns.
+    """Attention logits are above 10,000: their softmax is 0 or 1 and passes no gradient.
 
-    Their softmax is 0 or 1 and passes no gradient. All models in Wortsman et al. 2023, "Small-scale
-    proxies for large-scale Transformer training instabilities" (section 3.3), whose largest
-    attention logit exceeded 10,000 early in training diverged. With logits forced to a value, the
-    loss was worse from 1,000 on.
-
-    It evaluates modules with "attention" or "attn" in their names whose last part has "logit" or
-    "score". Logits computed inside of a function are not recorded.
-
+    Evidence: the module and its largest logit.
+    Causes: queries and keys that grow without bound.
+    Remedies: normalize queries and keys, lower the learning rate or warm it up.
+    Silent: logits inside of functions; modules that are not named like ``attn.scores``.
     Args:
         largest: Magnitude of the largest logit.
+
+    All models of Wortsman et al. 2023 (https://arxiv.org/abs/2309.14322, section 3.3) above 10,000
+    diverged. With logits forced to a value, the loss was worse from 1,000 on.
     """
 
     kind = "logit_growth"

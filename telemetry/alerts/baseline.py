@@ -175,7 +175,7 @@ class Loss:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether it is so far below zero that nothing seems to limit it: by ten first losses."""
+        """Whether it is below zero by ten first losses: nothing seems to limit it."""
         return self.recent < 0 and self.recent < -10 * abs(self.first)
 
     def add(self, step: int, loss: float, *, judged: bool = True) -> None:
@@ -236,7 +236,7 @@ class Norm:
 
     @property
     def usual(self) -> float:
-        """Median norm of the past; 0 if there is none."""
+        """Median norm of the past; 0 without a past."""
         return 10**self._past.usual if len(self._past) else 0.0
 
     @property
@@ -347,12 +347,12 @@ class Baseline:
     # steps after a survived rate the loss was not worse than before.
     since_rate_jump: int = NEVER
     rate_before_jump: float = 0.0  # the highest of these
-    rate_after_jump: float = 0.0  # what it rose to
+    rate_after_jump: float = 0.0  # the rate after the rise
     jumped: tuple[str, ...] = ()  # modules whose rate jumped, in forward order, if not all
     since_large_step: int = NEVER  # since one moved the median weight matrix by a fifth of its norm
     step_ratio: float = 0.0  # median update ratio of the matrices at the last full step
     # Module of one matrix that started far too large, and its size relative to He initialization;
-    # ("", 0) if there is none, None before the first full step.
+    # ("", 0) if no matrix did, None before the first full step.
     too_large: tuple[str, float] | None = None
     # Modules whose matrices started far smaller than most, such as the last layer of a policy:
     # gradients before them start small and grow, and a step moves them by many times their size.
@@ -409,7 +409,7 @@ class Baseline:
 
     @property
     def is_young(self) -> bool:
-        """Whether training can hardly have changed the model so far."""
+        """Whether training can hardly have changed the model yet."""
         return self.age < RECENT
 
     @property
@@ -439,7 +439,7 @@ class Baseline:
 
     @property
     def rate(self) -> float:
-        """The highest learning rate of this step; 0 if there is none."""
+        """The highest learning rate of this step; 0 without an optimizer."""
         return self._rates[-1] if self._rates else 0.0
 
     @property

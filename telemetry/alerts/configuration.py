@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, get_args
@@ -32,7 +32,7 @@ Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
 
 # Causes before consequences: if several faults begin at one step, the first is reported.
-_RULES: Mapping[str, type[Detector]] = {
+DETECTORS: Mapping[str, type[Detector]] = {
     rule.kind: rule
     for rule in (
         UntrainedParameters,
@@ -94,12 +94,12 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
         _check(name, given)
     detectors: list[Detector] = []
     severities: dict[str, Any] = {}
-    for name in {**_RULES, **config}:
+    for name in {**DETECTORS, **config}:
         given = config.get(name, {})
         if isinstance(given, Detector):
             detectors.append(given)
         elif given is not None:
-            make, limits = _RULES[name], dict[str, Any](given)
+            make, limits = DETECTORS[name], dict[str, Any](given)
             detectors.append(make(**{k: limits[k] for k in make.limits() if k in limits}))
             severities |= {name: given["severity"]} if "severity" in given else {}
     own = any(isinstance(given, Detector) for given in config.values())
@@ -119,10 +119,9 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
         raise TypeError(
             f"HookLogger(alerts={{{name!r}: {called}}}): is a class; pass an instance: {called}()"
         )
-    if name not in _RULES:
-        raise ValueError(
-            f"HookLogger(alerts={{{name!r}: ...}}): no such rule; {_closest(name, _RULES)}"
-        )
+    if name not in DETECTORS:
+        close = closest(name, DETECTORS)
+        raise ValueError(f"HookLogger(alerts={{{name!r}: ...}}): no rule has this name; {close}")
     if settings is None:
         return
     if not isinstance(settings, Mapping):
@@ -130,7 +129,7 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
             f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, a "
             "Detector of this kind, or None to omit the rule"
         )
-    known = _RULES[name].limits()
+    known = DETECTORS[name].limits()
     for parameter, value in settings.items():
         where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
         if parameter == "severity":
@@ -138,7 +137,7 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
                 raise ValueError(f"{where}: must be one of {', '.join(get_args(Severity))}")
         elif parameter not in known:
             options = [*known, "severity"]
-            raise ValueError(f"{where}: no such parameter; {_closest(parameter, options)}")
+            raise ValueError(f"{where}: no parameter has this name; {closest(parameter, options)}")
         elif not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(f"{where}: must be a number")
         elif not value > 0:
@@ -147,6 +146,8 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
             raise ValueError(f"{where}: is a share, must be at most 1")
 
 
-def _closest(name: str, options: Mapping[str, object] | list[str]) -> str:
+def closest(name: str, options: Iterable[str]) -> str:
+    """Return the options that resemble a name, or all of them, as the end of a sentence."""
+    options = [*options]
     close = get_close_matches(str(name), options, n=3, cutoff=0.5)
     return f"the closest are {', '.join(close)}" if close else f"there are {', '.join(options)}"

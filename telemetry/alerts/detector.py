@@ -81,7 +81,7 @@ class Detector(Rule):
         known = self.limits()
         for name, value in limits.items():
             if name not in known:
-                raise TypeError(f"{type(self).__name__}({name}={value!r}): no such limit")
+                raise TypeError(f"{type(self).__name__}({name}={value!r}): no limit has this name")
             setattr(self, name, value)
         self._own_baseline = Baseline()
         self.set_up()
@@ -101,12 +101,7 @@ class Detector(Rule):
         """Create state that instances must not share."""
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        """Return the fault of this step, if there is one.
-
-        Args:
-            record: The step.
-            baseline: Figures of this run, this step included.
-        """
+        """Return the fault of this step, which ``baseline`` includes; None if it has none."""
         raise NotImplementedError
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:

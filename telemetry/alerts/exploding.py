@@ -22,14 +22,16 @@ from telemetry.records.tensor import figures_of
 
 
 class ExplodingActivation(Detector):
-    """Compare the variation of each module's output with its largest RMS before.
+    """Outputs of a module vary 100 times more than ever before and the loss has risen, or
+    activations multiply through the network in the first steps.
 
-    The variation (:attr:`TensorRecord.variation`) ignores constants, however large they are: the
-    layers before a constant output may be dead.
-
-    It alerts if an output is ``factor`` times larger than ever before, in two consecutive full
-    steps, and the loss has risen as well; or if activations grow ``depth_factor``-fold through the
-    network at the very first step and at another of the first steps.
+    Evidence: the module, its variation, and the largest RMS before.
+    Causes: weights that grew, a missing normalization, a learning rate that is too large.
+    Remedies: lower the learning rate or warm it up, clip gradients, add normalization.
+    Silent: a falling loss, outputs that are the same for every input.
+    Args:
+        factor: Multiple of the largest RMS before, at two consecutive full steps.
+        depth_factor: Growth through the network, at two of the first steps.
     """
 
     kind = "exploding_activation"
@@ -96,29 +98,33 @@ class ExplodingActivation(Detector):
 
 
 class ExplodingGradient(Detector):
-    """Compare the gradients with the run's own past, and the layers with each other.
+    """Gradients have a total norm far above the highest of the last 100 steps, or grow together
+    with activations from layer to layer in the first steps.
 
-    *Over time*: the total norm is compared with the highest of the last 100 steps. Heavy-tailed
-    data, rare classes and warm restarts stay within ten times their own maximum. It alerts if
+    Evidence: the norm and its baseline; the layer with most of the growth, its range, or the batch.
+    Causes: a learning rate that is too large, a bad batch, large initial weights, no clipping.
+    Remedies: clip gradients, lower or warm up the learning rate, normalize, use He initialization.
+    Silent: heavy-tailed data, warm restarts, a jump of the learning rate, a new weight of the loss.
+    Args:
+        factor: Multiple of the highest past norm.
+        lasting_factor: Multiple of the norm 20 steps before, if it stays.
+        depth_factor: Growth through the network, forward times backward.
 
-    - the norm exceeds that maximum ``factor``-fold at three consecutive steps, or tenfold that at
-      one; or
-    - it exceeds it fivefold, the optimizer then moves the weights by a fifth of their norm, and the
-      loss is far above all before; or
-    - at ten more steps than not, it is ``lasting_factor`` times its value of 20 steps ago, and the
-      loss has risen. The norm must also be at least that of the first steps, or half of the
-      progress must be lost. Five times suffices while the loss falls without bound.
+    *Over time* it takes one of these (healthy runs stay within ten times their maximum):
 
-    Growth that comes from the loss does not count: if the loss gets another weight or unit, the
-    gradient of the network's output grows as much as those of the parameters. The first full step
-    shows how much. If the learning rate has just jumped, ``loss_divergence`` decides first.
+    - ``factor`` at three consecutive steps, or tenfold that at one;
+    - fivefold the maximum; then a step of a fifth of the weights' norm and a loss above all before;
+    - ``lasting_factor`` at ten more steps than not, and a risen loss; the norm is at least that of
+      the first steps, or half of the progress is lost. Fivefold suffices while the loss falls
+      without bound.
 
-    *Over depth*: activations multiply from layer to layer in the forward pass, and gradients in the
-    backward pass. Either alone is common: small inputs, outputs in large units, side branches with
-    small gradients. The product of both growths must be at least ``depth_factor``, and each must
-    have a third of its decades, at the first full step, before training can have caused it. It
-    takes two full steps, or one that is thirty times larger. Later, where
-    clipping hides the norm, both must have grown tenfold and the loss must have risen.
+    Growth that comes from the loss does not count: the first full step shows how much the gradient
+    of the network's output grew. After a jump of the learning rate ``loss_divergence`` decides
+    first.
+
+    *Over depth*, either growth alone is common: each must have a third of the decades, at the first
+    full step and one more, or be thirty times larger at one. Later, where clipping hides the norm,
+    both must have grown tenfold and the loss must have risen.
     """
 
     kind = "exploding_gradient"

@@ -16,15 +16,18 @@ from telemetry.records.tensor import figures_of
 
 
 class EvalMode(Detector):
-    """Report optimizer steps while the whole model is in evaluation mode.
+    """Steps were taken in evaluation mode, 20 in a row, and the model has dropout or batch norm. Or
+    new batch norms evaluate from the first step on.
 
-    The usual cause is a forgotten ``train()`` after ``from_pretrained()`` or a validation. It is
-    silent if only some modules are in evaluation mode, such as frozen batch norms, or if the model
-    has neither dropout nor batch norm. But new batch norms (gains of 1, biases of 0) in evaluation
-    mode from the first step on have no statistics, and return their inputs.
-
+    Evidence: the types of modules that behave differently, or the first batch norm.
+    Causes: no ``train()`` after a validation or ``from_pretrained()``.
+    Remedies: call ``model.train()`` before training and after each validation.
+    Silent: single modules in evaluation mode, such as frozen batch norms.
+    Example: model.eval()  # and no train() before the next step
     Args:
         steps: Consecutive steps in evaluation mode.
+
+    New batch norms (gains of 1, biases of 0) have no statistics and return their inputs.
     """
 
     kind = "eval_mode"
@@ -88,18 +91,20 @@ _DIFFER = re.compile("BatchNorm|Drop|RReLU")
 
 
 class SameBatch(Detector):
-    """Report a model that gets the same inputs at all compared steps.
+    """Inputs of the model have the same values at all full steps.
 
-    A loader that restarts after each epoch repeats its batches, too. So the distances of the
-    compared steps have no common divisor: then only a single repeated batch explains it.
-
-    If the inputs differed before, the loader is stuck. If they are the same from the first step on,
-    the data set may be a single batch, such as a graph. Then it reports all zeros at once, and
-    other values when the loss shows that the model overfits this batch.
-
+    Evidence: the step since which they are the same, and whether they are zero.
+    Causes: a loader that is stuck, ``next(iter(loader))`` in the loop, inputs that are all zero.
+    Remedies: iterate over the loader; check the inputs.
+    Silent: loaders that repeat their batches each epoch, training on all data at once.
+    Example: inputs, targets = next(iter(loader))  # in each step, without shuffling
     Args:
-        steps: Distance of the first and the last of the compared steps, at least.
+        steps: Distance of the first and the last compared step.
         share: Share of the first losses below which the model overfits its only batch.
+
+    Distances of these steps have no common divisor, so that no loader's period explains them.
+    Inputs that never differed may be all data, such as a graph: then it reports zeros at once, and
+    other values when the loss shows overfitting.
     """
 
     kind = "same_batch"
@@ -161,13 +166,15 @@ _EMPTY = ("Check how inputs are made: integer division, a mask, a buffer that st
 
 
 class LearningRateZero(Detector):
-    """Report steps at a learning rate of zero in all parameter groups.
+    """Steps continue though the learning rate of all groups is 0, or a millionth of the highest.
 
-    Usual causes are a schedule for fewer steps, and a schedule for epochs that advances at each
-    step. It is silent in the first steps of a warm-up and the last ones of a schedule.
-
+    Evidence: the rate, its highest value, and the first of these steps.
+    Causes: a schedule made for fewer steps, or one made for epochs that advances at each step.
+    Remedies: check for how many steps the schedule was made.
+    Silent: the first steps of a warm-up, the last ones of a schedule.
+    Example: scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # at each step
     Args:
-        fraction: Share of the highest learning rate so far that counts as zero.
+        fraction: Share of the highest learning rate that counts as zero.
         steps: Consecutive steps at that rate.
     """
 

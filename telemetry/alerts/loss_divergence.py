@@ -30,23 +30,22 @@ from telemetry.records.tensor import figures_of
 
 
 class LossDivergence(Detector):
-    """Alert if steps move the weights too far and the loss has risen since.
+    """Steps move the weights by too large a share of their norm, and the loss stays far above its
+    past, or half of the progress is lost. Or gradients are never zeroed and add up.
 
-    A loss may rise without a fault: a harder task, an annealed term, two networks that compete.
-    The learning rate is to blame if an optimizer step moves the median weight matrix by
-    ``update_ratio`` of its norm or more (healthy runs have 0.001 to 0.01; their first steps may be
-    larger, but then the loss falls; between full steps it scales with the learning rate), and
+    Evidence: the learning rate, and the value before it rose.
+    Causes: a learning rate that is too large; a missing ``optimizer.zero_grad()``.
+    Remedies: divide the learning rate by 3 to 10, warm it up; zero gradients in every step.
+    Silent: a harder task, an annealed term, gradients that jumped first.
+    Example: optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
+    Args:
+        update_ratio: Share of its norm by which a step moves the median weight matrix.
+        losses: Consecutive losses far above those before.
 
-    - within 20 steps, ``losses`` consecutive losses are far above those before. One less suffices
-      if the learning rate has just jumped above all former ones, or in the first steps if the loss
-      is several times as high; or
-    - half of the progress is lost, after the first hundred steps.
-
-    It is silent if gradients jumped and the learning rate did not: ``exploding_gradient`` covers
-    that. It resolves when :class:`Rise` is undone.
-
-    It also alerts if gradients are never zeroed, so that they add up and steps become ever larger
-    (see :class:`SummedGradients`).
+    Healthy update ratios are 0.001 to 0.01, and larger in the first steps while the loss falls. The
+    losses must rise within 20 steps of a large one. One less suffices after a jump of the rate, or
+    in the first steps if the loss is several times as high. :class:`Rise` decides when it resolves,
+    :class:`SummedGradients` whether gradients add up.
     """
 
     kind = "loss_divergence"

@@ -15,23 +15,27 @@ from telemetry.records.sketch import Sketch
 
 
 class WrongLossInput(Detector):
-    """Alert if a loss that expects logits, or logarithms, gets the output of an activation.
+    """Loss that expects logits or logarithms, and gets the output of an activation. A note for
+    logarithms and for a softmax over the batch.
 
-    - ``CrossEntropyLoss`` and ``BCEWithLogitsLoss`` expect logits. Their derivative with respect to
-      each is ``s - y``: its probability, and 0 or 1 for the target. The softmax of C numbers
-      between 0 and 1 that add up to 1 lies between ``1 / (e + C - 1)`` and ``e`` times that, the
-      sigmoid of a number between 0 and 1 between ``1 / 2`` and ``e / (e + 1)``. So all derivatives
-      lie in two narrow ranges, one on either side of zero; those of other losses leave them soon.
-    - The derivatives of a cross entropy add up to 0, and one of each row is negative. So it is
-      recognized behind a ReLU or tanh, too.
-    - ``NLLLoss`` and ``KLDivLoss`` expect logarithms. Their derivatives are ``-y``, and add up to
-      -1 in each row. Those of the logarithm of a probability, ``-y / p``, add up to less, until
-      training has converged. It is a note, since an expected reward has such derivatives, too.
-    - Probabilities that add up to the number of units, and not to the number of rows, come from a
-      softmax over the batch: a note, since rows are weighted like that, too.
-
+    Evidence: the activation, and the lowest loss that it allows.
+    Causes: a softmax before ``CrossEntropyLoss``, or no ``log_softmax`` before ``NLLLoss``.
+    Remedies: return logits; for ``NLLLoss``, use ``log_softmax``.
+    Silent: other losses of the same outputs.
+    Example: model.append(nn.Softmax(dim=1))  # before nn.CrossEntropyLoss()
     Args:
         steps: Steps before the first evaluation.
+
+    The gradient of the last output decides:
+
+    - Cross entropy: the derivative of a logit is ``s - y``, its probability minus 0 or 1. A softmax
+      of C numbers in [0, 1] that add up to 1 lies between ``1 / (e + C - 1)`` and ``e`` times that;
+      a sigmoid of [0, 1] between ``1 / 2`` and ``e / (e + 1)``. So all derivatives lie in two
+      narrow ranges; those of other losses leave them soon.
+    - They add up to 0, and one of each row is negative: so ReLU and tanh are recognized, too.
+    - ``NLLLoss`` and ``KLDivLoss``: derivatives ``-y`` add up to -1 in each row. For logarithms,
+      ``-y / p``, the sum is lower until training has converged. An expected reward has ``-y``, too.
+    - A softmax over the batch: probabilities add up to the number of units, not of rows.
     """
 
     kind = "wrong_loss_input"
@@ -91,15 +95,19 @@ def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
 
 
 class TargetsBroadcast(Detector):
-    """Report outputs ``[N, 1]`` and targets ``[N]`` that broadcast to ``[N, N]``.
+    """Squared error that compares each output with all targets of the batch, for 50 steps.
 
-    The squared error is then a mean over ``[N, N]``, and its derivative ``2 / N`` times an output
-    minus the mean of all targets. So over the batch, derivatives vary by exactly ``2 / N`` times
-    the variation of the outputs. That also holds if all targets of a batch are equal, but then the
-    loss follows from the outputs and their derivatives.
-
+    Evidence: the module and the two shapes.
+    Causes: outputs ``[N, 1]`` and targets ``[N]`` broadcast to ``[N, N]``.
+    Remedies: give both one shape: ``outputs.squeeze(1)``.
+    Silent: batches with equal targets, gradient accumulation.
+    Example: loss = nn.MSELoss()(outputs, targets)  # of shapes [64, 1] and [64]
     Args:
-        steps: Steps over which this holds before it is reported.
+        steps: Steps over which this holds.
+
+    The derivative is ``2 / N`` times an output minus the mean of all targets. So derivatives vary
+    by exactly ``2 / N`` times the variation of the outputs, as for equal targets; but then the loss
+    follows from both.
     """
 
     kind = "targets_broadcast"

@@ -25,28 +25,30 @@ from telemetry.records import StepRecord
 
 
 class LossSpike(Detector):
-    """Alert if losses lie far above all of the hundred before, for a known reason.
+    """Losses jump far above the last hundred, because the learning rate jumped, gradients left
+    their baseline first, or one batch is bad. A note without a reason.
 
-    The distance above the past is counted in ranges: highest minus lowest of a hundred losses,
-    without the latest ones. A jump alone is no fault: a harder task, other data or another weight
-    of a term cause it, too. So it is a note, one per hundred steps. A loss that jumps and stays for
-    20 steps where half of the progress is lost is also a note, however wide its range was. Losses
-    below 3 % of the first loss are no spike. A warning has one of three reasons:
+    Evidence: the step of the jump, the highest loss, the five layers that changed first.
+    Causes: a schedule, an optimizer state, a batch with a wrong unit, label or mask.
+    Remedies: cap the schedule, clip gradients, check that batch.
+    Silent: warm restarts, losses with heavy tails, jumps below 3 % of the first loss.
+    Args:
+        distance: Ranges above the past, where gradients changed first.
+        batch_distance: Ranges above the past, for a single batch.
 
-    - The learning rate has just jumped to three times the highest that the run has survived, and
-      two losses are far above the past, or the last five are worse than that (the range is wide
-      after a fast fall). A warm restart returns to a survived rate.
-    - Gradients left their baseline before the loss did, and three consecutive losses are
-      ``distance`` ranges above. If the task or the data change, gradients change in the same step
-      as the loss, because both come from one batch; if the weights break, gradients change first.
-    - One to five losses are ``batch_distance`` ranges above a hundred losses, and the next one is
-      usual again: the batch. With tails so heavy that there is no mean (Pareto, index 1), one loss
-      exceeds the highest of ``n`` by ``k`` times with a probability of ``1 / (k n)``: above fewer
-      losses it must be more ranges. If the past has such tails, the required number is the squared
-      number of deviations in its range (about 5 for a normal distribution).
+    A range is the highest minus the lowest of a hundred losses, without the latest. A harder task
+    also lets the loss jump: a note, once per hundred steps, as is a jump that stays for 20 steps
+    where half of the progress is lost. Reasons of a warning:
 
-    A further jump of the rate escalates it. It resolves when :class:`Rise` is undone, or at a usual
-    loss while the learning rate is as high as after the jump.
+    - The learning rate is three times the highest that the run survived, and two losses are far
+      above the past, or the last five are worse (the range is wide after a fast fall).
+    - Gradients changed before the loss, and three consecutive losses are ``distance`` above. A new
+      task changes both in one step, broken weights change gradients first.
+    - One to five losses are ``batch_distance`` above, and the next is usual. With tails without a
+      mean (Pareto, index 1), one loss exceeds the highest of ``n`` by ``k`` with probability
+      ``1 / (k n)``: fewer losses, and heavy tails, need more ranges.
+
+    It resolves when :class:`Rise` is undone, or at a usual loss while the rate is still high.
     """
 
     kind = "loss_spike"
@@ -186,15 +188,17 @@ _NAMED = 5  # layers
 
 
 class LossBurst(Detector):
-    """Report a few consecutive losses far above all before, followed by usual ones.
+    """Losses of 3 to 20 steps in a row were far above the hundred before, and then as before.
 
-    The loss jumps up and back at once, by half of the range of the hundred losses before. So the
-    cause is not the weights, but other data, targets or masks: a broken shard, a batch of another
-    task. It is reported after ten losses that are no higher than three quarters of those before.
-    Single hard batches do not count, and only the first two bursts are reported.
-
+    Evidence: the steps, and the highest loss.
+    Causes: a broken shard, a batch of another task, other masks.
+    Remedies: check the data of these steps.
+    Silent: single hard batches, and the third time and later.
     Args:
         losses: Consecutive high losses, at least; at most 20.
+
+    The loss jumps up and back at once, by half of the range of the hundred before: the weights are
+    not the cause. It is reported after ten losses below three quarters of that range.
     """
 
     kind = "loss_burst"

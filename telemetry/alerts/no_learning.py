@@ -23,20 +23,22 @@ from telemetry.records import StepRecord
 
 
 class NoLearning(Detector):
-    """Alert if no step from the first on moves any weight matrix noticeably.
+    """Steps from the first on move no weight noticeably; or all gradients are exactly 0 for 50
+    steps; or losses are logged and no optimizer of this model steps.
 
-    Small steps are fine if training has converged, if the schedule has ended or not started, or if
-    the gradients have faded. So the gradients must be as large as usual, and the learning rate must
-    not have risen. It resolves as soon as a weight moves.
-
-    It also alerts if all gradients become exactly zero: a mask that hides all targets, a hinge loss
-    that no example reaches. Rounding does not do that.
-
+    Evidence: the largest update ratio, or the number of steps or losses.
+    Causes: a tiny learning rate, a mask that hides all targets, an optimizer of another model.
+    Remedies: raise the learning rate; check masks; call ``logger.step()`` for other optimizers.
+    Silent: warm-up, the end of a schedule, converged runs.
+    Example: optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     Args:
-        update_ratio: Largest update ratio over all weight matrices that counts as no movement.
-        steps: Number of steps from the first on.
+        update_ratio: Largest update ratio that counts as no movement.
+        steps: Steps from the first on.
         zero_steps: Consecutive steps whose gradients are all zero.
-        losses: Losses logged before any optimizer of this model has stepped.
+        losses: Losses logged before any optimizer step.
+
+    Gradients must be as large as usual, and the learning rate must not have risen. It resolves as
+    soon as a weight moves. Rounding does not make all gradients zero.
     """
 
     kind = "no_learning"
@@ -152,24 +154,21 @@ _RATE = (
 
 
 class LossStuck(Detector):
-    """Report a loss that is still that of an untrained model after hundreds of steps.
+    """Loss that after 200 steps is still that of the first steps, or ln C for C classes, though the
+    weights move. Or it is the same at each step though the batches differ.
 
-    That is its first value, or ln C, the cross entropy of guessing among the C outputs of the last
-    layer. Usual causes: targets that do not belong to the inputs, a weight decay that undoes every
-    step, a learning rate far too low or high, an output that does not depend on the input.
-
-    The last ``steps`` losses must be noise: their halves have the same mean, and consecutive losses
-    are independent. The losses of GANs and of reinforcement learning drift, and do not count.
-
-    If the size of the weights is exactly the same at two full steps, though steps move them,
-    something else writes them back.
-
-    A loss far from 0 that is the same at every step, though the batches differ, depends on neither
-    inputs nor targets: the network's output is constant, at the flat end of a sigmoid for example.
-
+    Evidence: the loss of the last steps, and its value for a guess.
+    Causes: targets of other inputs, strong weight decay, a wrong learning rate, a constant output.
+    Remedies: check pairs of inputs and targets; overfit one batch.
+    Silent: losses that drift, as those of GANs and reinforcement learning.
+    Example: targets = targets[torch.randperm(len(targets))]
     Args:
         reduction: Share by which the loss must have fallen to count as learning.
-        steps: Number of evaluated losses; as many must precede them.
+        steps: Evaluated losses; as many must precede them.
+
+    The losses must be noise: both halves have the same mean, and consecutive losses are
+    independent. If the size of the weights is exactly the same at two full steps, though steps move
+    them, something else writes them back.
     """
 
     kind = "loss_stuck"

@@ -11,27 +11,27 @@ import numpy as np
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.layers.module_types import STANDARD
-from telemetry.measure.sampling import SAMPLE_ELEMENTS
 from telemetry.plain_text import called, figure, printable
 from telemetry.records import Module, StepRecord
+from telemetry.records.sketch import SAMPLE_ELEMENTS
 from telemetry.records.step import is_inside
 from telemetry.records.tensor import bad_among
 
 
 class Nonfinite(Detector):
-    """Alert if the loss, a parameter, its gradient or a buffer is NaN or infinite.
+    """NaN or infinity is in the loss, a parameter, its gradient or a buffer.
 
-    Such values inside of the network show the origin, but are no fault by themselves: masks hold
-    ``-inf``, missing values are NaN until the model fills them in. They count when they reach the
-    output of the last module. Steps that a gradient scaler skips are no fault, unless ten
-    consecutive losses are not finite and no optimizer step comes between them.
-
-    It resolves after twenty good steps, the last of them a full step: only there a parameter or
-    buffer shows that is not used for some steps. :func:`origin` finds the origin. If the loss or
-    the gradients had grown a millionfold, the numbers overflowed.
-
+    Evidence: the origin (inputs, targets, loss, optimizer, a module's pass), any overflow.
+    Causes: a division by zero, ``log(0)``, overflow in float16, NaN in the data, an explosion.
+    Remedies: check inputs and targets of that step; add an epsilon; use ``GradScaler`` or bfloat16.
+    Silent: masks of -inf, NaN that the model fills in, single steps that a ``GradScaler`` skips.
+    Example: loss = torch.log(torch.relu(model(x))).mean()
     Args:
-        losses: Consecutive losses that are not finite, after which no optimizer step is expected.
+        losses: Consecutive non-finite losses without an optimizer step.
+
+    Values inside of the network show the :func:`origin`, but count only in the output of the last
+    module. Numbers overflowed if they grew millionfold. It resolves after twenty good steps, the
+    last of them full: parameters that are not used for some steps show only there.
     """
 
     kind = "nonfinite"

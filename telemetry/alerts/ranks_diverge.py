@@ -13,17 +13,17 @@ _REQUESTED = 60  # steps: three times three in a row; chosen manually
 
 
 class RanksDiverge(Detector):
-    """Alert if copies of a parameter differ between ranks, or one rank alone has NaN.
+    """Copies of a parameter that DDP, HSDP or tensor parallelism keep on several ranks are not
+    equal, bit for bit. Or one rank alone has NaN or infinity.
 
-    Copies of a parameter, as DDP and HSDP keep them, start equal and take equal steps. Once their
-    bits differ they drift apart, and every rank trains another model. They are compared at each
-    full step. The alert resolves when they are equal again: they are averaged now and then, and are
-    not reported any more. If neither DDP nor a ``DTensor`` declares copies, parameters that are
-    still equal after the first steps count as copies: each rank may have its own model or expert,
-    which may start like the others.
+    Evidence: rank, host and parameter.
+    Causes: passes under ``no_sync()`` or around DDP (``model.module``), bad samples, hardware.
+    Remedies: synchronize before the step; exclude the host and restart from a checkpoint.
+    Silent: shards, ``post_localSGD_hook``, parameters that nothing marks as copies.
 
-    If the loss, an output or a parameter of one rank alone is NaN or infinite, the fault is in its
-    part of the batch or in its hardware.
+    It resolves when they are equal again, as averaged ones are, and reports these never again. If
+    neither DDP nor a ``DTensor`` declares copies, parameters that are still equal after the first
+    steps count: each rank may have its own expert.
     """
 
     kind = "ranks_diverge"
@@ -68,7 +68,14 @@ class RanksDiverge(Detector):
 
 
 class RanksSameBatch(Detector):
-    """Alert if several data-parallel ranks get the same batch at each full step."""
+    """Ranks of DDP or FSDP get the same batch at three full steps in a row.
+
+    Evidence: the ranks.
+    Causes: a DataLoader without ``DistributedSampler``, generators with the same seed.
+    Remedies: use ``torch.utils.data.DistributedSampler``; seed generators by rank.
+    Silent: ranks of tensor, context and pipeline parallelism.
+    Example: loader = DataLoader(data, batch_size=64)  # on every rank
+    """
 
     kind = "ranks_same_batch"
     on = "full"

@@ -18,13 +18,20 @@ _EPS = {"bfloat16": 2**-7, "float16": 2**-10}
 
 
 class RoundedUpdates(Detector):
-    """Report steps so small that most weights in half precision do not change.
+    """Weight matrices in bfloat16 or float16 hardly change: steps are smaller than the distance
+    between two numbers.
 
-    A number that changes at all does so by at least ``eps / 2`` of its size. So if a step moves a
-    matrix by ``r`` of its norm, the changed weights hold at most ``(2 r / eps)**2`` of the sum of
-    squares; the rest was rounded back. It reports a figure of ``share`` or less at each full step
-    of ``steps`` steps or more, for at least half of the matrices in half precision that have
-    gradients. It is silent while the learning rate rises.
+    Evidence: the number of matrices, and the largest step.
+    Causes: weights in half precision without a float32 copy.
+    Remedies: keep weights in float32 and use ``torch.autocast``, or use stochastic rounding.
+    Silent: weights in float32, sparse gradients, a rising learning rate.
+    Example: optimizer = torch.optim.SGD(model.bfloat16().parameters(), lr=1e-5)
+    Args:
+        share: Share of a matrix that changes, at most.
+        steps: Steps at which this holds, for half of the matrices.
+
+    A number changes by at least ``eps / 2`` of its size. So if a step moves a matrix by ``r`` of
+    its norm, changed weights hold at most ``(2 r / eps)**2`` of the sum of squares.
     """
 
     kind = "rounded_updates"

@@ -18,12 +18,18 @@ _INACTIVE = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "n
 
 
 class LayersNotLearning(Detector):
-    """Alert if weights have gradients, but move far less than the others.
+    """Weights with gradients move a thousand times less than others, for 100 steps.
 
-    Their update ratio is below ``share`` of that of the fastest quarter of the weight matrices, at
-    three or more full steps over ``steps`` steps: a layer-wise decay of the rate that is far too
-    strong, a parameter group with a rate of zero, weights in bfloat16 whose steps are rounded away.
-    Steps without a gradient do not count, as of an expert that is not selected.
+    Evidence: the layers, and their update ratio compared with the largest.
+    Causes: a learning rate that falls too fast from layer to layer, a parameter group with rate 0.
+    Remedies: check the learning rates of the parameter groups.
+    Silent: frozen layers, missing gradients, layers that move by a hundredth, as in fine-tuning.
+    Example:
+        groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+    Args:
+        share: Update ratio over that of the fastest quarter of the weight matrices.
+        steps: Steps over which three full steps show this.
     """
 
     kind = "layers_not_learning"
@@ -89,15 +95,18 @@ class LayersNotLearning(Detector):
 
 
 class OutputCollapse(Detector):
-    """Alert if an output becomes the same vector for every input, or if all units are equal.
+    """Outputs of eight units or more, which once differed between inputs, are nearly one vector for
+    all of them. Or all units of a layer return the same.
 
-    It compares the variation of an output within each unit (:attr:`TensorRecord.variation`) with
-    its root mean square: ``share`` or less in two consecutive full steps, after at least 0.3 once.
-    Usual causes: two views of one example and no term that keeps examples apart, a weight decay or
-    a penalty that outweighs the loss. Outputs with fewer than eight units are not judged.
+    Evidence: the module, and the rest of its variation.
+    Causes: no term that keeps examples apart, strong weight decay, initialization with a constant.
+    Remedies: negative pairs, a stopped gradient, batch statistics; random initialization.
+    Silent: outputs that never differed, single numbers.
+    Example: [nn.init.constant_(parameter, 0.01) for parameter in model.parameters()]
+    Args:
+        share: Variation within units over the RMS, at two consecutive full steps; 0.3 before.
 
-    Units of a linear layer or convolution that all return the same, though not for every input,
-    started with equal weights: they get equal gradients and stay equal.
+    Units that start with equal weights get equal gradients and stay equal.
     """
 
     kind = "output_collapse"

@@ -17,23 +17,23 @@ from telemetry.records.moments import rms_of
 
 
 class ExponentialTrend(Detector):
-    """Alert early if a figure grows or shrinks by the same factor at each step.
+    """Figures change by the same factor at each step: weights, loss, or learning rate.
 
-    Positive feedback does that: a weight decay that is far too strong or has the wrong sign, a
-    discount above 1, a schedule that multiplies instead of dividing. Learning does not: its figures
-    change fast at first, and ever more slowly. A trend is steady if its rate in each quarter of its
-    steps is 0.6 to 3 times the rate in the quarter before, and its increments grow, too: Adam
-    moves weights by nearly the same amount at each step, which is not a factor.
+    Evidence: the factor per step, and how far it went.
+    Causes: weight decay too strong or of wrong sign, a multiplying schedule, a discount above 1.
+    Remedies: check weight decay (times the rate, 1e-6 to 1e-3 is usual), penalties, the schedule.
+    Silent: strong weight decay where the loss falls, warm-ups by a factor.
+    Example: scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=1.1)
+    Args:
+        shrinkage: Shrinkage of the median weight matrix while the loss stays.
+        weight_growth: Growth of the median weight matrix while the loss stays.
+        loss_growth: Growth of the loss, in medians of ten.
+        rate_growth: Growth of the learning rate, by one number four times in a row.
 
-    - *Weights*: the median weight matrix has shrunk to one part in ``shrinkage``, and the loss is
-      that of the first steps; or it has grown ``weight_growth``-fold, and the loss does not fall.
-    - *Loss*: medians of ten have risen ``loss_growth``-fold, to 3 % of the first loss or
-      more, and those of the gradient norm by at least a third of that.
-    - *Learning rate*: it was multiplied by one number at least four times in a row and has grown
-      ``rate_growth``-fold by that, and one step now moves the median weight matrix by 2 % of its
-      norm. A warm-up ends below that.
-
-    Each is reported once.
+    A trend is steady if each quarter has 0.6 to 3 times the rate of the quarter before, and its
+    increments grow: Adam moves weights by the same amount, not factor. The loss must reach 3 % of
+    the first, and the gradient norm a third of its growth. At the grown rate a step moves the
+    median matrix by 2 % of its norm; a warm-up ends below that. Each is reported once.
     """
 
     kind = "exponential_trend"
@@ -195,20 +195,23 @@ _PARTS = 4
 _SLOWER, _FASTER = 0.6, 3.0  # learning slows down, and jumps are sudden
 _COMPOUND = 0.5  # Adam adds nearly the same amount at each step; chosen manually
 _CHANGES = 4  # of the learning rate: two warm restarts or drops are fewer
-_LEARNED = 0.1  # of the first loss: text_decay_x1000 comes down by 6 % before its weights are gone
+_LEARNED = 0.1  # of the first loss: text_decay_x1000 comes down by 6 % before its weights vanish
 
 
 class UnboundedLoss(Detector):
-    """Alert if the loss falls below zero because the model only makes its outputs larger.
+    """Loss below zero that falls since the outputs become larger: it begins at -ln C for C classes,
+    or falls no slower than before while the last layer's output became 20 times as large.
 
-    A density, a reward or a distance may be below zero, too, but it falls ever more slowly, and the
-    outputs settle. Here nothing limits either: the sign of the loss is wrong, or its logarithm is
-    missing. It alerts if
+    Evidence: the loss, and the growth of the output.
+    Causes: a wrong sign, ``nll_loss`` without ``log_softmax``.
+    Remedies: check the sign of each term.
+    Silent: densities, rewards and critics, which settle.
+    Example: loss = nn.functional.nll_loss(logits, targets)
+    Args:
+        growth: Growth of the last layer's output.
 
-    - the first losses were -ln C, a guess among the C outputs of the last layer with the wrong
-      sign, and the loss has fallen by a tenth since; or
-    - the loss falls no slower in the second half of the run than in the first, while the last
-      layer's output has become ``growth`` times as large and above 10, and still grows.
+    A loss of -ln C, a guess with the wrong sign, must have fallen by a tenth. Or the second half of
+    the run falls no slower than the first, while the output is above 10 and grows.
     """
 
     kind = "unbounded_loss"

@@ -36,23 +36,29 @@ from telemetry.records.tensor import Tensors
 
 
 class DeadUnits(Detector):
-    """Alert if units of a layer are silent in several consecutive full steps.
+    """Units of a layer are zero for every sample: nearly all in several batches, or nine in ten for
+    50 steps. An error if all are dead.
 
-    A unit is silent in a batch
+    Evidence: the share, the layer, its units (``telemetry units RUN LAYER``), the ReLU behind it.
+    Causes: a learning rate that is too large, a bad bias, a penalty that pushes below zero.
+    Remedies: lower the learning rate; check biases and penalties; use LeakyReLU or GELU.
+    Silent: sparsity, units that are rarely active in small batches, branches that begin at zero.
+    Example: nn.init.constant_(model[0].bias, -100.0)  # before a ReLU
+    Args:
+        fraction: Share of dead units that counts after 50 steps.
+        batches: Consecutive full steps with nearly all units dead.
+        samples: Values of each unit, fewer if more units are dead.
+
+    A unit is dead in a batch
 
     - after an activation module: if it is zero for all samples, or negligible (a thousandth of the
       input) for inputs that are all negative, as after SiLU;
     - before a functional activation: if it is negative for all samples, and at least as large a
       share of its gradients is exactly zero.
 
-    Zero outputs of modules with own parameters count only if these get no gradient; otherwise it is
-    a zero-initialized branch. Activations with two flat ends saturate instead.
-
-    It alerts if nearly all units of a layer are silent in ``batches`` consecutive full steps. It
-    requires ``samples`` values of each unit, since some are rarely active, divided by the square
-    root of the number of silent units, which confirm each other. If only a
-    share ``fraction`` is silent, it takes 50 steps: earlier layers still change, and units near the
-    limit recover. It is an error if all are silent, and resolves when a third is active again.
+    Zero outputs of modules with own parameters count only if these get no gradient. Silent units
+    confirm each other, so ``samples`` is divided by the square root of their number. A share alone
+    takes 50 steps since units near the limit recover. It resolves when a third is active.
     """
 
     kind = "dead_units"
@@ -236,26 +242,22 @@ def _idle_modules(record: StepRecord) -> set[str]:
 
 
 class SaturatedUnits(Detector):
-    """Alert if most outputs of a layer lie where its activation function is flat.
+    """Outputs of a layer lie mostly on the flat part of its activation function.
 
-    There it passes hardly any gradient. The flat part depends on the type of the module. For tanh
-    and sigmoid, three quarters of these outputs must also lie where hardly any slope is left, which
-    healthy networks do not reach. For modules of unknown type and without parameters, the flat part
-    is the ends of the range of their outputs, if hardly any gradient passes them. Functions that
-    are not modules show in their neighbors: a layer's outputs are large, the input of the next
-    layer is not, and hardly any gradient comes back.
-
-    A gate that scales whole feature maps, as in squeeze and excitation, may be open or closed: the
-    feature maps keep their gradients.
-
-    The network's own outputs may be flat because predictions are right, so only layers that are
-    followed by others with parameters count. Hidden layers may become flat by training (binary
-    codes), so a layer must have been flat from the first step on, or have become flat within 20
-    steps without an improvement of the loss, or while the loss rose.
-
+    Evidence: the layer and the share of its outputs.
+    Causes: inputs or initial weights that are too large, a learning rate that is too large.
+    Remedies: scale or center the inputs, use smaller initial weights, add normalization.
+    Silent: the network's outputs, gates of feature maps, layers that became flat as the loss fell.
+    Example: model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))  # inputs of 1e4
     Args:
         fraction: Share of the outputs that are flat.
         evaluations: Consecutive full steps.
+
+    The flat part depends on the module's type. For tanh and sigmoid, three quarters of it must have
+    hardly any slope. For unknown types without parameters, it is the ends of their range, if hardly
+    any gradient passes. Functions show in their neighbors: large outputs, a small input of the next
+    layer. A layer must be flat from the first step on, or become flat within 20 steps while the
+    loss does not improve.
     """
 
     kind = "saturated_units"

@@ -15,17 +15,23 @@ from telemetry.records import Layout, StepRecord
 
 
 class UntrainedParameters(Detector):
-    """Name parameters that require a gradient and never get one, or that no optimizer steps.
+    """Parameters require a gradient and got none in 90 steps, or they get gradients and no
+    optimizer steps them. A note if they are few and unused.
 
-    It reports once, after ``steps`` steps. It is a warning if parameters get gradients that no
-    optimizer uses: the optimizer was created before a module was replaced, for a part of the model
-    or for another one, or is not stepped. It is also a warning if stepped parameters get no
-    gradient and are at least ``share`` of all trainable elements (``detach()``, ``no_grad()``),
-    else a note: an unused head, a part that trains later. Frozen parameters do not count, nor do
-    modules that did not run while similar ones learn: experts may be selected rarely.
+    Evidence: names, grouped by module.
+    Causes: ``detach()``, ``no_grad()``, an optimizer that was made before a module was replaced.
+    Remedies: pass all parameters to the optimizer, after the model is complete; freeze unused ones.
+    Silent: frozen parameters, experts that are selected rarely, optimizers that step rarely.
+    Example:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.head = nn.Linear(64, 10)  # the optimizer has the old head
+    Args:
+        share: Share of the trainable elements from which missing gradients are a warning.
+        steps: Steps until it reports, once.
+        evaluations: Full steps until it reports.
 
-    Parameters that are unfrozen later are judged in the same way. It is a note if an optimizer
-    stepped them before, and none does any more: a second stage may train a part.
+    Gradients that no optimizer uses are a warning. Modules that did not run while similar ones
+    learn do not count. Parameters unfrozen later are a note if an optimizer stepped them before.
     """
 
     kind = "untrained_parameters"
@@ -33,7 +39,7 @@ class UntrainedParameters(Detector):
     # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that is
     # detached by mistake usually a third or more. Chosen manually between them.
     share = 0.2
-    steps = 90  # as long as within 100 steps: rare parts should have had their turn
+    steps = 90  # chosen manually: rare parts have run by then, and it is within 100 steps
     evaluations = 2  # full steps; a step of one optimizer of several says too little
     full_steps_in_a_row = 2
     _steps: int

@@ -16,35 +16,31 @@ from telemetry.records import Layout, StepRecord
 
 
 class VanishingGradient(Detector):
-    """Compare the modules' gradient norms with the largest of them, at each step.
+    """Gradient norms, from some layer down to the first, stay far below the largest, and the
+    optimizer moves these layers far less than others. Or they are zero for 20 steps while later
+    layers learn.
 
-    If the largest has exploded, its norm before that counts.
+    Evidence: the range of layers and the ratio of the norms.
+    Causes: sigmoid or tanh, no skip connections, small initial weights; a detached branch.
+    Remedies: ReLU or GELU, normalization, residual connections; look for a ``detach()``.
+    Silent: frozen or unused layers, experts, zero-initialized branches, layers that Adam moves.
+    Example: model = nn.Sequential(*[m for _ in range(20) for m in (nn.Linear(8, 8), nn.Sigmoid())])
+    Args:
+        factor: Largest gradient norm over that of the module.
+        update_factor: Largest update ratio over that of the module.
+        branch_factor: Further factor for side branches and Adam.
+        steps: Consecutive steps.
+        stuck_steps: First steps without a fall of the loss, for Adam.
+        branch_steps: Consecutive steps, for side branches.
+        zero_steps: Consecutive steps with zero gradients.
+        zero_share: Share of the trainable elements, if earlier layers learn.
 
-    A module's gradient has vanished if its norm is below 1 / ``factor`` of the largest for
-    ``steps`` consecutive steps. Its update ratio must also be below 1 / ``update_factor`` of the
-    largest at the last full step. It compares norms rather than RMS, which is small in wide layers
-    and in embeddings with unused rows.
-
-    Gradients vanish on their way back, so all layers from some layer down to the first are
-    affected. If layers before it learn, a module is on a side branch (attention scores, gates,
-    experts): then both ratios must be ``branch_factor`` smaller, for ``branch_steps`` steps; and
-    if the module had a gradient before, the loss must have risen when it lost it.
-
-    A gradient that is exactly zero has vanished if two full steps show that the module ran and
-    requires one: its state is not passed on, its output is detached, the gradient underflows. This
-    must last ``zero_steps`` steps, while later layers learn. If earlier layers learn, too, it must
-    have no gradient at all, and ``zero_share`` of the trainable elements: the weight of a term of
-    the loss may be zero, experts are selected rarely.
-
-    An optimizer that scales its steps (Adam) moves a module nevertheless. Then its gradient must be
-    ``branch_factor`` smaller still, and the loss must not have fallen in the first ``stuck_steps``.
-
-    If matrices started far smaller than most, it takes ``branch_steps`` steps, and their update
-    ratios do not count: the last layer of a policy passes small gradients at first.
-
-    It is silent if all norms are small together, because the loss is small or has a large unit; if
-    a small norm was exactly zero within the last ten steps (an expert that is not selected); and
-    while the norm is rising, as in branches whose scale starts at zero.
+    Norms are compared, not RMS, which is small in wide layers and in embeddings with unused rows.
+    An exploded largest norm counts with its value before. If earlier layers learn, a module is on a
+    side branch (attention scores, gates, experts); the loss must have risen when it lost its
+    gradient. A zero gradient counts if two full steps show that the module ran. If matrices started
+    far smaller than most, it takes ``branch_steps`` without update ratios. A norm that was zero
+    within ten steps, or that rises, does not count.
     """
 
     kind = "vanishing_gradient"

@@ -13,12 +13,19 @@ from telemetry.records import StepRecord
 
 
 class WeightJump(Detector):
-    """Alert if weights grow at once, though the optimizer hardly changed them before.
+    """Weight matrices became three times as large between two full steps, though the optimizer had
+    hardly changed them before. A note if they became smaller.
 
-    Between two full steps a matrix, or up to a third of all, became ``factor`` times as large: in
-    logarithms thirty times more per step than ever before. The learning rate did not jump. So
-    something else than the optimizer wrote to it, or one gradient was far too large. If it became
-    smaller, it is a note: layers are pruned and reset on purpose.
+    Evidence: the parameter, and the last full step before the change.
+    Causes: code that writes to it (a copy, a wrong checkpoint), a gradient that was far too large.
+    Remedies: find writes outside of the optimizer; clip gradients.
+    Silent: the first three full steps, jumps of a third of the matrices or of the learning rate.
+    Example: model[0].weight.data.mul_(10.0)
+    Args:
+        factor: Growth of a matrix between two full steps.
+
+    In logarithms, it is thirty times more per step than ever before. A note since layers are pruned
+    and reset on purpose.
     """
 
     kind = "weight_jump"

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from telemetry.alert import Alert, alert_fields
+from telemetry.commands.help import help_line
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import print_records
 from telemetry.plain_text import printable
@@ -25,6 +26,7 @@ _RECORD = (
 def alerts(args: argparse.Namespace, console: Console) -> int:
     runs = LogDirs(args.runs)
     found: set[str] = set()
+    kinds: list[str] = []
 
     def of_runs() -> Iterator[tuple[str, Alert | None]]:
         """Yield the alerts of each run; None for a run without alerts."""
@@ -39,6 +41,9 @@ def alerts(args: argparse.Namespace, console: Console) -> int:
     else:
         for run, alert in of_runs():
             _print_alert(f"{printable(run)}: " if len(runs.found) > 1 else "", alert, console)
+            kinds += [alert.kind] if alert else []
+        if (line := help_line(kinds)) is not None:
+            console.print(line)
     return runs.status or bool(found & FAIL_ON[args.fail_on])
 
 

@@ -17,6 +17,7 @@ from telemetry.commands.alerts import FAIL_ON, alerts
 from telemetry.commands.diff import diff
 from telemetry.commands.explain import explain_faults
 from telemetry.commands.export import export
+from telemetry.commands.help import print_help
 from telemetry.commands.output import new_console, reason, report_problems
 from telemetry.commands.report import report
 from telemetry.commands.runs import runs
@@ -42,6 +43,7 @@ _EXAMPLES = {
     ],
     "alerts": ["runs/ --fail-on error"],
     "explain": ["runs/mnist", "runs/mnist/flight-120.json"],
+    "help": ["", "dead_units"],
     "diff": ["runs/before runs/after --tolerance 1e-3"],
     "units": ["runs/mnist features.3 --step 300"],
     "report": ["runs/mnist -o report.html"],
@@ -126,6 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_runs(of_explain, ", or a flight-<step>.json from it")
     _add_form(of_explain)
 
+    of_help = _command(commands, "help", print_help, "explain a kind of alert, or list all kinds")
+    of_help.add_argument("kind", nargs="?", metavar="KIND", help="kind of alert, as dead_units")
+
     does = "print the first step and layer where two runs diverge; exit with 1 if they do"
     of_diff = _command(commands, "diff", diff, does)
     _add_run(of_diff, "first")
@@ -172,7 +177,9 @@ def _command(
         name,
         help=does,
         description=f"{does[0].upper()}{does[1:]}.",
-        epilog="\n".join(["example:", *(f"  telemetry {name} {e}" for e in _EXAMPLES[name])]),
+        epilog="\n".join(
+            ["example:", *(f"  telemetry {name} {e}".rstrip() for e in _EXAMPLES[name])]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(command=run)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from telemetry.alert import alert_fields
+from telemetry.commands.help import help_line
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import print_records
 from telemetry.flight import explain, flight_files, read_flight
@@ -45,7 +47,17 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
                 continue
             for line in lines:
                 console.print(printable(line))
+        if (line_of_help := help_line(_kinds(paths))) is not None:
+            console.print(line_of_help)
     return runs.status
+
+
+def _kinds(paths: list[Path]) -> Iterator[str]:
+    """Yield the kinds of alerts in the readable flight files, one file after the other."""
+    for path in paths:
+        for file in flight_files(path) if path.is_dir() else [path]:
+            with suppress(OSError, ValueError):
+                yield from (alert.kind for alert in read_flight(file)["alerts"])
 
 
 def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from telemetry.measure.tensors import in_memory_order
+from telemetry.records.sketch import SAMPLE_ELEMENTS
 
 # Larger tensors have the histogram of a sample: counting all takes twice the time of the rest.
 FULL_ELEMENTS = 65_536
-
-# Approximate number of elements in a sample.
-SAMPLE_ELEMENTS = 32_768
 
 # A sample is runs of this many elements, a prime number of elements apart. A step that divides a
 # tensor's sizes, such as a power of two, would see only a few channels or columns.

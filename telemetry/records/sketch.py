@@ -14,6 +14,8 @@ from telemetry.records.buckets import LAST_BUCKET, bucket_indices, limits
 from telemetry.records.moments import POWER_SUMS, Moments
 from telemetry.records.rows import Rows
 
+SAMPLE_ELEMENTS = 32_768  # approximately, of a tensor whose sketch is that of a sample
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sketch(Moments):

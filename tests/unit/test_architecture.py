@@ -40,6 +40,7 @@ LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 # What reads and draws records starts within a moment; importing torch takes seconds.
 TORCH_FREE = {
     "alert",
+    "alerts",
     "commands",
     "events",
     "failures",

@@ -67,10 +67,10 @@ def test_a_fault_is_told_rightly(name: str, every: int) -> None:
 
 
 def test_every_run_has_a_label_and_every_label_a_kind_that_exists() -> None:
-    from telemetry.alerts.configuration import _RULES
+    from telemetry.alerts.configuration import DETECTORS
 
     assert set(runs.RUNS) == set(runs.LABELS)
-    assert set().union(*(label.kinds for label in runs.LABELS.values())) <= set(_RULES)
+    assert set().union(*(label.kinds for label in runs.LABELS.values())) <= set(DETECTORS)
 
 
 def alert(

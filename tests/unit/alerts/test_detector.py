@@ -201,7 +201,7 @@ def test_a_limit_can_be_the_findings_that_confirm() -> None:
 
 @pytest.mark.parametrize("name", ["los", "_bad", "counted", "clear_after", "kind"])
 def test_what_is_no_limit_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"Stricter\({name}=1\): no such limit"):
+    with pytest.raises(TypeError, match=rf"Stricter\({name}=1\): no limit has this name"):
         Stricter(**{name: 1})
 
 

@@ -17,7 +17,7 @@ from torch.optim import SGD
 from telemetry import Alert, Baseline, Detector, StepRecord
 from telemetry.alert import Consequence, Severity
 from telemetry.alerts import default_rules, rules_from
-from telemetry.alerts.configuration import _RULES
+from telemetry.alerts.configuration import DETECTORS
 from telemetry.alerts.detector import RATE_ADVICE
 from telemetry.alerts.engine import Engine
 from telemetry.testing import alerts_of
@@ -215,7 +215,7 @@ def test_units_that_died_between_two_measurements_died_when_the_rate_jumped(jump
         if step == 33:
             model[0].bias.data.fill_(-999.0)
 
-    others = {name: None for name in _RULES if name not in {"dead_units", "vanishing_gradient"}}
+    others = {name: None for name in DETECTORS if name not in {"dead_units", "vanishing_gradient"}}
     [rule] = rules_from(others)
     [alert] = train(rule, 50, model=model, optimizer=optimizer, before=kill, every=100)
     assert (alert.kind, alert.step) == ("dead_units", 38)  # measured twice
@@ -404,12 +404,12 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
 
 def test_a_detector_of_ones_own_comes_after_the_default_ones_or_in_their_place() -> None:
     mine = Scripted({})
-    assert kinds({"scripted": mine}) == [*_RULES, "scripted"]
+    assert kinds({"scripted": mine}) == [*DETECTORS, "scripted"]
     mine = Scripted({}, kind="dead_units")
     [engine] = rules_from({"dead_units": mine, "loss_spike": None})
     detectors = engine._detectors  # type: ignore[attr-defined]
     assert detectors["dead_units"] is mine
-    assert [*detectors] == [kind for kind in _RULES if kind != "loss_spike"]
+    assert [*detectors] == [kind for kind in DETECTORS if kind != "loss_spike"]
 
 
 def test_rules_show_the_kinds_that_they_look_for() -> None:
@@ -440,10 +440,10 @@ def test_a_detector_of_ones_own_takes_part_in_causes_and_consequences() -> None:
         ({"another": Scripted({})}, ValueError, r"'another': Scripted\(\)}\): its kind is 'scrip"),
         ({"eval_mode": Scripted({})}, ValueError, "its kind is 'scripted'; that has to be the key"),
         ({"scripted": Scripted}, TypeError, r"is a class; pass an instance: Scripted\(\)"),
-        ({"scripted": {"x": 1}}, ValueError, "no such rule"),
+        ({"scripted": {"x": 1}}, ValueError, "no rule has this name"),
         ({"dead_units": 3}, TypeError, "a dict of parameters, a Detector of this kind, or None"),
         ({"dead_units": {"severity": "bad"}}, ValueError, "must be one of note, warning, error"),
-        ({"dead_units": {"fractoin": 0.5}}, ValueError, "no such parameter; .*fraction"),
+        ({"dead_units": {"fractoin": 0.5}}, ValueError, "no parameter has this name; .*fraction"),
         ({"dead_units": {"fraction": "1"}}, TypeError, "must be a number"),
         ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
     ],

@@ -330,8 +330,8 @@ def test_a_rule_that_is_left_out_says_nothing(
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        ({"dead_unit": None}, ValueError, "no such rule; .*dead_units"),
-        ({"dead_units": {"fractoin": 0.5}}, ValueError, "no such parameter; .*fraction"),
+        ({"dead_unit": None}, ValueError, "no rule has this name; .*dead_units"),
+        ({"dead_units": {"fractoin": 0.5}}, ValueError, "no parameter has this name; .*fraction"),
         ({"dead_units": {"fraction": "half"}}, TypeError, "must be a number"),
         ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
         ({"dead_units": {"fraction": 8}}, ValueError, "'fraction': 8.*must be at most 1"),

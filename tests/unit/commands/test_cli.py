@@ -203,6 +203,7 @@ def test_consequences_are_printed_once(tmp_path: Path, capsys: pytest.CaptureFix
         "  7 of 9. A jump.",
         "  Consequences: dead units in fc.",
         "  Lower it. Warm it up.",
+        "telemetry help exploding_gradient explains it",
     ]
 
 

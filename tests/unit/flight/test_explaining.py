@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from telemetry.alert import Alert, Consequence
+from telemetry.commands.cli import main
 from telemetry.flight import FlightRecorder, explain
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
@@ -172,3 +173,13 @@ def test_it_reads_without_torch(tmp_path: Path) -> None:
         capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     assert done.stdout.strip() == "False True"
+
+
+def test_the_command_ends_with_the_help_of_the_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fly(tmp_path).close()
+    assert main(["explain", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "telemetry help nonfinite explains it"
+    assert main(["explain", str(tmp_path), "--json"]) == 0
+    assert "telemetry help" not in capsys.readouterr().out

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from telemetry.measure import Measurer, block_sample
-from telemetry.measure.sampling import FULL_ELEMENTS, SAMPLE_ELEMENTS
+from telemetry.measure.sampling import FULL_ELEMENTS
 from telemetry.measure.tensors import WORKING_DTYPE, pieces
 from telemetry.records import TensorRecord
 from telemetry.records.buckets import bucket_indices
-from telemetry.records.sketch import Sketch, sketch_array
+from telemetry.records.sketch import SAMPLE_ELEMENTS, Sketch, sketch_array
 from telemetry.records.tensor import Tensors
 from tests.helpers.moments_close import assert_moments_close
 from tests.helpers.require import require

@@ -1053,7 +1053,7 @@ def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
         ({"modules": 7}, TypeError, r"HookLogger\(modules=7\)"),
         ({"exclude": nn.Module}, ValueError, "leaves none"),
         ({"alerts": "all"}, TypeError, r"HookLogger\(alerts='all'\)"),
-        ({"alerts": {"dead_unit": None}}, ValueError, "no such rule; .*dead_units"),
+        ({"alerts": {"dead_unit": None}}, ValueError, "no rule has this name; .*dead_units"),
         ({"alerts": [1]}, TypeError, "1 is not a rule"),
         ({"alerts": ["dead_units"]}, TypeError, "is the name of a rule; .* {'dead_units': None}"),
         ({"alerts": [Nonfinite]}, TypeError, r"is a class; pass an instance: Nonfinite\(\)"),

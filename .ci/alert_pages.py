@@ -1,0 +1,92 @@
+"""Writes the sections of ``docs/alerts/`` from the docstrings of the detectors.
+
+    python .ci/alert_pages.py
+
+The text of a page before its first section is written by hand. A test compares the pages with the
+docstrings.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from telemetry.alerts.configuration import DETECTORS
+from telemetry.commands.help import Meaning, meaning_of
+
+FOLDER = Path(__file__).parents[1] / "docs" / "alerts"
+PAGES = {
+    "explosions.md": (
+        "exploding_gradient", "exploding_activation", "nonfinite", "weight_jump",
+        "exponential_trend",
+    ),
+    "layers.md": (
+        "vanishing_gradient", "dead_units", "saturated_units", "layers_not_learning",
+        "untrained_parameters", "output_collapse", "rounded_updates",
+    ),
+    "loss.md": (
+        "loss_divergence", "loss_spike", "loss_burst", "loss_stuck", "no_learning",
+        "unbounded_loss",
+    ),
+    "mistakes.md": (
+        "wrong_loss_input", "targets_broadcast", "eval_mode", "same_batch", "learning_rate_zero",
+    ),
+    "attention.md": ("attention_collapse", "logit_growth"),
+    "ranks.md": ("ranks_diverge", "ranks_same_batch"),
+}  # fmt: skip
+_PAGE_OF = {kind: page for page, kinds in PAGES.items() for kind in kinds}
+
+
+def pages() -> Mapping[Path, str]:
+    """Return the text of each page, with the part before its first section as it is."""
+    texts = {}
+    for name, kinds in PAGES.items():
+        head = (FOLDER / name).read_text(encoding="utf-8").partition("\n## ")[0].rstrip("\n")
+        sections = [_section(meaning_of(DETECTORS[kind]), name) for kind in kinds]
+        texts[FOLDER / name] = "\n".join([head + "\n", *sections])
+    return texts
+
+
+def _section(meaning: Meaning, page: str) -> str:
+    lines = [f"## {meaning.kind}", ""]
+    lines += [*_wrapped(f"**{meaning.severity.title()}.** {meaning.summary}"), ""]
+    for name, text in meaning.sections.items():
+        lines += _wrapped(f"- **{name}**: {text}", "  ")
+    if meaning.causes:
+        causes = ", ".join(_link(cause, page) for cause in meaning.causes)
+        lines += _wrapped(f"- **May follow from**: {causes}.", "  ")
+    if meaning.example:
+        lines += ["", "```python", meaning.example, "```"]
+    if meaning.parameters:
+        lines += ["", "|parameter|default|meaning|", "|---|--:|---|"]
+        for name, (default, text) in meaning.parameters.items():
+            lines.append(f"|`{name}`|{default:g}|{_markdown(text)}|")
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        _markdown(text),
+        115,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _markdown(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _link(cause: str, page: str) -> str:
+    """Return a kind as a link to its section; other causes as they are."""
+    if cause not in _PAGE_OF:
+        return cause
+    target = _PAGE_OF[cause] if _PAGE_OF[cause] != page else ""
+    return f"[{cause}]({target}#{cause})"
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
