@@ -139,14 +139,14 @@ def make_runs(runs: Path) -> None:
 
 
 def picture(
-    chromium: Any, address: str, name: str, *, beside: str = "", dark: bool = False
+    chromium: Any, address: str, name: str, *, compared: str = "", dark: bool = False
 ) -> None:
     page = browser.TelemetryPage(chromium.new_page(viewport=SIZE), address)
     page.open(dark=dark)
     settle(page)
-    if beside:
+    if compared:
         page.locator("button[aria-label='Compare with: none']").click()
-        page.locator(f".runs tr:has-text('{beside}')").click()
+        page.locator(f".runs tr:has-text('{compared}')").click()
         page.locator(".panel").nth(1).wait_for()
         settle(page)
     page.page.screenshot(path=HERE / f"{name}.png")
@@ -163,7 +163,7 @@ def main() -> None:
         pictures: list[tuple[str, str, dict[str, Any]]] = [
             ("healthy", "page-healthy", {}),
             ("exploding", "page-exploding", {}),
-            ("two", "page-two-runs", {"beside": "relu"}),
+            ("two", "page-two-runs", {"compared": "relu"}),
             ("deep", "page-200-layers", {"dark": True}),
         ]
         with browser.open_browser() as chromium:

@@ -147,11 +147,11 @@ def walk(page: Any, film: Film) -> None:
     film.frame("The page opens with the newest run", ms=2400)
     alert = page.locator(".alerts .alert").last
     film.click(alert, "1. The first alert: when, and why?")
-    page.locator(".movers li").first.wait_for()
+    page.locator(".onsets li").first.wait_for()
     settle(page)
     film.still("walk-alert")
     film.frame("Step, cause, and which layers changed first", ms=3200)
-    film.click(page.locator(".movers li button").first, "2. Which layer was first?")
+    film.click(page.locator(".onsets li button").first, "2. Which layer was first?")
     page.locator(".detail[data-loaded=true]").wait_for()
     settle(page)
     film.frame("Its numbers, histograms and curves", ms=2800)
@@ -169,7 +169,7 @@ def walk(page: Any, film: Film) -> None:
     page.locator(".runs tr:has-text('before')").click()
     page.locator(".panel").nth(1).wait_for()
     settle(page)
-    film.still("walk-beside")
+    film.still("walk-compare")
 
 
 def main() -> None:

@@ -31,8 +31,8 @@ from telemetry.tag_names import plain
 MAX_PICTURE_PIXELS = 1 << 22
 # Above the size of an incompressible picture.
 MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
-# First movers of one answer; the page shows a few.
-MAX_MOVERS = 100
+# First onsets of one answer; the page shows a few.
+MAX_ONSETS = 100
 
 _ALIGNMENT = 8
 
@@ -76,16 +76,16 @@ def overview(run: Overview, hparams: bytes | None, source: RunSource) -> dict[st
     }
 
 
-def movers(run: RunData, step: int) -> dict[str, Any]:
+def onsets(run: RunData, step: int) -> dict[str, Any]:
     """Return the layers that left their baseline first; null without a baseline."""
     found = run.first_movers(step)
     # JSON has no infinity.
     shown = [
-        asdict(mover) | ({} if math.isfinite(mover.factor) else {"factor": "Infinity"})
-        for mover in (found or ())[:MAX_MOVERS]
+        asdict(onset) | ({} if math.isfinite(onset.factor) else {"factor": "Infinity"})
+        for onset in (found or ())[:MAX_ONSETS]
     ]
     layers = sum(bool(layer.parameters) for layer in run.overview().layers)
-    return {"movers": None if found is None else shown, "count": len(found or ()), "layers": layers}
+    return {"onsets": None if found is None else shown, "count": len(found or ()), "layers": layers}
 
 
 def matrix(part: Matrix) -> bytes:
@@ -106,13 +106,13 @@ def units(found: UnitExtremes) -> bytes:
     Both extremes of a dead unit are 0; of an omitted unit, the minimum is above the maximum. In a
     reduced answer, a step represents all steps up to the next one. The header has for each step the
     units that are ``dead``, ``belowZero`` and ``saturated``, as ``0-11, 40``, and the number of
-    omitted units, ``leftOut``; ``sampled``: whether steps are omitted.
+    omitted units, ``omitted``; ``sampled``: whether steps are omitted.
     """
     header = {
         "dead": [*map(ranges, found.dead)],
         "belowZero": [*map(ranges, found.below_zero)],
         "saturated": [*map(ranges, found.saturated)],
-        "leftOut": found.omitted.sum(axis=1).tolist(),
+        "omitted": found.omitted.sum(axis=1).tolist(),
         "sampled": found.sampled,
     }
     return pack(header, {"steps": found.steps, "extremes": found.extremes})

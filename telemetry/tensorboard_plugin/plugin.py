@@ -68,7 +68,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             "/runs": answer(self._serve_runs),
             "/run_table": answer(self._serve_run_table),
             "/run": answer(self._serve_run),
-            "/movers": answer(self._serve_movers),
+            "/onsets": answer(self._serve_onsets),
             "/matrix": answer(self._serve_matrix),
             "/scalars": answer(self._serve_scalars),
             "/units": answer(self._serve_units),
@@ -107,9 +107,9 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         except NewerFormatError as error:
             return {"newerFormat": str(error)}
 
-    def _serve_movers(self, request: wrappers.Request) -> dict[str, Any]:
+    def _serve_onsets(self, request: wrappers.Request) -> dict[str, Any]:
         step = number(request, "step")
-        return payloads.movers(self._run(request), step)
+        return payloads.onsets(self._run(request), step)
 
     def _serve_matrix(self, request: wrappers.Request) -> bytes:
         ends = {name: number(request, name, end) for name, end in asdict(WHOLE).items()}
@@ -167,7 +167,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             if known is None:
                 source = ProviderSource(self._provider, experiment, name)
                 if not source.tags(PLUGIN_NAME):
-                    raise NotFound(f"no such run, or it has no telemetry data: {name}")
+                    raise NotFound(f"run not found, or without telemetry data: {name}")
                 known = self._runs[experiment, name] = RunData(source)
             self._runs.move_to_end((experiment, name))
             if len(self._runs) > _MAX_RUNS_KEPT:

@@ -84,7 +84,7 @@ def _data(name: str, run: RunData, overview: Overview, hparams: bytes | None) ->
     return {
         "run": name,
         "overview": payloads.overview(overview, hparams, run.source),
-        "movers": {step: payloads.movers(run, step) for step in steps},
+        "onsets": {step: payloads.onsets(run, step) for step in steps},
         "matrices": matrices,
         "scalars": _packed(payloads.scalars(run.source)),
         "histograms": {

@@ -18,7 +18,7 @@ export class Actions {
       select: (layer, step) => {
         app.state.ofOther = run === app.state.other;
         app.chosenAlert = null;
-        app.side.movers.clear();
+        app.side.onsets.clear();
         this.select(
           panel().overview.layers[layer].name,
           step ?? app.state.step ?? panel().overview.lastStep,
@@ -53,7 +53,7 @@ export class Actions {
       fold: () => here().foldSelection(),
       search: () => app.toolbar.querySelector("input[type=search]").focus(),
       runs: () => this.chooseRun("run"),
-      movers: () => here().showMovers(),
+      onsets: () => here().showOnsets(),
     };
   }
 
@@ -84,11 +84,11 @@ export class Actions {
   }
 
   /** Lists the layers that changed first around the selected step. */
-  showMovers() {
+  showOnsets() {
     const { app } = this;
     const panel = this.#panel();
     app.openSide();
-    app.loadMovers(panel.run, app.state.step ?? panel.overview.lastStep);
+    app.loadOnsets(panel.run, app.state.step ?? panel.overview.lastStep);
   }
 
   zoomTo(view) {
@@ -103,7 +103,7 @@ export class Actions {
   close() {
     this.app.chosenAlert = null;
     this.app.isSideOpen = false;
-    this.app.side.movers.clear();
+    this.app.side.onsets.clear();
     this.select(null, null);
     this.app.panels[0]?.heatmap.node.focus();
   }
@@ -185,7 +185,7 @@ export class Actions {
     app.isSideOpen = true;
     this.select(layer ? layer.name : app.state.layer, alert.step, alert);
     app.side.scrollToTop();
-    app.loadMovers(panel.run, alert.step);
+    app.loadOnsets(panel.run, alert.step);
   }
 
   /** Shows the steps around one. */

@@ -115,7 +115,7 @@ export class App {
       this.state.run === run && this.state.other === other && this.state.statistic === statistic;
     if (!isLoaded) return this.#load().catch((error) => this.fail(error));
     if (this.state.layer !== null) this.loadDetailSoon();
-    this.#loadMoversOfAlert();
+    this.#loadOnsetsOfAlert();
     this.#openTable();
     this.draw();
   }
@@ -161,7 +161,7 @@ export class App {
     if (!kept.has(run)) this.#openAtStory();
     this.#ready();
     if (this.state.layer !== null) this.#loadDetail();
-    this.#loadMoversOfAlert();
+    this.#loadOnsetsOfAlert();
     this.#openTable();
   }
 
@@ -171,9 +171,9 @@ export class App {
     if (table && !this.runTable.node.open) this.actions.chooseRun(table);
   }
 
-  #loadMoversOfAlert() {
+  #loadOnsetsOfAlert() {
     const [alert, run] = [this.chosenAlert, this.focusedPanel()?.run];
-    if (alert && !this.side.movers.isOf(run, alert.step)) this.loadMovers(run, alert.step);
+    if (alert && !this.side.onsets.isOf(run, alert.step)) this.loadOnsets(run, alert.step);
   }
 
   /** The kind of values in the cells; a ratio of runs needs two. */
@@ -336,8 +336,8 @@ export class App {
     this.draw();
   }
 
-  async loadMovers(run, step) {
-    await this.side.movers.load(this.source, run, step);
+  async loadOnsets(run, step) {
+    await this.side.onsets.load(this.source, run, step);
     this.draw();
   }
 

@@ -87,8 +87,8 @@ export function line(context, x0, y0, x1, y1) {
 const LEAST_FRONT = 3;
 
 /**
- * A text, shortened in the middle to what fits: both ends of a path say where it is. What is left
- * of the end begins behind a dot, if it can, so that no number of a block is cut.
+ * A text, shortened in the middle to what fits: both ends of a path identify it. The
+ * kept end begins behind a dot if it can, so that no number of a block is cut.
  */
 export function fitText(context, text, width) {
   const fits = (shown) => context.measureText(shown).width <= width;

@@ -121,7 +121,7 @@ function markNearest(lines, scale, box, y) {
   return lines;
 }
 
-/** Names of curves beside their colors. */
+/** Legend: the color and name of each curve. */
 export function legendOf(curves) {
   const short = (label) => (label.length > LONG ? `…${label.slice(1 - LONG)}` : label);
   const nameOf = (curve) => element("span", { title: curve.label }, sampleOf(curve), short(curve.label));

@@ -81,7 +81,7 @@ const MOST_HEIGHT = 420;
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} shown contents of the panel; of two runs also `beside`, those of the other panel
+ * @param {Object} shown contents of the panel; of two runs also `compared`, those of the other panel
  * @param {number} right room at the right
  * @returns {Element} the legend
  */
@@ -96,7 +96,7 @@ export function drawLayerCurves(canvas, shown, right) {
     height: Math.min(Math.max(spare - 40, LEAST_HEIGHT), MOST_HEIGHT),
     left: gutter,
     right,
-    fit: shown.beside ? layerCurves(shown.beside) : [],
+    fit: shown.compared ? layerCurves(shown.compared) : [],
     ...axisOf(shown.statistic, scale),
     cursor: shown.cursor,
     axis: true,

@@ -11,7 +11,7 @@ import { drawHistogram, quantilesOf, shareOfZeros } from "./histogram.js";
 import { enlarged, filmOf } from "./pictures.js";
 import { titleOf } from "./rows.js";
 import { makeScale } from "./scale.js";
-import { drawUnits, unitsInWords } from "./units.js";
+import { drawUnits, unitsText } from "./units.js";
 
 const MAX_CURVES = 4;
 const CONVOLUTION = /^Conv/;
@@ -21,7 +21,7 @@ const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 export class Detail {
   /**
    * @param {Object} on `close()`, `layer(name)`, `move(steps)`, `statistic(name)`, `alert(alert)`,
-   *   `histogram(choice)`, `movers()` or null
+   *   `histogram(choice)`, `onsets()` or null
    * @param {import("./large.js").Large} large
    */
   constructor(on, large) {
@@ -120,8 +120,8 @@ export class Detail {
         button("‹", "Previous measured step (←)", () => this.on.move(-1)),
         element("b", {}, step === null ? "no step chosen" : `step ${formatStep(step)}`),
         button("›", "Next measured step (→)", () => this.on.move(1)),
-        this.on.movers && step !== null
-          ? element("button", { class: "wide", dataset: { key: "movers" }, onclick: this.on.movers }, "Which layers changed first?")
+        this.on.onsets && step !== null
+          ? element("button", { class: "wide", dataset: { key: "onsets" }, onclick: this.on.onsets }, "Which layers changed first?")
           : null,
       ),
     );
@@ -224,7 +224,7 @@ export class Detail {
       { class: "units" },
       element("h3", {}, "Largest magnitude of each unit"),
       withHair(canvas),
-      element("p", { class: "muted" }, unitsInWords(units, index)),
+      element("p", { class: "muted" }, unitsText(units, index)),
     );
   }
 
@@ -336,7 +336,7 @@ function largeHistogram(histogram, theme, index, width, height) {
   ];
 }
 
-/** How much of a step's values is exactly zero, which has a bar of its own; "" without any. */
+/** The share of a step's values that are exactly zero, drawn as a separate bar; "" without any. */
 function zeroText(histogram, step) {
   const share = shareOfZeros(histogram, histogram.steps.indexOf(step));
   return share > 0 ? `Exactly zero: ${formatNumber(100 * share)} %, a separate bar.` : "";

@@ -35,10 +35,10 @@ function pictureOf(app) {
     let top = MARGIN;
     nodes.push(placed(textLine(title, shown.width, theme, theme.text), left, top));
     top += LINE;
-    for (const { canvas, legend, beside, height } of parts) {
+    for (const { canvas, legend, offset, height } of parts) {
       if (legend) nodes.push(placed(textLine(legend, shown.width, theme), left, top));
       if (legend) top += LINE;
-      nodes.push(placed(canvas, left + (beside ?? 0), top));
+      nodes.push(placed(canvas, left + (offset ?? 0), top));
       top += height;
     }
     left += shown.width + MARGIN;

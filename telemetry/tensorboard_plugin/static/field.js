@@ -8,7 +8,7 @@
  * @property {number} firstLayer of the first row
  * @property {number} layerFactor layers behind a row
  * @property {number} stepFactor measured steps behind a column
- * @property {boolean} sampled whether steps were left out
+ * @property {boolean} sampled whether steps were omitted
  * @property {boolean} [isAll] whether the server has no more detail
  */
 
@@ -110,8 +110,8 @@ export function endOf(steps) {
 }
 
 /**
- * Medians over time of each row, or over the depth of each column; of what is finite and, where
- * magnitudes count, above zero. NaN without such values.
+ * Medians over time of each row, or over the depth of each column; of finite values and, where
+ * magnitudes count, those above zero. NaN without such values.
  */
 export function medians(field, mode, log) {
   const columns = field.steps.length;

@@ -61,7 +61,7 @@ export function shareOfZeros({ edges, shares, zeroBin }, column) {
 }
 
 function readBin({ steps, edges, shares, zeroBin }, bins, column, bin) {
-  // The bins beside that of zeros begin at the smallest normal number.
+  // The bins next to that of zeros begin at the smallest normal number.
   const edge = (i) => formatNumber(Math.abs(edges[i]) < 1e-38 ? 0 : edges[i]);
   const range = `${edge(bin)} to ${edge(bin + 1)}`;
   const label = bin === zeroBin ? "exactly zero" : range;

@@ -125,7 +125,7 @@ const FAR = 10;
  * @param {HTMLElement} node
  * @param {Object} act `moveStep(count)`, `moveLayer(count)`, `firstStep()`, `lastStep()`,
  *   `zoom(factor)`, `unzoom()`, `close()`, `alert(direction)`, `fold()`, `search()`, `runs()`,
- *   `movers()`
+ *   `onsets()`
  */
 export function watchKeys(node, act) {
   node.addEventListener("keydown", (event) => {
@@ -150,7 +150,7 @@ export function watchKeys(node, act) {
       f: () => act.fold(),
       "/": () => act.search(),
       r: () => act.runs(),
-      w: () => act.movers(),
+      w: () => act.onsets(),
     };
     const action = actions[event.key];
     if (!action) return;

@@ -105,15 +105,15 @@ export class Panel {
   }
 
   /** Values to draw: those measured, or relative to medians or to the panel of another run. */
-  values(field, statistic, mode, beside) {
+  values(field, statistic, mode, compared) {
     if (mode === "value") return field.values;
     const key = `${statistic.name} ${mode}`;
     const known = this.relative.get(key);
-    const whole = (mode === "run" ? beside : this).field(statistic);
+    const whole = (mode === "run" ? compared : this).field(statistic);
     if (known?.field === field && known.whole === whole) return known.values;
     const values =
       mode === "run"
-        ? relativeToRun(field, this.overview.layers, whole, beside.overview.layers, statistic.log)
+        ? relativeToRun(field, this.overview.layers, whole, compared.overview.layers, statistic.log)
         : relativeValues(field, whole, mode, statistic.log);
     this.relative.set(key, { field, whole, values });
     return values;
@@ -177,7 +177,7 @@ export class Panel {
     return shown;
   }
 
-  /** The field to draw in a view: of a thinned one the part in full, once it is loaded. */
+  /** The field to draw in a view: of a reduced one, the full part once it is loaded. */
   visibleField(statistic, view, isZoomed, rows) {
     const whole = this.field(statistic);
     if (!isZoomed || !isThinned(whole) || whole.isAll) return whole;
@@ -187,13 +187,13 @@ export class Panel {
   /** @param {Object} shown settings of the app: `statistic`, `view`, `scale`, `theme`, ... */
   draw(shown) {
     const { statistic, width, field } = shown;
-    const beside = profileWidth(width);
-    const legend = drawStrip(this.strip, this.scalars, this.overview.lastStep, shown, beside + RIGHT);
+    const rightOf = profileWidth(width);
+    const legend = drawStrip(this.strip, this.scalars, this.overview.lastStep, shown, rightOf + RIGHT);
     this.strip.hidden = this.stripLegend.hidden = !legend;
     fill(this.stripLegend, legend);
     this.#drawNotice(field, shown);
     this.#drawFirst(shown);
-    this.heatmap.draw({ ...shown, width: width - beside });
+    this.heatmap.draw({ ...shown, width: width - rightOf });
     this.drawProfile(shown);
     const isEmpty = !field.steps.length || !shown.rows.length;
     this.map.hidden = !this.overview.layers.length;
@@ -201,7 +201,7 @@ export class Panel {
     if (!isEmpty) {
       this.curvesTitle.textContent = `${statistic.title} over time`;
       this.curves.setAttribute("aria-label", this.curvesTitle.textContent);
-      fill(this.curvesLegend, drawLayerCurves(this.curves, shown, beside + RIGHT));
+      fill(this.curvesLegend, drawLayerCurves(this.curves, shown, rightOf + RIGHT));
     }
     Object.assign(this.node.dataset, {
       run: this.run,
@@ -214,8 +214,8 @@ export class Panel {
   /**
    * Draws onto other canvases.
    * @param {() => Object} create makes one
-   * @returns {{canvas: Object, height: number, legend?: string, beside?: number}[]} from top to
-   *   bottom; a part that has no height of its own is beside or on top of the next one
+   * @returns {{canvas: Object, height: number, legend?: string, offset?: number}[]} from top to
+   *   bottom; a part without a height is next to or on top of the next one
    */
   drawOnto(create, shown) {
     const own = [this.strip, this.heatmap.cells, this.heatmap.overlay, this.profile, this.curves];
@@ -232,11 +232,11 @@ export class Panel {
     }
     const [strip, cells, overlay, profile, curves] = other;
     const legend = (node) => [...node.querySelectorAll("span")].map((s) => s.textContent).join("   ");
-    const beside = shown.width - profileWidth(shown.width);
+    const offset = shown.width - profileWidth(shown.width);
     const parts = [
       { canvas: strip, height: STRIP_HEIGHT, legend: legend(this.stripLegend) },
       { canvas: cells, height: 0 },
-      { canvas: profile, height: 0, beside },
+      { canvas: profile, height: 0, offset },
       { canvas: overlay, height: shown.height },
       { canvas: curves, height: parseFloat(curves.style.height), legend: this.curvesTitle.textContent },
     ];
@@ -311,8 +311,8 @@ function noticeOf(field, statistic, layers) {
   if (field.layerFactor > 1) parts.push(`${field.layerFactor} layers`);
   if (field.stepFactor > 1) parts.push(`${field.stepFactor} steps`);
   const notices = [];
-  if (parts.length) notices.push(`Thinned out: each cell is the largest of ${parts.join(" × ")}.`);
-  if (field.sampled) notices.push("Too much to read at once: some steps are left out.");
+  if (parts.length) notices.push(`Reduced: each cell is the largest of ${parts.join(" × ")}.`);
+  if (field.sampled) notices.push("Too much to read at once: some steps are omitted.");
   if (notices.length) return [...notices, field.isAll ? "" : "Zoom in to see all."].join(" ");
   return field.values.some((value) => value >= 0 || value !== value)
     ? ""

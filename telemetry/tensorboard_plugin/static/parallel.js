@@ -8,7 +8,7 @@ import { cssColor } from "./scale.js";
 
 const HEIGHT = 190;
 const [LEFT, TOP, BOTTOM] = [60, 36, 20];
-const REACH = 16; // pixels beside an axis that belong to it
+const REACH = 16; // pixels on both sides of an axis in which a drag begins
 const MOST_NAMES = 8;
 const GAP = 88; // pixels between axes at least: room for the ends of their ranges
 

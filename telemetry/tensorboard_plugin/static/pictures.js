@@ -54,7 +54,7 @@ function drawNumbered(canvas, image, width, height, least) {
     for (let y = y0; y < y1; y++) for (let x = x0; x < x1; x++) if (!isGap(x, y)) return false;
     return true;
   };
-  // A single map may have the gap's gray anywhere: maps and gaps are told apart by their regular places.
+  // A single map may have the gap's gray anywhere: the regular distances of the gaps identify them.
   const tall = period(image.height, (y) => isGray(0, image.width, y, y + 1));
   const wide = period(image.width, (x) => isGray(x, x + 1, 0, image.height));
   if (!tall || !wide) return 0;

@@ -1,4 +1,4 @@
-// A statistic over the depth at one step, row by row beside the picture, with each row's own range.
+// A statistic over the depth at one step, row by row next to the heat map, with each row's own range.
 
 import { line, prepare } from "./canvas.js";
 import { columnAt } from "./field.js";
@@ -19,7 +19,7 @@ export function profileWidth(width) {
 /**
  * @param {HTMLCanvasElement} canvas
  * @param {Object} shown `field`, `rowValues`, `scale`, `rows`, `view`, `theme`, `height`; of two
- *   runs `beside`, whose line is dashed
+ *   runs `compared`, whose line is dashed
  * @param {number} width
  * @param {number} step
  */
@@ -49,15 +49,15 @@ export function drawProfile(canvas, shown, width, step) {
     at: y(row + 0.5),
     value: rowValues[column * rows.length + row],
   }));
-  const others = shown.beside && shown.mode !== "run" ? valuesBeside(shown.beside, step) : null;
+  const others = shown.compared && shown.mode !== "run" ? valuesOf(shown.compared, step) : null;
   context.fillStyle = theme.usual;
   for (const value of usualOf(shown.statistic, scale)) {
     for (let at = box.y; at < box.y + box.height; at += 8) context.fillRect(x(value) - 0.5, at, 1, 5);
   }
   if (others) {
     context.setLineDash([3, 3]);
-    const beside = points.map(({ at }, i) => ({ at, value: others.get(rows[visible[i]].label) ?? -1 }));
-    drawLine(context, theme, theme.curves[1], beside, x, box, rowHeight);
+    const compared = points.map(({ at }, i) => ({ at, value: others.get(rows[visible[i]].label) ?? -1 }));
+    drawLine(context, theme, theme.curves[1], compared, x, box, rowHeight);
     context.setLineDash([]);
   }
   drawLine(context, theme, theme.curves[0], points, x, box, rowHeight);
@@ -78,7 +78,7 @@ export function drawProfile(canvas, shown, width, step) {
 }
 
 /** What another run has at a step, by the rows' names. */
-function valuesBeside({ field, rowValues, rows }, step) {
+function valuesOf({ field, rowValues, rows }, step) {
   const column = columnAt(field.steps, step);
   return new Map(rows.map(({ label }, row) => [label, rowValues[column * rows.length + row] ?? -1]));
 }

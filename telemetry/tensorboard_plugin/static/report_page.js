@@ -30,8 +30,8 @@ export class EmbeddedSource {
   }
 
   /** The layers that changed first; known at the steps of alerts. */
-  async movers(_run, step) {
-    return this.data.movers[step] ?? { isUnknown: true };
+  async onsets(_run, step) {
+    return this.data.onsets[step] ?? { isUnknown: true };
   }
 
   async overview() {

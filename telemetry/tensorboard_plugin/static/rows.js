@@ -68,7 +68,7 @@ export function groupByRole(layers) {
   return { groups, keys: roles.map((role) => (groups.has(role) ? [role] : [])), order };
 }
 
-/** What follows the last number inside of a path; the class if nothing does. */
+/** The part of a path after its last number; the class without such a part. */
 export function roleOf(layer) {
   const path = pathOf(layer);
   const isNumber = (part) => /^\d+$/.test(part);

@@ -157,7 +157,7 @@ function alertText({ kind, step, module_name: layer }) {
   return `${kindTitle(kind)}${layer ? ` in ${layer}` : ""}, step ${formatStep(step)}`;
 }
 
-/** A time before now in words. */
+/** Time since then as text. */
 function ago(seconds) {
   const past = Date.now() / 1000 - seconds;
   if (!seconds || !Number.isFinite(past)) return "";

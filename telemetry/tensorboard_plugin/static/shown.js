@@ -28,8 +28,8 @@ export class Shown {
     this.panels = panels.map((panel) => {
       const rows = this.app.rows(panel);
       const field = panel.visibleField(statistic, view, isZoomed, rows);
-      const beside = panels.find((known) => known !== panel);
-      const values = panel.values(field, statistic, mode, beside);
+      const compared = panels.find((known) => known !== panel);
+      const values = panel.values(field, statistic, mode, compared);
       panel.title.hidden = panels.length === 1;
       const shown = {
         ...size,
@@ -54,7 +54,7 @@ export class Shown {
       return [panel, shown];
     });
     const [[, first], [, second] = []] = this.panels;
-    if (second) [first.beside, second.beside] = [second, first];
+    if (second) [first.compared, second.compared] = [second, first];
   }
 
   /** One scale for all runs; a zoom does not change it. */

@@ -12,7 +12,7 @@ export class Side {
     this.app = app;
     const { actions } = app;
     this.chosen = element("section", { class: "chosen-alert", "aria-label": "Chosen alert" });
-    this.movers = new Movers((layer, step) => actions.select(layer, step));
+    this.onsets = new Onsets((layer, step) => actions.select(layer, step));
     const on = {
       close: () => actions.close(),
       layer: (layer) => actions.select(layer, app.state.step),
@@ -20,10 +20,10 @@ export class Side {
       statistic: (statistic) => app.change({ statistic }),
       alert: (alert) => {
         actions.chooseAlert(alert);
-        app.focusedPanel().heatmap.node.focus(); // the button is gone
+        app.focusedPanel().heatmap.node.focus(); // the button was removed
       },
       histogram: (histogram) => app.change({ histogram }),
-      movers: app.source.movers ? () => actions.showMovers() : null,
+      onsets: app.source.onsets ? () => actions.showOnsets() : null,
     };
     this.detail = new Detail(on, app.large);
     this.extremes = new Extremes((layer, step) => actions.select(layer, step));
@@ -34,7 +34,7 @@ export class Side {
       { class: "side", "aria-label": "Details and alerts" },
       element("button", { class: "drawer-close", onclick: () => actions.close() }, "Close"),
       this.chosen,
-      this.movers.node,
+      this.onsets.node,
       this.detail.node,
       this.extremes.node,
       this.hparams,
@@ -60,7 +60,7 @@ export class Side {
       this.chosen,
       alert ? element("div", { class: `alert ${alert.severity}` }, ...alertText(alert, run)) : null,
     );
-    this.movers.show(focused.run, focused.overview.layers);
+    this.onsets.show(focused.run, focused.overview.layers);
     this.extremes.show(focused, app.statistic, app.state.step ?? focused.overview.lastStep);
     this.#drawHparams();
     this.alertList.show(app.panels, alert);
@@ -111,11 +111,11 @@ function layersOf({ module_name: culprit, observed_in: observed, stage, conseque
 
 const MOST = 8;
 
-export class Movers {
+export class Onsets {
   /** @param {(layer: string, step: number) => void} onChoose */
   constructor(onChoose) {
     this.onChoose = onChoose;
-    this.node = element("section", { class: "movers", "aria-label": "Which layers changed first" });
+    this.node = element("section", { class: "onsets", "aria-label": "Which layers changed first" });
     this.request = 0;
   }
 
@@ -129,7 +129,7 @@ export class Movers {
     const request = ++this.request;
     this.data = null;
     [this.run, this.step] = [run, step];
-    const found = await source.movers(run, step).catch((error) => ({ error: error.message }));
+    const found = await source.onsets(run, step).catch((error) => ({ error: error.message }));
     if (request === this.request) this.data = { run, step, ...found };
   }
 
@@ -144,24 +144,24 @@ export class Movers {
     this.node.hidden = !data || data.run !== run || data.isUnknown;
     if (this.node.hidden) return;
     const known = new Set(layers.map((layer) => layer.name));
-    const shown = data.movers?.filter((mover) => known.has(mover.name)) ?? [];
+    const shown = data.onsets?.filter((onset) => known.has(onset.name)) ?? [];
     fill(
       this.node,
       element("h2", {}, "Which layers changed first", element("span", { class: "count" }, countText(data, shown))),
       element("p", { class: data.error ? "failure" : "muted" }, explanation(data, shown)),
-      element("ol", {}, ...shown.slice(0, MOST).map((mover) => this.#item(mover))),
+      element("ol", {}, ...shown.slice(0, MOST).map((onset) => this.#item(onset))),
     );
   }
 
-  #item(mover) {
+  #item(onset) {
     return element(
       "li",
       {},
       element(
         "button",
-        { onclick: () => this.onChoose(mover.name, mover.step) },
-        element("span", { class: "alert-layer" }, mover.name || "the model"),
-        element("span", { class: "when" }, `step ${formatStep(mover.step)} · ${factorText(mover.factor)}`),
+        { onclick: () => this.onChoose(onset.name, onset.step) },
+        element("span", { class: "alert-layer" }, onset.name || "the model"),
+        element("span", { class: "when" }, `step ${formatStep(onset.step)} · ${factorText(onset.factor)}`),
       ),
     );
   }
@@ -174,7 +174,7 @@ function countText(data, shown) {
 function explanation(data, shown) {
   if (data.error) return data.error;
   const step = formatStep(data.step);
-  if (data.movers === null) return `Too few steps before step ${step} to know the usual range.`;
+  if (data.onsets === null) return `Too few steps before step ${step} to know the usual range.`;
   if (!shown.length) return `No layer's gradient norm was unusual at step ${step}.`;
   return `Gradient norms out of their usual range by step ${step}, the earliest first.`;
 }

@@ -24,8 +24,8 @@ export class ServerSource {
   }
 
   /** The layers that changed first around a step. */
-  async movers(run, step) {
-    return (await this.#get("movers", { run, step })).json();
+  async onsets(run, step) {
+    return (await this.#get("onsets", { run, step })).json();
   }
 
   /** Layers, statistics and alerts of a run. */

@@ -13,7 +13,7 @@ const HEIGHTS = [40, 200];
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} units `steps`, `count`, `extremes`, and `dead`, `saturated` in words of each step
+ * @param {Object} units `steps`, `count`, `extremes`, and `dead`, `saturated` as texts of each step
  * @param {Object} options `view`, `theme`, `width`, `step`
  * @returns {number} index of the described step
  */
@@ -51,7 +51,7 @@ export function drawUnits(canvas, units, { view, theme, width, step }) {
     const unit = Math.min(Math.max(Math.floor(((height - box.y) / box.height) * count), 0), count - 1);
     const column = Math.max(columnAt(steps, at), 0);
     const [low, high] = extremes.subarray(2 * (column * count + unit));
-    const text = low > high ? "left out" : `${formatNumber(low)} to ${formatNumber(high)}`;
+    const text = low > high ? "omitted" : `${formatNumber(low)} to ${formatNumber(high)}`;
     const title = `Unit ${unit} at step ${formatStep(steps[column])}`;
     return { step: steps[column], title, lines: [{ label: low === 0 && high === 0 ? "dead" : "from", text }] };
   };
@@ -60,19 +60,19 @@ export function drawUnits(canvas, units, { view, theme, width, step }) {
 }
 
 /** Text with the dead, negative and saturated units of a step, and the number of omitted ones. */
-export function unitsInWords({ steps, count, dead, belowZero, saturated, leftOut, sampled }, index) {
+export function unitsText({ steps, count, dead, belowZero, saturated, omitted, sampled }, index) {
   return [
     `${count} units; at step ${formatStep(steps[index])} dead: ${dead[index] || "none"}`,
     belowZero[index] ? `always below zero, zero behind a ReLU: ${belowZero[index]}` : "",
     saturated[index] ? `saturated: ${saturated[index]}` : "",
-    leftOut[index] ? `${leftOut[index]} are left out, the largest are shown` : "",
-    sampled ? "some steps are left out" : "",
+    omitted[index] ? `${omitted[index]} are omitted; the largest are shown` : "",
+    sampled ? "some steps are omitted" : "",
   ]
     .filter(Boolean)
     .join("; ");
 }
 
-/** The larger magnitude of each unit's extremes; −1 where it was left out. */
+/** The larger magnitude of each unit's extremes; −1 where it was omitted. */
 function sizesOf({ extremes }) {
   return Float32Array.from({ length: extremes.length / 2 }, (_, i) => {
     const [low, high] = [extremes[2 * i], extremes[2 * i + 1]];

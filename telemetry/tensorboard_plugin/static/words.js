@@ -57,7 +57,7 @@ export class Tooltip {
     this.#show(x, y, element("b", {}, heading), element("table", {}, ...lines.map(row)));
   }
 
-  /** Shows it beside a point, inside of the window. */
+  /** Shows it next to a point, inside of the window. */
   #show(x, y, ...content) {
     fill(this.node, ...content);
     this.node.hidePopover(); // a dialog may have opened since, which it is to be above
@@ -93,7 +93,7 @@ export class Announcer {
     if (panels.length > 1 && panel) parts.push(`${panel.run}:`);
     if (layer !== null && panel) {
       const index = panel.overview.layers.findIndex((known) => known.name === layer);
-      const field = panel.field(statistic); // undefined as long as it is loading
+      const field = panel.field(statistic); // undefined while it loads
       const column = field ? columnAt(field.steps, step) : -1;
       const at = field?.steps[column] ?? step; // the step at which it was measured
       const value = field ? `: ${formatValue(statistic, valueAt(field, index, step))}` : "";

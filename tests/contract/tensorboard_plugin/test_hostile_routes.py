@@ -58,7 +58,7 @@ def check_run(client: Client, kind: Kind) -> None:
         assert arrays["steps"].tolist() == list(range(STEPS))
     client.arrays("scalars", run="run")
     assert "run" in [row["name"] for row in client.json("run_table")]
-    assert client.json("movers", run="run", step=STEPS - 1)["layers"] <= len(kind.layers)
+    assert client.json("onsets", run="run", step=STEPS - 1)["layers"] <= len(kind.layers)
     for layer in kind.layers:
         if layer == "\ud800":
             continue  # cannot be part of an address

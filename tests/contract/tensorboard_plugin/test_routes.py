@@ -83,9 +83,9 @@ def test_runs_are_told_apart_in_a_table(client: Client) -> None:
 
 
 def test_layers_that_moved_first_are_ranked(client: Client) -> None:
-    found = client.json("movers", run="demo", step=39)
-    assert found == {"movers": [], "count": 0, "layers": 2}
-    assert client.json("movers", run="demo", step=5)["movers"] is None
+    found = client.json("onsets", run="demo", step=39)
+    assert found == {"onsets": [], "count": 0, "layers": 2}
+    assert client.json("onsets", run="demo", step=5)["onsets"] is None
 
 
 def test_a_run_is_described(client: Client) -> None:
@@ -140,7 +140,7 @@ def test_the_units_of_a_layer_are_served(client: Client) -> None:
     assert arrays["extremes"].tolist() == [[[0, 0], [-1, 2], [-10, 10]]] * 2
     assert header["dead"] == ["0"] * 2
     assert header["saturated"] == [""] * 2
-    assert header["leftOut"] == [0] * 2
+    assert header["omitted"] == [0] * 2
     _, arrays = client.arrays("units", run="demo", layer=HOSTILE)
     assert arrays["extremes"].shape == (0, 0, 2)
 
@@ -179,9 +179,9 @@ def test_what_is_no_png_is_not_served_as_a_picture(client: Client) -> None:
         ("matrix", {"run": "demo", "statistic": "grad_norm", "first_step": "1e3"}, 400),
         ("matrix", {"run": "demo", "statistic": "grad_norm", "last_layer": "٣"}, 400),
         ("matrix", {"run": "demo", "statistic": "grad_norm", "last_layer": "9" * 30}, 400),
-        ("movers", {"run": "demo"}, 400),
-        ("movers", {"run": "demo", "step": "-1"}, 400),
-        ("movers", {"run": "nothing", "step": "1"}, 404),
+        ("onsets", {"run": "demo"}, 400),
+        ("onsets", {"run": "demo", "step": "-1"}, 400),
+        ("onsets", {"run": "nothing", "step": "1"}, 404),
         ("layer", {"run": "demo", "layer": "nothing"}, 404),
         ("layer", {"run": "demo"}, 400),
         ("units", {"run": "demo", "layer": "nothing"}, 404),
@@ -287,7 +287,7 @@ def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: 
     assert row["started"] > 1e9
     matrix = {"run": "early", "statistic": "grad_norm"}
     assert client.ask("matrix", matrix).status_code == 200
-    assert client.json("movers", run="early", step=0)["layers"] == 0
+    assert client.json("onsets", run="early", step=0)["layers"] == 0
 
 
 def test_the_page_is_in_the_list_of_plugins(client: Client) -> None:

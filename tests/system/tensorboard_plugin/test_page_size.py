@@ -73,9 +73,9 @@ def test_a_thousand_layers_and_steps_are_fetched_once(page: TelemetryPage) -> No
     page.page.remove_listener("response", note)
 
 
-def test_ten_thousand_layers_open_thinned_out(page: TelemetryPage) -> None:
+def test_ten_thousand_layers_open_reduced(page: TelemetryPage) -> None:
     page.open(run="ten-thousand")
-    assert "Thinned out" in page.locator(".notice").inner_text()
+    assert "Reduced" in page.locator(".notice").inner_text()
     assert page.locator(".panel").get_attribute("data-layers") == "10000"
     # Zoomed in, every cell is shown, also one that the downsampling had omitted.
     page.open(run="ten-thousand", zoom="490,510,4990,5010")

@@ -312,34 +312,36 @@ def test_a_run_that_is_mostly_nan_opens_where_it_came(page: TelemetryPage) -> No
     assert zoom(page) == (BOOM - 20, BOOM + 21)
 
 
-def test_an_alert_shows_the_steps_around_it_and_who_moved_first(page: TelemetryPage) -> None:
+def test_an_alert_shows_the_steps_around_it_and_which_layers_changed_first(
+    page: TelemetryPage,
+) -> None:
     page.open(run="boom", zoom="all")
     page.locator(".alerts .alert.error", has_text="exploded").click()
     assert zoom(page) == (BOOM - 22, BOOM + 19)
     assert page.frame.evaluate("scrollY") == 0
     assert "The gradient exploded." in page.locator(".chosen-alert").inner_text()
-    page.locator(".movers li").nth(7).wait_for()
-    movers = page.locator(".movers li").all_inner_texts()
-    assert "blocks.2.norm" in movers[0]
-    assert f"step {BOOM - 4}" in movers[0]
-    assert "921x above" in movers[0]  # a hundred times by itself, ten times with all others
-    assert "9 of 9 layers" in page.locator(".movers h2").inner_text()
-    page.locator(".movers li button").nth(1).click()
+    page.locator(".onsets li").nth(7).wait_for()
+    onsets = page.locator(".onsets li").all_inner_texts()
+    assert "blocks.2.norm" in onsets[0]
+    assert f"step {BOOM - 4}" in onsets[0]
+    assert "921x above" in onsets[0]  # a hundred times by itself, ten times with all others
+    assert "9 of 9 layers" in page.locator(".onsets h2").inner_text()
+    page.locator(".onsets li button").nth(1).click()
     assert page.link()["step"] == str(BOOM - 2)
-    assert page.locator(".movers li").count() == 8  # they stay until something else is chosen
+    assert page.locator(".onsets li").count() == 8  # they stay until something else is chosen
 
 
-def test_movers_can_be_asked_for_at_any_step(page: TelemetryPage) -> None:
+def test_onsets_are_shown_for_any_step(page: TelemetryPage) -> None:
     page.open(run="boom", layer=".head", step="60")
     page.heatmap.focus()
     page.page.keyboard.press("w")
-    page.locator(".movers", has_text="No layer's gradient norm was unusual at step 60").wait_for()
+    page.locator(".onsets", has_text="No layer's gradient norm was unusual at step 60").wait_for()
     page.open(run="boom", layer=".head", step="10")
     page.locator("button:has-text('Which layers changed first?')").click()
-    page.locator(".movers", has_text="Too few steps before step 10").wait_for()
+    page.locator(".onsets", has_text="Too few steps before step 10").wait_for()
 
 
-def test_a_link_leads_to_an_alert_and_who_moved_first(page: TelemetryPage) -> None:
+def test_a_link_leads_to_an_alert_and_which_layers_changed_first(page: TelemetryPage) -> None:
     page.open(run="boom")
     page.locator(".alerts .alert.error", has_text="Exploding").click()
     page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
@@ -348,7 +350,7 @@ def test_a_link_leads_to_an_alert_and_who_moved_first(page: TelemetryPage) -> No
     assert page.page.evaluate("navigator.clipboard.readText()") == page.page.url
     page.page.reload()
     page.locator(".chosen-alert", has_text="The gradient exploded.").wait_for()
-    page.locator(".movers li", has_text="blocks.2.norm").wait_for()
+    page.locator(".onsets li", has_text="blocks.2.norm").wait_for()
 
 
 def test_back_undoes_a_zoom(page: TelemetryPage) -> None:
@@ -510,7 +512,7 @@ def test_nothing_is_in_the_way_of_assistive_technology(page: TelemetryPage, dark
     frame.evaluate(f"{AXE.read_text()};0")
     check_access(page)
     page.locator(".alerts .alert.error").first.click()
-    page.locator(".movers li").first.wait_for()
+    page.locator(".onsets li").first.wait_for()
     page.locator(".detail[data-loaded=true]").wait_for()
     assert "error at step" in page.locator(".announcer").inner_text()
     check_access(page)

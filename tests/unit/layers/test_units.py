@@ -216,4 +216,4 @@ def test_merged_steps_equal_one_step() -> None:
     assert units.dead.tolist() == [[False, False], [True, False]]
     packed = payloads.units(units)
     assert b'"dead":["","0"]' in packed
-    assert b'"leftOut":[0,1]' in packed
+    assert b'"omitted":[0,1]' in packed
