@@ -1,4 +1,4 @@
-"""Baseline: rolling windows of this run's own figures, with which detectors compare.
+"""Baseline windows: rolling windows of this run's own figures, with which detectors compare.
 
 A window excludes the latest 20 steps, so that a slow rise does not raise its own limit. Outliers
 are excluded too, unless they persist for 20 steps.

@@ -40,7 +40,7 @@ log = logging.getLogger("telemetry")
 PER_STEP = 2**10
 EPOCH = PER_STEP * 2**34
 
-# Time without a message after which a rank is unresponsive.
+# Heartbeat timeout: a rank that sends no message for this time is unresponsive.
 TIMEOUT_S = 10.0
 
 CLOSE_S = 20.0

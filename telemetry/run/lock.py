@@ -1,4 +1,4 @@
-"""Detects that several loggers write to the same directory."""
+"""Directory lock: detects that several loggers write to the same directory."""
 
 from __future__ import annotations
 
