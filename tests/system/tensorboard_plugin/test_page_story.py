@@ -131,6 +131,29 @@ def test_checked_runs_are_drawn_together(page: TelemetryPage) -> None:
     page.page.keyboard.press("Escape")
 
 
+def test_the_table_of_runs_is_in_the_link(page: TelemetryPage) -> None:
+    page.open(run="boom")
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    page.locator(".runs input[aria-label='Draw old9']").check()
+    page.locator(".runs summary:has-text('Columns')").click()
+    page.locator(".columns label:has-text('depth') input").check()
+    page.locator(".columns label:has-text('beta0') input").uncheck()
+    page.locator(".run-curves input[type=range]").fill("0.5")
+    page.locator(".runs input[type=search]").fill("alerts=0")
+    link = {name: unquote(text) for name, text in page.link().items()}
+    page.open(**link)
+    page.locator(".runs[open][data-loaded]").wait_for()
+    assert page.locator(".run-link").all_inner_texts() == ["old9", "old10"]
+    assert page.locator(".runs header .count").inner_text() == "2 of 3 runs, 1 checked"
+    heads = page.locator(".runs th").all_inner_texts()
+    assert ("depth" in heads, "beta0" in heads, "beta1" in heads) == (True, False, True)
+    assert page.locator(".run-curves input[type=range]").input_value() == "0.5"
+    page.locator(".run-curves .curve-legend", has_text="old9").wait_for()
+    page.locator(".runs button:has-text('Close')").click()
+    page.page.wait_for_function("!location.hash.includes('telemetry.table')")
+
+
 def test_hyperparameters_are_on_the_page(page: TelemetryPage) -> None:
     page.open(run="boom", other="old9")
     page.locator(".hparams summary").click()
@@ -557,26 +580,3 @@ def test_live_reads_what_is_new_by_itself(page: TelemetryPage, logdir: Path) -> 
     said.wait_for(state="attached")
     live.click()
     assert live.get_attribute("aria-pressed") == "false"
-
-
-def test_the_table_of_runs_is_in_the_link(page: TelemetryPage) -> None:
-    page.open(run="boom")
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded]").wait_for()
-    page.locator(".runs input[aria-label='Draw old9']").check()
-    page.locator(".runs summary:has-text('Columns')").click()
-    page.locator(".columns label:has-text('depth') input").check()
-    page.locator(".columns label:has-text('beta0') input").uncheck()
-    page.locator(".run-curves input[type=range]").fill("0.5")
-    page.locator(".runs input[type=search]").fill("alerts=0")
-    link = {name: unquote(text) for name, text in page.link().items()}
-    page.open(**link)
-    page.locator(".runs[open][data-loaded]").wait_for()
-    assert page.locator(".run-link").all_inner_texts() == ["old9", "old10"]
-    assert page.locator(".runs header .count").inner_text() == "2 of 3 runs, 1 checked"
-    heads = page.locator(".runs th").all_inner_texts()
-    assert ("depth" in heads, "beta0" in heads, "beta1" in heads) == (True, False, True)
-    assert page.locator(".run-curves input[type=range]").input_value() == "0.5"
-    page.locator(".run-curves .curve-legend", has_text="old9").wait_for()
-    page.locator(".runs button:has-text('Close')").click()
-    page.page.wait_for_function("!location.hash.includes('telemetry.table')")
