@@ -40,7 +40,7 @@ NEVER = 10**9  # steps since an event that never happened
 
 
 class Past:
-    """Window of up to a hundred values that excludes the latest 20; of few, the older half."""
+    """Last hundred values of a figure without the latest 20; of fewer than 40, the older half."""
 
     _values: deque[float]
     _unusual: deque[float]
@@ -134,8 +134,8 @@ class Loss:
     first: float = math.nan  # median of the first five that were not far above
     best: float = math.inf  # the lowest median of five
     is_worse: bool = False  # the recent median is four standard deviations above the past
-    is_better: bool = False  # it is half a standard deviation below that
-    excess: float = 0.0  # of the last loss over the highest of the past, relative to that
+    is_better: bool = False  # the recent median is half a deviation below the window
+    excess: float = 0.0  # (last loss - highest before) / |highest before|
     losses_lost: int = 0  # consecutive losses at which half of the progress was lost
     _firsts: tuple[float, ...] = ()
     limit: float = math.inf  # threshold of losses far above the past
@@ -175,7 +175,7 @@ class Loss:
 
     @property
     def is_unbounded(self) -> bool:
-        """Whether it is below zero by ten first losses: nothing seems to limit it."""
+        """Whether the loss is below -10 times the first one: it seems to have no lower limit."""
         return self.recent < 0 and self.recent < -10 * abs(self.first)
 
     def add(self, step: int, loss: float, *, judged: bool = True) -> None:
@@ -273,9 +273,9 @@ class Layers:
     levels: Figures  # log10 of their norms, [k, layers], oldest first; -inf for zero
     steps: list[int]  # of each row
     usual: Figures  # their medians, at most 20 steps old, [layers]
-    # One is suddenly zero, or differs for three steps tenfold and by four deviations from its
-    # median, and from the change of all layers. Layers that were zero before do not count, such as
-    # experts and embeddings.
+    # Whether a layer's norm is suddenly zero, or differs for three steps from its median by a
+    # factor of ten and four deviations, also without the change that all layers share. Layers that
+    # were zero before (experts, embeddings) do not count.
     are_unusual: bool = False
     _limit: Figures
     _unusual_steps: Figures
@@ -343,10 +343,10 @@ class Baseline:
     norm: Norm
     layers: Layers
     age: int = -1  # steps seen before this one
-    # Steps since the learning rate rose to three times the highest that the run has survived: ten
-    # steps after a survived rate the loss was not worse than before.
+    # Steps since the learning rate rose to three times the highest survived rate. A rate is
+    # survived if the loss is not worse ten steps later.
     since_rate_jump: int = NEVER
-    rate_before_jump: float = 0.0  # the highest of these
+    rate_before_jump: float = 0.0  # highest survived rate before the jump
     rate_after_jump: float = 0.0  # the rate after the rise
     jumped: tuple[str, ...] = ()  # modules whose rate jumped, in forward order, if not all
     since_large_step: int = NEVER  # since one moved the median weight matrix by a fifth of its norm
@@ -494,7 +494,8 @@ class Baseline:
         self._rates.append(rate)
 
 
-# As update_ratio of loss_divergence: at 0.1 the healthy rare_positive_weighted alarms; tried 0.4.
+# Default of LossDivergence.update_ratio: 0.1 alarms in the healthy rare_positive_weighted;
+# tried 0.4.
 LARGE_STEP = 0.2
 # Requested full steps show the effect of a jump some steps later. By then a momentum of 0.9 has
 # decayed.

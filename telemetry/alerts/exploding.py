@@ -235,7 +235,8 @@ class ExplodingGradient(Detector):
             baseline,
             value=norm,
             threshold=norm / times * self.factor,
-            summary=f"{what} is {figure(norm)}, {figure(times, 2)}x above usual for such a loss",
+            summary=f"{what} is {figure(norm)}, {figure(times, 2)}x the usual for such a gradient "
+            "of the loss",
             confined=_confined(record, norm / times, scale),
         )
 
@@ -308,12 +309,12 @@ class ExplodingGradient(Detector):
         if where is None and not baseline.follows_rate_jump:
             where, batch = self._blame.stretch, self._blame.batch
             if self._blame.is_alike and confined is None:
-                cause = "All layers grew alike: because of the batch, or of several layers"
+                cause = "All gradients grew alike: because of the batch or of several layers"
         if batch:
             cause = f"The values of the batch are {figure(batch, 2)}x as large as before"
         elif confined is not None and where in (None, confined):
             where, advice = confined, advice or _ONE_LAYER
-            cause = f"Only {confined} grew: without it the norm would hardly change"
+            cause = f"Only the gradient of {confined} grew: without it the norm would be as before"
         elif where is not None:
             cause = where.growth
             if self._blame.by_norms and where is self._blame.stretch:

@@ -82,9 +82,8 @@ class LossDivergence(Detector):
             return None
         is_new = baseline.is_young and loss.excess > _FAR
         enough = self.losses - (is_new or baseline.follows_rate_jump)
-        lost = (
-            loss.losses_lost >= RECENT and baseline.age > LENGTH
-        )  # with fewer losses, the best is luck
+        # With fewer than a hundred steps, the best loss may be luck.
+        lost = loss.losses_lost >= RECENT and baseline.age > LENGTH
         is_high = len(loss.high) >= enough or lost
         if not is_high or record.step - self._large_at > AFTER_JUMP or baseline.gradients_led:
             return None
@@ -147,7 +146,7 @@ class SummedGradients:
     - that sum, if gradients are zeroed;
     - that sum plus the bias's gradient of the step before, if they are not.
 
-    Clipping and loss scaling multiply all gradients by one factor, which may have any value if
+    Clipping and loss scaling multiply all gradients by one factor, which is estimated if
     there are several layers. If neither holds (gradients averaged over ranks, a second backward
     pass, noise), the result is undecided.
     """
@@ -233,7 +232,7 @@ def _sum_of(rows: Rows) -> Figures:
 
 
 def _is_one_factor(values: Figures, others: Figures) -> bool:
-    """Whether values are others times one factor up to 1; of few values, the factor is 1."""
+    """Whether ``values == factor * others`` for one factor of at most 1; of one value, for 1."""
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = values / others
     if np.isnan(ratios).any():
@@ -246,7 +245,7 @@ def _is_one_factor(values: Figures, others: Figures) -> bool:
 
 
 _ADD_BIAS = AFFINE | NORMALIZATIONS
-# One in 120 random orders of five norms rises at each step; it costs full steps, no alert.
+# Five random norms rise at each step once in 120 times: that costs full steps, no alert.
 _RISING = 4  # consecutive steps with a larger norm than the one before
 _SUMMED = 2.0  # times the first norm; five independent gradients add up to 2.2
 _PAIRS = 2  # one may be a coincidence

@@ -75,8 +75,8 @@ def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
         classes = p.finite_count / p.sum  # of each row, the sum is 1
         most = e / (e + classes - 1)
         if _are_errors(last, most / e, most, classes):
-            again = f"a softmax of the output of {name}"
-            return f"{again}: it cannot fall below {figure(-log(most))}", logits, "warning"
+            again = f"the output of {name} and applies softmax again"
+            return f"{again}: the loss cannot fall below {figure(-log(most))}", logits, "warning"
         totals = [p.sum, *last.means, last.means[0] / classes]  # the last is KLDivLoss's own mean
         are_targets = g.max <= 0 and any(abs(g.sum + all_) < _EXACT * all_ for all_ in totals)
         if are_targets and p.sum_squares < _LEARNED * p.sum:
@@ -87,10 +87,10 @@ def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
             over_batch = f"a softmax of {name} over the batch: columns add up to 1, not rows"
             return over_batch, _DIMENSION, "note"
     if type_name == "Sigmoid" and _are_errors(last, 1 / 2, e / (e + 1), 1):
-        again = f"a sigmoid of the output of {name}"
-        return f"{again}: it cannot fall below {figure(log(1 + 1 / e))}", logits, "warning"
+        again = f"the output of {name} and applies sigmoid again"
+        return f"{again}: the loss cannot fall below {figure(log(1 + 1 / e))}", logits, "warning"
     if type_name in _BOUNDS and _is_of_cross_entropy(g, last.units):
-        return f"a softmax of the output of {name}: {_BOUNDS[type_name]}", logits, "warning"
+        return f"the output of {name} as logits: {_BOUNDS[type_name]}", logits, "warning"
     return None
 
 

@@ -288,6 +288,8 @@ def _in_words(onsets: Sequence[Onset], count: int) -> str:
 
 
 def _ratio(factor: float) -> str:
-    if not 0 < factor < 1:
+    if factor == 0:
+        return "no gradient"
+    if not factor < 1:
         return f"{figure(factor)}x above usual"
     return f"{figure(1 / factor)}x below usual"

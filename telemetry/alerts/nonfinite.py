@@ -70,7 +70,10 @@ class Nonfinite(Detector):
         what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
         advice, how = found.advice, ""
         if growth >= _OVERFLOWS:
-            advice, how = _TOO_LARGE, f": it overflowed after {what} grew {figure(growth, 1)}-fold"
+            advice, how = (
+                _TOO_LARGE,
+                f": numbers overflowed after {what} grew {figure(growth, 1)}-fold",
+            )
         return Finding(
             module_name=found.module_name,
             value=(~record.grad_finite).sum(),
@@ -99,7 +102,8 @@ class Nonfinite(Detector):
         return Finding(
             value=self._bad_losses,
             threshold=self.losses,
-            summary=f"{self._bad_losses} consecutive losses are NaN or infinite, without a step",
+            summary=f"{self._bad_losses} consecutive losses are NaN or infinite, and the optimizer "
+            "made no step",
             cause=scaler,
             advice=(
                 "Check the weights for NaN, and resume from a checkpoint",
@@ -295,8 +299,10 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
         return Origin(culprit, what, _TARGETS)
     if culprit != last:
         return Origin(culprit, f"the backward pass of {called(culprit)}", _BACKWARD)
-    if behind is None and not record.outputs:  # zero times NaN is NaN
-        what = f"the gradient of the loss for {called(last)}, or in outputs that it omits"
+    if behind is None and not record.outputs:  # a NaN that the loss multiplies by 0 is still NaN
+        what = (
+            f"the gradient of the loss for {called(last)}, or in outputs that the loss does not use"
+        )
         return Origin(last, f"{what}{_NOT_FULL}", _BACKWARD)
     beyond = called(behind) if behind is not None else "the loss"
     what = f"the backward pass, between {beyond} and {called(last)}{_perhaps(suspects)}"

@@ -107,7 +107,7 @@ def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergenc
         advice=(
             "Ignore it if weights are averaged now and then: it resolves when they are equal",
             "Check for passes under no_sync() or around DDP (model.module)",
-            "Check for code of some ranks that changes parameters or random numbers",
+            "Check for code that only some ranks run and that changes parameters or random numbers",
             "Check for parameters that DDP does not know of, and for faulty memory",
             "Resume from a checkpoint",
         ),

@@ -1,4 +1,4 @@
-"""Hooks of modules, as PyTorch and compiled graphs call them."""
+"""Hooks of modules, as PyTorch and compiled graphs call them; ``step`` has those of gradients."""
 
 from __future__ import annotations
 

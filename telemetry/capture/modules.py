@@ -59,7 +59,7 @@ class WatchedModules:
         self._missed_logged = False
 
     def attach(self) -> None:
-        """Install hooks before any compilation: a model compiled without them has no observers."""
+        """Request a call before each compilation, to install hooks: later ones are not compiled."""
         self._compilations.install()
 
     def observe(self) -> None:
@@ -74,7 +74,7 @@ class WatchedModules:
             self._calls.install()
 
     def stop(self) -> None:
-        """Observe no more calls, except in compiled graphs, which check whether they are observed.
+        """Stop observing. Hooks in compiled graphs stay; they check whether to measure.
 
         A graph that is compiled without hooks has no observers. So once something has been
         compiled, hooks stay on modules that have not run outside of a graph.
@@ -126,7 +126,7 @@ class WatchedModules:
             return
         if module is self._input_hook.module():
             self._input_hook(module, args)
-        # A module with hooks of the user's own has lost its fast path anyway.
+        # The user's hook disables the module's fast path anyway.
         hook = self._by_identity.get(id(module))
         if hook is not None and hook.module() is module and module._forward_hooks:
             hook.install(for_one_call=True)

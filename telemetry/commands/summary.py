@@ -22,8 +22,8 @@ from telemetry.tag_names import FULL_STEPS
 
 _CURVE_WIDTH = 16
 _STEADY = 1.25  # a trend by a smaller factor counts as steady
-# The trend shows a peak above this factor times the medians of both ends. Chosen manually: healthy
-# convolutional networks have up to 2.6, and 58 or more where the learning rate jumps 300-fold.
+# A value above this multiple of the medians of both ends is shown as a peak. Chosen manually:
+# healthy CNNs have up to 2.6, and 58 or more where the learning rate jumps 300-fold.
 _PEAK = 10
 _RECORD = (
     "run", "statistic", "module_name", "type_name", "last", "median", "trend", "largest",
@@ -161,7 +161,7 @@ def _print_run(
 
 
 def _arrow(layer: Mapping[str, Any]) -> Text:
-    """Return the trend, after a peak: without it, an explosion that ended would seem a decay."""
+    """Return the trend after a peak: without it, an explosion that ended seems a decay."""
     ratio, peak = layer["trend"], layer["largest"]
     arrow = "↗" if ratio > _STEADY else "↘" if ratio < 1 / _STEADY else "→"
     text = Text("" if math.isnan(ratio) else f"{arrow} ×{ratio:.2g}")

@@ -1,4 +1,4 @@
-"""Flight files: format, writing and reading.
+"""Flight files: format, encoding and reading.
 
 A flight file is one JSON object. NaN and infinities are ``"nan"``, ``"inf"`` and ``"-inf"``, which
 ``float()`` reads; missing measurements are ``null``. The keys:

@@ -22,8 +22,8 @@ class TrainerLogger:
 
     Args:
         writer: As for ``HookLogger``; None: the directory of the trainer.
-        options: Other arguments of ``HookLogger``. With ``on_alert="stop"`` the trainer ends the
-            training regularly, on all ranks at the same step.
+        options: Other arguments of ``HookLogger``. With ``on_alert="stop"`` the trainer stops
+            by its own means, on all ranks at the same step.
 
     Attributes:
         hook_logger: Logger of the latest training, open or closed; None before the first.

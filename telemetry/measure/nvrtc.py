@@ -1,7 +1,7 @@
 """Compiles the CUDA kernels at run time, with the NVRTC that PyTorch brings.
 
-Called through ctypes: its C interface has not changed since CUDA 11.2, while ``cuda.bindings`` is a
-dependency of the latest versions of PyTorch only. No GPU is needed to compile.
+NVRTC is called through ctypes: its C interface has not changed since CUDA 11.2, while
+``cuda.bindings`` is a dependency of the latest versions of PyTorch only. Compiling needs no GPU.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ReadyValues:
 
 
 Item: TypeAlias = CapturedStep | LightStep | ReadyValues | MergedStep
-"""Items of the training thread, and on rank 0 merged steps of all ranks."""
+"""Items of the worker's queue; merged steps of all ranks are on rank 0 only."""
 
 
 class Sink(Protocol):
@@ -244,7 +244,7 @@ class Processor:
             self.ranks.note_recorded(merged)
 
     def _write_loss_tag(self, step: int | None) -> None:
-        """Write which scalar is the loss, or log that none is; None: the last step has ended."""
+        """Write the tag of the loss, or log that no scalar is; None: training has ended."""
         if self._loss_is_written and not self._waiting_for_loss:
             return
         if (message := self._loss.missing(step)) is not None and is_rank_0():

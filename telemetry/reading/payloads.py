@@ -29,7 +29,7 @@ from telemetry.tag_names import plain
 
 # Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws.
 MAX_PICTURE_PIXELS = 1 << 22
-# Above the size of an incompressible picture.
+# Larger than the PNG of any picture with that many pixels.
 MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
 # First onsets of one answer; the page shows a few.
 MAX_ONSETS = 100

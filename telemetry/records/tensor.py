@@ -62,7 +62,7 @@ class TensorRecord:
 
     @property
     def calls(self) -> int:
-        """Number of tensors; if there are very many, only the first few are merged."""
+        """Number of calls in this step; of very many, only the first few are measured."""
         return int(self.rows.calls[self.row])
 
     @property
@@ -105,7 +105,7 @@ def figures_of(
 
 
 def bad_among(tensors: Mapping[Name, TensorRecord]) -> list[Name]:
-    """Return the names of tensors with NaN or ``+inf``, but not those with masks of ``-inf``."""
+    """Return the names of tensors with NaN or ``+inf``; masks contain ``-inf``."""
     if not tensors:  # as at most steps
         return []
     bad = figures_of(tensors, lambda rows: rows.nan_count + rows.positive_inf_count)

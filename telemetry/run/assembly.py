@@ -1,4 +1,4 @@
-"""Parts of one run, put together in one place."""
+"""Parts of one run, put together in one place; where ``on_alert`` stops or raises."""
 
 from __future__ import annotations
 

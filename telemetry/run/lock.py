@@ -1,4 +1,4 @@
-"""Directory lock: detects that several loggers write to the same directory."""
+"""Directory lock: a shared lock, which detects other loggers that write to the directory."""
 
 from __future__ import annotations
 

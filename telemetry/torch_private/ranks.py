@@ -54,7 +54,7 @@ def fsdp_mesh(module: nn.Module) -> Any | None:
     """Return the device mesh over which ``fully_shard`` shards a module's parameters; or None."""
     if not _is_sharded(module):
         return None
-    consequence = "names alone distinguish dimensions of meshes: dp, tp, ..."
+    consequence = "dimensions of meshes are recognized by their names: dp, tp, ..."
     get_state = find(module, "_get_fsdp_state", consequence)
     group = None if get_state is None else getattr(get_state(), "_fsdp_param_group", None)
     return getattr(getattr(group, "mesh_info", None), "mesh", None)
@@ -86,7 +86,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def spec_of(tensor: Any) -> Any | None:
-    """Return the spec of a ``DTensor``, or of one that DDP over a slice of a mesh made plain."""
+    """Return the spec of a ``DTensor``, also if DDP on a submesh made it a plain tensor."""
     return tensor._spec if is_dtensor(tensor) else getattr(tensor, "_st_info", None)
 
 
@@ -104,7 +104,7 @@ def averages_weights(wrapper: DistributedDataParallel) -> bool:
 
 
 def made_local(node: object) -> Any | None:
-    """Return the ``DTensorSpec`` of the ``DTensor`` that this node of the graph made local."""
+    """Return the spec of the ``DTensor`` whose ``to_local()`` made this autograd node."""
     if type(node).__name__ != "_ToTorchTensorBackward":
         return None
     return find(node, "dtensor_spec", "outputs of tensor-parallel modules are not told apart")

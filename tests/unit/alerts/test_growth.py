@@ -143,7 +143,7 @@ def test_gradients_stay_exploded_though_some_batches_have_none() -> None:
     ("at", "seen"),
     [
         (40, "The values of the batch are 10,000x as large as before"),
-        (43, "All layers grew alike"),
+        (43, "All gradients grew alike"),
     ],
 )
 def test_a_batch_in_another_unit_is_to_blame(at: int, seen: str) -> None:

@@ -192,7 +192,7 @@ def test_numbers_that_overflow_because_steps_are_too_large(every: int) -> None:
     model = net()
     optimizer = SGD(model.parameters(), 1e4, momentum=0.9)
     alert = train(Nonfinite(), 40, model=model, optimizer=optimizer, batch=batch, every=every)[0]
-    assert re.search(r"it overflowed after .* grew .*-fold", alert.summary)
+    assert re.search(r"numbers overflowed after .* grew .*-fold", alert.summary)
     assert "Lower the learning rate" in alert.advice[0]
 
 
