@@ -50,10 +50,7 @@ export class RunTable {
     this.clear = element("button", { onclick: () => this.#pick([...this.state().checked], false) }, "Uncheck all");
     const region = { class: "runs-scroll", tabindex: "0", role: "region", "aria-label": "Runs" };
     this.scroll = element("div", region, this.table);
-    const onclose = () => {
-      Object.assign(this.state(), { table: "", filter: "" });
-      save();
-    };
+    const onclose = () => this.#leave();
     this.node = element(
       "dialog",
       { class: "runs", "aria-labelledby": "runs-title", onclose },
@@ -247,6 +244,12 @@ export class RunTable {
 
   #choose(run) {
     this.node.close();
+    this.#leave(); // the event comes later: the page would open the table again
     this.onChoose(run.name);
+  }
+
+  #leave() {
+    Object.assign(this.state(), { table: "", filter: "" });
+    this.save();
   }
 }

@@ -154,6 +154,14 @@ def test_the_table_of_runs_is_in_the_link(page: TelemetryPage) -> None:
     page.page.wait_for_function("!location.hash.includes('telemetry.table')")
 
 
+def test_the_table_stays_closed_when_the_current_run_is_chosen(page: TelemetryPage) -> None:
+    page.open(run="boom", table="run")
+    page.locator(".runs[data-loaded] .run-link", has_text="boom").click()
+    page.page.wait_for_function("!location.hash.includes('telemetry.table')")
+    page.wait()
+    assert not page.locator(".runs").is_visible()
+
+
 def test_hyperparameters_are_on_the_page(page: TelemetryPage) -> None:
     page.open(run="boom", other="old9")
     page.locator(".hparams summary").click()
