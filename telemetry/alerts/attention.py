@@ -112,8 +112,8 @@ class LogitGrowth(Detector):
     largest = 1e4
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        ran = ((name, output.sketch) for name, output in record.activations.items())
-        found = [(max(-s.min, s.max), name) for name, s in ran if _LOGITS.search(name)]
+        sketches = {n: t.sketch for n, t in record.activations.items() if _LOGITS.search(n)}
+        found = [(max(-s.min, s.max), name) for name, s in sketches.items()]
         largest, name = max(found, default=(0.0, ""))
         if not largest > self.largest:
             return None

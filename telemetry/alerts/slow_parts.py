@@ -52,7 +52,7 @@ class LayersNotLearning(Detector):
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
-        names = tuple([p.name for p in layout.parameters if len(p.shape) > 1])
+        names = tuple(layout.matrices)
         if names != self._names:
             self._names, self._evaluations = names, np.zeros(len(names))
             self._since = np.zeros(len(names))
@@ -61,16 +61,15 @@ class LayersNotLearning(Detector):
         if not moved.size:
             return None
         usual = float(np.quantile(moved, 0.75))
-        norms = record.grad_norms[[layout.parameter_position[name] for name in names]]
+        norms = record.grad_norms[[*layout.matrices.values()]]
         limit = self.share * usual
         slow, learns = (ratios < limit) & (norms > 0), ratios >= limit
         self._is_left = bool(((ratios < _HYSTERESIS * limit) & (norms > 0)).any())
         self._since = np.where(slow & (self._evaluations == 0), record.step, self._since)
         self._evaluations = np.where(learns, 0, self._evaluations + slow)
-        found = slow & (self._evaluations >= 3) & (record.step - self._since >= self.steps)
-        self.needs_full_step = bool(
-            (slow & (record.step - self._since >= self.steps) & ~found).any()
-        )
+        lasts = slow & (record.step - self._since >= self.steps)
+        found = lasts & (self._evaluations >= 3)
+        self.needs_full_step = bool((lasts & ~found).any())
         if not found.any():
             return None
         owner = {p.name: p.module_name for p in layout.parameters}

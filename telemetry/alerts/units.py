@@ -459,8 +459,7 @@ class _Forward:
         outputs = sorted(place, key=place.__getitem__)
         order = np.argsort([*place.values()], kind="stable")
         rows = tensors.rows.take(order)
-        with np.errstate(all="ignore"):
-            positions = np.where(rows.unit_count, rows.count / rows.unit_count, math.nan)
+        positions = np.where(rows.unit_count, rows.count / rows.unit_count, math.nan)
         owning = set(layout.owning.tolist())
         return _Forward(
             outputs=outputs,

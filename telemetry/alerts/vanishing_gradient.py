@@ -198,7 +198,7 @@ class VanishingGradient(Detector):
 
         def holds(parameters: Marks) -> Marks:
             """Mark modules any of whose parameters is marked."""
-            return np.isin(layout.owning, layout.owners[parameters])
+            return np.bincount(layout.owners, parameters)[layout.owning] > 0
 
         ran = np.array([name in record.activations for name in self._names])
         # untrained_parameters covers gradients that no optimizer uses.
@@ -279,7 +279,7 @@ def _update_share(record: StepRecord, small: Collection[str]) -> Figures:
     ratios, layout = table(record).column("update_ratio")[record.layout.owning], record.layout
     known = np.isfinite(ratios)
     own = [p.name in layout.matrices and p.module_name not in small for p in layout.parameters]
-    with_matrix = known & np.isin(layout.owning, layout.owners[own])
+    with_matrix = known & (np.bincount(layout.owners, own)[layout.owning] > 0)
     moved = ratios[with_matrix if with_matrix.any() else known]
     if not moved.size or moved.max() <= 0:
         return np.full(len(ratios), np.nan)

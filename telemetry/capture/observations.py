@@ -159,7 +159,7 @@ class Observations:
         of = [places.setdefault((o.kind, o.name), len(places)) for o in observations]
         rows = rows.merged(np.array(of, np.int64), len(places))
         rows = rows.having(calls=rows.calls + [self._counted[key] for key in places])
-        for kind in kinds:
+        for kind in {kind for kind, _ in places}:
             some = {name: place for (of_kind, name), place in places.items() if of_kind == kind}
             kinds[kind] = Tensors(tuple(some), rows.take(np.array([*some.values()], np.intp)))
         return kinds

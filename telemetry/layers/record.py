@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from telemetry.records import StepRecord, TensorRecord
 from telemetry.records.moments import COUNTS, POWER_SUMS, nonfinite_of
 from telemetry.records.rows import Rows
+from telemetry.records.sketch import Sketch
 from telemetry.records.tensor import Tensors
 
 Values: TypeAlias = NDArray[Any]
@@ -40,34 +41,28 @@ class Group:
     size: int  # number of modules
 
     def merged(self) -> Group:
-        """Return a group with one row for each module, as if its tensors had been one."""
-        several = np.bincount(self.modules, minlength=self.size)[self.modules] > 1
-        if not several.any():
-            return self
-        alone, together = self.rows.take(np.flatnonzero(~several)), np.flatnonzero(several)
-        modules, places = np.unique(self.modules[together], return_inverse=True)
-        merged = self.rows.take(together).merged(places, len(modules))
-        return Group(
-            rows=Rows.concatenate([alone, merged]),
-            modules=np.concatenate([self.modules[~several], modules]),
-            size=self.size,
-        )
+        """Return a group with one row for each module, in order, as if its tensors had been one."""
+        rows, modules = self.rows, self.modules
+        missing = np.flatnonzero(np.bincount(modules, minlength=self.size) == 0)
+        if len(missing):
+            none = Rows.of([Sketch.empty()] * len(missing)).having(calls=0)
+            rows, modules = Rows.concatenate([rows, none]), np.concatenate([modules, missing])
+        merged = rows.merged(modules, self.size)
+        return Group(rows=merged, modules=np.arange(self.size), size=self.size)
 
     def total(self, values: Values) -> Values:
-        """Return the sum of a number ``[rows]`` over each module, float64 ``[modules]``."""
-        return np.bincount(self.modules, values, self.size)
+        """Return sums over each module of numbers ``[..., rows]``, float64 ``[..., modules]``."""
+        count = math.prod(values.shape[:-1])
+        places = self.modules + self.size * np.arange(count)[:, None]
+        sums = np.bincount(places.ravel(), values.ravel(), count * self.size)
+        return sums.reshape(*values.shape[:-1], self.size)
 
     @cached_property
     def totals(self) -> SimpleNamespace:
         """Counts and power sums over each module's tensors, named as in :attr:`rows`."""
         names = (*COUNTS, *POWER_SUMS)
-        return SimpleNamespace(**{name: self.total(getattr(self.rows, name)) for name in names})
-
-    def spread(self, column: Column) -> Column:
-        """Return a column over modules; each must have one row at most."""
-        spread = Column(np.full(self.size, math.nan), np.zeros(self.size, bool))
-        spread.values[self.modules], spread.known[self.modules] = column
-        return spread
+        columns = np.array([getattr(self.rows, name) for name in names], np.float64)
+        return SimpleNamespace(**dict(zip(names, self.total(columns), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,5 +112,7 @@ def figure(x: Any, of_finite: Callable[[Any], Values]) -> Column:
     Returns:
         NaN if an element is NaN, infinity if one is infinite; unknown without elements.
     """
-    lost = np.where(x.nan_count > 0, math.nan, math.inf)
-    return Column(np.where(nonfinite_of(x) > 0, lost, of_finite(x)), x.count > 0)
+    values, are_lost = of_finite(x), nonfinite_of(x) > 0
+    if are_lost.any():
+        values = np.where(are_lost, np.where(x.nan_count > 0, math.nan, math.inf), values)
+    return Column(values, x.count > 0)

@@ -67,14 +67,12 @@ class Statistic:
 
 def _of_output(of_finite: Callable[[Rows], Values]) -> Callable[[Layers], Column]:
     """Return the column of a figure over all outputs of a layer, including NaN and infinity."""
-    return lambda layers: layers.outputs.spread(figure(layers.outputs.rows, of_finite))
+    return lambda layers: figure(layers.outputs.rows, of_finite)
 
 
 def _of_known(of: Callable[[Rows], Values]) -> Callable[[Layers], Column]:
     """Return the column of a figure over some of the outputs; unknown where it is NaN."""
-    return lambda layers: layers.outputs.spread(
-        Column(values := of(layers.outputs.rows), ~np.isnan(values))
-    )
+    return lambda layers: Column(values := of(layers.outputs.rows), ~np.isnan(values))
 
 
 def _grad_norm(layers: Layers) -> Column:
@@ -114,8 +112,7 @@ def _rank_spread(layers: Layers) -> Column:
 
 
 def _saturation(layers: Layers) -> Column:
-    modules, outputs = layers.record.layout.modules, layers.outputs
-    types = [modules[index].type_name for index in outputs.modules.tolist()]
+    types = [module.type_name for module in layers.record.layout.modules]
     return _of_known(lambda rows: saturated_shares(types, rows))(layers)
 
 
@@ -124,7 +121,8 @@ def _nonfinite(layers: Layers) -> Column:
     modules = np.concatenate([group.modules for group in groups])
     counts = np.concatenate([moments.nonfinite_of(group.rows) for group in groups])
     size = layers.outputs.size
-    return Column(np.bincount(modules, counts, size), np.bincount(modules, minlength=size) > 0)
+    calls = np.concatenate([group.rows.calls for group in groups])
+    return Column(np.bincount(modules, counts, size), np.bincount(modules, calls, size) > 0)
 
 
 _WEAK = "a vanishing gradient, dead units behind it, or a detached layer"
@@ -352,8 +350,7 @@ class LayerTable:
 def table(record: StepRecord) -> LayerTable:
     """Return all :data:`STATISTICS` of each layer."""
     layers = Layers.of(record)
-    with np.errstate(all="ignore"):
-        columns = [statistic.of(layers) for statistic in STATISTICS]
+    columns = [statistic.of(layers) for statistic in STATISTICS]
     values, known = (np.array(parts).T for parts in zip(*columns, strict=True))
     values = np.where(known, values, math.nan)
     return LayerTable(values=values, known=known, outputs=layers.outputs)

@@ -7,9 +7,11 @@ finite value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from math import fsum, nan
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,32 +26,49 @@ FIGURES = (*COUNTS, *EXTREMES, *POWER_SUMS)
 # reaches 1e-4 of the central moment.
 _FARTHEST_MEAN = 1000
 
-_unwarned = np.errstate(all="ignore")
+Argument = TypeVar("Argument")
+Value = TypeVar("Value")
 
 
+def once(of: Callable[[Argument], Value]) -> Callable[[Argument], Value]:
+    """Cache a function of one object in that object; NumPy does not warn."""
+    name, evaluate = f"{of.__module__}.{of.__qualname__}", np.errstate(all="ignore")(of)
+
+    @wraps(of)
+    def value(argument: Argument) -> Value:
+        known: dict[str, Value] = vars(argument)
+        if name not in known:
+            known[name] = evaluate(argument)
+        return known[name]
+
+    return value
+
+
+@once
 def nonfinite_of(x: Any) -> Any:
     """Return the number of values that are NaN or infinite."""
     return x.nan_count + x.positive_inf_count + x.negative_inf_count
 
 
+@once
 def finite_of(x: Any) -> Any:
     """Return the number of finite values."""
     return x.count - x.nan_count - x.positive_inf_count - x.negative_inf_count
 
 
-@_unwarned
+@once
 def mean_of(x: Any) -> Any:
     """Return the mean of the finite values."""
     return np.divide(x.sum, finite_of(x))
 
 
-@_unwarned
+@once
 def rms_of(x: Any) -> Any:
     """Return the root mean square of the finite values."""
     return np.sqrt(np.divide(x.sum_squares, finite_of(x)))
 
 
-@_unwarned
+@once
 def std_of(x: Any) -> Any:
     """Return the population standard deviation of the finite values.
 
@@ -58,7 +77,7 @@ def std_of(x: Any) -> Any:
     return np.sqrt(np.maximum(np.divide(x.sum_squares, finite_of(x)) - mean_of(x) ** 2, 0.0))
 
 
-@_unwarned
+@once
 def kurtosis_of(x: Any) -> Any:
     """Return the kurtosis of the finite values: their fourth standardized moment.
 
@@ -76,13 +95,13 @@ def kurtosis_of(x: Any) -> Any:
     return np.where((np.abs(mean) <= _FARTHEST_MEAN * std) & (std > 0), kurtosis, nan)
 
 
-@_unwarned
+@once
 def norm_of(x: Any) -> Any:
     """Return the Euclidean norm of the finite values; 0 without any."""
     return np.sqrt(x.sum_squares)
 
 
-@_unwarned
+@once
 def zero_fraction_of(x: Any) -> Any:
     """Return the share of zeros among all values, including NaN and infinity."""
     return np.divide(x.zero_count, x.count)
@@ -156,7 +175,7 @@ class Moments:
         return float(zero_fraction_of(self))
 
 
-@_unwarned
+@np.errstate(all="ignore")
 def merge_figures(columns: NDArray[Any], starts: NDArray[np.intp]) -> NDArray[Any]:
     """Merge the fields :data:`FIGURES` over groups of rows; other fields are zero.
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
-from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from functools import cached_property
+from typing import Any, Generic
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.records.loss import loss_among
+from telemetry.records.moments import Value
 from telemetry.records.ranks import RankFacts
 from telemetry.records.tensor import Output, TensorRecord, Tensors
+from telemetry.tag_names import numbered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +135,19 @@ class Layout:
         return tuple([self.modules[index].name for index in self.owning.tolist()])
 
     @cached_property
-    def matrices(self) -> frozenset[str]:
-        """Names of the parameters with more than one dimension."""
-        return frozenset(p.name for p in self.parameters if len(p.shape) > 1)
+    def matrices(self) -> Mapping[str, int]:
+        """Index of each parameter with more than one dimension, by name."""
+        return {p.name: i for i, p in enumerate(self.parameters) if len(p.shape) > 1}
+
+    @cached_property
+    def numbered_modules(self) -> Mapping[str, str]:
+        """Name of each module in tags, by its name; the root has the name of its class."""
+        return {m.name: numbered(i, m.name or m.type_name) for i, m in enumerate(self.modules)}
+
+    @cached_property
+    def numbered_parameters(self) -> Mapping[str, str]:
+        """Name of each parameter in tags, by its name."""
+        return {p.name: numbered(self.position[p.module_name], p.name) for p in self.parameters}
 
     @cached_property
     def depth_order(self) -> NDArray[np.intp]:
@@ -155,8 +166,6 @@ class Layout:
 
 # Arrays over parameters that only full steps have.
 OF_PARAMETERS = ("trainable", "reached", "held", "groups")
-
-Value = TypeVar("Value")
 
 
 class lazy(Generic[Value]):  # noqa: N801 - used like a function
@@ -359,19 +368,6 @@ def loss_of(scalars: Mapping[str, float], tag: str | None) -> float | None:
     """Return the loss among scalars: that of this tag, or without one, the most likely."""
     tag = loss_among(scalars) if tag is None else tag
     return None if tag is None else scalars.get(tag)
-
-
-def once(of: Callable[[StepRecord], Value]) -> Callable[[StepRecord], Value]:
-    """Cache a function of a record."""
-    known: WeakKeyDictionary[StepRecord, Value] = WeakKeyDictionary()
-
-    @wraps(of)
-    def value(record: StepRecord) -> Value:
-        if record not in known:
-            known[record] = of(record)
-        return known[record]
-
-    return value
 
 
 def _first_of_each(outputs: Mapping[Output, TensorRecord]) -> Tensors[str]:

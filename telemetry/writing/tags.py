@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.layers import PARAMETER_STATISTICS, STATISTICS, table
 from telemetry.plain_text import printable
-from telemetry.records import Layout, Output, Parameter, StepRecord
+from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import TensorRecord, Tensors
 from telemetry.selection import evenly
@@ -25,7 +24,6 @@ from telemetry.tag_names import (
     LAYERS,
     RUN,
     TOTAL_GRAD_NORM,
-    numbered,
 )
 from telemetry.writing.size_budget import SizeBudget, Tagged
 
@@ -83,13 +81,12 @@ def _curves_of_layers(record: StepRecord, group: str) -> Iterator[tuple[str, flo
     layout = record.layout
     most = SHOWN_OF_MANY if max(len(layout.parameters), len(layout.modules)) > MANY else MANY
     if not record.phase:
-        parameters = [layout.parameters[index] for index in layout.depth_order]
-        tag_of = {p.name: _parameter_tag(layout, p) for p in parameters}
+        names = [layout.parameters[index].name for index in layout.depth_order.tolist()]
         for name, values_by_name in PARAMETER_STATISTICS.items():
             values = values_by_name(record)
-            yield from _curves(f"{group}{name}", list(tag_of), tag_of, values, most)
+            yield from _curves(f"{group}{name}", names, layout.numbered_parameters, values, most)
     layers = table(record)
-    tag_of = {m.name: _output_tag(layout, Output(m.name)) for m in layout.modules}
+    tag_of = layout.numbered_modules
     columns, known = layers.values.T.tolist(), layers.known.T.tolist()
     for statistic, column, measured in zip(STATISTICS, columns, known, strict=True):
         if not statistic.as_curve:
@@ -129,7 +126,7 @@ def _histograms(record: StepRecord) -> Mapping[str, Tagged]:
     Tensors without a finite value are omitted: TensorBoard would draw them as zeros.
     """
     layout = record.layout
-    parameters = {p.name: _parameter_tag(layout, p) for p in layout.parameters}
+    parameters = layout.numbered_parameters
     outputs, grads = record.outputs, record.output_grads
     return {
         "activation": _filled(outputs, {o: _output_tag(layout, o) for o in outputs}),
@@ -162,15 +159,6 @@ def _images(record: StepRecord) -> Iterator[tuple[str, NDArray[np.uint8]]]:
         yield "input", record.input
 
 
-def _parameter_tag(layout: Layout, parameter: Parameter) -> str:
-    return _numbered(layout.position[parameter.module_name], parameter.name)
-
-
 def _output_tag(layout: Layout, output: Output) -> str:
     """Return ``NNNN.name`` of a module's output; the root has the name of its class."""
-    place = layout.position[output.module_name]
-    name = output.module_name or layout.modules[place].type_name
-    return _numbered(place, str(Output(name, output.place)) if output.place else name)
-
-
-_numbered = lru_cache(maxsize=16384)(numbered)  # equal at every step
+    return str(output._replace(module_name=layout.numbered_modules[output.module_name]))
