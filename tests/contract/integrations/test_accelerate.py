@@ -65,7 +65,9 @@ def test_it_tracks_a_loop_and_its_checkpoints_resume_it(
     assert "_hparams_/session_start_info" in tags(run)
     train(tmp_path, TelemetryTracker(run), resume=True)
     assert sorted(curve(run, "grad_norm/total")) == list(range(6))
-    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
+    # How many full steps rules request in so short a run depends on the worker's timing.
+    messages = [record.msg for record in caplog.records if record.name.startswith("telemetry")]
+    assert [message for message in messages if "full steps" not in message] == []
 
 
 def test_an_alert_says_when_to_leave_the_loop(tmp_path: Path) -> None:
