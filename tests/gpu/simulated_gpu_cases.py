@@ -79,7 +79,7 @@ def take_as_plain(patches: pytest.MonkeyPatch, plain_type: type[Tensor]) -> None
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_training_is_left_alone_and_never_waits(
+def test_training_is_left_alone_and_never_synchronizes(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     measured_by: stubbed.Driver | None,
@@ -144,7 +144,7 @@ def test_a_logged_step_is_one_copy_to_the_host(tmp_path: Path, name: str) -> Non
     assert len(outcome.full) == len(gpu.transfers) > 0
 
 
-def test_interventions_do_not_wait() -> None:
+def test_interventions_do_not_synchronize() -> None:
     model = mlp()
     with (
         clip_gradients(model, "0.*", max_norm=0.1),
@@ -168,7 +168,7 @@ def test_interventions_do_not_wait() -> None:
     ],
     ids=["item", "bool", "mask", "cpu", "tensor"],
 )
-def test_a_wait_would_be_noticed(wait: Callable[[Tensor], object]) -> None:
+def test_a_synchronization_would_be_noticed(wait: Callable[[Tensor], object]) -> None:
     tensor = torch.ones(3)
     with gpu.no_syncs(), pytest.raises(gpu.WaitError):
         wait(tensor)
@@ -179,7 +179,7 @@ def test_a_wait_would_be_noticed(wait: Callable[[Tensor], object]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_figures_are_those_of_numpy(dtype: torch.dtype, layout: str) -> None:
+def test_statistics_equal_those_of_numpy(dtype: torch.dtype, layout: str) -> None:
     view, axis = LAYOUTS[layout]
     with torch.device("cpu"):
         tensors = [made(dtype, values) for values in VALUES]
@@ -226,7 +226,7 @@ def test_a_copy_has_the_values_of_its_time() -> None:
     assert gpu.given_away() == 0
 
 
-def test_whether_a_copy_has_arrived_is_known_without_waiting() -> None:
+def test_a_finished_copy_is_recognized_without_synchronizing() -> None:
     copy = HostCopy(torch.ones(3))
     with gpu.no_syncs():
         assert [copy.arrived() for _ in range(4)] == [False, False, True, True]
@@ -254,7 +254,7 @@ def test_parameters_that_change_without_a_step_are_logged_when_that_is_known(
     assert gpu.given_away() == 0
 
 
-def test_what_nobody_wants_is_not_sent() -> None:
+def test_unwanted_values_are_not_copied_to_the_host() -> None:
     copy = HostCopy(torch.ones(3))
     gone = weakref.ref(copy)
     del copy

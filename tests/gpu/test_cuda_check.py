@@ -54,7 +54,7 @@ def test_kernels_that_are_wrong_fail(
         cuda_check.compare(cuda.Gpu(0, checked=True), on_gpu)
 
 
-def test_a_kind_of_gpu_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_model_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[Any] = []
 
     def run(command: Any, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -95,16 +95,14 @@ def test_kernels_that_did_not_pass_are_not_used_and_checked_again(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
-def test_a_check_that_is_impossible_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_impossible_check_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     with pytest.raises(OSError, match="could not be compared with these before their first use: "):
         cuda._check(0, b"kernels")
 
 
-def test_a_check_that_lacks_memory_says_nothing_of_the_kernels(
+def test_a_check_without_memory_does_not_judge_the_kernels(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacks(gpu: cuda.Gpu, put: object) -> None:
@@ -117,7 +115,7 @@ def test_a_check_that_lacks_memory_says_nothing_of_the_kernels(
     assert ended.value.code == cuda.NOT_CHECKED
 
 
-def test_a_check_by_hand_is_noted(
+def test_a_manual_check_is_recorded(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(nvrtc, "user_cache", lambda: tmp_path)

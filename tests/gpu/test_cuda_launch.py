@@ -112,7 +112,7 @@ def by_operations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return taken
 
 
-def test_what_kernels_cannot_read_is_left_to_operations(
+def test_tensors_that_kernels_cannot_read_are_measured_by_operations(
     driver: Driver, by_operations: list[object]
 ) -> None:
     others = [torch.arange(4), normal(3, 3).double(), torch.view_as_complex(normal(4, 2))]
@@ -139,7 +139,7 @@ OTHER_LAYOUTS = {
 
 @pytest.mark.parametrize("layout", OTHER_LAYOUTS)
 @pytest.mark.parametrize("axis", [None, 0, 1])
-def test_what_kernels_cannot_read_in_place_is_copied_for_them(
+def test_tensors_that_kernels_cannot_read_in_place_are_copied(
     driver: Driver, by_operations: list[object], layout: str, axis: int | None
 ) -> None:
     tensor = OTHER_LAYOUTS[layout]()
@@ -149,7 +149,7 @@ def test_what_kernels_cannot_read_in_place_is_copied_for_them(
     assert by_operations == []
 
 
-def test_a_parameter_of_a_class_of_its_own_is_measured_by_kernels(
+def test_a_parameter_of_a_custom_class_is_measured_by_kernels(
     driver: Driver, by_operations: list[object]
 ) -> None:
     class OnGpuFlat(stubbed.OnGpu):
@@ -164,7 +164,7 @@ def test_a_parameter_of_a_class_of_its_own_is_measured_by_kernels(
     assert by_operations == []
 
 
-def test_a_kernel_is_given_just_the_tensor(driver: Driver) -> None:
+def test_a_kernel_receives_only_the_tensor(driver: Driver) -> None:
     tensor = normal(100, 30)
     measured(tensor, unit_axis=0, powers=2)
     [call] = driver.calls(*LAUNCHES)[:1]
@@ -189,7 +189,7 @@ def test_whole_vectors_of_units_are_read_at_once(
     assert_same(record, on_host(flat[1:].view(5, units), 1))
 
 
-def test_a_tensor_of_2_31_elements_is_left_to_operations(
+def test_a_tensor_of_2_31_elements_is_measured_by_operations(
     driver: Driver, by_operations: list[object]
 ) -> None:
     tensor = torch.empty(2**31 + 7, dtype=torch.bfloat16)  # of which nothing is touched
@@ -282,7 +282,7 @@ def test_one_buffer_is_used_for_all_steps_and_only_reading_waits(driver: Driver)
     assert [step.reduce()[0].sketch.sum for step in reversed(steps)] == [9, 6, 3, 0]
 
 
-def test_what_no_buffer_holds_at_once_is_sent_in_several(
+def test_values_beyond_one_buffer_are_sent_in_several(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "BUFFER_BYTES", 2**17)
@@ -300,9 +300,7 @@ def test_what_no_buffer_holds_at_once_is_sent_in_several(
 
 
 @pytest.mark.parametrize("streams", [(7, 8, 9), (7, 7, 8)])
-def test_nothing_is_read_before_what_is_to_come_first(
-    driver: Driver, streams: tuple[int, ...]
-) -> None:
+def test_buffers_are_read_in_order(driver: Driver, streams: tuple[int, ...]) -> None:
     driver.deferred = 1  # what no event orders before the copy's does not happen, or too early
     measurer, steps = Measurer(), []
     tensors = [normal(40, 5), normal(300), normal(9, 9)]
@@ -321,7 +319,7 @@ def test_nothing_is_read_before_what_is_to_come_first(
             assert_same(records[3 + number], on_host(tensor))
 
 
-def test_steps_at_the_same_time_have_buffers_of_their_own(driver: Driver) -> None:
+def test_concurrent_steps_have_separate_buffers(driver: Driver) -> None:
     measurers = [Measurer() for _ in range(cuda.BUFFERS + 1)]
     for _ in range(2):
         for number, measurer in enumerate(measurers):
@@ -332,7 +330,7 @@ def test_steps_at_the_same_time_have_buffers_of_their_own(driver: Driver) -> Non
         assert [record.sketch.sum for record in records.values()] == [3 * number, 3 * number]
 
 
-def test_a_step_that_is_given_up_leaves_nothing_behind(driver: Driver) -> None:
+def test_an_abandoned_step_leaves_nothing_behind(driver: Driver) -> None:
     for _ in range(5):
         measurer = Measurer()
         measurer.add(on_gpu(normal(100)))
@@ -341,7 +339,7 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(driver: Driver) -> None:
     assert len(cuda.gpu(0)._buffers) == 1  # type: ignore[union-attr]
 
 
-def test_what_a_step_left_in_its_buffer_is_cleared_on_other_streams_too(driver: Driver) -> None:
+def test_the_leftovers_of_a_step_are_cleared_on_other_streams_too(driver: Driver) -> None:
     driver.deferred = 1
     abandoned = normal(100, 3)
     for stream in (7, 8, 9, 7):
@@ -378,7 +376,7 @@ def test_an_error_of_the_driver_is_raised_once(
     assert driver.calls() == []
 
 
-def test_what_was_measured_before_an_error_stays(driver: Driver) -> None:
+def test_measurements_before_an_error_are_kept(driver: Driver) -> None:
     measurer, tensors = Measurer(), [normal(10), normal(20), normal(30), normal(40)]
     assert measurer.add(on_gpu(tensors[0])) == 0
     driver.fail("cuLaunchKernel")
@@ -495,7 +493,7 @@ def test_operations_measure_where_kernels_cannot(
     ]
 
 
-def test_what_measures_is_named_and_nothing_is_begun(
+def test_the_measuring_backend_is_named_without_initializing_cuda(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cuda.native == native.native
@@ -540,7 +538,7 @@ def test_a_step_without_memory_is_skipped_and_the_next_measured(
 
 
 @pytest.mark.parametrize("lacking", ["table", "launch"])
-def test_what_is_measured_after_memory_was_lacking_is_that_tensor(
+def test_the_first_tensor_after_an_out_of_memory_error_is_measured_correctly(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     measurer, tensors = Measurer(), [normal(10), normal(20), normal(30)]
@@ -565,7 +563,7 @@ def test_what_is_measured_after_memory_was_lacking_is_that_tensor(
         assert_same(records[number], on_host(tensor))
 
 
-def test_memory_for_a_buffer_is_asked_for_again(
+def test_memory_for_a_buffer_is_requested_again(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(size: int, index: int) -> Tensor:
@@ -596,7 +594,7 @@ def test_a_step_may_have_very_many_streams(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("axis", [None, 0, 1, -1, 7])
-def test_where_pytorch_does_not_describe_tensors_to_c_python_does(
+def test_tensors_that_pytorch_does_not_describe_to_c_are_described_in_python(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, axis: int | None
 ) -> None:
     described = {}

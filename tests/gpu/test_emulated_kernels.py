@@ -339,7 +339,7 @@ def test_emulated_measure_many_and_norms_equal_the_oracle_in_any_order(
     check()
 
 
-def test_sanitizers_find_nothing_in_the_kernels_nor_in_reading_their_rows() -> None:
+def test_sanitizers_report_nothing_for_the_kernels_and_their_readers() -> None:
     runtime = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()
     if not Path(runtime).is_file():
         pytest.skip("no sanitizer of addresses")

@@ -130,7 +130,7 @@ def warnings_of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("name", GPU_LOOPS)
 @pytest.mark.parametrize("every_n_steps", [1, 2])
-def test_training_is_left_alone_and_never_waits(
+def test_training_is_left_alone_and_never_synchronizes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, every_n_steps: int
 ) -> None:
     make, loop = GPU_LOOPS[name]
@@ -143,7 +143,7 @@ def test_training_is_left_alone_and_never_waits(
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 1000])
-def test_a_step_ends_while_the_device_has_not_begun_it(tmp_path: Path, every_n_steps: int) -> None:
+def test_a_step_ends_before_the_device_starts_it(tmp_path: Path, every_n_steps: int) -> None:
     # Small enough for the device's queue: a launch blocks when the queue is full.
     model = nn.Linear(4, 2).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -166,7 +166,7 @@ def test_a_step_ends_while_the_device_has_not_begun_it(tmp_path: Path, every_n_s
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's
-def test_a_compiled_model_is_left_alone_and_never_waits(
+def test_a_compiled_model_is_left_alone_and_never_synchronizes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before PyTorch 2.13, nothing can be seen inside of compiled graphs, and the log says so."""
@@ -205,7 +205,7 @@ def test_a_logged_step_is_two_copies_to_the_host_at_most(tmp_path: Path) -> None
     assert 0 < len(outcome.full) <= len(copies) <= 2 * len(outcome.full)
 
 
-def test_a_captured_step_is_left_alone(tmp_path: Path) -> None:
+def test_a_step_in_a_captured_graph_is_left_alone(tmp_path: Path) -> None:
     """Nothing of it is seen, and nothing else is captured."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -260,7 +260,7 @@ def test_images_of_a_network_are_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [small_cnn, channels_last])
 @pytest.mark.parametrize("autocast", FLOATS, ids=str)
-def test_figures_are_those_of_plain_hooks(
+def test_statistics_equal_those_of_plain_hooks(
     tmp_path: Path, make: Callable[[], nn.Module], autocast: torch.dtype
 ) -> None:
     seen: dict[str, Tensor] = {}
@@ -310,7 +310,7 @@ def measure(tensors: Iterable[Tensor], axis: int | None = None) -> list[TensorRe
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_figures_are_those_of_numpy(dtype: torch.dtype, values: str, layout: str) -> None:
+def test_statistics_equal_those_of_numpy(dtype: torch.dtype, values: str, layout: str) -> None:
     view, axis = LAYOUTS[layout]
     tensor = view(made(dtype, values).to(DEVICE))
     [record] = measure([tensor], axis)
@@ -399,7 +399,7 @@ def test_more_elements_than_32_bits_count() -> None:
     assert record.unit_max.tolist() == [0] * 256 + [2]
 
 
-def test_a_sparse_tensor_is_not_waited_for_to_coalesce() -> None:
+def test_a_sparse_tensor_does_not_synchronize_to_coalesce() -> None:
     indices = [[0, 0, 3]]
     tensor = torch.sparse_coo_tensor(indices, [1.0, 2.0, 4.0], (5,), check_invariants=True)
     on_device, measurer = tensor.to(DEVICE), Measurer()

@@ -40,7 +40,9 @@ def test_no_kernel_takes_more_instructions_than_the_table_says(instructions: Any
             assert slots <= known * most, f"{dtype}, {layout}: update the table if it must be"
 
 
-def test_slots_are_those_of_the_ordinary_path_of_the_hot_loop(instructions: Any) -> None:
+def test_instruction_slots_are_counted_on_the_ordinary_path_of_the_hot_loop(
+    instructions: Any,
+) -> None:
     listing = """
 .L_x_0:
         /*0000*/                   LDG.E R0, [R2] ;

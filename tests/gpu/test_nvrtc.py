@@ -98,7 +98,7 @@ def test_nvrtc_compiles_once_per_source_and_architecture(
     assert names == [".cubin"] * 3  # and nothing half-written
 
 
-def test_nvrtc_compiles_for_a_later_minor_version_what_it_knows(
+def test_nvrtc_compiles_a_known_architecture_for_a_later_minor_version(
     tmp_path: Path, logs: dict[bytes, str]
 ) -> None:
     """Machine code runs on all later ones of the same major version."""
@@ -106,7 +106,7 @@ def test_nvrtc_compiles_for_a_later_minor_version_what_it_knows(
     assert "for 'sm_90'" in logs[cubin]
 
 
-def test_nvrtc_loads_without_what_pytorch_has_loaded(tmp_path: Path) -> None:
+def test_nvrtc_loads_without_the_libraries_of_pytorch(tmp_path: Path) -> None:
     library = Path(nvrtc._library()._name)
     if not library.is_absolute():
         pytest.skip("the system's, which finds its parts")
@@ -125,7 +125,7 @@ assert cubin.startswith(b"\x7fELF")
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
 
 
-def test_nvrtc_compiles_where_nothing_can_be_kept(tmp_path: Path, logs: dict[bytes, str]) -> None:
+def test_nvrtc_compiles_without_a_writable_cache(tmp_path: Path, logs: dict[bytes, str]) -> None:
     (tmp_path / "file").touch()
     for _ in range(2):
         logs.clear()
@@ -139,7 +139,7 @@ def test_nvrtc_compiles_where_nothing_can_be_kept(tmp_path: Path, logs: dict[byt
         (lambda folder: _compile_wrong(folder), "kernels.cu.*error"),
     ],
 )
-def test_nvrtc_tells_why_nothing_was_compiled(
+def test_nvrtc_reports_why_nothing_was_compiled(
     call: Callable[[Path], bytes], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(NvrtcError, match=re.compile(message, re.DOTALL)):

@@ -9,7 +9,7 @@ import sys
 from tests.helpers.paths import ROOT
 
 
-def test_a_simulated_gpu_is_neither_waited_for_nor_raced() -> None:
+def test_a_simulated_gpu_sees_no_synchronization_and_no_race() -> None:
     # The device is registered for the whole process.
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "tests/gpu/simulated_gpu_cases.py"],

@@ -42,7 +42,7 @@ def serving(server: socketserver.TCPServer) -> Iterator[str]:
         server.server_close()
 
 
-def test_alerts_arrive_in_slack_and_by_mail_and_training_does_not_wait(
+def test_alerts_arrive_in_slack_and_by_mail_without_blocking_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     posted: list[dict[str, str]] = []

@@ -133,7 +133,7 @@ def test_a_backward_pass_that_builds_a_graph_is_logged(tmp_path: Path) -> None:
         check(mlp, stepping(passes), tmp_path)
 
 
-def test_where_all_gradients_come_from_autograd_grad_they_are_logged(tmp_path: Path) -> None:
+def test_gradients_that_all_come_from_autograd_grad_are_logged(tmp_path: Path) -> None:
     def passes(model: nn.Module, logger: HookLogger | None) -> None:
         parameters = list(model.parameters())
         grads = torch.autograd.grad(loss_of(model), parameters)
@@ -189,7 +189,7 @@ def test_evaluation_between_training_passes_is_not_logged(
     assert outcome.full[0].activations["0"].calls == 1
 
 
-def test_a_head_in_training_mode_is_logged_and_the_rest_once_steps_are_taken_so(
+def test_a_head_in_training_mode_is_logged_at_once_and_the_rest_after_some_steps(
     tmp_path: Path,
 ) -> None:
     def passes(model: Any, logger: HookLogger | None) -> None:
@@ -245,7 +245,7 @@ def histogram_counts(log_dir: Path, tag: str) -> dict[int, int]:
     return {event.step: make_ndarray(event.tensor_proto)[:, 2].sum() for event in events}
 
 
-def test_a_phase_inside_of_a_phase(tmp_path: Path) -> None:
+def test_phases_can_be_nested(tmp_path: Path) -> None:
     model = mlp()
     with HookLogger(model, tmp_path, every_n_steps=100, alerts=()) as logger:
         with logger.phase("outer"):
@@ -260,7 +260,7 @@ def test_a_phase_inside_of_a_phase(tmp_path: Path) -> None:
     assert histogram_counts(tmp_path, "inner/activation/0000.0") == {0: 2 * 6 * 6}
 
 
-def test_a_phase_that_raises_takes_its_hooks_off(tmp_path: Path) -> None:
+def test_a_phase_that_raises_removes_its_hooks(tmp_path: Path) -> None:
     model = mlp()
     optimizer = sgd(model)
     with HookLogger(model, tmp_path, every_n_steps=100, alerts=()) as logger:
@@ -398,7 +398,7 @@ CHECKPOINTING = {
 
 @pytest.mark.parametrize("mode", CHECKPOINTING)
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_recomputation_by_checkpointing_is_no_second_call(
+def test_recomputation_by_checkpointing_does_not_count_as_a_second_call(
     tmp_path: Path, mode: str, micro_batches: int
 ) -> None:
     def passes(model: nn.Module, logger: HookLogger | None) -> None:
@@ -486,7 +486,7 @@ def test_closures_of_ordinary_optimizers(tmp_path: Path) -> None:
     check(mlp, loop, tmp_path)
 
 
-def test_a_closure_that_raises_ends_no_step(tmp_path: Path) -> None:
+def test_a_closure_that_raises_does_not_end_a_step(tmp_path: Path) -> None:
     model, recorder = mlp(), Recorder()
     optimizer = sgd(model)
 
@@ -581,7 +581,7 @@ def test_parameters_that_no_optimizer_holds_do_not_delay_the_step(tmp_path: Path
     assert [record.grad_present.tolist() for record in outcome.full] == expected
 
 
-def test_a_step_that_waits_for_other_optimizers_is_not_lost(tmp_path: Path) -> None:
+def test_a_step_pending_on_other_optimizers_is_not_lost(tmp_path: Path) -> None:
     model, recorder = TwoParts(), Recorder()
     optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1)
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
@@ -606,7 +606,7 @@ def alternating(steps: int = 12) -> Callable[..., Iterator[None]]:
     return loop
 
 
-def test_a_second_stage_with_another_optimizer_is_counted_after_a_while(
+def test_steps_of_a_second_optimizer_are_counted_once_the_first_has_stopped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     outcome = assert_left_alone(mlp, alternating(), tmp_path, every_n_steps=4)
@@ -714,7 +714,7 @@ class SeenByFunction(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("mode", [SeenByDispatch, SeenByFunction])
-def test_no_mode_of_the_caller_sees_our_operations(tmp_path: Path, mode: Any) -> None:
+def test_modes_of_the_caller_do_not_see_operations_of_the_logger(tmp_path: Path, mode: Any) -> None:
     """Selective checkpointing is such a mode, and so are profilers and a default device."""
 
     class Net(nn.Module):

@@ -148,7 +148,7 @@ def test_inductor(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_tensor_that_is_recorded_as_another_one_is_told_once(
+def test_a_tensor_that_is_recorded_as_another_one_is_logged_once(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -229,7 +229,7 @@ def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Pat
 
 @pytest.mark.slow
 @needs_observable_graphs
-def test_a_first_compiled_call_on_an_unlogged_step_is_no_obstacle(tmp_path: Path) -> None:
+def test_the_first_compiled_call_may_be_on_an_unlogged_step(tmp_path: Path) -> None:
     """Training that is resumed: the first step is not one that is measured."""
     loop = loop_with(whole, steps=4)
     outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=3, first_step=1)
@@ -383,7 +383,7 @@ def test_compiled_autograd_by_its_context_manager(
 
 @pytest.mark.parametrize("compile_by", ["script", "trace"])
 @pytest.mark.filterwarnings("ignore:.*deprecated")
-def test_a_model_of_torch_jit_is_logged_but_for_its_activations(
+def test_a_model_of_torch_jit_is_logged_without_its_activations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, compile_by: str
 ) -> None:
     def make() -> Any:
@@ -409,7 +409,7 @@ WAYS_OUT = ("before the first compiled call", "reset_code_caches", "force_eager"
 @pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
-def test_a_model_that_was_compiled_before_is_told_with_the_ways_out(
+def test_a_model_that_was_compiled_before_is_reported_with_the_remedies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile
 ) -> None:
     model, recorder = Net(), Recorder()
@@ -431,7 +431,7 @@ def test_a_model_that_was_compiled_before_is_told_with_the_ways_out(
 
 @pytest.mark.slow
 @needs_observable_graphs
-def test_dropping_the_compiled_code_is_a_way_out(tmp_path: Path) -> None:
+def test_dropping_the_compiled_code_is_a_remedy(tmp_path: Path) -> None:
     model, recorder = Net(), Recorder()
     forward = whole(model)
     forward(torch.randn(5, 4)).sum().backward()
@@ -447,7 +447,7 @@ def test_dropping_the_compiled_code_is_a_way_out(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_observable_graphs
-def test_running_the_logged_steps_eagerly_is_a_way_out(tmp_path: Path) -> None:
+def test_running_the_logged_steps_eagerly_is_a_remedy(tmp_path: Path) -> None:
     model, recorder = Net(), Recorder()
     forward = whole(model)
     forward(torch.randn(5, 4)).sum().backward()
@@ -466,7 +466,7 @@ def test_running_the_logged_steps_eagerly_is_a_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_after_close_the_compiled_model_runs_on_and_nothing_is_held(tmp_path: Path) -> None:
+def test_after_close_the_compiled_model_still_runs_and_no_reference_is_kept(tmp_path: Path) -> None:
     model = Net()
     forward = whole(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

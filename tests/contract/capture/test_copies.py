@@ -52,7 +52,7 @@ COPIES = [copy.deepcopy, by_pickle, by_saving]
 
 @pytest.mark.parametrize("make_copy", COPIES)
 @pytest.mark.parametrize("steps", [0, 1, 2])  # at 0 and 2 a step is measured
-def test_a_copy_is_silent_and_works(
+def test_a_copied_model_works_and_logs_nothing(
     tmp_path: Path, make_copy: Callable[[nn.Module], nn.Module], steps: int
 ) -> None:
     model, recorder = Net(), Recorder()
@@ -103,7 +103,7 @@ class HoldsItsLogger(Net):
 @pytest.mark.slow
 @pytest.mark.parametrize("make_copy", [*COPIES, torch.optim.swa_utils.AveragedModel])
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_the_copy_of_a_model_that_holds_its_logger_holds_one_that_is_off(
+def test_the_copy_of_a_model_with_a_logger_attribute_has_a_disabled_logger(
     tmp_path: Path, make_copy: Callable[[nn.Module], nn.Module], steps: int
 ) -> None:
     model = HoldsItsLogger(tmp_path)
@@ -150,7 +150,7 @@ def test_a_saved_model_loads_where_telemetry_is_not_installed(tmp_path: Path) ->
     )
 
 
-def test_state_dicts_of_a_watched_model_and_its_optimizer_hold_nothing_of_ours(
+def test_state_dicts_of_a_watched_model_and_its_optimizer_contain_nothing_of_the_logger(
     tmp_path: Path,
 ) -> None:
     def states() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -212,7 +212,7 @@ def replicas_of(model: nn.Module, count: int = 2) -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 2])
-def test_replicas_of_data_parallel_are_silent(tmp_path: Path, every_n_steps: int) -> None:
+def test_replicas_of_data_parallel_are_not_logged(tmp_path: Path, every_n_steps: int) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
@@ -230,7 +230,7 @@ def test_replicas_of_data_parallel_are_silent(tmp_path: Path, every_n_steps: int
     assert not any(record.activations for record in outcome.records)
 
 
-def test_replicas_on_threads_of_their_own(tmp_path: Path) -> None:
+def test_replicas_on_separate_threads(tmp_path: Path) -> None:
     model, recorder = Net(), Recorder()
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
         with ThreadPoolExecutor() as threads:
@@ -242,7 +242,7 @@ def test_replicas_on_threads_of_their_own(tmp_path: Path) -> None:
     assert record.grad_present.all()
 
 
-def test_a_shallow_copy_of_a_module_is_silent(tmp_path: Path) -> None:
+def test_a_shallow_copy_of_a_module_is_not_logged(tmp_path: Path) -> None:
     model, recorder = Net(), Recorder()
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
         copy.copy(model.conv)(batch())
@@ -275,7 +275,7 @@ def of_ours() -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_nothing_is_left_after_close(tmp_path: Path, steps: int) -> None:
+def test_close_removes_everything_from_the_model(tmp_path: Path, steps: int) -> None:
     global_hooks = (
         optim_module._global_optimizer_pre_hooks,
         optim_module._global_optimizer_post_hooks,

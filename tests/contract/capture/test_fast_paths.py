@@ -111,7 +111,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor)
 @pytest.mark.skipif(
     torch.__version__.startswith("2.4."), reason="PyTorch 2.4 rounds alike on both paths"
 )
-def test_hooks_change_the_bits_of_these_models() -> None:
+def test_hooks_change_the_results_of_these_models() -> None:
     torch.manual_seed(0)
     model = Encoder().eval()
     x = batch()
@@ -223,7 +223,7 @@ def test_training_towards_a_frozen_copy(
     assert_left_alone(Encoder, loop, tmp_path, every_n_steps=every_n_steps)
 
 
-def test_a_module_with_hooks_of_its_own_is_measured_after_them(tmp_path: Path) -> None:
+def test_a_module_with_user_hooks_is_measured_after_them(tmp_path: Path) -> None:
     model, recorder = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     model[0].register_forward_hook(lambda module, args, output: output * 0 + 3)
@@ -351,7 +351,7 @@ def test_steps_that_are_not_measured_have_no_hooks_though_something_else_is_comp
     torch._dynamo.reset()
 
 
-def test_a_watched_module_has_no_hooks_that_others_could_see(tmp_path: Path) -> None:
+def test_a_watched_module_has_no_visible_hooks(tmp_path: Path) -> None:
     seen = []
 
     class Asking(nn.Module):

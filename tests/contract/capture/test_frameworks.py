@@ -127,7 +127,7 @@ def test_lightning(tmp_path: Path, options: dict[str, Any], steps: int, calls: i
         assert all(record.total_grad_norm_before_clipping > 0.02 for record in records)
 
 
-def test_lightning_closes_its_writer_before_us_and_every_step_is_there(
+def test_every_step_is_written_though_lightning_closes_its_writer_before_the_logger(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("lightning")
@@ -228,7 +228,7 @@ def test_hugging_face_trainer(
 
 
 @pytest.mark.slow
-def test_the_trainers_callback_closes_its_writer_before_us_and_every_step_is_there(
+def test_every_step_is_written_though_the_trainers_callback_closes_its_writer_before_the_logger(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("transformers")

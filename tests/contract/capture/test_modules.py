@@ -76,7 +76,7 @@ class Clamps(nn.Module):
         return x
 
 
-def test_what_a_module_changes_without_pytorch_noticing_is_logged_as_it_was_returned(
+def test_changes_that_pytorch_does_not_notice_are_logged_as_they_were_returned(
     tmp_path: Path,
 ) -> None:
     check(lambda: nn.Sequential(nn.Linear(4, 4), Clamps(), nn.Linear(4, 2)), plain, tmp_path)
@@ -120,7 +120,7 @@ class TakesMany(nn.Module):
         return nn.functional.cross_entropy(logits, labels)
 
 
-def test_inputs_are_those_of_all_micro_batches(tmp_path: Path) -> None:
+def test_inputs_of_all_micro_batches_are_logged(tmp_path: Path) -> None:
     batches = torch.randn(2, 2, 6, 4)
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -137,13 +137,13 @@ def test_inputs_are_those_of_all_micro_batches(tmp_path: Path) -> None:
     assert_tensor(summed, list(batches.sum(1).double().numpy()))
 
 
-def test_an_input_that_is_handed_on_is_measured_once(tmp_path: Path) -> None:
+def test_an_input_that_is_passed_through_is_measured_once(tmp_path: Path) -> None:
     [record, _] = assert_left_alone(lambda: nn.Sequential(nn.Linear(4, 2)), plain, tmp_path).records
     assert list(record.inputs) == [""]
     assert record.inputs[""].sketch.count == 24
 
 
-def test_inputs_of_a_model_that_is_not_called_itself_are_those_of_its_first_layer(
+def test_the_inputs_of_a_model_that_is_not_called_are_the_inputs_of_its_first_layer(
     tmp_path: Path,
 ) -> None:
     loop = sgd_loop(lambda model, x: model[1](model[0](x)).square().mean())
@@ -324,7 +324,7 @@ def test_an_unrolled_cell_keeps_its_count(tmp_path: Path) -> None:
     assert outcome.full[0].activation_grads["cell"].calls == 30
 
 
-def test_outputs_of_an_rnn_are_told_apart(tmp_path: Path) -> None:
+def test_outputs_of_an_rnn_are_logged_separately(tmp_path: Path) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -358,7 +358,7 @@ class Gate(nn.Module):
         return experts, weights, x > 0
 
 
-def test_indices_counts_and_masks_are_in_no_figure_of_a_layer(tmp_path: Path) -> None:
+def test_indices_counts_and_masks_do_not_count_in_statistics_of_a_layer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, recorder = Indexing(), Recorder()
     returned: dict[str, list[Tensor]] = {}
@@ -555,7 +555,7 @@ class Bypassed(nn.Module):
         return nn.functional.linear(self.used(x), self.lends.weight)
 
 
-def test_modules_without_parameters_may_be_silent_and_nobody_guesses_at_the_compiler(
+def test_modules_without_parameters_need_not_run_and_the_compiler_is_not_blamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # something else
@@ -622,7 +622,7 @@ def test_the_pass_after_an_exception_in_forward_is_logged(tmp_path: Path) -> Non
     assert outcome.full[0].activations["second"].calls == 1
 
 
-def test_an_exception_in_backward_drops_what_the_pass_had_brought(tmp_path: Path) -> None:
+def test_an_exception_in_backward_drops_the_measurements_of_the_pass(tmp_path: Path) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -658,7 +658,7 @@ def test_forwards_on_other_threads_are_not_logged(tmp_path: Path) -> None:
     check(mlp, sgd_loop(step), tmp_path)
 
 
-def test_training_on_a_thread_of_its_own_is_logged(tmp_path: Path) -> None:
+def test_training_on_a_separate_thread_is_logged(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         losses: list[Tensor] = []
         thread = threading.Thread(target=lambda: losses.extend(plain(model, logger)))
@@ -691,7 +691,7 @@ def test_once_a_thread_has_stepped_another_one_does_not_take_over(tmp_path: Path
 # --- the user's own hooks -------------------------------------------------------------------------
 
 
-def test_what_the_users_hooks_return_is_logged(tmp_path: Path) -> None:
+def test_values_that_user_hooks_return_are_logged(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = mlp()
         model[0].register_forward_hook(lambda m, a, out: out * 2)
@@ -723,12 +723,12 @@ class NamedLikeWrappers(nn.Module):
         return self.head(self._orig_mod(self.module(x)))
 
 
-def test_names_that_look_like_wrappers_are_told_apart(tmp_path: Path) -> None:
+def test_names_that_look_like_wrappers_are_kept(tmp_path: Path) -> None:
     outcome, _ = check(NamedLikeWrappers, plain, tmp_path)
     assert list(outcome.full[0].activations) == ["module", "_orig_mod", "head"]
 
 
-def test_a_model_that_never_trains_is_told(
+def test_a_model_that_never_trains_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Models from a hub come in evaluation mode."""
@@ -744,7 +744,7 @@ def test_a_model_that_never_trains_is_told(
     assert all(record.grad_present.all() for record in outcome.full)
 
 
-def test_a_container_that_holds_itself_comes_to_an_end(
+def test_a_container_that_contains_itself_is_traversed_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def pack(a: Tensor, b: Tensor) -> dict[str, Any]:
@@ -759,7 +759,7 @@ def test_a_container_that_holds_itself_comes_to_an_end(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_part_that_was_scripted_before_is_told_once(
+def test_a_submodule_that_was_scripted_before_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make() -> nn.Module:

@@ -311,7 +311,7 @@ def test_outputs_of_every_dtype(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
-def test_outputs_that_cannot_be_measured_are_told_once(
+def test_outputs_that_cannot_be_measured_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Quantize(nn.Module):
@@ -337,7 +337,7 @@ def unsupported(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.filterwarnings("ignore:.*prototype")
-def test_nested_tensors_are_told_once_for_each_layout(
+def test_nested_tensors_are_reported_once_for_each_layout(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, layout: torch.layout
 ) -> None:
     if layout is torch.jagged and torch.__version__.startswith("2.4"):
@@ -391,7 +391,7 @@ class Quantized(nn.Module):
         return self.layers(x)
 
 
-def test_quantized_weights_are_told_once_for_each_class(
+def test_quantized_weights_are_reported_once_for_each_class(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = loop_of(lambda m: m(batch()).square().mean())

@@ -763,7 +763,7 @@ def run(name: str, watch: Any = nullcontext, compiles: bool = True) -> tuple[nn.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_left_alone_and_its_figures_are_right(name: str, tmp_path: Path) -> None:
+def test_a_program_trains_unchanged_and_its_statistics_are_right(name: str, tmp_path: Path) -> None:
     recorder = Recorder()
 
     def logged(model: nn.Module) -> HookLogger:

@@ -196,7 +196,7 @@ def test_without_effects_operators_are_not_kept_in_graphs(
 
 @pytest.mark.slow
 @needs_observable_graphs
-def test_without_effects_a_compiled_model_trains_on(tmp_path: Path) -> None:
+def test_without_effects_a_compiled_model_still_trains(tmp_path: Path) -> None:
     script = """
         import sys, torch
         from torch import nn
@@ -231,7 +231,7 @@ def test_without_reset_code_caches_nothing_is_dropped(
     assert len(told(caplog, "reset_code_caches")) == 1
 
 
-def test_each_missing_name_is_told_once(
+def test_each_missing_name_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(torch._C, "_current_graph_task_id")

@@ -124,7 +124,7 @@ def test_a_copy_of_a_watched_model_can_be_scripted(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_hook_of_the_users_still_keeps_a_module_from_being_scripted(tmp_path: Path) -> None:
+def test_a_user_hook_still_prevents_scripting_of_a_module(tmp_path: Path) -> None:
     model = mlp()
     model[0].register_forward_hook(lambda module, args, output: None)
     with HookLogger(model, tmp_path), pytest.raises((RuntimeError, AttributeError, ValueError)):

@@ -66,7 +66,7 @@ def test_events_carry_the_time_of_adding(tmp_path: Path) -> None:
     assert all(before <= event.wall_time <= time.time() for event in read_summaries(tmp_path))
 
 
-def test_a_flush_brings_events_into_the_file(tmp_path: Path) -> None:
+def test_a_flush_writes_events_to_the_file(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path, flush_s=3600)
 
     for step in range(5):
@@ -88,7 +88,7 @@ def test_wrong_arguments_raise_at_once(tmp_path: Path, value: object, step: obje
 
 
 @pytest.mark.parametrize("log_dir", ["runs/\0", "no-such-protocol://bucket/run"])
-def test_a_directory_that_cannot_be_is_refused(log_dir: str) -> None:
+def test_a_directory_that_cannot_exist_is_refused(log_dir: str) -> None:
     with pytest.raises(ValueError, match=r"NUL|no-such-protocol"):
         FileWriter(log_dir)
 
@@ -114,7 +114,7 @@ def test_tags_of_every_character_are_shown(tmp_path: Path, read_board: ReadBoard
     assert read_board(tmp_path).scalars()["run"] == {tag: [(3, 1.0)] for tag in tags}
 
 
-def test_half_a_character_is_refused(tmp_path: Path) -> None:
+def test_an_unpaired_surrogate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="surrogates"):
         summaries.scalar("\ud800", 1.0)
 
@@ -165,7 +165,7 @@ def test_a_clock_that_goes_back_hides_nothing(
     ),
     st.integers(0, 2**63 - 1),
 )
-def test_what_is_written_comes_back(
+def test_written_values_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, scalars: list[tuple[str, float]], step: int
 ) -> None:
     log_dir = tmp_path_factory.mktemp("run")
@@ -182,7 +182,7 @@ def test_what_is_written_comes_back(
     )
 
 
-def test_training_goes_on_through_a_full_disk(
+def test_training_continues_with_a_full_disk(
     tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ballast = tiny_disk / "ballast"
@@ -214,7 +214,7 @@ def test_training_goes_on_through_a_full_disk(
     assert f"{100 - kept} measurements were dropped" in reported[1]
 
 
-def test_what_never_found_room_is_told_when_the_writer_is_closed(
+def test_closing_the_writer_reports_records_that_were_never_written(
     tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = FileWriter(tiny_disk / "run")
@@ -231,7 +231,7 @@ def test_what_never_found_room_is_told_when_the_writer_is_closed(
     assert f"{50 - written} events could not be written" in caplog.messages[-1]
 
 
-def test_a_disk_that_hangs_costs_the_time_given_once(
+def test_a_hanging_disk_costs_the_timeout_once(
     freezable_disk: FreezableDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = FileWriter(freezable_disk.path / "run")
@@ -251,7 +251,7 @@ def test_a_disk_that_hangs_costs_the_time_given_once(
     assert "300 events could not be written (a write that began " in reported
 
 
-def test_what_readers_need_is_repeated_where_a_file_is_begun_anew(tmp_path: Path) -> None:
+def test_records_that_readers_need_are_repeated_in_each_new_file(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path)
     for step in range(2):
         layout = summaries.text("layout", f"version {step}")

@@ -53,7 +53,7 @@ def steps_of(log_dir: Path, tag: str = "ours") -> list[list[int]]:
 
 @BOTH
 @pytest.mark.parametrize("name", ["flush", "close"])
-def test_what_waits_is_in_the_file_when_anyone_flushes_or_closes_the_writer(
+def test_queued_events_are_written_when_the_writer_is_flushed_or_closed(
     tmp_path: Path, kind: Kind, name: str
 ) -> None:
     writer = kind(tmp_path)
@@ -74,7 +74,7 @@ def test_what_waits_is_in_the_file_when_anyone_flushes_or_closes_the_writer(
 
 
 @BOTH
-def test_what_comes_after_a_close_is_in_a_file_that_readers_read_next(
+def test_events_after_a_close_are_in_the_file_that_readers_read_next(
     tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of one second's files, torch's tenth sorts before its ninth.
@@ -118,7 +118,7 @@ def test_an_event_keeps_its_time_and_step(tmp_path: Path, kind: Kind) -> None:
 
 
 @BOTH
-def test_nothing_is_lost_if_two_threads_find_it_closed(tmp_path: Path, kind: Kind) -> None:
+def test_nothing_is_lost_if_two_threads_find_the_writer_closed(tmp_path: Path, kind: Kind) -> None:
     writer = kind(tmp_path)
     given = give(writer)
     for step in range(20):
@@ -157,7 +157,7 @@ class SlowToClose(tensorboard.SummaryWriter):
         self.file_writer = self.all_writers = None
 
 
-def test_what_comes_while_torchs_writer_is_being_closed_waits_for_the_next_file(
+def test_events_added_while_torchs_writer_closes_are_in_the_next_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = SlowToClose(tmp_path)
@@ -188,7 +188,7 @@ class ClosedMeanwhile(SummaryWriter):
         return file_writer
 
 
-def test_what_comes_as_our_writer_is_being_closed_goes_to_the_next_file(tmp_path: Path) -> None:
+def test_events_added_while_the_writer_closes_are_in_the_next_file(tmp_path: Path) -> None:
     writer = ClosedMeanwhile(tmp_path)
     given = give(writer)
     add(given, 0)
@@ -204,7 +204,7 @@ def test_what_comes_as_our_writer_is_being_closed_goes_to_the_next_file(tmp_path
 
 @BOTH
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_the_last_one_leaves_the_writer_as_it_was(
+def test_the_last_logger_restores_the_writer(
     tmp_path: Path, kind: Kind, order: tuple[int, ...]
 ) -> None:
     writer = kind(tmp_path)
@@ -223,7 +223,7 @@ def test_the_last_one_leaves_the_writer_as_it_was(
 
 
 @BOTH
-def test_who_stands_in_for_a_method_later_stays_there(tmp_path: Path, kind: Kind) -> None:
+def test_a_method_that_was_replaced_later_stays_replaced(tmp_path: Path, kind: Kind) -> None:
     writer = kind(tmp_path)
     given = give(writer)
     calls, ours = [], writer.flush
@@ -246,7 +246,7 @@ def test_who_stands_in_for_a_method_later_stays_there(tmp_path: Path, kind: Kind
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda writer: pickle.loads(pickle.dumps(writer))])
-def test_a_copy_of_the_writer_has_methods_of_its_own(
+def test_a_copy_of_the_writer_has_separate_methods(
     tmp_path: Path, make: Callable[[Any], Any]
 ) -> None:
     writer = SummaryWriter(tmp_path)
@@ -268,7 +268,7 @@ def test_a_copy_of_the_writer_has_methods_of_its_own(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @BOTH
-def test_a_forked_child_is_not_held_up(tmp_path: Path, kind: Kind) -> None:
+def test_a_forked_child_is_not_blocked(tmp_path: Path, kind: Kind) -> None:
     writer = kind(tmp_path)
     given = give(writer)
     writer.close()
@@ -306,7 +306,7 @@ class HangingWriter(tensorboard.SummaryWriter):
         assert self.answering.wait(WAIT_S)
 
 
-def test_a_disk_that_hangs_makes_nobody_wait_and_what_is_left_is_counted(
+def test_a_hanging_disk_blocks_no_thread_and_unwritten_events_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = HangingWriter(tmp_path)
@@ -320,7 +320,7 @@ def test_a_disk_that_hangs_makes_nobody_wait_and_what_is_left_is_counted(
     given._background._thread.join(WAIT_S)
 
 
-def test_what_a_writer_that_fails_does_not_take_is_in_another_file(
+def test_events_that_a_failing_writer_refused_are_in_another_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FailingWriter(tensorboard.SummaryWriter):

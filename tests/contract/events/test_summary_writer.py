@@ -105,7 +105,7 @@ def test_a_model_graph_is_shown(tmp_path: Path, read_board: ReadBoard) -> None:
     assert "__run_graph__" in read_board(tmp_path).blobs("graphs")["run"]
 
 
-def test_files_are_there_once_it_is_built(tmp_path: Path) -> None:
+def test_files_exist_once_the_writer_is_built(tmp_path: Path) -> None:
     writer = SummaryWriter(tmp_path / "run", filename_suffix=".suffix")
 
     (path,) = list_event_files(tmp_path / "run")
@@ -129,7 +129,7 @@ def test_the_default_directory_is_that_of_torch(
 
 
 @pytest.mark.parametrize("earlier", [SummaryWriter, tensorboard.SummaryWriter])
-def test_a_resumed_run_gives_one_line(
+def test_a_resumed_run_is_one_curve(
     tmp_path: Path, read_board: ReadBoard, earlier: type[tensorboard.SummaryWriter]
 ) -> None:
     run = tmp_path / "run"
@@ -171,7 +171,7 @@ def test_torch_can_resume_a_run_of_ours(
     assert shown == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
 
 
-def test_a_closed_writer_begins_a_new_file(tmp_path: Path, read_board: ReadBoard) -> None:
+def test_a_closed_writer_starts_a_new_file(tmp_path: Path, read_board: ReadBoard) -> None:
     writer = SummaryWriter(tmp_path / "run", purge_step=0)
     for step in range(3):
         writer.add_scalar("loss", 1.0, step)
@@ -183,7 +183,7 @@ def test_a_closed_writer_begins_a_new_file(tmp_path: Path, read_board: ReadBoard
     assert [step for step, _ in shown] == [0, 1, 2]
 
 
-def test_flush_brings_everything_into_the_files(tmp_path: Path) -> None:
+def test_flush_writes_everything_to_the_files(tmp_path: Path) -> None:
     writer = SummaryWriter(tmp_path, flush_secs=3600)
     writer.add_scalar("loss", 1.0, 3)
     writer.add_scalars("all", {"train": 1.0}, 3)
@@ -205,7 +205,7 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         SummaryWriter(tmp_path / "file" / "run")
 
 
-def test_a_full_disk_is_not_heard_of_in_training(tiny_disk: Path) -> None:
+def test_a_full_disk_raises_nothing_in_training(tiny_disk: Path) -> None:
     writer = SummaryWriter(tiny_disk / "run")
     (tiny_disk / "ballast").write_bytes(bytes(110_000))
 
@@ -221,7 +221,7 @@ def test_a_full_disk_is_not_heard_of_in_training(tiny_disk: Path) -> None:
     assert len(runs["."]) == len(runs["all_train"]) == 60
 
 
-def test_a_disk_that_hangs_costs_its_time_once_for_all_files(
+def test_a_hanging_disk_costs_the_timeout_once_for_all_files(
     freezable_disk: FreezableDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(summary_writer, "PATIENCE_S", 0.5)

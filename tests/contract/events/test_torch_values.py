@@ -49,7 +49,7 @@ VALUES = (
 
 @pytest.mark.slow
 @given(arrays(np.float64, st.integers(1, 60), elements=VALUES))
-def test_a_histogram_is_that_of_torch(values: np.ndarray) -> None:
+def test_a_histogram_equals_that_of_torch(values: np.ndarray) -> None:
     assert _histogram("grad", values, BINS) == torchs_histogram(values)
 
 
@@ -72,7 +72,7 @@ def test_a_histogram_is_that_of_torch(values: np.ndarray) -> None:
         normal(10_000).relu(),
     ],
 )
-def test_a_histogram_of_anything_is_that_of_torch(values: Any) -> None:
+def test_a_histogram_of_any_values_equals_that_of_torch(values: Any) -> None:
     assert _histogram("grad", values, BINS) == torchs_histogram(values)
 
 
@@ -88,7 +88,7 @@ def test_a_histogram_of_anything_is_that_of_torch(values: Any) -> None:
         torch.tensor([1j]),
     ],
 )
-def test_what_is_unusual_is_left_to_torch(values: torch.Tensor) -> None:
+def test_unusual_values_are_passed_to_torch(values: torch.Tensor) -> None:
     assert _histogram("grad", values, BINS) is None
 
 
@@ -107,7 +107,7 @@ def test_what_is_unusual_is_left_to_torch(values: torch.Tensor) -> None:
     ),
 )
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_a_scalar_is_that_of_torch(value: float, kind: Any) -> None:
+def test_a_scalar_equals_that_of_torch(value: float, kind: Any) -> None:
     given_value = kind(value)
     expected = summary.scalar("loss", given_value).SerializeToString()
     assert _scalar("loss", given_value) == expected

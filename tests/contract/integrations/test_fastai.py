@@ -53,7 +53,7 @@ def test_it_logs_several_fits_as_one_run_and_leaves_training_alone(
     assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 
-def test_a_logger_without_the_callback_says_early_that_it_sees_no_step(
+def test_a_logger_without_the_callback_warns_early_that_it_counts_no_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare, watched = learner(), learner()

@@ -63,7 +63,7 @@ def train(
         ({"eval_strategy": "epoch", "gradient_accumulation_steps": 2}, 3),
     ],
 )
-def test_it_writes_beside_the_trainers_runs_and_leaves_training_alone(
+def test_it_writes_next_to_the_trainers_runs_and_leaves_training_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], steps: int
 ) -> None:
     bare, watched = Regressor(), Regressor()
@@ -146,7 +146,7 @@ class Plain(nn.Module):
         return {"loss": self.net(x).square().mean()}
 
 
-def test_the_loss_hook_is_no_obstacle_to_compilers_and_copies(tmp_path: Path) -> None:
+def test_the_loss_hook_allows_compiling_and_copying(tmp_path: Path) -> None:
     model, x = Plain(), torch.randn(4, 4)
     callback = TelemetryCallback(tmp_path)
     callback.begin(model, None)

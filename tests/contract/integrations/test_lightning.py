@@ -68,7 +68,7 @@ def test_it_writes_into_the_trainers_run_and_leaves_training_alone(
     assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 
-def test_a_trainer_without_tensorboard_has_a_run_of_its_own(tmp_path: Path) -> None:
+def test_a_trainer_without_tensorboard_has_a_separate_run(tmp_path: Path) -> None:
     trainer(tmp_path, TelemetryCallback(), logger=CSVLogger(tmp_path)).fit(Module(), batches())
     assert list(curve(tmp_path / "telemetry", "loss")) == list(range(6))
 
@@ -111,7 +111,7 @@ def test_an_exception_ends_the_run_with_its_flight_file(tmp_path: Path) -> None:
     assert [p.name for p in Path(used.logger.log_dir).glob("flight-*")] == ["flight-3.json"]
 
 
-def test_an_unknown_argument_is_told_at_once() -> None:
+def test_an_unknown_argument_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'evry_n_steps'"):
         TelemetryCallback(evry_n_steps=10)
 

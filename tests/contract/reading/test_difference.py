@@ -73,7 +73,7 @@ def test_every_step_is_a_row_of_each_layer(tmp_path: Path) -> None:
     ]
 
 
-def test_windows_leave_no_step_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_cover_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
     monkeypatch.setattr(numbers, "READ_BYTES", 1 << 11)
     run = open_run(tmp_path)
@@ -83,7 +83,7 @@ def test_windows_leave_no_step_out(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert np.concatenate([matrix.steps for matrix in found]).tolist() == list(range(STEPS))
 
 
-def test_the_same_nan_and_infinity_are_no_difference(tmp_path: Path) -> None:
+def test_equal_nan_and_infinity_are_not_a_difference(tmp_path: Path) -> None:
     same = [(5, "a", np.nan), (6, "a", np.inf)]
     write(tmp_path / "one", [*same, (7, "a", np.inf)])
     write(tmp_path / "two", [*same, (7, "a", 1.0)])

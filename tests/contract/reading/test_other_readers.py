@@ -79,7 +79,7 @@ def test_tbparse_finds_histograms(classic: Path) -> None:
     assert sum(of_weights.counts.iloc[0]) == 432
 
 
-def test_we_find_the_same_in_both_forms(classic: Path, tmp_path: Path) -> None:
+def test_both_formats_give_the_same_data(classic: Path, tmp_path: Path) -> None:
     train(tmp_path)
     ours, theirs = telemetry.read(tmp_path), telemetry.read(classic)
     assert set(ours.histogram_tags) == set(theirs.histogram_tags)

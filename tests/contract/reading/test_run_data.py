@@ -43,7 +43,7 @@ def test_every_step_is_kept_and_every_number(tmp_path: Path, open_run: OpenRun) 
     assert (activation.values == activation.steps[:, None]).all()
 
 
-def test_gradient_rms_is_the_norm_over_the_root_of_the_size(
+def test_gradient_rms_is_the_norm_divided_by_the_root_of_the_size(
     tmp_path: Path, open_run: OpenRun
 ) -> None:
     write_run(tmp_path, LAYOUT, steps=[5], norms=norms)
@@ -51,7 +51,7 @@ def test_gradient_rms_is_the_norm_over_the_root_of_the_size(
     np.testing.assert_allclose(values, [norms(5) / np.sqrt(6)], rtol=1e-6)
 
 
-def test_a_window_is_read_alone(tmp_path: Path, open_run: OpenRun) -> None:
+def test_only_the_requested_window_is_read(tmp_path: Path, open_run: OpenRun) -> None:
     write_run(tmp_path, LAYOUT, steps=range(100), norms=norms)
     region = Region(first_step=31, last_step=33, first_layer=1, last_layer=1)
     part = open_run(tmp_path).matrix("grad_norm", region)
@@ -62,7 +62,7 @@ def test_a_window_is_read_alone(tmp_path: Path, open_run: OpenRun) -> None:
     assert beyond.values.shape == (100, 0)
 
 
-def test_a_resumed_run_shows_one_line(tmp_path: Path, open_run: OpenRun) -> None:
+def test_a_resumed_run_is_one_curve(tmp_path: Path, open_run: OpenRun) -> None:
     old = [alert_at(4, "a"), alert_at(30, "a")]
     write_run(
         tmp_path, LAYOUT, steps=range(40), norms=norms, matrices=matrices, session=EARLIER,
@@ -83,7 +83,9 @@ def test_a_resumed_run_shows_one_line(tmp_path: Path, open_run: OpenRun) -> None
     assert run.matrix("activation_rms").steps.tolist() == list(range(25))
 
 
-def test_layers_that_come_or_go_keep_their_rows(tmp_path: Path, open_run: OpenRun) -> None:
+def test_layers_that_are_added_or_removed_keep_their_rows(
+    tmp_path: Path, open_run: OpenRun
+) -> None:
     write_run(tmp_path, layout_of(["a", "old", "c"]), steps=[0], norms=norms, session=EARLIER)
     write_run(
         tmp_path, layout_of(["a", "c", "new"]), steps=[1], norms=lambda _: np.ones(3, np.float32),
@@ -117,7 +119,7 @@ def test_a_newer_format_is_reported(tmp_path: Path, open_run: OpenRun) -> None:
         open_run(tmp_path).overview()
 
 
-def test_broken_texts_are_left_out(tmp_path: Path, open_run: OpenRun) -> None:
+def test_malformed_texts_are_omitted(tmp_path: Path, open_run: OpenRun) -> None:
     with_format(tmp_path, b"not JSON")
     with_format(tmp_path, b'{"format": 1}')
     writer = FileWriter(tmp_path)
@@ -177,7 +179,7 @@ def test_a_tag_that_has_grown_is_read_again(tmp_path: Path) -> None:
     assert len(run.source.reads) == 1  # the first ten steps are known
 
 
-def test_of_too_much_data_steps_are_left_out_until_a_part_is_asked_for(
+def test_steps_beyond_the_limit_are_omitted_until_a_window_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path, LAYOUT, steps=range(200), norms=norms, matrices=matrices)
@@ -191,7 +193,7 @@ def test_of_too_much_data_steps_are_left_out_until_a_part_is_asked_for(
     assert part.steps.tolist() == list(range(42, 48))
 
 
-def test_the_cache_forgets_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_evicts_the_oldest_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path, LAYOUT, steps=range(100), norms=norms)
     monkeypatch.setattr(numbers, "_CACHE_BYTES", 500)
     run = RunData(FileSource(tmp_path))
@@ -200,7 +202,7 @@ def test_the_cache_forgets_the_oldest(tmp_path: Path, monkeypatch: pytest.Monkey
     assert run._numbers.nbytes <= 500
 
 
-def test_what_an_older_version_can_read_is_shown(tmp_path: Path, open_run: OpenRun) -> None:
+def test_data_that_an_older_version_can_read_is_shown(tmp_path: Path, open_run: OpenRun) -> None:
     with_format(tmp_path, b'{"format": 99}')
     write_run(tmp_path, LAYOUT, steps=[0], norms=norms, session=LATER)
     run = open_run(tmp_path)
@@ -209,7 +211,7 @@ def test_what_an_older_version_can_read_is_shown(tmp_path: Path, open_run: OpenR
     assert "format 99" in problem
 
 
-def test_a_step_far_away_hides_no_other(tmp_path: Path) -> None:
+def test_a_distant_step_does_not_hide_others(tmp_path: Path) -> None:
     write_run(tmp_path, LAYOUT, steps=[*range(30), 2**50], norms=norms)
     matrix = RunData(FileSource(tmp_path)).matrix("grad_norm")
     assert not matrix.sampled

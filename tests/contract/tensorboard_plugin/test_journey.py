@@ -63,9 +63,7 @@ def train(logger: HookLogger, model: nn.Module, steps: int) -> None:
     logger.flush()
 
 
-def test_an_activation_goes_the_way_that_the_docs_tell(
-    tmp_path: Path, open_client: OpenClient
-) -> None:
+def test_an_activation_takes_the_documented_path(tmp_path: Path, open_client: OpenClient) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
     calls: list[tuple[str, str]] = []
     with calls_noted(calls), HookLogger(model, tmp_path / "run", every_n_steps=1) as logger:
@@ -88,7 +86,7 @@ def test_an_activation_goes_the_way_that_the_docs_tell(
 
 
 @pytest.mark.parametrize("way", ["one activation", "a step of several ranks"])
-def test_each_station_is_defined_where_the_docs_say(way: str) -> None:
+def test_each_function_on_the_path_is_defined_where_the_docs_say(way: str) -> None:
     for file, name in stations(f"The way of {way}"):
         assert name in defined_in(PACKAGE / file), f"{file} defines no {name}"
 
@@ -107,7 +105,7 @@ def defined_in(path: Path) -> set[str]:
     return names
 
 
-def test_a_station_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
+def test_a_function_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
     source: Any = tmp_path / "file.py"
     source.write_text("class A:\n    def b(self): ...\n\ndef c(): ...\n", encoding="utf-8")
     assert defined_in(source) == {"A.b", "c"}

@@ -118,7 +118,7 @@ def test_the_page_has_the_outputs_of_each_layer_and_no_others(
 
 
 @pytest.mark.parametrize("bad", ["pair[1]", "[", "a[0", FORGED, "\x1b[31m", "\ud800"])
-def test_a_fault_is_told_by_its_name(
+def test_a_fault_is_reported_by_its_name(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
@@ -139,7 +139,7 @@ def test_a_fault_is_told_by_its_name(
     assert "nonfinite" in capsys.readouterr().out
 
 
-def test_a_flight_file_tells_outputs_and_modules_apart(tmp_path: Path) -> None:
+def test_a_flight_file_distinguishes_outputs_from_modules(tmp_path: Path) -> None:
     train(tmp_path, bad=NAMES[-1])
     before = read_flight(tmp_path / "flight-2.json")["profiles"][0]
     assert before["activation_rms"] == [1.0 + i for i in range(len(NAMES))]
@@ -147,7 +147,7 @@ def test_a_flight_file_tells_outputs_and_modules_apart(tmp_path: Path) -> None:
     assert before["activation_max"] == before["activation_rms"], "of each module's first output"
 
 
-def test_a_rule_of_the_users_own_cannot_forge_a_line(
+def test_a_custom_rule_cannot_forge_a_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def rule(record: StepRecord) -> list[Alert]:

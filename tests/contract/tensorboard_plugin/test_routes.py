@@ -72,7 +72,7 @@ def test_runs_are_listed_with_their_last_step(client: Client) -> None:
     assert (run["name"], run["lastStep"]) == ("demo", 39)
 
 
-def test_runs_are_told_apart_in_a_table(client: Client) -> None:
+def test_the_table_of_runs_shows_how_they_differ(client: Client) -> None:
     [run] = client.json("run_table")
     assert (run["name"], run["status"], run["hparams"]) == ("demo", "live", {"lr": 0.5, "n": "a"})
     least = pytest.approx(0.05)
@@ -82,7 +82,7 @@ def test_runs_are_told_apart_in_a_table(client: Client) -> None:
     assert client.json("run_table") == [run]
 
 
-def test_layers_that_moved_first_are_ranked(client: Client) -> None:
+def test_layers_are_ranked_by_onset(client: Client) -> None:
     found = client.json("onsets", run="demo", step=39)
     assert found == {"onsets": [], "count": 0, "layers": 2}
     assert client.json("onsets", run="demo", step=5)["onsets"] is None
@@ -106,13 +106,13 @@ def test_a_matrix_holds_what_was_written(client: Client) -> None:
     np.testing.assert_array_equal(arrays["values"], [norms(step) for step in range(40)])
 
 
-def test_only_what_is_new_can_be_asked_for(client: Client) -> None:
+def test_only_new_data_can_be_requested(client: Client) -> None:
     query = {"run": "demo", "statistic": "grad_norm", "first_step": 38}
     _, arrays = client.arrays("matrix", **query)
     assert arrays["steps"].tolist() == [38, 39]
 
 
-def test_a_large_matrix_is_thinned_out(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_matrix_is_reduced(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "MAX_CELLS", 10)
     monkeypatch.setattr(plugin, "MAX_ROWS", 1)
     header, arrays = client.arrays("matrix", run="demo", statistic="grad_norm")
@@ -160,7 +160,7 @@ def test_histograms_and_pictures_of_a_layer_are_found(client: Client) -> None:
     assert response.headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_what_is_no_png_is_not_served_as_a_picture(client: Client) -> None:
+def test_only_png_data_is_served_as_a_picture(client: Client) -> None:
     query = {"run": "demo", "tag": "filters/0000.a", "step": 10}
     assert client.ask("image", query).status_code == 404
 
@@ -192,7 +192,7 @@ def test_what_is_no_png_is_not_served_as_a_picture(client: Client) -> None:
         ("image", {"run": "demo", "tag": "nothing", "step": "0"}, 404),
     ],
 )
-def test_wrong_questions_are_refused_in_one_line(
+def test_invalid_requests_are_refused_in_one_line(
     client: Client, route: str, query: dict[str, str], status: int
 ) -> None:
     response = client.ask(route, query)
@@ -204,11 +204,11 @@ def test_wrong_questions_are_refused_in_one_line(
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 @pytest.mark.parametrize("route", ["runs", "static/index.js"])
-def test_only_get_is_answered(client: Client, method: str, route: str) -> None:
+def test_only_get_requests_are_answered(client: Client, method: str, route: str) -> None:
     assert client.ask(route, method=method).status_code == 405
 
 
-def test_a_failure_tells_no_details(
+def test_a_failure_response_contains_no_details(
     client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:

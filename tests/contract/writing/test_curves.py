@@ -67,7 +67,7 @@ def jump(step: int) -> float:
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
-def test_a_jump_is_no_ramp(tmp_path: Path, lr: Any) -> None:
+def test_a_jump_is_not_shown_as_a_ramp(tmp_path: Path, lr: Any) -> None:
     train(tmp_path, jump, steps=range(310), lr=lr)
     assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (199, 0.1), (200, 0.01), (300, 0.01)]
 
@@ -87,7 +87,7 @@ def test_a_jump_between_full_steps_is_where_it_was(tmp_path: Path) -> None:
     assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (149, 0.1), (150, 0.2), (200, 0.2)]
 
 
-def test_a_spike_of_three_steps_is_there(tmp_path: Path) -> None:
+def test_a_spike_of_three_steps_is_shown(tmp_path: Path) -> None:
     train(tmp_path, lambda step: 5.0 if 50 <= step < 53 else 0.1, steps=range(101))
     spike = [(49, 0.1), (50, 5.0), (52, 5.0), (53, 0.1)]
     assert curve(tmp_path) == [(0, 0.1), *spike, (100, 0.1)]
@@ -101,12 +101,12 @@ def test_a_schedule_that_changes_at_every_step_has_a_point_at_each(tmp_path: Pat
     assert curve(tmp_path) == [(step, cosine(step)) for step in range(60)]
 
 
-def test_a_rate_that_stays_as_it_is_has_a_point_at_full_steps_only(tmp_path: Path) -> None:
+def test_a_constant_rate_has_a_point_at_full_steps_only(tmp_path: Path) -> None:
     train(tmp_path, lambda step: 0.1, steps=range(50), every_n_steps=20)
     assert curve(tmp_path) == [(0, 0.1), (20, 0.1), (40, 0.1)]
 
 
-def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_curves(tmp_path: Path) -> None:
     train(tmp_path, jump, steps=range(150))
     train(tmp_path, jump, steps=range(150, 310), first_step=150)
     assert curve(tmp_path) == [
@@ -114,7 +114,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     ]
 
 
-def test_a_group_that_is_added_later_has_a_curve_of_its_own(tmp_path: Path) -> None:
+def test_a_group_that_is_added_later_has_a_separate_curve(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with HookLogger(model, tmp_path, alerts=(), every_n_steps=100):
@@ -191,7 +191,7 @@ def pass_steps(times: StepTimes, steps: Sequence[int], wall_times: Sequence[floa
         assert points(times, full_record(step, wall_time=time_s, full=False)) == {}
 
 
-def test_a_point_is_the_mean_since_the_last_one_in_full_or_not() -> None:
+def test_a_point_is_the_mean_since_the_last_one_at_full_and_other_steps() -> None:
     times = StepTimes()
     assert points(times, full_record(0, wall_time=100.0)) == {}
     pass_steps(times, [1, 2, 3], [101.0, 103.0, 104.0])
@@ -213,7 +213,7 @@ def test_the_time_of_a_phase_does_not_count() -> None:
 
 
 @pytest.mark.parametrize(("step", "wall_time"), [(1, 104.0), (4, 99.0)])
-def test_steps_and_clocks_that_go_back_have_no_point(step: int, wall_time: float) -> None:
+def test_decreasing_steps_and_clocks_have_no_point(step: int, wall_time: float) -> None:
     times = StepTimes()
     points(times, full_record(3, wall_time=100.0))
     assert points(times, full_record(step, wall_time=wall_time)) == {}
@@ -269,7 +269,7 @@ def test_quantiles_are_taken_over_all_layers() -> None:
     assert len(found) == 12
 
 
-def test_what_is_not_finite_is_left_out() -> None:
+def test_values_that_are_not_finite_are_omitted() -> None:
     norms = np.array([100.0, np.nan, np.inf, 0.0])
     assert curves(grad_norms=norms)["~run/depth/log10_grad_norm/median"] == 2
     assert "~run/depth/log10_grad_norm/median" not in curves(grad_norms=np.full(4, np.nan))
@@ -281,7 +281,7 @@ def test_other_steps_have_no_curves(changes: dict[str, object]) -> None:
     assert curves(**changes) == {}
 
 
-def test_the_record_is_not_needed_in_full() -> None:
+def test_a_partial_record_is_enough() -> None:
     found = curves(outputs={Output("layer0"): tensor(2)}, update_ratios={})
     assert "~run/depth/log10_update_ratio/median" not in found
     assert found["~run/depth/log10_activation_rms/median"] > 0

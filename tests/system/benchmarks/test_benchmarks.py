@@ -53,7 +53,7 @@ def test_overhead_compares_every_recording_with_bare_training(json_file: Path) -
     assert costs["every 10 steps"]["wall_ms"] == pytest.approx(mean)
 
 
-def test_norms_tells_what_a_step_costs_that_is_not_measured_in_full(json_file: Path) -> None:
+def test_norms_measures_the_cost_of_a_light_step(json_file: Path) -> None:
     (cost,) = run("norms", json_file, "--only", "MNIST")["figures"].values()
     assert cost["parameters"] == 8
     assert cost["later_ms"] > 0
@@ -67,7 +67,7 @@ def test_loops_have_a_row_for_each_default(json_file: Path) -> None:
     assert costs["default"]["full"] >= 1
 
 
-def test_dashboard_asks_for_all_that_the_page_shows(json_file: Path) -> None:
+def test_dashboard_requests_everything_that_the_page_shows(json_file: Path) -> None:
     (row,) = run("dashboard", json_file, "--sizes", "50x50")["figures"]
     assert (row["layers"], row["steps"]) == (50, 50)
     asked = {"start_s", "cold_ms", "warm_ms", "cell_ms", "scalars_s", "histograms_s"}
@@ -115,7 +115,7 @@ def test_ranks_has_a_row_for_each_number_of_ranks(json_file: Path) -> None:
     assert figures["training_thread_us"] < 100
 
 
-def test_telling_finds_the_alert_everywhere(json_file: Path) -> None:
+def test_telling_finds_the_alert_in_every_channel(json_file: Path) -> None:
     [row] = run("telling", json_file)["figures"]
     assert all(row[name] > 0 for name in ("raised_s", "line_s", "page_s"))
 

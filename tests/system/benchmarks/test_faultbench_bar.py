@@ -49,7 +49,7 @@ def bench() -> Iterator[ModuleType]:
     sys.modules.pop("faultbench", None)
 
 
-def test_faults_are_found_and_healthy_runs_are_silent(bench: ModuleType) -> None:
+def test_faults_are_found_and_healthy_runs_raise_no_alert(bench: ModuleType) -> None:
     judged = []
     cases = [case for case in bench.load_cases(str(ours.HOME)) if case.name in CASES]
     assert len(cases) == len(CASES)

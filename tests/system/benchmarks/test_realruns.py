@@ -44,7 +44,7 @@ def quiet() -> Iterator[None]:
         ("experts_rate_jumps_ok", 1),  # some experts are given one token
     ],
 )
-def test_a_healthy_run_is_silent(name: str, every: int) -> None:
+def test_a_healthy_run_raises_no_alert(name: str, every: int) -> None:
     assert realruns.run_once("runs", name, every, 0).verdict in ("ok", "note")
 
 
@@ -60,7 +60,7 @@ def test_a_healthy_run_is_silent(name: str, every: int) -> None:
         ("temperature_of_zero", 10),
     ],
 )
-def test_a_fault_is_told_rightly(name: str, every: int) -> None:
+def test_a_fault_is_reported_correctly(name: str, every: int) -> None:
     outcome = realruns.run_once("runs", name, every, 0)
     assert (outcome.verdict, outcome.layer) in (("ok", True), ("ok", None))
     assert outcome.entries == 1

@@ -62,7 +62,7 @@ def hostile_run(name: str) -> Iterator[tuple[Path, Kind]]:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SMALL)
-def test_the_good_part_is_read_and_the_rest_is_one_line(name: str) -> None:
+def test_intact_data_is_read_and_damage_is_one_line(name: str) -> None:
     with hostile_run(name) as (log_dir, kind):
         run = RunData(FileSource(log_dir))
         overview = run.overview()
@@ -119,7 +119,7 @@ def test_processes_need_little_time_and_memory(name: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
-def test_what_may_not_be_read_is_one_line() -> None:
+def test_a_file_without_permission_is_reported_in_one_line() -> None:
     rights = "-dac_override,-dac_read_search"  # without these not even root may
     prefix = ["setpriv", "--bounding-set", rights, "--inh-caps", rights] if not os.geteuid() else []
     with hostile_run("unreadable file") as (log_dir, _):
@@ -141,7 +141,7 @@ def _run(
     )  # fmt: skip
 
 
-def test_a_report_of_a_directory_whose_name_is_no_text(tmp_path: Path) -> None:
+def test_a_report_of_a_directory_whose_name_is_not_valid_text(tmp_path: Path) -> None:
     log_dir = tmp_path / os.fsdecode(b"run-\xff")
     log_dir.mkdir()
     write_good_run(log_dir)

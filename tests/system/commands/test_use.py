@@ -127,7 +127,7 @@ def test_a_directory_of_runs_is_searched_to_any_depth(runs: Path) -> None:
     assert done.stderr == ""
 
 
-def test_silent_runs_exit_with_0_and_fail_on_decides(runs: Path) -> None:
+def test_runs_without_alerts_exit_with_0_and_fail_on_decides(runs: Path) -> None:
     assert run("alerts", runs / "good", runs / "same").returncode == 0
     assert run("alerts", runs, "--fail-on", "error").returncode == 1
     assert run("alerts", runs, "--fail-on", "never").returncode == 0
@@ -149,7 +149,7 @@ def test_a_run_that_is_given_twice_or_linked_is_shown_once(runs: Path, tmp_path:
     assert len(found) == 3
 
 
-def test_what_cannot_be_read_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path: Path) -> None:
+def test_unreadable_data_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "events.out.tfevents.1.x").touch()
     done = run("alerts", tmp_path / "nothing", runs / "good", tmp_path)
@@ -217,7 +217,7 @@ def test_control_characters_never_reach_the_terminal(strange: Path) -> None:
     assert "\\x1b[2J" in run("summary", strange).stdout
 
 
-def test_a_reader_that_leaves_early_is_no_error(runs: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(runs: Path) -> None:
     for arguments in (f"export {runs}", f"summary {runs} --json", f"summary {runs}"):
         command = f"{sys.executable} -m telemetry.commands.cli {arguments} | head -1"
         done = subprocess.run(command, shell=True, env=environment(), capture_output=True)
@@ -264,12 +264,12 @@ def test_numbers_that_json_lacks_are_texts(runs: Path) -> None:
     assert [record["last"] for record in found] == ["nan"] * 3
 
 
-def test_nothing_to_tell_is_an_empty_list(runs: Path) -> None:
+def test_no_result_is_an_empty_list(runs: Path) -> None:
     assert run("alerts", runs / "good", "--json").stdout == "[]\n"
     assert table(run("explain", runs / "good", "--csv").stdout) == []
 
 
-def test_explained_faults_are_whole_in_json_and_a_row_per_module_in_csv(runs: Path) -> None:
+def test_explained_faults_are_complete_in_json_and_a_row_per_module_in_csv(runs: Path) -> None:
     [fault] = records(run("explain", runs / "deep", "--json").stdout)
     assert fault["alerts"][0]["kind"] == "nonfinite"
     rows = table(run("explain", fault["file"], "--csv").stdout)
@@ -287,7 +287,7 @@ def test_equal_runs_do_not_differ(runs: Path) -> None:
     )  # fmt: skip
 
 
-def test_the_first_step_and_layer_where_runs_part_are_named(runs: Path) -> None:
+def test_the_first_step_and_layer_where_runs_diverge_are_named(runs: Path) -> None:
     done = run("diff", runs / "good", runs / "deep" / "bad")
     assert done.returncode == 1
     assert "diverge at step 5 in loss, the layers at step 5 in last" in done.stdout
@@ -313,7 +313,7 @@ def test_runs_without_anything_in_common_are_an_error(runs: Path, tmp_path: Path
     assert run("diff", runs, runs).returncode == 2
 
 
-def test_layers_of_one_run_only_are_told(runs: Path, tmp_path: Path) -> None:
+def test_layers_of_only_one_run_are_reported(runs: Path, tmp_path: Path) -> None:
     train(tmp_path, names=["first", "second", "extra"])
     done = run("diff", runs / "good", tmp_path)
     assert f"only in {runs / 'good'}: last\nonly in {tmp_path}: extra" in done.stdout
@@ -366,7 +366,7 @@ def test_an_export_of_nothing_writes_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["events.out.tfevents.1.x", "alerts.jsonl", "x.png", "empty"])
-def test_explain_says_what_it_wants_of_any_wrong_file(tmp_path: Path, name: str) -> None:
+def test_explain_names_the_expected_file_for_any_wrong_one(tmp_path: Path, name: str) -> None:
     content = {"alerts.jsonl": b'{"a": 1}\n{"a": 2}\n', "x.png": b"\x89PNG\r\n\x1a\n\0\0"}
     (tmp_path / name).write_bytes(content.get(name, b""))
     done = run("explain", tmp_path / name)
@@ -407,7 +407,7 @@ def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> No
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
-def test_explain_of_devices_and_nothing_is_one_line() -> None:
+def test_explain_of_devices_and_missing_files_prints_one_line() -> None:
     for wrong, said in (("/dev/zero", "not a regular file"), ("/no/such", "no such directory")):
         done = run("explain", wrong)
         assert done.returncode == 2
@@ -422,7 +422,7 @@ def test_a_file_in_the_place_of_a_run_names_its_directory(runs: Path) -> None:
     assert f"give the directory of the run: {runs / 'good'}" in done.stderr
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     assert run("--version").stdout == f"telemetry {__version__}\n"
 
 

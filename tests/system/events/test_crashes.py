@@ -103,7 +103,7 @@ def test_after_kill_9_nothing_older_than_two_seconds_is_missing(
         assert writer.killed - last_added < 2
 
 
-def test_after_kill_9_everything_flushed_is_there(
+def test_after_kill_9_everything_flushed_is_in_the_file(
     killed_writers: tuple[Path, list[Killed]], read_board: ReadBoard
 ) -> None:
     log_dir, writers = killed_writers
@@ -194,7 +194,7 @@ def test_a_run_killed_after_its_checkpoint_lacks_no_step_when_it_is_resumed(
             assert [step for step, _ in points] == list(range(RESUMED)), (name, tag)
 
 
-def test_a_checkpoint_does_not_wait_for_a_frozen_disk_for_ever(
+def test_a_checkpoint_times_out_on_a_frozen_disk(
     freezable_disk: FreezableDisk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("telemetry.run.assembly._CHECKPOINT_S", 0.5)

@@ -54,7 +54,7 @@ def test_every_file_begins_with_its_version_and_a_session(tmp_path: Path) -> Non
     assert path.name.endswith(".suffix")
 
 
-def test_a_session_by_itself_hides_nothing(tmp_path: Path, read_board: ReadBoard) -> None:
+def test_a_session_without_records_hides_nothing(tmp_path: Path, read_board: ReadBoard) -> None:
     for step in range(3):
         files = LocalFiles(str(tmp_path / "run"))
         write(files, record(step), record(2**62 + step, "other"))
@@ -66,7 +66,7 @@ def test_a_session_by_itself_hides_nothing(tmp_path: Path, read_board: ReadBoard
     assert [step for step, _ in shown["other"]] == [2**62, 2**62 + 1, 2**62 + 2]
 
 
-def test_a_file_is_there_before_the_first_record(tmp_path: Path) -> None:
+def test_a_file_exists_before_the_first_record(tmp_path: Path) -> None:
     files = LocalFiles(str(tmp_path))
 
     write(files)
@@ -101,7 +101,7 @@ def test_files_sort_behind_those_of_other_writers(tmp_path: Path) -> None:
     files.close()
 
 
-def test_writers_that_start_at_once_get_files_of_their_own(
+def test_writers_that_start_at_once_get_separate_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_board: ReadBoard
 ) -> None:
     # As in containers that share a host name, and whose process ids are all 1.
@@ -146,7 +146,7 @@ def test_a_removed_directory_is_made_again(
     assert "was removed; continuing in a new event file" in reported
 
 
-def test_a_moved_directory_is_written_on(tmp_path: Path) -> None:
+def test_a_moved_directory_is_still_written(tmp_path: Path) -> None:
     files = LocalFiles(str(tmp_path / "run"))
     write(files, record(0))
 
@@ -158,7 +158,7 @@ def test_a_moved_directory_is_written_on(tmp_path: Path) -> None:
     assert steps_in(path) == [0, 1]
 
 
-def test_a_file_that_cannot_be_looked_at_is_left(
+def test_a_file_whose_status_cannot_be_read_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = LocalFiles(str(tmp_path))
@@ -266,7 +266,7 @@ def nearly_full(tiny_disk: Path) -> Path:
     return tiny_disk
 
 
-def test_what_fits_passes_a_large_record_that_does_not(
+def test_small_records_overtake_a_large_one_that_does_not_fit(
     nearly_full: Path, read_board: ReadBoard
 ) -> None:
     run = nearly_full / "logs" / "run"
@@ -315,7 +315,7 @@ def test_a_reader_that_follows_is_not_left_behind(nearly_full: Path) -> None:
     assert [event.step for event in board.Tensors("run", "loss")] == [0, 1, 2, 3]
 
 
-def test_of_one_tag_no_step_passes_an_earlier_one(nearly_full: Path) -> None:
+def test_steps_of_a_tag_stay_in_order(nearly_full: Path) -> None:
     small = summaries.event_of([summaries.text("note", "fits")], 1, 0.0)
     files = LocalFiles(str(nearly_full / "run"))
     waiting = deque([large_record(0), small, record(1, "other")])
@@ -335,7 +335,7 @@ def test_of_one_tag_no_step_passes_an_earlier_one(nearly_full: Path) -> None:
     assert "other" in {value.tag for event in events for value in event.summary.value}
 
 
-def test_of_several_large_records_the_smaller_ones_pass(nearly_full: Path) -> None:
+def test_smaller_ones_of_several_large_records_are_written_first(nearly_full: Path) -> None:
     sizes = [90_000, 70_000, 10_000, 60_000, 5_000]
     files = LocalFiles(str(nearly_full / "run"))
     waiting = deque(record(step, "x" * size) for step, size in enumerate(sizes))
@@ -351,7 +351,7 @@ def test_of_several_large_records_the_smaller_ones_pass(nearly_full: Path) -> No
     ]
 
 
-def test_a_full_disk_gets_no_files_that_say_nothing(tiny_disk: Path) -> None:
+def test_a_full_disk_gets_no_empty_files(tiny_disk: Path) -> None:
     files = LocalFiles(str(tiny_disk / "run"))
     write(files, record(0))
     ballast = fill(tiny_disk)
@@ -369,7 +369,7 @@ def test_a_full_disk_gets_no_files_that_say_nothing(tiny_disk: Path) -> None:
     assert [steps_in(path) for path in list_event_files(tiny_disk / "run")] == [[0]]
 
 
-def test_later_files_begin_with_what_is_to_be_repeated(nearly_full: Path) -> None:
+def test_later_files_begin_with_the_repeated_records(nearly_full: Path) -> None:
     layout = record(3, "layout")
     repeated = [layout]
     files = LocalFiles(str(nearly_full / "run"), repeated=repeated)
@@ -392,7 +392,7 @@ def test_later_files_begin_with_what_is_to_be_repeated(nearly_full: Path) -> Non
     assert steps_in(latest) == [3, 7, 6]
 
 
-def test_a_file_size_limit_is_met_with_more_files(tmp_path: Path) -> None:
+def test_a_file_size_limit_leads_to_more_files(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -416,7 +416,7 @@ def test_a_file_size_limit_is_met_with_more_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "setuid"), reason="no users to change to")
-def test_a_directory_made_read_only_is_written_on_and_tried_again(
+def test_a_directory_made_read_only_is_still_written_and_retried(
     world_writable: Path,
 ) -> None:
     run_script(

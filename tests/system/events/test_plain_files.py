@@ -31,14 +31,14 @@ def test_lines_are_appended(tmp_path: Path) -> None:
     assert path.read_bytes() == b"first\nsecond\n"
 
 
-def test_a_torn_line_of_somebody_else_does_not_swallow_the_next(tmp_path: Path) -> None:
+def test_a_torn_line_of_another_process_does_not_swallow_the_next(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"whole\nto")
     append_line(path, b"next")
     assert path.read_bytes() == b"whole\nto\nnext\n"
 
 
-def test_a_line_that_does_not_fit_leaves_nothing(tiny_disk: Path) -> None:
+def test_a_line_that_does_not_fit_is_not_written_in_part(tiny_disk: Path) -> None:
     path = tiny_disk / "lines"
     append_line(path, b"first")
     ballast = fill(tiny_disk)  # what is left is the rest of the file's block
@@ -51,7 +51,7 @@ def test_a_line_that_does_not_fit_leaves_nothing(tiny_disk: Path) -> None:
     assert path.read_bytes() == b"first\n" + b"x" * 5000 + b"\n"
 
 
-def test_a_file_that_does_not_fit_leaves_what_was_there(tiny_disk: Path) -> None:
+def test_a_file_that_does_not_fit_keeps_the_previous_content(tiny_disk: Path) -> None:
     path = tiny_disk / "file"
     write_whole(path, b"old")
     fill(tiny_disk)

@@ -33,7 +33,7 @@ def four(tmp_path: Path) -> Iterator[list[Process]]:
         yield processes
 
 
-def test_healthy_ranks_become_one_and_leave_nothing(four: list[Process]) -> None:
+def test_records_of_healthy_ranks_are_merged_and_no_file_remains(four: list[Process]) -> None:
     first = four[0]
     keys = first.do("keys")
     every(four[::-1], "open", "other", timeout_s=PATIENT_S)
@@ -78,7 +78,7 @@ def test_phases_of_a_step_stay_apart_and_in_order(four: list[Process]) -> None:
     every([first, second], "close")
 
 
-def test_a_rank_that_dies_is_missed_once(four: list[Process]) -> None:
+def test_a_rank_that_dies_is_reported_missing_once(four: list[Process]) -> None:
     first, *_, last = four
     every(four, "open")
     every(four, "send", range(5))
@@ -95,7 +95,7 @@ def test_a_rank_that_dies_is_missed_once(four: list[Process]) -> None:
     assert [process.exit_code() for process in four[:3]] == [0] * 3
 
 
-def test_a_rank_that_hangs_is_missed_and_comes_back(four: list[Process]) -> None:
+def test_a_rank_that_hangs_is_reported_missing_and_returns(four: list[Process]) -> None:
     first, *_, last = four
     every(four, "open")
     every(four, "send", range(5))
@@ -113,7 +113,7 @@ def test_a_rank_that_hangs_is_missed_and_comes_back(four: list[Process]) -> None
     assert max(every(four, "close")) < 10
 
 
-def test_a_rank_without_a_logger_and_one_with_another_interval_hold_nobody_up(
+def test_ranks_without_a_logger_or_with_another_interval_block_no_other(
     four: list[Process],
 ) -> None:
     first, second, third, _ = four
@@ -136,7 +136,7 @@ def test_without_rank_0s_logger_the_others_are_left_alone(four: list[Process]) -
     assert [process.exit_code() for process in four] == [0] * 4
 
 
-def test_a_rank_0_that_ends_or_hangs_keeps_nobody(four: list[Process]) -> None:
+def test_a_rank_0_that_ends_or_hangs_blocks_no_rank(four: list[Process]) -> None:
     first, second, *others = four
     every(four, "open", "short", timeout_s=PATIENT_S)
     every(four, "open")
@@ -167,7 +167,7 @@ def test_the_group_may_come_after_the_logger(tmp_path: Path) -> None:
         assert_silent(processes)
 
 
-def test_an_address_that_a_former_run_has_left_is_given_up(four: list[Process]) -> None:
+def test_an_address_left_by_an_earlier_run_is_abandoned(four: list[Process]) -> None:
     first, *others = four
     first.do("leave_behind")
     every(others, "open")
@@ -277,7 +277,7 @@ def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank
     os.kill(child, signal.SIGKILL)
 
 
-def test_a_stranger_makes_rank_0_keep_nothing(four: list[Process]) -> None:
+def test_an_unauthenticated_peer_makes_rank_0_store_nothing(four: list[Process]) -> None:
     """A client without the token may send any amount over any number of connections."""
     first = four[0]
     every(four, "open", timeout_s=PATIENT_S)

@@ -87,7 +87,7 @@ def test_training_is_left_alone_on_every_rank(trained: Any, size: int, way: str)
 
 
 @pytest.mark.parametrize(("size", "way"), MERGED)
-def test_the_run_is_that_of_one_process(trained: Any, alone: Any, size: int, way: str) -> None:
+def test_the_run_equals_that_of_one_process(trained: Any, alone: Any, size: int, way: str) -> None:
     run = trained[size, way][0]
     one_process = alone[single(way)][0]
     assert len(files_of(run)) == 1
@@ -115,7 +115,7 @@ def test_the_run_is_that_of_one_process(trained: Any, alone: Any, size: int, way
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "by hand"])
-def test_what_was_logged_is_the_mean_over_ranks(trained: Any, way: str) -> None:
+def test_logged_scalars_are_means_over_ranks(trained: Any, way: str) -> None:
     run, left = trained[2, way]
     losses = [rank["watched"]["losses"] for rank in left]
     got = scalars(run)
@@ -148,7 +148,7 @@ def test_each_rank_writes_its_own_run(two_ranks: list[Process], tmp_path: Path) 
         assert got == pytest.approx(left[rank]["watched"]["losses"])
 
 
-def test_the_first_rank_alone_writes(two_ranks: list[Process], tmp_path: Path) -> None:
+def test_only_rank_0_writes(two_ranks: list[Process], tmp_path: Path) -> None:
     left = every(two_ranks, "call", logging_ranks.twins, "by hand", tmp_path, ranks="rank0")
     assert [rank["bare"] == rank["watched"] for rank in left] == [True, True]
     assert len(files_of(tmp_path)) == 1
@@ -191,7 +191,7 @@ APART: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("every_n_steps", [1, 10])
 @pytest.mark.parametrize("way", APART)
-def test_copies_may_be_averaged_and_models_may_be_the_ranks_own(
+def test_copies_may_be_averaged_and_each_rank_may_have_a_different_model(
     two_ranks: list[Process], tmp_path: Path, way: str, every_n_steps: int
 ) -> None:
     told, others = every(two_ranks, "call", logging_ranks.apart, way, every_n_steps, tmp_path)
@@ -246,7 +246,7 @@ def bare(steps: int) -> Any:
     return loner.left()
 
 
-def test_ranks_that_hang_or_die_cost_the_others_nothing(
+def test_ranks_that_hang_or_die_do_not_slow_the_others(
     three: list[Process], tmp_path: Path
 ) -> None:
     first, second, third = three

@@ -129,7 +129,7 @@ def test_training_is_left_alone_on_every_rank(trained: Trained, size: int, name:
 
 
 @pytest.mark.parametrize(("size", "name"), HEALTHY)
-def test_the_whole_record_is_that_of_one_process(
+def test_the_merged_record_equals_that_of_one_process(
     trained: Trained,
     alone: dict[str, tuple[dict[str, Any], list[StepRecord]]],
     size: int,
@@ -235,11 +235,11 @@ def test_a_rank_whose_batch_alone_is_bad_is_named(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(("size", "name"), HEALTHY)
-def test_ranks_that_agree_are_silent(trained: Trained, size: int, name: str) -> None:
+def test_ranks_that_agree_raise_no_alert(trained: Trained, size: int, name: str) -> None:
     assert alerts_of(merged(trained, size, name), [RanksDiverge()]) == []
 
 
-def test_the_spread_over_ranks_says_whose_the_extremes_are(trained: Trained) -> None:
+def test_the_spread_over_ranks_names_the_ranks_of_the_extremes(trained: Trained) -> None:
     losses = [rank["watched"]["losses"] for rank in told(trained, 2, "ddp")]
     for step, record in enumerate(merged(trained, 2, "ddp")):
         assert record.ranks is not None
@@ -263,7 +263,7 @@ def test_copies_take_turns_in_being_measured(trained: Trained) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_a_rank_that_is_missing_is_said_to_be(trained: Trained) -> None:
+def test_a_missing_rank_is_reported(trained: Trained) -> None:
     record = MergedRecords().record(merge(parts_of(trained, 4, "fsdp", 0)[:3]))
     assert record is not None
     assert record.ranks is not None

@@ -44,7 +44,7 @@ VARIABLES = [
         ({"RANK": "", "PMI_RANK": "none"}, True),
     ],
 )
-def test_the_launchers_variables_say_it_before_there_is_a_process_group(
+def test_the_launchers_variables_give_the_rank_before_a_process_group_exists(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], first: bool
 ) -> None:
     for name in VARIABLES:
@@ -68,7 +68,7 @@ def test_the_launchers_variables_say_it_before_there_is_a_process_group(
         ({"RANK": "4", "WORLD_SIZE": "four"}, None),
     ],
 )
-def test_the_launchers_variables_say_how_many_there_are(
+def test_the_launchers_variables_give_the_number_of_ranks(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[int, int] | None
 ) -> None:
     for name in VARIABLES:

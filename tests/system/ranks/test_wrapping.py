@@ -13,7 +13,7 @@ CASES = ["ddp/before", "ddp_with_accumulation/after", "fsdp/before", "fsdp/after
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_are_left_alone_and_log_what_they_hold(
+def test_ranks_are_left_alone_and_log_their_local_shards(
     two_ranks: list[Process], tmp_path: Path, case: str
 ) -> None:
     calls = 2 if "accumulation" in case else 1

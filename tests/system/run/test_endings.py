@@ -181,7 +181,7 @@ def train(model: nn.Module, steps: int) -> None:
         optimizer.step()
 
 
-def test_on_a_disk_that_hangs_each_step_is_judged_and_close_has_one_deadline(
+def test_with_a_hanging_disk_each_step_is_checked_and_close_has_one_deadline(
     disk: FrozenDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     judged: list[int] = []
@@ -210,7 +210,7 @@ def test_on_a_disk_that_hangs_each_step_is_judged_and_close_has_one_deadline(
 
 
 @pytest.mark.parametrize("kind", [tensorboard.SummaryWriter, telemetry.SummaryWriter])
-def test_a_given_writer_on_a_disk_that_hangs_makes_nobody_wait_for_longer(
+def test_a_given_writer_on_a_hanging_disk_blocks_no_longer_than_the_timeout(
     disk: FrozenDisk, kind: type[tensorboard.SummaryWriter]
 ) -> None:
     model, writer = nn.Linear(4, 2), kind(disk.path / "run")

@@ -39,7 +39,7 @@ def model() -> nn.Linear:
 # --- one model -----------------------------------------------------------------------------------
 
 
-def test_a_new_logger_takes_the_place_of_the_old_one(
+def test_a_new_logger_replaces_the_old_one(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorders = [Recorder() for _ in range(4)]
@@ -78,7 +78,7 @@ def test_a_shared_writer_survives_the_logger_that_is_replaced(
     assert count(caplog, WRITTEN_TO) == 0
 
 
-def test_another_directory_and_closed_loggers_stay_out_of_it(
+def test_another_directory_and_closed_loggers_do_not_conflict(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
     with HookLogger(model, tmp_path / "a") as one, HookLogger(model, tmp_path / "b") as two:
@@ -89,7 +89,7 @@ def test_another_directory_and_closed_loggers_stay_out_of_it(
     assert caplog.messages == []
 
 
-def test_a_reload_of_the_code_does_not_forget_the_old_one(tmp_path: Path) -> None:
+def test_a_logger_is_still_replaced_after_the_code_is_reloaded(tmp_path: Path) -> None:
     output, log = run_script(
         tmp_path,
         """
@@ -138,7 +138,7 @@ def test_two_models_may_share_a_writer(
     assert caplog.messages == []
 
 
-def test_a_directory_holds_nothing_but_what_was_written(tmp_path: Path, model: nn.Linear) -> None:
+def test_a_directory_contains_only_the_files_of_the_run(tmp_path: Path, model: nn.Linear) -> None:
     with HookLogger(model, tmp_path):
         [file] = tmp_path.iterdir()
     assert "tfevents" in file.name
@@ -206,7 +206,7 @@ def test_a_live_process_is_reported_and_a_dead_one_is_not(
     assert len(caplog.messages) == 1
 
 
-def test_a_third_process_notices_the_second_when_the_first_is_gone(
+def test_a_third_process_reports_the_second_after_the_first_exits(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = nn.Linear(3, 2)
@@ -227,7 +227,7 @@ def test_a_third_process_notices_the_second_when_the_first_is_gone(
     assert log.count(WRITTEN_TO) == 1
 
 
-def test_without_locks_nothing_is_noticed(
+def test_without_locks_no_conflict_is_reported(
     tmp_path: Path,
     model: nn.Linear,
     caplog: pytest.LogCaptureFixture,

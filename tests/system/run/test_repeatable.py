@@ -53,7 +53,7 @@ def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
 
 @pytest.mark.usefixtures("busy_machine")
 @pytest.mark.parametrize("name", ["exploding", "saturated", "dead", "diverging", "not_learning"])
-def test_gives_alerts_of_the_same_kinds_and_layers(name: str, tmp_path: Path) -> None:
+def test_repeated_runs_give_alerts_of_the_same_kinds_and_layers(name: str, tmp_path: Path) -> None:
     alerts = train(name, tmp_path / "first")
     assert alerts
     told = {(alert.kind, alert.module_name) for alert in alerts if alert.stage == "started"}

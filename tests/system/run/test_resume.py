@@ -98,13 +98,13 @@ def test_a_resumed_run_gives_the_alerts_of_one_that_was_not_interrupted(
 
 @pytest.mark.parametrize("step", RUNS["healthy"].checkpoints)
 @pytest.mark.parametrize("with_state", [True, False])
-def test_a_healthy_run_that_is_resumed_is_silent(
+def test_a_healthy_run_that_is_resumed_raises_no_alert(
     alerts: tuple[dict[str, Any], dict[str, Any]], step: int, with_state: bool
 ) -> None:
     assert alerts[1][f"healthy {step} {with_state}"] == []
 
 
-def test_the_runs_end_and_grow_worse_on_the_way(
+def test_alerts_of_the_runs_escalate_and_resolve(
     alerts: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     stages = {alert[STAGE] for found in alerts[0].values() for alert in found}
@@ -154,7 +154,7 @@ def test_later_steps_are_hidden(tmp_path: Path, in_this_process: bool) -> None:
     assert page.matrix("grad_norm").steps.tolist() == list(range(6))
 
 
-def test_a_step_that_waits_for_other_optimizers_is_over_when_the_state_is_taken(
+def test_taking_the_state_ends_a_step_pending_on_other_optimizers(
     tmp_path: Path,
 ) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
@@ -230,7 +230,7 @@ def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [m.partition("ignored ")[2] for m in caplog.messages if " ignored " in m]
 
 
-def test_a_rule_of_ones_own_takes_part_if_it_has_a_state(
+def test_a_custom_rule_with_a_state_is_saved_and_restored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def bare(record: StepRecord) -> Iterable[Alert]:
@@ -270,7 +270,7 @@ def test_a_rule_whose_state_cannot_be_taken_is_omitted(
         ([Counter()], (), ["there is no rule Counter"]),
     ],
 )
-def test_other_rules_take_what_fits_and_say_in_one_line_what_does_not(
+def test_other_rules_restore_matching_fields_and_log_the_rest_in_one_line(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     before: Any,
@@ -298,7 +298,7 @@ def test_parameters_are_those_of_the_new_run(tmp_path: Path) -> None:
         assert [(alert.kind, alert.step) for alert in logger.alerts] == [("no_learning", 5)]
 
 
-def test_a_state_of_another_model_does_no_harm(
+def test_a_state_of_another_model_is_harmless(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = leave(tmp_path / "a", 12, every_n_steps=3)
@@ -335,7 +335,7 @@ def damaged(state: dict[str, Any], what: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_state_that_is_not_ours_is_taken_as_far_as_it_goes(
+def test_a_foreign_state_is_restored_where_its_fields_match(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, step: int, expected: str
 ) -> None:
     state, loop = damaged(leave(tmp_path / "a", 3), what), Loop()
@@ -437,7 +437,7 @@ def test_auto_continues_after_the_last_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["gradients", "activations"])
-def test_auto_finds_the_steps_whatever_is_recorded(tmp_path: Path, content: str) -> None:
+def test_auto_finds_the_steps_with_any_recorded_data(tmp_path: Path, content: str) -> None:
     names = ("activations", "activation_gradients", "gradients", "weights", "images")
     leave(tmp_path, 3, **{name: name == content for name in names})
     assert auto_step(tmp_path) == 3
@@ -468,7 +468,7 @@ def test_auto_takes_the_directory_of_a_writer(
         writer.close()
 
 
-def test_auto_bears_torn_ends_and_foreign_files(tmp_path: Path) -> None:
+def test_auto_tolerates_torn_tails_and_foreign_files(tmp_path: Path) -> None:
     leave(tmp_path, 5, every_n_steps=1)
     [ours] = tmp_path.glob("*tfevents*")
     ours.write_bytes(ours.read_bytes() + b"\x20\0\0\0\0\0\0\0torn" + bytes(50_000))
@@ -537,7 +537,7 @@ def test_counting_again_from_zero_is_warned_of_once(
         assert way_out in message
 
 
-def test_who_knows_of_the_later_steps_is_not_warned(
+def test_a_run_that_accounts_for_the_later_steps_is_not_warned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = leave(tmp_path, 6)

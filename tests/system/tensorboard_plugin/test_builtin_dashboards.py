@@ -78,7 +78,7 @@ def test_histograms_are_shown(dashboard: Any, kind: str) -> None:
     assert "~histograms/activation/0000.layer0" in tags
 
 
-def test_images_are_shown_among_them_the_heatmap(dashboard: Any) -> None:
+def test_images_and_the_heatmap_are_shown(dashboard: Any) -> None:
     loaders = dashboard("images", "tf-image-loader")
     assert {"~images/feature_maps/0000.layer0", "~images/telemetry_heatmap"} <= set(
         tags_of(loaders)

@@ -54,7 +54,7 @@ def test_known_values_have_known_colors(page: TelemetryPage) -> None:
     )
 
 
-def test_what_is_usual_keeps_its_colors_beside_an_explosion(page: TelemetryPage) -> None:
+def test_usual_values_keep_their_colors_next_to_an_explosion(page: TelemetryPage) -> None:
     page.open(run="explosion")
     usual, larger, exploded = (page.pixel((i + 0.5) / 3, 0.99) for i in range(3))
     assert (usual, exploded) == (DARKEST, LIGHTEST)
@@ -147,7 +147,7 @@ def test_hostile_names_are_shown_as_text(page: TelemetryPage) -> None:
     assert page.page.evaluate("window.hacked") is None
 
 
-def test_a_growing_run_is_followed_and_only_what_is_new_is_read(
+def test_a_growing_run_is_followed_and_only_new_data_is_read(
     page: TelemetryPage, logdir: Path, loader: str
 ) -> None:
     run = f"live-{loader}"

@@ -252,7 +252,7 @@ def test_a_range_of_a_hyperparameter_filters_the_table(page: TelemetryPage) -> N
     assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
 
 
-def test_a_run_that_began_since_the_page_was_read_opens(page: TelemetryPage) -> None:
+def test_a_run_that_started_after_the_page_loaded_opens(page: TelemetryPage) -> None:
     known = '[{"name": "boom"}, {"name": "old9"}]'
     page.page.route("**/plugin/telemetry/runs", lambda asked: asked.fulfill(body=known))
     page.open(run="boom")
@@ -262,7 +262,7 @@ def test_a_run_that_began_since_the_page_was_read_opens(page: TelemetryPage) -> 
     assert page.link()["run"] == "old10"
 
 
-def test_enter_opens_the_only_run_that_is_left(page: TelemetryPage) -> None:
+def test_enter_opens_the_only_run_that_matches(page: TelemetryPage) -> None:
     page.open()
     page.heatmap.focus()
     page.page.keyboard.press("r")
@@ -278,7 +278,7 @@ def test_enter_opens_the_only_run_that_is_left(page: TelemetryPage) -> None:
     page.locator(".panel[data-run=old10]").wait_for()
 
 
-def test_a_link_to_a_run_that_is_not_there_says_so(page: TelemetryPage) -> None:
+def test_a_link_to_a_missing_run_shows_a_message(page: TelemetryPage) -> None:
     page.open(run="gone", other="lost")
     said = page.locator(".missing-run")
     assert said.inner_text() == "No telemetry data of “gone” and “lost”; showing “boom”."
@@ -325,7 +325,7 @@ def test_two_runs_are_shown_relative_to_each_other(page: TelemetryPage) -> None:
 # --- the story
 
 
-def test_a_run_that_is_mostly_nan_opens_where_it_came(page: TelemetryPage) -> None:
+def test_a_run_that_is_mostly_nan_opens_at_the_first_nan(page: TelemetryPage) -> None:
     page.open(run="boom")
     assert page.locator(".first-nonfinite").inner_text() == (
         f"First NaN or infinity: step {BOOM}, in blocks.2.norm"
@@ -420,7 +420,7 @@ def test_the_layers_curves_are_below_the_picture(page: TelemetryPage) -> None:
     assert legend.all_inner_texts() == [*BLOCKS[6:], "embed"]  # the selected one is always there
 
 
-def test_a_crosshair_goes_through_all_that_is_over_steps(page: TelemetryPage) -> None:
+def test_a_crosshair_spans_all_plots_over_steps(page: TelemetryPage) -> None:
     page.open(run="boom", zoom="all")
     box = page.locator("canvas.strip").bounding_box()
     plot = (page.heatmap.get_attribute("data-plot") or "").split(",")
@@ -440,7 +440,7 @@ def test_a_crosshair_goes_through_all_that_is_over_steps(page: TelemetryPage) ->
     assert "at step 50" in label
 
 
-def test_layers_far_from_what_is_usual_are_listed(page: TelemetryPage) -> None:
+def test_layers_far_from_the_median_are_listed(page: TelemetryPage) -> None:
     page.open(run="boom", zoom="all", step=str(BOOM - 3))
     listed = page.locator(".extremes")
     assert "Unusually large: 1" in listed.inner_text()  # a hundred times as much as the others
@@ -464,7 +464,7 @@ def test_the_controls_take_one_row_and_little_of_a_small_window(page: TelemetryP
     page.locator("label:has-text('Filter layers')").wait_for()
 
 
-def test_what_never_changes_is_not_drawn_as_the_largest(page: TelemetryPage) -> None:
+def test_constant_values_are_not_drawn_as_the_largest(page: TelemetryPage) -> None:
     page.open(run="old9")
     assert page.pixel(0.5, 0.5) not in (LIGHTEST, "#000000")
     assert page.locator(".first-nonfinite").is_hidden()
@@ -485,7 +485,7 @@ def test_layers_are_ordered_by_role(page: TelemetryPage) -> None:
     assert page.link()["folded"].replace("%2C", ",") == "Linear,attn.qkv,fc1"
 
 
-def test_a_search_without_hits_says_so(page: TelemetryPage) -> None:
+def test_a_search_without_hits_shows_a_message(page: TelemetryPage) -> None:
     page.open(run="boom", search="nothing")
     assert "No layer matches “nothing”" in page.locator(".notice").inner_text()
     page.heatmap.focus()
@@ -532,7 +532,7 @@ def test_the_view_is_saved_as_picture_and_numbers(page: TelemetryPage, tmp_path:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_nothing_is_in_the_way_of_assistive_technology(page: TelemetryPage, dark: bool) -> None:
+def test_the_page_is_accessible_to_assistive_technology(page: TelemetryPage, dark: bool) -> None:
     page.open(run="boom")
     page.set_dark(dark)
     frame = page.frame
@@ -563,7 +563,7 @@ def check_access(page: TelemetryPage) -> None:
 # --- live; last, for it adds a run
 
 
-def test_live_reads_what_is_new_by_itself(page: TelemetryPage, logdir: Path) -> None:
+def test_live_mode_reads_new_data(page: TelemetryPage, logdir: Path) -> None:
     def write(steps: range, part: str) -> None:
         write_run(
             logdir / "live", layout_of(["a", "b"]), steps=steps, norms=lambda _: np.ones(2, "f"),

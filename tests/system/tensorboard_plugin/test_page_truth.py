@@ -150,7 +150,7 @@ def test_a_run_without_layers_shows_a_message(page: TelemetryPage) -> None:
     assert not page.locator(".map-row").is_visible()
 
 
-def test_what_was_measured_earlier_says_when(page: TelemetryPage) -> None:
+def test_values_measured_earlier_show_their_step(page: TelemetryPage) -> None:
     page.open(run="nan", layer=".fc", step=str(NAN))
     rows = details(page)
     place = next(i for i, row in enumerate(rows) if len(row) == 1)
@@ -170,7 +170,7 @@ def test_what_was_measured_earlier_says_when(page: TelemetryPage) -> None:
     assert re.fullmatch(rf"fc, step {NAN}: \S+ \(of step {NAN - NAN % EVERY}\)", said)
 
 
-def test_zeros_are_a_bar_of_their_own(page: TelemetryPage) -> None:
+def test_zeros_have_a_separate_bar(page: TelemetryPage) -> None:
     page.open(run="nan", layer=".act", step="20")
     rows = details(page)
     share = next(row[1] for row in rows if row[0] == "Zero fraction")
@@ -222,7 +222,7 @@ def test_each_map_has_the_number_of_its_channel(page: TelemetryPage) -> None:
     page.page.keyboard.press("Escape")
 
 
-def test_enter_opens_what_is_left_and_nothing_else(page: TelemetryPage) -> None:
+def test_enter_opens_the_only_match_and_nothing_else(page: TelemetryPage) -> None:
     page.open(run="nan")
     page.locator("button[data-key=Run]").focus()
     page.page.keyboard.press("Enter")
@@ -283,7 +283,7 @@ def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage
     page.page.keyboard.press("Escape")
 
 
-def test_keys_work_while_data_comes(page: TelemetryPage, logdir: Path) -> None:
+def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
     held: list[Any] = []
 
     def hold() -> None:

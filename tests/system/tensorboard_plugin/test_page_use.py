@@ -137,12 +137,12 @@ def test_a_parameter_without_gradients_is_marked_as_frozen(page: TelemetryPage) 
     assert page.locator(".detail .frozen").count() == 0
 
 
-def test_two_runs_without_a_common_layer_say_so(page: TelemetryPage) -> None:
+def test_two_runs_without_a_common_layer_show_a_message(page: TelemetryPage) -> None:
     page.open(run="demo", other="colors", mode="run")
     page.locator(".notice:has-text('No layer has this statistic')").nth(1).wait_for()
 
 
-def test_the_side_panel_stays_beside_the_picture(page: TelemetryPage) -> None:
+def test_the_side_panel_stays_next_to_the_picture(page: TelemetryPage) -> None:
     page.page.set_viewport_size({"width": 1400, "height": 500})
     page.open(run="demo", layer=".stem", step="20")
     page.locator(".detail[data-loaded=true]").wait_for()
@@ -249,7 +249,7 @@ def test_the_page_follows_dark_mode(page: TelemetryPage) -> None:
     assert page.pixel(5.5 / 6, 0.5) != dark
 
 
-def test_a_link_restores_what_was_seen(page: TelemetryPage) -> None:
+def test_a_link_restores_the_view(page: TelemetryPage) -> None:
     link = {
         "run": "demo", "statistic": "weight_norm", "mode": "depth", "folded": "blocks.0",
         "layer": ".head", "step": "30", "search": "b",
@@ -262,7 +262,7 @@ def test_a_link_restores_what_was_seen(page: TelemetryPage) -> None:
     assert "head" in page.locator(".detail h2").inner_text()
 
 
-def test_no_other_host_is_asked(page: TelemetryPage) -> None:
+def test_no_other_host_is_requested(page: TelemetryPage) -> None:
     asked: list[str] = []
     page.page.on("request", lambda request: asked.append(request.url))
     page.open(run="demo", layer=".head")
@@ -272,7 +272,7 @@ def test_no_other_host_is_asked(page: TelemetryPage) -> None:
     assert all(url.startswith((page.address, "data:", "about:")) for url in asked)
 
 
-def test_a_narrow_window_is_enough(page: TelemetryPage) -> None:
+def test_the_page_fits_a_narrow_window(page: TelemetryPage) -> None:
     page.page.set_viewport_size({"width": 900, "height": 900})
     page.open(run="demo", layer=".head", step="30")
     page.locator(".detail[data-loaded=true]").wait_for()
@@ -299,7 +299,7 @@ def test_every_state_has_its_message(
     page.screenshot(f"page-{state}")
 
 
-def test_an_empty_page_fills_when_data_has_come(page: TelemetryPage) -> None:
+def test_an_empty_page_fills_when_data_arrives(page: TelemetryPage) -> None:
     runs = "**/plugin/telemetry/runs"
     page.page.route(runs, lambda asked: asked.fulfill(body="[]", content_type="application/json"))
     page.open(ready="empty")
@@ -308,7 +308,7 @@ def test_an_empty_page_fills_when_data_has_come(page: TelemetryPage) -> None:
     page.locator(".panel[data-steps]").wait_for()
 
 
-def test_a_failure_can_be_tried_again(page: TelemetryPage) -> None:
+def test_a_failure_can_be_retried(page: TelemetryPage) -> None:
     page.page.route("**/plugin/telemetry/matrix?*", lambda request: request.abort())
     page.open(ready="error")
     assert "could not be shown" in page.locator(".message").inner_text()

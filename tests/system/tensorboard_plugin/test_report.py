@@ -53,7 +53,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_report_asks_for_nothing_else(report: Path) -> None:
+def test_the_report_requests_nothing_else(report: Path) -> None:
     text = report.read_text(encoding="utf-8")
     assert not re.search(r'(src|href)="(?!data:)', text)
     assert "default-src 'none'" in text
@@ -157,7 +157,7 @@ def test_a_learning_rate_is_drawn_as_steps(tmp_path: Path, browser: Browser) -> 
     assert [column for column in columns if column[0] > 0.3 and column[1] < 0.7] == []
 
 
-def test_a_large_run_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_run_is_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_LAYERS_IN_DETAIL", 1)
     monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_CELLS", 30)
     write_demo(tmp_path / "demo")
@@ -168,7 +168,7 @@ def test_a_large_run_is_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert json.loads(found[1])["histograms"] == {}
 
 
-def test_what_was_recorded_around_a_fault_is_in_the_report(
+def test_records_around_a_fault_are_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("telemetry.commands.report.flight_files", lambda _: [tmp_path])
@@ -206,7 +206,7 @@ def test_a_run_with_an_alert_and_no_step_has_a_report(tmp_path: Path, browser: B
     assert [notice for notice in notices if "matches" in notice] == []
 
 
-def test_pictures_beyond_the_limit_are_left_out(
+def test_pictures_beyond_the_limit_are_omitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_demo(tmp_path / "demo")
