@@ -300,7 +300,9 @@ def test_values_beyond_one_buffer_are_sent_in_several(
 
 
 @pytest.mark.parametrize("streams", [(7, 8, 9), (7, 7, 8)])
-def test_buffers_are_read_in_order(driver: Driver, streams: tuple[int, ...]) -> None:
+def test_buffers_are_copied_after_the_work_of_all_streams(
+    driver: Driver, streams: tuple[int, ...]
+) -> None:
     driver.deferred = 1  # what no event orders before the copy's does not happen, or too early
     measurer, steps = Measurer(), []
     tensors = [normal(40, 5), normal(300), normal(9, 9)]

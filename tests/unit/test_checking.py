@@ -42,7 +42,7 @@ def look(model: nn.Module, **options: Any) -> CheckResult:
     return telemetry.check(model, x, nn.CrossEntropyLoss(), targets=y, show=False, **options)
 
 
-def test_a_usual_model_is_silent() -> None:
+def test_a_usual_model_has_no_findings() -> None:
     norms = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 5))
     for model in (mlp(20, 64, 64, 5), norms, Between(lambda head, h: head(h))):
         result = look(model)
@@ -50,7 +50,7 @@ def test_a_usual_model_is_silent() -> None:
         assert 1 < result.loss < 2.5
 
 
-def test_a_trunk_that_is_frozen_and_a_head_that_begins_at_zero_are_meant() -> None:
+def test_a_frozen_trunk_and_a_head_that_starts_at_zero_are_intended() -> None:
     frozen, zero = mlp(20, 64, 64, 5), mlp(20, 64, 64, 5)
     frozen[0].requires_grad_(False)
     nn.init.zeros_(zero[4].weight)
@@ -112,7 +112,7 @@ def test_a_fault_is_named(make: Callable[[], nn.Module], kind: str, layer: str |
     assert len(found[kind].advice) >= 1
 
 
-def test_one_batch_is_told_as_one_and_the_result_is_short(
+def test_one_batch_is_reported_as_one_and_the_result_is_short(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -142,7 +142,7 @@ def test_arguments_in_another_order_are_named() -> None:
             telemetry.check(*given, targets=targets)
 
 
-def test_only_what_is_more_than_a_note_makes_a_program_fail() -> None:
+def test_only_findings_above_a_note_make_a_program_fail() -> None:
     assert look(dead()).exit_code == 1
     assert look(idle_norms()).exit_code == 0
 
@@ -225,7 +225,7 @@ def test_time_as_the_first_axis_is_a_note(model: nn.Module, severities: list[str
     assert [f.severity for f in result.findings if f.kind == "batch_leak"] == severities
 
 
-def test_samples_that_the_model_relates_are_a_note() -> None:
+def test_samples_that_influence_each_other_are_a_note() -> None:
     class Graph(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,14 +258,14 @@ class Tokens(nn.Module):
 
 
 @pytest.mark.parametrize("leak", [False, True])
-def test_samples_of_token_ids_are_told_apart_behind_the_embedding(leak: bool) -> None:
+def test_samples_of_token_ids_are_compared_after_the_embedding(leak: bool) -> None:
     ids = torch.randint(50, (8, 6))
     inputs = UserDict(ids=ids, labels=ids)  # as tokenizers return
     result = telemetry.check(Tokens(leak), inputs, show=False)
     assert [finding.kind for finding in result.findings] == ["batch_leak"] * leak
 
 
-def test_what_cannot_be_judged_is_said() -> None:
+def test_checks_that_cannot_run_are_reported() -> None:
     model = mlp(20, 16, 5)
     one = telemetry.check(model, torch.randn(1, 20), lambda output: output.sum(), show=False)
     assert one.skipped == (
@@ -340,7 +340,7 @@ def test_gradients_outside_the_model_are_left_alone() -> None:
     assert discriminator.weight.grad is None
 
 
-def test_no_loss_is_an_error_that_names_the_way_out() -> None:
+def test_a_missing_loss_is_an_error_that_names_the_remedy() -> None:
     with pytest.raises(ValueError, match="found no loss but Tensor; pass a function"):
         telemetry.check(mlp(20, 5), torch.randn(4, 20))
     with pytest.raises(ValueError, match=r"does not depend on any parameter; look for detach\(\)"):

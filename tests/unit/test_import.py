@@ -59,7 +59,7 @@ def test_names_of_the_stub_alone_are_listed() -> None:
     assert dir(telemetry) == telemetry.__all__ == sorted(names)
 
 
-def test_what_fails_inside_an_import_is_said(tmp_path: Path) -> None:
+def test_an_error_inside_an_import_is_reported(tmp_path: Path) -> None:
     """Python takes an AttributeError for a name that is not there."""
     (tmp_path / "torch.py").write_text("import sys\nsys.no_such_thing\n")  # a broken install
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from telemetry import HookLogger"
@@ -75,7 +75,7 @@ def test_unknown_names_raise_attribute_error() -> None:
 
 
 @pytest.mark.slow
-def test_what_measures_tensors_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measuring_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import telemetry; print(telemetry.native)"
     monkeypatch.setenv("TELEMETRY_NATIVE", "0")
     assert run_python(code) == "NumPy, because TELEMETRY_NATIVE is 0"

@@ -180,7 +180,7 @@ def test_parameters_are_selected_like_modules(select: object, names: list[str]) 
     assert [name for name, grad in grads.items() if not grad.any()] == names
 
 
-def test_each_backward_pass_is_changed_by_itself() -> None:
+def test_each_backward_pass_is_changed_separately() -> None:
     plain = grads_after(net())["fc1.weight"]
     limit = 0.1 * plain.norm().item()
     model = net()
@@ -242,7 +242,7 @@ MAKERS: list[Callable[[nn.Module], Intervention]] = [
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_removing_brings_back_the_plain_network(make: Callable[[nn.Module], Intervention]) -> None:
+def test_removing_restores_the_plain_network(make: Callable[[nn.Module], Intervention]) -> None:
     plain, model = grads_after(net()), net()
     handle = make(model)
     assert not all(torch.equal(g, plain[n]) for n, g in grads_after(model).items())
@@ -303,7 +303,7 @@ def names(record: object) -> list[str]:
     return [parameter.name for parameter in record.layout.parameters]
 
 
-def test_frozen_parameters_are_passed_over_unless_all_are() -> None:
+def test_frozen_parameters_are_skipped_unless_all_are() -> None:
     model = net()
     model.encoder.requires_grad_(False)
     with clip_gradients(model, max_norm=0.1):
@@ -494,7 +494,7 @@ class Structured(nn.Module):
         return Scaled(logits=x * scale, hidden={"square": x * x, "index": x.argmax()})
 
 
-def test_structures_and_keyword_arguments_are_looked_into() -> None:
+def test_structures_and_keyword_arguments_are_traversed() -> None:
     model = Structured()
     x = torch.randn(3, requires_grad=True)
     with capture(model) as captured:
@@ -548,7 +548,7 @@ def test_without_gradients_only_values_are_captured() -> None:
         assert captured["0"].grad_outputs == (None,)
 
 
-def test_a_parameter_that_is_handed_through_has_no_gradient() -> None:
+def test_a_parameter_that_is_passed_through_has_no_gradient() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -639,7 +639,9 @@ def test_threads_do_not_mix_up_their_inputs() -> None:
     assert all(torch.equal(c.inputs[0], c.outputs[0]) for c in calls)
 
 
-def test_it_sees_what_other_interventions_and_the_logger_see(tmp_path: Path) -> None:
+def test_capturing_gets_the_same_values_as_other_interventions_and_the_logger(
+    tmp_path: Path,
+) -> None:
     model, recorder = nn.Sequential(nn.Linear(3, 30), nn.Tanh(), nn.Linear(30, 1)), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with (
@@ -664,7 +666,7 @@ def test_it_sees_what_other_interventions_and_the_logger_see(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled_before", [False, True])
-def test_a_compiled_model_can_be_looked_into(compiled_before: bool) -> None:
+def test_a_compiled_model_can_be_captured(compiled_before: bool) -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
     compiled = torch.compile(model, backend="aot_eager")
@@ -694,14 +696,14 @@ def test_a_full_graph_cannot_be_captured() -> None:
     assert model(torch.ones(1, 3)).shape == (1, 3)
 
 
-def test_transforms_are_passed_over() -> None:
+def test_transforms_are_skipped() -> None:
     model = nn.Linear(2, 2)
     with capture(model) as captured:
         torch.func.vmap(model)(torch.ones(3, 2))
     assert not captured
 
 
-def test_removing_takes_off_every_hook_also_those_in_the_graph() -> None:
+def test_removing_removes_every_hook_also_those_in_the_graph() -> None:
     model = ConvNet()
 
     def fail(y: Tensor) -> None:
@@ -717,7 +719,7 @@ def test_removing_takes_off_every_hook_also_those_in_the_graph() -> None:
 
 
 @pytest.mark.slow
-def test_dropping_the_result_takes_off_the_hooks() -> None:
+def test_dropping_the_result_removes_the_hooks() -> None:
     model = ConvNet()
     capture(model)
     gc.collect()
@@ -736,7 +738,7 @@ def test_neither_the_model_nor_its_graph_is_kept_alive() -> None:
     assert len(captured) == 5
 
 
-def test_faults_of_ours_do_not_reach_the_training(
+def test_internal_errors_do_not_reach_the_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(value: object) -> Iterator[Tensor]:

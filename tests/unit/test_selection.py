@@ -92,7 +92,7 @@ def test_modules_picks_by_glob_type_and_predicate(modules: Selector, names: list
                                                                "dropout"]),
     ],
 )  # fmt: skip
-def test_exclude_leaves_out_by_glob_type_and_predicate(exclude: object, names: list[str]) -> None:
+def test_exclude_omits_by_glob_type_and_predicate(exclude: object, names: list[str]) -> None:
     assert watched(Net(), exclude=exclude) == names
 
 
@@ -138,7 +138,7 @@ def test_parameters_of_watched_modules_and_below_are_recorded(
     assert owners == {"" if name == "position" else name for name in recorded.split()}
 
 
-def test_globs_tell_upper_from_lower_case() -> None:
+def test_globs_are_case_sensitive() -> None:
     with pytest.raises(ValueError, match="matches none"):
         watched(Net(), "Head")
 
@@ -153,7 +153,7 @@ def test_a_glob_that_matches_nothing_names_the_closest() -> None:
         watched(model, ["encoder.*", "encodr.1"])
 
 
-def test_names_that_are_not_close_are_not_called_so() -> None:
+def test_names_that_are_not_close_are_not_suggested() -> None:
     model = nn.Sequential(*(nn.Identity() for _ in range(12)))
     with pytest.raises(ValueError, match=r"their names are 0, 1, 2, 3, 4 and 7 more$"):
         watched(model, "nothing*")
@@ -206,7 +206,7 @@ def test_a_shared_module_comes_once_under_its_first_name() -> None:
     assert watched(nn.Sequential(shared, nn.ReLU(), shared)) == ["0", "1"]
 
 
-def test_modules_that_cannot_run_are_no_leaves() -> None:
+def test_modules_that_cannot_run_are_not_leaves() -> None:
     model = Net()
     model.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
     model.spare = nn.ModuleList()
@@ -229,7 +229,7 @@ def test_a_missing_child_does_not_make_a_parent() -> None:
     assert watched(nn.Sequential(layer)) == ["0"]
 
 
-def test_a_child_that_a_user_called_module_is_no_wrapped_one() -> None:
+def test_a_child_that_a_user_named_module_is_not_a_wrapped_module() -> None:
     block = nn.Sequential()
     block.module = nn.Linear(1, 1)
     model = nn.Sequential(block, nn.ReLU())

@@ -95,7 +95,7 @@ def test_the_same_records_give_the_same_alerts(tmp_path: Path) -> None:
     assert alerts_of(run.records) == run.alerts
 
 
-def test_what_a_rule_raises_is_raised() -> None:
+def test_exceptions_of_a_rule_are_raised() -> None:
     def broken(record: StepRecord) -> Iterable[Alert]:
         raise ArithmeticError("planted")
 
@@ -155,7 +155,7 @@ def test_the_page_names_every_member(value: type[Rule]) -> None:
     assert [name for name in members - engine if f"| `{name}" not in PAGE] == []
 
 
-def test_what_the_page_says_of_the_baseline_is_there() -> None:
+def test_the_documented_members_of_the_baseline_exist() -> None:
     names = re.findall(r"`(baseline\.[\w.]+)`", PAGE)
     baseline, model = Baseline(), make()
     with capture_run(model, rules=()) as run:

@@ -54,7 +54,7 @@ def changed(draw: st.DrawFn, text: bytes) -> bytes:
 
 @pytest.mark.slow
 @given(changed(hostile_runs.layout()))
-def test_a_changed_layout_is_one_or_refused(text: bytes) -> None:
+def test_a_changed_layout_is_valid_or_refused(text: bytes) -> None:
     try:
         layout, names = decode_layout(text)
     except ValueError:
@@ -66,7 +66,7 @@ def test_a_changed_layout_is_one_or_refused(text: bytes) -> None:
 
 
 @given(changed(hostile_runs.alert()))
-def test_a_changed_alert_is_one_or_refused(text: bytes) -> None:
+def test_a_changed_alert_is_valid_or_refused(text: bytes) -> None:
     try:
         alert = decode_alert(text)
     except ValueError:
@@ -99,7 +99,7 @@ def test_the_place_of_a_fault_is_named() -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", "-inf", "inf", 3, 0.5])
-def test_numbers_may_be_names_of_those_that_json_does_not_have(value: object) -> None:
+def test_numbers_that_json_lacks_may_be_given_by_name(value: object) -> None:
     assert isinstance(untrusted.number(value), float)
 
 

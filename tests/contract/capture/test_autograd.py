@@ -189,7 +189,7 @@ def test_evaluation_between_training_passes_is_not_logged(
     assert outcome.full[0].activations["0"].calls == 1
 
 
-def test_a_head_in_training_mode_is_logged_at_once_and_the_rest_after_some_steps(
+def test_a_head_in_training_mode_is_logged_at_once_and_the_rest_from_the_second_step(
     tmp_path: Path,
 ) -> None:
     def passes(model: Any, logger: HookLogger | None) -> None:

@@ -158,7 +158,7 @@ def test_a_moved_directory_is_still_written(tmp_path: Path) -> None:
     assert steps_in(path) == [0, 1]
 
 
-def test_a_file_whose_status_cannot_be_read_is_kept(
+def test_a_file_whose_status_cannot_be_read_is_followed_by_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = LocalFiles(str(tmp_path))

@@ -38,7 +38,7 @@ def test_rows_that_see_one_token_are_noted_once() -> None:
 
 
 @pytest.mark.parametrize("model", [Net(0.25), Net(1000.0, name="gate")])
-def test_even_rows_and_other_softmaxes_are_none(model: nn.Module) -> None:
+def test_even_rows_and_other_softmaxes_are_not_noted(model: nn.Module) -> None:
     assert train(AttentionCollapse(), 30, model=model) == []
 
 

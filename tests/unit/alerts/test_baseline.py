@@ -87,7 +87,7 @@ def test_a_loss_that_rises_step_by_step_does_not_raise_its_own_limit(
     assert most >= 20
 
 
-def test_half_of_what_was_learned_is_lost_however_slowly() -> None:
+def test_a_slow_loss_of_half_the_progress_counts_as_worse() -> None:
     learns, creeps = [5 - 0.04 * step for step in range(100)], [1 + 0.002 * s for s in range(1100)]
     lost = [loss_after(learns + creeps[:steps]).losses_lost for steps in (500, 950, 1100)]
     assert lost[:2] == [0, 0]
@@ -96,7 +96,7 @@ def test_half_of_what_was_learned_is_lost_however_slowly() -> None:
 
 
 @pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
-def test_a_norm_is_compared_with_its_own_highest(unit: float) -> None:
+def test_a_norm_is_compared_with_its_highest_value(unit: float) -> None:
     trend = norm_after([*(unit * n for n in noise(1.0, 60)), 1100 * unit])
     assert trend.above == pytest.approx(3)
     assert trend.far_above == pytest.approx(3)
@@ -104,7 +104,7 @@ def test_a_norm_is_compared_with_its_own_highest(unit: float) -> None:
     assert trend.since_jump == 0
 
 
-def test_what_explodes_does_not_become_usual_at_once() -> None:
+def test_exploding_values_do_not_become_usual_at_once() -> None:
     assert norm_after([*noise(1.0, 60), *[100.0] * LATEST]).above > 1.9
     assert norm_after([*noise(1.0, 60), *[100.0] * (LATEST + 2)]).above < 0.1
 
@@ -144,7 +144,7 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 @pytest.mark.slow
 @given(st.lists(FINITE | st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=200))
-def test_the_latest_values_are_no_past(values: list[float]) -> None:
+def test_the_baseline_excludes_the_latest_values(values: list[float]) -> None:
     past = Past()
     for value in values:
         past.add(value)
@@ -159,7 +159,7 @@ def test_the_latest_values_are_no_past(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, LATEST])
-def test_unusual_values_are_no_past_until_they_have_lasted(count: int) -> None:
+def test_the_baseline_excludes_unusual_values_until_they_persist(count: int) -> None:
     past = Past()
     for value in [1.0] * 50:
         past.add(value)
@@ -203,7 +203,7 @@ def test_a_layer_is_unusual_if_zero_or_for_three_steps_tenfold_beyond_all(
     assert layers_after([*[usual] * 60, *[now] * steps]).are_unusual == unusual
 
 
-def test_what_a_baseline_knows_continues_in_another_run() -> None:
+def test_the_state_of_a_baseline_continues_in_another_run() -> None:
     whole, first, second = Baseline(), Baseline(), Baseline()
     steps = [record(step, norm=1 + step % 3, ratio=0.01) for step in range(60)]
     for step in steps[:40]:

@@ -12,7 +12,7 @@ from tests.helpers.small_runs import net, train
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gradient_is_left", [False, True])
-def test_dead_units_become_an_error_in_the_end(gradient_is_left: bool) -> None:
+def test_dead_units_escalate_to_an_error(gradient_is_left: bool) -> None:
     model = net()
     _, bias, *head = model.parameters()
     optimizer = SGD(model.parameters(), 0.1)

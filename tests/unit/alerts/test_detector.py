@@ -32,17 +32,17 @@ def steps(count: int, **known: Any) -> list[StepRecord]:
 
 
 @pytest.mark.parametrize(("confirm", "begins"), [(1, [0, 2, 5]), (2, [3, 6]), (3, [7]), (4, [])])
-def test_findings_in_a_row_make_an_alert(confirm: int, begins: list[int]) -> None:
+def test_consecutive_findings_start_an_alert(confirm: int, begins: list[int]) -> None:
     detector = Scripted(at(0, 2, 3, 5, 6, 7), confirm_after=confirm)
     begun = [step for step, stage in told(detector, steps(20)) if stage == "started"]
     assert begun == begins
 
 
-def test_what_is_certain_needs_no_confirmation() -> None:
+def test_certain_findings_need_no_confirmation() -> None:
     assert told(Scripted(at(4, confirmed=True), confirm_after=3), steps(5)) == [(4, "started")]
 
 
-def test_full_steps_are_asked_for_until_a_finding_is_confirmed() -> None:
+def test_full_steps_are_requested_until_a_finding_is_confirmed() -> None:
     detector, baseline = Scripted(at(0, 4, 6, 8), on="full", confirm_after=3), Baseline()
     asks = []
     for step in range(10):
@@ -52,7 +52,7 @@ def test_full_steps_are_asked_for_until_a_finding_is_confirmed() -> None:
     assert asks == [True, True, False, False, True, True, True, True, False, False]
 
 
-def test_a_detector_of_all_steps_asks_only_where_it_says_so() -> None:
+def test_a_detector_of_all_steps_requests_full_steps_only_for_candidates() -> None:
     detector = Scripted(at(0, 1), confirm_after=3)
     list(detector.evaluate(record(0), Baseline()))
     assert not detector.requests_full_step
@@ -63,7 +63,7 @@ def test_a_detector_of_all_steps_asks_only_where_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("on", "looks"), [("step", [0, 1, 2, 3, 4]), ("full", [0, 3]), ("loss", [0, 1])]
 )
-def test_it_looks_at_the_steps_that_it_names(on: str, looks: list[int]) -> None:
+def test_only_the_selected_steps_are_evaluated(on: str, looks: list[int]) -> None:
     detector = Scripted(at(*range(5), momentary=True), on=on)
     losses = [1.0, 2.0, None, math.nan, math.inf]
     records = [
@@ -80,28 +80,28 @@ def test_it_looks_at_the_steps_that_it_names(on: str, looks: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("clear_after", "end"), [(1, 1), (2, 4), (3, 5)])
-def test_a_fault_is_over_after_looks_without_a_finding(clear_after: int, end: int) -> None:
+def test_an_alert_resolves_after_evaluations_without_a_finding(clear_after: int, end: int) -> None:
     detector = Scripted(at(0, 2), clear_after=clear_after)
     assert told(detector, steps(9))[:2] == [(0, "started"), (end, "resolved")]
 
 
-def test_only_steps_that_it_looks_at_count() -> None:
+def test_only_evaluated_steps_count() -> None:
     detector = Scripted(at(0), on="full", clear_after=2)
     records = [record(step, full=step % 10 == 0) for step in range(30)]
     assert told(detector, records) == [(0, "started"), (20, "resolved")]
 
 
-def test_a_finding_that_waits_to_be_confirmed_again_is_no_look_without_one() -> None:
+def test_a_finding_pending_confirmation_does_not_count_towards_resolving() -> None:
     detector = Scripted(at(0, 1, 3, 5), confirm_after=2, clear_after=2)
     assert told(detector, steps(9)) == [(1, "started"), (7, "resolved")]
 
 
-def test_a_fault_that_lasts_is_not_over() -> None:
+def test_a_persistent_fault_is_not_resolved() -> None:
     detector = Scripted(at(0), lasts_at=range(2, 6), clear_after=2)
     assert told(detector, steps(9)) == [(0, "started"), (7, "resolved")]
 
 
-def test_the_end_says_what_has_ended() -> None:
+def test_the_resolved_alert_names_what_has_resolved() -> None:
     detector = Scripted(at(3, module_name="fc_1"), kind="my_kind", severity="error")
     begin, end = alerts_of(steps(5), [detector])
     assert (begin.kind, begin.module_name, begin.severity) == ("my_kind", "fc_1", "error")
@@ -112,19 +112,19 @@ def test_the_end_says_what_has_ended() -> None:
     assert end.severity == "warning"
 
 
-def test_what_is_over_already_begins_and_ends_at_once() -> None:
+def test_a_fault_that_has_already_ended_starts_and_resolves_at_once() -> None:
     detector = Scripted(at(7, started_at=5, resolved=True))
     assert told(detector, steps(9)) == [(5, "started"), (7, "resolved")]
 
 
-def test_a_fact_of_a_step_neither_lasts_nor_ends() -> None:
+def test_a_fact_of_one_step_neither_persists_nor_resolves() -> None:
     assert told(Scripted(at(2, 3, momentary=True)), steps(9)) == [(2, "started"), (3, "started")]
 
 
 # --- severity ------------------------------------------------------------------------------------
 
 
-def test_a_warning_grows_worse_when_it_becomes_an_error() -> None:
+def test_a_warning_that_becomes_an_error_escalates() -> None:
     kinds = ["warning", "warning", "error", "error", "warning", "error"]
     detector = Scripted({step: finding(severity=kind) for step, kind in enumerate(kinds)})
     alerts = alerts_of(steps(6), [detector])
@@ -134,7 +134,7 @@ def test_a_warning_grows_worse_when_it_becomes_an_error() -> None:
     ]
 
 
-def test_a_finding_can_be_worse_at_the_same_severity() -> None:
+def test_a_finding_can_escalate_at_the_same_severity() -> None:
     found = at(0, 1, 2) | at(3, escalates=True, value=9.0)
     *_, worse = alerts_of(steps(5), [Scripted(found, clear_after=9)])
     assert (worse.step, worse.stage, worse.value) == (3, "escalated", 9.0)
@@ -168,7 +168,7 @@ class NoLoss(Detector):
         return finding(value=self._bad) if self._bad >= self.losses else None
 
 
-def test_a_loss_is_judged_before_its_step_ends() -> None:
+def test_a_loss_is_checked_before_its_step_ends() -> None:
     detector = NoLoss()
     alerts = [alert for _ in range(9) for alert in detector.on_loss(5, math.nan)]
     assert [(alert.step, alert.value) for alert in alerts] == [(5, 3.0)]
@@ -183,7 +183,7 @@ class Stricter(NoLoss):
     counted: int = 0  # what it remembers is no limit
 
 
-def test_limits_are_the_public_numbers_of_the_class_and_of_those_before_it() -> None:
+def test_limits_are_the_public_numbers_of_a_class_and_its_bases() -> None:
     assert NoLoss.limits() == ["losses", "share"]
     assert Stricter.limits() == ["losses", "share", "depth"]
 
@@ -194,13 +194,13 @@ def test_users_set_limits_of_one_detector() -> None:
     assert (Stricter().losses, Stricter.losses) == (2, 2)
 
 
-def test_a_limit_can_be_the_findings_that_confirm() -> None:
+def test_the_number_of_confirming_findings_can_be_set() -> None:
     [begun, *_] = alerts_of(steps(9), [NoLoss(losses=5)])
     assert begun.step == 4
 
 
 @pytest.mark.parametrize("name", ["los", "_bad", "counted", "clear_after", "kind"])
-def test_what_is_no_limit_is_refused(name: str) -> None:
+def test_an_unknown_limit_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=rf"Stricter\({name}=1\): no limit has this name"):
         Stricter(**{name: 1})
 
@@ -209,7 +209,7 @@ def test_what_is_no_limit_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 14))
-def test_a_detector_goes_on_from_its_state(cut: int) -> None:
+def test_a_detector_continues_from_its_state(cut: int) -> None:
     records = steps(20, full=True)
 
     def both() -> list[Detector]:
@@ -225,7 +225,7 @@ def test_a_detector_goes_on_from_its_state(cut: int) -> None:
         assert repr(after.state_dict()) == repr(whole.state_dict())
 
 
-def test_a_limit_is_that_of_the_new_run() -> None:
+def test_a_restored_detector_keeps_the_limits_of_the_new_run() -> None:
     after = NoLoss(losses=5)
     after.load_state_dict(NoLoss(losses=4).state_dict())
     assert after.losses == 5
@@ -249,7 +249,7 @@ class LargeBias(Detector):
 
 
 @pytest.mark.parametrize("form", ["list", "dict"])
-def test_a_detector_of_ones_own_watches_a_run(tmp_path: Path, form: str) -> None:
+def test_a_custom_detector_watches_a_run(tmp_path: Path, form: str) -> None:
     model, own = nn.Linear(4, 2), LargeBias(largest=20.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     alerts: Any = [*default_rules(), own] if form == "list" else {"large_bias": own}

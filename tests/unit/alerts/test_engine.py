@@ -50,7 +50,7 @@ def told(*detectors: Detector, steps: int = 100) -> list[tuple[int, str, str]]:
 # --- causes and consequences ---------------------------------------------------------------------
 
 
-def test_a_consequence_is_not_told_but_listed() -> None:
+def test_a_suppressed_symptom_is_listed_and_not_reported() -> None:
     both = effect(5, module_name="my_layer"), cause(5)
     follower = Scripted(at(5, module_name="my_layer"), kind="dead_units", explained_by={"cause"})
     [found] = alerts_from(cause(*range(5, 100)), follower, steps=6)
@@ -63,24 +63,26 @@ def test_a_consequence_is_not_told_but_listed() -> None:
     assert [kind for _, _, kind in told(*both, steps=6)] == ["effect", "cause"]  # it comes first
 
 
-def test_what_nothing_explains_is_told() -> None:
+def test_a_fault_without_a_cause_is_reported() -> None:
     other = effect(7, explained_by={"another"})
     assert told(cause(*range(5, 100)), other) == [(5, "started", "cause"), (7, "started", "effect")]
 
 
 @pytest.mark.parametrize(("distance", "hidden"), [(200, True), (201, False)])
-def test_a_cause_explains_what_begins_within_200_steps(distance: int, hidden: bool) -> None:
+def test_a_cause_suppresses_symptoms_that_start_within_200_steps(
+    distance: int, hidden: bool
+) -> None:
     found = told(cause(*range(5, 300)), effect(5 + distance), steps=300)
     assert [kind for _, _, kind in found] == ["cause"] + ["effect"] * (not hidden)
 
 
-def test_a_consequence_explains_no_less_than_its_cause() -> None:
+def test_a_suppressed_symptom_suppresses_as_much_as_its_cause() -> None:
     second = effect(350, kind="second")
     found = told(cause(*range(5, 400)), effect(180), second, steps=400)
     assert [kind for _, _, kind in found] == ["cause"]  # 170 steps after the last consequence
 
 
-def test_the_earliest_of_several_causes_is_the_cause() -> None:
+def test_the_earliest_of_several_causes_is_the_root_cause() -> None:
     first = cause(*range(5, 50), severity="warning")
     later = cause(*range(6, 50), severity="warning", kind="later")
     found = alerts_from(later, first, effect(7, explained_by={"cause", "later"}))
@@ -89,7 +91,7 @@ def test_the_earliest_of_several_causes_is_the_cause() -> None:
 
 
 @pytest.mark.parametrize("severity", ["warning", "error"])
-def test_a_lasting_consequence_is_told_though_its_cause_is_as_severe(severity: Severity) -> None:
+def test_a_persistent_symptom_is_reported_though_its_cause_is_as_severe(severity: Severity) -> None:
     first = cause(*range(5, 100), severity=severity)
     seen = finding(summary="7 of 9 units", value=7.0, threshold=9.0, advice=("Other advice",))
     second = Scripted(
@@ -104,7 +106,7 @@ def test_a_lasting_consequence_is_told_though_its_cause_is_as_severe(severity: S
     assert figures(worse.cause) == [5]
 
 
-def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences() -> None:
+def test_a_warning_that_leads_to_an_error_escalates_once_with_all_consequences() -> None:
     first = cause(*range(5, 100), severity="warning")
     second = Scripted(
         at(7, summary="And"), kind="my_effect", explained_by={"cause"}, persistent=True
@@ -116,12 +118,12 @@ def test_a_warning_that_leads_to_an_error_grows_worse_once_with_all_consequences
     assert figures(worse.cause) == [5]
 
 
-def test_a_lasting_note_makes_nothing_worse() -> None:
+def test_a_persistent_note_escalates_nothing() -> None:
     note = effect(7, severity="note", persistent=True)
     assert told(cause(*range(5, 100)), note) == [(5, "started", "cause")]
 
 
-def test_what_began_before_a_cause_does_not_follow_from_it() -> None:
+def test_a_fault_that_started_before_a_cause_is_not_suppressed_by_it() -> None:
     found = at(3, severity="warning") | at(7, severity="error")
     earlier = Scripted(found, kind="effect", explained_by={"cause"}, clear_after=99)
     assert told(cause(*range(5, 100)), earlier) == [
@@ -131,7 +133,7 @@ def test_what_began_before_a_cause_does_not_follow_from_it() -> None:
     ]
 
 
-def test_a_lasting_consequence_is_told_when_its_cause_is_over() -> None:
+def test_a_persistent_symptom_is_reported_when_its_cause_resolves() -> None:
     later = effect(7, persistent=True)
     assert told(cause(*range(5, 30)), later, steps=50) == [
         (5, "started", "cause"),
@@ -143,7 +145,7 @@ def test_a_lasting_consequence_is_told_when_its_cause_is_over() -> None:
     assert (last.step, figures(last.summary), last.cause) == (30, [7], None)
 
 
-def test_a_consequence_that_is_over_first_is_told_no_more() -> None:
+def test_a_symptom_that_resolves_first_is_not_reported() -> None:
     assert told(cause(*range(5, 30)), effect(7, persistent=True, clear_after=3)) == [
         (5, "started", "cause"),
         (7, "escalated", "cause"),
@@ -151,14 +153,14 @@ def test_a_consequence_that_is_over_first_is_told_no_more() -> None:
     ]
 
 
-def test_other_consequences_pass_with_their_cause() -> None:
+def test_other_symptoms_resolve_with_their_cause() -> None:
     assert told(cause(*range(5, 30)), effect(7, clear_after=53)) == [
         (5, "started", "cause"),
         (30, "resolved", "cause"),
     ]
 
 
-def test_a_note_explains_notes_alone() -> None:
+def test_a_note_suppresses_only_notes() -> None:
     note = cause(*range(5, 100), severity="note")
     assert [kind for _, _, kind in told(note, effect(7))] == ["cause", "effect"]
     note = cause(*range(5, 100), severity="note")
@@ -166,7 +168,7 @@ def test_a_note_explains_notes_alone() -> None:
 
 
 @pytest.mark.parametrize(("place", "is_told"), [("image", False), ("images", True), ("head", True)])
-def test_a_layer_without_a_gradient_is_told_once(place: str, is_told: bool) -> None:
+def test_a_layer_without_a_gradient_is_reported_once(place: str, is_told: bool) -> None:
     first = Scripted(at(20, module_name="image.0"), kind="vanishing_gradient", clear_after=99)
     later = Scripted(
         at(89, module_name=place, momentary=True), kind="untrained_parameters",
@@ -190,7 +192,7 @@ def test_an_explosion_follows_from_a_loss_that_jumped_with_the_learning_rate(jum
 
 @pytest.mark.parametrize(("after", "said"), [(0, True), (20, True), (21, False)])
 @pytest.mark.parametrize("explained_by_rate_jump", [True, False])
-def test_a_jump_of_the_learning_rate_is_to_blame_for_what_follows(
+def test_a_jump_of_the_learning_rate_is_the_cause_of_later_faults(
     after: int, said: bool, explained_by_rate_jump: bool
 ) -> None:
     fault = Scripted(
@@ -227,7 +229,7 @@ def test_users_choose_the_severity_of_a_kind() -> None:
     assert [a.severity for a in alerts_of(map(record, range(10)), [engine])] == ["note", "warning"]
 
 
-def test_what_explains_a_default_kind_is_one() -> None:
+def test_causes_of_default_kinds_are_default_kinds() -> None:
     [engine] = default_rules()
     detectors = engine._detectors  # type: ignore[attr-defined]
     assert all(detector.explained_by <= {*detectors} for detector in detectors.values())
@@ -248,7 +250,7 @@ def requests(*detectors: Detector, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_detector_requests_as_many_as_it_needs_and_begins_again_ever_later(count: int) -> None:
+def test_a_detector_requests_the_full_steps_it_needs_with_exponential_back_off(count: int) -> None:
     eager = Scripted({}, needs_full_step=True, full_steps_in_a_row=count)
     begins = [0, 20, 60, 140]
     assert requests(eager, steps=200) == [step + k for step in begins for k in range(count)]
@@ -329,7 +331,7 @@ def several() -> tuple[Detector, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", range(1, 60, 3))
-def test_a_run_goes_on_from_its_state(cut: int) -> None:
+def test_a_run_continues_from_its_state(cut: int) -> None:
     records = [record(step, learning_rates=(0.1,)) for step in range(90)]
     before, after, whole = (Engine(several()) for _ in range(3))
     first = alerts_of(records[:cut], [before])
@@ -355,7 +357,7 @@ def forgotten(used: object, new: object, path: str) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
-def test_detectors_remember_all_that_a_run_changes(
+def test_the_state_of_detectors_contains_all_changed_attributes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     [used], [new] = default_rules(), default_rules()
@@ -402,7 +404,7 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
     return [*engine._detectors]
 
 
-def test_a_detector_of_ones_own_comes_after_the_default_ones_or_in_their_place() -> None:
+def test_a_custom_detector_follows_or_replaces_the_default_ones() -> None:
     mine = Scripted({})
     assert kinds({"scripted": mine}) == [*DETECTORS, "scripted"]
     mine = Scripted({}, kind="dead_units")
@@ -412,7 +414,7 @@ def test_a_detector_of_ones_own_comes_after_the_default_ones_or_in_their_place()
     assert [*detectors] == [kind for kind in DETECTORS if kind != "loss_spike"]
 
 
-def test_rules_show_the_kinds_that_they_look_for() -> None:
+def test_rules_list_their_kinds() -> None:
     for config in ({}, {"loss_spike": None}):
         [engine] = rules_from(config)
         assert re.findall(r"\w+", repr(engine)) == ["default_rules", *kinds(config)]
@@ -427,7 +429,7 @@ def test_users_set_limits_and_severity_of_a_default_kind() -> None:
         assert (found.kind, found.step, found.severity) == ("learning_rate_zero", step, severity)
 
 
-def test_a_detector_of_ones_own_takes_part_in_causes_and_consequences() -> None:
+def test_a_custom_detector_takes_part_in_causes_and_suppression() -> None:
     mine = Scripted(at(7), explained_by={"eval_mode"})
     first = Scripted(at(*range(5, 40)), kind="eval_mode")
     found = alerts_of(map(record, range(9)), rules_from({"scripted": mine, "eval_mode": first}))
@@ -448,6 +450,6 @@ def test_a_detector_of_ones_own_takes_part_in_causes_and_consequences() -> None:
         ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
     ],
 )
-def test_what_users_give_is_checked(config: Any, error: type[Exception], message: str) -> None:
+def test_user_arguments_are_validated(config: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         rules_from(config)

@@ -21,7 +21,7 @@ def test_a_model_left_in_evaluation_mode_is_noted_until_it_trains_again() -> Non
     assert (end.severity, end.step, end.stage) == ("note", 60, "resolved")
 
 
-def test_validation_between_steps_is_none() -> None:
+def test_validation_between_steps_is_not_noted() -> None:
     model = net()
 
     def validate(step: int) -> None:
@@ -33,13 +33,13 @@ def test_validation_between_steps_is_none() -> None:
     assert train(EvalMode(), 60, model=model, before=validate) == []
 
 
-def test_single_modules_that_are_frozen_are_none() -> None:
+def test_single_frozen_modules_are_not_noted() -> None:
     model = net()
     model[2].eval()
     assert train(EvalMode(), 60, model=model) == []
 
 
-def test_a_model_that_is_the_same_in_both_modes_is_none() -> None:
+def test_a_model_that_is_the_same_in_both_modes_is_not_noted() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).eval()
     assert train(EvalMode(), 60, model=model) == []
 
@@ -60,7 +60,7 @@ def test_new_batch_norms_that_evaluate_from_the_start_are_noted_once() -> None:
     assert figures(note.summary)[:2] == [2, 2]
 
 
-def test_batch_norms_that_train_or_were_trained_before_are_none() -> None:
+def test_batch_norms_that_train_or_were_trained_before_are_not_noted() -> None:
     model = with_norms()
     assert train(EvalMode(), 30, model=model) == []
     model[1].eval()
@@ -68,7 +68,7 @@ def test_batch_norms_that_train_or_were_trained_before_are_none() -> None:
     assert train(EvalMode(), 30, model=model) == []
 
 
-def test_batch_norms_that_train_on_batches_that_hardly_vary_are_none() -> None:
+def test_batch_norms_that_train_on_nearly_constant_batches_are_not_noted() -> None:
     for size in (0.0, 1e-3):
         model, classes = with_norms(), torch.arange(16) % 3
         batch = size * torch.randn(16, 8), classes

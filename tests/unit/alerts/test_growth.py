@@ -26,7 +26,7 @@ def deep(layers: int = 8) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), *hidden, nn.Linear(16, 3))
 
 
-def test_what_is_the_same_for_every_input_does_not_explode() -> None:
+def test_outputs_that_are_equal_for_every_input_do_not_explode() -> None:
     model = deep(2)
 
     def kill(step: int) -> None:
@@ -44,7 +44,9 @@ def test_what_is_the_same_for_every_input_does_not_explode() -> None:
         (range(2, 18, 2), "2", "The growth is spread over 2 to 1"),
     ],
 )
-def test_layers_that_grow_alike_are_a_range(which: list[int], module: str, seen: str) -> None:
+def test_layers_that_grow_alike_are_named_as_a_range(
+    which: list[int], module: str, seen: str
+) -> None:
     model = deep()
 
     def grow(step: int) -> None:
@@ -110,7 +112,7 @@ def test_layers_do_not_vanish_because_another_one_explodes(grows: bool) -> None:
     assert [alert.module_name for alert in alerts] == ([] if grows else ["0"])
 
 
-def test_a_layer_is_to_blame_though_the_first_batch_after_it_had_no_gradient() -> None:
+def test_a_layer_is_named_though_the_first_batch_after_it_had_no_gradient() -> None:
     model = deep()
 
     def grow(step: int) -> None:
@@ -146,7 +148,7 @@ def test_gradients_stay_exploded_though_some_batches_have_none() -> None:
         (43, "All gradients grew alike"),
     ],
 )
-def test_a_batch_in_another_unit_is_to_blame(at: int, seen: str) -> None:
+def test_a_batch_in_another_unit_is_named(at: int, seen: str) -> None:
     def batch(step: int) -> Batch:
         points, classes = draw()
         return points * (1e4 if step == at else 1.0), classes
@@ -156,7 +158,7 @@ def test_a_batch_in_another_unit_is_to_blame(at: int, seen: str) -> None:
     assert seen in (alert.cause or "")
 
 
-def test_growth_from_layer_to_layer_is_not_over_while_it_lasts() -> None:
+def test_growth_from_layer_to_layer_is_not_resolved_while_it_persists() -> None:
     model = deep()
     for index in range(2, 18, 2):
         model[index].weight.data.mul_(12.0)

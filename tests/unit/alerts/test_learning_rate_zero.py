@@ -21,7 +21,7 @@ def train_with(rate: Callable[[int], float], steps: int) -> list[Alert]:
     return train(LearningRateZero(), steps, model=model, optimizer=optimizer, before=set_rate)
 
 
-def test_a_schedule_that_is_over_too_early_is_noted_once() -> None:
+def test_a_schedule_that_ends_too_early_is_noted_once() -> None:
     [alert] = train_with(lambda step: max(0.0, 0.1 * (1 - step / 40)), 90)
     assert (alert.severity, alert.step) == ("note", 59)
     assert {40, 0.1} <= {*figures(alert.summary)}
@@ -40,5 +40,5 @@ def test_a_schedule_of_epochs_that_is_advanced_at_each_step_is_noted() -> None:
         lambda step: 0.1 if step < 30 else 1e-5,
     ],
 )
-def test_usual_schedules_are_none(rate: Callable[[int], float]) -> None:
+def test_usual_schedules_are_not_noted(rate: Callable[[int], float]) -> None:
     assert train_with(rate, 60) == []

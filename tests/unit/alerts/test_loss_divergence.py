@@ -18,7 +18,7 @@ from tests.helpers.small_runs import draw, net, train
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 @pytest.mark.parametrize("ramp", [20, 60])
-def test_a_learning_rate_that_rose_is_named_once_and_it_is_not_over(ramp: int, every: int) -> None:
+def test_a_learning_rate_that_rose_is_named_once_and_not_resolved(ramp: int, every: int) -> None:
     model = net()
     optimizer = Adam(model.parameters(), 3e-3)
 
@@ -78,7 +78,7 @@ def never_zeroed(
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 @pytest.mark.parametrize("adam", [True, False])
-def test_gradients_that_nobody_zeroes_are_named_early(adam: bool, every: int) -> None:
+def test_gradients_that_are_never_zeroed_are_named_early(adam: bool, every: int) -> None:
     def make(model: nn.Module) -> Optimizer:
         return Adam(model.parameters(), 1e-3) if adam else SGD(model.parameters(), 0.01, 0.9)
 
@@ -88,7 +88,7 @@ def test_gradients_that_nobody_zeroes_are_named_early(adam: bool, every: int) ->
 
 
 @pytest.mark.slow
-def test_they_are_seen_behind_clipping_and_accumulation() -> None:
+def test_unzeroed_gradients_are_found_with_clipping_and_accumulation() -> None:
     def make(model: nn.Module) -> Optimizer:
         return SGD(model.parameters(), 0.05)
 

@@ -117,7 +117,7 @@ def test_probabilities_in_the_place_of_their_logarithms_are_named(
     assert "logarithms" in alert.summary
 
 
-def test_as_many_rows_as_classes_are_no_softmax_over_the_batch() -> None:
+def test_a_square_batch_is_not_a_softmax_over_the_batch() -> None:
     assert run(nn.Softmax(1), lambda p, y: F.nll_loss(p.log(), y), rows=10) == []
 
 
@@ -150,7 +150,7 @@ def squared(p: Tensor, classes: Tensor) -> Tensor:
         (nn.Sigmoid(), F.l1_loss, 1),
     ],
 )
-def test_other_losses_are_not(
+def test_other_losses_are_not_reported(
     last: nn.Module, loss_function: Loss, classes: int, rate: float
 ) -> None:
     assert run(last, loss_function, classes=classes, rate=rate) == []

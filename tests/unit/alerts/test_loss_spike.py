@@ -74,7 +74,7 @@ def test_the_layers_of_the_group_whose_rate_jumped_are_named() -> None:
     assert name in (begin.cause or "")
 
 
-def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen_far() -> None:
+def test_a_small_rise_after_a_jump_of_the_rate_is_reported_if_the_loss_had_fallen_far() -> None:
     settings = rates(dict.fromkeys(range(205, 250), 0.03))
     model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]
     torch.manual_seed(1)
@@ -96,7 +96,7 @@ def test_a_small_rise_after_a_jump_of_the_rate_is_told_where_the_loss_had_fallen
 
 
 @pytest.mark.slow
-def test_it_is_not_over_while_the_rate_stays_high_and_the_loss_above_its_usual() -> None:
+def test_a_spike_is_not_resolved_while_the_rate_and_the_loss_stay_high() -> None:
     stays = dict.fromkeys(range(205, 500), 0.5)
     assert [alert.stage for alert in train(LossSpike(), 500, **rates(stays))] == ["started"]
     ends = with_returns(rates(dict.fromkeys(range(205, 300), 0.5)), [204], after=96)
@@ -114,7 +114,7 @@ def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -
 
 
 @pytest.mark.slow
-def test_one_batch_in_another_unit_is_told_when_the_next_is_not() -> None:
+def test_one_batch_in_another_unit_is_reported_when_the_next_is_usual() -> None:
     def batch(step: int) -> Batch:
         points, classes = draw()
         return (points * 3e4, classes) if step == 220 else (points, classes)
@@ -130,7 +130,7 @@ def test_one_batch_in_another_unit_is_told_when_the_next_is_not() -> None:
     ("at", "tails", "times", "told"),
     [(220, False, 30.0, True), (30, False, 30.0, False), (220, True, 3e5, False)],
 )
-def test_how_far_the_loss_of_a_batch_must_be_above(
+def test_the_loss_of_a_batch_must_exceed_the_limit(
     at: int, tails: bool, times: float, told: bool
 ) -> None:
     def weight(step: int) -> float:
@@ -142,7 +142,7 @@ def test_how_far_the_loss_of_a_batch_must_be_above(
 
 
 @pytest.mark.slow
-def test_batches_as_rare_and_as_high_as_one_before_are_told_once() -> None:
+def test_batches_as_rare_and_as_high_as_an_earlier_one_are_reported_once() -> None:
     settings = rates({}, usual=1e-4)
     alerts = train(
         LossSpike(), 600, weight=lambda step: 1e3 if step in (220, 341, 463) else 1.0, **settings
@@ -177,7 +177,7 @@ def test_other_data_and_another_weight_are_noted(changed: dict[str, Any]) -> Non
     assert "Something else changed" in (alert.cause or "")
 
 
-def test_no_flight_file_is_written_for_what_is_only_noted(tmp_path: Path) -> None:
+def test_no_flight_file_is_written_for_a_note(tmp_path: Path) -> None:
     settings = rates({})
     model, optimizer = settings["model"], settings["optimizer"]
     torch.manual_seed(1)
@@ -194,12 +194,12 @@ def test_no_flight_file_is_written_for_what_is_only_noted(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_warm_restart_is_none() -> None:
+def test_a_warm_restart_is_not_a_spike() -> None:
     restarts = {step: 0.03 * (1 - step % 60 / 60) for step in range(300)}
     assert train(LossSpike(), 300, **rates(restarts)) == []
 
 
-def test_layers_that_moved_before_the_loss_are_named_first() -> None:
+def test_layers_whose_onset_precedes_the_loss_are_named_first() -> None:
     model, torch_seed = net(), 4
     optimizer = Adam(model.parameters(), 3e-3)
     torch.manual_seed(torch_seed)
@@ -219,7 +219,7 @@ def test_layers_that_moved_before_the_loss_are_named_first() -> None:
     assert "Gradients left their baseline" in (alert.cause or "")
 
 
-def test_gradients_that_fell_before_the_loss_rose_are_no_reason() -> None:
+def test_gradients_that_fell_before_the_loss_rose_are_not_the_cause() -> None:
     model = net()
     optimizer = Adam(model.parameters(), 3e-3)
     torch.manual_seed(4)
@@ -299,14 +299,14 @@ def test_some_batches_of_other_data_are_noted_with_their_steps(every: int) -> No
 
 
 @pytest.mark.slow
-def test_bursts_that_follow_each_other_are_one() -> None:
+def test_consecutive_bursts_are_one() -> None:
     (note,) = train(LossBurst(), 250, batch=bursts(range(173, 180), range(183, 187)), **slow())
     assert note.step == 173
     assert {173, 186} <= {*figures(note.summary)}
 
 
 @pytest.mark.slow
-def test_other_data_for_good_hard_batches_and_what_comes_again_are_no_burst() -> None:
+def test_permanently_other_data_hard_batches_and_repetitions_are_not_a_burst() -> None:
     assert train(LossBurst(), 250, batch=bursts(range(173, 250)), **slow()) == []
     hard = bursts(*(range(step, step + 1) for step in range(120, 300, 15)))
     assert train(LossBurst(), 300, batch=hard, **slow()) == []

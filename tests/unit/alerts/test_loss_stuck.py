@@ -21,12 +21,12 @@ def test_targets_that_do_not_belong_to_their_inputs_are_noted_once() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_learns_is_none() -> None:
+def test_a_run_that_learns_is_not_stuck() -> None:
     assert train(LossStuck(), 500) == []
 
 
 @pytest.mark.slow
-def test_weights_that_do_not_move_are_the_matter_of_another_rule() -> None:
+def test_constant_weights_are_reported_by_another_rule() -> None:
     model = net()
     assert train(LossStuck(), 300, model=model, optimizer=SGD(model.parameters(), 1e-9)) == []
 
@@ -45,7 +45,7 @@ def test_a_loss_that_is_the_same_for_all_batches_is_noted() -> None:
 
 
 @pytest.mark.slow
-def test_weights_that_are_written_back_after_each_step_are_told() -> None:
+def test_weights_that_are_restored_after_each_step_are_reported() -> None:
     def told(written_back: bool) -> bool:
         model = net()
         kept = copy.deepcopy(model.state_dict())

@@ -73,7 +73,7 @@ class WithFunction(nn.Module):
         return y
 
 
-def test_advice_fits_what_is_flat() -> None:
+def test_advice_fits_the_saturated_function() -> None:
     [alert] = train(SaturatedUnits(), 60, model=WithFunction())
     assert alert.module_name == "first"
     assert "initial weights of first" in (alert.cause or "")

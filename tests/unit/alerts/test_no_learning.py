@@ -36,7 +36,7 @@ def train(after_backward: Callable[[nn.Module, Optimizer], object], every: int) 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 @pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_that_are_zeroed_before_the_step_are_told(every: int, to_none: bool) -> None:
+def test_gradients_that_are_zeroed_before_the_step_are_reported(every: int, to_none: bool) -> None:
     (alert,) = train(lambda model, optimizer: optimizer.zero_grad(set_to_none=to_none), every)
     assert "0 when the optimizer steps" in (alert.cause or "")
     assert "zero_grad() before backward()" in alert.advice[0]
@@ -44,10 +44,10 @@ def test_gradients_that_are_zeroed_before_the_step_are_told(every: int, to_none:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_a_clipping_that_leaves_nothing_is_told(every: int) -> None:
+def test_clipping_that_leaves_nothing_is_reported(every: int) -> None:
     (alert,) = train(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-7), every)
     assert 1e-07 in figures(alert.cause)
 
 
-def test_a_clipping_that_leaves_enough_is_silent() -> None:
+def test_clipping_that_leaves_enough_is_not_reported() -> None:
     assert train(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.1), 10) == []

@@ -50,7 +50,7 @@ def test_a_note_is_not_raised(tmp_path: Path) -> None:
     assert len(train(tmp_path, on_alert="raise").alerts) == 1
 
 
-def test_a_note_is_given_to_a_callback(tmp_path: Path) -> None:
+def test_a_note_is_passed_to_a_callback(tmp_path: Path) -> None:
     seen: list[Alert] = []
     train(tmp_path, on_alert=seen.append)
     assert [alert.kind for alert in seen] == ["habit"]

@@ -81,7 +81,7 @@ def test_a_bad_loss(at: int, seen: str) -> None:
     assert seen in alert.summary
 
 
-def test_an_infinite_loss_is_not_that_of_a_bad_batch() -> None:
+def test_an_infinite_loss_is_not_attributed_to_a_bad_batch() -> None:
     alert = first(13, weight=lambda step: math.inf if step == 13 else 1.0)
     assert (alert.step, alert.module_name) == (13, None)
     assert alert.summary.startswith("The loss is infinite at step 13")
@@ -132,9 +132,7 @@ class Scale(nn.Module):
          "the forward pass, before 2, whose running statistics are NaN, or in the inputs (it"),
     ],
 )  # fmt: skip
-def test_at_a_step_that_is_not_measured_in_full(
-    layers: list[nn.Module], at: int, module: str, seen: str
-) -> None:
+def test_nan_at_a_light_step(layers: list[nn.Module], at: int, module: str, seen: str) -> None:
     torch.manual_seed(0)
     broken = nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 3))
     suspect = next((layer for layer in layers if isinstance(layer, Scale)), broken[0])
@@ -172,7 +170,7 @@ def test_one_of_two_terms_of_the_loss_is_bad() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 1000])  # the step itself is seen, or what it left
-def test_an_optimizer_that_makes_it_so(every: int) -> None:
+def test_an_optimizer_that_produces_nan(every: int) -> None:
     broken = net()
     with torch.no_grad():
         broken[0].bias.fill_(-99.0)  # no unit gets a gradient: 0 / (0 + eps)
@@ -208,7 +206,7 @@ def test_weights_that_are_overwritten_after_a_good_step() -> None:
     assert "3.weight: the optimizer or other code broke it" in alert.summary
 
 
-def test_what_shows_only_in_full_is_over_only_there() -> None:
+def test_nan_that_only_full_steps_show_resolves_only_there() -> None:
     broken = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
     def poison(step: int) -> None:
@@ -251,7 +249,7 @@ def test_a_scaler_that_skips_every_step_is_named_only_if_there_is_one() -> None:
     assert "scaler" in (alert.cause or "")
 
 
-def test_steps_without_a_record_are_steps() -> None:
+def test_steps_without_a_record_are_counted() -> None:
     assert logged(at=lambda i: 5 + i) == []
 
 
@@ -303,7 +301,7 @@ def test_a_buffer_is_named(at: int, buffer: str, module: str, named: str) -> Non
     assert seen in alert.summary
 
 
-def test_a_bad_batch_that_buffers_have_noted_is_no_fault_of_theirs() -> None:
+def test_buffers_changed_by_a_bad_batch_are_not_the_cause() -> None:
     def batch(step: int) -> tuple[Tensor, Tensor]:
         points, classes = draw()
         points[5] = math.nan if step == 10 else points[5]

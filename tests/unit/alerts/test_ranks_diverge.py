@@ -58,7 +58,7 @@ def record(step: int, *, differs: bool = False, declared: bool = False, bad: int
         (True, [False, False, True], [2]),
     ],
 )
-def test_what_was_never_equal_is_no_copy_unless_somebody_says_so(
+def test_parameters_that_were_never_equal_are_copies_only_if_declared(
     declared: bool, differs: Sequence[bool], alerts: Sequence[int]
 ) -> None:
     records = [record(n, differs=some, declared=declared) for n, some in enumerate(differs)]

@@ -95,14 +95,14 @@ def trained(model: nn.Module) -> CapturedRun:
     [Blocks(), Blocks(gain=0.0), frozen(Blocks()), Experts()],
     ids=["positions of zeros", "branches that begin at zero", "frozen", "experts"],
 )
-def test_what_is_always_so_requests_nothing(model: nn.Module) -> None:
+def test_permanent_conditions_request_no_full_step(model: nn.Module) -> None:
     run = trained(model)
     assert [record.step for record in run.records if record.full] == [0, 100]
     assert run.alerts == []
 
 
 @pytest.mark.slow
-def test_a_part_that_gets_no_gradient_is_found_between_two_due_steps() -> None:
+def test_a_part_without_gradient_is_found_between_two_due_steps() -> None:
     run = trained(Blocks(lets_through=Tensor.detach))
     assert [(alert.kind, alert.module_name) for alert in run.alerts][:1] == [
         ("vanishing_gradient", "embed")

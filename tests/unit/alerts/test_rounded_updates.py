@@ -44,7 +44,7 @@ def test_steps_that_are_rounded_away_are_a_note(
     assert f"are {apart} or more apart" in (alert.cause or "")
 
 
-def test_what_a_step_changed_holds_at_most_the_share_of_the_squares() -> None:
+def test_changed_weights_are_at_most_the_share_of_the_squares() -> None:
     rule = RoundedUpdates()
     model = net().bfloat16()
     weights = [model.get_submodule(name).get_parameter("weight") for name in ("0", "3")]
@@ -66,13 +66,13 @@ def test_what_a_step_changed_holds_at_most_the_share_of_the_squares() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_silent_where_steps_change_weights() -> None:
+def test_steps_that_change_weights_are_not_noted() -> None:
     assert run(torch.float32, 1e-3) == []
     assert run(torch.bfloat16, 1.0) == []
     assert run(torch.bfloat16, 1e-3, warm_up=0.01) == []
 
 
-def test_it_is_silent_where_most_of_a_gradient_is_zero() -> None:
+def test_mostly_zero_gradients_are_not_noted() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(1000, 4), nn.Flatten(), nn.Linear(8, 3)).bfloat16()
     model[2].requires_grad_(False)

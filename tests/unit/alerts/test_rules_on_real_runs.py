@@ -69,7 +69,7 @@ def train(
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_unit", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.Tanh, nn.GELU])
-def test_a_healthy_run_is_silent_in_any_unit(
+def test_a_healthy_run_raises_no_alert_in_any_unit(
     digits: tuple[Tensor, Tensor],
     tmp_path: Path,
     activation: type[nn.Module],
@@ -88,7 +88,7 @@ def test_weights_that_are_too_large_explode(digits: tuple[Tensor, Tensor], tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
-def test_weights_that_grow_on_the_way_explode(
+def test_weights_that_grow_during_training_explode(
     digits: tuple[Tensor, Tensor], tmp_path: Path, activation: type[nn.Module]
 ) -> None:
     model = mlp(activation=activation)
@@ -164,7 +164,7 @@ class Prepared(nn.Module):
 
 
 @pytest.mark.slow
-def test_what_the_first_layer_is_given_is_told_from_the_batch(
+def test_inputs_of_the_first_layer_are_distinguished_from_the_batch(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
     def blank_one(step: int, inputs: Tensor) -> Tensor:
@@ -320,9 +320,7 @@ def test_a_learning_rate_of_almost_nothing_does_not_learn(
 
 
 @pytest.mark.slow
-def test_a_rule_that_is_left_out_says_nothing(
-    digits: tuple[Tensor, Tensor], tmp_path: Path
-) -> None:
+def test_an_omitted_rule_reports_nothing(digits: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     alerts = train(mlp(), digits, tmp_path, lr=1e-9, steps=160, alerts={"no_learning": None})
     assert alerts == []
 
@@ -340,7 +338,7 @@ def test_a_rule_that_is_left_out_says_nothing(
         ({"dead_units": 0.5}, TypeError, "must be a dict of parameters, a Detector"),
     ],
 )
-def test_what_cannot_be_configured_is_named(
+def test_an_invalid_configuration_is_named(
     tmp_path: Path, config: dict[str, object], error: type[Exception], message: str
 ) -> None:
     model = mlp()

@@ -9,7 +9,7 @@ from tests.helpers.small_runs import draw, net, train
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_one_batch_for_ever_is_noted_once(every: int) -> None:
+def test_one_batch_at_every_step_is_noted_once(every: int) -> None:
     only = draw()
     [alert] = train(SameBatch(), 230, batch=lambda step: only, every=every)
     assert alert.severity == "note"
@@ -18,7 +18,7 @@ def test_one_batch_for_ever_is_noted_once(every: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("period", [2, 5, 10])
-def test_a_loader_that_repeats_its_batches_in_their_order_is_none(period: int) -> None:
+def test_a_loader_that_repeats_its_batches_in_order_is_not_noted(period: int) -> None:
     epoch = [draw() for _ in range(period)]
     assert train(SameBatch(), 230, batch=lambda step: epoch[step % period]) == []
 
@@ -37,7 +37,7 @@ def test_tokens_are_recognized_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_data_set_of_one_batch_is_none_until_it_is_known_by_heart() -> None:
+def test_a_data_set_of_one_batch_is_not_noted_until_it_is_memorized() -> None:
     points, classes = draw()
     noisy = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
     assert train(SameBatch(), 230, model=noisy, batch=lambda step: (points, classes)) == []
@@ -45,7 +45,7 @@ def test_a_data_set_of_one_batch_is_none_until_it_is_known_by_heart() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_told_soon_after_the_loss_says_so() -> None:
+def test_the_same_batch_is_reported_soon_after_the_loss_shows_it() -> None:
     points, classes = draw()
     slow = net()
     optimizer = torch.optim.SGD(slow.parameters(), 0.03, 0.9)
@@ -58,7 +58,7 @@ def test_it_is_told_soon_after_the_loss_says_so() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [10, 100])
-def test_a_loader_that_gets_stuck_is_noted_whatever_the_loss(every: int) -> None:
+def test_a_loader_that_gets_stuck_is_noted_for_any_loss(every: int) -> None:
     noisy = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))
     last = draw()
     [alert] = train(

@@ -42,7 +42,7 @@ def test_a_layer_whose_rate_has_vanished_is_named(every: int) -> None:
 
 
 @pytest.mark.slow
-def test_rates_of_fine_tuning_and_layers_without_gradient_are_none() -> None:
+def test_rates_of_fine_tuning_and_layers_without_gradient_are_not_reported() -> None:
     model = deep()
     assert train(LayersNotLearning(), 250, model=model, optimizer=by_layer(model, 0.2)) == []
     model[0].requires_grad_(False)
@@ -50,7 +50,7 @@ def test_rates_of_fine_tuning_and_layers_without_gradient_are_none() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_over_when_the_layer_moves_again() -> None:
+def test_the_alert_resolves_when_the_layer_moves_again() -> None:
     model = deep()
     optimizer = by_layer(model, 0.003)
 
@@ -87,7 +87,7 @@ def test_an_output_that_becomes_one_vector_is_named(left: float, every: int) -> 
         assert "varies by" in alerts[0].summary
 
 
-def test_one_number_far_from_zero_is_no_collapse() -> None:
+def test_one_number_far_from_zero_is_not_a_collapse() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
     optimizer = Adam(model.parameters(), 3e-2)
@@ -112,13 +112,13 @@ def constant(weight: float) -> nn.Module:
 
 
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_units_that_begin_alike_and_never_part_are_told(every: int) -> None:
+def test_units_that_start_equal_and_stay_equal_are_reported(every: int) -> None:
     (alert,) = train(OutputCollapse(), 40, model=constant(0.02), every=every)
     assert (alert.step < 20, alert.module_name) == (True, "0")
     assert 32 in figures(alert.summary)
 
 
-def test_units_that_are_zero_or_differ_are_none() -> None:
+def test_units_that_are_zero_or_differ_are_not_reported() -> None:
     torch.manual_seed(0)
     zero_head = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 3))
     nn.init.zeros_(zero_head[2].weight)

@@ -47,7 +47,7 @@ class Outer:
         self._alert = None
 
 
-def test_a_value_comes_back_as_what_it_was() -> None:
+def test_a_value_is_restored_with_its_type() -> None:
     before, after = Outer(1.0), Outer(2.0)
     before.inner._values.extend([np.float32(2.0), 3.0])
     before._items[Key("a", 1)] = Item(mask=np.array([True, False]), share=np.float64(0.5))
@@ -77,7 +77,7 @@ class Bare:
     _latest: deque = deque(maxlen=2)  # type: ignore[type-arg]  # noqa: RUF012
 
 
-def test_containers_whose_annotation_does_not_say_what_they_hold_come_back_too() -> None:
+def test_containers_without_an_item_type_are_restored_too() -> None:
     before, after = Bare(), Bare()
     before._row, before._seen, before._named = (3, 4), {"a"}, {"b": 1}
     before._latest = deque([1.0, 2.0], maxlen=2)
@@ -105,7 +105,7 @@ def test_containers_whose_annotation_does_not_say_what_they_hold_come_back_too()
         {"inner": {"_values": None}},
     ],
 )
-def test_what_does_not_fit_changes_nothing(damage: dict[str, Any]) -> None:
+def test_an_incompatible_value_changes_nothing(damage: dict[str, Any]) -> None:
     target = Outer(1.0)
     before = repr(to_plain(target))
     with pytest.raises((TypeError, ValueError, KeyError)):

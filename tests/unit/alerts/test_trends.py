@@ -43,7 +43,7 @@ def cross_entropy(model: nn.Module) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 50])
-def test_weights_that_a_decay_takes_away_are_told_while_half_of_them_is_left(every: int) -> None:
+def test_weights_that_decay_too_fast_are_reported_while_half_is_left(every: int) -> None:
     def optimizer(model: nn.Module) -> Optimizer:
         return AdamW(model.parameters(), 1e-3, weight_decay=20.0)
 
@@ -58,7 +58,7 @@ def test_weights_that_a_decay_takes_away_are_told_while_half_of_them_is_left(eve
 
 
 @pytest.mark.slow
-def test_weights_that_shrink_while_the_model_learns_are_none() -> None:
+def test_weights_that_shrink_while_the_model_learns_are_not_reported() -> None:
     def optimizer(model: nn.Module) -> Optimizer:
         with torch.no_grad():
             for parameter in model.parameters():
@@ -68,7 +68,7 @@ def test_weights_that_shrink_while_the_model_learns_are_none() -> None:
     assert run(ExponentialTrend(), 300, cross_entropy, optimizer=optimizer) == []
 
 
-def test_weights_that_a_decay_of_the_wrong_sign_makes_larger_are_told() -> None:
+def test_weights_that_grow_by_a_decay_of_the_wrong_sign_are_reported() -> None:
     model = net()
 
     def grow(step: int) -> None:
@@ -83,7 +83,7 @@ def test_weights_that_a_decay_of_the_wrong_sign_makes_larger_are_told() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("discount", [0.9, 1.1])
-def test_a_loss_that_feeds_on_itself_is_told(discount: float) -> None:
+def test_a_self_reinforcing_loss_is_reported(discount: float) -> None:
     def loss(model: nn.Module) -> Tensor:
         points, _ = draw()
         with torch.no_grad():
@@ -101,7 +101,7 @@ def test_a_loss_that_feeds_on_itself_is_told(discount: float) -> None:
 @pytest.mark.parametrize(
     ("factor", "first", "told"), [(1.25, 1e-2, True), (0.8, 0.3, False), (1.25, 1e-5, False)]
 )
-def test_a_rate_that_is_multiplied_again_and_again_is_told_where_steps_are_large(
+def test_a_rate_that_grows_exponentially_is_reported_when_steps_are_large(
     factor: float, first: float, told: bool
 ) -> None:
     model = net()
@@ -119,7 +119,7 @@ def test_a_rate_that_is_multiplied_again_and_again_is_told_where_steps_are_large
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_a_cross_entropy_of_the_wrong_sign_is_told_when_it_has_fallen_by_a_tenth(
+def test_a_cross_entropy_of_the_wrong_sign_is_reported_when_it_has_fallen_by_a_tenth(
     every: int,
 ) -> None:
     (alert,) = run(UnboundedLoss(), 200, lambda model: -cross_entropy(model), every=every)
@@ -130,7 +130,7 @@ def test_a_cross_entropy_of_the_wrong_sign_is_told_when_it_has_fallen_by_a_tenth
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [10, 100])
-def test_logits_where_log_probabilities_belong_are_told(every: int) -> None:
+def test_logits_in_place_of_log_probabilities_are_reported(every: int) -> None:
     def loss(model: nn.Module) -> Tensor:
         points, classes = draw()
         return F.nll_loss(model(points), classes)
@@ -143,7 +143,7 @@ def test_logits_where_log_probabilities_belong_are_told(every: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_density_is_no_such_loss() -> None:
+def test_a_density_is_not_a_loss_of_the_wrong_sign() -> None:
     def loss(model: nn.Module) -> Tensor:
         points, _ = draw()
         mean, log_scale, _ = model(points).T
@@ -157,7 +157,7 @@ def test_a_density_is_no_such_loss() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("unit", "rate"), [(1e5, 1e-2), (3e4, 3e-2), (1e6, 2e-2)])
-def test_weights_that_adam_moves_by_equal_amounts_towards_large_targets_are_none(
+def test_weights_that_adam_moves_evenly_towards_large_targets_are_not_reported(
     unit: float, rate: float
 ) -> None:
     def loss(model: nn.Module) -> Tensor:

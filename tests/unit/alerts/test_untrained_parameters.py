@@ -42,13 +42,13 @@ def test_a_head_that_was_replaced_after_the_optimizer_was_made(every: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_a_trunk_that_is_detached_is_named_as_a_whole(every: int) -> None:
+def test_a_detached_trunk_is_named_as_one_part(every: int) -> None:
     [alert] = train(UntrainedParameters(), 150, model=Net(detached=True), every=every)
     assert (alert.severity, alert.module_name) == ("warning", "trunk")
     assert "got none in" in alert.summary
 
 
-def test_a_small_head_that_nobody_reads_is_a_note() -> None:
+def test_a_small_unused_head_is_a_note() -> None:
     [alert] = train(UntrainedParameters(), 150, model=Net(spare=True))
     assert (alert.severity, alert.module_name) == ("note", "spare")
 
@@ -61,7 +61,7 @@ def test_an_optimizer_that_is_never_stepped() -> None:
     assert (alert.severity, alert.module_name) == ("warning", "head")
 
 
-def test_what_is_frozen_or_trained_by_another_optimizer_is_none() -> None:
+def test_parameters_that_are_frozen_or_trained_by_another_optimizer_are_not_reported() -> None:
     model = Net(spare=True)
     assert model.spare is not None
     model.spare.requires_grad_(False)
@@ -90,11 +90,11 @@ class Experts(Net):
         return logits
 
 
-def test_one_of_several_experts_that_is_never_chosen_is_none() -> None:
+def test_one_of_several_experts_that_is_never_chosen_is_not_reported() -> None:
     assert train(UntrainedParameters(), 150, model=Experts()) == []
 
 
-def test_the_first_of_several_layers_that_are_alike_are_told_where_they_run_detached() -> None:
+def test_the_first_of_several_equal_layers_are_reported_if_they_run_detached() -> None:
     class Stack(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,7 +112,7 @@ def test_the_first_of_several_layers_that_are_alike_are_told_where_they_run_deta
     assert "layers.0, layers.1 (" in alert.summary
 
 
-def test_a_part_that_has_its_turn_rarely_is_none() -> None:
+def test_a_part_that_is_rarely_trained_is_not_reported() -> None:
     class Rare(Net):
         calls = 0
 
@@ -126,7 +126,7 @@ def test_a_part_that_has_its_turn_rarely_is_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [10, 100])
-def test_what_is_unfrozen_later_and_not_in_the_optimizer(every: int) -> None:
+def test_parameters_that_are_unfrozen_later_and_not_in_the_optimizer(every: int) -> None:
     model = Net()
     model.trunk.requires_grad_(False)
 
@@ -146,7 +146,7 @@ def test_what_is_unfrozen_later_and_not_in_the_optimizer(every: int) -> None:
 
 
 @pytest.mark.slow
-def test_what_an_optimizer_no_longer_steps_is_a_note() -> None:
+def test_parameters_that_an_optimizer_no_longer_steps_are_a_note() -> None:
     model = Net()
     first, second = SGD(model.parameters(), 0.1), SGD(model.head.parameters(), 0.1)
     first_stage: list[Alert] = []

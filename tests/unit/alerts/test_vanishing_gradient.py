@@ -64,14 +64,16 @@ def underflown(tower: Tensor, other: Tensor) -> Tensor:
     ("join", "swap"),
     [(detached, False), (detached, True), (forgotten, False), (underflown, False)],
 )
-def test_no_gradient_is_vanished(join: Callable[[Tensor, Tensor], Tensor], swap: bool) -> None:
+def test_a_missing_gradient_has_vanished(
+    join: Callable[[Tensor, Tensor], Tensor], swap: bool
+) -> None:
     [alert] = train(VanishingGradient(), 60, model=TwoTowers(join, swap=swap))
     assert (alert.module_name, alert.step) == ("tower.0", 21)  # at a second look
     assert 22 in figures(alert.summary)
     assert "tower.0 to tower.2" in alert.summary
 
 
-def test_what_never_had_a_gradient_is_looked_at_before_the_next_measurement_is_due() -> None:
+def test_layers_that_never_had_a_gradient_are_checked_before_the_next_due_step() -> None:
     [alert] = train(VanishingGradient(), 60, model=TwoTowers(forgotten), every=1000)
     assert alert.step == 22
 
@@ -90,11 +92,11 @@ def frozen(model: TwoTowers) -> TwoTowers:
         TwoTowers(detached, swap=True, wide=2),  # an unused head
     ],
 )
-def test_what_should_be_zero_has_not_vanished(model: TwoTowers) -> None:
+def test_gradients_that_should_be_zero_have_not_vanished(model: TwoTowers) -> None:
     assert train(VanishingGradient(), 60, model=model) == []
 
 
-def test_what_no_optimizer_takes_has_not_vanished() -> None:
+def test_parameters_without_an_optimizer_have_not_vanished() -> None:
     model = TwoTowers(usual)
     rest = [*model.other.parameters(), *model.head.parameters()]
     assert train(VanishingGradient(), 60, model=model, optimizer=SGD(rest, 0.1)) == []
@@ -134,7 +136,7 @@ def test_a_phase_without_a_gradient_has_not_vanished() -> None:
 
 
 @pytest.mark.slow
-def test_it_is_over_when_gradients_come_and_not_when_they_become_zero() -> None:
+def test_the_alert_resolves_when_gradients_return_and_not_when_they_become_zero() -> None:
     factor = [1e-7]
     model = TwoTowers(lambda tower, other: usual(factor[0] * tower, other))
 
@@ -158,7 +160,7 @@ def deep(*, normalized: bool) -> nn.Module:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_gradients_that_vanish_are_told_though_adam_moves_every_layer(every: int) -> None:
+def test_vanishing_gradients_are_reported_though_adam_moves_every_layer(every: int) -> None:
     model = deep(normalized=False)
     (alert, *_) = train(
         VanishingGradient(), 80, every=every, model=model, optimizer=Adam(model.parameters(), 1e-4)
@@ -168,7 +170,7 @@ def test_gradients_that_vanish_are_told_though_adam_moves_every_layer(every: int
 
 
 @pytest.mark.slow
-def test_a_deep_network_that_adam_trains_is_silent() -> None:
+def test_a_deep_network_that_adam_trains_raises_no_alert() -> None:
     model = deep(normalized=True)
     optimizer = Adam(model.parameters(), 1e-4)
     assert train(VanishingGradient(), 80, model=model, optimizer=optimizer) == []

@@ -40,7 +40,7 @@ def times(factor: float, *layers: int) -> Callable[[nn.Sequential, Any], None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "told_at", "before"), [(1, 94, 93), (10, 100, 90)])
-def test_a_matrix_that_something_else_wrote_to_is_named(
+def test_a_matrix_that_was_overwritten_outside_the_optimizer_is_named(
     every: int, told_at: int, before: int
 ) -> None:
     (alert,) = run(times(5, 3), every=every)
@@ -48,7 +48,7 @@ def test_a_matrix_that_something_else_wrote_to_is_named(
     assert {5, before} <= {*figures(alert.summary)}
 
 
-def test_one_that_is_begun_anew_smaller_is_a_note() -> None:
+def test_a_matrix_that_is_reinitialized_smaller_is_a_note() -> None:
     (alert,) = run(times(0.1, 3))
     assert (alert.severity, alert.module_name) == ("note", "3")
 
@@ -64,18 +64,18 @@ def test_one_that_is_begun_anew_smaller_is_a_note() -> None:
     ],
     ids=["nothing", "twice", "all", "a rate that jumps"],
 )
-def test_other_changes_are_no_jump(change: Callable[[nn.Sequential, Any], None]) -> None:
+def test_other_changes_are_not_a_jump(change: Callable[[nn.Sequential, Any], None]) -> None:
     assert run(change) == []
 
 
 @pytest.mark.slow
-def test_weights_that_learn_fast_from_the_start_are_no_jump() -> None:
+def test_weights_that_learn_fast_from_the_start_are_not_a_jump() -> None:
     assert train(WeightJump(), 200, every=10) == []
     assert run(times(5, 3), at=25) == [], "too little is known of them"
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3])
-def test_layers_that_are_unfrozen_grow_as_they_like(scale: float) -> None:
+def test_layers_that_are_unfrozen_may_grow(scale: float) -> None:
     model = net()
     train(WeightJump(), 100, model=model)
     last = model.get_submodule("3").get_parameter("weight")

@@ -123,7 +123,7 @@ def test_the_interval_is_stretched_to_stay_within_the_budget(tmp_path: Path, clo
 
 
 @pytest.mark.slow
-def test_norms_that_alone_take_too_much_are_taken_at_every_kth_step(
+def test_norms_above_the_budget_are_measured_at_every_kth_step(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for owner, name in ((step_module, "take_norms"), (LightReader, "read")):
@@ -146,7 +146,7 @@ def test_norms_that_alone_take_too_much_are_taken_at_every_kth_step(
 
 
 @pytest.mark.slow
-def test_that_measurements_are_postponed_is_said_once(
+def test_postponed_measurements_are_logged_once(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="telemetry"):
@@ -171,7 +171,7 @@ def test_training_is_left_alone_under_a_budget(tmp_path: Path) -> None:
     assert outcome.full
 
 
-def test_time_between_remove_and_attach_is_no_steps(tmp_path: Path, clock: Clock) -> None:
+def test_time_between_remove_and_attach_does_not_count(tmp_path: Path, clock: Clock) -> None:
     model = deep()
     with HookLogger(model, tmp_path, alerts=(), max_overhead=0.5, every_n_steps=1) as logger:
         for _ in train(model, clock, steps=3):
@@ -214,7 +214,7 @@ def device_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("device_events")
-def test_on_a_gpu_steps_are_entered_when_the_device_has_come_to_them() -> None:
+def test_on_a_gpu_step_times_are_recorded_when_the_device_reaches_them() -> None:
     entered: list[int] = []
     curves: dict[str, float] = {}
 
@@ -307,7 +307,7 @@ def test_a_cnn_of_11_ms_stays_within_its_share_and_uses_it(
         assert len(distances - {1}) <= 3  # with full steps in between
 
 
-def test_what_is_cheap_enough_is_measured_as_often_as_asked_for(
+def test_cheap_measurements_run_at_the_requested_interval(
     simulated: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = simulated(bare_s=0.1, full_s=0.004, every=10)
@@ -338,13 +338,13 @@ def test_steps_without_norms_are_not_taken_for_the_cost_of_norms(
 
 
 @pytest.mark.parametrize("wrong", [0, -0.1, 1.5, float("nan")])
-def test_a_share_that_cannot_be_meant_is_refused(wrong: float) -> None:
+def test_an_implausible_share_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match=r"HookLogger\(max_overhead=.*must be above 0"):
         Budget(max_overhead=wrong, every_n_steps=1)
 
 
 @pytest.mark.parametrize("wrong", ["1%", True, None])
-def test_a_share_that_is_no_number_is_refused(wrong: object) -> None:
+def test_a_share_that_is_not_a_number_is_refused(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"HookLogger\(max_overhead=.*must be a number"):
         Budget(max_overhead=wrong, every_n_steps=1)  # type: ignore[arg-type]
 

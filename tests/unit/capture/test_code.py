@@ -53,7 +53,7 @@ def test_a_layer_of_torch_has_its_own_line_and_the_nearest_of_the_user() -> None
     assert places["1"][1] is None
 
 
-def test_a_line_of_torch_is_no_place_to_look_at() -> None:
+def test_a_line_of_torch_is_not_the_source_location() -> None:
     torch_line, library = "torch/nn/modules/linear.py:124", "timm/models/resnet.py:9"
     own = CodeLocation(file=HERE, line=7, class_name="Block")
     where = [(torch_line, None), (library, None), (torch_line, own), ("", None)]
@@ -86,7 +86,7 @@ def as_accelerate_does(module: nn.Module) -> Callable[..., Any]:
         lambda module: functools.partial(functools.partial(Block.forward, module)),
     ],
 )
-def test_what_wraps_forward_is_looked_through(wrap: Callable[[nn.Module], Any]) -> None:
+def test_wrappers_of_forward_are_unwrapped(wrap: Callable[[nn.Module], Any]) -> None:
     module = Block()
     module.forward = wrap(module)  # type: ignore[method-assign]
     assert place_of(module) == (LINE, BLOCK)

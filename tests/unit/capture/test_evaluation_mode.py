@@ -43,6 +43,6 @@ def test_a_model_that_begins_in_evaluation_mode_is_measured_at_once() -> None:
     assert [len(record.outputs) for record in run.records] == [3] * 6
 
 
-def test_validation_is_no_training() -> None:
+def test_validation_does_not_count_as_training() -> None:
     run = train(net(), validate=True)
     assert [record.outputs["0", 0].calls for record in run.records] == [1] * 6  # type: ignore[index]

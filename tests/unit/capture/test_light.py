@@ -102,7 +102,7 @@ def transpose(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 @needs_tensor_reader
 @pytest.mark.parametrize("act", [nothing, schedule, freeze, transpose])
-def test_one_call_reads_what_the_long_way_reads(act: Act, rows: list[int]) -> None:
+def test_one_call_reads_the_same_as_the_slow_path(act: Act, rows: list[int]) -> None:
     records = train(net(), before_step=act)
     assert rows == list(range(1, STEPS))
     assert_same(records, train(net(), before_step=act, light=False))
@@ -169,7 +169,7 @@ def tensor_rate(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 @needs_tensor_reader
 @pytest.mark.parametrize("act", [stride, sparse, tensor_rate])
-def test_the_unusual_goes_the_long_way(act: Act, rows: list[int]) -> None:
+def test_unusual_cases_take_the_slow_path(act: Act, rows: list[int]) -> None:
     records = train(net(), before_step=act)
     assert rows == []
     assert_same(records, train(net(), before_step=act, light=False))
@@ -181,7 +181,7 @@ def spoil(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 @needs_tensor_reader
-def test_what_is_not_finite_is_looked_at_closely(rows: list[int]) -> None:
+def test_norms_that_are_not_finite_are_checked_closely(rows: list[int]) -> None:
     records = train(net(), before_step=spoil)
     assert rows == [1, 2]
     assert records[3].grad_finite.tolist() == [False, True, True, True]
@@ -191,7 +191,7 @@ def test_what_is_not_finite_is_looked_at_closely(rows: list[int]) -> None:
 
 
 @needs_tensor_reader
-def test_a_closure_and_what_comes_with_it(rows: list[int]) -> None:
+def test_a_step_with_a_closure_takes_the_slow_path(rows: list[int]) -> None:
     def with_closure(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step(lambda: torch.zeros(()))
 
@@ -237,7 +237,7 @@ def test_a_step_that_fails_is_not_counted(rows: list[int]) -> None:
 
 
 @needs_tensor_reader
-def test_no_mode_of_the_callers_sees_anything(tmp_path: Path) -> None:
+def test_modes_of_the_caller_see_nothing(tmp_path: Path) -> None:
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
             seen.append(function)
@@ -276,7 +276,7 @@ def test_no_mode_of_the_callers_sees_anything(tmp_path: Path) -> None:
 
 
 @needs_tensor_reader
-def test_parameters_are_not_held(tmp_path: Path) -> None:
+def test_no_reference_to_parameters_is_kept(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with capture_run(model, every_n_steps=100, rules=[]):

@@ -80,7 +80,7 @@ CAUSES: list[tuple[Callable[[nn.Module, int], None], str]] = [
 
 
 @pytest.mark.parametrize(("train", "cause"), CAUSES)
-def test_passes_without_a_step_are_told_with_their_cause(
+def test_passes_without_a_step_are_reported_with_their_cause(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     train: Callable[[nn.Module, int], None],
@@ -142,7 +142,7 @@ def test_a_parameter_is_compared_with_itself() -> None:
 
 
 @pytest.mark.parametrize("train", [stepping_by_hand, stepping_behind_autograd])
-def test_what_comes_after_the_message_is_logged_again(
+def test_passes_after_the_message_are_logged_again(
     tmp_path: Path, train: Callable[[nn.Module, int], None]
 ) -> None:
     """The step in progress holds no more than the passes until then."""
@@ -199,7 +199,7 @@ ENDS: list[tuple[Callable[[nn.Module, int], None], str]] = [
 
 
 @pytest.mark.parametrize(("train", "seen"), ENDS)
-def test_a_run_without_steps_says_at_its_end_what_was_seen(
+def test_a_run_without_steps_reports_at_its_end_what_was_recorded(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     train: Callable[[nn.Module, int], None],
@@ -216,7 +216,7 @@ def test_a_run_without_steps_says_at_its_end_what_was_seen(
     assert "\n" not in record.getMessage()
 
 
-def test_a_run_that_ends_between_full_measurements_says_what_is_known(
+def test_a_run_that_ends_between_full_steps_reports_the_cause(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mlp()
@@ -226,23 +226,21 @@ def test_a_run_that_ends_between_full_measurements_says_what_is_known(
     assert "0 steps recorded, no backward pass followed, no optimizer step" in record.getMessage()
 
 
-def test_a_model_that_nobody_keeps_is_said_to_be_gone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_deleted_model_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     HookLogger(mlp(), tmp_path)
     gc.collect()  # which may have others say something, too
     [record] = [record for record in caplog.records if record.name == "telemetry"]
     assert "0 steps recorded, the model is gone: HookLogger" in record.getMessage()
 
 
-def test_a_with_block_of_a_model_that_nobody_keeps_says_why_it_cannot_begin(
+def test_a_with_block_of_a_deleted_model_raises_with_the_reason(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ValueError, match="the model is deleted; keep a reference"):
         HookLogger(torch.nn.ModuleList([mlp()]), tmp_path).__enter__()
 
 
-def test_a_phase_or_an_exception_is_reason_enough_for_no_step(
+def test_a_phase_or_an_exception_explains_a_missing_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mlp()

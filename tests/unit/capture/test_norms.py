@@ -38,7 +38,7 @@ def test_each_tensor_has_its_own_norm(sizes: list[int], seed: int) -> None:
     assert norms_by_index(tensors) == pytest.approx(expected, rel=1e-5)
 
 
-def test_so_many_small_tensors_that_they_are_joined_in_parts() -> None:
+def test_very_many_small_tensors_are_joined_in_parts() -> None:
     tensors = [torch.full((1000,), float(i)) for i in range(200)]
     expected = {i: i * 1000**0.5 for i in range(200)}
     assert norms_by_index(tensors) == pytest.approx(expected)
@@ -55,7 +55,9 @@ def test_any_layout_in_memory_counts_each_element_once() -> None:
 @pytest.mark.parametrize(
     ("bits", "is_finite"), [(0x7F800001, False), (0x7F800000, False), (0x7F7FFFFF, True)]
 )
-def test_infinite_and_nan_are_told_from_huge(size: int, bits: int, is_finite: bool) -> None:
+def test_infinite_and_nan_are_distinguished_from_huge(
+    size: int, bits: int, is_finite: bool
+) -> None:
     tensor = torch.ones(size)
     tensor.view(torch.int32)[7] = bits
     with warnings.catch_warnings():
@@ -124,7 +126,7 @@ def test_the_update_of_a_parameter_that_becomes_another_size_is_unknown() -> Non
     assert moved == size == pytest.approx(10**0.5)
 
 
-def test_zeros_that_move_have_no_finite_update() -> None:
+def test_zeros_that_change_have_no_finite_update() -> None:
     parameters = [torch.zeros(3), torch.zeros(3)]
     updates = Updates(list(enumerate(parameters)))
     parameters[0] += 1

@@ -91,7 +91,7 @@ def test_training_is_left_alone_bit_for_bit(tmp_path: Path) -> None:
     assert [bool(record.feature_maps) for record in watched.full] == [True] * 3
 
 
-def test_each_full_step_shows_the_same_picture_while_nothing_is_learned(tmp_path: Path) -> None:
+def test_pictures_are_equal_at_each_full_step_while_nothing_is_learned(tmp_path: Path) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
 
@@ -109,7 +109,7 @@ def test_each_full_step_shows_the_same_picture_while_nothing_is_learned(tmp_path
     assert len({record.feature_maps["0"].tobytes() for record in others}) == 5
 
 
-def test_a_sample_that_does_not_fit_is_told_once_and_harms_nothing(
+def test_a_sample_that_does_not_fit_is_logged_once_and_is_harmless(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = assert_left_alone(Net, batches, tmp_path, sample={"y": SAMPLE})
@@ -142,7 +142,7 @@ def test_a_graph_that_is_kept_may_be_run_after_the_step(tmp_path: Path) -> None:
     assert watched.full[0].feature_maps
 
 
-def test_a_model_without_convolutions_is_told_of(
+def test_a_model_without_convolutions_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make() -> nn.Module:
@@ -164,7 +164,7 @@ def test_a_model_without_convolutions_is_told_of(
         ((1, 2), TypeError, r"not tuple"),
     ],
 )
-def test_what_is_no_sample_is_refused(
+def test_an_invalid_sample_is_refused(
     tmp_path: Path, sample: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):

@@ -122,7 +122,7 @@ def test_a_step_of_very_many_micro_batches_is_bounded(
     assert step.grads["0.weight"].calls == 1
 
 
-def test_every_tensor_is_seen_even_in_a_step_that_is_full(
+def test_every_tensor_is_measured_even_in_a_step_at_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(observations, "MANY_OBSERVATIONS", 10)
@@ -145,7 +145,7 @@ def test_bounds_leave_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_steps_that_never_come(tmp_path: Path) -> None:
+def test_memory_does_not_grow_without_steps(tmp_path: Path) -> None:
     """Passes without end: what is held for the step in progress is bounded."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 

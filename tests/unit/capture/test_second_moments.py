@@ -88,7 +88,7 @@ def assert_second_moments(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("kind", WITH_SECOND_MOMENTS)
-def test_they_are_those_after_the_step(tmp_path: Path, kind: str) -> None:
+def test_second_moments_are_read_after_the_step(tmp_path: Path, kind: str) -> None:
     outcome = assert_left_alone(Net, loop_of(WITH_SECOND_MOMENTS[kind]), tmp_path)
     assert len(outcome.full) == 4
     assert outcome.full[0].second_moments["0.weight"].sketch.sum > 0
@@ -97,30 +97,30 @@ def test_they_are_those_after_the_step(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", WITHOUT)
-def test_there_are_none_for_other_optimizers(tmp_path: Path, kind: str) -> None:
+def test_other_optimizers_have_no_second_moments(tmp_path: Path, kind: str) -> None:
     outcome = assert_left_alone(Net, loop_of(WITHOUT[kind]), tmp_path)
     assert len(outcome.full) == 4
     assert all(record.weights and not record.second_moments for record in outcome.full)
 
 
-def test_there_are_none_where_weights_are_not_measured(tmp_path: Path) -> None:
+def test_second_moments_require_measured_weights(tmp_path: Path) -> None:
     outcome = assert_left_alone(Net, loop_of(torch.optim.Adam), tmp_path, weights=False)
     assert all(record.grads and not record.second_moments for record in outcome.full)
 
 
-def test_there_are_none_on_steps_that_are_not_measured_in_full(tmp_path: Path) -> None:
+def test_light_steps_have_no_second_moments(tmp_path: Path) -> None:
     outcome = assert_left_alone(Net, loop_of(torch.optim.Adam), tmp_path, every_n_steps=2)
     assert [bool(record.second_moments) for record in outcome.records] == [True, False, True, False]
 
 
-def test_a_step_that_a_scaler_skips_leaves_them_out(tmp_path: Path) -> None:
+def test_a_step_that_a_scaler_skips_has_no_second_moments(tmp_path: Path) -> None:
     outcome = assert_left_alone(Net, loop_of(torch.optim.Adam, overflow_at=1), tmp_path)
     assert [record.step for record in outcome.records] == [0, 1, 2]
     del outcome.yielded[2:4]
     assert_second_moments(outcome)
 
 
-def test_a_step_that_a_fused_optimizer_skips_leaves_them_as_they_were(tmp_path: Path) -> None:
+def test_a_step_that_a_fused_optimizer_skips_keeps_the_second_moments(tmp_path: Path) -> None:
     fused = WITH_SECOND_MOMENTS["fused"]
     outcome = assert_left_alone(Net, loop_of(fused, overflow_at=1), tmp_path)
     assert [record.skipped for record in outcome.records] == [False, True, False, False]
@@ -129,7 +129,7 @@ def test_a_step_that_a_fused_optimizer_skips_leaves_them_as_they_were(tmp_path: 
     assert before.sum == after.sum
 
 
-def test_of_two_optimizers_each_gives_its_own(tmp_path: Path) -> None:
+def test_each_of_two_optimizers_has_its_second_moments(tmp_path: Path) -> None:
     def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
         adam = torch.optim.Adam(model[0].parameters())
         sgd = torch.optim.SGD(model[2].parameters(), lr=0.1)

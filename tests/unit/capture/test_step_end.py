@@ -86,7 +86,7 @@ def test_the_optimizer_that_is_named_ends_the_steps(tmp_path: Path) -> None:
     assert steps == [batch // 4 for batch in range(1, BATCHES + 1)]
 
 
-def test_gradients_of_a_gan_are_those_of_each_models_own_step(tmp_path: Path) -> None:
+def test_gradients_of_a_gan_belong_to_the_step_of_each_model(tmp_path: Path) -> None:
     seed(0)
     models = {
         "generator": nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)),
@@ -249,7 +249,7 @@ def test_the_inner_optimizer_may_be_the_one_that_is_named() -> None:
     assert [len(record.update_ratios) for record in run.records] == [4, 0, 0, 4]
 
 
-def test_after_a_wrapper_has_raised_the_inner_optimizer_is_counted_by_itself() -> None:
+def test_after_a_wrapper_raises_the_inner_optimizer_is_counted() -> None:
     model = TwoParts()
     base = adam(model)
     optimizer = AheadOptimizer(base)
@@ -263,7 +263,7 @@ def test_after_a_wrapper_has_raised_the_inner_optimizer_is_counted_by_itself() -
     assert all(len(record.grads) == 4 for record in run.records)
 
 
-def test_ratios_of_a_wrapper_that_is_no_optimizer_are_said_to_be_the_inner_ones(
+def test_ratios_of_a_wrapper_that_is_not_an_optimizer_are_attributed_to_the_inner_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for wrapped in (False, True):

@@ -54,7 +54,7 @@ def test_the_summary_is_a_table_of_all_layers(
     assert "→ ×1" in next(line for line in lines if line.strip().startswith("steady"))
 
 
-def test_control_characters_and_markup_do_nothing(
+def test_control_characters_and_markup_are_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_demo(tmp_path, alert_at(5, None, summary=f"[red]{ESCAPE}", kind=ESCAPE))
@@ -67,7 +67,7 @@ def test_control_characters_and_markup_do_nothing(
     assert "[red]" in out
 
 
-def test_another_statistic_can_be_asked_for(
+def test_another_statistic_can_be_requested(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_demo(tmp_path)
@@ -75,7 +75,7 @@ def test_another_statistic_can_be_asked_for(
     assert "not measured in this run" in capsys.readouterr().out
 
 
-def test_the_layers_with_the_largest_or_smallest_values_can_be_asked_for(
+def test_the_layers_with_the_largest_or_smallest_values_can_be_requested(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def norms(step: int) -> np.ndarray:
@@ -101,7 +101,7 @@ def test_the_layers_with_the_largest_or_smallest_values_can_be_asked_for(
     assert "--top 0: must be at least 1" in capsys.readouterr().err
 
 
-def test_an_explosion_that_is_over_is_no_decay(
+def test_a_resolved_explosion_is_not_a_decay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def norms(step: int) -> np.ndarray:
@@ -121,7 +121,7 @@ def test_an_explosion_that_is_over_is_no_decay(
     assert ["1e+05 at 21" in rows[0], "at" in rows[1].split(), "inf at 3" in rows[2]] == [1, 0, 1]
 
 
-def test_units_are_told_with_the_dead_ones_in_ranges(
+def test_units_are_printed_with_the_dead_ones_in_ranges(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_demo(tmp_path)
@@ -271,7 +271,7 @@ def test_a_run_without_a_fault_is_explained_in_one_line(
 
 
 @pytest.mark.slow
-def test_the_command_does_without_torch() -> None:
+def test_the_command_runs_without_torch() -> None:
     code = (
         "import sys, telemetry.commands.cli; assert not {'torch', 'tensorflow'} & set(sys.modules)"
     )
@@ -309,7 +309,7 @@ def write_sweep(folder: Path) -> None:
         writer.close()
 
 
-def test_runs_are_a_table_of_what_tells_them_apart(
+def test_runs_are_a_table_of_their_differences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_sweep(tmp_path)

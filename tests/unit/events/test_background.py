@@ -276,7 +276,7 @@ def test_an_unforeseen_error_does_not_end_the_thread() -> None:
     assert files.written == [b"a", b"b"]
 
 
-def test_close_times_out_on_a_disk_that_hangs_and_counts_the_rest(
+def test_close_times_out_on_a_hanging_disk_and_counts_the_rest(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     files = MemoryFiles()
@@ -301,7 +301,7 @@ def test_close_times_out_on_a_disk_that_hangs_and_counts_the_rest(
     assert writer.lost_count == 0  # the disk took them after all
 
 
-def test_flush_says_whether_the_disk_has_answered() -> None:
+def test_flush_returns_whether_the_disk_has_responded() -> None:
     files = MemoryFiles()
     writer = make_writer(files)
 

@@ -21,7 +21,7 @@ def test_a_frame_equals_that_of_tensorboard(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_a_frame_gives_its_data_back(data: bytes) -> None:
+def test_a_frame_is_decoded_to_its_data(data: bytes) -> None:
     record = framing.frame(data)
 
     assert framing.data_length(record[:HEADER]) == len(data)

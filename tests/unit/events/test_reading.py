@@ -41,7 +41,7 @@ def read(content: bytes) -> tuple[list[Event], EventReader]:
 
 
 @given(st.lists(events, max_size=5))
-def test_events_come_back_as_they_were_written(written: list[Event]) -> None:
+def test_events_are_read_back_as_written(written: list[Event]) -> None:
     content = b"".join(frame(event.SerializeToString()) for event in written)
 
     found, reader = read(content)
@@ -70,7 +70,7 @@ def test_zeros_after_a_power_cut_are_a_torn_tail() -> None:
     assert reader.torn_at == len(FILE)
 
 
-def test_the_reader_says_how_far_it_has_come(tmp_path: Path) -> None:
+def test_the_reader_reports_its_position(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1"
     path.write_bytes(FILE)
     reader = read_events(path)

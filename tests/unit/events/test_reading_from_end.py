@@ -65,5 +65,5 @@ def test_reading_stops_where_it_should() -> None:
     assert from_end(data, max_bytes=1000) == []
 
 
-def test_noise_holds_nothing() -> None:
+def test_noise_contains_no_record() -> None:
     assert from_end(os.urandom(1 << 16)) == []

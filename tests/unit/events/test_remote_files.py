@@ -157,7 +157,7 @@ def test_a_resumed_run_sorts_behind_the_earlier_files(store: Store) -> None:
     assert store.steps() == [[], [5]]
 
 
-def test_a_store_that_is_away_for_a_while_loses_nothing(
+def test_a_temporarily_unavailable_store_loses_nothing(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     with store.away():

@@ -74,7 +74,7 @@ def fly(
     return recorder
 
 
-def test_it_says_what_where_when_and_since(tmp_path: Path) -> None:
+def test_it_prints_the_fault_its_layer_its_step_and_its_onset(tmp_path: Path) -> None:
     fly(tmp_path).close()
     text = explain(tmp_path)
     for line in (
@@ -118,7 +118,7 @@ def test_the_depth_profile_marks_the_culprit(tmp_path: Path) -> None:
     assert rows[2].endswith("7 values not finite")
 
 
-def test_of_many_modules_those_around_the_culprit_are_shown(tmp_path: Path) -> None:
+def test_modules_around_the_culprit_are_shown_of_many(tmp_path: Path) -> None:
     fly(tmp_path, modules=100, culprit=60).close()
     text = explain(tmp_path)
     assert "» block.60" in text
@@ -128,7 +128,7 @@ def test_of_many_modules_those_around_the_culprit_are_shown(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("modules", [100, 600])
-def test_those_that_moved_first_are_shown_wherever_they_are(tmp_path: Path, modules: int) -> None:
+def test_first_movers_are_shown_at_any_depth(tmp_path: Path, modules: int) -> None:
     fly(tmp_path, modules=modules, culprit=60, moved=(3, modules - 7)).close()
     lines = explain(tmp_path).splitlines()
     for name in ("block.3", f"block.{modules - 7}"):
@@ -139,7 +139,7 @@ def test_those_that_moved_first_are_shown_wherever_they_are(tmp_path: Path, modu
     assert f"  and {modules - 30} more modules" in lines
 
 
-def test_a_killed_run_says_so(tmp_path: Path) -> None:
+def test_a_killed_run_is_reported(tmp_path: Path) -> None:
     fly(tmp_path)
     assert "(not complete: the run is still going on or was killed)" in explain(tmp_path)
 
@@ -153,16 +153,16 @@ def test_an_exception_is_shown(tmp_path: Path) -> None:
     assert "By depth" not in text
 
 
-def test_a_run_without_faults_says_so(tmp_path: Path) -> None:
+def test_a_run_without_faults_is_reported(tmp_path: Path) -> None:
     assert "no alert of severity error and no exception" in explain(tmp_path)
 
 
-def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"file or directory not found: .*missing"):
         explain(tmp_path / "missing")
 
 
-def test_it_reads_without_torch(tmp_path: Path) -> None:
+def test_flight_files_are_read_without_torch(tmp_path: Path) -> None:
     fly(tmp_path).close()
     code = (
         "import sys; from telemetry.flight import explain; text = explain(sys.argv[1]); "

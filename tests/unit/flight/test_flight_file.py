@@ -54,7 +54,7 @@ def write(log_dir: Path, *, modules: int, culprit: int = 0, steps: int = 3) -> d
     return read_flight(log_dir / f"flight-{steps - 1}.json")
 
 
-def test_of_many_modules_an_even_selection_with_the_culprit_is_shown(tmp_path: Path) -> None:
+def test_an_even_selection_with_the_culprit_is_shown_of_many_modules(tmp_path: Path) -> None:
     flight = write(tmp_path, modules=2000, culprit=777)
     names = flight["modules"]["name"]
     assert len(names) <= MAX_MODULES
@@ -77,7 +77,7 @@ def test_files_are_found_in_the_order_of_their_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ['{"format": "telemetry-flight-99"}', "{}", "[1]", "{", ""])
-def test_what_is_no_flight_file_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_flight_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "flight-1.json").write_text(text)
     with pytest.raises(ValueError, match=r"flight-1.json: (has the format|not a flight file: )"):
         read_flight(tmp_path / "flight-1.json")

@@ -239,7 +239,7 @@ def test_a_full_measurement_from_long_ago_is_better_than_none(tmp_path: Path) ->
     assert flight["steps"]["step"] == list(range(86, 96))
 
 
-def test_an_alert_that_comes_with_the_loss_gets_its_step_later(tmp_path: Path) -> None:
+def test_an_alert_raised_with_the_loss_gets_its_step_later(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=20)
     fly(recorder, range(5))
     recorder.on_alert(alert(5, module=None))
@@ -364,9 +364,7 @@ def test_an_exception_after_an_alert_is_part_of_its_file(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "exception", [KeyboardInterrupt(), SystemExit(), TelemetryAlert(alert(1)), GeneratorExit()]
 )
-def test_an_exception_that_was_asked_for_is_no_fault(
-    tmp_path: Path, exception: BaseException
-) -> None:
+def test_a_requested_exception_is_not_a_fault(tmp_path: Path, exception: BaseException) -> None:
     recorder = FlightRecorder(tmp_path)
     recorder.on_exception(exception, step=1)
     assert list(tmp_path.iterdir()) == []
@@ -416,7 +414,7 @@ def test_the_latest_steps_are_kept_even_if_they_are_too_large(
 
 
 @pytest.mark.slow
-def test_full_measurements_at_every_step_are_thinned_out(tmp_path: Path) -> None:
+def test_full_measurements_at_every_step_are_reduced(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=160)
     fly(recorder, range(500), every=1)
     kept = [step.step for step in recorder._full]
@@ -453,7 +451,7 @@ def test_a_run_writes_few_files(tmp_path: Path) -> None:
 # --- failures of ours ----------------------------------------------------------------------------
 
 
-def test_a_directory_that_cannot_be_written_is_told_once(
+def test_a_directory_that_cannot_be_written_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = FlightRecorder(tmp_path / "is not there", steps=4)
@@ -466,7 +464,7 @@ def test_a_directory_that_cannot_be_written_is_told_once(
     assert caplog.text.count("telemetry failed to write a flight file into") == 1
 
 
-def test_a_full_disk_leaves_what_was_there(
+def test_a_full_disk_keeps_the_existing_files(
     tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = FlightRecorder(tiny_disk, steps=4)
@@ -483,7 +481,7 @@ def test_a_full_disk_leaves_what_was_there(
     assert (tiny_disk / "flight-0.json").read_bytes() == before
 
 
-def test_files_may_be_written_by_somebody_else(tmp_path: Path) -> None:
+def test_files_may_be_written_by_a_custom_writer(tmp_path: Path) -> None:
     handed_over: list[tuple[Path, bytes]] = []
     recorder = FlightRecorder(tmp_path, write=lambda *file: handed_over.append(file))
     recorder.on_step(record(0))
@@ -497,7 +495,7 @@ def test_files_may_be_written_by_somebody_else(tmp_path: Path) -> None:
     assert len(handed_over) == 2
 
 
-def test_faults_of_ours_are_told_and_not_raised(
+def test_internal_errors_are_logged_and_not_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = FlightRecorder(tmp_path, steps=4)

@@ -80,7 +80,7 @@ def test_activations_of_all_outputs_count_together() -> None:
     assert column(measured, "zero_fraction") == [None, 0.5]
 
 
-def test_all_outputs_of_a_module_are_as_one_and_those_of_others_as_they_are() -> None:
+def test_outputs_of_a_module_are_merged_and_single_outputs_are_unchanged() -> None:
     measured = record(
         outputs={
             Output("act"): tensor(-0.99, 0.1, units=[[0, 0, 1], [0, 0, 1]]),
@@ -105,7 +105,7 @@ def test_an_update_ratio_is_not_a_number_if_an_element_or_a_ratio_is_not() -> No
     assert column(moved_off, "update_ratio")[0] == math.inf
 
 
-def test_the_spread_over_ranks_is_known_where_two_ranks_differ() -> None:
+def test_the_spread_over_ranks_exists_where_two_ranks_differ() -> None:
     spreads = {
         Output("first"): Spread(low=1.0, low_rank=0, high=4.0, high_rank=1),
         Output("act"): Spread(low=1.0, low_rank=0, high=1.0, high_rank=0),
@@ -115,7 +115,7 @@ def test_the_spread_over_ranks_is_known_where_two_ranks_differ() -> None:
     assert column(record(ranks=ranks), "rank_spread") == [0.75, None]
 
 
-def test_parameters_without_a_value_are_left_out_of_their_statistics() -> None:
+def test_parameters_without_a_value_are_omitted_from_statistics() -> None:
     measured = record(
         grad_present=np.array([False, True]),
         weights={"first.weight": tensor(3, 4), "first.bias": tensor()},
@@ -146,7 +146,7 @@ def test_nonfinite_elements_are_counted_wherever_they_are() -> None:
     assert column(measured, "nonfinite") == [5.0, None]
 
 
-def test_dead_units_and_saturation_are_taken_where_they_mean_something() -> None:
+def test_dead_units_and_saturation_are_measured_where_they_are_meaningful() -> None:
     measured = record(
         outputs={
             Output("first"): tensor(1, 1, units=[[0, 0, -1], [0, 2, 0]]),
@@ -157,7 +157,7 @@ def test_dead_units_and_saturation_are_taken_where_they_mean_something() -> None
     assert column(measured, "saturation") == [None, 0.5]
 
 
-def test_gradients_that_were_absent_or_skipped_are_not_known() -> None:
+def test_absent_or_skipped_gradients_are_unknown() -> None:
     absent = record(grad_norms=np.array([3.0, 0.0]), grad_present=np.array([True, False]))
     assert column(absent, "grad_norm") == [3.0, None]
     assert column(absent, "grad_rms") == [1.5, None]
@@ -203,7 +203,7 @@ def test_a_step_takes_few_bytes_per_layer() -> None:
     assert 4 * len(MATRIX_STATISTICS) + 2 * 4 <= 56  # with the norms of a weight and a bias
 
 
-def test_rules_make_no_table_of_a_step_that_is_not_measured_in_full(
+def test_rules_make_no_table_of_a_light_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[int] = []

@@ -36,7 +36,7 @@ def test_tanh_is_saturated_where_its_slope_is_below_a_quarter(x: np.ndarray) -> 
 
 
 @given(INPUTS)
-def test_sigmoid_says_the_same_of_its_input_as_tanh(x: np.ndarray) -> None:
+def test_sigmoid_and_tanh_agree_on_the_same_input(x: np.ndarray) -> None:
     y = 1 / (1 + np.exp(-2 * x))
     low, high = exact_share(y, y * (1 - y), 0.25)
     (share,) = shares(Sigmoid=y)
@@ -52,7 +52,7 @@ def test_clipping_functions_are_saturated_at_their_ends_but_not_where_a_relu_is_
     assert found == [0.25, 0.5, 0.5]
 
 
-def test_modules_among_others_have_their_own_limits() -> None:
+def test_each_module_type_has_its_own_limits() -> None:
     found = shares(Linear=[9.0], Tanh=[-0.99, 0.5], GELU=[6.0, 6.0], ReLU6=[6.0, -7.0])
     np.testing.assert_array_equal(found, [np.nan, 0.5, np.nan, 0.5])
 

@@ -20,7 +20,7 @@ def norms(steps: int = 100) -> np.ndarray:
     return noise
 
 
-def test_layers_are_ranked_by_when_and_then_by_how_far_they_left_their_past() -> None:
+def test_layers_are_ranked_by_onset_and_then_by_distance_from_their_baseline() -> None:
     found = onsets(NAMES, range(70), norms(70), 63)
     assert found is not None
     assert [(m.name, m.step) for m in found] == [("early", 60), ("falls", 62), ("late", 62)]
@@ -29,7 +29,7 @@ def test_layers_are_ranked_by_when_and_then_by_how_far_they_left_their_past() ->
     assert (falls.factor, late.factor) == (0, pytest.approx(100, rel=0.15))
 
 
-def test_a_layer_that_falls_through_its_usual_norm_left_it_where_it_rose() -> None:
+def test_the_onset_of_a_layer_that_rises_and_falls_is_the_rise() -> None:
     values = norms()
     values[60:, 0] *= [30, 30, 1, *[0.1] * 37]
     found = onsets(NAMES, range(100), values, 63)
@@ -47,11 +47,11 @@ def test_an_infinite_norm_is_the_farthest() -> None:
     assert Onset(name="calm", step=62, factor=np.inf) in found
 
 
-def test_without_a_past_nothing_is_known() -> None:
+def test_without_a_baseline_there_is_no_onset() -> None:
     assert onsets(NAMES, range(29), norms(29), 29) is None
     assert onsets(NAMES, range(31), norms(31), 30) == []
     assert onsets(NAMES, [], np.empty((0, 5)), 5) is None
 
 
-def test_a_calm_run_has_no_movers() -> None:
+def test_a_stable_run_has_no_onset() -> None:
     assert onsets(NAMES, range(50), norms(50), 45) == []

@@ -125,7 +125,7 @@ def test_a_layer_that_claims_too_many_units_is_refused() -> None:
         decode_units(data, 1)
 
 
-def test_ranges_are_said_compactly() -> None:
+def test_ranges_are_formatted_compactly() -> None:
     chosen = np.zeros(100, bool)
     assert ranges(chosen) == ""
     chosen[:12] = chosen[40] = chosen[98:] = True

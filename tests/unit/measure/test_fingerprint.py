@@ -24,23 +24,23 @@ def of(tensor: Tensor) -> float:
         torch.randn(6, 8).to(torch.bfloat16).t(),
     ],
 )
-def test_equal_values_have_one_and_others_another(tensor: Tensor) -> None:
+def test_equal_values_have_equal_fingerprints_and_others_differ(tensor: Tensor) -> None:
     assert of(tensor) == of(tensor.clone())
     assert of(tensor) != of(tensor.flip(0))
     assert of(tensor) != of(torch.roll(tensor, 1, 0))
 
 
-def test_a_copy_elsewhere_in_memory_has_the_same() -> None:
+def test_a_copy_at_another_address_has_the_same_fingerprint() -> None:
     values = torch.randn(1001)
     for offset in range(8):
         moved = torch.empty(1001 + offset)[offset:].copy_(values)
         assert of(moved) == of(values)
 
 
-def test_tensors_without_dense_values_have_none() -> None:
+def test_tensors_without_dense_values_have_no_fingerprint() -> None:
     assert list(fingerprint(torch.randn(3, 3).to_sparse())) == []
     assert list(fingerprint(torch.empty(3, device="meta"))) == []
 
 
-def test_nothing_has_one_too() -> None:
+def test_an_empty_tensor_has_a_fingerprint() -> None:
     assert of(torch.empty(0, 3)) == 0

@@ -67,7 +67,7 @@ def test_maps_of_a_3d_convolution_are_its_middle_slice() -> None:
 
 
 @pytest.mark.parametrize(("side", "kept"), [(128, 128), (129, 65), (1000, 125)])
-def test_large_maps_are_thinned_out_to_128_pixels_a_side(side: int, kept: int) -> None:
+def test_large_maps_are_reduced_to_128_pixels_a_side(side: int, kept: int) -> None:
     output = torch.arange(float(side)).expand(1, 1, 4, side)
     maps = sample_feature_maps(output)
     assert maps is not None
@@ -113,7 +113,7 @@ def test_a_float32_sample_does_not_share_memory() -> None:
         torch.zeros(1, 1, 4, 4, device="meta"),
     ],
 )
-def test_what_is_no_map_gives_no_sample(output: Tensor) -> None:
+def test_tensors_that_are_not_maps_give_no_sample(output: Tensor) -> None:
     assert sample_feature_maps(output) is None
     assert sample_inputs(output) is None
     assert sample_filters(output) is None
@@ -133,7 +133,7 @@ def test_sixteen_inputs_are_copied() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 8, 8), (4, 4, 8, 8), (4, 3, 8)])
-def test_inputs_that_are_no_images_give_no_sample(shape: tuple[int, ...]) -> None:
+def test_inputs_that_are_not_images_give_no_sample(shape: tuple[int, ...]) -> None:
     assert sample_inputs(torch.zeros(shape)) is None
 
 

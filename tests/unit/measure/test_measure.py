@@ -169,7 +169,7 @@ def test_complex_numbers_count_by_magnitude_even_beyond_float32() -> None:
     ids=["meta", "quantized", "float4", "int4", "bits", "nested", "jagged", "fake"],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_holds_no_plain_numbers_is_refused(make: Callable[[], Tensor]) -> None:
+def test_tensors_without_plain_numbers_are_refused(make: Callable[[], Tensor]) -> None:
     measurer = Measurer()
     assert measurer.add(make()) is None
     assert measurer.add(normal(3)) == 0
@@ -461,7 +461,7 @@ def test_units_are_dead_or_not_a_number_one_by_one(size: int) -> None:
     assert record.sketch.nan_count == 1
 
 
-def test_an_axis_that_is_not_there_is_named() -> None:
+def test_a_missing_axis_is_named() -> None:
     with pytest.raises(IndexError, match=r"unit_axis=2: the tensor has 2 axes"):
         Measurer().add(normal(2, 3), unit_axis=2)
 
@@ -504,7 +504,7 @@ def test_the_values_are_those_at_the_time_of_adding(size: int) -> None:
     assert record.sketch.buckets.tolist() == [int(bucket_indices(np.array(1.0)))]
 
 
-def test_a_tensor_that_was_changed_behind_the_back_of_pytorch_is_read_again() -> None:
+def test_a_tensor_that_changed_without_pytorch_noticing_is_read_again() -> None:
     x = torch.tensor([-2.0, 1.0])
     measurer, version = Measurer(), x._version
     indices = [measurer.add(x)]
@@ -517,7 +517,7 @@ def test_a_tensor_that_was_changed_behind_the_back_of_pytorch_is_read_again() ->
 
 
 @SIZES
-def test_many_at_once_are_as_one_by_one(size: int) -> None:
+def test_many_tensors_at_once_equal_one_by_one(size: int) -> None:
     tensors = [torch.randn(size), torch.randn(3, 4).T, torch.empty(0), torch.arange(5)]
     tensors += [torch.eye(3).to_sparse(), torch.randn(2, 6)[:, ::2], torch.zeros(2, device="meta")]
     measurer = Measurer()
@@ -534,9 +534,7 @@ def test_many_at_once_are_as_one_by_one(size: int) -> None:
 
 @ALL_SIZES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_where_the_kurtosis_is_not_asked_for_all_else_is_the_same(
-    size: int, dtype: torch.dtype
-) -> None:
+def test_without_kurtosis_all_other_statistics_are_the_same(size: int, dtype: torch.dtype) -> None:
     tensor = torch.randn(size, 2).to(dtype)
     tensor[-1, 0] = torch.nan
     for x in (tensor, tensor.T, tensor[:, 0]):  # the last one has gaps

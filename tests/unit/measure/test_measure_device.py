@@ -112,7 +112,7 @@ class Elsewhere(Tensor):
     is_cpu = False
 
 
-def test_the_measurer_brings_everything_over_in_one_copy() -> None:
+def test_the_measurer_copies_everything_to_the_host_at_once() -> None:
     tensors = [normal(10, 3), normal(100, 700), torch.empty(0)]
     measurer = Measurer()
     for tensor in tensors:

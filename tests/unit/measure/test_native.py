@@ -115,7 +115,7 @@ def test_the_border_of_every_bucket_is_where_numpy_has_it(sign: int) -> None:
 
 @needs_extension
 @pytest.mark.parametrize("letter", LETTERS)
-def test_what_is_rare_is_seen_wherever_it_is(letter: str) -> None:
+def test_rare_values_are_found_at_any_position(letter: str) -> None:
     """Whole blocks and remainders, vectorized or not."""
     dtype = next(dtype for dtype, code in native.DTYPES.items() if code == ord(letter))
     for place in (0, 5, 2047, 2048, 4099, 4100):
@@ -270,7 +270,7 @@ def test_norms_of_many_tensors_in_one_call() -> None:
 
 @needs_extension
 @pytest.mark.parametrize("place", [0, 2, 2050, 4096])
-def test_norms_show_what_is_not_finite_and_nothing_else(place: int) -> None:
+def test_norms_flag_only_values_that_are_not_finite(place: int) -> None:
     tensor = torch.full((4097,), 3e38)
     assert native.squared_norms([tensor]) == [4097 * float(tensor[0]) ** 2]
     tensor[place] = float("inf")
@@ -283,7 +283,7 @@ def test_norms_show_what_is_not_finite_and_nothing_else(place: int) -> None:
 
 
 @needs_tensor_reader
-def test_what_is_no_list_of_tensors_is_refused() -> None:
+def test_only_a_list_of_tensors_is_accepted() -> None:
     rows = bytearray(), bytearray(), bytearray()
     with pytest.raises(TypeError, match="list"):
         _native.measure_tensors((X,), None, (Tensor,), native.TENSORS, sample_step, 4, *rows)  # type: ignore[arg-type]
@@ -350,7 +350,7 @@ def before_a_page_that_must_not_be_read(size: int) -> Iterator[int]:
 
 @needs_extension
 @pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect")
-def test_nothing_beyond_a_page_is_read() -> None:
+def test_no_memory_beyond_a_page_is_read() -> None:
     read_everything(_native, before_a_page_that_must_not_be_read)
 
 
@@ -419,9 +419,9 @@ def test_numpy_measures_the_same_without_the_extension() -> None:
     assert done.returncode == 0, done.stdout
 
 
-NUMPY = "test_without_the_extension_it_reads_nothing"
+NUMPY = "test_without_the_extension_native_code_reads_nothing"
 
 
 @pytest.mark.skipif(native.available, reason="of NumPy")
-def test_without_the_extension_it_reads_nothing() -> None:
+def test_without_the_extension_native_code_reads_nothing() -> None:
     assert native.DTYPES == {}

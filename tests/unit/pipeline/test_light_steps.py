@@ -38,14 +38,14 @@ def taken(
     return numbers
 
 
-def test_norms_are_taken_at_each_step_where_that_takes_three_percent_of_the_time() -> None:
+def test_norms_are_measured_at_each_step_within_three_percent_of_the_time() -> None:
     steps = LightSteps()
     assert taken(steps, 2000, cost=0.024) == list(range(2000))
     assert steps.every == 1
 
 
 @pytest.mark.parametrize(("cost", "every"), [(0.04, 2), (0.17, 7), (10.0, MAX_EVERY)])
-def test_of_faster_steps_it_is_one_in_k(cost: float, every: int) -> None:
+def test_faster_steps_are_measured_at_every_kth_step(cost: float, every: int) -> None:
     steps = LightSteps()
     numbers = taken(steps, FIRST_STEPS + 100, cost=cost)
     assert steps.every == every
@@ -53,7 +53,7 @@ def test_of_faster_steps_it_is_one_in_k(cost: float, every: int) -> None:
     assert numbers == [*range(FIRST_STEPS), *later]
 
 
-def test_it_is_each_step_again_where_steps_become_slower() -> None:
+def test_slower_steps_are_all_measured_again() -> None:
     steps = LightSteps()
     taken(steps, FIRST_STEPS, cost=1.0)
     assert steps.every == MAX_EVERY
@@ -61,7 +61,7 @@ def test_it_is_each_step_again_where_steps_become_slower() -> None:
     assert steps.every == 1
 
 
-def test_after_an_unusual_step_it_is_each_of_64() -> None:
+def test_the_64_steps_after_an_unusual_one_are_all_measured() -> None:
     steps, odd = LightSteps(), 501
     numbers = taken(steps, 1000, cost=1.0, odd=odd)
     assert [n for n in numbers if odd <= n <= odd + DENSE_STEPS] == list(range(501, 566))
@@ -81,7 +81,7 @@ def test_a_loss_above_its_limit_is_unusual() -> None:
         assert not steps.have_norms(6 + DENSE_STEPS)
 
 
-def test_without_a_limit_norms_are_taken_at_each_step() -> None:
+def test_without_a_limit_norms_are_measured_at_each_step() -> None:
     assert len(taken(LightSteps(limited=False), 1000, cost=1.0)) == 1000
 
 
@@ -148,7 +148,7 @@ def test_a_healthy_run_has_norms_of_some_steps_and_each_loss(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
-def test_a_fault_is_judged_as_if_each_step_were(tmp_path: Path) -> None:
+def test_a_fault_is_found_as_if_each_step_were_measured(tmp_path: Path) -> None:
     def told(alerts: tuple[Alert, ...]) -> list[tuple[str, int]]:
         return [(alert.kind, alert.step) for alert in alerts if alert.stage == "started"]
 
@@ -193,6 +193,6 @@ def test_the_limit_is_logged_once(
 
 
 @pytest.mark.slow
-def test_no_limit_means_each_step(tmp_path: Path, fast: None) -> None:
+def test_no_limit_measures_each_step(tmp_path: Path, fast: None) -> None:
     _, steps = train(tmp_path, alerts=(), max_overhead=math.inf)
     assert steps == list(range(600))

@@ -162,7 +162,7 @@ def test_steps_are_written_in_order_by_the_time_flush_returns(sink: Sink) -> Non
 
 
 @pytest.mark.slow
-def test_thousands_of_queued_light_steps_are_all_judged(sink: Sink) -> None:
+def test_thousands_of_queued_light_steps_are_all_checked(sink: Sink) -> None:
     watch = Watch()
     pipeline = make(sink, watch)
     sink.gate.clear()
@@ -183,7 +183,7 @@ def test_a_queued_step_takes_about_the_counted_bytes(sink: Sink) -> None:
     assert sum(step.nbytes for step in kept) == pytest.approx(taken, rel=0.5)
 
 
-def test_steps_above_the_first_high_water_mark_are_downgraded_and_judged(
+def test_steps_above_the_first_high_water_mark_are_downgraded_and_checked(
     sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pipeline_module, "MAX_DETAIL_BYTES", 0)
@@ -401,7 +401,7 @@ class HangingDisk:
 
 
 @pytest.mark.slow
-def test_rules_judge_each_step_and_alerts_are_reported_while_the_disk_hangs() -> None:
+def test_rules_check_each_step_and_alerts_are_reported_while_the_disk_hangs() -> None:
     disk, watch, told = HangingDisk(), Watch(), []
     pipeline = make(disk, watch, lambda record: [an_alert(record.step)], told=told)
     for step in range(2000):
@@ -481,7 +481,7 @@ def test_a_failing_writer_is_logged_once_and_later_steps_are_recorded(
     assert caplog.text.count("telemetry failed to record a step") == 1
 
 
-def test_nothing_is_taken_after_close(sink: Sink) -> None:
+def test_nothing_is_accepted_after_close(sink: Sink) -> None:
     pipeline = make(sink)
     pipeline.close()
     pipeline.submit(captured(0))

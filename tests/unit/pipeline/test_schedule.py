@@ -101,7 +101,7 @@ def test_an_alert_restores_the_allowance() -> None:
 
 
 @pytest.mark.parametrize("of_loss", [False, True])
-def test_a_new_nan_restores_the_allowance_and_one_that_stays_does_not(of_loss: bool) -> None:
+def test_a_new_nan_restores_the_allowance_and_a_persistent_one_does_not(of_loss: bool) -> None:
     found = full_steps(Requests(), steps=50, bad={20, 21, 22, 23, 40}, of_loss=of_loss)[1]
     assert found == [2, 3, 4, 22, 23, 24, 42, 43, 44]
 

@@ -24,7 +24,7 @@ def ask(one: Barrier, step: int) -> tuple[threading.Thread, list[bool]]:
     return thread, answers
 
 
-def test_a_rank_that_waits_goes_on_to_the_step_that_another_is_in() -> None:
+def test_a_waiting_rank_continues_to_the_step_of_another_rank() -> None:
     """The other is in a collective of step 11 and needs the one that waits at the end of 10."""
     behind, ahead = Barrier(), Barrier()
     assert not behind.step_ended(9)
@@ -42,7 +42,7 @@ def test_a_rank_that_waits_goes_on_to_the_step_that_another_is_in() -> None:
     assert not ahead.step_ended(12), "once"
 
 
-def test_a_rank_that_ends_its_step_while_it_is_told_is_right_either_way() -> None:
+def test_a_rank_may_end_its_step_while_the_announcement_arrives() -> None:
     own = Barrier(first_step=5)
     assert own.close() == 5
     waiting, answers = ask(own, 5)
@@ -56,7 +56,7 @@ def arrives(first: Channel, rank: int, kind: bytes = RECORDS, payload: bytes = N
     first._submit(lambda: first._collect(kind, payload, rank))
 
 
-def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exited_ranks_do_not_block_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "ANSWER_S", 0.1)
     heard: SimpleQueue[Announcement] = SimpleQueue()
     first = Channel(
@@ -71,7 +71,7 @@ def test_the_dead_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     first.close(0.1)
 
 
-def test_all_who_are_there_are_asked_where_to_raise() -> None:
+def test_all_connected_ranks_agree_on_the_step_at_which_to_raise() -> None:
     heard: SimpleQueue[Announcement] = SimpleQueue()
     first = Channel(
         name="run", rank=0, world_size=4, deliver=print, on_announcement=heard.put,
@@ -89,7 +89,7 @@ def test_all_who_are_there_are_asked_where_to_raise() -> None:
     first.close(0.1)
 
 
-def test_who_comes_back_raises_at_once() -> None:
+def test_a_rank_that_returns_raises_at_once() -> None:
     late = Barrier()
     assert not late.step_ended(20)
     late.close()
@@ -97,7 +97,7 @@ def test_who_comes_back_raises_at_once() -> None:
     assert late.step_ended(21)
 
 
-def test_training_goes_on_if_the_first_rank_goes(
+def test_training_continues_if_rank_0_exits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(channel, "BARRIER_S", 0.01)
@@ -112,7 +112,7 @@ def test_training_goes_on_if_the_first_rank_goes(
     assert len(caplog.messages) == 1
 
 
-def test_what_is_decided_for_a_step_that_never_comes_is_raised_at_the_end() -> None:
+def test_an_alert_for_a_step_that_never_starts_is_raised_at_the_end() -> None:
     own = Barrier()
     assert not own.step_ended(None)
     assert not own.step_ended(3)

@@ -78,14 +78,14 @@ def fields(value: Any) -> Any:
     norm=st.floats(allow_nan=False),
     values=arrays(np.float32, st.integers(0, 30), elements=st.floats(-1e9, 1e9, width=32)),
 )
-def test_bytes_hold_all_of_a_record(norm: float, values: NDArray[np.float32]) -> None:
+def test_bytes_contain_the_whole_record(norm: float, values: NDArray[np.float32]) -> None:
     sent = part(norm, table(values))
     got = decode(tuple[PartialRecord, ...], encode((sent, sent)))
     assert json.dumps(fields(got)) == json.dumps(fields((sent, sent)))
     assert {type(row) for row in got[0].tensors.rows} == {Row}
 
 
-def test_nan_and_announcements_travel() -> None:
+def test_nan_and_announcements_are_transmitted() -> None:
     assert math.isnan(decode(PartialRecord, encode(part(math.nan))).scalars["loss"])
     announcement = Announcement(full_step=5, raise_at=7, message="x" * 20_000)
     assert decode(Announcement, encode(announcement)) == announcement
@@ -93,7 +93,7 @@ def test_nan_and_announcements_travel() -> None:
         decode(Row, encode(announcement))
 
 
-def test_counts_of_samples_travel() -> None:
+def test_counts_of_samples_are_transmitted() -> None:
     sketch = sketch_array(np.arange(1, 9))
     sampled = TensorRecord(sketch=replace(sketch, counts=sketch.counts * 1e9 / 7))
     tensors = TensorTable.of({ROW: LocalShard()}, sampled.rows)

@@ -50,13 +50,13 @@ def started() -> Collector:
     return collected
 
 
-def test_ranks_in_words() -> None:
+def test_ranks_are_formatted() -> None:
     assert ranks_in_words({0, 1, 2, 3, 7, 9, 10}) == "ranks 0-3,7,9-10"
 
 
 @pytest.mark.slow
 @given(st.data())
-def test_whatever_the_order_of_arrival_each_step_holds_every_rank_once(data: st.DataObject) -> None:
+def test_each_step_has_every_rank_once_in_any_order_of_arrival(data: st.DataObject) -> None:
     """Ranks send each step in order, but they are interleaved, and some parts come twice."""
     collected = collector(timeout_s=100.0)
     every_n = [data.draw(st.sampled_from([1, 2, 3]), label=f"interval {r}") for r in range(WORLD)]
@@ -107,7 +107,7 @@ def test_a_rank_with_much_to_send_is_not_late() -> None:
         assert taken(collected, float(step)) == [(step, "012345")]
 
 
-def test_one_that_ends_is_not_waited_for_and_one_that_joins_is() -> None:
+def test_a_rank_that_exits_is_not_waited_for_and_one_that_joins_is() -> None:
     collected = collector()
     add(collected, 0, "3", 0.0)
     add(collected, 1, "01", 0.0)

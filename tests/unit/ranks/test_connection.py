@@ -156,7 +156,7 @@ async def stranger(zero: Listener, sends: bytes) -> bytes:
     return found
 
 
-def test_strangers_learn_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_peers_receive_and_store_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "AUTHENTICATION_S", 0.2)
 
     async def test() -> None:
@@ -176,7 +176,7 @@ def test_strangers_learn_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     on_a_loop(test)
 
 
-def test_a_rank_sends_nothing_to_a_stranger() -> None:
+def test_a_rank_sends_nothing_to_an_unauthenticated_peer() -> None:
     """Server without the token at the address of a dead rank 0."""
 
     async def test() -> None:
@@ -203,7 +203,9 @@ def test_a_rank_sends_nothing_to_a_stranger() -> None:
     on_a_loop(test)
 
 
-def test_the_oldest_of_many_strangers_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_of_many_unauthenticated_peers_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connection, "MAX_UNAUTHENTICATED", 2)
     monkeypatch.setattr(connection, "AUTHENTICATION_S", 1000.0)
 
@@ -245,7 +247,7 @@ def test_above_the_limit_the_oldest_records_are_dropped_and_no_state(
     on_a_loop(test)
 
 
-def test_ranks_beyond_the_file_descriptors_are_refused_and_known(
+def test_ranks_beyond_the_file_descriptors_are_refused_and_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test() -> None:
@@ -267,7 +269,7 @@ def test_ranks_beyond_the_file_descriptors_are_refused_and_known(
     on_a_loop(test)
 
 
-def test_pauses_grow_and_are_jittered() -> None:
+def test_retries_back_off_with_jitter() -> None:
     async def test() -> None:
         pauses: list[float] = []
         client = client_of(lambda: None)

@@ -114,7 +114,7 @@ def first() -> Iterator[FirstRank]:
     rank.ranks.close(5.0)
 
 
-def test_merged_steps_are_judged_and_written(first: FirstRank) -> None:
+def test_merged_steps_are_checked_and_written(first: FirstRank) -> None:
     first.gate.set()
     for step in range(40):
         first.ranks.take(merged(step))
@@ -135,7 +135,7 @@ def test_merged_steps_are_judged_and_written(first: FirstRank) -> None:
         assert first.curve(tag) == [(step, value) for step in range(40)], tag
 
 
-def test_merged_steps_that_wait_are_bounded_and_told(
+def test_queued_merged_steps_are_bounded_and_logged(
     first: FirstRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(exchange, "MAX_BYTES", 3 * merged(0).nbytes)
@@ -149,7 +149,7 @@ def test_merged_steps_that_wait_are_bounded_and_told(
     assert caplog.text.count("is not recorded") == 1
 
 
-def test_a_forked_child_waits_for_nobody(first: FirstRank) -> None:
+def test_a_forked_child_does_not_block(first: FirstRank) -> None:
     first.processor.log([LoggedScalars(step=0, wall_time=0.0, values={"loss": 1.0})])
     first.processor.send_rest()  # and the other rank never comes
     child = os.fork()

@@ -86,7 +86,7 @@ def test_nan_of_one_shard_is_not_hidden_by_infinity_of_another() -> None:
     assert not record.grad_finite[0]
 
 
-def test_units_that_are_spread_over_ranks_are_put_together() -> None:
+def test_units_of_several_ranks_are_joined() -> None:
     low = np.array([1, 2], np.float32)
     pieces = [
         TensorTable.of(
@@ -155,7 +155,7 @@ def test_the_copy_that_differs_from_most_is_named(
     assert all(divergence.parameter == "a" and divergence.declared for divergence in found)
 
 
-def test_stages_whose_parameters_have_equal_names_are_told_apart() -> None:
+def test_stages_with_equal_parameter_names_are_distinguished() -> None:
     parts = [part(rank, 3.0 + rank, stage=rank) for rank in range(2)]
     record = record_from(parts)
     names = [parameter.name for parameter in record.layout.parameters]

@@ -25,7 +25,7 @@ def test_shares_of_each_step_add_up_to_one(steps: list[list[float]]) -> None:
     assert (np.diff(found.edges) > 0).all()
 
 
-def test_the_bulk_of_the_values_lands_where_it_is() -> None:
+def test_most_values_are_in_their_bin() -> None:
     values = np.random.default_rng(0).normal(0, 1, 100_000)
     found = distribution([point(values)])
     assert found is not None
@@ -52,7 +52,7 @@ def test_equal_values_make_one_bar() -> None:
     assert found.shares.max() == pytest.approx(1)
 
 
-def test_zeros_have_a_bin_of_their_own() -> None:
+def test_zeros_have_a_separate_bin() -> None:
     random = np.random.default_rng(0)
     rectified = np.maximum(random.normal(0, 1, 10_000), 0)
     sparse = np.where(random.random(10_000) < 0.9, 0, random.normal(0, 1e-3, 10_000))
@@ -95,6 +95,6 @@ def test_anything_is_refused_or_drawn(steps: list[list[tuple[float, float, float
     "value",
     [b"text", np.zeros(3), np.zeros((2, 2)), np.array([[2, 1, 1]]), np.array([[0, 1, np.nan]])],
 )
-def test_what_is_no_histogram_is_refused(value: object) -> None:
+def test_an_invalid_histogram_is_refused(value: object) -> None:
     with pytest.raises(ValueError, match="histogram"):
         histogram_table(value)

@@ -24,7 +24,7 @@ def test_scalars_of_either_style_are_read(tmp_path: Path) -> None:
     assert found == {"old": [(0, 1.5)], "new": [(3, 2.5)]}
 
 
-def test_what_a_resumed_run_overwrites_is_left_out(tmp_path: Path) -> None:
+def test_steps_that_a_resumed_run_overwrites_are_omitted(tmp_path: Path) -> None:
     first = FileWriter(tmp_path)
     for step in range(5):
         first.write_values([summaries.scalar("loss", step)], step)
@@ -80,7 +80,7 @@ def test_a_directory_without_event_files_is_reported(tmp_path: Path) -> None:
         FileSource(tmp_path / "nothing")
 
 
-def test_of_too_much_the_rest_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_beyond_the_limit_is_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = FileWriter(tmp_path)
     for step in range(10):
         writer.write_values([summaries.scalar("loss", step)], step)

@@ -21,7 +21,7 @@ def matrix_of(values: np.ndarray) -> Matrix:
 
 
 @given(VALUES, st.integers(1, 40), st.integers(1, 900))
-def test_each_cell_is_the_worst_of_those_behind_it(
+def test_each_cell_shows_the_worst_of_its_values(
     values: np.ndarray, max_layers: int, max_cells: int
 ) -> None:
     thinned = thin(matrix_of(values), max_layers=max_layers, max_cells=max_cells)
@@ -34,7 +34,7 @@ def test_each_cell_is_the_worst_of_those_behind_it(
         np.testing.assert_equal(cell, block.max())  # NumPy's maximum is NaN if there is one
 
 
-def test_what_fits_is_left_alone() -> None:
+def test_a_matrix_that_fits_is_unchanged() -> None:
     matrix = matrix_of(np.ones((4, 5), np.float32))
     assert thin(matrix, max_layers=5, max_cells=20) is matrix
 
@@ -49,7 +49,7 @@ def test_a_window_holds_both_of_its_ends() -> None:
     assert list(range(3))[Region(first_layer=7).layers(3)] == []
 
 
-def test_steps_that_went_back_are_put_in_order() -> None:
+def test_decreasing_steps_are_sorted() -> None:
     steps, values = np.array([0, 2, 1, 2, 5]), np.arange(5, dtype=np.float32)
     ordered, kept = in_order(steps, values)
     assert ordered.tolist() == [0, 1, 2, 5]

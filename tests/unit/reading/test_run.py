@@ -60,7 +60,7 @@ def test_layers_have_a_row_for_each_number_that_was_measured(log_dir: Path) -> N
     assert set(dead.module_name) == {"1"}
 
 
-def test_histograms_are_those_that_were_written(log_dir: Path) -> None:
+def test_histograms_are_read_as_written(log_dir: Path) -> None:
     run = telemetry.read(log_dir)
     histograms = run.histogram("weight/0000.0.weight")
     assert {0, 4, 8} <= set(histograms)
@@ -97,7 +97,7 @@ def test_a_run_without_a_step_has_its_alert_and_empty_tables(tmp_path: Path) -> 
     assert time.time() - 600 < row["started"] <= time.time()
 
 
-def test_reading_loads_no_torch_and_does_without_pandas(log_dir: Path) -> None:
+def test_reading_requires_neither_torch_nor_pandas(log_dir: Path) -> None:
     code = f"""
 import sys
 sys.modules["pandas"] = None
@@ -110,7 +110,7 @@ print({{"torch", "matplotlib"}} & set(sys.modules))
     assert done.stdout.split() == ["12", "float32", "set()"]
 
 
-def test_what_is_no_run_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such directory"):
         telemetry.read(tmp_path / "nothing")
 

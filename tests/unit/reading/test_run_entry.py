@@ -56,13 +56,13 @@ def test_a_session_whose_id_holds_no_time_began_with_its_layout() -> None:
     ("silent_s", "step_s", "status"),
     [(10, 1, "live"), (290, 1, "live"), (310, 1, "died"), (900, 60, "live"), (4000, 60, "died")],
 )
-def test_a_run_that_is_silent_for_long_has_died(silent_s: int, step_s: int, status: str) -> None:
+def test_a_run_without_records_for_long_has_died(silent_s: int, step_s: int, status: str) -> None:
     entry = run(written_s=FIRST_S + 99 * step_s)
     assert entry.step_s == step_s
     assert entry.status(FIRST_S + 99 * step_s + silent_s) == status
 
 
-def test_a_run_that_was_closed_has_ended_unless_it_goes_on() -> None:
+def test_a_closed_run_has_ended_unless_it_continues() -> None:
     tags = {layout_tag(FIRST, 0): series(0), norms(FIRST): series(99), end_tag(FIRST): series(99)}
     assert run_entry("run", tags).status(FIRST_S + 1e6) == "ended"
     assert run_entry("run", tags).status(FIRST_S + 1, "RuntimeError") == "died"
@@ -71,7 +71,7 @@ def test_a_run_that_was_closed_has_ended_unless_it_goes_on() -> None:
     assert run_entry("run", tags).status(FIRST_S + 2e5) == "live"
 
 
-def test_what_a_later_session_replaces_does_not_count() -> None:
+def test_steps_that_a_later_session_replaces_do_not_count() -> None:
     tags = {
         layout_tag(FIRST, 0): series(0),
         norms(FIRST): series(99),

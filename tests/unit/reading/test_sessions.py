@@ -59,6 +59,6 @@ def test_twenty_thousand_modules_in_other_orders_take_a_moment() -> None:
 
 
 @given(st.dictionaries(st.text("ab", min_size=1, max_size=3), st.integers(0, 9)), st.text("abc"))
-def test_a_session_ends_where_any_later_one_begins(begins: dict[str, int], session: str) -> None:
+def test_a_session_ends_where_any_later_one_starts(begins: dict[str, int], session: str) -> None:
     later = [begin for other, begin in begins.items() if other > session]
     assert Sessions(begins.items()).end_of(session) == min(later, default=2**62)

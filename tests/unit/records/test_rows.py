@@ -128,7 +128,7 @@ def test_tensors_are_views_in_order() -> None:
 # --- what is rare --------------------------------------------------------------------------------
 
 
-def test_negative_zeros_lie_in_bucket_0_and_nothing_finite_has_no_extremes() -> None:
+def test_negative_zeros_are_in_bucket_0_and_without_finite_values_there_are_no_extremes() -> None:
     measurer = Measurer()
     measurer.add(torch.tensor([-0.0, 0.0]))
     measurer.add(torch.full((3, 2), torch.nan), unit_axis=1)

@@ -140,7 +140,7 @@ def test_hooks_are_removed_when_the_body_raises(tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_fault_of_ours_is_told_once_and_does_not_stop_training(
+def test_an_internal_error_is_logged_once_and_does_not_stop_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken_rule(record: StepRecord) -> list[Alert]:
@@ -154,7 +154,7 @@ def test_a_fault_of_ours_is_told_once_and_does_not_stop_training(
 
 
 @pytest.mark.parametrize("found", ["diverged", None, {"step": 1}, [1]])
-def test_a_rule_that_returns_no_alerts_is_told_what_to_return(
+def test_the_log_names_the_return_type_for_a_rule_that_returns_no_alerts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, found: object
 ) -> None:
     model = mlp()
@@ -295,7 +295,7 @@ def test_every_step_has_its_gradient_norms(tmp_path: Path) -> None:
     assert list(scalars(tmp_path, "grad_norm/total")) == [0, 1, 2, 3]
 
 
-def test_norms_tell_overflowing_squares_from_infinite_gradients(tmp_path: Path) -> None:
+def test_norms_distinguish_overflowing_squares_from_infinite_gradients(tmp_path: Path) -> None:
     model, recorder = nn.Linear(2, 1), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with HookLogger(model, tmp_path, alerts=[recorder]):
@@ -350,7 +350,7 @@ MAKES_THREE_LOGGERS = """
         (False, "unset", ["tensorboard --logdir {}"]),
     ],
 )
-def test_how_to_look_at_the_runs_is_said_once_in_a_process(
+def test_the_command_that_shows_the_runs_is_logged_once_in_a_process(
     tmp_path: Path, terminal: bool, level: str, said: list[str]
 ) -> None:
     screen, stderr = pty.openpty() if terminal else os.pipe()
@@ -451,7 +451,7 @@ def test_the_named_optimizer_counts_the_steps(tmp_path: Path) -> None:
     assert all(record.grad_present.all() for record in recorder.records)
 
 
-def test_a_resumed_run_goes_on_with_its_steps(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_steps(tmp_path: Path) -> None:
     model, recorder = mlp(), Recorder()
     with HookLogger(model, tmp_path, alerts=(), every_n_steps=2):
         run_through(train(model, steps=5))
@@ -491,7 +491,7 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
     logger.close()
 
 
-def test_removing_and_attaching_again_goes_on_with_the_count(tmp_path: Path) -> None:
+def test_removing_and_attaching_again_continues_the_count(tmp_path: Path) -> None:
     model, recorder = mlp(), Recorder()
     with HookLogger(model, tmp_path, alerts=[recorder]) as logger:
         run_through(train(model, steps=2))
@@ -520,7 +520,7 @@ class Requests(Rule):
         ([Requests()], 10, logging.WARNING, (2, 3)),
     ],
 )
-def test_closing_tells_how_many_full_steps_were_scheduled_and_how_many_requested(
+def test_closing_logs_the_numbers_of_scheduled_and_requested_full_steps(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
@@ -600,7 +600,7 @@ def test_all_steps_are_in_the_file_when_a_given_writer_is_flushed_or_closed(
 
 
 @WRITERS
-def test_a_given_writer_that_is_closed_goes_on_in_a_new_file(
+def test_a_given_writer_that_is_closed_continues_in_a_new_file(
     tmp_path: Path, kind: type[SummaryWriter], caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = kind(tmp_path)
@@ -639,7 +639,7 @@ def test_two_loggers_may_share_a_writer(tmp_path: Path, kind: type[SummaryWriter
 
 
 @pytest.mark.slow
-def test_a_logger_that_nobody_keeps_goes_on_until_the_model_is_gone(tmp_path: Path) -> None:
+def test_a_logger_without_references_continues_until_the_model_is_deleted(tmp_path: Path) -> None:
     model = mlp()
     HookLogger(model, tmp_path)
     run_through(train(model, steps=2))
@@ -689,7 +689,7 @@ def fault_at(step: int) -> Callable[[StepRecord], Iterable[Alert]]:
     return rule
 
 
-def test_an_alert_is_kept_logged_written_and_handed_over(
+def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, told = mlp(), []
@@ -726,7 +726,7 @@ def test_a_remote_directory_gets_no_lines_of_alerts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_alert_is_told_and_on_the_page_though_no_step_follows(tmp_path: Path) -> None:
+def test_an_alert_is_reported_and_on_the_page_without_a_later_step(tmp_path: Path) -> None:
     model, told = mlp(), threading.Event()
     with HookLogger(
         model, tmp_path, every_n_steps=100, alerts=[fault_at(17)], on_alert=lambda _: told.set()
@@ -736,7 +736,7 @@ def test_an_alert_is_told_and_on_the_page_though_no_step_follows(tmp_path: Path)
         assert any(telemetry.read(tmp_path).alerts for _ in range(2000))
 
 
-def test_lines_of_alerts_bear_the_session_of_the_page_and_the_time_of_the_step(
+def test_lines_of_alerts_have_the_session_of_the_page_and_the_time_of_the_step(
     tmp_path: Path,
 ) -> None:
     records: list[StepRecord] = []
@@ -757,7 +757,7 @@ def test_lines_of_alerts_bear_the_session_of_the_page_and_the_time_of_the_step(
     assert len(set(sessions)) == 2
 
 
-def test_alerts_wait_for_no_disk(freezable_disk: FreezableDisk) -> None:
+def test_alerts_do_not_block_on_the_disk(freezable_disk: FreezableDisk) -> None:
     model = mlp()
     log_dir = freezable_disk.path / "run"
     log_dir.mkdir()
@@ -774,7 +774,7 @@ def test_alerts_wait_for_no_disk(freezable_disk: FreezableDisk) -> None:
 
 
 @pytest.mark.parametrize("exception", [None, KeyError("a")])
-def test_a_run_says_how_it_ended(tmp_path: Path, exception: Exception | None) -> None:
+def test_a_run_records_how_it_ended(tmp_path: Path, exception: Exception | None) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with suppress(KeyError), HookLogger(model, tmp_path):
@@ -801,7 +801,7 @@ def test_an_exception_in_the_body_leaves_a_flight_file(tmp_path: Path) -> None:
     assert (tmp_path / "flight-2.json").exists()
 
 
-def test_an_alert_that_ends_is_no_reason_to_raise(tmp_path: Path) -> None:
+def test_a_resolved_alert_does_not_raise(tmp_path: Path) -> None:
     def rule(record: StepRecord) -> Iterator[Alert]:
         for alert in fault_at(1)(record):
             yield replace(alert, stage="resolved")
@@ -812,7 +812,7 @@ def test_an_alert_that_ends_is_no_reason_to_raise(tmp_path: Path) -> None:
         assert len(logger.alerts) == 1
 
 
-def test_an_alert_raises_between_two_steps_if_asked_to(tmp_path: Path) -> None:
+def test_an_alert_raises_between_two_steps_if_requested(tmp_path: Path) -> None:
     model = mlp()
     with (
         pytest.raises(TelemetryAlert, match="planted fault") as raised,
@@ -825,7 +825,7 @@ def test_an_alert_raises_between_two_steps_if_asked_to(tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_an_alert_says_to_stop_between_two_steps_if_asked_to(tmp_path: Path) -> None:
+def test_an_alert_requests_a_stop_between_two_steps_if_configured(tmp_path: Path) -> None:
     model, seen = mlp(), []
     with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert="stop") as logger:
         for _ in train(model, steps=4):
@@ -857,9 +857,7 @@ def test_histograms_and_pictures_of_a_step_stay_within_their_bytes(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_cell_of_a_notebook_may_run_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_notebook_cell_may_run_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """With the same model, with a new one, and after the kernel was restarted."""
     page = (ROOT / "docs" / "howto" / "trainers.md").read_text(encoding="utf-8")
     code = page.partition("## Notebooks")[2].partition("```python\n")[2].partition("```")[0]
@@ -970,7 +968,7 @@ def test_closing_on_two_threads_at_once_raises_nothing(tmp_path: Path) -> None:
         assert len(scalars(tmp_path / str(number), "grad_norm/total")) == 2
 
 
-def test_a_callback_may_close_the_logger_and_what_waits_is_judged(tmp_path: Path) -> None:
+def test_a_callback_may_close_the_logger_and_queued_steps_are_checked(tmp_path: Path) -> None:
     model, recorder, closed = mlp(), Recorder(), threading.Event()
     may_begin = threading.Event()
 
@@ -991,7 +989,7 @@ def test_a_callback_may_close_the_logger_and_what_waits_is_judged(tmp_path: Path
     assert list(scalars(tmp_path, "grad_norm/total")) == list(range(9))
 
 
-def test_a_callback_that_fails_is_told_and_training_goes_on(
+def test_a_failing_callback_is_logged_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mlp()
@@ -1007,7 +1005,7 @@ def test_a_callback_that_fails_is_told_and_training_goes_on(
 # --- failures of the disk -------------------------------------------------------------------------
 
 
-def test_a_run_whose_directory_is_removed_goes_on_and_can_be_read(
+def test_a_run_whose_directory_is_removed_continues_and_can_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, run = mlp(), tmp_path / "run"
@@ -1108,7 +1106,7 @@ def test_bad_arguments_are_named(
         ),
     ],
 )
-def test_what_methods_refuse_is_named(
+def test_bad_arguments_of_methods_are_named(
     tmp_path: Path, call: Callable[[HookLogger], object], error: type[Exception], message: str
 ) -> None:
     model = mlp()
@@ -1151,7 +1149,7 @@ def test_scalars_may_come_as_a_mapping(tmp_path: Path) -> None:
         ({"\ud800": 1.0}, ValueError, r"log\({'\\ud800': ...}\): .* surrogate"),
     ],
 )
-def test_what_cannot_be_logged_is_refused_and_what_comes_with_it_is_written(
+def test_values_that_cannot_be_logged_are_refused_and_the_others_written(
     tmp_path: Path, refused: dict[str, float], error: type[Exception], message: str
 ) -> None:
     model = mlp()
@@ -1161,7 +1159,7 @@ def test_what_cannot_be_logged_is_refused_and_what_comes_with_it_is_written(
 
 
 @pytest.mark.parametrize("name", ["step", "global_step", "walltime", "commit"])
-def test_arguments_of_other_loggers_are_no_tags(tmp_path: Path, name: str) -> None:
+def test_arguments_of_other_loggers_are_not_tags(tmp_path: Path, name: str) -> None:
     told = rf"log\({name}=3\): is not an argument.*logger.current_step.*log\({{'{name}': ...}}\)"
     model = mlp()
     with HookLogger(model, tmp_path) as logger:
@@ -1184,7 +1182,7 @@ def test_scalars_without_tags_are_refused(tmp_path: Path, value: object) -> None
         logger.log(value)
 
 
-def test_logging_after_the_end_is_told_once(
+def test_logging_after_close_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mlp()

@@ -52,7 +52,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("tag", LOSSES)
-def test_names_of_the_loss_are_known(tag: str) -> None:
+def test_names_of_the_loss_are_recognized(tag: str) -> None:
     assert loss_among([*OTHERS, tag]) == tag
 
 
@@ -70,15 +70,15 @@ def test_validation_test_and_component_losses_never_count() -> None:
         (["train/total_loss", "train/loss"], "train/loss"),
     ],
 )
-def test_of_several_that_of_each_step_is_best(tags: list[str], best: str) -> None:
+def test_a_loss_logged_at_each_step_is_preferred(tags: list[str], best: str) -> None:
     assert loss_among(tags) == loss_among(tags[::-1]) == best
 
 
-def test_a_name_without_end_is_refused_in_no_time() -> None:
+def test_a_very_long_name_is_refused_quickly() -> None:
     assert loss_among(["train_" * 5000 + "los", "loss" + "_" * 20_000 + "x"]) is None
 
 
-def test_the_choice_is_that_of_the_first_step_with_a_loss_and_stays() -> None:
+def test_the_loss_is_chosen_at_the_first_step_with_one_and_stays() -> None:
     choice = LossChoice()
     choice.add(0, ["accuracy"])
     choice.add(3, ["train_loss_epoch"])
@@ -130,7 +130,7 @@ def curves(log_dir: Path) -> Sequence[str]:
 
 
 @pytest.mark.slow
-def test_rules_see_a_loss_under_any_of_its_names() -> None:
+def test_rules_receive_a_loss_under_any_of_its_names() -> None:
     found = {}
     for tag in ("loss", "train/loss", "val/loss"):
         torch.manual_seed(0)
@@ -195,7 +195,7 @@ def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
         (3, {"loss_tag": "ce"}, r"the loss 'ce' is not .*: val_loss, loss_kl"),
     ],
 )
-def test_one_line_tells_that_nothing_logged_is_a_loss(
+def test_one_line_reports_that_no_logged_scalar_is_a_loss(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     steps: int,
@@ -212,7 +212,7 @@ def test_one_line_tells_that_nothing_logged_is_a_loss(
 @pytest.mark.parametrize(
     ("first", "steps", "count"), [(0, 3, 0), (0, 49, 0), (0, 120, 1), (70, 3, 0)]
 )
-def test_that_no_loss_is_logged_is_told_after_fifty_steps(
+def test_a_missing_loss_is_reported_after_fifty_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, steps: int, count: int
 ) -> None:
     train(tmp_path, {}, steps=steps, options={"max_overhead": 0.5, "first_step": first})
@@ -223,7 +223,7 @@ def test_that_no_loss_is_logged_is_told_after_fifty_steps(
 @pytest.mark.parametrize(
     ("loss", "error"), [(3, TypeError), ("", ValueError), (["loss"], TypeError)]
 )
-def test_a_loss_that_is_no_tag_is_refused(
+def test_a_loss_that_is_not_a_tag_is_refused(
     tmp_path: Path, loss: Any, error: type[Exception]
 ) -> None:
     with pytest.raises(error, match=r"HookLogger\(loss_tag=.*must be the tag of a logged scalar"):
@@ -236,5 +236,5 @@ def test_the_docs_name_all_words() -> None:
     assert sorted(re.findall(r"\*(\w+)\*", told)) == sorted(_WORDS)
 
 
-def test_the_chart_of_losses_knows_the_same_names() -> None:
+def test_the_chart_of_losses_has_the_same_names() -> None:
     assert [tag for tag in LOSSES + OTHERS if re.compile(LOSS_TAGS).match(tag)] == LOSSES

@@ -42,7 +42,7 @@ def test_static_files_do_not_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_curves_are_told_apart_by_color_blind_people_and_in_gray(dark: bool) -> None:
+def test_curves_are_distinguishable_by_color_blind_people_and_in_gray(dark: bool) -> None:
     style = read_static_files()["style.css"].decode().partition(":root.dark {")[2 if dark else 0]
     colors = [linear(c) for c in re.findall(r"--curve\d+: (#\w{6});", style)][:10]
     assert len(colors) == 10

@@ -36,7 +36,7 @@ def test_a_matrix_without_any_number_can_be_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_pictures_come_less_and_less_often() -> None:
+def test_pictures_are_written_less_and_less_often() -> None:
     picture, minute = HeatmapPicture(), 60.0
     records = (full_record(step, wall_time=minute * (step + 1)) for step in range(1500))
     drawn = [record.step for record in records if list(picture.values_of(record))]
@@ -60,7 +60,7 @@ def test_a_run_of_few_full_steps_has_no_picture() -> None:
 
 
 @pytest.mark.slow
-def test_long_runs_are_put_together_by_the_largest() -> None:
+def test_long_runs_are_reduced_by_the_largest() -> None:
     picture = HeatmapPicture()
     for step in range(700):
         peak = 1e9 if step == 301 else 1.0
@@ -71,7 +71,7 @@ def test_long_runs_are_put_together_by_the_largest() -> None:
     assert picture._steps[1] == 2
 
 
-def test_other_steps_do_not_count_and_another_layout_begins_anew() -> None:
+def test_other_steps_do_not_count_and_another_layout_restarts() -> None:
     picture = HeatmapPicture()
     for changes in ({"full": False}, {"phase": "validation"}, {"skipped": True}):
         assert not list(picture.values_of(full_record(0, **changes)))

@@ -62,7 +62,7 @@ def test_norms_of_every_step_are_kept(tmp_path: Path) -> None:
     assert run.matrix("nonfinite").steps.tolist() == list(range(0, 57, 10))
 
 
-def test_norms_are_given_out_within_a_second() -> None:
+def test_norms_are_emitted_within_a_second() -> None:
     page = PageWriter()
     counts = [len(list(page.values_of(record(s, wall_time=s / 100)))) for s in range(350)]
     assert counts[0] == 1  # the layout
@@ -103,13 +103,13 @@ def test_a_change_of_layout_keeps_pending_values(tmp_path: Path) -> None:
     assert found.values.tolist() == [[0, 1, -1], [1, 2, -1], [2, 3, 4], [3, 4, 5]]
 
 
-def test_steps_that_go_back_begin_a_new_session(tmp_path: Path) -> None:
+def test_decreasing_steps_start_a_new_session(tmp_path: Path) -> None:
     run = write(tmp_path, [record(s) for s in (0, 1, 2, 3, 2, 3, 4)])
     assert run.matrix("grad_norm").steps.tolist() == [0, 1, 2, 3, 4]
     assert run.overview().session_count == 2
 
 
-def test_within_a_tag_steps_never_go_back() -> None:
+def test_steps_of_a_tag_never_decrease() -> None:
     page, last = PageWriter(), {}
     for step in (0, 1, 2, 3, 1, 2, 0, 5):
         for tag in tags_of(page.values_of(record(step, full=step % 2 == 0))):
@@ -123,7 +123,7 @@ def test_a_later_recorder_continues_an_earlier_one(tmp_path: Path) -> None:
     assert run.matrix("grad_norm").steps.tolist() == list(range(8))
 
 
-def test_alerts_have_tags_of_their_own(tmp_path: Path) -> None:
+def test_alerts_have_separate_tags(tmp_path: Path) -> None:
     page = PageWriter()
     alerts = [
         alert_at(0, None),
@@ -143,7 +143,7 @@ def test_alerts_have_tags_of_their_own(tmp_path: Path) -> None:
     assert list(RunData(FileSource(tmp_path)).overview().alerts) == alerts
 
 
-def test_the_first_record_of_a_layout_is_known_beforehand() -> None:
+def test_the_first_record_of_a_layout_is_recognized_before_it_is_written() -> None:
     page = PageWriter()
     assert page.begins_layout(record(0))
     list(page.values_of(record(0)))

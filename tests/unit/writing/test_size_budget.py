@@ -63,13 +63,13 @@ def test_a_step_within_the_budget_is_written_unchanged() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("classic", [False, True])
 @given(share=st.floats(0.005, 1.0))
-def test_a_step_never_takes_more(classic: bool, share: float) -> None:
+def test_a_step_never_exceeds_the_budget(classic: bool, share: float) -> None:
     size_budget = SizeBudget(max_bytes=int(share * sum(WHOLE.values())), classic=classic)
     for _ in range(2):
         assert sum(step(size_budget).values()) <= share * sum(WHOLE.values())
 
 
-def test_first_magnitudes_go_and_buckets_are_wider_then_tags_take_turns() -> None:
+def test_magnitudes_are_dropped_and_buckets_widened_before_tags_alternate() -> None:
     plain = sum(size for tag, size in WHOLE.items() if tag in SKETCHES)
     fine = step(SizeBudget(max_bytes=plain), ())
     coarse = step(SizeBudget(max_bytes=plain // 4), ())
@@ -84,7 +84,7 @@ def test_first_magnitudes_go_and_buckets_are_wider_then_tags_take_turns() -> Non
         assert widest.issuperset(size_budget.values_of((), tagged(SKETCHES), tagged({})))
 
 
-def test_that_magnitudes_are_left_out_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_omitted_magnitudes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     plain = sum(size for tag, size in WHOLE.items() if tag in SKETCHES)
     for size_budget in (SizeBudget(max_bytes=plain + 2000), SizeBudget(max_bytes=plain // 2)):
         caplog.clear()
@@ -95,7 +95,7 @@ def test_that_magnitudes_are_left_out_is_said_once(caplog: pytest.LogCaptureFixt
         assert "max_bytes_per_step=" in said
 
 
-def test_pictures_take_turns_and_a_large_one_is_made_smaller() -> None:
+def test_pictures_alternate_and_a_large_one_is_reduced() -> None:
     size = max(WHOLE[tag] for tag, _ in PICTURES)
     size_budget = SizeBudget(max_bytes=int(3 * 3.5 * size))
     seen = [list(step(size_budget, sketches={})) for _ in range(4)]
@@ -121,7 +121,7 @@ def sketch_of(values: NDArray[np.float64], scale: float = 1.0) -> Sketch:
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(WIDE_VALUES, SAMPLED), max_size=5))
-def test_many_histograms_are_those_of_each(
+def test_many_histograms_equal_those_of_each_tensor(
     tensors: list[tuple[NDArray[np.float64], float]],
 ) -> None:
     sketches = {str(i): sketch_of(*tensor) for i, tensor in enumerate(tensors)}
@@ -135,7 +135,7 @@ def test_many_histograms_are_those_of_each(
         np.testing.assert_array_equal(found[tag], rows.astype(found[tag].dtype))
 
 
-def test_between_two_histograms_there_is_no_gap() -> None:
+def test_two_histograms_have_no_gap_between_them() -> None:
     sketches = {str(i): sketch_array(np.array([i])) for i in (-1.0, 1.0)}
     found = written(list(histogram_values(*tagged(sketches))))
     assert {tag: rows.tolist() for tag, rows in found.items()} == {
@@ -144,7 +144,7 @@ def test_between_two_histograms_there_is_no_gap() -> None:
     }
 
 
-def test_more_histograms_than_are_made_at_once() -> None:
+def test_more_histograms_than_one_batch_are_written() -> None:
     count = 2 * _AT_ONCE + 1
     sketches = {str(i): sketch_array(np.arange(i % 7)) for i in range(count)}
     for tag, rows in written(list(histogram_values(*tagged(sketches)))).items():
@@ -172,14 +172,14 @@ def test_each_value_lies_in_a_bucket_that_counts_it(tensors: list[NDArray[np.flo
 
 
 @given(st.lists(VALUES, min_size=1, max_size=4))
-def test_many_magnitudes_are_those_of_each(tensors: list[NDArray[np.float64]]) -> None:
+def test_many_magnitudes_equal_those_of_each_tensor(tensors: list[NDArray[np.float64]]) -> None:
     sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
     together = list(log10_histogram_values(*tagged(sketches)))
     alone = [v for t, s in sketches.items() for v in log10_histogram_values([t], Rows.of([s]))]
     assert together == alone
 
 
-def test_counts_are_those_of_the_magnitudes() -> None:
+def test_counts_equal_those_of_the_magnitudes() -> None:
     sketch = sketch_array(np.array([-1.0, 1.0, 1e-3, 0.0, np.nan]))
     left, right, counts = log10_histograms(Rows.of([sketch]))[0].T
     assert counts.sum() == 3

@@ -52,7 +52,7 @@ def test_a_step_without_full_measurement_has_only_the_total_norm() -> None:
     assert scalars(record()) == {"~run/grad_norm/total": 5.0}
 
 
-def test_parameters_are_tagged_by_the_place_of_their_module() -> None:
+def test_parameters_are_tagged_by_the_index_of_their_module() -> None:
     curves = scalars(record(full=True))
     assert curves["~layers/grad_norm/0002.out.weight"] == 3.0
     assert curves["~layers/grad_norm/0000.position"] == 4.0
@@ -63,7 +63,7 @@ def test_a_parameter_without_gradient_has_no_point() -> None:
     assert "~layers/grad_norm/0000.position" not in curves
 
 
-def test_outputs_have_histograms_of_their_own_and_curves_together() -> None:
+def test_outputs_have_separate_histograms_and_common_curves() -> None:
     outputs = {Output(""): tensor(1.0), Output("lstm"): tensor(2.0), Output("lstm", 1): tensor(3.0)}
     curves = scalars(record(full=True, outputs=outputs))
     assert curves["~layers/activation_mean/0000.Net"] == 1.0
@@ -122,7 +122,7 @@ def test_scaler_and_clipping_have_curves() -> None:
     assert curves["~run/grad_norm/clipped_fraction"] == 0.5
 
 
-def test_a_large_model_has_as_many_curves_of_each_statistic() -> None:
+def test_a_large_model_has_a_limited_number_of_curves_of_each_statistic() -> None:
     names = [f"layers.{i}" for i in range(70)]
     with_weights = names[:20]
     layout = Layout(
@@ -157,7 +157,7 @@ def test_a_phase_has_only_activations_under_its_name() -> None:
     assert not any("grad" in tag for tag in tags)
 
 
-def test_each_alert_has_a_tag_of_its_own() -> None:
+def test_each_alert_has_a_separate_tag() -> None:
     alert = Alert(
         kind="nonfinite",
         severity="error",
