@@ -167,6 +167,7 @@ class Capture:
 
     # --- begin of a step --------------------------------------------------------------------------
 
+    @guarded("to begin a step", reads=False)
     def _begin(self, number: int, full: bool, attaching: bool = False) -> None:
         norms, state = True, self._state
         if self._budget is not None:
@@ -177,7 +178,6 @@ class Capture:
         state.step = number
         self._open(full=full, norms=norms, attaching=attaching)
 
-    @guarded("to begin a step", reads=False)
     def _open(self, *, full: bool, norms: bool = True, attaching: bool = False) -> None:
         """Gather a new step from here on."""
         self._step.stop()

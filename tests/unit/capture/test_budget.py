@@ -171,6 +171,23 @@ def test_training_is_left_alone_under_a_budget(tmp_path: Path) -> None:
     assert outcome.full
 
 
+def test_a_failure_of_the_budget_stops_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("broken")
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with HookLogger(model, tmp_path, max_overhead=0.5, every_n_steps=1000):
+        for step in range(4):
+            if step == 2:  # light steps
+                monkeypatch.setattr(Budget, "affords", fail)
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+    assert "to begin a step" in caplog.text
+
+
 def test_time_between_remove_and_attach_does_not_count(tmp_path: Path, clock: Clock) -> None:
     model = deep()
     with HookLogger(model, tmp_path, alerts=(), max_overhead=0.5, every_n_steps=1) as logger:
