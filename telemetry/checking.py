@@ -188,7 +188,7 @@ def _loss_of(output: Any, loss_function: Callable[..., Any] | None, targets: Any
 
 
 class _NoOptimizer(Optimizer):
-    """End the step without any change."""
+    """Optimizer whose steps change nothing."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pass

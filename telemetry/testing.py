@@ -77,7 +77,7 @@ def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = N
         rules: New rules; None: the default rules.
 
     Returns:
-        All alerts, those of the stages ``worse`` and ``end`` too, in order.
+        All alerts in order, including the stages ``escalated`` and ``resolved``.
     """
     run = CapturedRun(rules)
     for record in records:
