@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from tensorboard.data.provider import DataProvider
 from tensorboard.plugins.hparams import metadata
@@ -13,6 +13,8 @@ from telemetry.events.page_format import PLUGIN_NAME
 from telemetry.reading.builtin_tags import loss_of, metrics_among
 from telemetry.reading.run_entry import RunEntry, loss_summary, run_entry
 from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
+
+Figures = TypeVar("Figures")
 
 
 def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
@@ -32,14 +34,12 @@ def read_hparams_content(provider: DataProvider, experiment: str, run: str) -> b
 
 
 class RunTable:
-    """Table of all runs; scalars are read again only after they have grown."""
+    """Table of all runs."""
 
     def __init__(self, provider: DataProvider) -> None:
         self._provider = provider
-        # By experiment and run: the listing at the last reading, and the result.
-        self._losses: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {}
-        self._metrics: dict[tuple[str, str], tuple[object, dict[str, float]]] = {}
-        self._lock = threading.Lock()
+        self._losses = _ReadScalars(provider, _loss)
+        self._metrics = _ReadScalars(provider, _last_values, most=1)
 
     def rows(self, experiment: str, now_s: float) -> list[dict[str, Any]]:
         """Return an object per run, newest first; ``now_s`` in seconds since the epoch."""
@@ -48,9 +48,20 @@ class RunTable:
         texts = read_tags(self._provider, experiment, PLUGIN_NAME, wanted, 1)
         hparams = list_tags(self._provider, experiment, metadata.PLUGIN_NAME)
         scalars = list_tags(self._provider, experiment, "scalars")
-        chosen = {entry.name: entry.loss_tag for entry in entries}
-        losses = self._read_losses(experiment, scalars, chosen)
-        metrics = self._read_metrics(experiment, scalars, chosen)
+        listed = {e.name: scalars[e.name] for e in entries if e.name in scalars}
+        loss_tags = {
+            e.name: loss_of(scalars[e.name], e.loss_tag) for e in entries if e.name in listed
+        }
+        losses = self._losses.read(
+            experiment, {run: {tag: listed[run][tag]} for run, tag in loss_tags.items() if tag}
+        )
+        metrics = self._metrics.read(
+            experiment,
+            {
+                run: {tag: tags[tag] for tag in metrics_among(tags, loss_tags[run])}
+                for run, tags in listed.items()
+            },
+        )
         return [
             entry.row(
                 now_s,
@@ -63,51 +74,53 @@ class RunTable:
             for found in [hparams.get(entry.name, {}).get(metadata.SESSION_START_INFO_TAG)]
         ]
 
-    def _read_metrics(
+
+class _ReadScalars(Generic[Figures]):
+    """Figures of each run's scalars, which are read again only after they have grown.
+
+    Args:
+        figures_of: Makes them of the points of each tag, for one run.
+        most: Points to read of each tag; None: all that TensorBoard keeps.
+    """
+
+    def __init__(
         self,
-        experiment: str,
-        listing: Mapping[str, Mapping[str, Any]],
-        chosen: Mapping[str, str | None],
-    ) -> Mapping[str, dict[str, float]]:
-        """Return the last value of each metric that the user logged, by run."""
-        states: dict[str, tuple[tuple[str, object, object], ...]] = {}
-        for run in chosen.keys() & listing.keys():
-            tags = metrics_among(listing[run], loss_of(listing[run], chosen[run]))
-            of = [(tag, listing[run][tag]) for tag in tags]
-            states[run] = tuple([(tag, s.max_step, s.max_wall_time) for tag, s in of])
+        provider: DataProvider,
+        figures_of: Callable[[Mapping[str, Sequence[Any]]], Figures],
+        *,
+        most: int | None = None,
+    ) -> None:
+        self._provider, self._figures_of = provider, figures_of
+        self._limit = () if most is None else (most,)
+        # By experiment and run: the listing at the last reading, and the figures.
+        self._known: dict[tuple[str, str], tuple[object, Figures]] = {}
+        self._lock = threading.Lock()
+
+    def read(
+        self, experiment: str, listed: Mapping[str, Mapping[str, Any]]
+    ) -> Mapping[str, Figures]:
+        """Return the figures by run; ``listed`` has the series of the tags of each run."""
+        states = {
+            run: [(tag, series.max_step, series.max_wall_time) for tag, series in tags.items()]
+            for run, tags in listed.items()
+        }
         with self._lock:
-            known = {run: self._metrics.get((experiment, run), (None,))[0] for run in states}
-        stale = {run: [tag for tag, *_ in s] for run, s in states.items() if known[run] != s}
-        found = read_tags(self._provider, experiment, "scalars", stale, 1)
+            known = {run: self._known.get((experiment, run), (None,))[0] for run in states}
+        stale = {run: [*listed[run]] for run, state in states.items() if known[run] != state}
+        found = read_tags(self._provider, experiment, "scalars", stale, *self._limit)
         with self._lock:
             for run, tags in stale.items():
-                data = found.get(run, {})
-                last = {tag: data[tag][-1].value for tag in tags if data.get(tag)}
-                self._metrics[experiment, run] = states[run], last
-            return {run: self._metrics[experiment, run][1] for run in states}
+                points = {tag: found.get(run, {}).get(tag, ()) for tag in tags}
+                self._known[experiment, run] = states[run], self._figures_of(points)
+            return {run: self._known[experiment, run][1] for run in states}
 
-    def _read_losses(
-        self,
-        experiment: str,
-        listing: Mapping[str, Mapping[str, Any]],
-        chosen: Mapping[str, str | None],
-    ) -> Mapping[str, dict[str, Any]]:
-        """Return tag, last and smallest loss of each run that has one.
 
-        ``chosen`` holds the tags that the runs themselves name.
-        """
-        states = {}
-        for run in chosen.keys() & listing.keys():
-            if (tag := loss_of(listing[run], chosen[run])) is not None:
-                series = listing[run][tag]
-                states[run] = tag, series.max_step, series.max_wall_time
-        with self._lock:
-            known = {run: self._losses.get((experiment, run), (None,))[0] for run in states}
-        stale = {run: [state[0]] for run, state in states.items() if known[run] != state}
-        found = read_tags(self._provider, experiment, "scalars", stale)
-        with self._lock:
-            for run, (tag,) in stale.items():
-                data = found.get(run, {}).get(tag, ())
-                summary = loss_summary(tag, [datum.value for datum in data])
-                self._losses[experiment, run] = states[run], summary
-            return {run: self._losses[experiment, run][1] for run in states}
+def _loss(points: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return tag, last and smallest loss."""
+    ((tag, data),) = points.items()
+    return loss_summary(tag, [datum.value for datum in data])
+
+
+def _last_values(points: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+    """Return the last value of each metric that the user logged."""
+    return {tag: data[-1].value for tag, data in points.items() if data}
