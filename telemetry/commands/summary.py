@@ -83,7 +83,8 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
     """Yield the layers that have the statistic, in forward order.
 
     ``last`` may be NaN or infinite; ``median`` is that of the finite values. ``trend`` is the
-    median of the last quarter of the values divided by that of the first; NaN if unknown.
+    median of the last quarter of the values divided by that of the first: infinite if the last
+    values are not finite, NaN with fewer than four values or if the first median is 0 or infinite.
     ``largest`` and ``largest_step`` are of the first NaN or infinity, else of the largest value.
     """
     layers, matrix = run.overview().layers, run.matrix(statistic.name)
