@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from telemetry.alert import alert_fields
 from telemetry.commands.help import help_line
 from telemetry.commands.opening import LogDirs
 from telemetry.commands.output import print_records
-from telemetry.flight import explain, flight_files, read_flight
+from telemetry.flight import explanation_of, flight_files, read_flight
 from telemetry.layers import STATISTICS
 from telemetry.plain_text import printable
 from telemetry.reading.log_dirs import has_event_files
@@ -39,25 +38,19 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
     elif args.form == "json":
         print_records("json", _RECORD, _flights(paths, runs))
     else:
+        kinds: list[str] = []
         for path in paths:
             try:
-                lines = explain(path, console.width).splitlines()
+                explained = explanation_of(path, console.width)
             except (OSError, ValueError) as error:
                 runs.fail(error)
                 continue
-            for line in lines:
+            kinds += explained.kinds
+            for line in explained.text.splitlines():
                 console.print(printable(line))
-        if (line_of_help := help_line(_kinds(paths))) is not None:
+        if (line_of_help := help_line(kinds)) is not None:
             console.print(line_of_help)
     return runs.status
-
-
-def _kinds(paths: list[Path]) -> Iterator[str]:
-    """Yield the kinds of alerts in the readable flight files, one file after the other."""
-    for path in paths:
-        for file in flight_files(path) if path.is_dir() else [path]:
-            with suppress(OSError, ValueError):
-                yield from (alert.kind for alert in read_flight(file)["alerts"])
 
 
 def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ import os
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from telemetry.flight.file import first_movers, flight_files, read_flight
 from telemetry.layers.onset import Onset
@@ -26,7 +26,19 @@ _MANY_DEAD = 0.5
 _SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_ratio": "update"}
 
 
-def explain(path_or_run: str | os.PathLike[str], width: int = _ANY_WIDTH) -> str:
+class Explanation(NamedTuple):
+    """Report of flight files, and the kinds of alerts in it."""
+
+    text: str
+    kinds: tuple[str, ...] = ()
+
+
+def explain(path_or_run: str | os.PathLike[str]) -> str:
+    """Return the text of :func:`explanation_of`, in lines of any width."""
+    return explanation_of(path_or_run).text
+
+
+def explanation_of(path_or_run: str | os.PathLike[str], width: int = _ANY_WIDTH) -> Explanation:
     """Return the report of a flight file, or of those in a run's directory, earliest fault first.
 
     An unreadable file in a directory is reported in one line.
@@ -47,25 +59,29 @@ def explain(path_or_run: str | os.PathLike[str], width: int = _ANY_WIDTH) -> str
         return _explain_file(path, width)
     files = flight_files(path)
     if not files:
-        return f"{path}: has no flight file: no alert of severity error and no exception\n"
+        none = f"{path}: has no flight file: no alert of severity error and no exception\n"
+        return Explanation(none)
     more = len(files) - MAX_FILES
-    left_out = [f"and {more} more flight files\n"] if more > 0 else []
-    return "\n".join([*(_explain_or_skip(file, width) for file in files[:MAX_FILES]), *left_out])
+    omitted = [f"and {more} more flight files\n"] if more > 0 else []
+    parts = [_explain_or_skip(file, width) for file in files[:MAX_FILES]]
+    text = "\n".join([*(part.text for part in parts), *omitted])
+    return Explanation(text, tuple([kind for part in parts for kind in part.kinds]))
 
 
-def _explain_or_skip(path: Path, width: int) -> str:
+def _explain_or_skip(path: Path, width: int) -> Explanation:
     try:
         return _explain_file(path, width)
     except OSError as error:
-        return f"skipped {path}: {error.strerror}\n"
+        return Explanation(f"skipped {path}: {error.strerror}\n")
     except ValueError as error:
-        return f"skipped {error}\n"
+        return Explanation(f"skipped {error}\n")
 
 
-def _explain_file(path: Path, width: int) -> str:
+def _explain_file(path: Path, width: int) -> Explanation:
     flight = read_flight(path)
     story = (part for line in _story(flight) for part in _wrapped(line, width))
-    return "\n".join([f"{path}", *story, *_curves(flight, width), *_table(flight, width)]) + "\n"
+    lines = [f"{path}", *story, *_curves(flight, width), *_table(flight, width)]
+    return Explanation("\n".join(lines) + "\n", tuple([a.kind for a in flight["alerts"]]))
 
 
 def _wrapped(line: str, width: int) -> list[str]:
