@@ -35,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -161,7 +162,8 @@ def write_run(log_dir: Path, size: Size) -> None:
     writer.write_values(dashboard.first_values(), 0)
     for record in records(size):
         loss = summaries.scalar("loss", 1 / (1 + record.step))
-        writer.write_values([*dashboard.values_of(record), loss], record.step, record.wall_time)
+        values = [*chain.from_iterable(dashboard.values_of(record)), loss]
+        writer.write_values(values, record.step, record.wall_time)
     step, pending = dashboard.pending_values()
     writer.write_values(pending, step)
     writer.close()

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,7 @@ def build_scalars() -> list[bytes]:
 
 
 def build_histograms() -> list[bytes]:
-    return list(histogram_values(TAGS, ROWS))
+    return list(chain.from_iterable(histogram_values(TAGS, ROWS)))
 
 
 class BatchesWhenDue:

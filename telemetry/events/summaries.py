@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,14 @@ from tensorboard.compat.proto.summary_pb2 import (
     Summary,
     SummaryMetadata,
 )
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+
+# Tags, dtypes, shapes and lengths recur at every step, so their bytes are cached. Only those of the
+# numbers are new, and are put between them in protobuf's wire format.
+_CACHED = 1 << 15
+# First byte of a field: its number and the type of data with a length.
+_VALUE, _CONTENT, _SUMMARY, _TENSOR = (bytes([number << 3 | 2]) for number in (1, 4, 5, 8))
 
 _FLOAT = struct.Struct("<f")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -45,8 +52,8 @@ def event_of(values: Iterable[bytes], step: int | None, walltime: float) -> byte
         ValueError: The step is beyond 64 bits.
     """
     event = Event(wall_time=walltime, step=0 if step is None else int(step))
-    event.summary.MergeFromString(b"".join(values))
-    return bytes(event.SerializeToString())
+    summary = b"".join(values)
+    return b"".join([event.SerializeToString(), _SUMMARY, _length(len(summary)), summary])
 
 
 def scalar(tag: str, value: float) -> bytes:
@@ -65,8 +72,16 @@ def scalar(tag: str, value: float) -> bytes:
         raise TypeError(f"{tag}: {value!r} is no number") from None
 
 
-def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> Iterator[bytes]:
-    """Yield histograms for the Histograms and Distributions dashboards.
+def scalars(points: Sequence[tuple[str, float]]) -> list[bytes]:
+    """Return :func:`scalar` of each tag and value."""
+    try:
+        return [_scalar_head(tag) + _FLOAT.pack(value) for tag, value in points]
+    except OverflowError:
+        return [scalar(tag, value) for tag, value in points]
+
+
+def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Sequence[int]) -> list[bytes]:
+    """Return histograms for the Histograms and Distributions dashboards.
 
     Args:
         tags: Names of the charts.
@@ -78,10 +93,9 @@ def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Iterable[int]) -> 
     Returns:
         Tensors of shape ``[buckets, 3]``, readable by ``EventAccumulator.Tensors``.
     """
-    begin = 0
-    for tag, end in zip(tags, ends, strict=True):
-        yield tensor(tag, rows[begin:end], "histograms")
-        begin = end
+    begins = (0, *ends)
+    parts = [rows[begin:end] for begin, end in zip(begins, ends, strict=False)]
+    return _values(tags, _arrays(parts), _metadata("histograms"))
 
 
 def histogram_dtype(counts: NDArray[np.float64], largest: float) -> type[np.floating[Any]]:
@@ -99,12 +113,12 @@ def classic_histograms(
     rows: NDArray[Any],
     ends: Iterable[int],
     sums: Iterable[tuple[float, float]],
-) -> Iterator[bytes]:
-    """Yield histograms in torch's format, for readers that support no other.
+) -> list[bytes]:
+    """Return histograms in torch's format, for readers that support no other.
 
     ``sums`` are the sums of each tensor's values and of their squares.
     """
-    begin = 0
+    values, begin = [], 0
     for tag, end, (total, squares) in zip(tags, ends, sums, strict=True):
         left, right, counts = np.array(rows[begin:end].T, np.float64)
         begin = end
@@ -119,7 +133,8 @@ def classic_histograms(
             bucket_limit=right,
             bucket=counts,
         )
-        yield histogram_proto(tag, histogram)
+        values.append(histogram_proto(tag, histogram))
+    return values
 
 
 def histogram_proto(tag: str, histogram: HistogramProto) -> bytes:
@@ -131,7 +146,7 @@ def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
     """Return one or more PNGs of the same size; TensorBoard shows them all."""
     strings = [str(width).encode(), str(height).encode(), *png]
     metadata = _metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE)
-    return _serialized(tag=tag, tensor=_strings(strings), metadata=metadata)
+    return _values([tag], [_strings(strings)], metadata)[0]
 
 
 def classic_image(tag: str, png: bytes, width: int, height: int) -> bytes:
@@ -158,9 +173,27 @@ def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: byt
     Raises:
         KeyError: The array's dtype is not one of these.
     """
-    data = _strings([array]) if isinstance(array, bytes) else _array(array)
-    metadata = _metadata(plugin_name, content)
-    return _serialized(tag=tag, tensor=data, metadata=metadata)
+    if isinstance(array, bytes):
+        return _values([tag], [_strings([array])], _metadata(plugin_name, content))[0]
+    return _values([tag], _arrays([array]), _metadata(plugin_name, content))[0]
+
+
+def _values(tags: Iterable[str], tensors: Iterable[bytes], metadata: bytes) -> list[bytes]:
+    """Return values of tags from their ``TensorProto``."""
+    values = []
+    for tag, data in zip(tags, tensors, strict=True):
+        value = _tag(tag) + _TENSOR + _length(len(data)) + data + metadata
+        values.append(_VALUE + _length(len(value)) + value)
+    return values
+
+
+def _arrays(arrays: Iterable[NDArray[Any]]) -> list[bytes]:
+    """Return arrays as ``TensorProto``; protobuf omits empty contents."""
+    return [
+        _tensor_head(array.dtype, array.shape)
+        + (_CONTENT + _length(array.nbytes) + array.tobytes() if array.size else b"")
+        for array in arrays
+    ]
 
 
 def _serialized(**value: Any) -> bytes:
@@ -168,33 +201,39 @@ def _serialized(**value: Any) -> bytes:
     return bytes(Summary(value=[value]).SerializeToString())
 
 
-def _strings(strings: Sequence[bytes]) -> Mapping[str, Any]:
-    shape = _shape(len(strings))
-    return {"dtype": types_pb2.DT_STRING, "tensor_shape": shape, "string_val": strings}
+def _strings(strings: Sequence[bytes]) -> bytes:
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(strings))])
+    data = TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
+    return bytes(data.SerializeToString())
 
 
-def _array(array: NDArray[Any]) -> Mapping[str, Any]:
-    shape, content = _shape(*array.shape), array.tobytes()
-    return {"dtype": _DTYPES[array.dtype], "tensor_shape": shape, "tensor_content": content}
+@lru_cache(maxsize=_CACHED)
+def _length(size: int) -> bytes:
+    """Return the length of a field as a varint: 7 bits in each byte, the lowest first."""
+    low, rest = size & 0x7F, size >> 7
+    return bytes([low | 0x80]) + _length(rest) if rest else bytes([low])
 
 
-# Cached: these recur at every step, and building them takes longer than the rest.
+@lru_cache(maxsize=_CACHED)
+def _tag(tag: str) -> bytes:
+    return bytes(Summary.Value(tag=tag).SerializeToString())
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_CACHED)
 def _scalar_head(tag: str) -> bytes:
     """Return the bytes of a point before those of its value."""
     return _serialized(tag=tag, simple_value=0.0)[: -_FLOAT.size]
 
 
-@lru_cache(maxsize=1024)
-def _shape(*sizes: int) -> TensorShapeProto:
-    return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
+@lru_cache(maxsize=_CACHED)
+def _tensor_head(dtype: np.dtype[Any], sizes: tuple[int, ...]) -> bytes:
+    """Return the bytes of a ``TensorProto`` before its content."""
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
+    return bytes(TensorProto(dtype=_DTYPES[dtype], tensor_shape=shape).SerializeToString())
 
 
 @lru_cache(maxsize=256)
-def _metadata(
-    plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR
-) -> SummaryMetadata:
+def _metadata(plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR) -> bytes:
     plugin_data = SummaryMetadata.PluginData(plugin_name=plugin_name, content=content)
-    return SummaryMetadata(plugin_data=plugin_data, data_class=data_class)
+    metadata = SummaryMetadata(plugin_data=plugin_data, data_class=data_class)
+    return bytes(Summary.Value(metadata=metadata).SerializeToString())

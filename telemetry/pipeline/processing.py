@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from telemetry.alert import Alert, located
@@ -281,7 +281,7 @@ class Processor:
         if late:
             self._sink.write_values(late, step, wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
-        values = iter(self._dashboard.values_of(record))
+        values = chain.from_iterable(self._dashboard.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
             repeat = needed_in_every_file(some) if is_needed else ()
             step, wall_time = record.step, record.wall_time

@@ -124,14 +124,15 @@ DEPTH_CURVES: Mapping[str, Statistic] = {
 }
 
 
-def depth_values(record: StepRecord) -> Iterator[bytes]:
-    """Yield ``~run/depth/<name>/p05``, ``median`` and ``p95`` of a full step.
+def depth_values(record: StepRecord) -> list[bytes]:
+    """Return ``~run/depth/<name>/p05``, ``median`` and ``p95`` of a full step.
 
     Quantiles are over the finite values of all layers; for a logarithm, over the positive ones.
     """
     if not record.full or record.phase or record.skipped:
-        return
+        return []
     layers, shares = table(record), list(QUANTILES.values())
+    points: list[tuple[str, float]] = []
     for name, statistic in DEPTH_CURVES.items():
         known = layers.known_values(statistic.name)
         values = np.sort(known[np.isfinite(known) & ((known > 0) | (not statistic.log))])
@@ -140,25 +141,28 @@ def depth_values(record: StepRecord) -> Iterator[bytes]:
             scaled = np.log10(values) if statistic.log else values
             # numpy.quantile returns the same and takes twenty times as long for a few values.
             quantiles = np.interp(np.multiply(shares, last), np.arange(last + 1), scaled)
-            for quantile, value in zip(QUANTILES, quantiles.tolist(), strict=True):
-                yield summaries.scalar(f"{RUN}depth/{name}/{quantile}", value)
+            tags = [f"{RUN}depth/{name}/{quantile}" for quantile in QUANTILES]
+            points += zip(tags, quantiles.tolist(), strict=True)
+    return summaries.scalars(points)
 
 
-def rank_values(facts: RankFacts) -> Iterator[bytes]:
-    """Yield ``rank_time/slowest``, in seconds per step, and ``rank_spread/<tag>/...``.
+def rank_values(facts: RankFacts) -> list[bytes]:
+    """Return ``rank_time/slowest``, in seconds per step, and ``rank_spread/<tag>/...``.
 
     A tag that is equal on all ranks, or that one rank alone has logged, has no points.
     """
+    points: list[tuple[str, float]] = []
     if facts.step_s is not None:
-        yield summaries.scalar(f"{RUN}rank_time/slowest", facts.step_s.high)
-        yield summaries.scalar(f"{RUN}rank_time/slowest_rank", facts.step_s.high_rank)
+        points.append((f"{RUN}rank_time/slowest", facts.step_s.high))
+        points.append((f"{RUN}rank_time/slowest_rank", facts.step_s.high_rank))
     for tag, spread in facts.scalars.items():
         if spread.low_rank != spread.high_rank:
             prefix = f"{RUN}rank_spread/{plain(tag)}"
-            yield summaries.scalar(f"{prefix}/min", spread.low)
-            yield summaries.scalar(f"{prefix}/min_rank", spread.low_rank)
-            yield summaries.scalar(f"{prefix}/max", spread.high)
-            yield summaries.scalar(f"{prefix}/max_rank", spread.high_rank)
+            points.append((f"{prefix}/min", spread.low))
+            points.append((f"{prefix}/min_rank", spread.low_rank))
+            points.append((f"{prefix}/max", spread.high))
+            points.append((f"{prefix}/max_rank", spread.high_rank))
+    return summaries.scalars(points)
 
 
 def custom_scalars_value(loss: str | None = None) -> bytes:

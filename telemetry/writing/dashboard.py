@@ -76,19 +76,19 @@ class Dashboard:
         """Return the values to write at the beginning of the run."""
         return custom_scalars_value(self._loss), self._alert_curve()
 
-    def values_of(self, record: StepRecord) -> Iterator[bytes]:
-        """Yield the values to write in an event with the record's step."""
+    def values_of(self, record: StepRecord) -> Iterator[Sequence[bytes]]:
+        """Yield the values to write in events with the record's step, some at a time."""
         if self.page.begins_layout(record):
-            yield from self._changes(record)
+            yield list(self._changes(record))
         yield from tags.values_of(record, self._size_budget)
-        if record.ranks is not None:
-            yield from rank_values(record.ranks)
-        yield from self.rates.values_of(record)
-        yield from self._times.values_of(record)
-        yield from depth_values(record)
-        yield from self.page.values_of(record)
-        if self._picture is not None:
-            yield from self._picture.values_of(record)
+        yield [
+            *(rank_values(record.ranks) if record.ranks is not None else ()),
+            *self.rates.values_of(record),
+            *self._times.values_of(record),
+            *depth_values(record),
+            *self.page.values_of(record),
+            *(self._picture.values_of(record) if self._picture is not None else ()),
+        ]
 
     def alert_values(self, alert: Alert) -> Sequence[bytes]:
         """Return the values to write in an event with the alert's step."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -65,13 +66,11 @@ class SizeBudget:
         pictures: Sequence[Picture],
         tensors: Tagged,
         magnitudes: Tagged,
-    ) -> Iterator[bytes]:
-        """Yield pictures, histograms, and histograms of magnitudes of one step."""
-        used = 0
-        for value in self._fitting(pictures, self._max_bytes * _PICTURES_SHARE):
-            used += len(value)
-            yield value
-        yield from self._coarse(*tensors, magnitudes, self._max_bytes - used)
+    ) -> Iterator[Sequence[bytes]]:
+        """Yield pictures, histograms, and histograms of magnitudes of one step, some at a time."""
+        drawn = list(self._fitting(pictures, self._max_bytes * _PICTURES_SHARE))
+        yield drawn
+        yield from self._coarse(*tensors, magnitudes, self._max_bytes - sum(map(len, drawn)))
 
     def picture(self, tag: str, pixels: NDArray[np.uint8]) -> bytes:
         """Return one picture."""
@@ -96,26 +95,26 @@ class SizeBudget:
 
     def _coarse(
         self, tags: Sequence[str], rows: Rows, magnitudes: Tagged, room: float
-    ) -> Iterator[bytes]:
+    ) -> Iterator[Sequence[bytes]]:
         merged = self._width(tags, rows, room)
         if merged > 1 and magnitudes[0]:
             self._log_omitted()
-        turn = self._next_histogram % max(1, len(tags))
-        tags = [*tags[turn:], *tags[:turn]]
-        rows = rows.take(np.roll(np.arange(len(tags)), -turn))
-        for value in histogram_values(tags, rows, merged=merged, classic=self._classic):
-            room -= len(value)
+        if turn := self._next_histogram % max(1, len(tags)):
+            tags = [*tags[turn:], *tags[:turn]]
+            rows = rows.take(np.roll(np.arange(len(tags)), -turn))
+        for values in histogram_values(tags, rows, merged=merged, classic=self._classic):
+            some, room = _within(values, room)
+            self._next_histogram = turn = (turn + len(some)) % len(tags)
+            yield some
             if room < 0:
                 return
-            self._next_histogram = turn = (turn + 1) % len(tags)
-            yield value
         if merged > 1:
             return
-        for value in log10_histogram_values(*magnitudes, classic=self._classic):
-            room -= len(value)
+        for values in log10_histogram_values(*magnitudes, classic=self._classic):
+            some, room = _within(values, room)
+            yield some
             if room < 0:
                 return self._log_omitted()
-            yield value
 
     def _log_omitted(self) -> None:
         if self._logs_omitted:
@@ -139,17 +138,23 @@ class SizeBudget:
         return _WIDTHS[min(place, len(_WIDTHS) - 1)]
 
 
+def _within(values: Sequence[bytes], room: float) -> tuple[Sequence[bytes], float]:
+    """Return the first values that take at most ``room`` bytes; the room is below 0 if not all."""
+    sizes = [*accumulate(map(len, values))]
+    return values[: bisect_right(sizes, room)], room - sizes[-1]
+
+
 def histogram_values(
     tags: Sequence[str], rows: Rows, *, merged: int = 1, classic: bool = False
-) -> Iterator[bytes]:
-    """Yield a histogram of each tensor, with ``merged`` neighboring buckets in one."""
+) -> Iterator[Sequence[bytes]]:
+    """Yield histograms of all tensors, some at a time, with ``merged`` buckets in one."""
     return _values(tags, rows, partial(histograms, merged=merged), classic)
 
 
 def log10_histogram_values(
     tags: Sequence[str], rows: Rows, *, classic: bool = False
-) -> Iterator[bytes]:
-    """Yield a histogram of log10 |x| of each tensor that has values other than zero."""
+) -> Iterator[Sequence[bytes]]:
+    """Yield histograms of log10 |x| of the tensors that have values other than zero."""
     filled = np.unique(np.arange(len(rows)).repeat(rows.bucket_count)[rows.buckets != 0])
     return _values([tags[row] for row in filled], rows.take(filled), log10_histograms, classic)
 
@@ -160,16 +165,16 @@ def _values(
     charts_of: Callable[[Rows], Charts],
     classic: bool,
     at_once: int = _AT_ONCE,
-) -> Iterator[bytes]:
+) -> Iterator[Sequence[bytes]]:
     for some, part in _parts(tags, rows, at_once):
         buckets, ends = charts_of(part)
         if buckets.dtype == np.float64 and len(some) > 1:  # one of them may be the reason
             yield from _values(some, part, charts_of, classic, at_once=1)
         elif classic:
             sums = zip(part.sum.tolist(), part.sum_squares.tolist(), strict=True)
-            yield from summaries.classic_histograms(some, buckets, ends, sums)
+            yield summaries.classic_histograms(some, buckets, ends, sums)
         else:
-            yield from summaries.histograms(some, buckets, ends)
+            yield summaries.histograms(some, buckets, ends)
 
 
 def _parts(tags: Sequence[str], rows: Rows, at_once: int = _AT_ONCE) -> Iterator[Tagged]:

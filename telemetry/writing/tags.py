@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,19 +13,13 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.layers import PARAMETER_STATISTICS, STATISTICS, table
+from telemetry.layers.table import PLACES
 from telemetry.plain_text import printable
 from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import TensorRecord, Tensors
 from telemetry.selection import evenly
-from telemetry.tag_names import (
-    ALERTS,
-    HISTOGRAMS,
-    IMAGES,
-    LAYERS,
-    RUN,
-    TOTAL_GRAD_NORM,
-)
+from telemetry.tag_names import ALERTS, HISTOGRAMS, IMAGES, LAYERS, RUN, TOTAL_GRAD_NORM
 from telemetry.writing.size_budget import SizeBudget, Tagged
 
 # Models with more parameters or modules have curves of some layers only, because TensorBoard shows
@@ -33,27 +28,31 @@ MANY = 64
 SHOWN_OF_MANY = 12
 
 
-def values_of(record: StepRecord, size_budget: SizeBudget | None = None) -> Iterator[bytes]:
-    """Yield the values of one step; if it is not a full step, only the total gradient norm.
+Points: TypeAlias = list[tuple[str, float]]
+"""Tags of curves and their values."""
+
+_CURVES = [statistic for statistic in STATISTICS if statistic.as_curve]
+_COLUMNS = [PLACES[statistic.name] for statistic in _CURVES]
+_ZERO_IS_SILENT = np.array([statistic.zero_is_silent for statistic in _CURVES])
+
+
+def values_of(
+    record: StepRecord, size_budget: SizeBudget | None = None
+) -> Iterator[Sequence[bytes]]:
+    """Yield the values of one step, some at a time; of other than full steps, the total norm.
 
     Tags are ``group/statistic/NNNN.name``, see :func:`~telemetry.tag_names.numbered`. In a phase,
     its name precedes the statistic.
     """
     prefix = f"{record.phase}/" if record.phase else ""
-    if not prefix:
-        for tag, value in _curves_of_run(record):
-            yield summaries.scalar(tag, value)
-        if not record.full:
-            return
-    for tag, value in _curves_of_layers(record, f"{LAYERS}{prefix}"):
-        yield summaries.scalar(tag, value)
-    groups = _histograms(record)
-    grads = {f"{group}_log10": groups[group] for group in ("activation_grad", "grad")}
-    yield from (size_budget or SizeBudget()).values_of(
-        [(f"{IMAGES}{prefix}{tag}", pixels) for tag, pixels in _images(record)],
-        _joined(groups, f"{HISTOGRAMS}{prefix}"),
-        _joined(grads, f"{HISTOGRAMS}{prefix}"),
-    )
+    points = [] if prefix else list(_curves_of_run(record))
+    if not (prefix or record.full):
+        yield summaries.scalars(points)
+        return
+    yield summaries.scalars(points + _curves_of_layers(record, f"{LAYERS}{prefix}"))
+    pictures = [(f"{IMAGES}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
+    histograms = _histograms(record, f"{HISTOGRAMS}{prefix}")
+    yield from (size_budget or SizeBudget()).values_of(pictures, *histograms)
 
 
 def alert_value(alert: Alert, number: int) -> bytes:
@@ -77,88 +76,91 @@ def _curves_of_run(record: StepRecord) -> Iterator[tuple[str, float]]:
         yield f"{RUN}grad_norm/clipped_fraction", record.clipped_fraction
 
 
-def _curves_of_layers(record: StepRecord, group: str) -> Iterator[tuple[str, float]]:
-    layout = record.layout
+def _curves_of_layers(record: StepRecord, group: str) -> Points:
+    layout, points = record.layout, Points()
     most = SHOWN_OF_MANY if max(len(layout.parameters), len(layout.modules)) > MANY else MANY
     if not record.phase:
         names = [layout.parameters[index].name for index in layout.depth_order.tolist()]
+        tags = [layout.numbered_parameters[name] for name in names]
         for name, values_by_name in PARAMETER_STATISTICS.items():
-            values = values_by_name(record)
-            yield from _curves(f"{group}{name}", names, layout.numbered_parameters, values, most)
-    layers = table(record)
-    tag_of = layout.numbered_modules
-    columns, known = layers.values.T.tolist(), layers.known.T.tolist()
-    for statistic, column, measured in zip(STATISTICS, columns, known, strict=True):
-        if not statistic.as_curve:
-            continue
-        found = {
-            name: value
-            for name, value, is_known in zip(tag_of, column, measured, strict=True)
-            if is_known and not (statistic.zero_is_silent and value == 0)
-        }
-        yield from _curves(f"{group}{statistic.name}", list(found), tag_of, found, most)
+            found = values_by_name(record)
+            values = [found.get(parameter, math.nan) for parameter in names]
+            points += _curves(f"{group}{name}", tags, values, most)
+    layers, tags = table(record), [*layout.numbered_modules.values()]
+    columns, known = layers.values[:, _COLUMNS], layers.known[:, _COLUMNS]
+    known &= ~(_ZERO_IS_SILENT & (columns == 0))
+    of_each = zip(_CURVES, columns.T.tolist(), known.T.tolist(), strict=True)
+    for statistic, values, is_known in of_each:
+        some = [*compress(tags, is_known)], [*compress(values, is_known)]
+        points += _curves(f"{group}{statistic.name}", *some, most)
+    return points
 
 
-def _curves(
-    statistic: str,
-    names: Sequence[str],
-    tag_of: Mapping[str, str],
-    values: Mapping[str, float],
-    most: int,
-) -> Iterator[tuple[str, float]]:
-    """Yield a point for each name with a value; for ``most`` of more names, and their range."""
-    many = len(names) > most
-    for name in evenly(names, most) if many else names:
-        value = values.get(name)
-        if value is not None and not math.isnan(value):
-            yield f"{statistic}/{tag_of[name]}", value
-    if many:
-        finite = [value for value in values.values() if math.isfinite(value)]
-        if finite:
-            yield f"{statistic}/min", min(finite)
-            yield f"{statistic}/median", float(np.median(finite))
-            yield f"{statistic}/max", max(finite)
+def _curves(statistic: str, tags: Sequence[str], values: Sequence[float], most: int) -> Points:
+    """Return a point for each value; for ``most`` of more values, and their range.
+
+    NaN has no point, because TensorBoard would draw none.
+    """
+    pairs = list(zip(tags, values, strict=True))
+    shown = evenly(pairs, most) if len(pairs) > most else pairs
+    points = [(f"{statistic}/{tag}", value) for tag, value in shown if not math.isnan(value)]
+    if len(pairs) > most and (finite := [*filter(math.isfinite, values)]):
+        points.append((f"{statistic}/min", min(finite)))
+        points.append((f"{statistic}/median", float(np.median(finite))))
+        points.append((f"{statistic}/max", max(finite)))
+    return points
 
 
-def _histograms(record: StepRecord) -> Mapping[str, Tagged]:
-    """Return names and rows of the histograms, by the first part of their tags.
+def _histograms(record: StepRecord, prefix: str) -> tuple[Tagged, Tagged]:
+    """Return tags and rows of all histograms, and of those of gradients' magnitudes.
 
     Tensors without a finite value are omitted: TensorBoard would draw them as zeros.
     """
-    layout = record.layout
-    parameters = layout.numbered_parameters
-    outputs, grads = record.outputs, record.output_grads
-    return {
-        "activation": _filled(outputs, {o: _output_tag(layout, o) for o in outputs}),
-        "activation_grad": _filled(grads, {o: _output_tag(layout, o) for o in grads}),
-        "grad": _filled(record.grads, parameters),
-        "weight": _filled(record.weights, parameters),
-    }
-
-
-def _filled(records: Mapping[Any, TensorRecord], tag_of: Mapping[Any, str]) -> Tagged:
-    tensors = Tensors.of(records)
-    # Units may be many, and no histogram shows them.
-    rows = tensors.rows.without_units()
-    row_of = {name: row for row, name in enumerate(tensors) if rows.bucket_count[row]}
-    found = {tag: row_of[name] for name, tag in tag_of.items() if name in row_of}
-    return list(found), rows.take(np.array([*found.values()], np.intp))
-
-
-def _joined(groups: Mapping[str, Tagged], prefix: str) -> Tagged:
-    tags = [f"{prefix}{group}/{name}" for group, (names, _) in groups.items() for name in names]
-    return tags, Rows.concatenate([rows for _, rows in groups.values()])
+    parameters = record.layout.numbered_parameters
+    outputs = _output_tags(record.layout, record.outputs)
+    output_grads = _output_tags(record.layout, record.output_grads)
+    kinds: list[tuple[str, Mapping[Any, TensorRecord], Mapping[Any, str]]] = [
+        ("activation", record.outputs, outputs),
+        ("activation_grad", record.output_grads, output_grads),
+        ("grad", record.grads, parameters),
+        ("weight", record.weights, parameters),
+    ]
+    tags, magnitude_tags, parts, magnitudes = [], [], [], []
+    for kind, records, tag_of in kinds:
+        tensors = Tensors.of(records)
+        is_filled = (tensors.rows.bucket_count > 0).tolist()
+        row_of = dict(zip(tensors, range(len(is_filled)), strict=True))
+        found = {
+            tag: row
+            for name, tag in tag_of.items()
+            if (row := row_of.get(name)) is not None and is_filled[row]
+        }
+        # Units may be many, and no histogram shows them.
+        rows = tensors.rows.without_units().take(np.array([*found.values()], np.intp))
+        tags += [f"{prefix}{kind}/{tag}" for tag in found]
+        parts.append(rows)
+        if kind.endswith("grad"):
+            magnitude_tags += [f"{prefix}{kind}_log10/{tag}" for tag in found]
+            magnitudes.append(rows)
+    return (tags, Rows.concatenate(parts)), (magnitude_tags, Rows.concatenate(magnitudes))
 
 
 def _images(record: StepRecord) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+    tag_of = record.layout.numbered_modules
     for name, pixels in record.feature_maps.items():
-        yield f"feature_maps/{_output_tag(record.layout, Output(name))}", pixels
+        yield f"feature_maps/{tag_of[name]}", pixels
     for name, pixels in record.filters.items():
-        yield f"filters/{_output_tag(record.layout, Output(name))}", pixels
+        yield f"filters/{tag_of[name]}", pixels
     if record.input is not None:
         yield "input", record.input
 
 
-def _output_tag(layout: Layout, output: Output) -> str:
-    """Return ``NNNN.name`` of a module's output; the root has the name of its class."""
-    return str(output._replace(module_name=layout.numbered_modules[output.module_name]))
+def _output_tags(layout: Layout, outputs: Iterable[Output]) -> dict[Output, str]:
+    """Return ``NNNN.name`` of modules' outputs; the root has the name of its class."""
+    tag_of = layout.numbered_modules
+    return {
+        output: f"{tag_of[output.module_name]}[{output.place}]"
+        if output.place
+        else tag_of[output.module_name]
+        for output in outputs
+    }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,6 +14,11 @@ from telemetry.events import summaries
 
 def summary_of(values: Iterable[bytes]) -> Summary:
     return Summary.FromString(b"".join(values))
+
+
+def joined(batches: Iterable[Sequence[bytes]]) -> list[bytes]:
+    """Values that are returned some at a time."""
+    return list(chain.from_iterable(batches))
 
 
 def parsed(value: bytes) -> Summary.Value:

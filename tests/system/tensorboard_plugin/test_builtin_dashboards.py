@@ -16,6 +16,7 @@ from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.page import PageWriter
 from tests.helpers.browser import PATIENCE_S, TelemetryPage, serve
 from tests.helpers.known_runs import alert_at
+from tests.helpers.serialized import joined
 from tests.helpers.small_records import full_record
 
 
@@ -31,7 +32,7 @@ def write_demo(log_dir: Path) -> None:
     for step in range(20):
         record = full_record(step, feature_maps={"layer0": map_pixels})
         values = [
-            *tags.values_of(record),
+            *joined(tags.values_of(record)),
             *depth_values(record),
             *picture.values_of(record),
             *page.values_of(record),

@@ -8,7 +8,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from telemetry.writing import tags
 from telemetry.writing.curves import custom_scalars_value, depth_values
-from tests.helpers.serialized import parsed, tags_of
+from tests.helpers.serialized import joined, parsed, tags_of
 from tests.helpers.small_records import full_record
 
 
@@ -20,7 +20,7 @@ def read_layout() -> layout_pb2.Layout:
 
 def test_every_chart_finds_its_tags_and_at_most_sixteen() -> None:
     record = full_record(0)
-    written = tags_of([*tags.values_of(record), *depth_values(record)])
+    written = tags_of([*joined(tags.values_of(record)), *depth_values(record)])
     written |= {"loss", "train/loss", "~run/alerts/count", "~run/time/step_s"}
     layout = read_layout()
     assert sum(len(category.chart) for category in layout.category) == 7

@@ -26,7 +26,7 @@ from telemetry.writing.size_budget import (
     log10_histograms,
     row_count,
 )
-from tests.helpers.serialized import parsed, summary_of
+from tests.helpers.serialized import joined, parsed, summary_of
 
 RANDOM = np.random.default_rng(0)
 SKETCHES = {f"grad/{i:04d}.layer": sketch_array(RANDOM.normal(size=400)) for i in range(150)}
@@ -44,7 +44,7 @@ def step(
 ) -> dict[str, int]:
     """Bytes by tag of what is written of one step."""
     magnitudes = {f"log10/{tag}": sketch for tag, sketch in sketches.items()}
-    values = list(size_budget.values_of(list(pictures), tagged(sketches), tagged(magnitudes)))
+    values = joined(size_budget.values_of(list(pictures), tagged(sketches), tagged(magnitudes)))
     return {parsed(value).tag: len(value) for value in values}
 
 
@@ -54,7 +54,7 @@ WHOLE = step(SizeBudget())
 def test_a_step_within_the_budget_is_written_unchanged() -> None:
     size_budget = SizeBudget(max_bytes=3 * sum(WHOLE.values()))
     found, whole = (
-        list(one.values_of(PICTURES, tagged(SKETCHES), tagged(SKETCHES)))
+        joined(one.values_of(PICTURES, tagged(SKETCHES), tagged(SKETCHES)))
         for one in (size_budget, SizeBudget())
     )
     assert found == whole
@@ -79,9 +79,9 @@ def test_magnitudes_are_dropped_and_buckets_widened_before_tags_alternate() -> N
     seen = [tag for _ in range(5) for tag in step(size_budget, ())]
     assert len(step(size_budget, ())) < len(SKETCHES) < len(seen)
     assert seen == [tag for _ in range(5) for tag in SKETCHES][: len(seen)]
-    widest = set(histogram_values(*tagged(SKETCHES), merged=32))
+    widest = set(joined(histogram_values(*tagged(SKETCHES), merged=32)))
     for _ in range(5):
-        assert widest.issuperset(size_budget.values_of((), tagged(SKETCHES), tagged({})))
+        assert widest.issuperset(joined(size_budget.values_of((), tagged(SKETCHES), tagged({}))))
 
 
 def test_omitted_magnitudes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,7 +101,9 @@ def test_pictures_alternate_and_a_large_one_is_reduced() -> None:
     seen = [list(step(size_budget, sketches={})) for _ in range(4)]
     assert [int(tag[-1]) for tags in seen for tag in tags] == [*range(9), 0, 1, 2]
     large: NDArray[np.uint8] = RANDOM.integers(255, size=(400, 300, 3), dtype=np.uint8)
-    [value] = SizeBudget(max_bytes=75_000).values_of([("large", large)], tagged({}), tagged({}))
+    [value] = joined(
+        SizeBudget(max_bytes=75_000).values_of([("large", large)], tagged({}), tagged({}))
+    )
     assert [int(n) for n in parsed(value).tensor.string_val[:2]] == [75, 100]
 
 
@@ -125,7 +127,7 @@ def test_many_histograms_equal_those_of_each_tensor(
     tensors: list[tuple[NDArray[np.float64], float]],
 ) -> None:
     sketches = {str(i): sketch_of(*tensor) for i, tensor in enumerate(tensors)}
-    found = written(list(histogram_values(*tagged(sketches))))
+    found = written(joined(histogram_values(*tagged(sketches))))
     assert list(found) == list(sketches)
     for tag, sketch in sketches.items():
         rows = np.stack(sketch.histogram(), axis=1)
@@ -137,7 +139,7 @@ def test_many_histograms_equal_those_of_each_tensor(
 
 def test_two_histograms_have_no_gap_between_them() -> None:
     sketches = {str(i): sketch_array(np.array([i])) for i in (-1.0, 1.0)}
-    found = written(list(histogram_values(*tagged(sketches))))
+    found = written(joined(histogram_values(*tagged(sketches))))
     assert {tag: rows.tolist() for tag, rows in found.items()} == {
         "-1.0": [[-1.0, -1.0, 1.0]],
         "1.0": [[1.0, 1.0, 1.0]],
@@ -147,14 +149,14 @@ def test_two_histograms_have_no_gap_between_them() -> None:
 def test_more_histograms_than_one_batch_are_written() -> None:
     count = 2 * _AT_ONCE + 1
     sketches = {str(i): sketch_array(np.arange(i % 7)) for i in range(count)}
-    for tag, rows in written(list(histogram_values(*tagged(sketches)))).items():
+    for tag, rows in written(joined(histogram_values(*tagged(sketches)))).items():
         np.testing.assert_array_equal(rows[:, 2].sum(), int(tag) % 7)
 
 
 @given(st.lists(VALUES, min_size=1, max_size=4))
 def test_each_value_lies_in_a_bucket_that_counts_it(tensors: list[NDArray[np.float64]]) -> None:
     sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
-    found = written(list(log10_histogram_values(*tagged(sketches))))
+    found = written(joined(log10_histogram_values(*tagged(sketches))))
     for tag, values in zip(sketches, tensors, strict=True):
         magnitudes = np.abs(values[np.isfinite(values)])
         magnitudes = magnitudes[magnitudes > 1.5e-39].astype(np.float32)
@@ -174,8 +176,10 @@ def test_each_value_lies_in_a_bucket_that_counts_it(tensors: list[NDArray[np.flo
 @given(st.lists(VALUES, min_size=1, max_size=4))
 def test_many_magnitudes_equal_those_of_each_tensor(tensors: list[NDArray[np.float64]]) -> None:
     sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
-    together = list(log10_histogram_values(*tagged(sketches)))
-    alone = [v for t, s in sketches.items() for v in log10_histogram_values([t], Rows.of([s]))]
+    together = joined(log10_histogram_values(*tagged(sketches)))
+    alone = [
+        v for t, s in sketches.items() for v in joined(log10_histogram_values([t], Rows.of([s])))
+    ]
     assert together == alone
 
 
@@ -190,7 +194,7 @@ def test_counts_equal_those_of_the_magnitudes() -> None:
 def test_without_magnitudes_there_is_no_histogram() -> None:
     values = ([], [0.0, 0.0], [np.nan])
     sketches = {str(i): sketch_array(np.array(x)) for i, x in enumerate(values)}
-    assert not list(log10_histogram_values(*tagged(sketches)))
+    assert not joined(log10_histogram_values(*tagged(sketches)))
 
 
 @pytest.mark.slow
@@ -201,8 +205,8 @@ def test_merged_buckets_have_the_sums_of_the_fine_ones(
 ) -> None:
     sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
     fine, coarse = (
-        written(list(histogram_values(*tagged(sketches)))),
-        written(list(histogram_values(*tagged(sketches), merged=merged))),
+        written(joined(histogram_values(*tagged(sketches)))),
+        written(joined(histogram_values(*tagged(sketches), merged=merged))),
     )
     for tag, rows in coarse.items():
         left, right, counts = rows.astype(np.float64).T

@@ -10,7 +10,7 @@ from telemetry.records import Layout, Module, Output, Parameter, StepRecord, Ten
 from telemetry.records.sketch import sketch_array
 from telemetry.tag_names import plain
 from telemetry.writing.tags import alert_value, values_of
-from tests.helpers.serialized import parsed, summary_of, tags_of
+from tests.helpers.serialized import joined, parsed, summary_of, tags_of
 
 LAYOUT = Layout(
     modules=(
@@ -44,7 +44,7 @@ def record(**fields: object) -> StepRecord:
 
 
 def scalars(step: StepRecord) -> dict[str, float]:
-    values = summary_of(values_of(step)).value
+    values = summary_of(joined(values_of(step))).value
     return {v.tag: v.simple_value for v in values if v.WhichOneof("value") == "simple_value"}
 
 
@@ -68,7 +68,7 @@ def test_outputs_have_separate_histograms_and_common_curves() -> None:
     curves = scalars(record(full=True, outputs=outputs))
     assert curves["~layers/activation_mean/0000.Net"] == 1.0
     assert curves["~layers/activation_mean/0001.lstm"] == 2.5, "of all outputs"
-    tags = tags_of(values_of(record(full=True, outputs=outputs)))
+    tags = tags_of(joined(values_of(record(full=True, outputs=outputs))))
     assert {"~histograms/activation/0001.lstm", "~histograms/activation/0001.lstm[1]"} <= tags
 
 
@@ -79,7 +79,7 @@ def test_each_tag_has_the_histogram_of_its_own_tensor() -> None:
     step = record(full=True, outputs=outputs, output_grads=outputs, grads=grads, weights=grads)
     smallest = {
         value.tag.removeprefix("~histograms/"): make_ndarray(value.tensor)[0, 0]
-        for value in summary_of(values_of(step)).value
+        for value in summary_of(joined(values_of(step))).value
         if value.tag.startswith("~histograms/") and "log10" not in value.tag
     }
     assert smallest == {
@@ -96,7 +96,7 @@ def test_each_tag_has_the_histogram_of_its_own_tensor() -> None:
 
 def test_a_tensor_without_a_finite_value_has_no_histogram() -> None:
     outputs = {Output("lstm"): tensor(np.nan, np.inf), Output("out"): tensor(1.0, np.nan)}
-    tags = tags_of(values_of(record(full=True, outputs=outputs)))
+    tags = tags_of(joined(values_of(record(full=True, outputs=outputs))))
     assert {tag for tag in tags if "/activation/" in tag} == {"~histograms/activation/0002.out"}
 
 
@@ -151,7 +151,7 @@ def test_a_large_model_has_a_limited_number_of_curves_of_each_statistic() -> Non
 
 def test_a_phase_has_only_activations_under_its_name() -> None:
     step = record(phase="validation", full=True, outputs={Output("out"): tensor(1.0)})
-    tags = tags_of(values_of(step))
+    tags = tags_of(joined(values_of(step)))
     assert "~histograms/validation/activation/0002.out" in tags
     assert all(plain(tag).startswith("validation/") for tag in tags)
     assert not any("grad" in tag for tag in tags)
