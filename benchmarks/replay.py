@@ -48,7 +48,7 @@ from telemetry import Alert, Rule, StepRecord
 from telemetry.alert import alert_fields
 from telemetry.alerts import default_rules
 from telemetry.failures import RaisingFailures
-from telemetry.pipeline import FullSteps, every
+from telemetry.pipeline import FullSteps
 from telemetry.pipeline.schedule import Judge
 from telemetry.records import Layout, Module, Output, Parameter, TensorRecord
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
@@ -303,9 +303,9 @@ class Replay:
     def __init__(self, every_n_steps: int) -> None:
         self.alerts: list[Fields] = []
         self.due = 0
-        self._is_due = every(every_n_steps)
+        self._every_n_steps = every_n_steps
         self.times_s: tuple[list[float], list[float]] = ([], [])
-        self._full_steps = FullSteps(self._is_due)
+        self._full_steps = FullSteps(every_n_steps)
         self._full: bool | None = None  # of the next step, which is decided before it begins
         self._judge = Judge(default_rules(), RaisingFailures())
         self._loss_s = 0.0
@@ -316,7 +316,7 @@ class Replay:
             self._loss_s += self._took(lambda: self._judge.judge_loss(*event))
             return
         step = event["step"]
-        self.due += self._is_due(step)
+        self.due += step % self._every_n_steps == 0
         full = self._full_steps(step) if self._full is None else self._full
         self._full = self._full_steps(step + 1)
         record = file.record(event, full=full)

@@ -16,7 +16,7 @@ from telemetry.alert import Alert
 from telemetry.alerts import default_rules
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import RaisingFailures
-from telemetry.pipeline import FullSteps, every
+from telemetry.pipeline import FullSteps
 from telemetry.pipeline.schedule import Judge
 from telemetry.records import StepRecord
 from telemetry.records.loss import LossChoice
@@ -42,7 +42,7 @@ class CapturedRun:
         self._logged: dict[int, dict[str, float]] = {}
         self._loss = LossChoice()
         self._capture: Capture | None = None
-        self._full_steps = FullSteps(every(1))
+        self._full_steps = FullSteps(1)
 
     def log(
         self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor
@@ -114,7 +114,7 @@ def capture_run(
         model, optimizer, modules, exclude: As in :class:`~telemetry.HookLogger`.
     """
     run = CapturedRun(rules)
-    run._full_steps = FullSteps(every(every_n_steps))
+    run._full_steps = FullSteps(every_n_steps)
     run._capture = capture = Capture(
         model,
         selection=Selection.parse(modules, exclude),

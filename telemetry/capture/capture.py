@@ -311,7 +311,8 @@ class Capture:
         state = self._state
         if self._step.full or not self._light_reader.reads(optimizer):
             return False
-        if not self._takes_norms():
+        self._norms = self._norms and self._have_norms(state.step)
+        if not self._norms:
             state.light = True
         elif not state.light:
             self._read_light_step(optimizer)
@@ -336,10 +337,16 @@ class Capture:
         state = self._state
         if not state.light or not self._light_reader.reads(optimizer):
             return False
-        full = self._is_full(state.step + 1)
-        if self._norms:
-            self._end_light_step()
-        self._begin(state.step + 1, full)
+        number = state.step + 1
+        full = self._is_full(number)
+        if full or self._norms:
+            if self._norms:
+                self._end_light_step()
+            self._begin(number, full)
+            return True
+        # Most steps of fast loops pass here: between two of them, code leaves the core's cache.
+        state.step, state.light = number, False
+        self._norms = self._budget is None or number % self._budget.norms_every == 0
         return True
 
     def after_step(self, optimizer: Optimizer, *, inner: bool = False) -> None:

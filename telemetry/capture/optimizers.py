@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -90,7 +90,7 @@ class Optimizers:
 
     def _forget(self) -> None:
         self._ends: weakref.ref[Optimizer] | None = self._given
-        self._begun: WeakSet[Optimizer] = WeakSet()  # in the step in progress
+        self._begun: set[weakref.ref[Optimizer]] = set()  # in the step in progress
         self._latest: weakref.ref[Optimizer] | None = None  # that has stepped in it
         self._stepping: weakref.ref[Optimizer] | None = None  # whose step is running
         self._absences: deque[bool] = deque(maxlen=_RECENT_STEPS)
@@ -148,10 +148,10 @@ class Optimizers:
             if self._state.light:
                 return None
         else:
-            if optimizer in self._begun and self._begins_next_step(optimizer):
-                observer.step_completed()
-            self._begun.add(optimizer)
             self._stepping = weakref.ref(optimizer)
+            if self._stepping in self._begun and self._begins_next_step(optimizer):
+                observer.step_completed()
+            self._begun.add(self._stepping)
         # With a closure the gradients are stale until it has run: Lightning, LBFGS.
         if callable(kwargs.get("closure")):
             return args, {**kwargs, "closure": _FirstCall(kwargs["closure"], observer, optimizer)}

@@ -3,7 +3,7 @@
 from telemetry.pipeline.light_steps import LightSteps
 from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
 from telemetry.pipeline.queue import CLOSE_TIMEOUT_S, Pipeline
-from telemetry.pipeline.schedule import FullSteps, Schedule, every
+from telemetry.pipeline.schedule import FullSteps
 
 __all__ = [
     "CLOSE_TIMEOUT_S",
@@ -14,6 +14,4 @@ __all__ = [
     "Pipeline",
     "Processor",
     "ReadyValues",
-    "Schedule",
-    "every",
 ]

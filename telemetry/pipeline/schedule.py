@@ -7,36 +7,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from telemetry.alert import Alert
 from telemetry.failures import Failures
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
 
-Schedule: TypeAlias = Callable[[int], bool]
-"""Whether a step is a full step. All ranks must return the same."""
-
 # Limit of requests that confirm nothing: a number of full steps, and a share of the due ones.
 ALLOWANCE = 3
 ALLOWANCE_SHARE = 0.25
 
 _COUNTS = ("scheduled", "requested", "_judged_due", "_unconfirmed")
-
-
-def every(n: int) -> Schedule:
-    """Return the schedule 0, n, 2n, ...
-
-    Raises:
-        TypeError: ``n`` is not an ``int``.
-        ValueError: ``n`` is below 1.
-    """
-    if not isinstance(n, int) or isinstance(n, bool):
-        raise TypeError(f"HookLogger(every_n_steps={n!r}): must be an int")
-    if n < 1:
-        raise ValueError(f"HookLogger(every_n_steps={n}): must be at least 1")
-    return lambda step: step % n == 0
 
 
 class Judge:
@@ -126,7 +109,7 @@ class Judge:
 
 
 class FullSteps:
-    """Selects full steps: those that are due, and those that rules request.
+    """Selects full steps: steps 0, N, 2N, ..., which are due, and those that rules request.
 
     Training does not wait for the rules, and each step is decided before the rules judge the one
     before it. A requested full step is therefore the second one after the judged step, or later.
@@ -136,15 +119,23 @@ class FullSteps:
     gradients, restores it. It is counted in judged steps, so that a repeated run requests the same.
 
     Args:
-        due: Schedule of the steps that are due in any case.
+        every_n_steps: Distance N of the steps that are due.
 
     Attributes:
         scheduled, requested: Numbers of full steps up to now: due, and added by rules.
+
+    Raises:
+        TypeError: ``every_n_steps`` is not an ``int``.
+        ValueError: It is below 1.
     """
 
-    def __init__(self, due: Schedule) -> None:
+    def __init__(self, every_n_steps: int) -> None:
+        if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool):
+            raise TypeError(f"HookLogger(every_n_steps={every_n_steps!r}): must be an int")
+        if every_n_steps < 1:
+            raise ValueError(f"HookLogger(every_n_steps={every_n_steps}): must be at least 1")
         self.scheduled = self.requested = 0
-        self._due = due
+        self._every_n_steps = every_n_steps
         self._requested_at: set[int] = set()
         # Each counter has one thread that writes it.
         self._wanted = self._granted = 0
@@ -154,7 +145,7 @@ class FullSteps:
 
     def __call__(self, step: int) -> bool:
         """Whether the step is a full step; called on the training thread, in order of steps."""
-        due = full = self._due(step)
+        due = full = step % self._every_n_steps == 0
         if self._requested_at:
             named = {other for other in tuple(self._requested_at) if other <= step}
             self._requested_at -= named
@@ -173,7 +164,7 @@ class FullSteps:
 
         Called once per judged step, on the worker.
         """
-        self._judged_due += self._due(step)
+        self._judged_due += step % self._every_n_steps == 0
         if judge.take_confirmation():
             self._unconfirmed = 0
         limit = ALLOWANCE + ALLOWANCE_SHARE * self._judged_due

@@ -200,7 +200,8 @@ def scalars_of(
         named = {tag: value for tag, value in named.items() if tag not in _FOREIGN_ARGUMENTS}
     for tag, value in ({**scalars, **named} if scalars else named).items():
         try:
-            check_text(f"HookLogger.log({{{tag!r}: ...}}): a tag", tag)
+            if not (isinstance(tag, str) and tag.isascii()):
+                check_text(f"HookLogger.log({{{tag!r}: ...}}): a tag", tag)
             values[tag] = _scalar(tag, value)
         except (TypeError, ValueError) as error:
             refused.append(error)

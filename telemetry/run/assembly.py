@@ -28,7 +28,6 @@ from telemetry.pipeline import (
     Pipeline,
     Processor,
     ReadyValues,
-    every,
 )
 from telemetry.ranks.exchange import Exchange, RankExchange
 from telemetry.ranks.role import Ranks, rank_and_world_size, role_of
@@ -94,14 +93,15 @@ class ActiveRun:
             self._budget = Budget(
                 max_overhead=max_overhead, every_n_steps=every_n_steps, log_costs=self._log_costs
             )
-        self._full_steps = FullSteps(every(every_n_steps))
+        self._full_steps = FullSteps(every_n_steps)
         self._light_steps = LightSteps(limited=max_overhead is None)
         self.noted_alerts: list[Alert] = []
         self._on_alert = on_alert
         self._may_stop = on_alert in ("raise", "stop")
+        self._may_stop_at_steps = self._may_stop  # on several ranks, an alert of another one may
         self.should_stop = False
         self._ending = RLock()  # a signal handler may close on the thread that closes
-        self._ended = False
+        self._closed = self._ended = False
         self._exception: BaseException | None = None
         self._failures = Failures()
         role_is_final = rank_and_world_size() is not None
@@ -175,10 +175,6 @@ class ActiveRun:
         """The alerts of all steps up to now; waits for the rules."""
         self._await_steps()
         return tuple(self.noted_alerts)
-
-    @property
-    def _closed(self) -> bool:
-        return not self._finalizer.still_active()
 
     def inert(self) -> DisabledRun:
         """Return the run of a copied or unpickled logger: a copied model is another model."""
@@ -293,6 +289,7 @@ class ActiveRun:
     def _join_ranks(self) -> None:
         """Open the files and the exchange of the role, which is final."""
         self._files.open_for(self._role)
+        self._may_stop_at_steps |= self._role.merges
         if self._role.merges:
             self._processor.ranks = RankExchange(
                 rank=self._role.rank,
@@ -343,7 +340,7 @@ class ActiveRun:
             self._ranks.raise_on_all(alert)
 
     def _step_ended(self) -> None:
-        if self._may_stop or self._role.merges:
+        if self._may_stop_at_steps:
             self._stop_if_requested(self._capture.step - 1)
 
     def _stop_if_requested(self, step: int | None) -> None:
@@ -370,6 +367,7 @@ class ActiveRun:
         self._stop_if_requested(None)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        self._closed = True
         self._finalizer.cancel()
         if self._pipeline.on_own_thread():  # on_alert closes; the rules check the rest afterwards
             Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
@@ -421,7 +419,7 @@ class ActiveRun:
         if not (self._role.writes and scheduled):
             return
         level, hint = logging.INFO, ""
-        if requested > scheduled:
+        if requested > scheduled > 1:  # not for a run that is shorter than the interval
             level, hint = logging.WARNING, "; max_overhead limits their cost"
         message = "telemetry: full steps: %d scheduled, %d more requested by rules%s"
         log.log(level, message, scheduled, requested, hint)

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, every
+from telemetry.pipeline import FullSteps
 from telemetry.ranks.codec import encode
 from telemetry.ranks.part_maker import PartMaker
 from telemetry.ranks.topology import RankObserver
@@ -280,7 +280,7 @@ def watched(
     capture = Capture(
         model,
         selection=Selection.parse(None, None),
-        is_full=FullSteps(every(2)),
+        is_full=FullSteps(2),
         content=Content(),
         deliver=deliver,
         safe_point=lambda: None,

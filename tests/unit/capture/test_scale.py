@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from telemetry import HookLogger
 from telemetry.capture import Capture, CapturedStep, Content, observations
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, every
+from telemetry.pipeline import FullSteps
 from telemetry.selection import Selection
 from tests.helpers.twins import Recorder, assert_left_alone
 
@@ -172,7 +172,7 @@ def test_memory_held_between_steps_does_not_grow() -> None:
     capture = Capture(
         model,
         selection=Selection.parse(),
-        is_full=FullSteps(every(2)),
+        is_full=FullSteps(2),
         content=Content(),
         deliver=lambda captured: captured.record({}),
         safe_point=lambda: None,

@@ -19,7 +19,7 @@ from telemetry.capture.captured_step import CapturedStep, RunTotals
 from telemetry.events.background import BackgroundWriter
 from telemetry.events.summaries import event_of
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
+from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor
 from telemetry.pipeline import queue as pipeline_module
 from telemetry.pipeline.processing import Sink as AnySink
 from telemetry.records import Layout, Module, Parameter, StepRecord
@@ -107,7 +107,7 @@ def make_pipeline(
     on_alert: Callable[[Alert, float], None],
     full_steps: FullSteps | None = None,
 ) -> Pipeline:
-    failures, full_steps = Failures(), full_steps or FullSteps(every(10))
+    failures, full_steps = Failures(), full_steps or FullSteps(10)
     processor = Processor(
         dashboard=dashboard,
         sink=sink,
@@ -280,7 +280,7 @@ def test_a_rule_can_request_a_full_step(sink: Sink) -> None:
             self.requests_full_step = record.step in {1, 20, 21}
             yield from ()
 
-    full_steps = FullSteps(lambda step: False)
+    full_steps = FullSteps(1000)
     pipeline = make(sink, Curious(), full_steps=full_steps)
     full = []
     for step in range(30):
@@ -289,7 +289,7 @@ def test_a_rule_can_request_a_full_step(sink: Sink) -> None:
         pipeline.submit(captured(step))
         pipeline.flush()
     pipeline.close()
-    assert full == [2, 21, 22]
+    assert full == [0, 2, 21, 22]
 
 
 def test_slow_rules_do_not_block_training(sink: Sink) -> None:
@@ -300,11 +300,11 @@ def test_slow_rules_do_not_block_training(sink: Sink) -> None:
             self.requests_full_step = record.step in {1, 2}
             yield from ()
 
-    full_steps = FullSteps(lambda step: False)
+    full_steps = FullSteps(1000)
     pipeline = make(sink, Curious(), full_steps=full_steps)
     sink.gate.clear()
     for step in range(10):
-        assert not full_steps(step)
+        assert full_steps(step) == (step == 0)
         pipeline.submit(captured(step))
     sink.gate.set()
     pipeline.flush()

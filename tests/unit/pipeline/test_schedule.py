@@ -10,7 +10,7 @@ import pytest
 
 from telemetry import Alert, Rule, StepRecord
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, every
+from telemetry.pipeline import FullSteps
 from telemetry.pipeline.schedule import Judge
 from telemetry.records import Layout, Module, Parameter
 
@@ -19,20 +19,20 @@ from telemetry.records import Layout, Module, Parameter
     ("n", "steps"), [(1, [0, 1, 2, 3, 4, 5, 6]), (3, [0, 3, 6]), (100, [0]), (2, [0, 2, 4, 6])]
 )
 def test_every_nth_step_is_due_from_step_0(n: int, steps: list[int]) -> None:
-    is_due = every(n)
-    assert [step for step in range(7) if is_due(step)] == steps
+    is_full = FullSteps(n)
+    assert [step for step in range(7) if is_full(step)] == steps
 
 
 @pytest.mark.parametrize("n", [0, -1])
 def test_less_than_one_is_refused(n: int) -> None:
     with pytest.raises(ValueError, match=rf"HookLogger\(every_n_steps={n}\): must be at least 1"):
-        every(n)
+        FullSteps(n)
 
 
 @pytest.mark.parametrize("n", [True, 2.0, "100", None])
 def test_other_types_than_int_are_refused(n: object) -> None:
     with pytest.raises(TypeError, match=r"HookLogger\(every_n_steps=.*\): must be an int"):
-        every(n)  # type: ignore[arg-type]
+        FullSteps(n)  # type: ignore[arg-type]
 
 
 class Requests(Rule):
@@ -66,7 +66,7 @@ def full_steps(
     *rules: Rule, steps: int, n: int = 100, bad: Container[int] = (), of_loss: bool = False
 ) -> tuple[FullSteps, list[int]]:
     """Have rules judge so many steps; those that were full, though not due, are returned."""
-    full_steps, judge = FullSteps(every(n)), Judge(rules, Failures())
+    full_steps, judge = FullSteps(n), Judge(rules, Failures())
     found, full = [], full_steps(0)
     for step in range(steps):
         found += [step] if full and step % n else []
@@ -109,6 +109,6 @@ def test_a_new_nan_restores_the_allowance_and_a_persistent_one_does_not(of_loss:
 def test_it_counts_steps_that_have_ended_as_scheduled_or_requested() -> None:
     counted, found = full_steps(Requests(), steps=200)
     assert (counted.scheduled, counted.requested) == (2, len(found))
-    resumed = FullSteps(every(100))
+    resumed = FullSteps(100)
     resumed.load_state_dict({"full_steps": counted.state_dict()}, 200)
     assert (resumed.scheduled, resumed.requested) == (2, len(found))

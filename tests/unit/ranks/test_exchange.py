@@ -11,7 +11,7 @@ import pytest
 
 from telemetry.alert import Alert
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, every
+from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor
 from telemetry.ranks import exchange
 from telemetry.ranks.exchange import RankExchange
 from telemetry.ranks.merging import MergedStep
@@ -74,7 +74,7 @@ class FirstRank:
         self.gate = threading.Event()
         self.watch = Watch()
         self.values: list[tuple[int, str, float]] = []
-        failures, full_steps = Failures(), FullSteps(every(100))
+        failures, full_steps = Failures(), FullSteps(100)
         processor = Processor(
             dashboard=Dashboard(),
             sink=self,

@@ -518,6 +518,7 @@ class Requests(Rule):
         ([], 10, logging.INFO, (2, 0)),
         ([Requests()], 5, logging.INFO, (3, 3)),
         ([Requests()], 10, logging.WARNING, (2, 3)),
+        ([Requests()], 100, logging.INFO, (1, 3)),
     ],
 )
 def test_closing_logs_the_numbers_of_scheduled_and_requested_full_steps(
@@ -535,9 +536,9 @@ def test_closing_logs_the_numbers_of_scheduled_and_requested_full_steps(
     for _ in train(model, logger, steps=11):
         logger.flush()
     logger.close()
-    [told] = [line for line in caplog.records if "full steps" in line.getMessage()]
-    assert isinstance(told.args, tuple)
-    assert (told.levelno, told.args[:2]) == (level, counts)
+    [message] = [line for line in caplog.records if "full steps" in line.getMessage()]
+    assert isinstance(message.args, tuple)
+    assert (message.levelno, message.args[:2]) == (level, counts)
     matrix = RunData(FileSource(tmp_path)).matrix("weight_rms")
     assert len(matrix.steps) == sum(counts)
     assert cli.main(["summary", str(tmp_path)]) == 0
