@@ -158,7 +158,8 @@ class Observations:
         places: dict[tuple[Kind, Name], int] = {}
         of = [places.setdefault((o.kind, o.name), len(places)) for o in observations]
         rows = rows.merged(np.array(of, np.int64), len(places))
-        rows = rows.having(calls=rows.calls + [self._counted[key] for key in places])
+        if self._counted:
+            rows = rows.having(calls=rows.calls + [self._counted[key] for key in places])
         for kind in {kind for kind, _ in places}:
             some = {name: place for (of_kind, name), place in places.items() if of_kind == kind}
             kinds[kind] = Tensors(tuple(some), rows.take(np.array([*some.values()], np.intp)))

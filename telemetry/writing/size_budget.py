@@ -185,21 +185,31 @@ def _parts(tags: Sequence[str], rows: Rows, at_once: int = _AT_ONCE) -> Iterator
 
 def row_count(rows: Rows, merged: int) -> int:
     """Return the number of rows that :func:`histograms` returns, or slightly more."""
-    buckets, starts, _ = _merged(rows, merged)
-    gaps = int(np.count_nonzero(np.diff(buckets) > 1))
-    return len(starts) + gaps  # some of them may be where one ends and another begins
+    ends = np.cumsum(rows.bucket_count)
+    rises = np.diff(_merged_buckets(merged).take(rows.buckets))
+    borders = np.unique(ends[(ends > 0) & (ends < len(rows.buckets))]) - 1
+    begins = np.count_nonzero(rises) + np.count_nonzero(rises[borders] == 0)
+    # Some of the gaps may be where one ends and another begins.
+    return int(len(rows.buckets) > 0) + int(begins) + int(np.count_nonzero(rises > 1))
 
 
-def _merged(rows: Rows, merged: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """Return the merged buckets of all rows, the begin of each, and the end of each row.
+@cache
+def _merged_buckets(merged: int) -> NDArray[np.intp]:
+    """Return the merged bucket of each bucket; those below 0 have the last places.
 
     Bucket 0 stays alone; ``k > 0`` is ``merged`` buckets from ``(k - 1) * merged + 1`` on.
     """
-    fine, ends = rows.buckets.astype(np.intp), np.cumsum(rows.bucket_count)
+    magnitudes = -(-np.arange(LAST_BUCKET + 1) // merged)
+    return np.concatenate([magnitudes, -magnitudes[:0:-1]])
+
+
+def _merged(rows: Rows, merged: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+    """Return the merged buckets of all rows, the begin of each, and the end of each row."""
+    ends = np.cumsum(rows.bucket_count)
     if merged == 1:
-        return fine, np.arange(len(fine)), ends
-    coarse = np.sign(fine) * -(-np.abs(fine) // merged)
-    begins = np.zeros(len(fine) + 1, np.bool_)
+        return rows.buckets.astype(np.intp), np.arange(len(rows.buckets)), ends
+    coarse = _merged_buckets(merged).take(rows.buckets)
+    begins = np.zeros(len(coarse) + 1, np.bool_)
     begins[ends] = True
     begins[0] = True
     begins[1:-1] |= coarse[1:] != coarse[:-1]
