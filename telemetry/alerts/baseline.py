@@ -86,8 +86,13 @@ class Past:
     @property
     def range(self) -> float:
         """Highest minus lowest, at least a thousandth of the highest, also for a constant."""
-        highest = self.highest
-        return max(highest - min(self.values), 1e-3 * abs(highest))
+        return self.highest_and_range[1]
+
+    @property
+    def highest_and_range(self) -> tuple[float, float]:
+        values = self.values
+        highest = max(values)
+        return highest, max(highest - min(values), 1e-3 * abs(highest))
 
     def of_latest(self, count: int) -> tuple[float, float]:
         """Return median and standard deviation (from the median absolute one) of the latest."""
@@ -97,9 +102,10 @@ class Past:
 
     def ranges_above(self, value: float) -> float:
         """Return the distance of a value above the highest, in ranges; -inf for a short window."""
-        if len(self) < FEWEST or self.range == 0:
+        if len(self) < FEWEST:
             return -math.inf
-        return (value - self.highest) / self.range
+        highest, span = self.highest_and_range
+        return (value - highest) / span if span else -math.inf
 
 
 class Logged(NamedTuple):
@@ -152,8 +158,8 @@ class Loss:
     def median_of(self, count: int) -> float:
         """Return the median of the last ``count`` losses; NaN before the first."""
         size = len(self.latest)
-        latest = [self.latest[place].loss for place in range(max(size - count, 0), size)]
-        return median_high(latest) if latest else math.nan
+        latest = sorted([self.latest[place].loss for place in range(max(size - count, 0), size)])
+        return latest[len(latest) // 2] if latest else math.nan
 
     def is_floor(self, loss: float) -> bool:
         """Whether a loss is almost zero compared with the first: a rise to it loses nothing.
@@ -204,7 +210,7 @@ class Loss:
     def _is_far_above(self, loss: float) -> bool:
         if not len(self.past):
             return False
-        highest, span = self.past.highest, self.past.range
+        highest, span = self.past.highest_and_range
         self.excess = (loss - highest) / abs(highest) if highest else 0.0
         few = _FAR_OF_FEW * abs(highest) if len(self.past) < FEWEST else 0.0
         self.limit = highest + max(_FAR * span, few)
