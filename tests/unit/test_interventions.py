@@ -36,7 +36,7 @@ from telemetry.interventions import (
 )
 from tests.helpers.twins import Recorder, assert_left_alone
 
-# --- gradients ----------------------------------------------------------------------------------
+# --- gradients -----------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -312,7 +312,7 @@ def test_frozen_parameters_are_skipped_unless_all_are() -> None:
         zero_gradients(model, "encoder")
 
 
-# --- activations --------------------------------------------------------------------------------
+# --- activations ---------------------------------------------------------------------------------
 
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -414,7 +414,7 @@ def test_a_compiled_model_is_pruned_and_then_no_longer(compiled_before: bool) ->
         assert torch.equal(compiled(x), plain)
 
 
-# --- capturing ----------------------------------------------------------------------------------
+# --- capturing -----------------------------------------------------------------------------------
 
 
 class ConvNet(nn.Module):

@@ -31,14 +31,14 @@ class Net(nn.Module):
         return logits
 
 
-def test_rows_that_see_one_token_are_noted_once() -> None:
+def test_attention_to_a_single_token_is_noted_once() -> None:
     [alert] = train(AttentionCollapse(), 30, model=Net(1000.0))
     assert (alert.severity, alert.module_name) == ("note", "attention")
     assert alert.value < 0.1
 
 
 @pytest.mark.parametrize("model", [Net(0.25), Net(1000.0, name="gate")])
-def test_even_rows_and_other_softmaxes_are_not_noted(model: nn.Module) -> None:
+def test_even_attention_and_other_softmaxes_are_not_noted(model: nn.Module) -> None:
     assert train(AttentionCollapse(), 30, model=model) == []
 
 
@@ -79,6 +79,6 @@ class ScoringNet(nn.Module):
 
 
 @pytest.mark.parametrize(("scale", "count"), [(0.25, 0), (1e5, 1)])
-def test_very_large_scores_of_attention_are_noted(scale: float, count: int) -> None:
+def test_only_very_large_attention_scores_are_noted(scale: float, count: int) -> None:
     alerts = train(LogitGrowth(), 20, model=ScoringNet(scale))
     assert [(alert.severity, alert.stage) for alert in alerts] == [("note", "started")] * count

@@ -64,7 +64,7 @@ def test_a_loss_that_rose_is_worse_in_any_unit(unit: float, offset: float) -> No
     assert len(trend.high) == 5
 
 
-def test_a_loss_that_falls_is_better() -> None:
+def test_a_loss_that_fell_is_better() -> None:
     assert loss_after(noise(1.0, 40) + noise(0.5, 5)).is_better
 
 
@@ -87,7 +87,7 @@ def test_a_loss_that_rises_step_by_step_does_not_raise_its_own_limit(
     assert most >= 20
 
 
-def test_a_slow_loss_of_half_the_progress_counts_as_worse() -> None:
+def test_a_slow_rise_counts_after_half_the_progress_is_lost() -> None:
     learns, creeps = [5 - 0.04 * step for step in range(100)], [1 + 0.002 * s for s in range(1100)]
     lost = [loss_after(learns + creeps[:steps]).losses_lost for steps in (500, 950, 1100)]
     assert lost[:2] == [0, 0]
@@ -104,7 +104,7 @@ def test_a_norm_is_compared_with_its_highest_value(unit: float) -> None:
     assert trend.since_jump == 0
 
 
-def test_exploding_values_do_not_become_usual_at_once() -> None:
+def test_exploded_norms_enter_the_baseline_only_after_the_latest_steps() -> None:
     assert norm_after([*noise(1.0, 60), *[100.0] * LATEST]).above > 1.9
     assert norm_after([*noise(1.0, 60), *[100.0] * (LATEST + 2)]).above < 0.1
 
@@ -128,7 +128,7 @@ def test_gradients_do_not_lead_if_the_learning_rate_jumped() -> None:
     assert not baseline.gradients_led
 
 
-def test_a_rate_that_was_survived_may_come_back() -> None:
+def test_a_return_to_an_earlier_high_rate_is_not_a_jump() -> None:
     baseline = Baseline()
     for step in range(30):
         baseline.add(record(step, rate=0.9 if 10 <= step < 15 else 0.1))
@@ -203,7 +203,7 @@ def test_a_layer_is_unusual_if_zero_or_for_three_steps_tenfold_beyond_all(
     assert layers_after([*[usual] * 60, *[now] * steps]).are_unusual == unusual
 
 
-def test_the_state_of_a_baseline_continues_in_another_run() -> None:
+def test_a_baseline_continues_from_its_state() -> None:
     whole, first, second = Baseline(), Baseline(), Baseline()
     steps = [record(step, norm=1 + step % 3, ratio=0.01) for step in range(60)]
     for step in steps[:40]:

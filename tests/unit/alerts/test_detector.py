@@ -20,7 +20,7 @@ from tests.helpers.figures import figures
 from tests.helpers.scripted import Scripted, at, finding, record
 
 
-def told(detector: Detector, records: Iterable[StepRecord]) -> list[tuple[int, str]]:
+def reported(detector: Detector, records: Iterable[StepRecord]) -> list[tuple[int, str]]:
     return [(alert.step, alert.stage) for alert in alerts_of(records, [detector])]
 
 
@@ -31,28 +31,30 @@ def steps(count: int, **known: Any) -> list[StepRecord]:
 # --- confirmation --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("confirm", "begins"), [(1, [0, 2, 5]), (2, [3, 6]), (3, [7]), (4, [])])
-def test_consecutive_findings_start_an_alert(confirm: int, begins: list[int]) -> None:
-    detector = Scripted(at(0, 2, 3, 5, 6, 7), confirm_after=confirm)
-    begun = [step for step, stage in told(detector, steps(20)) if stage == "started"]
-    assert begun == begins
+@pytest.mark.parametrize(
+    ("confirm_after", "expected"), [(1, [0, 2, 5]), (2, [3, 6]), (3, [7]), (4, [])]
+)
+def test_consecutive_findings_start_an_alert(confirm_after: int, expected: list[int]) -> None:
+    detector = Scripted(at(0, 2, 3, 5, 6, 7), confirm_after=confirm_after)
+    started = [step for step, stage in reported(detector, steps(20)) if stage == "started"]
+    assert started == expected
 
 
-def test_certain_findings_need_no_confirmation() -> None:
-    assert told(Scripted(at(4, confirmed=True), confirm_after=3), steps(5)) == [(4, "started")]
+def test_a_confirmed_finding_starts_an_alert_at_once() -> None:
+    assert reported(Scripted(at(4, confirmed=True), confirm_after=3), steps(5)) == [(4, "started")]
 
 
 def test_full_steps_are_requested_until_a_finding_is_confirmed() -> None:
     detector, baseline = Scripted(at(0, 4, 6, 8), on="full", confirm_after=3), Baseline()
-    asks = []
+    requests = []
     for step in range(10):
         list(detector.evaluate(record(step, full=step % 2 == 0), baseline))
-        asks.append(detector.requests_full_step)
+        requests.append(detector.requests_full_step)
     # Found at step 0, not at 2, then at 4, 6 and 8: a light step between changes nothing.
-    assert asks == [True, True, False, False, True, True, True, True, False, False]
+    assert requests == [True, True, False, False, True, True, True, True, False, False]
 
 
-def test_a_detector_of_all_steps_requests_full_steps_only_for_candidates() -> None:
+def test_a_detector_of_all_steps_requests_a_full_step_only_if_it_needs_one() -> None:
     detector = Scripted(at(0, 1), confirm_after=3)
     list(detector.evaluate(record(0), Baseline()))
     assert not detector.requests_full_step
@@ -61,9 +63,9 @@ def test_a_detector_of_all_steps_requests_full_steps_only_for_candidates() -> No
 
 
 @pytest.mark.parametrize(
-    ("on", "looks"), [("step", [0, 1, 2, 3, 4]), ("full", [0, 3]), ("loss", [0, 1])]
+    ("on", "evaluated"), [("step", [0, 1, 2, 3, 4]), ("full", [0, 3]), ("loss", [0, 1])]
 )
-def test_only_the_selected_steps_are_evaluated(on: str, looks: list[int]) -> None:
+def test_only_the_selected_steps_are_evaluated(on: str, evaluated: list[int]) -> None:
     detector = Scripted(at(*range(5), momentary=True), on=on)
     losses = [1.0, 2.0, None, math.nan, math.inf]
     records = [
@@ -73,35 +75,37 @@ def test_only_the_selected_steps_are_evaluated(on: str, looks: list[int]) -> Non
         )
         for step, loss in enumerate(losses)
     ]  # fmt: skip
-    assert [step for step, _ in told(detector, records)] == looks
+    assert [step for step, _ in reported(detector, records)] == evaluated
 
 
-# --- how long it lasts ---------------------------------------------------------------------------
+# --- resolving -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("clear_after", "end"), [(1, 1), (2, 4), (3, 5)])
-def test_an_alert_resolves_after_evaluations_without_a_finding(clear_after: int, end: int) -> None:
+def test_an_alert_resolves_after_consecutive_evaluations_without_a_finding(
+    clear_after: int, end: int
+) -> None:
     detector = Scripted(at(0, 2), clear_after=clear_after)
-    assert told(detector, steps(9))[:2] == [(0, "started"), (end, "resolved")]
+    assert reported(detector, steps(9))[:2] == [(0, "started"), (end, "resolved")]
 
 
-def test_only_evaluated_steps_count() -> None:
+def test_only_evaluated_steps_count_towards_resolving() -> None:
     detector = Scripted(at(0), on="full", clear_after=2)
     records = [record(step, full=step % 10 == 0) for step in range(30)]
-    assert told(detector, records) == [(0, "started"), (20, "resolved")]
+    assert reported(detector, records) == [(0, "started"), (20, "resolved")]
 
 
-def test_a_finding_pending_confirmation_does_not_count_towards_resolving() -> None:
+def test_an_unconfirmed_finding_keeps_an_alert_active() -> None:
     detector = Scripted(at(0, 1, 3, 5), confirm_after=2, clear_after=2)
-    assert told(detector, steps(9)) == [(1, "started"), (7, "resolved")]
+    assert reported(detector, steps(9)) == [(1, "started"), (7, "resolved")]
 
 
-def test_a_persistent_fault_is_not_resolved() -> None:
+def test_a_fault_that_is_still_present_is_not_resolved() -> None:
     detector = Scripted(at(0), lasts_at=range(2, 6), clear_after=2)
-    assert told(detector, steps(9)) == [(0, "started"), (7, "resolved")]
+    assert reported(detector, steps(9)) == [(0, "started"), (7, "resolved")]
 
 
-def test_the_resolved_alert_names_what_has_resolved() -> None:
+def test_the_resolved_alert_names_its_kind_module_and_step() -> None:
     detector = Scripted(at(3, module_name="fc_1"), kind="my_kind", severity="error")
     begin, end = alerts_of(steps(5), [detector])
     assert (begin.kind, begin.module_name, begin.severity) == ("my_kind", "fc_1", "error")
@@ -114,17 +118,20 @@ def test_the_resolved_alert_names_what_has_resolved() -> None:
 
 def test_a_fault_that_has_already_ended_starts_and_resolves_at_once() -> None:
     detector = Scripted(at(7, started_at=5, resolved=True))
-    assert told(detector, steps(9)) == [(5, "started"), (7, "resolved")]
+    assert reported(detector, steps(9)) == [(5, "started"), (7, "resolved")]
 
 
-def test_a_fact_of_one_step_neither_persists_nor_resolves() -> None:
-    assert told(Scripted(at(2, 3, momentary=True)), steps(9)) == [(2, "started"), (3, "started")]
+def test_a_momentary_finding_is_reported_each_time_and_never_resolves() -> None:
+    assert reported(Scripted(at(2, 3, momentary=True)), steps(9)) == [
+        (2, "started"),
+        (3, "started"),
+    ]
 
 
 # --- severity ------------------------------------------------------------------------------------
 
 
-def test_a_warning_that_becomes_an_error_escalates() -> None:
+def test_a_warning_that_becomes_an_error_escalates_once() -> None:
     kinds = ["warning", "warning", "error", "error", "warning", "error"]
     detector = Scripted({step: finding(severity=kind) for step, kind in enumerate(kinds)})
     alerts = alerts_of(steps(6), [detector])
@@ -144,7 +151,7 @@ def test_a_finding_can_escalate_at_the_same_severity() -> None:
 
 
 class NoLoss(Detector):
-    """Counts losses that are NaN, and remembers some more, of each type that may be remembered."""
+    """Detector that counts NaN losses and has one attribute of each type that a state can hold."""
 
     kind = "no_loss"
     severity = "error"
@@ -168,7 +175,7 @@ class NoLoss(Detector):
         return finding(value=self._bad) if self._bad >= self.losses else None
 
 
-def test_a_loss_is_checked_before_its_step_ends() -> None:
+def test_the_third_nan_loss_is_reported_before_its_step_ends() -> None:
     detector = NoLoss()
     alerts = [alert for _ in range(9) for alert in detector.on_loss(5, math.nan)]
     assert [(alert.step, alert.value) for alert in alerts] == [(5, 3.0)]
@@ -180,7 +187,7 @@ def test_a_loss_is_checked_before_its_step_ends() -> None:
 class Stricter(NoLoss):
     losses = 2
     depth = 4
-    counted: int = 0  # what it remembers is no limit
+    counted: int = 0  # an annotated attribute is state, not a limit
 
 
 def test_limits_are_the_public_numbers_of_a_class_and_its_bases() -> None:
@@ -194,9 +201,9 @@ def test_users_set_limits_of_one_detector() -> None:
     assert (Stricter().losses, Stricter.losses) == (2, 2)
 
 
-def test_the_number_of_confirming_findings_can_be_set() -> None:
-    [begun, *_] = alerts_of(steps(9), [NoLoss(losses=5)])
-    assert begun.step == 4
+def test_a_limit_can_be_the_number_of_confirming_findings() -> None:
+    [started, *_] = alerts_of(steps(9), [NoLoss(losses=5)])
+    assert started.step == 4
 
 
 @pytest.mark.parametrize("name", ["los", "_bad", "counted", "clear_after", "kind"])
@@ -205,7 +212,7 @@ def test_an_unknown_limit_is_refused(name: str) -> None:
         Stricter(**{name: 1})
 
 
-# --- memory --------------------------------------------------------------------------------------
+# --- state ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cut", range(1, 14))
@@ -249,12 +256,16 @@ class LargeBias(Detector):
 
 
 @pytest.mark.parametrize("form", ["list", "dict"])
-def test_a_custom_detector_watches_a_run(tmp_path: Path, form: str) -> None:
+def test_a_custom_detector_reports_the_start_and_the_end_of_a_fault(
+    tmp_path: Path, form: str
+) -> None:
     model, own = nn.Linear(4, 2), LargeBias(largest=20.0)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     alerts: Any = [*default_rules(), own] if form == "list" else {"large_bias": own}
-    told: list[Alert] = []
-    with HookLogger(model, tmp_path, every_n_steps=10, alerts=alerts, on_alert=told.append) as log:
+    received: list[Alert] = []
+    with HookLogger(
+        model, tmp_path, every_n_steps=10, alerts=alerts, on_alert=received.append
+    ) as log:
         for step in range(60):
             if step in (20, 40):
                 nn.init.constant_(model.bias, 30.0 if step == 20 else 0.0)
@@ -262,10 +273,10 @@ def test_a_custom_detector_watches_a_run(tmp_path: Path, form: str) -> None:
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
             log.flush()
-    mine = [alert for alert in told if alert.kind == "large_bias"]
+    mine = [alert for alert in received if alert.kind == "large_bias"]
     assert [alert.stage for alert in mine] == ["started", "resolved"]
     begin, end = mine
-    assert 20 < begin.step < 30  # asked for, after step 20: the next that is due is 30
+    assert 20 < begin.step < 30  # requested after step 20; the next due one is 30
     assert end.step == 40
     assert begin.threshold == 20.0
     assert begin.summary.startswith("The largest bias is 2")

@@ -29,12 +29,12 @@ from tests.helpers.small_runs import net, train
 
 
 def cause(*steps: int, **others: Any) -> Scripted:
-    """A fault that explains others; it is an error and lasts for these steps."""
+    """Return a fault that explains others: an error at these steps."""
     return Scripted(at(*steps), **{"kind": "cause", "severity": "error", **others})
 
 
 def effect(*steps: int, kind: str = "effect", clear_after: int = 99, **others: Any) -> Scripted:
-    """A fault that may follow from it; it lasts unless told otherwise."""
+    """Return a fault that may follow from it; it clears after 99 evaluations by default."""
     others = {"severity": "error", "explained_by": {"cause"}, **others}
     return Scripted(at(*steps), kind=kind, clear_after=clear_after, **others)
 
@@ -43,7 +43,7 @@ def alerts_from(*detectors: Detector, steps: int = 100) -> list[Alert]:
     return alerts_of(map(record, range(steps)), [Engine(detectors)])
 
 
-def told(*detectors: Detector, steps: int = 100) -> list[tuple[int, str, str]]:
+def reported(*detectors: Detector, steps: int = 100) -> list[tuple[int, str, str]]:
     return [(a.step, a.stage, a.kind) for a in alerts_from(*detectors, steps=steps)]
 
 
@@ -59,26 +59,30 @@ def test_a_suppressed_symptom_is_listed_and_not_reported() -> None:
         (Consequence(kind="dead_units", module_name="my_layer"),),
     )
     assert found.message == "Seen.\nConsequences: dead units in my_layer.\nAdvice."
-    assert told(cause(*range(5, 100)), effect(7)) == [(5, "started", "cause")]
-    assert [kind for _, _, kind in told(*both, steps=6)] == ["effect", "cause"]  # it comes first
+    assert reported(cause(*range(5, 100)), effect(7)) == [(5, "started", "cause")]
+    kinds_of_both = [kind for _, _, kind in reported(*both, steps=6)]
+    assert kinds_of_both == ["effect", "cause"]  # the effect is evaluated first
 
 
 def test_a_fault_without_a_cause_is_reported() -> None:
     other = effect(7, explained_by={"another"})
-    assert told(cause(*range(5, 100)), other) == [(5, "started", "cause"), (7, "started", "effect")]
+    assert reported(cause(*range(5, 100)), other) == [
+        (5, "started", "cause"),
+        (7, "started", "effect"),
+    ]
 
 
-@pytest.mark.parametrize(("distance", "hidden"), [(200, True), (201, False)])
+@pytest.mark.parametrize(("distance", "suppressed"), [(200, True), (201, False)])
 def test_a_cause_suppresses_symptoms_that_start_within_200_steps(
-    distance: int, hidden: bool
+    distance: int, suppressed: bool
 ) -> None:
-    found = told(cause(*range(5, 300)), effect(5 + distance), steps=300)
-    assert [kind for _, _, kind in found] == ["cause"] + ["effect"] * (not hidden)
+    found = reported(cause(*range(5, 300)), effect(5 + distance), steps=300)
+    assert [kind for _, _, kind in found] == ["cause"] + ["effect"] * (not suppressed)
 
 
-def test_a_suppressed_symptom_suppresses_as_much_as_its_cause() -> None:
+def test_a_suppressed_symptom_extends_the_200_steps_of_its_cause() -> None:
     second = effect(350, kind="second")
-    found = told(cause(*range(5, 400)), effect(180), second, steps=400)
+    found = reported(cause(*range(5, 400)), effect(180), second, steps=400)
     assert [kind for _, _, kind in found] == ["cause"]  # 170 steps after the last consequence
 
 
@@ -91,7 +95,7 @@ def test_the_earliest_of_several_causes_is_the_root_cause() -> None:
 
 
 @pytest.mark.parametrize("severity", ["warning", "error"])
-def test_a_persistent_symptom_is_reported_though_its_cause_is_as_severe(severity: Severity) -> None:
+def test_a_persistent_symptom_escalates_a_cause_of_the_same_severity(severity: Severity) -> None:
     first = cause(*range(5, 100), severity=severity)
     seen = finding(summary="7 of 9 units", value=7.0, threshold=9.0, advice=("Other advice",))
     second = Scripted(
@@ -120,13 +124,13 @@ def test_a_warning_that_leads_to_an_error_escalates_once_with_all_consequences()
 
 def test_a_persistent_note_escalates_nothing() -> None:
     note = effect(7, severity="note", persistent=True)
-    assert told(cause(*range(5, 100)), note) == [(5, "started", "cause")]
+    assert reported(cause(*range(5, 100)), note) == [(5, "started", "cause")]
 
 
 def test_a_fault_that_started_before_a_cause_is_not_suppressed_by_it() -> None:
     found = at(3, severity="warning") | at(7, severity="error")
     earlier = Scripted(found, kind="effect", explained_by={"cause"}, clear_after=99)
-    assert told(cause(*range(5, 100)), earlier) == [
+    assert reported(cause(*range(5, 100)), earlier) == [
         (3, "started", "effect"),
         (5, "started", "cause"),
         (7, "escalated", "effect"),
@@ -135,7 +139,7 @@ def test_a_fault_that_started_before_a_cause_is_not_suppressed_by_it() -> None:
 
 def test_a_persistent_symptom_is_reported_when_its_cause_resolves() -> None:
     later = effect(7, persistent=True)
-    assert told(cause(*range(5, 30)), later, steps=50) == [
+    assert reported(cause(*range(5, 30)), later, steps=50) == [
         (5, "started", "cause"),
         (7, "escalated", "cause"),
         (30, "resolved", "cause"),
@@ -146,15 +150,15 @@ def test_a_persistent_symptom_is_reported_when_its_cause_resolves() -> None:
 
 
 def test_a_symptom_that_resolves_first_is_not_reported() -> None:
-    assert told(cause(*range(5, 30)), effect(7, persistent=True, clear_after=3)) == [
+    assert reported(cause(*range(5, 30)), effect(7, persistent=True, clear_after=3)) == [
         (5, "started", "cause"),
         (7, "escalated", "cause"),
         (30, "resolved", "cause"),
     ]
 
 
-def test_other_symptoms_resolve_with_their_cause() -> None:
-    assert told(cause(*range(5, 30)), effect(7, clear_after=53)) == [
+def test_a_symptom_that_is_not_persistent_resolves_with_its_cause() -> None:
+    assert reported(cause(*range(5, 30)), effect(7, clear_after=53)) == [
         (5, "started", "cause"),
         (30, "resolved", "cause"),
     ]
@@ -162,45 +166,51 @@ def test_other_symptoms_resolve_with_their_cause() -> None:
 
 def test_a_note_suppresses_only_notes() -> None:
     note = cause(*range(5, 100), severity="note")
-    assert [kind for _, _, kind in told(note, effect(7))] == ["cause", "effect"]
+    assert [kind for _, _, kind in reported(note, effect(7))] == ["cause", "effect"]
     note = cause(*range(5, 100), severity="note")
-    assert [kind for _, _, kind in told(note, effect(7, severity="note"))] == ["cause"]
+    assert [kind for _, _, kind in reported(note, effect(7, severity="note"))] == ["cause"]
 
 
-@pytest.mark.parametrize(("place", "is_told"), [("image", False), ("images", True), ("head", True)])
-def test_a_layer_without_a_gradient_is_reported_once(place: str, is_told: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_reported"), [("image", False), ("images", True), ("head", True)]
+)
+def test_a_vanishing_gradient_suppresses_untrained_parameters_of_its_parent_module_alone(
+    name: str, is_reported: bool
+) -> None:
     first = Scripted(at(20, module_name="image.0"), kind="vanishing_gradient", clear_after=99)
     later = Scripted(
-        at(89, module_name=place, momentary=True), kind="untrained_parameters",
+        at(89, module_name=name, momentary=True), kind="untrained_parameters",
         explained_by={"vanishing_gradient"},
     )  # fmt: skip
-    found = [kind for _, _, kind in told(first, later)]
-    assert found == ["vanishing_gradient"] + ["untrained_parameters"] * is_told
+    found = [kind for _, _, kind in reported(first, later)]
+    assert found == ["vanishing_gradient"] + ["untrained_parameters"] * is_reported
 
 
 @pytest.mark.parametrize("jumps", [True, False])
-def test_an_explosion_follows_from_a_loss_that_jumped_with_the_learning_rate(jumps: bool) -> None:
+def test_a_loss_spike_suppresses_an_explosion_only_after_a_jump_of_the_learning_rate(
+    jumps: bool,
+) -> None:
     spike = Scripted(at(*range(15, 60)), kind="loss_spike")
     explosion = Scripted(at(19), kind="exploding_gradient", explained_by={"loss_spike"})
     rates = [5.0 if jumps and step >= 14 else 0.1 for step in range(60)]
     records = [record(step, learning_rates=(rate,)) for step, rate in enumerate(rates)]
-    begun = [
+    started = [
         a.kind for a in alerts_of(records, [Engine([spike, explosion])]) if a.stage == "started"
     ]
-    assert begun == ["loss_spike"] + ["exploding_gradient"] * (not jumps)
+    assert started == ["loss_spike"] + ["exploding_gradient"] * (not jumps)
 
 
-@pytest.mark.parametrize(("after", "said"), [(0, True), (20, True), (21, False)])
+@pytest.mark.parametrize(("after", "named"), [(0, True), (20, True), (21, False)])
 @pytest.mark.parametrize("explained_by_rate_jump", [True, False])
-def test_a_jump_of_the_learning_rate_is_the_cause_of_later_faults(
-    after: int, said: bool, explained_by_rate_jump: bool
+def test_a_jump_of_the_learning_rate_is_the_cause_of_faults_within_20_steps(
+    after: int, named: bool, explained_by_rate_jump: bool
 ) -> None:
     fault = Scripted(
         at(10 + after, advice=("a", "b")), explained_by_rate_jump=explained_by_rate_jump
     )
     records = [record(step, learning_rates=(0.1 if step < 10 else 5.0,)) for step in range(60)]
     found = alerts_of(records, [Engine([fault])])[0]
-    if said and explained_by_rate_jump:
+    if named and explained_by_rate_jump:
         assert figures(found.cause) == [5, 10]
         assert found.advice == RATE_ADVICE
     else:
@@ -208,7 +218,9 @@ def test_a_jump_of_the_learning_rate_is_the_cause_of_later_faults(
 
 
 @pytest.mark.parametrize("jump", [1.0, 300.0])
-def test_units_that_died_between_two_measurements_died_when_the_rate_jumped(jump: float) -> None:
+def test_a_jump_of_the_rate_is_the_cause_of_units_that_died_between_two_measurements(
+    jump: float,
+) -> None:
     model = net()
     optimizer = SGD(model.parameters(), 0.1)
 
@@ -229,7 +241,7 @@ def test_users_choose_the_severity_of_a_kind() -> None:
     assert [a.severity for a in alerts_of(map(record, range(10)), [engine])] == ["note", "warning"]
 
 
-def test_causes_of_default_kinds_are_default_kinds() -> None:
+def test_causes_of_default_kinds_are_default_kinds_and_four_kinds_persist() -> None:
     [engine] = default_rules()
     detectors = engine._detectors  # type: ignore[attr-defined]
     assert all(detector.explained_by <= {*detectors} for detector in detectors.values())
@@ -237,7 +249,7 @@ def test_causes_of_default_kinds_are_default_kinds() -> None:
     assert persistent == {"saturated_units", "dead_units", "vanishing_gradient", "nonfinite"}
 
 
-# --- what it requests ----------------------------------------------------------------------------
+# --- requests of full steps ----------------------------------------------------------------------
 
 
 def requests(*detectors: Detector, steps: int) -> list[int]:
@@ -262,7 +274,7 @@ def test_the_back_off_of_one_detector_does_not_delay_another() -> None:
     assert requests(eager, late, steps=50) == [0, 20, 30]
 
 
-def test_an_alert_ends_the_back_off() -> None:
+def test_an_alert_resets_the_back_off() -> None:
     eager, other = Scripted({}, needs_full_step=True), Scripted(at(30), kind="other")
     assert requests(eager, other, steps=55) == [0, 20, 30, 50]
 
@@ -276,13 +288,13 @@ class Undecided(Scripted):
         self.needs_full_step = record.step in self.steps
 
 
-def test_a_finding_that_is_not_confirmed_requests_a_full_measurement() -> None:
+def test_an_unconfirmed_finding_requests_a_full_step() -> None:
     detector = Scripted(at(0), on="full", confirm_after=2)
     engine = Engine([detector])
     list(engine(record(0, full=True)))
     assert engine.requests_full_step
     list(engine(record(1)))
-    assert not engine.requests_full_step  # one is missing
+    assert not engine.requests_full_step  # requested already
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -331,7 +343,7 @@ def several() -> tuple[Detector, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", range(1, 60, 3))
-def test_a_run_continues_from_its_state(cut: int) -> None:
+def test_an_engine_continues_from_its_state(cut: int) -> None:
     records = [record(step, learning_rates=(0.1,)) for step in range(90)]
     before, after, whole = (Engine(several()) for _ in range(3))
     first = alerts_of(records[:cut], [before])
@@ -340,14 +352,14 @@ def test_a_run_continues_from_its_state(cut: int) -> None:
     assert repr(after.state_dict()) == repr(whole.state_dict())
 
 
-def forgotten(used: object, new: object, path: str) -> set[str]:
-    """Attributes of a used object that differ from a new one's, and that are not remembered."""
+def not_saved(used: object, new: object, path: str) -> set[str]:
+    """Return the attributes that differ from a new object's and are not part of the state."""
     hints, found = get_type_hints(type(used)), set()
     for name, value in vars(used).items():
         before = getattr(new, name)
         if name in hints:
             if hasattr(value, "__dict__") and not is_dataclass(value):
-                found |= forgotten(value, before, f"{path}.{name}")
+                found |= not_saved(value, before, f"{path}.{name}")
         elif isinstance(value, np.ndarray):
             found |= set() if np.array_equal(value, before) else {f"{path}.{name}"}
         elif isinstance(value, int | float | str | bool | dict | list | tuple | deque):
@@ -366,21 +378,21 @@ def test_the_state_of_detectors_contains_all_changed_attributes(
     pairs = [(part, old, new._parts()[part]) for part, old in used._parts().items()]
     found: set[str] = set()
 
-    def look(record: StepRecord) -> Iterable[Alert]:
+    def compare(record: StepRecord) -> Iterable[Alert]:
         for part, old, fresh in pairs:
-            found.update(forgotten(old, fresh, part))
+            found.update(not_saved(old, fresh, part))
         return ()
 
-    train_interrupted(RUNS[name], tmp_path, rules=[used, look])
+    train_interrupted(RUNS[name], tmp_path, rules=[used, compare])
     assert "telemetry failed" not in caplog.text
-    # These have parts of their own.
+    # Each of these has an entry in the state.
     parts = {"_detectors", "_of_light_steps", "_of_losses"}
     assert found <= {f"engine.{part}" for part in parts}
     new.load_state_dict(used.state_dict())
     assert repr(new.state_dict()) == repr(used.state_dict())
 
 
-def test_state_that_does_not_fit_is_reported() -> None:
+def test_each_incompatible_part_of_a_state_is_reported() -> None:
     [rule], [new] = default_rules(), default_rules()
     state = rule.state_dict()
     state["dead_units"]["unknown"] = state["baseline"]["norm"].pop("above")
@@ -395,7 +407,7 @@ def test_state_that_does_not_fit_is_reported() -> None:
     }
 
 
-# --- which detectors it has ----------------------------------------------------------------------
+# --- configuration -------------------------------------------------------------------------------
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
@@ -414,7 +426,7 @@ def test_a_custom_detector_follows_or_replaces_the_default_ones() -> None:
     assert [*detectors] == [kind for kind in DETECTORS if kind != "loss_spike"]
 
 
-def test_rules_list_their_kinds() -> None:
+def test_the_repr_of_rules_lists_their_kinds() -> None:
     for config in ({}, {"loss_spike": None}):
         [engine] = rules_from(config)
         assert re.findall(r"\w+", repr(engine)) == ["default_rules", *kinds(config)]
@@ -429,7 +441,7 @@ def test_users_set_limits_and_severity_of_a_default_kind() -> None:
         assert (found.kind, found.step, found.severity) == ("learning_rate_zero", step, severity)
 
 
-def test_a_custom_detector_takes_part_in_causes_and_suppression() -> None:
+def test_a_custom_detector_is_suppressed_by_its_cause() -> None:
     mine = Scripted(at(7), explained_by={"eval_mode"})
     first = Scripted(at(*range(5, 40)), kind="eval_mode")
     found = alerts_of(map(record, range(9)), rules_from({"scripted": mine, "eval_mode": first}))
@@ -450,6 +462,8 @@ def test_a_custom_detector_takes_part_in_causes_and_suppression() -> None:
         ({"dead_units": {"fraction": 0}}, ValueError, "must be above 0"),
     ],
 )
-def test_user_arguments_are_validated(config: Any, error: type[Exception], message: str) -> None:
+def test_an_invalid_configuration_is_refused(
+    config: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         rules_from(config)

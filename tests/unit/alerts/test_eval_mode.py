@@ -33,7 +33,7 @@ def test_validation_between_steps_is_not_noted() -> None:
     assert train(EvalMode(), 60, model=model, before=validate) == []
 
 
-def test_single_frozen_modules_are_not_noted() -> None:
+def test_a_single_module_in_evaluation_mode_is_not_noted() -> None:
     model = net()
     model[2].eval()
     assert train(EvalMode(), 60, model=model) == []

@@ -44,7 +44,7 @@ def test_outputs_that_are_equal_for_every_input_do_not_explode() -> None:
         (range(2, 18, 2), "2", "The growth is spread over 2 to 1"),
     ],
 )
-def test_layers_that_grow_alike_are_named_as_a_range(
+def test_the_cause_names_the_layer_or_the_range_of_layers_that_grew(
     which: list[int], module: str, seen: str
 ) -> None:
     model = deep()
@@ -58,7 +58,7 @@ def test_layers_that_grow_alike_are_named_as_a_range(
     assert seen in (alert.cause or "")
 
 
-def test_a_gradient_that_grows_in_one_layer_alone_is_named() -> None:
+def test_the_only_layer_whose_gradient_grows_is_named() -> None:
     model = deep()
     model[10].weight.register_hook(lambda grad: grad * (1e6 if scaled else 1))
     scaled: list[int] = []
@@ -72,7 +72,7 @@ def test_a_gradient_that_grows_in_one_layer_alone_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_without_a_lower_limit_explodes() -> None:
+def test_gradients_of_a_loss_that_falls_without_bound_explode() -> None:
     model = net()
     optimizer = Adam(model.parameters(), 0.01)
     with capture_run(model, every_n_steps=10, rules=[ExplodingGradient()]) as run:
@@ -90,7 +90,7 @@ def test_a_loss_without_a_lower_limit_explodes() -> None:
 
 
 @pytest.mark.parametrize("grows", [True, False])
-def test_layers_do_not_vanish_because_another_one_explodes(grows: bool) -> None:
+def test_gradients_that_another_one_exceeds_vanish_only_if_they_shrank(grows: bool) -> None:
     model = deep()
     optimizer = SGD(model.parameters(), 0.1)
     with capture_run(model, every_n_steps=1, rules=[]) as run:
@@ -112,7 +112,7 @@ def test_layers_do_not_vanish_because_another_one_explodes(grows: bool) -> None:
     assert [alert.module_name for alert in alerts] == ([] if grows else ["0"])
 
 
-def test_a_layer_is_named_though_the_first_batch_after_it_had_no_gradient() -> None:
+def test_the_grown_layer_is_named_though_the_next_batch_has_almost_no_gradient() -> None:
     model = deep()
 
     def grow(step: int) -> None:
@@ -148,7 +148,7 @@ def test_gradients_stay_exploded_though_some_batches_have_none() -> None:
         (43, "All gradients grew alike"),
     ],
 )
-def test_a_batch_in_another_unit_is_named(at: int, seen: str) -> None:
+def test_no_layer_is_named_for_a_batch_in_another_unit(at: int, seen: str) -> None:
     def batch(step: int) -> Batch:
         points, classes = draw()
         return points * (1e4 if step == at else 1.0), classes

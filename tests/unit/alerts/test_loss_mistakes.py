@@ -26,7 +26,7 @@ def run(
     rate: float = 0.1,
     rows: int = 32,
 ) -> list[Alert]:
-    """A hundred steps; with one class, a target of each row is 0 or 1."""
+    """Train for 100 steps; with one class, the target of each row is 0 or 1."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, classes), last)
     optimizer = SGD(model.parameters(), rate, 0.9)
@@ -146,7 +146,7 @@ def squared(p: Tensor, classes: Tensor) -> Tensor:
         (nn.Sigmoid(), lambda p, y: F.mse_loss(p, y) / 2, 1),
         (nn.Identity(), F.mse_loss, 1),
         (nn.Identity(), lambda p, y: F.mse_loss(p[:, 0], y[:, 0]), 1),
-        (nn.Identity(), lambda p, y: (p - 1).square().mean(), 1),  # as of a GAN
+        (nn.Identity(), lambda p, y: (p - 1).square().mean(), 1),  # as in a GAN
         (nn.Sigmoid(), F.l1_loss, 1),
     ],
 )
@@ -167,7 +167,7 @@ def test_other_losses_are_not_reported(
     ],
 )
 @pytest.mark.parametrize("every", [1, 10])
-def test_outputs_that_are_compared_with_all_targets_are_named(
+def test_outputs_and_targets_that_broadcast_are_named(
     loss_function: Loss, rate: float, every: int
 ) -> None:
     (alert,) = run(nn.Identity(), loss_function, classes=1, rate=rate, every=every)

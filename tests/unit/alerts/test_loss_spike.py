@@ -30,7 +30,7 @@ def rates(high: dict[int, float], usual: float = 3e-3) -> dict[str, Any]:
 
 
 def with_returns(settings: dict[str, Any], at: Collection[int], *, after: int) -> dict[str, Any]:
-    """The same run, which goes back, so many steps later, to where it was before these steps."""
+    """Return to the state before each of these steps, ``after`` steps later."""
     parts, set_rate = (settings["model"], settings["optimizer"]), settings["before"]
     saved: list[dict[str, Any]] = []
 
@@ -88,7 +88,7 @@ def test_a_small_rise_after_a_jump_of_the_rate_is_reported_if_the_loss_had_falle
             run.log(loss=loss + max(0, 160 - step) / 10 + (step > 205))
             optimizer.step()
     alert, *_ = alerts_of(run.records, [LossSpike()])
-    assert alert.step == 206  # that of the first high loss, and the figure is the highest
+    assert alert.step == 206  # step of the first high loss; the value is the highest
     high = run.records[206].loss
     assert alert.value >= high
     assert {float(f"{high:.4g}"), 206} <= {*figures(alert.summary)}
@@ -127,18 +127,18 @@ def test_one_batch_in_another_unit_is_reported_when_the_next_is_usual() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("at", "tails", "times", "told"),
+    ("at", "tails", "times", "is_spike"),
     [(220, False, 30.0, True), (30, False, 30.0, False), (220, True, 3e5, False)],
 )
-def test_the_loss_of_a_batch_must_exceed_the_limit(
-    at: int, tails: bool, times: float, told: bool
+def test_one_high_loss_is_a_spike_only_after_a_baseline_without_heavy_tails(
+    at: int, tails: bool, times: float, is_spike: bool
 ) -> None:
     def weight(step: int) -> float:
         usual = 1 / (step * 0.618 % 1 + 1e-3) if tails else 1.0  # Pareto, index 1
         return times * usual if step == at else usual
 
     alerts = train(LossSpike(), at + 10, weight=weight, **rates({}, usual=1e-4))
-    assert [alert.stage for alert in alerts] == ["started", "resolved"] * told
+    assert [alert.stage for alert in alerts] == ["started", "resolved"] * is_spike
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_batches_as_rare_and_as_high_as_an_earlier_one_are_reported_once() -> No
 
 
 @pytest.mark.slow
-def test_random_classes_are_noted_though_the_loss_was_as_high_in_its_past() -> None:
+def test_random_classes_are_noted_though_the_loss_was_as_high_before() -> None:
     def batch(step: int) -> Batch:
         points, classes = draw()
         return points, torch.randint(3, classes.shape) if step >= 110 else classes
@@ -171,7 +171,7 @@ def shifted(step: int) -> Batch:
     [{"batch": shifted}, {"weight": lambda step: 3e3 if step >= 200 else 1.0}],
     ids=["other data", "another weight"],
 )
-def test_other_data_and_another_weight_are_noted(changed: dict[str, Any]) -> None:
+def test_other_data_and_another_weight_of_the_loss_are_noted(changed: dict[str, Any]) -> None:
     [alert] = train(LossSpike(), 300, **changed, **rates({}))
     assert (alert.step, alert.severity) == (200, "note")
     assert "Something else changed" in (alert.cause or "")
@@ -199,7 +199,7 @@ def test_a_warm_restart_is_not_a_spike() -> None:
     assert train(LossSpike(), 300, **rates(restarts)) == []
 
 
-def test_layers_whose_onset_precedes_the_loss_are_named_first() -> None:
+def test_gradients_that_left_their_baseline_before_the_loss_are_the_cause() -> None:
     model, torch_seed = net(), 4
     optimizer = Adam(model.parameters(), 3e-3)
     torch.manual_seed(torch_seed)
@@ -219,7 +219,7 @@ def test_layers_whose_onset_precedes_the_loss_are_named_first() -> None:
     assert "Gradients left their baseline" in (alert.cause or "")
 
 
-def test_gradients_that_fell_before_the_loss_rose_are_not_the_cause() -> None:
+def test_a_spike_after_smaller_gradients_is_a_note() -> None:
     model = net()
     optimizer = Adam(model.parameters(), 3e-3)
     torch.manual_seed(4)
@@ -235,7 +235,7 @@ def test_gradients_that_fell_before_the_loss_rose_are_not_the_cause() -> None:
     assert (alert.step, alert.severity) == (204, "note")
 
 
-def test_the_state_continues_in_another_run() -> None:
+def test_a_restored_detector_finds_a_spike_with_its_cause() -> None:
     high = {205: 0.9, 206: 0.9, 207: 0.9}
     settings = rates(high)
     model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]
@@ -256,7 +256,7 @@ def test_the_state_continues_in_another_run() -> None:
 
 
 @pytest.mark.slow
-def test_a_flight_file_is_written_for_it_and_the_page_names_the_same_layers(tmp_path: Any) -> None:
+def test_a_spike_writes_a_flight_file_and_names_the_first_movers_of_the_page(tmp_path: Any) -> None:
     settings = rates({150: 0.9, 151: 0.9, 152: 0.9})
     model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]
     torch.manual_seed(1)
@@ -275,12 +275,12 @@ def test_a_flight_file_is_written_for_it_and_the_page_names_the_same_layers(tmp_
     logger.close()
     movers = open_run(tmp_path).first_movers(spike.step)  # as on the page
     assert movers
-    said = ", ".join(f"{m.name} ({m.factor:.3g}x above usual at step {m.step})" for m in movers)
-    assert spike.summary.endswith(f": {said}")
+    named = ", ".join(f"{m.name} ({m.factor:.3g}x above usual at step {m.step})" for m in movers)
+    assert spike.summary.endswith(f": {named}")
 
 
 def bursts(*steps: range) -> Callable[[int], Batch]:
-    """Targets of other points at these steps."""
+    """Return batches whose targets belong to other points at these steps."""
     other = frozenset(step for some in steps for step in some)
 
     def batch(step: int) -> Batch:
@@ -299,14 +299,14 @@ def test_some_batches_of_other_data_are_noted_with_their_steps(every: int) -> No
 
 
 @pytest.mark.slow
-def test_consecutive_bursts_are_one() -> None:
+def test_two_bursts_close_together_are_noted_as_one() -> None:
     (note,) = train(LossBurst(), 250, batch=bursts(range(173, 180), range(183, 187)), **slow())
     assert note.step == 173
     assert {173, 186} <= {*figures(note.summary)}
 
 
 @pytest.mark.slow
-def test_permanently_other_data_hard_batches_and_repetitions_are_not_a_burst() -> None:
+def test_permanent_changes_and_single_batches_are_no_bursts_and_repeats_are_noted_twice() -> None:
     assert train(LossBurst(), 250, batch=bursts(range(173, 250)), **slow()) == []
     hard = bursts(*(range(step, step + 1) for step in range(120, 300, 15)))
     assert train(LossBurst(), 300, batch=hard, **slow()) == []
@@ -315,7 +315,7 @@ def test_permanently_other_data_hard_batches_and_repetitions_are_not_a_burst() -
 
 
 def slow() -> dict[str, Any]:
-    """A run that the other data hardly change."""
+    """Return a trained model and a learning rate at which other data hardly change it."""
     model = net()
     train(LossBurst(), 150, model=model)
     return {"model": model, "optimizer": SGD(model.parameters(), 1e-4)}

@@ -26,13 +26,13 @@ def test_a_run_that_learns_is_not_stuck() -> None:
 
 
 @pytest.mark.slow
-def test_constant_weights_are_reported_by_another_rule() -> None:
+def test_weights_that_hardly_move_are_not_a_stuck_loss() -> None:
     model = net()
     assert train(LossStuck(), 300, model=model, optimizer=SGD(model.parameters(), 1e-9)) == []
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_the_same_for_all_batches_is_noted() -> None:
+def test_outputs_that_are_the_same_for_all_batches_are_noted() -> None:
     model = net()
     model.append(Off())
 
@@ -45,8 +45,8 @@ def test_a_loss_that_is_the_same_for_all_batches_is_noted() -> None:
 
 
 @pytest.mark.slow
-def test_weights_that_are_restored_after_each_step_are_reported() -> None:
-    def told(written_back: bool) -> bool:
+def test_weights_that_are_restored_after_each_step_are_the_cause() -> None:
+    def cause_is_named(written_back: bool) -> bool:
         model = net()
         kept = copy.deepcopy(model.state_dict())
         optimizer = SGD(model.parameters(), 0.01)
@@ -60,8 +60,8 @@ def test_weights_that_are_restored_after_each_step_are_reported() -> None:
         )
         return "writes the old weights back" in (alert.cause or "")
 
-    assert told(True)
-    assert not told(False)
+    assert cause_is_named(True)
+    assert not cause_is_named(False)
 
 
 def _random(step: int) -> tuple[torch.Tensor, torch.Tensor]:

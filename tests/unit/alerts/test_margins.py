@@ -1,4 +1,4 @@
-"""Units near a limit: a fault has one begin and one end, however they go up and down."""
+"""Units near a limit start and resolve one alert, though their number goes up and down."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def biased(activation: nn.Module) -> nn.Sequential:
 
 
 def some(model: nn.Sequential, count: Callable[[int], int], bias: float) -> Callable[[int], None]:
-    """Give so many units, which depends on the step, a bias that makes them silent or flat."""
+    """Give ``count(step)`` units a bias that makes them dead or saturated."""
 
     def set_biases(step: int) -> None:
         model[0].bias.data[:] = torch.where(torch.arange(UNITS) < count(step), bias, 0.1)
@@ -41,17 +41,19 @@ def stages(activation: nn.Module, count: Callable[[int], int]) -> list[tuple[str
     [
         (lambda step: 29 if 30 <= step < 70 else 26, []),
         (lambda step: 29 if step >= 30 else 26, [("started", 80)]),
-        (lambda step: 31 if step >= 31 else 26, [("started", 43)]),  # then it is asked for
+        (lambda step: 31 if step >= 31 else 26, [("started", 43)]),  # a full step is requested
         (lambda step: 31 if step % 40 < 20 else 26, [("started", 3)]),
         (lambda step: 31 if step < 100 else 26 if step < 150 else 20,
          [("started", 3), ("resolved", 170)]),
     ],
 )  # fmt: skip
-def test_dead_units(count: Callable[[int], int], expected: list[tuple[str, int]]) -> None:
+def test_dead_units_near_the_limit_start_and_resolve_one_alert(
+    count: Callable[[int], int], expected: list[tuple[str, int]]
+) -> None:
     assert stages(nn.ReLU(), count) == expected
 
 
-def test_saturated_units() -> None:
+def test_saturated_units_near_the_limit_start_and_resolve_one_alert() -> None:
     def count(step: int) -> int:
         return (30 if step % 40 < 20 else 22) if step < 130 else 4
 
@@ -60,7 +62,7 @@ def test_saturated_units() -> None:
 
 
 class WithFunction(nn.Module):
-    """Its activation is a function, which is not observed."""
+    """Network whose activation is a function, which hooks do not observe."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +75,7 @@ class WithFunction(nn.Module):
         return y
 
 
-def test_advice_fits_the_saturated_function() -> None:
+def test_the_advice_fits_a_saturated_function_and_a_dropout() -> None:
     [alert] = train(SaturatedUnits(), 60, model=WithFunction())
     assert alert.module_name == "first"
     assert "initial weights of first" in (alert.cause or "")

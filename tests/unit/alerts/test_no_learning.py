@@ -1,4 +1,4 @@
-"""Why no weight moves: what the optimizer was given is compared with what backward left."""
+"""Weights that do not move: gradients at the step are compared with those after backward."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_gradients_that_are_zeroed_before_the_step_are_reported(every: int, to_n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_clipping_that_leaves_nothing_is_reported(every: int) -> None:
+def test_clipping_to_almost_zero_is_reported(every: int) -> None:
     (alert,) = train(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-7), every)
     assert 1e-07 in figures(alert.cause)
 
 
-def test_clipping_that_leaves_enough_is_not_reported() -> None:
+def test_usual_clipping_is_not_reported() -> None:
     assert train(lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.1), 10) == []

@@ -34,7 +34,7 @@ def train(log_dir: Path, **settings: Any) -> HookLogger:
     return logger
 
 
-def test_a_note_is_kept_and_written_and_logged_at_info(
+def test_a_note_is_kept_written_and_logged_at_info_without_a_flight_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "telemetry"):

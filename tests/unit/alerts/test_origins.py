@@ -30,7 +30,7 @@ class Root(nn.Module):
 
 
 class Gate(nn.Module):
-    """Lets a value through that is chosen from outside."""
+    """Layer whose output is scaled by a value that the test sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def model() -> nn.Sequential:
 
 
 def first(at: int, **faults: object) -> Alert:
-    """The first alert of a run with a fault at one step; steps 0, 10, 20, ... are full."""
+    """Return the first alert of a run with a fault at one step; steps 0, 10, 20, ... are full."""
     return train(Nonfinite(), at + 1, **faults)[0]  # type: ignore[arg-type]
 
 
@@ -57,7 +57,9 @@ def first(at: int, **faults: object) -> Alert:
         (13, None, "a function between the modules, the inputs, the targets or the loss (it"),
     ],
 )
-def test_a_bad_batch(at: int, module: str | None, seen: str) -> None:
+def test_nan_in_a_batch_is_attributed_to_the_inputs_at_a_full_step_only(
+    at: int, module: str | None, seen: str
+) -> None:
     def batch(step: int) -> tuple[Tensor, Tensor]:
         points, classes = draw()
         points[5] = math.nan if step == at else points[5]
@@ -75,7 +77,7 @@ def test_a_bad_batch(at: int, module: str | None, seen: str) -> None:
         (13, "a function between the modules, the inputs, the targets or the loss (it was not"),
     ],
 )
-def test_a_bad_loss(at: int, seen: str) -> None:
+def test_nan_in_the_loss_alone_is_attributed_to_no_module(at: int, seen: str) -> None:
     alert = first(at, weight=lambda step: math.nan if step == at else 1.0)
     assert (alert.step, alert.module_name) == (at, None)
     assert seen in alert.summary
@@ -97,7 +99,7 @@ def test_an_infinite_loss_is_not_attributed_to_a_bad_batch() -> None:
         (13, 0.0, "0", "the backward pass, between 3 and 0, perhaps in 1 or 2"),
     ],
 )
-def test_the_forward_and_the_backward_pass(
+def test_nan_is_attributed_to_the_forward_or_the_backward_pass(
     at: int, low: float, module: str | None, seen: str
 ) -> None:
     broken = model()
@@ -111,7 +113,7 @@ def test_the_forward_and_the_backward_pass(
 
 
 class Scale(nn.Module):
-    """Divides by the size of what it is given, without an eps."""
+    """Layer that divides its input by its norm, without an eps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +134,9 @@ class Scale(nn.Module):
          "the forward pass, before 2, whose running statistics are NaN, or in the inputs (it"),
     ],
 )  # fmt: skip
-def test_nan_at_a_light_step(layers: list[nn.Module], at: int, module: str, seen: str) -> None:
+def test_nan_at_a_light_step_is_located_by_layers_and_running_statistics(
+    layers: list[nn.Module], at: int, module: str, seen: str
+) -> None:
     torch.manual_seed(0)
     broken = nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 3))
     suspect = next((layer for layer in layers if isinstance(layer, Scale)), broken[0])
@@ -148,7 +152,7 @@ def test_nan_at_a_light_step(layers: list[nn.Module], at: int, module: str, seen
     assert seen in alert.summary
 
 
-def test_one_of_two_terms_of_the_loss_is_bad() -> None:
+def test_the_head_whose_term_of_the_loss_is_nan_is_named() -> None:
     torch.manual_seed(0)
     trunk, heads = nn.Linear(8, 16), nn.ModuleList([nn.Linear(16, 1), nn.Linear(16, 3)])
     model = nn.ModuleDict({"trunk": trunk, "heads": heads})
@@ -169,8 +173,8 @@ def test_one_of_two_terms_of_the_loss_is_bad() -> None:
     assert "the term of heads.1 is finite" in alert.summary
 
 
-@pytest.mark.parametrize("every", [1, 1000])  # the step itself is seen, or what it left
-def test_an_optimizer_that_produces_nan(every: int) -> None:
+@pytest.mark.parametrize("every", [1, 1000])  # the step is measured, or only its result
+def test_an_optimizer_step_that_produces_nan_is_the_cause(every: int) -> None:
     broken = net()
     with torch.no_grad():
         broken[0].bias.fill_(-99.0)  # no unit gets a gradient: 0 / (0 + eps)
@@ -182,7 +186,7 @@ def test_an_optimizer_that_produces_nan(every: int) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 1000])
-def test_numbers_that_overflow_because_steps_are_too_large(every: int) -> None:
+def test_an_overflow_after_too_large_steps_states_the_growth(every: int) -> None:
     def batch(step: int) -> Batch:
         points, classes = draw()
         return points * 1e3, classes
@@ -194,7 +198,7 @@ def test_numbers_that_overflow_because_steps_are_too_large(every: int) -> None:
     assert "Lower the learning rate" in alert.advice[0]
 
 
-def test_weights_that_are_overwritten_after_a_good_step() -> None:
+def test_weights_that_are_overwritten_after_a_good_step_are_named() -> None:
     broken = net()
 
     def overwrite(step: int) -> None:
@@ -206,7 +210,7 @@ def test_weights_that_are_overwritten_after_a_good_step() -> None:
     assert "3.weight: the optimizer or other code broke it" in alert.summary
 
 
-def test_nan_that_only_full_steps_show_resolves_only_there() -> None:
+def test_nan_in_running_statistics_starts_and_resolves_one_alert() -> None:
     broken = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 
     def poison(step: int) -> None:
@@ -220,11 +224,11 @@ def test_nan_that_only_full_steps_show_resolves_only_there() -> None:
     assert alerts[0].module_name == "1"
 
 
-# --- losses without a record of what followed them -----------------------------------------------
+# --- losses without a record ---------------------------------------------------------------------
 
 
 def logged(*, at: Callable[[int], int], factor: float | None = None) -> list[Alert]:
-    """Good records until step 5, and then a dozen losses that are NaN."""
+    """Return the alerts of 12 NaN losses after finite records up to step 5."""
     rule = Nonfinite()
     healthy = nn.Linear(4, 1)
     with capture_run(healthy) as run:
@@ -242,19 +246,19 @@ def run_for(model: nn.Module, steps: int) -> None:
         optimizer.step()
 
 
-def test_a_scaler_that_skips_every_step_is_named_only_if_there_is_one() -> None:
+def test_a_scaler_that_skips_every_step_is_named_only_if_one_is_used() -> None:
     [alert] = logged(at=lambda i: 5)
     assert (alert.value, alert.cause) == (10, None)
     [alert] = logged(at=lambda i: 5, factor=1024.0)
     assert "scaler" in (alert.cause or "")
 
 
-def test_steps_without_a_record_are_counted() -> None:
+def test_nan_losses_of_successive_steps_are_not_skipped_steps() -> None:
     assert logged(at=lambda i: 5 + i) == []
 
 
 class Scaled(nn.Module):
-    """Multiplies by a buffer of its own."""
+    """Module that multiplies by its buffer."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -287,7 +291,7 @@ class Gain(nn.Module):
         ("inner.2.gain", "inner.2", "inner.2"),
     ],
 )
-def test_a_buffer_is_named(at: int, buffer: str, module: str, named: str) -> None:
+def test_a_buffer_that_is_nan_is_named(at: int, buffer: str, module: str, named: str) -> None:
     parts = nn.Linear(8, 8), Gain(), Scaled(nn.Linear(8, 8)), nn.Linear(8, 3)
     broken = Scaled(nn.Sequential(*parts))
 

@@ -52,8 +52,8 @@ def record(step: int, *, differs: bool = False, declared: bool = False, bad: int
     ("declared", "differs", "alerts"),
     [
         (True, [True, True], [0]),
-        (False, [True, True], []),  # models of their own, or experts
-        (False, [False, True, True], []),  # which began alike
+        (False, [True, True], []),  # separate models, or experts
+        (False, [False, True, True], []),  # equal at first
         (False, [False, False, True], [2]),
         (True, [False, False, True], [2]),
     ],
@@ -66,7 +66,7 @@ def test_parameters_that_were_never_equal_are_copies_only_if_declared(
 
 
 @pytest.mark.parametrize(("same", "alerts"), [([1, 1, 1, 1], [2]), ([1, 1, 0, 1, 1], [])])
-def test_ranks_get_the_same_batch_again_and_again(
+def test_the_same_batch_on_both_ranks_is_reported_at_the_third_step_in_a_row(
     same: Sequence[int], alerts: Sequence[int]
 ) -> None:
     def given(step: int, alike: frozenset[int]) -> StepRecord:

@@ -19,8 +19,8 @@ class Blocks(nn.Module):
     """Residual blocks; of tokens, with positions; some parameters begin at zero or get nothing.
 
     Args:
-        gain: What the scale of each branch begins with.
-        lets_through: What the branches hand back.
+        gain: Initial scale of each branch.
+        lets_through: Applied to the input of each branch and of its skip connection.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ def frozen(model: Blocks) -> Blocks:
 
 
 def trained(model: nn.Module) -> CapturedRun:
-    """The next token is the one after it, as they are numbered."""
+    """Train the model to predict each token's number plus one."""
     optimizer = Adam(model.parameters(), 3e-3)
     torch.manual_seed(1)
     with capture_run(model, every_n_steps=EVERY) as run:
@@ -95,7 +95,7 @@ def trained(model: nn.Module) -> CapturedRun:
     [Blocks(), Blocks(gain=0.0), frozen(Blocks()), Experts()],
     ids=["positions of zeros", "branches that begin at zero", "frozen", "experts"],
 )
-def test_permanent_conditions_request_no_full_step(model: nn.Module) -> None:
+def test_permanent_conditions_request_no_full_step_and_raise_no_alert(model: nn.Module) -> None:
     run = trained(model)
     assert [record.step for record in run.records if record.full] == [0, 100]
     assert run.alerts == []

@@ -33,7 +33,7 @@ def run(dtype: torch.dtype, rate: float, *, warm_up: float = 0.0, every: int = 1
 @pytest.mark.parametrize(
     ("dtype", "rate", "apart"), [(torch.bfloat16, 3e-4, "0.4 %"), (torch.float16, 1e-4, "0.05 %")]
 )
-def test_steps_that_are_rounded_away_are_a_note(
+def test_updates_that_are_rounded_away_are_noted(
     dtype: torch.dtype, rate: float, apart: str, every: int
 ) -> None:
     (alert,) = run(dtype, rate, every=every)
@@ -44,7 +44,7 @@ def test_steps_that_are_rounded_away_are_a_note(
     assert f"are {apart} or more apart" in (alert.cause or "")
 
 
-def test_changed_weights_are_at_most_the_share_of_the_squares() -> None:
+def test_the_share_of_changed_weights_stays_below_its_bound() -> None:
     rule = RoundedUpdates()
     model = net().bfloat16()
     weights = [model.get_submodule(name).get_parameter("weight") for name in ("0", "3")]
@@ -66,7 +66,7 @@ def test_changed_weights_are_at_most_the_share_of_the_squares() -> None:
 
 
 @pytest.mark.slow
-def test_steps_that_change_weights_are_not_noted() -> None:
+def test_updates_that_change_weights_are_not_noted() -> None:
     assert run(torch.float32, 1e-3) == []
     assert run(torch.bfloat16, 1.0) == []
     assert run(torch.bfloat16, 1e-3, warm_up=0.01) == []

@@ -47,7 +47,7 @@ def train(
     weigh: Callable[[int], float] = lambda step: 1.0,
     alerts: dict[str, dict[str, float] | None] | None = None,
 ) -> list[Alert]:
-    """Alerts that began; each step is judged before the next, so that runs repeat."""
+    """Return the alerts that started; a flush after each step makes runs repeatable."""
     images, labels = digits
     optimizer = (
         Adam(model.parameters(), lr) if adam else SGD(model.parameters(), lr / loss_unit, 0.9)
@@ -110,7 +110,7 @@ def test_weights_that_grow_during_training_explode(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weight", [300.0, 3000.0])
-def test_another_weight_of_the_loss_is_no_explosion(
+def test_another_weight_of_the_loss_is_a_note_and_not_an_explosion(
     digits: tuple[Tensor, Tensor], tmp_path: Path, weight: float
 ) -> None:
     def weigh(step: int) -> float:
@@ -121,7 +121,9 @@ def test_another_weight_of_the_loss_is_no_explosion(
 
 
 @pytest.mark.slow
-def test_a_deep_stack_of_sigmoids_vanishes(digits: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+def test_gradients_of_a_deep_stack_of_sigmoids_vanish(
+    digits: tuple[Tensor, Tensor], tmp_path: Path
+) -> None:
     alerts = train(mlp(12, nn.Sigmoid, gain=1.0), digits, tmp_path)
     assert [alert.kind for alert in alerts] == ["vanishing_gradient"]
     assert alerts[0].module_name in {"0", "2", "4"}
@@ -136,7 +138,7 @@ def test_a_deep_stack_of_sigmoids_vanishes(digits: tuple[Tensor, Tensor], tmp_pa
     ],
 )
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_bad_batch_is_named_before_the_layer_that_it_enters_by(
+def test_a_nonfinite_batch_is_attributed_to_the_inputs_at_a_full_step_only(
     digits: tuple[Tensor, Tensor], tmp_path: Path, step: int, seen: str, value: float
 ) -> None:
     def break_one(at: int, inputs: Tensor) -> Tensor:
@@ -180,7 +182,7 @@ def test_inputs_of_the_first_layer_are_distinguished_from_the_batch(
 
 
 @pytest.mark.slow
-def test_missing_values_that_the_model_fills_in_are_not_blamed(
+def test_missing_values_that_the_model_fills_in_are_not_the_cause(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
     model = Prepared(lambda x: x.nan_to_num(0.0))
@@ -198,7 +200,7 @@ def test_missing_values_that_the_model_fills_in_are_not_blamed(
 
 
 @pytest.mark.slow
-def test_a_layer_that_gives_only_zeros_is_dead(
+def test_a_layer_that_returns_only_zeros_is_dead(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
     model = mlp()
@@ -218,7 +220,7 @@ def test_a_layer_on_the_flat_part_is_saturated(
 
 
 class SqueezeAndExcite(nn.Module):
-    """A convolution whose maps are scaled by a gate that looks at their means."""
+    """Convolution whose maps are scaled by a gate, which is computed from their means."""
 
     def __init__(self, *, as_convolutions: bool, stride: int) -> None:
         super().__init__()
@@ -249,7 +251,7 @@ def test_gates_that_are_open_or_closed_are_not_saturated(
 ) -> None:
     torch.manual_seed(0)
     model = SqueezeAndExcite(as_convolutions=as_convolutions, stride=stride)
-    with torch.no_grad():  # most channels are wanted or not, whatever the image
+    with torch.no_grad():  # most gates are open or closed for every image
         model.excite.bias.copy_(torch.tensor([9.0, -9.0] * 7 + [0.0, 0.0]))
     assert train(model, digits, tmp_path, steps=40) == []
 
@@ -274,7 +276,7 @@ def test_a_hidden_layer_after_pooling_is_no_gate(
 
 
 class ResidualsBeforeRecurrence(nn.Module):
-    """An LSTM bounds what it returns, whatever it is given."""
+    """Residual layers before an LSTM, whose outputs are bounded for any input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +314,7 @@ def test_a_learning_rate_that_is_far_too_high_diverges(
 
 
 @pytest.mark.slow
-def test_a_learning_rate_of_almost_nothing_does_not_learn(
+def test_a_tiny_learning_rate_raises_no_learning(
     digits: tuple[Tensor, Tensor], tmp_path: Path
 ) -> None:
     [alert] = train(mlp(), digits, tmp_path, lr=1e-9, steps=160)
@@ -320,7 +322,7 @@ def test_a_learning_rate_of_almost_nothing_does_not_learn(
 
 
 @pytest.mark.slow
-def test_an_omitted_rule_reports_nothing(digits: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+def test_a_rule_set_to_none_reports_nothing(digits: tuple[Tensor, Tensor], tmp_path: Path) -> None:
     alerts = train(mlp(), digits, tmp_path, lr=1e-9, steps=160, alerts={"no_learning": None})
     assert alerts == []
 
@@ -338,7 +340,7 @@ def test_an_omitted_rule_reports_nothing(digits: tuple[Tensor, Tensor], tmp_path
         ({"dead_units": 0.5}, TypeError, "must be a dict of parameters, a Detector"),
     ],
 )
-def test_an_invalid_configuration_is_named(
+def test_the_logger_refuses_an_invalid_configuration(
     tmp_path: Path, config: dict[str, object], error: type[Exception], message: str
 ) -> None:
     model = mlp()

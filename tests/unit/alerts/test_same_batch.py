@@ -23,7 +23,7 @@ def test_a_loader_that_repeats_its_batches_in_order_is_not_noted(period: int) ->
     assert train(SameBatch(), 230, batch=lambda step: epoch[step % period]) == []
 
 
-def test_tokens_are_recognized_too() -> None:
+def test_the_same_tokens_are_noted_and_other_tokens_are_not() -> None:
     model = torch.nn.Sequential(
         torch.nn.Embedding(9, 8), torch.nn.Flatten(), torch.nn.Linear(24, 3)
     )

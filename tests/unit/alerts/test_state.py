@@ -30,7 +30,7 @@ class Item:
 
 class Key(NamedTuple):
     name: str
-    place: int
+    index: int
 
 
 class Outer:
@@ -47,7 +47,7 @@ class Outer:
         self._alert = None
 
 
-def test_a_value_is_restored_with_its_type() -> None:
+def test_values_are_restored_with_their_types() -> None:
     before, after = Outer(1.0), Outer(2.0)
     before.inner._values.extend([np.float32(2.0), 3.0])
     before._items[Key("a", 1)] = Item(mask=np.array([True, False]), share=np.float64(0.5))
@@ -64,10 +64,10 @@ def test_a_value_is_restored_with_its_type() -> None:
     assert after.inner._values.maxlen == 2
     [(key, item)] = after._items.items()
     assert isinstance(key, Key)
-    assert (key.name, key.place, item.mask.dtype) == ("a", 1, np.bool_)
+    assert (key.name, key.index, item.mask.dtype) == ("a", 1, np.bool_)
     assert item.mask.tolist() == [True, False]
     assert (after._range, after._alert) == (before._range, before._alert)
-    assert inner._values == deque([1.0])  # no half of it was set before all was known to fit
+    assert inner._values == deque([1.0])  # replaced, not changed in place
 
 
 class Bare:

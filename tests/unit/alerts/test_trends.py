@@ -99,10 +99,10 @@ def test_a_self_reinforcing_loss_is_reported(discount: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "first", "told"), [(1.25, 1e-2, True), (0.8, 0.3, False), (1.25, 1e-5, False)]
+    ("factor", "first", "is_reported"), [(1.25, 1e-2, True), (0.8, 0.3, False), (1.25, 1e-5, False)]
 )
 def test_a_rate_that_grows_exponentially_is_reported_when_steps_are_large(
-    factor: float, first: float, told: bool
+    factor: float, first: float, is_reported: bool
 ) -> None:
     model = net()
     optimizer = Adam(model.parameters(), first)
@@ -111,7 +111,7 @@ def test_a_rate_that_grows_exponentially_is_reported_when_steps_are_large(
         optimizer.param_groups[0]["lr"] = min(first * factor ** (step // 10), 1e-3 + 10 * first)
 
     alerts = train(ExponentialTrend(), 150, model=model, optimizer=optimizer, before=schedule)
-    assert bool(alerts) == told
+    assert bool(alerts) == is_reported
     for alert in alerts:
         assert {1.25, 0.01} <= {*figures(alert.summary)}
         assert alert.step < 100

@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
-def test_a_head_that_was_replaced_after_the_optimizer_was_made(every: int) -> None:
+def test_a_head_that_was_replaced_after_the_optimizer_was_made_is_reported(every: int) -> None:
     model = Net()
     optimizer = SGD(model.parameters(), 0.1)
     model.head = nn.Linear(16, 3)
@@ -53,9 +53,9 @@ def test_a_small_unused_head_is_a_note() -> None:
     assert (alert.severity, alert.module_name) == ("note", "spare")
 
 
-def test_an_optimizer_that_is_never_stepped() -> None:
+def test_parameters_of_an_optimizer_that_is_never_stepped_are_reported() -> None:
     model = Net()
-    SGD(model.head.parameters(), 0.1)  # made, and forgotten
+    SGD(model.head.parameters(), 0.1)  # never stepped
     optimizer = SGD(model.trunk.parameters(), 0.01)
     [alert] = train(UntrainedParameters(), 150, model=model, optimizer=optimizer)
     assert (alert.severity, alert.module_name) == ("warning", "head")
@@ -126,7 +126,9 @@ def test_a_part_that_is_rarely_trained_is_not_reported() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [10, 100])
-def test_parameters_that_are_unfrozen_later_and_not_in_the_optimizer(every: int) -> None:
+def test_parameters_that_are_unfrozen_later_and_not_in_the_optimizer_are_reported(
+    every: int,
+) -> None:
     model = Net()
     model.trunk.requires_grad_(False)
 

@@ -16,10 +16,10 @@ from tests.helpers.small_runs import train
 
 
 class TwoTowers(nn.Module):
-    """Two halves of the input have a tower each; what ``join`` makes of the towers is classified.
+    """Network with a tower for each half of the input; ``join`` combines their outputs.
 
     Args:
-        join: Takes what the towers returned.
+        join: Function of the outputs of both towers; a head classifies its result.
         swap: Whether the tower of interest runs behind the other one.
         wide: Units of the tower of interest.
     """
@@ -64,11 +64,11 @@ def underflown(tower: Tensor, other: Tensor) -> Tensor:
     ("join", "swap"),
     [(detached, False), (detached, True), (forgotten, False), (underflown, False)],
 )
-def test_a_missing_gradient_has_vanished(
+def test_a_gradient_that_is_cut_off_or_underflows_has_vanished(
     join: Callable[[Tensor, Tensor], Tensor], swap: bool
 ) -> None:
     [alert] = train(VanishingGradient(), 60, model=TwoTowers(join, swap=swap))
-    assert (alert.module_name, alert.step) == ("tower.0", 21)  # at a second look
+    assert (alert.module_name, alert.step) == ("tower.0", 21)  # at the second evaluation
     assert 22 in figures(alert.summary)
     assert "tower.0 to tower.2" in alert.summary
 
@@ -96,7 +96,7 @@ def test_gradients_that_should_be_zero_have_not_vanished(model: TwoTowers) -> No
     assert train(VanishingGradient(), 60, model=model) == []
 
 
-def test_parameters_without_an_optimizer_have_not_vanished() -> None:
+def test_gradients_of_parameters_without_an_optimizer_have_not_vanished() -> None:
     model = TwoTowers(usual)
     rest = [*model.other.parameters(), *model.head.parameters()]
     assert train(VanishingGradient(), 60, model=model, optimizer=SGD(rest, 0.1)) == []
@@ -126,7 +126,7 @@ def test_a_generator_whose_critic_is_trained_alone_at_first_has_not_vanished() -
     assert run.alerts == []
 
 
-def test_a_phase_without_a_gradient_has_not_vanished() -> None:
+def test_gradients_that_are_zero_in_phases_have_not_vanished() -> None:
     model, phase = TwoTowers(lambda tower, other: usual(phase[0] * tower, other)), [1.0]
 
     def alternate(step: int) -> None:
@@ -184,7 +184,7 @@ def test_a_learning_rate_of_zero_is_named_where_nothing_behind_it_moves(rate: fl
     nn.init.zeros_(up.weight)
     up.weight.register_hook(
         lambda grad: grad * (rate == 0)
-    )  # at another rate it stays all the same
+    )  # at the other rate its gradient is zero
     still = [*down.parameters(), *up.parameters()]
     moving = [*tower.other.parameters(), *tower.head.parameters()]
     groups = [{"params": moving}, {"params": still, "lr": rate}]

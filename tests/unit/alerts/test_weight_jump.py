@@ -17,7 +17,7 @@ from tests.helpers.small_runs import net, train
 def run(
     change: Callable[[nn.Sequential, Any], None], *, at: int = 94, every: int = 10
 ) -> list[Alert]:
-    """One change before a step of a run that learns slowly by then."""
+    """Train with one change before step ``at``; the run learns slowly by then."""
     model = net()
     train(WeightJump(), 100, model=model)
     optimizer = SGD(model.parameters(), 1e-3)
@@ -39,16 +39,16 @@ def times(factor: float, *layers: int) -> Callable[[nn.Sequential, Any], None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "told_at", "before"), [(1, 94, 93), (10, 100, 90)])
+@pytest.mark.parametrize(("every", "expected", "before"), [(1, 94, 93), (10, 100, 90)])
 def test_a_matrix_that_was_overwritten_outside_the_optimizer_is_named(
-    every: int, told_at: int, before: int
+    every: int, expected: int, before: int
 ) -> None:
     (alert,) = run(times(5, 3), every=every)
-    assert (alert.severity, alert.module_name, alert.step) == ("warning", "3", told_at)
+    assert (alert.severity, alert.module_name, alert.step) == ("warning", "3", expected)
     assert {5, before} <= {*figures(alert.summary)}
 
 
-def test_a_matrix_that_is_reinitialized_smaller_is_a_note() -> None:
+def test_a_matrix_that_is_scaled_down_is_a_note() -> None:
     (alert,) = run(times(0.1, 3))
     assert (alert.severity, alert.module_name) == ("note", "3")
 
@@ -71,11 +71,11 @@ def test_other_changes_are_not_a_jump(change: Callable[[nn.Sequential, Any], Non
 @pytest.mark.slow
 def test_weights_that_learn_fast_from_the_start_are_not_a_jump() -> None:
     assert train(WeightJump(), 200, every=10) == []
-    assert run(times(5, 3), at=25) == [], "too little is known of them"
+    assert run(times(5, 3), at=25) == [], "no baseline yet"
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3])
-def test_layers_that_are_unfrozen_may_grow(scale: float) -> None:
+def test_unfrozen_layers_that_grow_are_not_a_jump(scale: float) -> None:
     model = net()
     train(WeightJump(), 100, model=model)
     last = model.get_submodule("3").get_parameter("weight")

@@ -159,7 +159,7 @@ def test_passes_after_the_message_are_logged_again(
     assert [record.activations["0"].calls for record in outcome.full] == [PASSES_WITHOUT_STEP, 1]
 
 
-# --- runs that end before their first step --------------------------------------------------------
+# --- runs that end before their first step -------------------------------------------------------
 
 
 def nothing(model: nn.Module, passes: int) -> None:

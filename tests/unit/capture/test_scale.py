@@ -95,7 +95,7 @@ def test_attaching_takes_work_in_proportion_to_the_modules(tmp_path: Path) -> No
     assert large < 250 * 10_000
 
 
-# --- memory ---------------------------------------------------------------------------------------
+# --- memory --------------------------------------------------------------------------------------
 
 
 def test_a_step_of_very_many_micro_batches_is_bounded(

@@ -140,7 +140,7 @@ def test_each_parameter_has_the_rate_of_its_group(tmp_path: Path) -> None:
         assert {name: groups[name] for name in expected} == expected
 
 
-# --- optimizers around others ---------------------------------------------------------------------
+# --- optimizers around others --------------------------------------------------------------------
 
 
 class Ahead:

@@ -1,4 +1,4 @@
-"""Flight files in words."""
+"""Flight files explained as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from telemetry.records.sketch import sketch_array
 def fly(
     log_dir: Path, *, modules: int = 4, culprit: int = 2, moved: tuple[int, ...] = ()
 ) -> FlightRecorder:
-    """A run in which a module in the middle gives NaN at step 30, and others moved before."""
+    """Record a run whose module ``culprit`` returns NaN at step 30; ``moved`` changed before."""
     names = [f"block.{i}" for i in range(modules)]
     layout = Layout(
         modules=tuple(Module(name=name, type_name="Linear") for name in names),
@@ -74,7 +74,7 @@ def fly(
     return recorder
 
 
-def test_it_prints_the_fault_its_layer_its_step_and_its_onset(tmp_path: Path) -> None:
+def test_the_text_has_the_fault_its_module_step_consequences_and_advice(tmp_path: Path) -> None:
     fly(tmp_path).close()
     text = explain(tmp_path)
     for line in (
@@ -91,7 +91,7 @@ def test_it_prints_the_fault_its_layer_its_step_and_its_onset(tmp_path: Path) ->
     assert explain(tmp_path / "flight-30.json") == text
 
 
-def test_curves_are_small_plots(tmp_path: Path) -> None:
+def test_curves_are_sparklines(tmp_path: Path) -> None:
     fly(tmp_path).close()
     lines = explain(tmp_path).splitlines()
     [loss] = [line for line in lines if line.startswith("  loss ")]
@@ -102,7 +102,7 @@ def test_curves_are_small_plots(tmp_path: Path) -> None:
     assert norm.partition("  gradient norm ")[2].split()[0].endswith("!!!!!")
 
 
-def test_the_depth_profile_marks_the_culprit(tmp_path: Path) -> None:
+def test_the_depth_profile_marks_the_first_bad_module(tmp_path: Path) -> None:
     fly(tmp_path).close()
     lines = explain(tmp_path).splitlines()
     start = lines.index(
@@ -118,7 +118,7 @@ def test_the_depth_profile_marks_the_culprit(tmp_path: Path) -> None:
     assert rows[2].endswith("7 values not finite")
 
 
-def test_modules_around_the_culprit_are_shown_of_many(tmp_path: Path) -> None:
+def test_of_many_modules_those_around_the_first_bad_one_are_shown(tmp_path: Path) -> None:
     fly(tmp_path, modules=100, culprit=60).close()
     text = explain(tmp_path)
     assert "» block.60" in text
@@ -139,12 +139,12 @@ def test_first_movers_are_shown_at_any_depth(tmp_path: Path, modules: int) -> No
     assert f"  and {modules - 30} more modules" in lines
 
 
-def test_a_killed_run_is_reported(tmp_path: Path) -> None:
+def test_an_incomplete_file_is_reported(tmp_path: Path) -> None:
     fly(tmp_path)
     assert "(not complete: the run is still going on or was killed)" in explain(tmp_path)
 
 
-def test_an_exception_is_shown(tmp_path: Path) -> None:
+def test_an_exception_is_shown_without_a_depth_profile(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path)
     recorder.on_exception(IndexError("list index out of range"), step=3)
     recorder.close()
@@ -175,7 +175,7 @@ def test_flight_files_are_read_without_torch(tmp_path: Path) -> None:
     assert done.stdout.strip() == "False True"
 
 
-def test_the_command_ends_with_the_help_of_the_kind(
+def test_the_command_ends_with_the_help_of_the_kind_except_in_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fly(tmp_path).close()

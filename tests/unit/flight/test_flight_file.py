@@ -1,4 +1,4 @@
-"""Flight files: how they are bounded, found and read."""
+"""Flight files are bounded, found and read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from telemetry.records.sketch import sketch_array
 
 
 def write(log_dir: Path, *, modules: int, culprit: int = 0, steps: int = 3) -> dict[str, Any]:
-    """The file of a fault in a network of so many layers."""
+    """Return the flight file of a fault in a network of ``modules`` layers."""
     names = [f"layer{i}" for i in range(modules)]
     layout = Layout(
         modules=tuple(Module(name=name, type_name="Linear") for name in names),
@@ -54,7 +54,9 @@ def write(log_dir: Path, *, modules: int, culprit: int = 0, steps: int = 3) -> d
     return read_flight(log_dir / f"flight-{steps - 1}.json")
 
 
-def test_an_even_selection_with_the_culprit_is_shown_of_many_modules(tmp_path: Path) -> None:
+def test_a_file_of_many_modules_has_an_even_selection_with_the_first_bad_one(
+    tmp_path: Path,
+) -> None:
     flight = write(tmp_path, modules=2000, culprit=777)
     names = flight["modules"]["name"]
     assert len(names) <= MAX_MODULES

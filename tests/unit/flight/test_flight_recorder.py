@@ -1,4 +1,4 @@
-"""The flight recorder in real trainings: what is written, when, and that it never disturbs."""
+"""Flight files of real training runs: contents, times of writing, bounds and failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def small_cnn() -> nn.Module:
 def train(
     log_dir: Path, *, steps: int, nan_at: int = -1, alerts: Iterable[Any] = (), **options: Any
 ) -> None:
-    """A training that ends by running out of batches."""
+    """Train until the batches end with an IndexError."""
     model = small_cnn()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with HookLogger(model, log_dir, every_n_steps=10, alerts=alerts, **options) as logger:
@@ -120,10 +120,10 @@ def moments(flight: dict[str, Any]) -> list[tuple[str, int]]:
     return [(p["when"], p["step"]) for p in flight["profiles"]]
 
 
-# --- what is written -----------------------------------------------------------------------------
+# --- contents of a file --------------------------------------------------------------------------
 
 
-def test_a_bad_batch_in_a_real_training_is_written_down(tmp_path: Path) -> None:
+def test_the_file_of_a_bad_batch_has_its_step_curves_and_profiles(tmp_path: Path) -> None:
     log_dir = tmp_path / "run"
     recorder = FlightRecorder(tmp_path, steps=20, seed=SEED)
 
@@ -138,7 +138,7 @@ def test_a_bad_batch_in_a_real_training_is_written_down(tmp_path: Path) -> None:
     assert path.name == "flight-23.json"
     flight = read_flight(path)
     assert (flight["step"], flight["batch"], flight["complete"]) == (23, 23, True)
-    assert flight["first_bad_module"] is None, "step 23 is not measured in full: nobody knows"
+    assert flight["first_bad_module"] is None, "step 23 is not a full step"
     assert [a.kind for a in flight["alerts"]] == ["nonfinite"]
     assert flight["modules"]["name"] == ["0", "1", "2", "3", "4"]
     assert flight["modules"]["type"][:2] == ["Conv2d", "ReLU"]
@@ -157,7 +157,9 @@ def test_a_bad_batch_in_a_real_training_is_written_down(tmp_path: Path) -> None:
     assert flight["random"]["seed"] == SEED
 
 
-def test_every_logger_writes_down_a_fault_and_the_exception_that_ends_it(tmp_path: Path) -> None:
+def test_each_logger_writes_a_file_of_a_fault_and_of_the_exception_that_ends_the_run(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(IndexError):
         train(tmp_path, steps=23, nan_at=20, alerts=[Nonfinite()])
     [path] = flight_files(tmp_path)
@@ -197,7 +199,7 @@ def test_random_states_repeat_the_batch(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(4, 1, 8, 8), seen[2])
 
 
-def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
+def test_figures_equal_those_of_the_record(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=40)
     fly(recorder, range(41))
     recorder.on_alert(alert(40))
@@ -214,7 +216,7 @@ def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
     assert flight["alerts"][0].threshold == np.inf
 
 
-def test_before_is_well_before_and_after_comes_later(tmp_path: Path) -> None:
+def test_profiles_are_taken_ten_steps_before_and_ten_steps_after_the_fault(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=40)
     fly(recorder, range(56), every=5)
     recorder.on_alert(alert(55))
@@ -230,7 +232,7 @@ def test_before_is_well_before_and_after_comes_later(tmp_path: Path) -> None:
     assert flight["steps"]["step"] == list(range(26, 66))
 
 
-def test_a_full_measurement_from_long_ago_is_better_than_none(tmp_path: Path) -> None:
+def test_the_latest_full_step_is_kept_though_it_is_older_than_the_window(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=10)
     fly(recorder, range(96), every=100)
     recorder.on_alert(alert(95))
@@ -239,7 +241,7 @@ def test_a_full_measurement_from_long_ago_is_better_than_none(tmp_path: Path) ->
     assert flight["steps"]["step"] == list(range(86, 96))
 
 
-def test_an_alert_raised_with_the_loss_gets_its_step_later(tmp_path: Path) -> None:
+def test_the_file_of_an_alert_on_the_loss_is_completed_when_its_step_ends(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=20)
     fly(recorder, range(5))
     recorder.on_alert(alert(5, module=None))
@@ -251,7 +253,7 @@ def test_an_alert_raised_with_the_loss_gets_its_step_later(tmp_path: Path) -> No
     assert flight["first_bad_module"] is None
 
 
-def test_an_alert_before_any_step_is_written_down(tmp_path: Path) -> None:
+def test_an_alert_before_any_step_writes_an_empty_file(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path)
     recorder.on_alert(alert(0))
     recorder.close()
@@ -259,14 +261,14 @@ def test_an_alert_before_any_step_is_written_down(tmp_path: Path) -> None:
     assert flight["profiles"] == flight["grad_norms"] == flight["steps"]["step"] == []
 
 
-def test_an_alert_at_the_very_first_step_has_no_before(tmp_path: Path) -> None:
+def test_an_alert_at_the_first_step_has_no_profile_before_it(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path)
     recorder.on_step(record(0, full=True))
     recorder.on_alert(alert(0))
     assert moments(read_flight(tmp_path / "flight-0.json")) == [("at", 0)]
 
 
-def test_a_full_measurement_at_the_end_is_shown_in_full(tmp_path: Path) -> None:
+def test_the_profile_after_a_fault_is_of_a_full_step(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=40)
     fly(recorder, range(11))
     recorder.on_alert(alert(10))
@@ -276,7 +278,7 @@ def test_a_full_measurement_at_the_end_is_shown_in_full(tmp_path: Path) -> None:
     assert after["weight_norm"][0] > 0
 
 
-def test_all_outputs_and_parameters_of_a_module_count(tmp_path: Path) -> None:
+def test_figures_of_a_module_include_all_its_outputs_and_parameters(tmp_path: Path) -> None:
     good, bad, masked = (
         TensorRecord(sketch=sketch_array(np.array(values)))
         for values in ([1.0], [np.nan, np.inf], [-np.inf, 1.0])
@@ -302,7 +304,7 @@ def test_all_outputs_and_parameters_of_a_module_count(tmp_path: Path) -> None:
     assert at["update_ratio"] == [None, np.inf, None]
 
 
-def test_errors_until_it_is_complete_are_part_of_one_file(tmp_path: Path) -> None:
+def test_errors_until_a_file_is_complete_are_part_of_it(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=40)
     fly(recorder, range(10))
     recorder.on_alert(alert(9, severity="warning", module="a"))
@@ -323,11 +325,11 @@ def test_errors_until_it_is_complete_are_part_of_one_file(tmp_path: Path) -> Non
         (14, "resolved"),
     ]
     assert read_flight(first)["first_bad_module"] == "b"
-    assert [a.step for a in read_flight(second)["alerts"]] == [55, 59], "others are long gone"
+    assert [a.step for a in read_flight(second)["alerts"]] == [55, 59], "older alerts are removed"
     assert read_flight(second)["first_bad_module"] == "a"
 
 
-def test_neither_warnings_nor_the_end_of_an_error_are_written_down(tmp_path: Path) -> None:
+def test_warnings_and_resolved_errors_write_no_file(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path)
     fly(recorder, range(3))
     recorder.on_alert(alert(2, severity="warning"))
@@ -336,7 +338,7 @@ def test_neither_warnings_nor_the_end_of_an_error_are_written_down(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_exception_that_ends_the_training_is_written_down(tmp_path: Path) -> None:
+def test_an_exception_that_ends_the_training_writes_a_file(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=20)
     fly(recorder, range(13))
     try:
@@ -347,11 +349,13 @@ def test_an_exception_that_ends_the_training_is_written_down(tmp_path: Path) -> 
     flight = read_flight(tmp_path / "flight-13.json")
     assert flight["exception"]["type"] == "LookupError"
     assert flight["exception"]["message"] == "no such batch"
-    assert "test_an_exception_that_ends" in flight["exception"]["traceback"]
+    assert (
+        "test_an_exception_that_ends_the_training_writes_a_file" in flight["exception"]["traceback"]
+    )
     assert moments(flight) == [("before", 0), ("at", 12)]
 
 
-def test_an_exception_after_an_alert_is_part_of_its_file(tmp_path: Path) -> None:
+def test_an_exception_after_an_alert_is_part_of_the_file_of_the_alert(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=20)
     fly(recorder, range(13))
     recorder.on_alert(alert(12))
@@ -364,13 +368,13 @@ def test_an_exception_after_an_alert_is_part_of_its_file(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "exception", [KeyboardInterrupt(), SystemExit(), TelemetryAlert(alert(1)), GeneratorExit()]
 )
-def test_a_requested_exception_is_not_a_fault(tmp_path: Path, exception: BaseException) -> None:
+def test_an_intended_exception_writes_no_file(tmp_path: Path, exception: BaseException) -> None:
     recorder = FlightRecorder(tmp_path)
     recorder.on_exception(exception, step=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_random_states_are_of_the_last_full_measurement_up_to_the_fault(tmp_path: Path) -> None:
+def test_random_states_are_those_of_the_last_full_step_up_to_the_fault(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=20, seed=SEED)
     fly(recorder, range(21))
     recorder.on_alert(alert(20))
@@ -400,7 +404,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(read_flight(tmp_path / "flight-599.json")["steps"]["step"]) > 40
 
 
-def test_the_latest_steps_are_kept_even_if_they_are_too_large(
+def test_the_latest_steps_are_kept_though_they_exceed_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "MAX_STEP_BYTES", 1)
@@ -414,7 +418,7 @@ def test_the_latest_steps_are_kept_even_if_they_are_too_large(
 
 
 @pytest.mark.slow
-def test_full_measurements_at_every_step_are_reduced(tmp_path: Path) -> None:
+def test_of_full_steps_in_a_row_one_in_ten_is_kept(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=160)
     fly(recorder, range(500), every=1)
     kept = [step.step for step in recorder._full]
@@ -437,7 +441,7 @@ def test_pictures_of_the_record_are_not_kept(tmp_path: Path) -> None:
     assert recorder.nbytes < 100_000
 
 
-def test_a_run_writes_few_files(tmp_path: Path) -> None:
+def test_a_run_writes_at_most_the_maximum_of_files(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path, steps=4)
     for step in range(100):
         recorder.on_step(record(step))
@@ -481,18 +485,18 @@ def test_a_full_disk_keeps_the_existing_files(
     assert (tiny_disk / "flight-0.json").read_bytes() == before
 
 
-def test_files_may_be_written_by_a_custom_writer(tmp_path: Path) -> None:
-    handed_over: list[tuple[Path, bytes]] = []
-    recorder = FlightRecorder(tmp_path, write=lambda *file: handed_over.append(file))
+def test_a_custom_writer_receives_each_file(tmp_path: Path) -> None:
+    written: list[tuple[Path, bytes]] = []
+    recorder = FlightRecorder(tmp_path, write=lambda *file: written.append(file))
     recorder.on_step(record(0))
     recorder.on_alert(alert(0))
     recorder.close()
 
     assert list(tmp_path.iterdir()) == []
-    for path, content in handed_over:
+    for path, content in written:
         assert path == tmp_path / "flight-0.json"
         assert json.loads(content)["step"] == 0
-    assert len(handed_over) == 2
+    assert len(written) == 2
 
 
 def test_internal_errors_are_logged_and_not_raised(
@@ -508,7 +512,7 @@ def test_internal_errors_are_logged_and_not_raised(
     assert flight_files(tmp_path)
 
 
-def test_remote_directories_are_passed_over(
+def test_a_remote_directory_gets_no_files_and_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -548,6 +552,6 @@ def test_every_file_is_valid_json(tmp_path: Path) -> None:
         assert flight["steps"]["loss"][:3] == ["nan", "inf", "-inf"]
 
 
-def test_at_least_one_step_is_kept(tmp_path: Path) -> None:
+def test_fewer_than_one_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"FlightRecorder\(steps=0\): must be at least 1"):
         FlightRecorder(tmp_path, steps=0)

@@ -1,4 +1,4 @@
-"""Fast loops: norms are taken at one usual step in k, and at every step after an unusual one."""
+"""Fast loops: norms are measured at one usual step in k and at all steps after an unusual one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.helpers.plain_events import EventAccumulator
 STEP_S = 0.001
 
 
-def taken(
+def measured_steps(
     steps: LightSteps, count: int, *, cost: float, first: int = 0, odd: int | None = None
 ) -> list[int]:
-    """Numbers of the steps at which norms are taken, where one costs this share of a step."""
+    """Return the steps at which norms are measured, where norms cost ``cost`` of a step."""
     numbers = []
     for number in range(first, first + count):
         if number == odd:
@@ -38,16 +38,16 @@ def taken(
     return numbers
 
 
-def test_norms_are_measured_at_each_step_within_three_percent_of_the_time() -> None:
+def test_norms_that_cost_at_most_three_percent_are_measured_at_each_step() -> None:
     steps = LightSteps()
-    assert taken(steps, 2000, cost=0.024) == list(range(2000))
+    assert measured_steps(steps, 2000, cost=0.024) == list(range(2000))
     assert steps.every == 1
 
 
 @pytest.mark.parametrize(("cost", "every"), [(0.04, 2), (0.17, 7), (10.0, MAX_EVERY)])
 def test_faster_steps_are_measured_at_every_kth_step(cost: float, every: int) -> None:
     steps = LightSteps()
-    numbers = taken(steps, FIRST_STEPS + 100, cost=cost)
+    numbers = measured_steps(steps, FIRST_STEPS + 100, cost=cost)
     assert steps.every == every
     later = [number for number in range(FIRST_STEPS, FIRST_STEPS + 100) if number % every == 0]
     assert numbers == [*range(FIRST_STEPS), *later]
@@ -55,20 +55,20 @@ def test_faster_steps_are_measured_at_every_kth_step(cost: float, every: int) ->
 
 def test_slower_steps_are_all_measured_again() -> None:
     steps = LightSteps()
-    taken(steps, FIRST_STEPS, cost=1.0)
+    measured_steps(steps, FIRST_STEPS, cost=1.0)
     assert steps.every == MAX_EVERY
-    taken(steps, 2 * DENSE_STEPS * MAX_EVERY, first=FIRST_STEPS, cost=0.01)
+    measured_steps(steps, 2 * DENSE_STEPS * MAX_EVERY, first=FIRST_STEPS, cost=0.01)
     assert steps.every == 1
 
 
-def test_the_64_steps_after_an_unusual_one_are_all_measured() -> None:
+def test_64_steps_after_an_unusual_one_are_all_measured() -> None:
     steps, odd = LightSteps(), 501
-    numbers = taken(steps, 1000, cost=1.0, odd=odd)
+    numbers = measured_steps(steps, 1000, cost=1.0, odd=odd)
     assert [n for n in numbers if odd <= n <= odd + DENSE_STEPS] == list(range(501, 566))
     assert len(numbers) < FIRST_STEPS + DENSE_STEPS + 60
 
 
-def test_a_loss_above_its_limit_is_unusual() -> None:
+def test_a_loss_above_its_limit_or_not_finite_is_unusual() -> None:
     steps = LightSteps()
     steps.every, steps.loss_tag, steps.loss_limit = 16, "loss", 2.0
     assert not steps.check_logged(3, {"loss": 2.0, "other": 9.0})
@@ -82,7 +82,7 @@ def test_a_loss_above_its_limit_is_unusual() -> None:
 
 
 def test_without_a_limit_norms_are_measured_at_each_step() -> None:
-    assert len(taken(LightSteps(limited=False), 1000, cost=1.0)) == 1000
+    assert len(measured_steps(LightSteps(limited=False), 1000, cost=1.0)) == 1000
 
 
 # --- in a run ------------------------------------------------------------------------------------
@@ -90,25 +90,25 @@ def test_without_a_limit_norms_are_measured_at_each_step() -> None:
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever judging a step takes is far too much, as beside steps of microseconds."""
+    """Lower the allowed share, so that each step costs too much."""
     monkeypatch.setattr(light_steps, "SHARE", 1e-6)
 
 
 class EachStep(Detector):
-    """A detector of the user's, which judges every step."""
+    """Custom detector that stores the number of each step."""
 
     kind = "each_step"
 
     def set_up(self) -> None:
         self.steps: list[int] = []
 
-    def find(self, record: StepRecord, base: Any) -> Finding | None:
+    def find(self, record: StepRecord, baseline: Any) -> Finding | None:
         self.steps.append(record.step)
         return None
 
 
 def train(log_dir: Path, *, steps: int = 600, spike: int | None = None, **options: Any) -> Any:
-    """Alerts, and the steps of which gradient norms are in the file."""
+    """Return the alerts and the steps whose gradient norms are in the event file."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -125,7 +125,7 @@ def train(log_dir: Path, *, steps: int = 600, spike: int | None = None, **option
 
 
 def steps_in(log_dir: Path) -> list[int]:
-    """Steps of which gradient norms are in the event file."""
+    """Return the steps whose gradient norms are in the event file."""
     table = read(log_dir).layers
     return [int(number) for number in np.unique(table["step"])]
 
@@ -148,7 +148,7 @@ def test_a_healthy_run_has_norms_of_some_steps_and_each_loss(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
-def test_a_fault_is_found_as_if_each_step_were_measured(tmp_path: Path) -> None:
+def test_a_loss_spike_is_found_at_its_step_and_the_next_64_are_measured(tmp_path: Path) -> None:
     alerts, steps = train(tmp_path / "fast", spike=507)
     slow, _ = train(tmp_path / "slow", spike=507, max_overhead=math.inf)
     assert {*range(507, 571)} <= {*steps}
@@ -162,7 +162,7 @@ def started(alerts: tuple[Alert, ...]) -> set[tuple[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
-def test_rules_and_detectors_of_the_user_see_every_step(tmp_path: Path) -> None:
+def test_custom_rules_and_detectors_receive_every_step(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def rule(record: StepRecord) -> list[Alert]:
@@ -195,6 +195,6 @@ def test_the_limit_is_logged_once(
 
 
 @pytest.mark.slow
-def test_no_limit_measures_each_step(tmp_path: Path, fast: None) -> None:
+def test_an_infinite_max_overhead_measures_each_step(tmp_path: Path, fast: None) -> None:
     _, steps = train(tmp_path, alerts=(), max_overhead=math.inf)
     assert steps == list(range(600))

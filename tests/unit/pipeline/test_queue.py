@@ -1,4 +1,4 @@
-"""The background thread: order, bounds, forks, and what happens when something fails."""
+"""Background thread: order, bounds, forks and failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUT = Layout(
 
 
 class Sink:
-    """Keeps what is written; ``gate`` holds the background thread up."""
+    """Sink that stores the written values; ``gate`` blocks the background thread."""
 
     def __init__(self) -> None:
         self.written: list[tuple[int, list[str], bool]] = []
@@ -64,8 +64,8 @@ class Sink:
             )
             self._changed.notify_all()
 
-    def has_got(self, prefix: str) -> bool:
-        """Wait for a value whose tag begins so."""
+    def has_received(self, prefix: str) -> bool:
+        """Wait for a value whose tag starts with ``prefix``."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: any(tag.startswith(prefix) for _, tags, _ in self.written for tag in tags),
@@ -85,11 +85,11 @@ def sink() -> Sink:
 def make(
     sink: AnySink,
     *rules: AnyRule,
-    told: list[Alert] | None = None,
+    reported: list[Alert] | None = None,
     dashboard: Dashboard | None = None,
     full_steps: FullSteps | None = None,
 ) -> Pipeline:
-    alerts = [] if told is None else told
+    alerts = [] if reported is None else reported
     return make_pipeline(
         dashboard=dashboard or Dashboard(),
         sink=sink,
@@ -152,7 +152,7 @@ def an_alert(step: int) -> Alert:
     )
 
 
-def test_steps_are_written_in_order_by_the_time_flush_returns(sink: Sink) -> None:
+def test_flush_returns_after_all_steps_are_written_in_order(sink: Sink) -> None:
     pipeline = make(sink)
     for step in range(5):
         pipeline.submit(captured(step))
@@ -174,13 +174,13 @@ def test_thousands_of_queued_light_steps_are_all_checked(sink: Sink) -> None:
     assert (pipeline.downgraded, pipeline.dropped) == (0, 0)
 
 
-def test_a_queued_step_takes_about_the_counted_bytes(sink: Sink) -> None:
+def test_a_queued_step_allocates_about_the_counted_bytes(sink: Sink) -> None:
     kept = [captured(step) for step in range(1000)]
     tracemalloc.start()
     kept = [captured(step) for step in range(1000)]
-    taken, _ = tracemalloc.get_traced_memory()
+    allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert sum(step.nbytes for step in kept) == pytest.approx(taken, rel=0.5)
+    assert sum(step.nbytes for step in kept) == pytest.approx(allocated, rel=0.5)
 
 
 def test_steps_above_the_first_high_water_mark_are_downgraded_and_checked(
@@ -225,7 +225,7 @@ def test_steps_above_the_second_high_water_mark_are_dropped_counted_and_logged(
 
 def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(sink: Sink) -> None:
     pipeline = make(sink, lambda record: [an_alert(record.step)])
-    pipeline.submit(captured(0))  # takes the layout along, without which nothing can be read
+    pipeline.submit(captured(0))  # contains the layout, which readers need
     pipeline.submit_logged(scalars(1, loss=1.0))
     pipeline.submit(captured(1))
     pipeline.close()
@@ -240,7 +240,7 @@ def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(sink: S
     assert not droppable[1, "~alerts"]
 
 
-def test_a_step_gets_the_scalars_logged_for_it(sink: Sink) -> None:
+def test_the_record_of_a_step_has_the_scalars_logged_for_it(sink: Sink) -> None:
     seen: list[StepRecord] = []
 
     def rule(record: StepRecord) -> Iterator[Alert]:
@@ -265,11 +265,11 @@ def test_a_rule_receives_losses_that_no_step_follows(sink: Sink) -> None:
             if loss > 1:
                 yield an_alert(step)
 
-    told: list[Alert] = []
-    pipeline = make(sink, Watcher(), told=told)
+    reported: list[Alert] = []
+    pipeline = make(sink, Watcher(), reported=reported)
     pipeline.submit_logged(scalars(7, loss=2.0))
     pipeline.close()
-    assert [alert.step for alert in told] == [7]
+    assert [alert.step for alert in reported] == [7]
 
 
 def test_a_rule_can_request_a_full_step(sink: Sink) -> None:
@@ -292,7 +292,7 @@ def test_a_rule_can_request_a_full_step(sink: Sink) -> None:
     assert full == [0, 2, 21, 22]
 
 
-def test_slow_rules_do_not_block_training(sink: Sink) -> None:
+def test_full_steps_requested_by_slow_rules_run_as_soon_as_they_return(sink: Sink) -> None:
     class Curious(Rule):
         requests_full_step = False
 
@@ -313,7 +313,7 @@ def test_slow_rules_do_not_block_training(sink: Sink) -> None:
 
 
 class Watch(Rule):
-    """Keeps the numbers of the steps that it has seen."""
+    """Rule that stores the numbers of the steps it receives."""
 
     requests_full_step = False
 
@@ -325,14 +325,14 @@ class Watch(Rule):
         yield from ()
 
 
-# --- what is held back ---------------------------------------------------------------------------
+# --- pending values ------------------------------------------------------------------------------
 
 
 def test_norms_of_the_last_steps_are_written_without_a_later_step(sink: Sink) -> None:
     pipeline = make(sink)
     for step in range(3):
         pipeline.submit(captured(step, wall_time=time.time()))
-    assert sink.has_got("telemetry/n/")
+    assert sink.has_received("telemetry/n/")
     pipeline.close()
     blocks = [tags for _, tags, _ in sink.written if any("telemetry/n/" in tag for tag in tags)]
     assert len(blocks) == 1
@@ -340,29 +340,29 @@ def test_norms_of_the_last_steps_are_written_without_a_later_step(sink: Sink) ->
 
 def test_the_worker_sleeps_while_no_values_are_pending(sink: Sink) -> None:
     class Watched(Dashboard):
-        asked = threading.Event()
+        polled = threading.Event()
 
         def pending_s(self, now: float) -> float | None:
-            self.asked.set()
+            self.polled.set()
             return super().pending_s(now)
 
         def pending_values(self) -> tuple[int, Sequence[bytes]]:
-            self.asked.set()
+            self.polled.set()
             return super().pending_values()
 
     dashboard = Watched()
     pipeline = make(sink, dashboard=dashboard)
     pipeline.submit(captured(0, wall_time=time.time()))
-    assert sink.has_got("telemetry/n/")
+    assert sink.has_received("telemetry/n/")
     pipeline.flush()
     pipeline.submit_logged(scalars(1, accuracy=0.5))
-    assert sink.has_got("accuracy")
+    assert sink.has_received("accuracy")
     for _ in range(20):
-        dashboard.asked.clear()
-        if not dashboard.asked.wait(0.3):
+        dashboard.polled.clear()
+        if not dashboard.polled.wait(0.3):
             break
     else:
-        pytest.fail("it wakes for nothing")
+        pytest.fail("the worker wakes without pending values")
     pipeline.close()
 
 
@@ -370,7 +370,7 @@ def test_the_worker_sleeps_while_no_values_are_pending(sink: Sink) -> None:
 
 
 class HangingDisk:
-    """A sink whose file is written by a thread of its own, which hangs until ``answering``."""
+    """Sink whose writing thread hangs until ``answering`` is set."""
 
     def __init__(self) -> None:
         self.answering = threading.Event()
@@ -402,13 +402,13 @@ class HangingDisk:
 
 @pytest.mark.slow
 def test_rules_check_each_step_and_alerts_are_reported_while_the_disk_hangs() -> None:
-    disk, watch, told = HangingDisk(), Watch(), []
-    pipeline = make(disk, watch, lambda record: [an_alert(record.step)], told=told)
+    disk, watch, reported = HangingDisk(), Watch(), []
+    pipeline = make(disk, watch, lambda record: [an_alert(record.step)], reported=reported)
     for step in range(2000):
         pipeline.submit(captured(step))
     pipeline.flush()
     assert watch.steps == list(range(2000))
-    assert [alert.step for alert in told] == list(range(2000))
+    assert [alert.step for alert in reported] == list(range(2000))
     assert disk.written == []
     disk.answering.set()
     pipeline.close()
@@ -417,14 +417,14 @@ def test_rules_check_each_step_and_alerts_are_reported_while_the_disk_hangs() ->
     assert alerts == list(range(2000))
 
 
-def test_steps_behind_a_rule_that_hangs_are_counted_after_the_timeout(
+def test_steps_queued_after_a_rule_that_hangs_are_counted_after_the_timeout(
     sink: Sink, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entered, may_go_on = threading.Event(), threading.Event()
+    entered, may_continue = threading.Event(), threading.Event()
 
     def rule(record: StepRecord) -> Iterator[Alert]:
         entered.set()
-        assert may_go_on.wait(30)
+        assert may_continue.wait(30)
         yield from ()
 
     pipeline = make(sink, rule)
@@ -435,9 +435,9 @@ def test_steps_behind_a_rule_that_hangs_are_counted_after_the_timeout(
     assert pipeline.is_late
     pipeline.close(0.01)
     assert "telemetry: 5 steps were not judged within 0.01 s" in caplog.messages
-    may_go_on.set()
+    may_continue.set()
     pipeline._thread.join(30)
-    assert sink.steps == [0]  # the one at which it hung; the writer may be closed by now
+    assert sink.steps == [0]  # the step at which the rule hung; the writer may be closed by now
 
 
 def test_two_pipelines_that_flush_each_other_do_not_deadlock(sink: Sink) -> None:
@@ -481,7 +481,7 @@ def test_a_failing_writer_is_logged_once_and_later_steps_are_recorded(
     assert caplog.text.count("telemetry failed to record a step") == 1
 
 
-def test_nothing_is_accepted_after_close(sink: Sink) -> None:
+def test_steps_and_scalars_submitted_after_close_are_not_written(sink: Sink) -> None:
     pipeline = make(sink)
     pipeline.close()
     pipeline.submit(captured(0))

@@ -1,4 +1,4 @@
-"""Steps 0, n, 2n, ... are measured, and as many that rules request as the allowance has."""
+"""Steps 0, n, 2n, ... are full steps, and so are requested ones within the allowance."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def test_every_nth_step_is_due_from_step_0(n: int, steps: list[int]) -> None:
 
 
 @pytest.mark.parametrize("n", [0, -1])
-def test_less_than_one_is_refused(n: int) -> None:
+def test_an_interval_below_one_is_refused(n: int) -> None:
     with pytest.raises(ValueError, match=rf"HookLogger\(every_n_steps={n}\): must be at least 1"):
         FullSteps(n)
 
 
 @pytest.mark.parametrize("n", [True, 2.0, "100", None])
-def test_other_types_than_int_are_refused(n: object) -> None:
+def test_an_interval_of_another_type_than_int_is_refused(n: object) -> None:
     with pytest.raises(TypeError, match=r"HookLogger\(every_n_steps=.*\): must be an int"):
         FullSteps(n)  # type: ignore[arg-type]
 
 
 class Requests(Rule):
-    """Requests a full measurement after each step, and alerts at some."""
+    """Rule that requests a full step after each step, and reports an alert at some."""
 
     requests_full_step = True
 
@@ -65,7 +65,7 @@ LAYOUT = Layout(
 def full_steps(
     *rules: Rule, steps: int, n: int = 100, bad: Container[int] = (), of_loss: bool = False
 ) -> tuple[FullSteps, list[int]]:
-    """Have rules judge so many steps; those that were full, though not due, are returned."""
+    """Return the full steps that were not due in a run of ``steps`` steps."""
     full_steps, judge = FullSteps(n), Judge(rules, Failures())
     found, full = [], full_steps(0)
     for step in range(steps):
@@ -106,7 +106,7 @@ def test_a_new_nan_restores_the_allowance_and_a_persistent_one_does_not(of_loss:
     assert found == [2, 3, 4, 22, 23, 24, 42, 43, 44]
 
 
-def test_it_counts_steps_that_have_ended_as_scheduled_or_requested() -> None:
+def test_full_steps_are_counted_as_scheduled_or_requested_and_restored() -> None:
     counted, found = full_steps(Requests(), steps=200)
     assert (counted.scheduled, counted.requested) == (2, len(found))
     resumed = FullSteps(100)

@@ -1,4 +1,4 @@
-"""All ranks raise at the end of the same step, and none waits for ever."""
+"""All ranks raise at the end of the same step, and no rank blocks forever."""
 
 from __future__ import annotations
 
@@ -16,65 +16,67 @@ from telemetry.ranks.connection import BARRIER, ENDED, RECORDS
 NOTHING = encode(())
 
 
-def ask(one: Barrier, step: int) -> tuple[threading.Thread, list[bool]]:
-    """A training thread that ends a step."""
-    answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(one.step_ended(step)))
+def end_step(one: Barrier, step: int) -> tuple[threading.Thread, list[bool]]:
+    """Start a training thread that ends a step."""
+    raises: list[bool] = []
+    thread = threading.Thread(target=lambda: raises.append(one.step_ended(step)))
     thread.start()
-    return thread, answers
+    return thread, raises
 
 
 def test_a_waiting_rank_continues_to_the_step_of_another_rank() -> None:
-    """The other is in a collective of step 11 and needs the one that waits at the end of 10."""
+    """A rank in a collective of step 11 needs the rank that waits at the end of step 10."""
     behind, ahead = Barrier(), Barrier()
     assert not behind.step_ended(9)
     assert not ahead.step_ended(10)
     stopped = behind.close()
-    waiting, answers = ask(behind, 10)
+    waiting, raises = end_step(behind, 10)
     assert (stopped, ahead.close()) == (10, 11)
     assert waiting.is_alive()
     behind.decide(11)
     ahead.decide(11)
     waiting.join()
-    assert answers == [False]
+    assert raises == [False]
     assert behind.step_ended(11)
     assert ahead.step_ended(11)
     assert not ahead.step_ended(12), "once"
 
 
-def test_a_rank_may_end_its_step_while_the_announcement_arrives() -> None:
+def test_a_rank_that_waits_at_the_decided_step_raises() -> None:
     own = Barrier(first_step=5)
     assert own.close() == 5
-    waiting, answers = ask(own, 5)
+    waiting, raises = end_step(own, 5)
     own.decide(5)
     waiting.join()
-    assert answers == [True]
+    assert raises == [True]
 
 
 def arrives(first: Channel, rank: int, kind: bytes = RECORDS, payload: bytes = NOTHING) -> None:
-    """A frame of another rank arrives at rank 0."""
+    """Deliver a frame of another rank to rank 0."""
     first._submit(lambda: first._collect(kind, payload, rank))
 
 
-def test_exited_ranks_do_not_block_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer_does_not_block_the_barrier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(channel, "ANSWER_S", 0.1)
-    heard: SimpleQueue[Announcement] = SimpleQueue()
+    announced: SimpleQueue[Announcement] = SimpleQueue()
     first = Channel(
-        name="run", rank=0, world_size=2, deliver=print, on_announcement=heard.put,
+        name="run", rank=0, world_size=2, deliver=print, on_announcement=announced.put,
         failures=Failures(), first_step=7,
     )  # fmt: skip
     arrives(first, 1)
     first.raise_on_all("alert")
-    assert heard.get(timeout=30).raise_at is None
-    assert heard.get(timeout=30).raise_at == 7
+    assert announced.get(timeout=30).raise_at is None
+    assert announced.get(timeout=30).raise_at == 7
     assert first.barrier.step_ended(7)
     first.close(0.1)
 
 
-def test_all_connected_ranks_agree_on_the_step_at_which_to_raise() -> None:
-    heard: SimpleQueue[Announcement] = SimpleQueue()
+def test_the_latest_step_of_all_connected_ranks_is_the_step_at_which_to_raise() -> None:
+    announced: SimpleQueue[Announcement] = SimpleQueue()
     first = Channel(
-        name="run", rank=0, world_size=4, deliver=print, on_announcement=heard.put,
+        name="run", rank=0, world_size=4, deliver=print, on_announcement=announced.put,
         failures=Failures(),
     )  # fmt: skip
 
@@ -82,14 +84,14 @@ def test_all_connected_ranks_agree_on_the_step_at_which_to_raise() -> None:
         arrives(first, rank)
     arrives(first, 3, ENDED)
     first.raise_on_all("alert")
-    assert heard.get(timeout=30).raise_at is None
+    assert announced.get(timeout=30).raise_at is None
     arrives(first, 1, BARRIER, b"7")
     arrives(first, 2, BARRIER, b"6")
-    assert heard.get(timeout=30).raise_at == 7
+    assert announced.get(timeout=30).raise_at == 7
     first.close(0.1)
 
 
-def test_a_rank_that_returns_raises_at_once() -> None:
+def test_a_rank_beyond_the_decided_step_raises_at_the_end_of_its_step() -> None:
     late = Barrier()
     assert not late.step_ended(20)
     late.close()
@@ -97,7 +99,7 @@ def test_a_rank_that_returns_raises_at_once() -> None:
     assert late.step_ended(21)
 
 
-def test_training_continues_if_rank_0_exits(
+def test_training_continues_without_a_decision_of_rank_0(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(channel, "BARRIER_S", 0.01)

@@ -1,4 +1,4 @@
-"""Records travel as JSON and raw arrays; whatever else arrives is refused before it is used."""
+"""Records are sent as JSON and raw arrays; anything else is refused before it is used."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def part(norm: float = 1.0, tensors: TensorTable | None = None) -> PartialRecord
 
 
 def fields(value: Any) -> Any:
-    """A value with nothing but Python's own types, to compare."""
+    """Convert a value to built-in types, to compare it."""
     if isinstance(value, np.ndarray):
         return [value.dtype.str, value.tolist()]
     if hasattr(value, "__dataclass_fields__"):
@@ -78,14 +78,16 @@ def fields(value: Any) -> Any:
     norm=st.floats(allow_nan=False),
     values=arrays(np.float32, st.integers(0, 30), elements=st.floats(-1e9, 1e9, width=32)),
 )
-def test_bytes_contain_the_whole_record(norm: float, values: NDArray[np.float32]) -> None:
+def test_encoding_and_decoding_returns_equal_records(
+    norm: float, values: NDArray[np.float32]
+) -> None:
     sent = part(norm, table(values))
     got = decode(tuple[PartialRecord, ...], encode((sent, sent)))
     assert json.dumps(fields(got)) == json.dumps(fields((sent, sent)))
     assert {type(row) for row in got[0].tensors.rows} == {Row}
 
 
-def test_nan_and_announcements_are_transmitted() -> None:
+def test_nan_and_announcements_are_encoded_and_decoded() -> None:
     assert math.isnan(decode(PartialRecord, encode(part(math.nan))).scalars["loss"])
     announcement = Announcement(full_step=5, raise_at=7, message="x" * 20_000)
     assert decode(Announcement, encode(announcement)) == announcement
@@ -93,7 +95,7 @@ def test_nan_and_announcements_are_transmitted() -> None:
         decode(Row, encode(announcement))
 
 
-def test_counts_of_samples_are_transmitted() -> None:
+def test_fractional_counts_are_encoded_and_decoded() -> None:
     sketch = sketch_array(np.arange(1, 9))
     sampled = TensorRecord(sketch=replace(sketch, counts=sketch.counts * 1e9 / 7))
     tensors = TensorTable.of({ROW: LocalShard()}, sampled.rows)
@@ -145,13 +147,13 @@ COPIES = (8, 3)  # of the parameters, which have one byte of a u8 each
         header(set_to(9, 0, value="[" * 100_000)),
     ],
 )
-def test_anything_else_is_refused(data: bytes) -> None:
+def test_damaged_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="a message of another rank is damaged"):
         decode(PartialRecord, data)
 
 
 @pytest.mark.parametrize("name", ["columns", "buckets", "counts", "units"])
-def test_columns_of_different_lengths_are_refused(name: str) -> None:
+def test_tensor_columns_of_different_lengths_are_refused(name: str) -> None:
     whole = table(np.ones(3, np.float32))
     short = replace(whole.content, **{name: getattr(whole.content, name)[:-1]})
     with pytest.raises(ValueError, match="different lengths"):
@@ -159,7 +161,7 @@ def test_columns_of_different_lengths_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["copies", "present", "finite", "before", "moved"])
-def test_columns_of_parameters_of_different_lengths_are_refused(name: str) -> None:
+def test_parameter_columns_of_different_lengths_are_refused(name: str) -> None:
     parameters = part().parameters
     assert parameters is not None
     with pytest.raises(ValueError, match="different lengths"):

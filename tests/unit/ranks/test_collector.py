@@ -1,4 +1,4 @@
-"""Parts of steps become whole ones, in order, each rank once, without waiting for who is gone."""
+"""Partial records become merged steps in order, with each rank once and no exited rank."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def add(collected: Collector, step: int, ranks: str, now: float) -> None:
         collected.add(part(step, rank), now)
 
 
-def taken(collected: Collector, now: float) -> list[tuple[int, str]]:
-    """Complete steps; each holds the measurements of all its ranks."""
+def complete_steps(collected: Collector, now: float) -> list[tuple[int, str]]:
+    """Take the complete steps; check that each holds the values of all its ranks."""
     found = []
     while (step := collected.take(now)) is not None:
         ranks = "".join(map(str, sorted(step.ranks)))
@@ -42,15 +42,15 @@ def taken(collected: Collector, now: float) -> list[tuple[int, str]]:
 
 
 def started() -> Collector:
-    """All ranks have sent step 0, and no rank can be late for the start any longer."""
+    """Return a collector after step 0 of all ranks and after the timeout of the start."""
     collected = collector()
     add(collected, 0, "012345", -20.0)
     add(collected, 0, "012345", 0.0)
-    assert taken(collected, 0.0) == [(0, "012345")]
+    assert complete_steps(collected, 0.0) == [(0, "012345")]
     return collected
 
 
-def test_ranks_are_formatted() -> None:
+def test_rank_numbers_are_formatted_as_ranges() -> None:
     assert ranks_in_words({0, 1, 2, 3, 7, 9, 10}) == "ranks 0-3,7,9-10"
 
 
@@ -67,7 +67,7 @@ def test_each_step_has_every_rank_once_in_any_order_of_arrival(data: st.DataObje
         sent = part(queues[rank].pop(0), rank)
         for _ in range(data.draw(st.integers(1, 2))):
             collected.add(sent, 0.0)
-        found += taken(collected, 0.0)
+        found += complete_steps(collected, 0.0)
     while (last := collected.take(0.0, hurry=True)) is not None:
         found.append((last.sequence, "".join(map(str, sorted(last.ranks)))))
     assert found == [
@@ -80,66 +80,68 @@ def test_each_step_has_every_rank_once_in_any_order_of_arrival(data: st.DataObje
     )
 
 
-def test_an_unresponsive_rank_is_waited_for_once() -> None:
+def test_an_unresponsive_rank_delays_steps_only_until_its_first_timeout() -> None:
     collected = started()
     add(collected, 1, "0123", 1.0)
     add(collected, 1, "4", 5.0)
     add(collected, 2, "01234", 6.0)
-    assert taken(collected, 10.9) == []
-    assert taken(collected, 11.0) == [(1, "01234"), (2, "01234")]
+    assert complete_steps(collected, 10.9) == []
+    assert complete_steps(collected, 11.0) == [(1, "01234"), (2, "01234")]
     assert collected.unresponsive == {5}
     add(collected, 3, "01234", 12.0)
-    assert taken(collected, 12.0) == [(3, "01234")]
+    assert complete_steps(collected, 12.0) == [(3, "01234")]
     add(collected, 1, "5", 13.0)
     assert collected.unresponsive == frozenset()
     add(collected, 4, "01234", 14.0)
-    assert taken(collected, 14.0) == []
+    assert complete_steps(collected, 14.0) == []
     add(collected, 4, "5", 15.0)
-    assert taken(collected, 15.0) == [(4, "012345")]
+    assert complete_steps(collected, 15.0) == [(4, "012345")]
 
 
-def test_a_rank_with_much_to_send_is_not_late() -> None:
+def test_a_slow_rank_that_keeps_sending_is_not_unresponsive() -> None:
     collected = started()
     for step in range(1, 40):
         add(collected, step, "01234", 0.0)
     for step in range(1, 40):
         add(collected, step, "5", float(step))
-        assert taken(collected, float(step)) == [(step, "012345")]
+        assert complete_steps(collected, float(step)) == [(step, "012345")]
 
 
 def test_a_rank_that_exits_is_not_waited_for_and_one_that_joins_is() -> None:
     collected = collector()
     add(collected, 0, "3", 0.0)
     add(collected, 1, "01", 0.0)
-    assert taken(collected, 9.0) == []
+    assert complete_steps(collected, 9.0) == []
     collected.note(3, 9.0)
-    assert taken(collected, 10.0) == [(0, "3")]
+    assert complete_steps(collected, 10.0) == [(0, "3")]
     collected.note(3, 10.0, LAST_SEQUENCE)
-    assert taken(collected, 10.0) == [(1, "01")]
+    assert complete_steps(collected, 10.0) == [(1, "01")]
     assert collected.members == {0, 1}
 
 
-def test_records_are_delivered_at_most_once() -> None:
+def test_late_and_repeated_parts_of_a_delivered_step_are_dropped() -> None:
     collected = started()
     add(collected, 0, "012345", 1.0)
-    assert taken(collected, 50.0) == []
+    assert complete_steps(collected, 50.0) == []
     add(collected, 1, "0", 50.0)
-    assert taken(collected, 60.0) == [(1, "0")]
+    assert complete_steps(collected, 60.0) == [(1, "0")]
     add(collected, 1, "1", 60.0)
-    assert taken(collected, 100.0) == []
+    assert complete_steps(collected, 100.0) == []
 
 
-def test_steps_end_above_the_limit_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_step_is_delivered_incomplete_above_the_byte_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(PartialRecord, "nbytes", 10)
     collected = collector(max_bytes=30)
     for step in (1, 2, 3):
         add(collected, step, "0", 0.0)
-    assert taken(collected, 0.0) == []
+    assert complete_steps(collected, 0.0) == []
     add(collected, 4, "0", 0.0)
-    assert taken(collected, 0.0) == [(1, "0")]
+    assert complete_steps(collected, 0.0) == [(1, "0")]
 
 
-def test_missing_ranks_are_logged_once_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_missing_rank_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     collected = collector()
     for rank in (0, 1, 2):
@@ -148,8 +150,10 @@ def test_missing_ranks_are_logged_once_each(caplog: pytest.LogCaptureFixture) ->
         add(collected, step, here, 100.0 * step)
         while (found := collected.take(100.0 * step + 50)) is not None:
             collected.log_missing(found, refused={5})
-    told = [message.partition(": ")[2] for message in caplog.messages]
-    assert [(line.partition(" on,")[0], line.rpartition("ranks: ")[2][:16]) for line in told] == [
+    reasons = [message.partition(": ")[2] for message in caplog.messages]
+    assert [
+        (line.partition(" on,")[0], line.rpartition("ranks: ")[2][:16]) for line in reasons
+    ] == [
         ("from step 0", "rank 5 cannot co"),
         ("from step 0", "ranks 3-4 made n"),
         ("from step 0", "rank 2 sent noth"),

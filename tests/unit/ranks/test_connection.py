@@ -25,7 +25,7 @@ from telemetry.ranks.connection import (
 
 
 class Listener:
-    """Rank 0, on this event loop."""
+    """Server of rank 0 on this event loop."""
 
     def __init__(self, token: str = "run") -> None:
         self.received: list[tuple[bytes, bytes, int]] = []
@@ -51,14 +51,14 @@ class Listener:
 def client_of(
     find: Callable[[], Address | None], receive: Callable[[bytes], None] = lambda data: None
 ) -> Client:
-    """Rank 3, which finds rank 0 there."""
+    """Return the client of rank 3, whose rendezvous returns the address of ``find``."""
     rendezvous = Rendezvous("run")
     rendezvous.find = find  # type: ignore[method-assign]
     return Client(rendezvous, 3, receive)
 
 
 def on_a_loop(test: Callable[[], Coroutine[None, None, None]]) -> None:
-    """On a thread of its own: another test's browser may have a loop on this one."""
+    """Run a test on its own thread, because another test's browser may have a loop on this one."""
 
     def run() -> None:
         loop = asyncio.SelectorEventLoop()
@@ -82,7 +82,7 @@ async def finished(client: Client, running: asyncio.Task[None], zero: Listener) 
     zero.server.close()
 
 
-def test_frames_of_any_size_arrive_in_order_and_announcements_come_back() -> None:
+def test_frames_of_any_size_arrive_in_order_and_announcements_are_received() -> None:
     async def test() -> None:
         zero, announced = Listener(), asyncio.Queue[bytes]()
         zero.start()
@@ -101,9 +101,9 @@ def test_frames_of_any_size_arrive_in_order_and_announcements_come_back() -> Non
     on_a_loop(test)
 
 
-@pytest.mark.parametrize("way", ["before it answers", "after it has received"])
-def test_frames_that_are_not_acknowledged_are_sent_again(way: str) -> None:
-    """To a rank 0 that was not there yet, or whose connection broke: an announcement comes, too."""
+@pytest.mark.parametrize("moment", ["before the server accepts", "after it received"])
+def test_frames_that_are_not_acknowledged_are_sent_again(moment: str) -> None:
+    """Rank 0 starts late or its connection breaks; the client receives its announcement, too."""
 
     async def test() -> None:
         zero, announced = Listener(), asyncio.Queue[bytes]()
@@ -113,7 +113,7 @@ def test_frames_that_are_not_acknowledged_are_sent_again(way: str) -> None:
         client.put(BARRIER, b"5")
         running = asyncio.create_task(client.run())
         other = None
-        if way == "before it answers":
+        if moment == "before the server accepts":
             while not client.attempts:  # no server accepts
                 await asyncio.sleep(0.01)
                 zero.socket.close()
@@ -125,7 +125,7 @@ def test_frames_that_are_not_acknowledged_are_sent_again(way: str) -> None:
 
             def receive(kind: bytes, payload: bytes, rank: int) -> None:
                 drop(kind, payload, rank)
-                raise ValueError("which closes the connection, without an acknowledgement")
+                raise ValueError("closes the connection without an acknowledgement")
 
             other.server._receive = receive
             other.start()
@@ -156,7 +156,9 @@ async def stranger(zero: Listener, sends: bytes) -> bytes:
     return found
 
 
-def test_unauthenticated_peers_receive_and_store_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_peers_receive_at_most_a_nonce_and_store_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connection, "AUTHENTICATION_S", 0.2)
 
     async def test() -> None:
@@ -176,7 +178,7 @@ def test_unauthenticated_peers_receive_and_store_nothing(monkeypatch: pytest.Mon
     on_a_loop(test)
 
 
-def test_a_rank_sends_nothing_to_an_unauthenticated_peer() -> None:
+def test_a_rank_sends_no_records_to_an_unauthenticated_server() -> None:
     """Server without the token at the address of a dead rank 0."""
 
     async def test() -> None:
@@ -203,7 +205,7 @@ def test_a_rank_sends_nothing_to_an_unauthenticated_peer() -> None:
     on_a_loop(test)
 
 
-def test_the_oldest_of_many_unauthenticated_peers_is_dropped(
+def test_many_unauthenticated_peers_do_not_block_a_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "MAX_UNAUTHENTICATED", 2)
@@ -220,15 +222,15 @@ def test_the_oldest_of_many_unauthenticated_peers_is_dropped(
         await finished(client, running, zero)
         for one in strangers:
             one.settimeout(0)
-        greeted = [len(one.recv(99)) for one in strangers]
-        assert greeted == [36] * 6, "each was served in its turn"
+        nonces = [len(one.recv(99)) for one in strangers]
+        assert nonces == [36] * 6, "each received a nonce"
         for one in strangers:
             one.close()
 
     on_a_loop(test)
 
 
-def test_above_the_limit_the_oldest_records_are_dropped_and_no_state(
+def test_above_the_limit_records_are_dropped_except_the_first_and_the_latest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "MAX_QUEUED_BYTES", 2)
@@ -247,7 +249,7 @@ def test_above_the_limit_the_oldest_records_are_dropped_and_no_state(
     on_a_loop(test)
 
 
-def test_ranks_beyond_the_file_descriptors_are_refused_and_reported(
+def test_ranks_beyond_the_file_descriptors_are_refused_and_accepted_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test() -> None:
@@ -269,7 +271,7 @@ def test_ranks_beyond_the_file_descriptors_are_refused_and_reported(
     on_a_loop(test)
 
 
-def test_retries_back_off_with_jitter() -> None:
+def test_retries_back_off_exponentially_with_jitter() -> None:
     async def test() -> None:
         pauses: list[float] = []
         client = client_of(lambda: None)

@@ -30,7 +30,7 @@ LAYOUT = Layout(
 
 
 def merged(step: int) -> MergedStep:
-    """A light step of two ranks; the second took longer, its loss is higher."""
+    """Return a light step of two ranks; rank 1 took longer and its loss is higher."""
     first, second = (
         PartialRecord(
             rank=rank,
@@ -57,7 +57,7 @@ def merged(step: int) -> MergedStep:
 
 
 class Watch(Rule):
-    """Keeps what it was shown."""
+    """Rule that stores the numbers of the steps it receives."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -67,8 +67,8 @@ class Watch(Rule):
         yield from ()
 
 
-class FirstRank:
-    """Its pipeline; ``gate`` holds the background thread up."""
+class RankZero:
+    """Pipeline of rank 0; ``gate`` blocks the background thread."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -107,14 +107,14 @@ class FirstRank:
 
 
 @pytest.fixture
-def first() -> Iterator[FirstRank]:
-    rank = FirstRank()
+def first() -> Iterator[RankZero]:
+    rank = RankZero()
     yield rank
     rank.gate.set()
     rank.ranks.close(5.0)
 
 
-def test_merged_steps_are_checked_and_written(first: FirstRank) -> None:
+def test_merged_steps_are_checked_and_written(first: RankZero) -> None:
     first.gate.set()
     for step in range(40):
         first.ranks.take(merged(step))
@@ -135,8 +135,8 @@ def test_merged_steps_are_checked_and_written(first: FirstRank) -> None:
         assert first.curve(tag) == [(step, value) for step in range(40)], tag
 
 
-def test_queued_merged_steps_are_bounded_and_logged(
-    first: FirstRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_merged_steps_above_the_byte_limit_are_dropped_and_logged_once(
+    first: RankZero, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(exchange, "MAX_BYTES", 3 * merged(0).nbytes)
     for step in range(10):
@@ -149,9 +149,9 @@ def test_queued_merged_steps_are_bounded_and_logged(
     assert caplog.text.count("is not recorded") == 1
 
 
-def test_a_forked_child_does_not_block(first: FirstRank) -> None:
+def test_a_forked_child_does_not_block(first: RankZero) -> None:
     first.processor.log([LoggedScalars(step=0, wall_time=0.0, values={"loss": 1.0})])
-    first.processor.send_rest()  # and the other rank never comes
+    first.processor.send_rest()  # the other rank never sends a part
     child = os.fork()
     if child == 0:
         first.ranks.close(1e6)

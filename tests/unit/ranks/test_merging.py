@@ -1,4 +1,4 @@
-"""Merging parts of tensors equals measuring the whole, in whatever order."""
+"""Merging shards equals measuring the whole tensor, in any order."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.Dat
         assert "before" not in merged
 
 
-def test_nan_of_one_shard_is_not_hidden_by_infinity_of_another() -> None:
+def test_nan_of_one_shard_and_infinity_of_another_add_up_to_nan() -> None:
     record = record_from([part(0, math.inf), part(1, math.nan)])
     assert math.isnan(record.total_grad_norm)
     assert not record.grad_finite[0]
 
 
-def test_units_of_several_ranks_are_joined() -> None:
+def test_units_of_several_shards_are_joined_if_complete() -> None:
     low = np.array([1, 2], np.float32)
     pieces = [
         TensorTable.of(
@@ -102,7 +102,7 @@ def test_units_of_several_ranks_are_joined() -> None:
     assert incomplete.unit_min is None
 
 
-def test_logged_scalars_are_means_over_the_ranks_that_logged_them() -> None:
+def test_logged_scalars_become_means_and_spreads_of_the_ranks_that_logged_them() -> None:
     logged = [(0, {"loss": 1.0}), (2, {"loss": 4.0}), (1, {"other": 7.0}), (3, {"none": math.nan})]
     parts = [
         PartialRecord(rank=rank, size=4, step=0, wall_time=0.0, scalars=scalars)
@@ -142,7 +142,7 @@ def test_spreads_name_the_lowest_rank_of_each_extreme(values: NDArray[np.float64
         ([5, 6], (1, 0)),
     ],
 )
-def test_the_copy_that_differs_from_most_is_named(
+def test_the_rank_whose_copy_differs_from_most_is_named(
     sums: list[int], expected: tuple[int, int] | None
 ) -> None:
     checks = [(0, 0, total, rank) for rank, total in enumerate(sums)]
@@ -163,7 +163,7 @@ def test_stages_with_equal_parameter_names_are_distinguished() -> None:
     assert record.total_grad_norm == 5.0
 
 
-def test_a_layout_need_not_be_sent_again() -> None:
+def test_a_layout_is_sent_once() -> None:
     whole, full = MergedRecords(), part(0, 1.0)
     assert full.parameters is not None
     light = replace(full, step=1, parameters=replace(full.parameters, layout=None))
@@ -177,7 +177,7 @@ def test_a_layout_need_not_be_sent_again() -> None:
 
 
 @pytest.mark.parametrize(("rank", "step"), [(0, 0), (1, 1)])
-def test_parts_that_do_not_belong_together_are_refused(rank: int, step: int) -> None:
+def test_repeated_ranks_and_other_steps_are_refused(rank: int, step: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} sent step {step}"):
         merge([part(0, 1.0), replace(part(rank, 1.0), step=step)])
 
@@ -185,7 +185,7 @@ def test_parts_that_do_not_belong_together_are_refused(rank: int, step: int) -> 
 def part(
     rank: int, norm: float, *, stage: int = 0, copy: int = 0, table: TensorTable | None = None
 ) -> PartialRecord:
-    """Part of a rank that holds a shard of one gradient."""
+    """Return the partial record of a rank with a shard of one gradient."""
     layout = Layout(
         modules=(Module(name="layer", type_name="Linear"),),
         parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),

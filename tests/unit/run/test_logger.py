@@ -1003,7 +1003,7 @@ def test_a_failing_callback_is_logged_and_training_continues(
     assert "planted in the callback" in caplog.text
 
 
-# --- failures of the disk -------------------------------------------------------------------------
+# --- failures of the disk ------------------------------------------------------------------------
 
 
 def test_a_run_whose_directory_is_removed_continues_and_can_be_read(
