@@ -23,7 +23,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from telemetry import HookLogger
-from telemetry.writing.links import command
+from telemetry.run.files import tensorboard_command
 
 FAULTS = (
     "none", "exploding", "vanishing", "nonfinite", "dead", "saturated", "lr_too_high", "lr_too_low",
@@ -73,7 +73,9 @@ def main(arguments: list[str] | None = None) -> None:
     for alert in logger.alerts:
         print(f"  {alert.title}: {alert.summary}")
     page = f"http://localhost:6006/#telemetry&p.telemetry.run={quote(Path(log_dir).name, safe='')}"
-    print(f"\nOpen it with:\n{command(log_dir)} --port 6006\n  layers over steps: {page}")
+    print(
+        f"\nOpen it with:\n{tensorboard_command(log_dir)} --port 6006\n  layers over steps: {page}"
+    )
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -66,6 +67,11 @@ def ranks_in_words(ranks: Collection[int]) -> str:
         members = [rank for _, rank in run]
         runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
     return f"rank{'s' if len(ranks) > 1 else ''} {','.join(runs)}"
+
+
+def natural_key(text: str) -> list[str | int]:
+    """Return a sort key that puts ``run10`` behind ``run9``."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", text)]
 
 
 def json_plain(value: Any) -> Any:

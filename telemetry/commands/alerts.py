@@ -10,8 +10,7 @@ from rich.text import Text
 
 from telemetry.alert import Alert, alert_fields
 from telemetry.commands.help import help_line
-from telemetry.commands.opening import LogDirs
-from telemetry.commands.output import print_records
+from telemetry.commands.output import LogDirs, print_records
 from telemetry.plain_text import printable
 
 # Severities that make the command fail, by the choice of ``--fail-on``.

@@ -11,12 +11,11 @@ from rich.console import Console
 
 from telemetry.alert import alert_fields
 from telemetry.commands.help import help_line
-from telemetry.commands.opening import LogDirs
-from telemetry.commands.output import print_records
+from telemetry.commands.output import LogDirs, print_records
 from telemetry.flight import explanation_of, flight_files, read_flight
 from telemetry.layers import STATISTICS
 from telemetry.plain_text import printable
-from telemetry.reading.log_dirs import has_event_files
+from telemetry.reading.run import has_event_files
 
 _RECORD = (
     "file", "complete", "step", "batch", "first_bad_module", "alerts", "exception", "random",

@@ -10,8 +10,7 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from telemetry.commands.opening import LogDirs
-from telemetry.commands.output import write_csv
+from telemetry.commands.output import LogDirs, write_csv
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.heat_map import heat_map
 from telemetry.plain_text import printable

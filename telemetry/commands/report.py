@@ -9,11 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from telemetry.commands.opening import report_skipped
-from telemetry.commands.output import report_problems
+from telemetry.commands.output import report_problems, report_skipped
 from telemetry.flight import explain, flight_files
 from telemetry.plain_text import printable
-from telemetry.reading.log_dirs import only_log_dir, open_run
+from telemetry.reading.run import only_log_dir, open_run
 from telemetry.reading.run_entry import hparams_content
 from telemetry.tensorboard_plugin.report import report_html
 
@@ -30,7 +29,7 @@ def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) 
 
     Raises:
         FileNotFoundError: ``log_dir`` holds no event files.
-        ValueError: As for :func:`~telemetry.reading.log_dirs.open_run`.
+        ValueError: As for :func:`~telemetry.reading.run.open_run`.
         OSError: The file cannot be written.
     """
     run = open_run(log_dir)

@@ -14,10 +14,17 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.commands.opening import LogDirs, report_skipped
-from telemetry.commands.output import Column, number, print_records, print_table, report_problems
-from telemetry.plain_text import called, printable
-from telemetry.reading.log_dirs import NoTelemetryError, natural_key
+from telemetry.commands.output import (
+    Column,
+    LogDirs,
+    number,
+    print_records,
+    print_table,
+    report_problems,
+    report_skipped,
+)
+from telemetry.plain_text import called, natural_key, printable
+from telemetry.reading.run import NoTelemetryError
 from telemetry.reading.run_entry import differing, read_row
 
 _COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "first_alert")

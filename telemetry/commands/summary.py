@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.commands.opening import LogDirs
-from telemetry.commands.output import Column, number, print_records, print_table
+from telemetry.commands.output import Column, LogDirs, number, print_records, print_table
 from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
 from telemetry.plain_text import printable, sparkline
 from telemetry.reading.run_data import Overview, RunData

@@ -18,13 +18,12 @@ from telemetry.layers import PAGE_STATISTICS
 from telemetry.layers.units import ranges
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
-from telemetry.reading.matrix import Matrix
+from telemetry.reading.matrix import Matrix, UnitExtremes
 from telemetry.reading.numbers import Numbers
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.run_entry import read_hparams
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
-from telemetry.reading.unit_extremes import UnitExtremes
 from telemetry.tag_names import plain
 
 # Four times a picture of 64 maps of 128 × 128 pixels, the largest that telemetry draws.

@@ -1,10 +1,10 @@
-"""``telemetry.read``: the numbers of a run as tables, without torch and TensorBoard's server."""
+"""``telemetry.read``: find runs, and read their numbers as tables, without TensorBoard's server."""
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,12 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
+from telemetry.events import list_event_files
 from telemetry.layers import MISSING, PAGE_STATISTICS
+from telemetry.plain_text import natural_key
 from telemetry.reading.distributions import histogram_table
-from telemetry.reading.log_dirs import only_log_dir, open_run
-from telemetry.reading.run_data import windows
+from telemetry.reading.files import FileSource
+from telemetry.reading.matrix import UnitExtremes
+from telemetry.reading.run_data import RunData, windows
 from telemetry.reading.run_entry import hparams_content, read_hparams
-from telemetry.reading.unit_extremes import UnitExtremes
 from telemetry.tag_names import plain
 
 Table: TypeAlias = Any
@@ -175,3 +177,78 @@ def _table(**columns: NDArray[Any] | tuple[NDArray[np.intp], Sequence[str]]) -> 
         else:
             table[name] = column
     return table if pd is None else pd.DataFrame(table)
+
+
+class NoTelemetryError(ValueError):
+    """Event files that telemetry did not write."""
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        super().__init__(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
+
+
+def has_event_files(path: Path) -> bool:
+    return bool(list_event_files(path))
+
+
+def find_log_dirs(
+    path: Path,
+    *,
+    is_log_dir: Callable[[Path], bool] = has_event_files,
+    skipped: Callable[[OSError], object] = lambda error: None,
+) -> Iterator[Path]:
+    """Yield the directories of runs at and below ``path``, in natural order; links are followed.
+
+    ``skipped`` is called with the reason for each directory that cannot be read.
+
+    Raises:
+        OSError: ``path`` is not a directory, or cannot be read.
+    """
+    if path.is_file():
+        raise NotADirectoryError(f"{path} is a file; give the directory of the run: {path.parent}")
+    if not path.is_dir():
+        raise FileNotFoundError(f"no such directory: {path}")
+    seen: set[str] = set()
+    for folder, folders, _ in os.walk(path, onerror=skipped, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a circular or repeated link
+            folders.clear()
+            continue
+        seen.add(real)
+        folders.sort(key=natural_key)
+        try:
+            if is_log_dir(Path(folder)):
+                yield Path(folder)
+        except OSError as error:
+            skipped(error)
+
+
+def open_run(log_dir: str | os.PathLike[str]) -> RunData:
+    """Open the run in a directory; a run that ended before its first step may have alerts alone.
+
+    Raises:
+        FileNotFoundError: There are no event files.
+        NoTelemetryError: They hold no telemetry data.
+        NewerFormatError: They hold data of a later version only.
+    """
+    run = RunData(FileSource(log_dir))
+    found = run.overview()
+    if not found.layers and not found.alerts:
+        raise NoTelemetryError(log_dir)
+    return run
+
+
+def only_log_dir(path: Path, skipped: Callable[[OSError], object] = lambda error: None) -> Path:
+    """Return the directory of a run: ``path``, or the only one below it.
+
+    Raises:
+        OSError: ``path`` cannot be read, or has no run.
+        ValueError: There are several runs.
+    """
+    found = list(find_log_dirs(path, skipped=skipped))
+    if not found:
+        raise FileNotFoundError(f"no event files in {path}")
+    if path in found or len(found) == 1:
+        return found[0]
+    names = ", ".join(str(log_dir.relative_to(path)) for log_dir in found[:10])
+    more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+    raise ValueError(f"{path} holds {len(found)} runs; choose one of them: {names}{more}")

@@ -26,7 +26,7 @@ from telemetry.events.page_format import (
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.onset import FEWEST_TO_SHOW, LOOK_BACK, Onset, onsets
 from telemetry.layers.units import decode_units
-from telemetry.reading.matrix import WHOLE, Matrix, Region, in_order
+from telemetry.reading.matrix import WHOLE, Matrix, Region, UnitExtremes, in_order
 from telemetry.reading.numbers import (
     CALL_TAGS,
     EVERY_STEP,
@@ -46,7 +46,6 @@ from telemetry.reading.sessions import (
     session_of,
 )
 from telemetry.reading.sources import RunSource
-from telemetry.reading.unit_extremes import UnitExtremes
 from telemetry.records import Layout
 from telemetry.untrusted import MAX_INTEGER
 

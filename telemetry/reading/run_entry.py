@@ -27,9 +27,9 @@ from telemetry.events.page_format import (
     parse_chunk,
     session_start_s,
 )
+from telemetry.plain_text import natural_key
 from telemetry.reading.builtin_tags import loss_of
 from telemetry.reading.files import FileSource
-from telemetry.reading.log_dirs import natural_key
 from telemetry.reading.sessions import Sessions, session_of
 from telemetry.reading.sources import RunSource
 from telemetry.tag_names import LAYERS

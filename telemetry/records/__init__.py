@@ -1,8 +1,16 @@
 """Values that were measured at one training step."""
 
 from telemetry.records.moments import once
-from telemetry.records.ranks import Divergence, RankFacts, Spread
-from telemetry.records.step import CodeLocation, Layout, Module, Parameter, StepRecord
+from telemetry.records.step import (
+    CodeLocation,
+    Divergence,
+    Layout,
+    Module,
+    Parameter,
+    RankFacts,
+    Spread,
+    StepRecord,
+)
 from telemetry.records.tensor import Output, TensorRecord
 
 __all__ = [

@@ -36,12 +36,12 @@ from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.run.arguments import FirstStep, OnAlert, check_phase, scalars_of
 from telemetry.run.disabled import DisabledRun
-from telemetry.run.files import RunFiles
+from telemetry.run.files import RunFiles, log_command_once
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
 from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
-from telemetry.writing import hparams, links
+from telemetry.writing import hparams
 from telemetry.writing.dashboard import Dashboard
 from telemetry.writing.hparams import Hyperparameter
 from telemetry.writing.size_budget import SizeBudget
@@ -160,7 +160,7 @@ class ActiveRun:
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self.attach()
         self._write(self._dashboard.first_values())
-        links.log_once(self.log_dir)
+        log_command_once(self.log_dir)
 
     @property
     def attached(self) -> bool:

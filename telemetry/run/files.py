@@ -1,8 +1,11 @@
-"""Files of one run: its event file, its alerts, the steps around a fault."""
+"""Files of one run: event file, alerts, flight files; and the command that opens it."""
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,13 +18,12 @@ from torch.utils import tensorboard
 from telemetry.alert import Alert
 from telemetry.events.background import PATIENCE_S, each_within
 from telemetry.events.file_writer import FileWriter
-from telemetry.events.given_writer import GivenWriter
 from telemetry.events.page_format import encode_alert, new_session_id
 from telemetry.events.plain_files import PlainFiles
-from telemetry.events.summary_writer import SummaryWriter
+from telemetry.events.summary_writer import GivenWriter, SummaryWriter
 from telemetry.failures import Failures
 from telemetry.flight import FlightRecorder
-from telemetry.ranks.role import Role, may_be_any_rank
+from telemetry.ranks.role import Role, is_rank_0, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
 from telemetry.run.lock import DirectoryLock
 from telemetry.run.resuming import resolved
@@ -190,3 +192,33 @@ class RunFiles:
             self.flight.close()
             each_within(timeout_s, self._plain.close, self._writer.close)
         self._lock.release()
+
+
+log = logging.getLogger("telemetry")
+
+
+def tensorboard_command(log_dir: str) -> str:
+    """Return the command that starts TensorBoard on this run and its neighbors."""
+    folder, run = os.path.split(log_dir.rstrip("/") or "/")
+    if not run or folder.endswith(":"):  # "/", or the whole of a bucket
+        folder = log_dir
+    return f"tensorboard --logdir {shlex.quote(folder or '.')}"
+
+
+_logged = False
+
+
+def log_command_once(log_dir: str) -> None:
+    """Show the command once per process.
+
+    It is logged as INFO if that level is enabled. It is printed where logging is not configured, as
+    in a notebook or a script, and to a terminal.
+    """
+    global _logged
+    if _logged or not is_rank_0():
+        return
+    _logged = True
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+        log.info("%s", tensorboard_command(log_dir))
+    elif sys.stderr is not None and (not log.hasHandlers() or sys.stderr.isatty()):
+        print(tensorboard_command(log_dir), file=sys.stderr)

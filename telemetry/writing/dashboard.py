@@ -1,29 +1,27 @@
-"""All values that a run writes for TensorBoard."""
+"""All values that a run writes for TensorBoard, and the curves of the whole run."""
 
 from __future__ import annotations
 
 import logging
+import re
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as charts_metadata
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.events.page_format import LAYOUT_PREFIX, LOSS_PREFIX
+from telemetry.layers import STATISTICS, Statistic, table
 from telemetry.plain_text import printable
-from telemetry.records import StepRecord
-from telemetry.tag_names import FULL_STEPS, RUN
+from telemetry.records import RankFacts, StepRecord
+from telemetry.records.loss import LOSS_TAGS
+from telemetry.tag_names import FULL_STEPS, RUN, plain
 from telemetry.writing import tags
-from telemetry.writing.curves import (
-    LearningRates,
-    StepTimes,
-    custom_scalars_value,
-    depth_values,
-    rank_values,
-)
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.page import PageWriter
 from telemetry.writing.size_budget import SizeBudget
@@ -137,3 +135,193 @@ class Dashboard:
 
     def _alert_curve(self) -> bytes:
         return summaries.scalar(f"{RUN}alerts/count", self._alert_count)
+
+
+# --- curves of the whole run ---------------------------------------------------------------------
+
+
+class LearningRates:
+    """Selects the points of the curves. A full step has one point of each curve.
+
+    TensorBoard joins points by straight lines. When a rate changes, the step before gets a point
+    with the old rate, so that the jump is drawn as a jump.
+    """
+
+    def __init__(self) -> None:
+        self._step, self._wall_time = -1, 0.0
+        self._rates: tuple[float, ...] = ()
+        self._drawn: dict[int, int] = {}  # step of each curve's last point
+
+    def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
+        """Return late points of the step before; call this before :meth:`values_of`.
+
+        Returns:
+            Step, wall time and values of an event to write first.
+        """
+        if record.step <= self._step:
+            self._rates = ()  # back to a checkpoint
+        late = [
+            _value(group, self._rates[group])
+            for group in self._changed(record)
+            if group < len(self._rates) and self._drawn[group] < self._step
+        ]
+        return self._step, self._wall_time, late
+
+    def values_of(self, record: StepRecord) -> Iterator[bytes]:
+        """Yield the values to write in an event with the record's step."""
+        if not record.learning_rates:
+            return
+        changed = range(len(record.learning_rates)) if record.full else self._changed(record)
+        self._step, self._wall_time = record.step, record.wall_time
+        self._rates = record.learning_rates
+        for group in changed:
+            self._drawn[group] = record.step
+            yield _value(group, record.learning_rates[group])
+
+    def _changed(self, record: StepRecord) -> Sequence[int]:
+        """Return the groups whose rate differs from that of the step before."""
+        before, now = self._rates, record.learning_rates
+        if now == before:
+            return ()
+        return [g for g, rate in enumerate(now) if g >= len(before) or _differs(rate, before[g])]
+
+
+def _differs(rate: float, other: float) -> bool:
+    return rate != other and not (rate != rate and other != other)  # NaN equals NaN here
+
+
+def _value(group: int, rate: float) -> bytes:
+    return summaries.scalar(f"{RUN}learning_rate/{group}", rate)
+
+
+class StepTimes:
+    """Mean time from step to step since the last full step; a full step has a point.
+
+    Time between two steps counts, such as waiting for data. Intervals with a phase do not.
+    """
+
+    def __init__(self) -> None:
+        self._begun: tuple[int, float] | None = None  # step and wall time
+        self._last = -1, 0.0
+        self._steps, self._taken_s = 0, 0.0
+
+    def pause(self) -> None:
+        """Exclude the time until the next step."""
+        if self._begun is not None:
+            self._steps += self._last[0] - self._begun[0]
+            self._taken_s += self._last[1] - self._begun[1]
+            self._begun = None
+
+    def values_of(self, record: StepRecord) -> Iterator[bytes]:
+        """Yield ``~run/time/step_s`` of a full step, and ``examples_per_s`` of a known batch."""
+        if record.phase:
+            self.pause()
+            return
+        if record.step < self._last[0]:  # back to a checkpoint
+            self._begun, self._steps, self._taken_s = None, 0, 0.0
+        self._last = record.step, record.wall_time
+        if self._begun is None:
+            self._begun = self._last
+        if not record.full:
+            return
+        self.pause()
+        if self._steps > 0 and self._taken_s > 0:  # a clock may be set back
+            step_s = self._taken_s / self._steps
+            yield summaries.scalar(f"{RUN}time/step_s", step_s)
+            if record.examples:
+                yield summaries.scalar(f"{RUN}time/examples_per_s", record.examples / step_s)
+        self._begun = self._last
+        self._steps, self._taken_s = 0, 0.0
+
+
+QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
+
+# Statistics whose quantiles over all layers are curves, by the name in their tags. Where magnitudes
+# matter, the curves are of log10, because TensorBoard's charts have a linear axis.
+DEPTH_CURVES: Mapping[str, Statistic] = {
+    f"log10_{statistic.name}" if statistic.log else statistic.name: statistic
+    for statistic in STATISTICS
+    if statistic.over_depth
+}
+
+
+def depth_values(record: StepRecord) -> list[bytes]:
+    """Return ``~run/depth/<name>/p05``, ``median`` and ``p95`` of a full step.
+
+    Quantiles are over the finite values of all layers; for a logarithm, over the positive ones.
+    """
+    if not record.full or record.phase or record.skipped:
+        return []
+    layers, shares = table(record), list(QUANTILES.values())
+    points: list[tuple[str, float]] = []
+    for name, statistic in DEPTH_CURVES.items():
+        known = layers.known_values(statistic.name)
+        values = np.sort(known[np.isfinite(known) & ((known > 0) | (not statistic.log))])
+        if values.size:
+            last = values.size - 1
+            scaled = np.log10(values) if statistic.log else values
+            # numpy.quantile returns the same and takes twenty times as long for a few values.
+            quantiles = np.interp(np.multiply(shares, last), np.arange(last + 1), scaled)
+            tags = [f"{RUN}depth/{name}/{quantile}" for quantile in QUANTILES]
+            points += zip(tags, quantiles.tolist(), strict=True)
+    return summaries.scalars(points)
+
+
+def rank_values(facts: RankFacts) -> list[bytes]:
+    """Return ``rank_time/slowest``, in seconds per step, and ``rank_spread/<tag>/...``.
+
+    A tag that is equal on all ranks, or that one rank alone has logged, has no points.
+    """
+    points: list[tuple[str, float]] = []
+    if facts.step_s is not None:
+        points.append((f"{RUN}rank_time/slowest", facts.step_s.high))
+        points.append((f"{RUN}rank_time/slowest_rank", facts.step_s.high_rank))
+    for tag, spread in facts.scalars.items():
+        if spread.low_rank != spread.high_rank:
+            prefix = f"{RUN}rank_spread/{plain(tag)}"
+            points.append((f"{prefix}/min", spread.low))
+            points.append((f"{prefix}/min_rank", spread.low_rank))
+            points.append((f"{prefix}/max", spread.high))
+            points.append((f"{prefix}/max_rank", spread.high_rank))
+    return summaries.scalars(points)
+
+
+def custom_scalars_value(loss: str | None = None) -> bytes:
+    """Return the charts of the Custom Scalars dashboard, to write once, at step 0.
+
+    TensorBoard merges the charts of all runs by their titles, so tags are patterns that match in
+    every run. ``loss`` is the tag of the loss, if the user has named it.
+    """
+    losses = [LOSS_TAGS] if loss is None else [f"^{re.escape(loss)}$", LOSS_TAGS]
+    charts = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title="Telemetry",
+                chart=[
+                    _curves("Loss", *losses),
+                    _curves("Alerts", f"^({RUN})?alerts/count$"),
+                    _curves("Seconds per step", f"^{RUN}time/step_s$"),
+                    *map(_margins, DEPTH_CURVES),
+                ],
+            ),
+        ]
+    )
+    return summaries.tensor(
+        charts_metadata.CONFIG_SUMMARY_TAG, charts.SerializeToString(), charts_metadata.PLUGIN_NAME
+    )
+
+
+def _curves(title: str, *patterns: str) -> layout_pb2.Chart:
+    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
+
+
+def _margins(name: str) -> layout_pb2.Chart:
+    prefix, statistic = f"{RUN}depth/{name}", DEPTH_CURVES[name]
+    scale = " (log10)" if statistic.log else ""
+    series = layout_pb2.MarginChartContent.Series(
+        value=f"{prefix}/median", lower=f"{prefix}/p05", upper=f"{prefix}/p95"
+    )
+    return layout_pb2.Chart(
+        title=f"{statistic.title}{scale}: median over all layers, 5 to 95 %",
+        margin=layout_pb2.MarginChartContent(series=[series]),
+    )

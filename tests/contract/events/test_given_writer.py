@@ -18,8 +18,7 @@ from tensorboard.summary.writer import event_file_writer
 from torch.utils import tensorboard
 
 from telemetry.events import FileWriter, list_event_files, read_events, summaries
-from telemetry.events.given_writer import GivenWriter
-from telemetry.events.summary_writer import SummaryWriter
+from telemetry.events.summary_writer import GivenWriter, SummaryWriter
 
 WAIT_S = 20
 BOTH = pytest.mark.parametrize("kind", [tensorboard.SummaryWriter, SummaryWriter])

@@ -19,7 +19,7 @@ from torch import nn
 
 from telemetry import Alert, HookLogger
 from telemetry.records import Output, StepRecord
-from telemetry.writing.curves import QUANTILES, StepTimes, depth_values
+from telemetry.writing.dashboard import QUANTILES, StepTimes, depth_values
 from tests.helpers.board import Board, open_fast, open_slow
 from tests.helpers.serialized import parsed, summary_of
 from tests.helpers.small_records import full_record, tensor

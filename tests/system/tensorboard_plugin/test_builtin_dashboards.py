@@ -11,7 +11,7 @@ import pytest
 
 from telemetry.events import FileWriter, summaries
 from telemetry.writing import hparams, tags
-from telemetry.writing.curves import custom_scalars_value, depth_values
+from telemetry.writing.dashboard import custom_scalars_value, depth_values
 from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.page import PageWriter
 from tests.helpers.browser import PATIENCE_S, TelemetryPage, serve

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam
 from telemetry import HookLogger
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.loss_spike import LossBurst, LossSpike
-from telemetry.reading.log_dirs import open_run
+from telemetry.reading.run import open_run
 from telemetry.testing import alerts_of, capture_run
 from tests.helpers.figures import figures
 from tests.helpers.small_runs import Batch, draw, net, train

@@ -11,8 +11,8 @@ import pytest
 from telemetry.layers import MATRIX_STATISTICS, PARAMETER_STATISTICS, STATISTICS, table
 from telemetry.layers.record import Layers
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
-from telemetry.records.ranks import RankFacts, Spread
 from telemetry.records.sketch import sketch_array
+from telemetry.records.step import RankFacts, Spread
 from telemetry.testing import alerts_of
 
 LAYOUT = Layout(

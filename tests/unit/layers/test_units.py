@@ -28,8 +28,8 @@ from telemetry.layers.units import (
     saturated_units,
 )
 from telemetry.reading import payloads
-from telemetry.reading.log_dirs import open_run
-from telemetry.reading.unit_extremes import UnitExtremes
+from telemetry.reading.matrix import UnitExtremes
+from telemetry.reading.run import open_run
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import Sketch
 

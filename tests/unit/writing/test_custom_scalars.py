@@ -7,7 +7,7 @@ import re
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from telemetry.writing import tags
-from telemetry.writing.curves import custom_scalars_value, depth_values
+from telemetry.writing.dashboard import custom_scalars_value, depth_values
 from tests.helpers.serialized import joined, parsed, tags_of
 from tests.helpers.small_records import full_record
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telemetry.writing.links import command
+from telemetry.run.files import tensorboard_command
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from telemetry.writing.links import command
     ],
 )
 def test_the_command_shows_the_run_and_its_neighbors(log_dir: str, folder: str) -> None:
-    assert command(log_dir) == f"tensorboard --logdir {folder}"
+    assert tensorboard_command(log_dir) == f"tensorboard --logdir {folder}"
