@@ -1,4 +1,4 @@
-"""Imports go to lower layers and never in a circle; what reads records does without torch."""
+"""Imports go to lower layers, never in a circle; modules that read records load no torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LAYERS = [
 ]
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
-# What reads and draws records starts within a moment; importing torch takes seconds.
+# Reading and drawing records must start quickly; importing torch takes seconds.
 TORCH_FREE = {
     "alert",
     "alerts",
@@ -81,7 +81,7 @@ def part(name: str) -> str:
 
 
 def read_modules(package: Path) -> dict[str, Module]:
-    """Every module below ``package``, by dotted name."""
+    """Return every module below ``package``, by dotted name."""
     paths = {}
     for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -93,7 +93,7 @@ def read_modules(package: Path) -> dict[str, Module]:
 
 
 def read_imports(name: str, path: Path, known: set[str]) -> Iterator[str]:
-    """Absolute names of what a module imports, anywhere in it: in functions and for types, too.
+    """Yield the absolute names of all imports of a module, also in functions and for types.
 
     ``from a import b`` is ``a.b`` where that is one of the ``known`` modules, else ``a``.
     """
@@ -125,7 +125,7 @@ def violations(package: Path) -> list[str]:
 
 
 def circles(modules: dict[str, Module]) -> list[list[str]]:
-    """Groups of modules that import each other, directly or through others."""
+    """Return groups of modules that import each other, directly or through others."""
     reached = {name: reachable(name, modules) for name in modules}
     groups = {
         tuple(sorted(other for other in others if name in reached[other]))
@@ -136,7 +136,7 @@ def circles(modules: dict[str, Module]) -> list[list[str]]:
 
 
 def reachable(name: str, modules: dict[str, Module]) -> set[str]:
-    """All modules that this one imports, directly or through others."""
+    """Return all modules that this one imports, directly or through others."""
     found: set[str] = set()
     open_ends = [name]
     while open_ends:
@@ -213,7 +213,7 @@ def write(path: Path, code: str) -> None:
 
 
 def test_no_tuple_is_filled_by_a_generator() -> None:
-    """A thread that calls ``gc.get_objects()`` meanwhile holds it, which is a ``SystemError``."""
+    """A concurrent ``gc.get_objects()`` holds a reference to it, which raises ``SystemError``."""
     found = [
         f"{path.name}:{node.lineno}"
         for path in PACKAGE.rglob("*.py")

@@ -25,7 +25,7 @@ def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Seque
 
 
 class Between(nn.Module):
-    """Two layers with something between them."""
+    """Two layers; a function applies the second one."""
 
     def __init__(self, apply: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Between(nn.Module):
         return self.apply_head(self.head, F.relu(self.inside(x)))
 
 
-def look(model: nn.Module, **options: Any) -> CheckResult:
+def check_model(model: nn.Module, **options: Any) -> CheckResult:
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(64, 20, generator=g), torch.randint(5, (64,), generator=g)
     return telemetry.check(model, x, nn.CrossEntropyLoss(), targets=y, show=False, **options)
@@ -45,17 +45,17 @@ def look(model: nn.Module, **options: Any) -> CheckResult:
 def test_a_usual_model_has_no_findings() -> None:
     norms = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 5))
     for model in (mlp(20, 64, 64, 5), norms, Between(lambda head, h: head(h))):
-        result = look(model)
+        result = check_model(model)
         assert (result.findings, result.skipped, result.exit_code) == ((), (), 0)
         assert 1 < result.loss < 2.5
 
 
-def test_a_frozen_trunk_and_a_head_that_starts_at_zero_are_intended() -> None:
+def test_a_frozen_trunk_and_a_head_that_starts_at_zero_are_not_reported() -> None:
     frozen, zero = mlp(20, 64, 64, 5), mlp(20, 64, 64, 5)
     frozen[0].requires_grad_(False)
     nn.init.zeros_(zero[4].weight)
-    assert look(frozen).findings == ()
-    result = look(zero)
+    assert check_model(frozen).findings == ()
+    result = check_model(zero)
     assert result.findings == ()
     assert "starts at zero" in result.skipped[0]
 
@@ -104,15 +104,17 @@ def wide() -> nn.Module:
         (lambda: Between(lambda head, h: head(h.detach())), "untrained_parameters", "inside"),
     ],
 )
-def test_a_fault_is_named(make: Callable[[], nn.Module], kind: str, layer: str | None) -> None:
-    found = {finding.kind: finding for finding in look(make()).findings}
+def test_each_fault_is_found_with_its_kind_and_layer(
+    make: Callable[[], nn.Module], kind: str, layer: str | None
+) -> None:
+    found = {finding.kind: finding for finding in check_model(make()).findings}
     assert kind in found
     assert found[kind].step == 0
     assert layer in (None, found[kind].module_name)
     assert len(found[kind].advice) >= 1
 
 
-def test_one_batch_is_reported_as_one_and_the_result_is_short(
+def test_a_check_reports_one_batch_and_its_repr_is_short(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -122,8 +124,8 @@ def test_one_batch_is_reported_as_one_and_the_result_is_short(
     dead = next(found for found in result.findings if found.kind == "dead_units")
     assert (dead.module_name, dead.observed_in, dead.value) == ("0", "1", 1)
     assert "one batch" in dead.summary
-    told = capsys.readouterr().out
-    assert "2 batches" not in told
+    output = capsys.readouterr().out
+    assert "2 batches" not in output
     assert len(repr(result)) < 3000
     assert "2 steps" not in repr(telemetry.check(idle_norms(), inputs, lambda out: out.sum()))
 
@@ -142,13 +144,13 @@ def test_arguments_in_another_order_are_named() -> None:
             telemetry.check(*given, targets=targets)
 
 
-def test_only_findings_above_a_note_make_a_program_fail() -> None:
-    assert look(dead()).exit_code == 1
-    assert look(idle_norms()).exit_code == 0
+def test_only_findings_above_a_note_set_the_exit_code() -> None:
+    assert check_model(dead()).exit_code == 1
+    assert check_model(idle_norms()).exit_code == 0
 
 
 class Reached(nn.Module):
-    """Applies a function to the input and to what a layer returned."""
+    """Layer with a function of its input and a function of its output."""
 
     def __init__(
         self, before: Callable[[Tensor], Tensor], after: Callable[[nn.Module, Tensor], Tensor]
@@ -161,7 +163,7 @@ class Reached(nn.Module):
         return self.after(self, self.layer(self.before(x)))
 
 
-def test_a_model_may_change_its_input_in_place() -> None:
+def test_inputs_are_unchanged_though_a_model_changes_them_in_place() -> None:
     x = torch.randn(8, 20)
     given = x.clone()
     model = Reached(lambda x: x.sub_(0.5), lambda self, h: h)
@@ -186,7 +188,7 @@ def nan_in_eval(model: nn.Module, h: Tensor) -> Tensor:
 def test_outputs_without_usable_gradients_are_not_taken_for_constants(
     after: Callable[[nn.Module, Tensor], Tensor], reason: str
 ) -> None:
-    result = look(Reached(lambda x: x, after))
+    result = check_model(Reached(lambda x: x, after))
     assert result.findings == ()
     assert reason in result.skipped[0]
 
@@ -284,7 +286,7 @@ def state(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_everything_is_as_before_bit_for_bit(raises: bool) -> None:
+def test_parameters_gradients_modes_hooks_and_random_states_are_unchanged(raises: bool) -> None:
     model = nn.Sequential(
         nn.Linear(20, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.ReLU(), nn.Linear(64, 5)
     )
@@ -302,9 +304,9 @@ def test_everything_is_as_before_bit_for_bit(raises: bool) -> None:
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     if raises:
         with pytest.raises(RuntimeError, match="of the model"):
-            look(model)
+            check_model(model)
     else:
-        look(model)
+        check_model(model)
     for was, now in zip(before, state(model), strict=True):
         assert (was is None and now is None) or torch.equal(was, now)
     assert model[0].weight.grad is gradient
@@ -313,7 +315,7 @@ def test_everything_is_as_before_bit_for_bit(raises: bool) -> None:
     assert drawn == random.getstate()
 
 
-def test_buffers_that_are_replaced_or_expanded_are_as_before() -> None:
+def test_buffers_that_are_replaced_or_expanded_are_unchanged() -> None:
     class Average(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -328,7 +330,7 @@ def test_buffers_that_are_replaced_or_expanded_are_as_before() -> None:
 
     model = Average()
     average = model.average
-    look(model)
+    check_model(model)
     assert model.average is average
     assert torch.equal(average, torch.zeros(5))
 
@@ -349,12 +351,12 @@ def test_a_missing_loss_is_an_error_that_names_the_remedy() -> None:
         telemetry.check(mlp(20, 5).requires_grad_(False), torch.randn(4, 20), torch.sum)
 
 
-def test_the_table_names_layers_findings_and_what_to_do(
+def test_the_table_has_layers_findings_advice_and_skipped_checks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     telemetry.check(dead(), torch.randn(32, 20), lambda output: output.square().mean())
-    told = capsys.readouterr().out
-    assert "layer" in told.split("\n")[0]
-    assert "error: dead units in 0" in told
-    assert "LeakyReLU" in told
-    assert "skipped: loss compared with ln C" in told
+    output = capsys.readouterr().out
+    assert "layer" in output.split("\n")[0]
+    assert "error: dead units in 0" in output
+    assert "LeakyReLU" in output
+    assert "skipped: loss compared with ln C" in output

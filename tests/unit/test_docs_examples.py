@@ -1,4 +1,4 @@
-"""The code of the guides and tutorials runs, and prints what the pages say."""
+"""The code of guides and tutorials runs and prints the output on their pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def printed(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [f"howto/{name}" for name in GUIDES] + ALONE)
-def test_a_page_prints_what_it_says(
+def test_the_code_of_a_page_prints_its_documented_output(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

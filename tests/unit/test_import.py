@@ -30,7 +30,7 @@ def test_import_loads_a_handful_of_modules() -> None:
 
 
 @pytest.mark.slow
-def test_modules_loaded_later_log_nothing() -> None:
+def test_lazily_loaded_modules_print_no_warning() -> None:
     code = "import telemetry; [getattr(telemetry, name) for name in telemetry.__all__]"
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -60,7 +60,7 @@ def test_names_of_the_stub_alone_are_listed() -> None:
 
 
 def test_an_error_inside_an_import_is_reported(tmp_path: Path) -> None:
-    """Python takes an AttributeError for a name that is not there."""
+    """Python treats an AttributeError as a missing name."""
     (tmp_path / "torch.py").write_text("import sys\nsys.no_such_thing\n")  # a broken install
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from telemetry import HookLogger"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -95,7 +95,7 @@ sys.modules["telemetry.measure._native"] = None
 import telemetry, telemetry.measure
 assert telemetry.native == "NumPy, because the C extension cannot be loaded: it was not built"
 """
-    said = run_python(code)
-    assert said.count("times as long") == 1
-    assert said.startswith("WARNING:telemetry:")
-    assert "circular" not in said
+    output = run_python(code)
+    assert output.count("times as long") == 1
+    assert output.startswith("WARNING:telemetry:")
+    assert "circular" not in output

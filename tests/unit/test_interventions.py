@@ -1,4 +1,4 @@
-"""Changing gradients and activations, and reading what flows through modules."""
+"""Changed gradients and activations, and captured inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def net() -> Net:
 
 
 def grads_after(model: nn.Module, passes: int = 1) -> dict[str, Tensor]:
-    """Gradients of the same backward pass, done so many times."""
+    """Return the gradients after ``passes`` equal backward passes."""
     torch.manual_seed(1)
     x = torch.randn(5, 3)
     model.zero_grad()
@@ -203,7 +203,7 @@ def test_a_shared_and_checkpointed_parameter_is_changed_once(use_reentrant: bool
     torch.testing.assert_close(layer.weight.grad, 10 * plain)
 
 
-def test_a_scaler_reports_the_bound_without_its_factor() -> None:
+def test_the_clipping_bound_excludes_the_factor_of_a_scaler() -> None:
     plain = grads_after(net())
     limit = min(g.norm().item() for g in plain.values())
     model, scaler = net(), torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -261,7 +261,7 @@ def test_hooks_are_removed_when_the_body_raises(make: Callable[[nn.Module], Inte
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_copies_and_files_are_without_the_intervention(
+def test_copies_and_saved_models_have_no_intervention(
     make: Callable[[nn.Module], Intervention], tmp_path: Path
 ) -> None:
     plain, model = grads_after(net()), net()
@@ -273,7 +273,7 @@ def test_copies_and_files_are_without_the_intervention(
             assert all(torch.equal(g, plain[n]) for n, g in grads_after(other).items())
 
 
-def test_interventions_work_together_and_the_logger_shows_them(tmp_path: Path) -> None:
+def test_interventions_combine_and_the_logger_records_the_result(tmp_path: Path) -> None:
     model, recorder = net(), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder]):
@@ -444,7 +444,7 @@ def by_hand(model: ConvNet, x: Tensor) -> dict[str, Tensor]:
     return {"conv1": first, "conv2": second}
 
 
-def test_values_and_gradients_are_those_of_the_network() -> None:
+def test_captured_values_and_gradients_equal_those_of_the_network() -> None:
     model, x = ConvNet(), torch.randn(4, 1, 8, 8)
     torch.manual_seed(1)
     expected = by_hand(model, x)
@@ -454,7 +454,7 @@ def test_values_and_gradients_are_those_of_the_network() -> None:
     assert list(captured) == ["conv1", "conv2"]
     for name, value in expected.items():
         [output], [grad] = captured[name].outputs, captured[name].grad_outputs
-        assert torch.equal(output, value), "not what in-place operations made of it"
+        assert torch.equal(output, value), "in-place operations do not change it"
         assert torch.equal(grad, value.grad)
         assert not output.requires_grad
     assert torch.equal(captured["conv1"].inputs[0], x)
@@ -613,7 +613,7 @@ def test_a_failed_call_is_not_kept_nor_are_its_inputs() -> None:
     assert [call.inputs[0].item(), call.outputs[0].item()] == [2.0, 3.0]
 
 
-def test_an_input_is_that_from_before_the_module_changed_it() -> None:
+def test_captured_inputs_are_copied_before_in_place_changes() -> None:
     model = nn.ReLU(inplace=True)
     with capture(model) as captured:
         model(torch.tensor([-1.0, 2.0]))
@@ -621,11 +621,11 @@ def test_an_input_is_that_from_before_the_module_changed_it() -> None:
     assert captured[""].outputs[0].tolist() == [0.0, 2.0]
 
 
-def test_threads_do_not_mix_up_their_inputs() -> None:
-    model, turn = nn.Sequential(nn.Identity()), threading.Barrier(2, timeout=20)
+def test_calls_of_concurrent_threads_have_their_own_inputs() -> None:
+    model, barrier = nn.Sequential(nn.Identity()), threading.Barrier(2, timeout=20)
 
     def meet(module: nn.Module, args: object) -> None:
-        turn.wait()
+        barrier.wait()
 
     with capture(model, calls=2) as captured:
         model[0].register_forward_pre_hook(meet)
@@ -662,7 +662,7 @@ def test_capturing_gets_the_same_values_as_other_interventions_and_the_logger(
     assert record.grad_norms.max() == pytest.approx(1e-3)
 
 
-# The compiler reads it from every tensor that crosses a break.
+# The compiler reads .grad of each tensor at a graph break.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled_before", [False, True])
@@ -688,22 +688,22 @@ def test_a_compiled_model_can_be_captured(compiled_before: bool) -> None:
 
 def test_a_full_graph_cannot_be_captured() -> None:
     torch.compiler.reset()
-    says_why = "reason" in inspect.signature(torch.compiler.disable).parameters
-    message = "compile without fullgraph=True" if says_why else "_Calls.__call__"
+    has_reason = "reason" in inspect.signature(torch.compiler.disable).parameters
+    message = "compile without fullgraph=True" if has_reason else "_Calls.__call__"
     model = torch.compile(nn.Linear(3, 3), backend="aot_eager", fullgraph=True)
     with capture(model), pytest.raises(torch._dynamo.exc.Unsupported, match=message):
         model(torch.ones(1, 3))
     assert model(torch.ones(1, 3)).shape == (1, 3)
 
 
-def test_transforms_are_skipped() -> None:
+def test_calls_inside_a_function_transform_are_not_captured() -> None:
     model = nn.Linear(2, 2)
     with capture(model) as captured:
         torch.func.vmap(model)(torch.ones(3, 2))
     assert not captured
 
 
-def test_removing_removes_every_hook_also_those_in_the_graph() -> None:
+def test_removing_removes_hooks_of_modules_and_of_the_graph() -> None:
     model = ConvNet()
 
     def fail(y: Tensor) -> None:
@@ -730,11 +730,11 @@ def test_neither_the_model_nor_its_graph_is_kept_alive() -> None:
     model = ConvNet()
     captured = capture(model)
     x = torch.randn(4, 1, 8, 8, requires_grad=True)
-    gone = weakref.ref(model), weakref.ref(x)
+    references = weakref.ref(model), weakref.ref(x)
     model(x)
     del model, x
     gc.collect()
-    assert [ref() for ref in gone] == [None, None]
+    assert [ref() for ref in references] == [None, None]
     assert len(captured) == 5
 
 
@@ -754,7 +754,7 @@ def test_internal_errors_do_not_reach_the_training(
     assert caplog.text.count("telemetry failed to capture the outputs of the model") == 1
 
 
-def test_a_missing_module_is_named() -> None:
+def test_a_module_without_a_call_or_outside_the_selection_is_named() -> None:
     model = ConvNet()
     with capture(model, "conv*") as captured:
         with pytest.raises(KeyError, match="'conv1' has not run since"):
@@ -790,7 +790,7 @@ def test_a_missing_module_is_named() -> None:
         (lambda m: capture(m, "fk1"), ValueError, r'capture\(select="fk1"\): .* names are fc1'),
     ],
 )
-def test_bad_arguments_are_named(
+def test_an_invalid_argument_is_named(
     call: Callable[[nn.Module], object], error: type[Exception], message: str
 ) -> None:
     model = net()

@@ -48,12 +48,12 @@ def test_every_leaf_is_watched_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", [*string.punctuation.replace(".", ""), "a[0]", "[!a]", "\n", "*"])
-def test_a_name_that_is_given_exactly_selects_its_module(name: str) -> None:
+def test_an_exact_name_with_special_characters_selects_its_module(name: str) -> None:
     model = nn.Sequential(nn.ModuleDict({name: nn.Linear(1, 1)}), nn.ReLU())
     assert f"0.{name}" in watched(model, f"0.{name}")
 
 
-def test_a_glob_with_a_bracket_that_matches_nothing_says_why() -> None:
+def test_the_error_of_a_glob_with_a_bracket_names_the_escape() -> None:
     model = nn.ModuleDict({"a[0]": nn.Linear(1, 1)})
     assert watched(model, "*a[[]0]*") == ["a[0]"]
     with pytest.raises(ValueError, match=r"\[ begins a set of characters, \[\[\] matches the char"):
@@ -201,7 +201,7 @@ def test_replaced_modules_are_found_when_applied_again() -> None:
     assert selection.apply(model) == {}
 
 
-def test_a_shared_module_comes_once_under_its_first_name() -> None:
+def test_a_shared_module_is_watched_once_under_its_first_name() -> None:
     shared = nn.Linear(1, 1)
     assert watched(nn.Sequential(shared, nn.ReLU(), shared)) == ["0", "1"]
 
@@ -240,7 +240,7 @@ def test_a_parametrized_module_stays_a_leaf() -> None:
     assert watched(nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.ReLU())) == ["0", "1"]
 
 
-def test_wrappers_are_not_watched_and_globs_need_not_spell_them() -> None:
+def test_wrappers_are_not_watched_and_globs_may_omit_them() -> None:
     model = torch.compile(nn.DataParallel(Net()), backend="eager")
     prefix = "_orig_mod.module"
     assert watched(model) == [f"{prefix}.{leaf}" for leaf in LEAVES]
@@ -296,7 +296,7 @@ def test_a_spread_keeps_the_ends_and_even_steps(count: int, most: int, kept: lis
 
 
 def calls_to_select(count: int) -> int:
-    """Functions called to select a third of three times as many modules."""
+    """Count the function calls that select ``count`` of three times as many modules."""
     model = nn.Sequential(*(nn.Sequential(nn.ReLU(), nn.ReLU()) for _ in range(count)))
     selection = Selection.parse("*.1", nn.Linear)
     calls = 0

@@ -1,4 +1,4 @@
-"""Curves in characters."""
+"""Curves drawn with characters."""
 
 from __future__ import annotations
 

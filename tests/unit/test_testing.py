@@ -1,4 +1,4 @@
-"""The public test doubles, and the page about rules, whose examples are run."""
+"""Public test doubles, and the examples of the page about rules."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-class Asks(Rule):
-    """Asks for a full measurement after steps 1 and 2, and reports each loss."""
+class Requests(Rule):
+    """Rule that requests a full step after steps 1 and 2 and reports each loss."""
 
     requests_full_step = False
 
@@ -66,7 +66,7 @@ def test_a_run_is_recorded_at_once_and_without_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = make()
-    with capture_run(model, every_n_steps=10, rules=[Asks()]) as run:
+    with capture_run(model, every_n_steps=10, rules=[Requests()]) as run:
         train(model, run, 5)
     assert [record.step for record in run.records] == [0, 1, 2, 3, 4]
     assert [record.step for record in run.records if record.full] == [0, 3, 4]
@@ -84,7 +84,7 @@ def test_nothing_is_recorded_after_the_body() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_records_give_the_same_alerts(tmp_path: Path) -> None:
+def test_a_captured_run_and_a_logger_report_the_same_alerts(tmp_path: Path) -> None:
     model, seen = make(), []
     with capture_run(model) as run:
         train(model, run, 40, scale=1e3)
@@ -95,7 +95,7 @@ def test_the_same_records_give_the_same_alerts(tmp_path: Path) -> None:
     assert alerts_of(run.records) == run.alerts
 
 
-def test_exceptions_of_a_rule_are_raised() -> None:
+def test_exceptions_and_invalid_results_of_a_rule_are_raised() -> None:
     def broken(record: StepRecord) -> Iterable[Alert]:
         raise ArithmeticError("planted")
 

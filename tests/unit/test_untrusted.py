@@ -29,19 +29,19 @@ json_values = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Path to a part of a JSON value, from the outside in."""
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths to all parts of a JSON value, outermost first."""
     items: Any = value.items() if isinstance(value, dict) else ()
     items = enumerate(value) if isinstance(value, list) else items
-    return [path, *(place for key, item in items for place in places(item, (*path, key)))]
+    return [path, *(found for key, item in items for found in paths_in(item, (*path, key)))]
 
 
 @st.composite
 def changed(draw: st.DrawFn, text: bytes) -> bytes:
-    """The text with one or two values replaced or removed."""
+    """Draw the text with one or two values replaced or removed."""
     content = json.loads(text)
     for _ in range(draw(st.integers(1, 2))):
-        *outer, last = draw(st.sampled_from([place for place in places(content) if place]))
+        *outer, last = draw(st.sampled_from([found for found in paths_in(content) if found]))
         inner = content
         for key in outer:
             inner = inner[key]
@@ -88,7 +88,7 @@ def test_a_changed_flight_file_is_explained_or_skipped(
     assert explained.startswith((f"{log_dir}", "skipped"))
 
 
-def test_the_place_of_a_fault_is_named() -> None:
+def test_the_error_names_the_location_of_an_invalid_value() -> None:
     check = untrusted.fields(
         steps=untrusted.list_of(untrusted.fields(loss=untrusted.fixed_array(untrusted.number)))
     )
@@ -99,7 +99,7 @@ def test_the_place_of_a_fault_is_named() -> None:
 
 
 @pytest.mark.parametrize("value", ["nan", "-inf", "inf", 3, 0.5])
-def test_numbers_that_json_lacks_may_be_given_by_name(value: object) -> None:
+def test_numbers_and_names_of_nonfinite_numbers_are_accepted(value: object) -> None:
     assert isinstance(untrusted.number(value), float)
 
 
@@ -121,7 +121,9 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
             untrusted.open_file(other)
 
 
-def test_json_that_python_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_that_is_nested_too_deeply_or_too_large_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         untrusted.parse_json(hostile_runs.DEEP)
     monkeypatch.setattr(untrusted, "MAX_JSON_BYTES", 10)

@@ -1,4 +1,4 @@
-"""The budget keeps telemetry's own time within its share, and measures what that allows."""
+"""The budget keeps telemetry's own time within its share by stretching intervals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda")
 
 
 class Clock:
-    """Stands for :mod:`time`; passes only where a test says so."""
+    """Replacement of :mod:`time` that a test advances."""
 
     def __init__(self) -> None:
         self.own_s = 0.0
@@ -41,7 +41,7 @@ class Clock:
         return self.own_s + self.trained_s
 
     def slowed(self, function: Callable[..., Any], by_s: float) -> Callable[..., Any]:
-        """The same function, which takes longer."""
+        """Return a function that takes ``by_s`` longer."""
 
         def slow(*args: Any) -> Any:
             self.own_s += by_s
@@ -52,7 +52,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """On which each tensor that is measured takes 0.1 s, and each call for norms 1 ms.
+    """Clock on which each measured tensor takes 0.1 s.
 
     The background thread takes no time.
     """
@@ -62,10 +62,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     add_all = Measurer.add_all
 
     def slow_add_all(
-        measurer: Measurer, tensors: Sequence[Tensor], **asked: Any
+        measurer: Measurer, tensors: Sequence[Tensor], **options: Any
     ) -> list[int | None]:
         clock.own_s += 0.1 * len(tensors)
-        return add_all(measurer, tensors, **asked)
+        return add_all(measurer, tensors, **options)
 
     monkeypatch.setattr(Measurer, "add_all", slow_add_all)
     return clock
@@ -115,9 +115,9 @@ def test_the_interval_is_stretched_to_stay_within_the_budget(tmp_path: Path, clo
     assert full == [0, 190, 280, 380, 470, 560]  # 92.5 steps earn 3.7 s; the first is paid, too
     assert [record.step for record in recorder.records] == list(range(600))
     assert clock.own_s <= 0.04 * clock.trained_s + 3.7
-    told = dict(scalars(tmp_path, "telemetry/overhead"))
-    assert list(told) == full[1:]
-    assert told[560] == pytest.approx(6 * 3.7 / 560)
+    overheads = dict(scalars(tmp_path, "telemetry/overhead"))
+    assert list(overheads) == full[1:]
+    assert overheads[560] == pytest.approx(6 * 3.7 / 560)
     intervals = scalars(tmp_path, "telemetry/every_n_steps")
     assert intervals == [(0, 10.0), *((step, step - last) for last, step in pairwise(full))]
 
@@ -157,7 +157,9 @@ def test_postponed_measurements_are_logged_once(
     ]
 
 
-def test_without_a_budget_nothing_is_timed(tmp_path: Path, clock: Clock) -> None:
+def test_without_a_budget_no_step_is_postponed_and_no_overhead_is_written(
+    tmp_path: Path, clock: Clock
+) -> None:
     recorder = run(tmp_path, clock, steps=20, every_n_steps=2)
     assert sum(record.full for record in recorder.records) == 10
     with pytest.raises(KeyError):
@@ -203,7 +205,7 @@ def test_time_between_remove_and_attach_does_not_count(tmp_path: Path, clock: Cl
 
 
 class Event:
-    """A CUDA event that the device comes to when told to."""
+    """CUDA event that the device reaches when a test sets ``at_ms``."""
 
     recorded: list[Event]
 
@@ -232,25 +234,25 @@ def device_events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("device_events")
 def test_on_a_gpu_step_times_are_recorded_when_the_device_reaches_them() -> None:
-    entered: list[int] = []
+    logged: list[int] = []
     curves: dict[str, float] = {}
 
-    def enter(scalars: Mapping[str, float], step: int) -> None:
-        entered.append(step)
+    def log_costs(scalars: Mapping[str, float], step: int) -> None:
+        logged.append(step)
         curves.update(scalars)
 
-    budget = Budget(max_overhead=0.1, every_n_steps=1, log_costs=enter)
-    durations_ms = [100, 100, 100, 130, 100, 100]  # 3 is measured in full
+    budget = Budget(max_overhead=0.1, every_n_steps=1, log_costs=log_costs)
+    durations_ms = [100, 100, 100, 130, 100, 100]  # 3 is a full step
     for step in range(len(durations_ms)):
         budget.step_ended(step, full=step == 3, norms=True, device=DEVICE)
-    assert entered == []
+    assert logged == []
     assert budget.affords(6, full=True) == (False, True)
     at_ms = 0.0
     for event, duration_ms in zip(Event.recorded, durations_ms, strict=True):
         at_ms += duration_ms
         event.at_ms = at_ms
     budget.step_ended(6, full=False, norms=True, device=DEVICE)
-    assert entered == [3]
+    assert logged == [3]
     # 30 ms more than the others, of 3 bare steps until then.
     assert curves["telemetry/overhead"] == pytest.approx(30 / 300)
     assert budget.affords(7, full=True) == (False, True)  # 50 ms are earned, 60 would be spent
@@ -261,7 +263,7 @@ def test_on_a_gpu_step_times_are_recorded_when_the_device_reaches_them() -> None
 
 @dataclass(kw_only=True)
 class Run:
-    """A training: what each kind of step costs, in seconds."""
+    """Simulated run: the cost of each kind of step, in seconds."""
 
     clock: Clock
     bare_s: float
@@ -273,7 +275,7 @@ class Run:
     full: list[int] = field(default_factory=list)
     norms: list[int] = field(default_factory=list)
 
-    def go_on(self, budget: Budget, count: int) -> None:
+    def train_for(self, budget: Budget, count: int) -> None:
         if not self.steps:
             budget.restart()
         for step in range(self.steps, self.steps + count):
@@ -309,7 +311,7 @@ def test_a_cnn_of_11_ms_stays_within_its_share_and_uses_it(
     simulated: Callable[..., Run], share: float, light_s: float
 ) -> None:
     run = simulated(bare_s=0.011, full_s=0.006, light_s=light_s, skipped_s=1e-5, every=10)
-    run.go_on(Budget(max_overhead=share, every_n_steps=10), 4000)
+    run.train_for(Budget(max_overhead=share, every_n_steps=10), 4000)
     assert run.overhead <= share * 1.01
     wanted = 400 * 0.006 / (4000 * 0.011) + light_s / 0.011
     assert run.overhead > 0.9 * min(share, wanted)
@@ -328,29 +330,29 @@ def test_cheap_measurements_run_at_the_requested_interval(
     simulated: Callable[..., Run], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = simulated(bare_s=0.1, full_s=0.004, every=10)
-    run.go_on(Budget(max_overhead=0.01, every_n_steps=10), 1000)
+    run.train_for(Budget(max_overhead=0.01, every_n_steps=10), 1000)
     assert run.full == list(range(0, 1000, 10))
     assert not caplog.records
 
 
 def test_the_interval_is_stretched_no_further_than_needed(simulated: Callable[..., Run]) -> None:
     run = simulated(bare_s=0.1, full_s=0.02, every=3)  # 20 steps earn it
-    run.go_on(Budget(max_overhead=0.01, every_n_steps=3), 3000)
+    run.train_for(Budget(max_overhead=0.01, every_n_steps=3), 3000)
     gaps = [after - before for before, after in pairwise(run.full)]
-    assert gaps[0] == 42  # it pays for the first, too
+    assert gaps[0] == 42  # the first full step is paid, too
     assert set(gaps[1:]) <= {18, 21}
     assert run.overhead == pytest.approx(0.01, rel=0.02)
 
 
-def test_steps_without_norms_are_not_taken_for_the_cost_of_norms(
+def test_norms_are_measured_at_each_step_again_once_they_are_cheap(
     simulated: Callable[..., Run],
 ) -> None:
     run = simulated(bare_s=0.01, full_s=0.01, light_s=3e-4, skipped_s=3e-5, every=100)
     budget = Budget(max_overhead=0.01, every_n_steps=100)
-    run.go_on(budget, 2000)
+    run.train_for(budget, 2000)
     assert len(run.norms) == pytest.approx(2000 / 4, rel=0.1)
     run.light_s = 3e-5
-    run.go_on(budget, 1000)
+    run.train_for(budget, 1000)
     assert run.norms[-500:] == list(range(run.steps - 500, run.steps))
 
 

@@ -1,4 +1,4 @@
-"""Gradient norms before and after clipping, and how often it engages."""
+"""Gradient norms before and after clipping, and the share of clipped steps."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def by_value(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("clip", [by_norm, by_value])
-def test_both_norms_are_logged(tmp_path: Path, clip: Clip) -> None:
+def test_the_norms_before_and_after_clipping_are_recorded(tmp_path: Path, clip: Clip) -> None:
     seen: list[tuple[float, float]] = []
     outcome = assert_left_alone(mlp, loop_with(clip, seen, (100.0,) * 3), tmp_path)
     for record, (before, after) in zip(outcome.full, seen, strict=True):
@@ -84,8 +84,8 @@ def test_without_clipping_both_norms_are_the_same(tmp_path: Path) -> None:
         assert record.clipped_fraction == 0
 
 
-def test_parameters_that_another_optimizer_never_steps_do_not_count(tmp_path: Path) -> None:
-    """Their gradients are no part of what is clipped and used."""
+def test_parameters_that_no_optimizer_steps_do_not_count(tmp_path: Path) -> None:
+    """The optimizer neither clips nor uses their gradients."""
 
     def loop(model: nn.Sequential, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
@@ -102,8 +102,8 @@ def test_parameters_that_another_optimizer_never_steps_do_not_count(tmp_path: Pa
         assert record.clipped_fraction == 0
 
 
-def test_gradients_kept_from_an_earlier_step_count_as_they_are(tmp_path: Path) -> None:
-    """A layer that is left out of every other step keeps its gradient."""
+def test_gradients_kept_from_an_earlier_step_do_not_count_as_clipped(tmp_path: Path) -> None:
+    """A layer that runs at every other step keeps its gradient."""
 
     def loop(model: nn.Sequential, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

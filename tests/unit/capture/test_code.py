@@ -37,20 +37,20 @@ LINE = f"{HERE}:{Block.forward.__code__.co_firstlineno}"
 BLOCK = CodeLocation(file=HERE, line=Block.forward.__code__.co_firstlineno, class_name="Block")
 
 
-def place_of(module: nn.Module) -> tuple[str, CodeLocation | None]:
+def location_of(module: nn.Module) -> tuple[str, CodeLocation | None]:
     return places_in_code({"": module})[""]
 
 
-def test_a_layer_of_torch_has_its_own_line_and_the_nearest_of_the_user() -> None:
+def test_a_layer_of_torch_has_its_own_line_and_the_nearest_user_code() -> None:
     model = nn.Sequential(Block(), nn.ReLU())
-    places = places_in_code(dict(model.named_modules()))
-    assert places["0"] == (LINE, BLOCK)
-    forward, user_code = places["0.layers.0"]
+    locations = places_in_code(dict(model.named_modules()))
+    assert locations["0"] == (LINE, BLOCK)
+    forward, user_code = locations["0.layers.0"]
     line = nn.Linear.forward.__code__.co_firstlineno
     assert forward == f"torch/nn/modules/linear.py:{line}"
     assert user_code == BLOCK
-    assert places["0.layers"] == ("", user_code)  # never called
-    assert places["1"][1] is None
+    assert locations["0.layers"] == ("", user_code)  # never called
+    assert locations["1"][1] is None
 
 
 def test_a_line_of_torch_is_not_the_source_location() -> None:
@@ -89,11 +89,11 @@ def as_accelerate_does(module: nn.Module) -> Callable[..., Any]:
 def test_wrappers_of_forward_are_unwrapped(wrap: Callable[[nn.Module], Any]) -> None:
     module = Block()
     module.forward = wrap(module)  # type: ignore[method-assign]
-    assert place_of(module) == (LINE, BLOCK)
+    assert location_of(module) == (LINE, BLOCK)
 
 
 class Endless:
-    """A wrapper of itself, in which nothing may be called."""
+    """Wrapper around the same object, whose other attributes raise."""
 
     def __init__(self) -> None:
         self.__wrapped__ = self
@@ -106,20 +106,20 @@ def test_forwards_without_a_source_have_no_line() -> None:
     for forward in (torch.relu, len, None, Endless(), eval("lambda x: x")):
         module = Block()
         module.__dict__["forward"] = forward
-        assert place_of(module) == ("", None)
+        assert location_of(module) == ("", None)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
-def test_compiled_and_traced_models_do_not_break() -> None:
+def test_compiled_models_have_a_location_and_traced_models_have_none() -> None:
     block = Block()
-    assert place_of(torch.compile(block)._orig_mod) == (LINE, BLOCK)
+    assert location_of(torch.compile(block)._orig_mod) == (LINE, BLOCK)
     for module in (torch.fx.symbolic_trace(block), torch.jit.trace(block, torch.ones(1, 4))):
         assert all(
             user is None for _, user in places_in_code(dict(module.named_modules())).values()
         )
 
 
-def test_the_layout_holds_it() -> None:
+def test_a_layout_with_source_locations_is_decoded_unchanged() -> None:
     block = Block()
     with capture_run(block) as recorded:
         optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
@@ -130,7 +130,7 @@ def test_the_layout_holds_it() -> None:
     assert decode_layout(text)[0] == layout
 
 
-def test_alert_flight_and_table_lead_from_nan_to_the_line(
+def test_alert_explanation_and_table_name_the_line_of_a_nan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Passes in evaluation mode: training where steps are taken in it, and else not."""
+"""Passes in evaluation mode count as training if the optimizer steps in this mode."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_model_left_in_evaluation_mode_is_measured_from_its_second_step_on() -
     assert [len(record.output_grads) for record in run.records] == [3, 3, 3, 0, 3, 3]
 
 
-def test_a_model_that_begins_in_evaluation_mode_is_measured_at_once() -> None:
+def test_a_model_that_starts_in_evaluation_mode_is_measured_at_once() -> None:
     run = train(net().eval())
     assert [len(record.outputs) for record in run.records] == [3] * 6
 

@@ -1,4 +1,4 @@
-"""Steps that are not measured in full: read by one call, or the long way with the same result."""
+"""Light steps: one native call reads the same values as the slow path."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ STEPS = 6
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The steps that one call has read."""
+    """Steps that one native call has read."""
     read: list[int] = []
     completed = LightReader.completed
 
-    def noted(self: LightReader, step: int) -> Any:
+    def spy(self: LightReader, step: int) -> Any:
         read.append(step)
         return completed(self, step)
 
-    monkeypatch.setattr(LightReader, "completed", noted)
+    monkeypatch.setattr(LightReader, "completed", spy)
     return read
 
 
@@ -42,7 +42,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 300), nn.ReLU(), nn.Linear(300, 3))
 
 
-Act = Callable[[int, nn.Module, torch.optim.Optimizer], None]
+Change = Callable[[int, nn.Module, torch.optim.Optimizer], None]
 
 
 def nothing(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
@@ -51,12 +51,12 @@ def nothing(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 def train(
     model: nn.Module,
     *,
-    before_step: Act = nothing,
+    before_step: Change = nothing,
     optimizer: torch.optim.Optimizer | None = None,
     step: Callable[[torch.optim.Optimizer], Any] = torch.optim.Optimizer.step,
     light: bool = True,
 ) -> list[StepRecord]:
-    """Records of some steps, of which the first is measured in full."""
+    """Return the records of some steps; the first is a full step."""
     with pytest.MonkeyPatch.context() as patch:
         if not light:
             patch.setattr(LightReader, "read", lambda self, optimizer, layout: False)
@@ -82,7 +82,7 @@ def assert_same(some: list[StepRecord], others: list[StepRecord]) -> None:
         assert one.nonfinite_parameters == other.nonfinite_parameters
 
 
-# --- what one call reads -------------------------------------------------------------------------
+# --- one native call -----------------------------------------------------------------------------
 
 
 def schedule(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -101,15 +101,15 @@ def transpose(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 @needs_tensor_reader
-@pytest.mark.parametrize("act", [nothing, schedule, freeze, transpose])
-def test_one_call_reads_the_same_as_the_slow_path(act: Act, rows: list[int]) -> None:
-    records = train(net(), before_step=act)
+@pytest.mark.parametrize("change", [nothing, schedule, freeze, transpose])
+def test_one_call_reads_the_same_as_the_slow_path(change: Change, rows: list[int]) -> None:
+    records = train(net(), before_step=change)
     assert rows == list(range(1, STEPS))
-    assert_same(records, train(net(), before_step=act, light=False))
+    assert_same(records, train(net(), before_step=change, light=False))
 
 
 @needs_tensor_reader
-def test_a_factor_that_a_fused_optimizer_is_to_divide_by_is_seen_at_once() -> None:
+def test_a_gradient_scale_of_a_fused_optimizer_takes_the_slow_path_at_once() -> None:
     """Scale factor of a GradScaler."""
     model = net()
     model(torch.ones(1, 5)).sum().backward()
@@ -129,7 +129,7 @@ def test_a_factor_that_a_fused_optimizer_is_to_divide_by_is_seen_at_once() -> No
 
 @needs_tensor_reader
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_floats_are_read_as_they_are(dtype: torch.dtype, rows: list[int]) -> None:
+def test_other_float_dtypes_are_read_by_one_call(dtype: torch.dtype, rows: list[int]) -> None:
     def narrow(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for parameter in model.parameters():
             parameter.grad = (parameter.detach() * 0.1).to(dtype)
@@ -148,7 +148,7 @@ def test_other_floats_are_read_as_they_are(dtype: torch.dtype, rows: list[int]) 
     assert_same(records, train(Typed(), before_step=narrow, light=False))
 
 
-# --- what it leaves to the long way --------------------------------------------------------------
+# --- slow path -----------------------------------------------------------------------------------
 
 
 def stride(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -168,11 +168,11 @@ def tensor_rate(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 @needs_tensor_reader
-@pytest.mark.parametrize("act", [stride, sparse, tensor_rate])
-def test_unusual_cases_take_the_slow_path(act: Act, rows: list[int]) -> None:
-    records = train(net(), before_step=act)
+@pytest.mark.parametrize("change", [stride, sparse, tensor_rate])
+def test_unusual_gradients_and_rates_take_the_slow_path(change: Change, rows: list[int]) -> None:
+    records = train(net(), before_step=change)
     assert rows == []
-    assert_same(records, train(net(), before_step=act, light=False))
+    assert_same(records, train(net(), before_step=change, light=False))
 
 
 def spoil(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -181,7 +181,7 @@ def spoil(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 
 @needs_tensor_reader
-def test_norms_that_are_not_finite_are_checked_closely(rows: list[int]) -> None:
+def test_nonfinite_norms_take_the_slow_path_which_names_the_parameters(rows: list[int]) -> None:
     records = train(net(), before_step=spoil)
     assert rows == [1, 2]
     assert records[3].grad_finite.tolist() == [False, True, True, True]
@@ -203,7 +203,7 @@ def test_a_step_with_a_closure_takes_the_slow_path(rows: list[int]) -> None:
 
 
 @needs_tensor_reader
-def test_an_optimizer_that_is_given_more_parameters(rows: list[int]) -> None:
+def test_parameters_added_to_the_optimizer_are_measured_at_once(rows: list[int]) -> None:
     model = net()
     optimizer = torch.optim.SGD(model[0].parameters(), 0.01)
 
@@ -237,7 +237,7 @@ def test_a_step_that_fails_is_not_counted(rows: list[int]) -> None:
 
 
 @needs_tensor_reader
-def test_modes_of_the_caller_see_nothing(tmp_path: Path) -> None:
+def test_torch_modes_of_the_caller_receive_no_extra_calls(tmp_path: Path) -> None:
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
             seen.append(function)

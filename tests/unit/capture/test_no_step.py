@@ -118,7 +118,7 @@ def load_while_accumulating(model: nn.Module, passes: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", [accumulate, accumulate_nan, load_while_accumulating])
-def test_gradients_may_be_accumulated_over_more_passes(
+def test_accumulated_gradients_are_not_reported(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     gather: Callable[[nn.Module, int], None],
@@ -133,7 +133,7 @@ def test_gradients_may_be_accumulated_over_more_passes(
     assert not [r for r in caplog.records if "without a step of" in r.getMessage()]
 
 
-def test_a_parameter_is_compared_with_itself() -> None:
+def test_each_parameter_is_compared_with_its_own_earlier_state() -> None:
     one, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))
     missed_steps = MissedSteps()
     for passes in range(1, 2 * PASSES_WITHOUT_STEP):
@@ -142,10 +142,10 @@ def test_a_parameter_is_compared_with_itself() -> None:
 
 
 @pytest.mark.parametrize("train", [stepping_by_hand, stepping_behind_autograd])
-def test_passes_after_the_message_are_logged_again(
+def test_passes_after_the_message_do_not_count_towards_the_step(
     tmp_path: Path, train: Callable[[nn.Module, int], None]
 ) -> None:
-    """The step in progress holds no more than the passes until then."""
+    """The step in progress has the passes up to the message."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
         train(model, 50)
@@ -216,7 +216,7 @@ def test_a_run_without_steps_reports_at_its_end_what_was_recorded(
     assert "\n" not in record.getMessage()
 
 
-def test_a_run_that_ends_between_full_steps_reports_the_cause(
+def test_a_run_that_ends_before_its_first_full_step_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mlp()
@@ -228,7 +228,7 @@ def test_a_run_that_ends_between_full_steps_reports_the_cause(
 
 def test_a_deleted_model_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     HookLogger(mlp(), tmp_path)
-    gc.collect()  # which may have others say something, too
+    gc.collect()  # other models may be reported, too
     [record] = [record for record in caplog.records if record.name == "telemetry"]
     assert "0 steps recorded, the model is gone: HookLogger" in record.getMessage()
 
@@ -240,7 +240,7 @@ def test_a_with_block_of_a_deleted_model_raises_with_the_reason(
         HookLogger(torch.nn.ModuleList([mlp()]), tmp_path).__enter__()
 
 
-def test_a_phase_or_an_exception_explains_a_missing_step(
+def test_a_phase_or_an_exception_explains_missing_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = mlp()

@@ -31,8 +31,8 @@ def norms_by_index(tensors: list[Tensor]) -> dict[int, float]:
 def test_each_tensor_has_its_own_norm(sizes: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = [
-        torch.randn(size, generator=generator, dtype=torch.float64).to(DTYPES[place % 5])
-        for place, size in enumerate(sizes)
+        torch.randn(size, generator=generator, dtype=torch.float64).to(DTYPES[index % 5])
+        for index, size in enumerate(sizes)
     ]
     expected = {i: float(np.linalg.norm(t.double().numpy())) for i, t in enumerate(tensors)}
     assert norms_by_index(tensors) == pytest.approx(expected, rel=1e-5)
@@ -82,8 +82,8 @@ def test_an_update_is_compared_with_its_own_parameter() -> None:
     parameters += [torch.ones(300_000), torch.ones(9, 5)[:, ::2], torch.ones(10).to(torch.bfloat16)]
     parameters += [torch.ones(8, 3, 5, 5).to(memory_format=torch.channels_last), torch.ones(0)]
     updates = Updates(list(enumerate(parameters)))
-    for place, parameter in enumerate(parameters):
-        parameter *= 1 + 0.1 * (place + 1)
+    for index, parameter in enumerate(parameters):
+        parameter *= 1 + 0.1 * (index + 1)
     updates.compare()
     ratios = {index: ratio for index, _, _, ratio in updates.read()}
     exact = {index: 0.1 * (index + 1) for index in (0, 1, 2, 3, 4, 6)}

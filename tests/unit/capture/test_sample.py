@@ -1,4 +1,4 @@
-"""One fixed sample is drawn at full steps, and training does not notice."""
+"""A fixed sample is drawn at full steps and leaves training alone."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_training_is_left_alone_bit_for_bit(tmp_path: Path) -> None:
             yield [module.training for module in model.modules()]
 
     watched = assert_left_alone(make, loop, tmp_path, sample=SAMPLE, every_n_steps=2)
-    assert len(kept) == 10  # those of training alone, of both
+    assert len(kept) == 10  # outputs of training, with and without recording
     assert [bool(record.feature_maps) for record in watched.full] == [True] * 3
 
 
@@ -109,17 +109,17 @@ def test_pictures_are_equal_at_each_full_step_while_nothing_is_learned(tmp_path:
     assert len({record.feature_maps["0"].tobytes() for record in others}) == 5
 
 
-def test_a_sample_that_does_not_fit_is_logged_once_and_is_harmless(
+def test_a_sample_that_does_not_fit_is_logged_once_and_training_is_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched = assert_left_alone(Net, batches, tmp_path, sample={"y": SAMPLE})
     assert not any(record.feature_maps for record in watched.full)
     assert len(watched.full) == 5
-    told = [record.getMessage() for record in caplog.records]
-    assert len([text for text in told if "failed to run the sample" in text]) == 1
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([text for text in messages if "failed to run the sample" in text]) == 1
 
 
-def test_a_graph_that_is_kept_may_be_run_after_the_step(tmp_path: Path) -> None:
+def test_a_retained_graph_can_run_after_the_step(tmp_path: Path) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -171,7 +171,7 @@ def test_an_invalid_sample_is_refused(
         HookLogger(Net(), tmp_path, sample=sample)
 
 
-def test_without_images_there_is_nothing_to_sample(tmp_path: Path) -> None:
+def test_a_sample_without_images_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="images=False draws no pictures"):
         HookLogger(Net(), tmp_path, sample=SAMPLE, images=False)
 
@@ -191,14 +191,14 @@ def test_a_compiled_model_is_refused_also_when_it_is_compiled_later(
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A group of one process."""
+    """Process group of one process."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")
-def test_ddp_is_shown_and_fsdp_is_refused(tmp_path: Path) -> None:
+def test_a_ddp_model_is_drawn_and_an_fsdp_model_is_refused(tmp_path: Path) -> None:
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
 

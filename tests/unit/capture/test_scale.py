@@ -25,7 +25,7 @@ from tests.helpers.twins import Recorder, assert_left_alone
 
 
 def deep(modules: int) -> nn.Module:
-    """One layer with parameters, and so many without."""
+    """Return a model of one layer with parameters and others without."""
     return nn.Sequential(nn.Linear(2, 2), *[nn.Identity() for _ in range(modules - 1)])
 
 
@@ -39,7 +39,7 @@ def train(model: nn.Module, steps: int, micro_batches: int = 1) -> None:
 
 
 @contextmanager
-def calls_of_ours(counts: Counter[str]) -> Iterator[None]:
+def count_package_calls(counts: Counter[str]) -> Iterator[None]:
     """Count the calls of this package's functions on this thread."""
 
     def note(frame: FrameType, event: str, arg: Any) -> None:
@@ -53,13 +53,13 @@ def calls_of_ours(counts: Counter[str]) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def test_unlogged_steps_cost_nothing_per_module(tmp_path: Path) -> None:
+def test_light_steps_make_no_calls_per_module(tmp_path: Path) -> None:
     totals = []
     for modules in (2, 200):
         model, counts = deep(modules), Counter[str]()
         with HookLogger(model, tmp_path / str(modules), every_n_steps=100, alerts=()):
             train(model, 1)
-            with calls_of_ours(counts):
+            with count_package_calls(counts):
                 train(model, 1)
         totals.append(counts)
     assert totals[0] == totals[1]
@@ -67,7 +67,7 @@ def test_unlogged_steps_cost_nothing_per_module(tmp_path: Path) -> None:
 
 
 def calls_to_attach(modules: int, log_dir: Path) -> int:
-    """Functions called to make a logger for a model of 100 times as many modules."""
+    """Count the function calls that create a logger of a model with ``100 * modules`` modules."""
     model = nn.Sequential(*[nn.Sequential(*[nn.ReLU() for _ in range(99)]) for _ in range(modules)])
     model.append(nn.Linear(1, 1))
     calls = 0
@@ -87,7 +87,7 @@ def calls_to_attach(modules: int, log_dir: Path) -> int:
 
 @pytest.mark.slow
 def test_attaching_takes_work_in_proportion_to_the_modules(tmp_path: Path) -> None:
-    """A model of 10,000 modules against one of 1,000; a time would depend on the machine."""
+    """Compare 10,000 modules with 1,000; calls do not depend on the machine."""
     calls_to_attach(1, tmp_path / "warm-up")
     small = calls_to_attach(10, tmp_path / "small")
     large = calls_to_attach(100, tmp_path / "large")
@@ -98,10 +98,10 @@ def test_attaching_takes_work_in_proportion_to_the_modules(tmp_path: Path) -> No
 # --- memory --------------------------------------------------------------------------------------
 
 
-def test_a_step_of_very_many_micro_batches_is_bounded(
+def test_observations_of_a_step_of_many_micro_batches_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond the bound, calls are counted and no more."""
+    """Above the limit, calls are counted and not observed."""
     monkeypatch.setattr(observations, "MANY_OBSERVATIONS", 60)
     observed: list[int] = []
     record = CapturedStep.record
@@ -115,10 +115,12 @@ def test_a_step_of_very_many_micro_batches_is_bounded(
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
         train(model, 1, micro_batches=100)
     [step] = recorder.records
-    assert observed == [60 + 2 * 2]  # and a gradient and a weight of each parameter
+    assert observed == [60 + 2 * 2]  # a gradient and a weight of each of two parameters
     for tensors in (step.activations, step.activation_grads):
         assert {tensor.calls for tensor in tensors.values()} == {100}
-    assert step.activations["0"].sketch.count == 12 * 4  # beside an input, for each of 12 passes
+    assert (
+        step.activations["0"].sketch.count == 12 * 4
+    )  # 12 passes: an input, two outputs, two gradients
     assert step.grads["0.weight"].calls == 1
 
 
@@ -134,7 +136,9 @@ def test_every_tensor_is_measured_even_in_a_step_at_its_limit(
     assert {t.calls for t in step.activations.values()} == {10}
 
 
-def test_bounds_leave_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_left_alone_at_the_limit_of_observations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(observations, "MANY_OBSERVATIONS", 7)
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -146,7 +150,7 @@ def test_bounds_leave_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_memory_does_not_grow_without_steps(tmp_path: Path) -> None:
-    """Passes without end: what is held for the step in progress is bounded."""
+    """The memory of the step in progress is bounded over many passes."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
     def passes(count: int) -> int:

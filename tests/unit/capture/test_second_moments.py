@@ -1,4 +1,4 @@
-"""Adam's running means of squared gradients, as each step leaves them."""
+"""Adam's running means of squared gradients after each step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OVERFLOWS = 1e38
 
 
 class Net(nn.Sequential):
-    """Has a parameter that never gets a gradient, so no optimizer makes a state for it."""
+    """Network with a parameter that gets no gradient, so that no optimizer makes a state for it."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -77,7 +77,7 @@ def loop_of(make: Make, *, overflow_at: int | None = None) -> Callable[..., Iter
 
 
 def assert_second_moments(outcome: Outcome) -> None:
-    """Each record holds what the optimizer remembered at the end of its step."""
+    """Check that each record has the optimizer's second moments at the end of its step."""
     sizes = {n: p.numel() for n, p in outcome.model.named_parameters() if n != "unused"}
     for record, after in zip(outcome.records, outcome.yielded[::2], strict=True):
         assert list(record.second_moments) == list(sizes)
@@ -147,7 +147,7 @@ def test_each_of_two_optimizers_has_its_second_moments(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
-def test_on_a_gpu(tmp_path: Path, option: str) -> None:
+def test_second_moments_are_read_on_a_gpu(tmp_path: Path, option: str) -> None:
     make = partial(torch.optim.Adam, **{option: True})
     outcome = assert_left_alone(lambda: Net().cuda(), loop_of(make), tmp_path)
     assert_second_moments(outcome)

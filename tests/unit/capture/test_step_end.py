@@ -1,4 +1,4 @@
-"""When a step ends: whatever optimizers there are, each step holds what was computed in it."""
+"""End of a step: with any optimizers, a record has the tensors of its own step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.twins import Recorder, seed
 BATCHES = 14
 
 
-# Which part is stepped, after how many batches, and in which of them; in this order.
+# Parts in the order of their steps: name, interval in batches, offset in batches.
 SCHEDULES: dict[str, list[tuple[str, int, int]]] = {
     "one optimizer": [("", 1, 0)],
     "one part first": [("first", 1, 0), ("second", 1, 0)],
@@ -36,7 +36,7 @@ SCHEDULES: dict[str, list[tuple[str, int, int]]] = {
 def by_plain_hooks(
     name: str, log_dir: Path, optimizer: str | None = None
 ) -> tuple[list[Any], list[list[np.ndarray]], list[dict[str, float]], list[int]]:
-    """The records; of each batch an output and the gradients that were used, and where it ended."""
+    """Return the records; for each batch an output, the gradients used, and the step after it."""
     seed(0)
     model, recorder = TwoParts(), Recorder()
     of = {p: torch.optim.SGD(model.get_submodule(p).parameters(), 0.1) for p, *_ in SCHEDULES[name]}
@@ -51,7 +51,7 @@ def by_plain_hooks(
             ended = False
             for part, every, at in SCHEDULES[name]:
                 if batch % every == at:
-                    # What steps after the one that steps always is in the next step.
+                    # A part that steps after the one that steps always belongs to the next step.
                     late = every > 1 and ended and batch > after
                     for own, parameter in model.named_parameters():
                         if own.startswith(part):
@@ -161,7 +161,7 @@ class Ahead:
 
 
 class AheadOptimizer(Ahead, Optimizer):
-    """The same as an optimizer, with a state of its own."""
+    """Lookahead as an optimizer with its own state."""
 
     def __init__(self, base: Optimizer) -> None:
         Optimizer.__init__(self, base.param_groups, base.defaults)
@@ -172,7 +172,7 @@ class AheadOptimizer(Ahead, Optimizer):
 
 
 class Both(Optimizer):
-    """Steps biases itself, and has another optimizer step the rest."""
+    """Optimizer that steps biases and calls another optimizer for the rest."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__([p for p in model.parameters() if p.dim() == 1], {"lr": 0.1})
@@ -203,7 +203,7 @@ def test_an_optimizer_that_another_one_calls_counts_nothing_twice(name: str, clo
     model = TwoParts()
     optimizer = WRAPPED[name](model)
     if closure and name == "a wrapper that holds others":
-        pytest.skip("it takes none")
+        pytest.skip("it takes no closure")
     truth: list[dict[str, float]] = []
 
     def evaluated() -> Tensor:
@@ -237,7 +237,7 @@ def test_an_optimizer_that_another_one_calls_counts_nothing_twice(name: str, clo
         assert len(record.learning_rates) == (2 if name == "a wrapper that holds others" else 1)
 
 
-def test_the_inner_optimizer_may_be_the_one_that_is_named() -> None:
+def test_a_named_inner_optimizer_counts_the_steps_of_its_wrapper() -> None:
     model = TwoParts()
     base = adam(model)
     optimizer = AheadOptimizer(base)
@@ -263,7 +263,7 @@ def test_after_a_wrapper_raises_the_inner_optimizer_is_counted() -> None:
     assert all(len(record.grads) == 4 for record in run.records)
 
 
-def test_ratios_of_a_wrapper_that_is_not_an_optimizer_are_attributed_to_the_inner_one(
+def test_a_wrapper_that_is_not_an_optimizer_is_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for wrapped in (False, True):
@@ -273,5 +273,5 @@ def test_ratios_of_a_wrapper_that_is_not_an_optimizer_are_attributed_to_the_inne
             for _ in range(6):
                 model(torch.ones(3, 4)).square().mean().backward()
                 optimizer.step()
-        said = [r for r in caplog.records if "AdamW.step() alone" in r.getMessage()]
-        assert len(said) == wrapped
+        messages = [r for r in caplog.records if "AdamW.step() alone" in r.getMessage()]
+        assert len(messages) == wrapped

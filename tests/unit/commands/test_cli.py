@@ -1,4 +1,4 @@
-"""The command: what it prints, and what it returns to the shell."""
+"""Output and exit status of the command."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_control_characters_and_markup_are_escaped(
     assert "[red]" in out
 
 
-def test_another_statistic_can_be_requested(
+def test_a_statistic_that_was_not_measured_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_demo(tmp_path)
@@ -191,12 +191,14 @@ def test_alerts_decide_the_exit_status(
     assert "in growing\n  The gradient grew." in out
 
 
-def test_consequences_are_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = replace(
+def test_an_alert_is_printed_with_its_cause_consequences_and_advice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alert = replace(
         alert_at(5, "growing"), consequences=(Consequence(kind="dead_units", module_name="fc"),)
     )
-    told = replace(told, summary="7 of 9", cause="A jump", advice=("Lower it", "Warm it up"))
-    write_demo(tmp_path, told)
+    alert = replace(alert, summary="7 of 9", cause="A jump", advice=("Lower it", "Warm it up"))
+    write_demo(tmp_path, alert)
     assert main(["alerts", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1:] == [
@@ -207,13 +209,15 @@ def test_consequences_are_printed_once(tmp_path: Path, capsys: pytest.CaptureFix
     ]
 
 
-def test_no_alerts_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_alerts_prints_no_alerts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_demo(tmp_path)
     assert main(["alerts", str(tmp_path), "--fail-on", "warning"]) == 0
     assert capsys.readouterr().out == "no alerts\n"
 
 
-def test_the_only_run_of_a_directory_is_taken(
+def test_the_only_run_of_a_directory_is_chosen_and_several_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = str(tmp_path / "report.html")
@@ -259,7 +263,7 @@ def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "out.html" in capsys.readouterr().out
 
 
-def test_a_run_without_a_fault_is_explained_in_one_line(
+def test_explain_reports_a_missing_flight_file_and_fails_on_a_damaged_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_demo(tmp_path)
@@ -271,7 +275,7 @@ def test_a_run_without_a_fault_is_explained_in_one_line(
 
 
 @pytest.mark.slow
-def test_the_command_runs_without_torch() -> None:
+def test_the_command_does_not_load_torch() -> None:
     code = (
         "import sys, telemetry.commands.cli; assert not {'torch', 'tensorflow'} & set(sys.modules)"
     )
@@ -331,7 +335,12 @@ def test_runs_are_sorted_and_filtered(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["runs", str(tmp_path), "--json", *options]) == 0
         return [record["run"] for record in json.loads(capsys.readouterr().out)]
 
-    assert names("--sort", "lr") == ["run9", "run8", "run10", "run11"]  # without one: last
+    assert names("--sort", "lr") == [
+        "run9",
+        "run8",
+        "run10",
+        "run11",
+    ]  # runs without a rate are last
     assert names("--sort", "lr", "--reverse") == ["run10", "run8", "run9", "run11"]
     assert names("--sort", "last_loss") == ["run9", "run8", "run10", "run11"]
     assert names("--sort", "run") == ["run8", "run9", "run10", "run11"]
@@ -344,7 +353,7 @@ def test_runs_are_sorted_and_filtered(tmp_path: Path, capsys: pytest.CaptureFixt
     assert names("--filter", "exploding lr=3") == ["run10"]
     assert main(["runs", str(tmp_path), "--csv", "--filter", "x"]) == 0
     heading, *rows = capsys.readouterr().out.splitlines()
-    assert heading.endswith("first_alert,lr")  # all that the runs shown differ in
+    assert heading.endswith("first_alert,lr")  # the shown runs differ only in these
     assert len(rows) == 3
     assert main(["runs", str(tmp_path), "--json", "--sort", "lr"]) == 0
     text = capsys.readouterr().out

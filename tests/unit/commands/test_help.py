@@ -32,7 +32,7 @@ def test_each_kind_has_all_sections(kind: str) -> None:
     assert set(meaning.causes) <= {*DETECTORS, "a jump of the learning rate"}
 
 
-def test_the_decision_is_not_part_of_the_meaning() -> None:
+def test_the_meaning_of_a_kind_omits_its_decision() -> None:
     dead = meaning_of(DETECTORS["dead_units"])
     assert dead.parameters["samples"][0] == 500
     assert dead.parameters["fraction"][0] == 0.9
@@ -79,7 +79,7 @@ def test_only_a_known_kind_has_a_line_of_help() -> None:
 
 
 def test_the_pages_of_the_docs_are_those_of_the_docstrings() -> None:
-    """If not: ``python .ci/alert_pages.py``."""
+    """Update the pages with ``python .ci/alert_pages.py``."""
     pages = cast("Callable[[], Mapping[Path, str]]", GENERATOR["pages"])()
     changed: list[Any] = [
         path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text

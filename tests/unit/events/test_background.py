@@ -17,7 +17,7 @@ NEVER_S = 3600.0
 
 
 class MemoryFiles:
-    """Keeps what is written; can be made to fail or to hang, as a disk does."""
+    """Files in memory, which can fail or hang as a disk does."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -82,7 +82,7 @@ def test_records_are_written_in_the_order_of_adding() -> None:
     writer.close()
 
 
-def test_close_writes_queued_items_and_closes_the_files() -> None:
+def test_close_writes_queued_records_and_closes_the_files() -> None:
     files = MemoryFiles()
     writer = make_writer(files)
     put(writer, b"a", b"b")
@@ -121,7 +121,7 @@ def test_a_record_may_request_a_flush_without_blocking() -> None:
     writer.close()
 
 
-def test_many_bytes_are_written_before_the_interval_is_over() -> None:
+def test_many_bytes_are_written_before_the_interval_ends() -> None:
     files = MemoryFiles()
     writer = make_writer(files, max_pending_bytes=1 << 30)
 
@@ -171,7 +171,7 @@ def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
     assert f"{50 - kept} measurements were dropped" in total
 
 
-def test_items_are_accepted_again_once_the_queue_was_written() -> None:
+def test_records_are_accepted_again_once_the_queue_is_written() -> None:
     files = MemoryFiles()
     writer = make_writer(files, max_pending_bytes=1000)
 
@@ -195,7 +195,9 @@ def test_an_empty_queue_accepts_a_record_of_any_size() -> None:
     assert writer.dropped_count == 0
 
 
-def test_memory_has_a_limit_for_every_kind_of_record(caplog: pytest.LogCaptureFixture) -> None:
+def test_records_that_must_not_be_dropped_are_lost_above_the_limit_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     files = MemoryFiles()
     files.failure = OSError("no disk")
     writer = make_writer(files, max_pending_bytes=1000)
@@ -206,7 +208,7 @@ def test_memory_has_a_limit_for_every_kind_of_record(caplog: pytest.LogCaptureFi
     put(writer, *[bytes(36)] * 99)
     writer.close()
 
-    assert writer.lost_count == 100  # 40 that found no disk, and 60 that found no room
+    assert writer.lost_count == 100  # after failed writes or above the limit
     assert len(caplog.messages) == 2
     assert "100 events could not be written (no disk)" in caplog.messages[-1]
 
@@ -232,7 +234,7 @@ def test_failed_writes_are_retried_in_order(caplog: pytest.LogCaptureFixture) ->
     assert "no space left" in caplog.messages[0]
 
 
-def test_items_added_during_a_failing_write_are_written_after_it() -> None:
+def test_records_added_during_a_failing_write_are_written_after_it() -> None:
     files = MemoryFiles()
     writer = make_writer(files)
     files.failure = OSError("no space left")
@@ -286,8 +288,8 @@ def test_close_times_out_on_a_hanging_disk_and_counts_the_rest(
         start_hanging_write(writer, files)
         put(writer, b"a", b"b")
         assert not writer.flush(timeout_s=0.25)
-        writer.close(timeout_s=0)  # others have taken all the time
-        writer.close()  # has nothing more to wait for
+        writer.close(timeout_s=0)  # no time is left
+        writer.close()  # returns at once
         assert writer.lost_count == 3
         (reported,) = caplog.messages
 
@@ -298,10 +300,10 @@ def test_close_times_out_on_a_hanging_disk_and_counts_the_rest(
     assert float(found[1]) >= 0.2
     writer._thread.join(WAIT_S)
     assert files.written == [b"in flight", b"a", b"b"]
-    assert writer.lost_count == 0  # the disk took them after all
+    assert writer.lost_count == 0  # all were written in the end
 
 
-def test_flush_returns_whether_the_disk_has_responded() -> None:
+def test_flush_returns_true_if_the_disk_responds_even_with_an_error() -> None:
     files = MemoryFiles()
     writer = make_writer(files)
 
@@ -309,7 +311,7 @@ def test_flush_returns_whether_the_disk_has_responded() -> None:
     assert writer.flush(timeout_s=WAIT_S)
     files.failure = OSError("no space left")
     put(writer, b"b")
-    assert writer.flush(timeout_s=WAIT_S)  # it has: there is no room
+    assert writer.flush(timeout_s=WAIT_S)  # it responded with an error
     files.failure = None
     writer.close()
 

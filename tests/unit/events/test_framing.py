@@ -30,7 +30,7 @@ def test_a_frame_is_decoded_to_its_data(data: bytes) -> None:
 
 
 @given(st.binary(max_size=50), st.data())
-def test_a_changed_bit_is_noticed(data: bytes, drawn: st.DataObject) -> None:
+def test_a_changed_bit_is_detected(data: bytes, drawn: st.DataObject) -> None:
     record = bytearray(framing.frame(data))
     bit = drawn.draw(st.integers(0, 8 * len(record) - 1))
 

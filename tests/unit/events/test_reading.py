@@ -22,7 +22,7 @@ EVENTS = [
 FRAMES = [frame(event.SerializeToString()) for event in EVENTS]
 FILE = b"".join(FRAMES)
 
-# Steps are int64; protobuf tells 0.0 from -0.0, and NaN differs from itself.
+# Steps are int64; protobuf distinguishes 0.0 and -0.0, and NaN differs from itself.
 events = st.builds(
     Event,
     wall_time=st.floats(allow_nan=False),
@@ -32,7 +32,7 @@ events = st.builds(
 
 
 def read(content: bytes) -> tuple[list[Event], EventReader]:
-    """All events of a file with this content, and the reader that gave them."""
+    """Return the events of a file with this content, and its reader."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "events.out.tfevents.1"
         path.write_bytes(content)
@@ -80,10 +80,12 @@ def test_the_reader_reports_its_position(tmp_path: Path) -> None:
     assert reader.offset == len(FRAMES[0])
 
 
-@pytest.mark.parametrize("place", ["length", "data", "checksum"])
-def test_a_damaged_record_is_named_after_the_good_ones(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("part", ["length", "data", "checksum"])
+def test_a_damaged_record_raises_an_error_after_the_intact_ones_are_read(
+    tmp_path: Path, part: str
+) -> None:
     start = len(FRAMES[0])
-    offset = {"length": 0, "data": 15, "checksum": len(FRAMES[1]) - 1}[place]
+    offset = {"length": 0, "data": 15, "checksum": len(FRAMES[1]) - 1}[part]
     content = bytearray(FILE)
     content[start + offset] ^= 0x10
     path = tmp_path / "events.out.tfevents.1"
@@ -111,7 +113,7 @@ def test_a_length_beyond_the_file_allocates_nothing() -> None:
 
 
 def framing_header(length: int) -> bytes:
-    """A valid header of a record that is not there."""
+    """Return a valid header of a missing record."""
     packed = length.to_bytes(8, "little")
     return packed + frame(packed)[-4:]
 
@@ -159,7 +161,7 @@ def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
     assert output == "set()\n"
 
 
-def test_an_oversized_record_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_record_is_skipped_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     large = frame(bytes(1000))
     monkeypatch.setattr(reading, "MAX_EVENT_BYTES", 100)
 
@@ -172,8 +174,8 @@ def test_an_oversized_record_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_file_that_shrinks_while_it_is_read_ends_with_a_named_error(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1"
-    larger_than_what_is_read_ahead = Event(file_version="x" * 1_000_000)
-    path.write_bytes(FILE + frame(larger_than_what_is_read_ahead.SerializeToString()))
+    larger_than_the_read_ahead = Event(file_version="x" * 1_000_000)
+    path.write_bytes(FILE + frame(larger_than_the_read_ahead.SerializeToString()))
     reader = read_events(path)
     next(reader)
 

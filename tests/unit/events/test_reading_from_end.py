@@ -1,4 +1,4 @@
-"""Reading from the end finds the records that reading from the beginning finds."""
+"""Reading from the end finds the same records as reading from the start."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_events_appended_later_are_ignored() -> None:
     assert list(events_from_end(file, len(first), [MARK])) == [MARK + b"1"]
 
 
-def test_reading_stops_where_it_should() -> None:
+def test_reading_from_the_end_stops_at_the_byte_limit() -> None:
     data = frame(MARK) + b"".join(frame(b"other") for _ in range(10_000))
     assert from_end(data) == [MARK]
     assert from_end(data, max_bytes=1000) == []

@@ -19,21 +19,23 @@ from telemetry.events.summary_writer import SummaryWriter
 
 
 class Store:
-    """fsspec's store in memory, which can be away."""
+    """Store of fsspec in memory, which can be unavailable."""
 
     def __init__(self) -> None:
         self.fs = fsspec.filesystem("memory")
 
     def steps(self) -> list[list[int]]:
-        """The steps in each file of ``memory://logs/run``, in the order of names."""
+        """Return the steps in each file of ``memory://logs/run``, in the order of names."""
         return [self._read(name) for name in sorted(self.fs.find("/logs/run"))]
 
     @contextmanager
-    def away(self) -> Iterator[None]:
-        """The body runs while no call reaches the store."""
+    def unavailable(self) -> Iterator[None]:
+        """Run the body while all calls of the store fail."""
 
         def fail(*args: Any, **kwargs: Any) -> None:
-            raise RuntimeError("the store is away")  # no OSError: every store has its own
+            raise RuntimeError(
+                "the store is unavailable"
+            )  # not an OSError, because each store has its own errors
 
         with pytest.MonkeyPatch.context() as patch:
             for method in ("ls", "makedirs", "put_file"):
@@ -60,11 +62,11 @@ def record(step: int) -> bytes:
 
 
 def write(files: RemoteFiles, *steps: int, urgent: bool = False) -> None:
-    waiting = deque(map(record, steps))
+    queued = deque(map(record, steps))
     try:
-        files.write(waiting, urgent=urgent)
+        files.write(queued, urgent=urgent)
     finally:
-        assert not waiting
+        assert not queued
 
 
 def test_tensorboard_reads_a_run_in_memory(store: Store) -> None:
@@ -104,7 +106,7 @@ def test_uploads_are_some_seconds_apart(store: Store, monkeypatch: pytest.Monkey
     files.close()
 
 
-def test_nothing_remains_on_the_local_disk(store: Store, tmp_path: Path) -> None:
+def test_uploaded_files_are_removed_from_the_local_disk(store: Store, tmp_path: Path) -> None:
     files = RemoteFiles("memory://logs/run")
     write(files, 0)
 
@@ -113,7 +115,7 @@ def test_nothing_remains_on_the_local_disk(store: Store, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_upload_stays_small(
+def test_a_large_file_is_followed_by_a_new_one(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_files, "_MAX_FILE_BYTES", 200)
@@ -160,15 +162,15 @@ def test_a_resumed_run_sorts_behind_the_earlier_files(store: Store) -> None:
 def test_a_temporarily_unavailable_store_loses_nothing(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with store.away():
+    with store.unavailable():
         writer = FileWriter("memory://logs/run")
         for step in range(3):
             writer.write_values([summaries.scalar("loss", step)], step)
             writer.flush()
-        assert "the store is away" in str(writer.failure)
+        assert "the store is unavailable" in str(writer.failure)
     writer.flush()
     assert store.steps() == [[0, 1, 2]]
-    with store.away():
+    with store.unavailable():
         writer.write_values([summaries.scalar("loss", 3)], 3)
         writer.flush()
     writer.close()
@@ -183,7 +185,7 @@ def test_files_that_were_not_uploaded_stay_on_the_local_disk(
 ) -> None:
     writer = FileWriter("memory://logs/run")
     writer.flush()
-    with store.away():
+    with store.unavailable():
         writer.write_values([summaries.scalar("loss", 3)], 3)
         writer.close()
 

@@ -44,7 +44,7 @@ def record(**changes: Any) -> StepRecord:
 
 
 def column(measured: StepRecord, name: str) -> list[float | None]:
-    """A statistic of both layers; None where it was not measured."""
+    """Return a statistic of both layers; None where it was not measured."""
     return [table(measured).value(row, name) for row in range(2)]
 
 
@@ -58,7 +58,7 @@ def test_a_layers_parameters_count_as_one_vector() -> None:
     assert column(measured, "update_ratio") == [pytest.approx(expected), None]
 
 
-def test_parameters_that_were_all_zero_leave_the_update_ratio_alone() -> None:
+def test_parameters_that_were_all_zero_do_not_count_in_the_update_ratio() -> None:
     measured = record(
         weights={"first.weight": tensor(1, 2, 2, 0), "first.bias": tensor(0, 0)},
         update_ratios={"first.weight": 0.1, "first.bias": math.inf},
@@ -146,7 +146,7 @@ def test_nonfinite_elements_are_counted_wherever_they_are() -> None:
     assert column(measured, "nonfinite") == [5.0, None]
 
 
-def test_dead_units_and_saturation_are_measured_where_they_are_meaningful() -> None:
+def test_dead_units_need_extremes_of_units_and_saturation_needs_a_bounded_activation() -> None:
     measured = record(
         outputs={
             Output("first"): tensor(1, 1, units=[[0, 0, -1], [0, 2, 0]]),
@@ -199,7 +199,7 @@ def test_a_model_without_layers_has_an_empty_table() -> None:
     assert table(empty).values.shape == (0, len(STATISTICS))
 
 
-def test_a_step_takes_few_bytes_per_layer() -> None:
+def test_a_step_takes_at_most_56_bytes_per_layer() -> None:
     assert 4 * len(MATRIX_STATISTICS) + 2 * 4 <= 56  # with the norms of a weight and a bias
 
 

@@ -1,4 +1,4 @@
-"""Saturated outputs are those where little gradient comes through."""
+"""Outputs are saturated where the slope of the activation is small."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INPUTS = st.lists(st.floats(-12, 12), min_size=1, max_size=50).map(np.array)
 
 
 def exact_share(outputs: np.ndarray, slopes: np.ndarray, largest: float) -> tuple[float, float]:
-    """Shares of outputs surely and perhaps saturated: bfloat16 moves a limit by 0.4 %."""
+    """Return bounds of the saturated share: bfloat16 moves a limit by 0.4 %."""
     relative = slopes / largest
     return float(np.mean(relative < 0.21)), float(np.mean(relative < 0.29))
 

@@ -11,7 +11,7 @@ NAMES = ["calm", "late", "early", "falls", "unknown"]
 
 
 def norms(steps: int = 100) -> np.ndarray:
-    """Noise of a tenth; at step 60 one layer grows tenfold, at 62 another hundredfold."""
+    """Return noise of 10 %; one layer grows 10-fold at step 60, another 100-fold at step 62."""
     noise = np.random.default_rng(0).uniform(0.9, 1.1, (steps, 5))
     noise[62:, 1] *= 100
     noise[60:64, 2] *= 10
@@ -39,7 +39,7 @@ def test_the_onset_of_a_layer_that_rises_and_falls_is_the_rise() -> None:
     assert calm.factor == pytest.approx(30, rel=0.15)
 
 
-def test_an_infinite_norm_is_the_farthest() -> None:
+def test_an_infinite_norm_has_an_onset_with_an_infinite_factor() -> None:
     values = norms()
     values[62:, 0] = np.inf
     found = onsets(NAMES, range(100), values, 62)

@@ -1,4 +1,4 @@
-"""Values of the units of layers, written and read back."""
+"""Extremes of the units of layers, written and read back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ EXTREMES = arrays(
 
 
 def group(layers: Sequence[Extremes]) -> Group:
-    """The outputs of modules 1, 3, 5, ...: extremes of the units of each, ``[units, 2]``."""
+    """Return outputs of modules 1, 3, 5, ... with the extremes of their units, ``[units, 2]``."""
     modules = np.arange(len(layers)) * 2 + 1
     rows = Rows.of([Sketch.empty()] * len(layers), units=layers)
     return Group(rows=rows, modules=modules, size=2 * len(layers) + 1)
@@ -51,8 +51,8 @@ def group(layers: Sequence[Extremes]) -> Group:
 @given(st.lists(EXTREMES, min_size=1, max_size=4))
 def test_extremes_are_read_back_with_eight_bits_away_from_zero(layers: list[Extremes]) -> None:
     data = encode_units(group(layers))
-    for place, given_units in enumerate(layers):
-        read = decode_units(data, 2 * place + 1) if data else None
+    for index, given_units in enumerate(layers):
+        read = decode_units(data, 2 * index + 1) if data else None
         if not len(given_units):
             assert read is None
             continue
@@ -72,7 +72,7 @@ def test_extremes_are_read_back_with_eight_bits_away_from_zero(layers: list[Extr
 def test_above_the_limit_every_layer_keeps_its_dead_and_its_largest_units() -> None:
     random = np.random.default_rng(0)
     layers = [random.normal(size=(size, 2)).astype(np.float32) for size in (30, 6000, 9000)]
-    layers[2] *= 1e-3  # small ones count as much
+    layers[2] *= 1e-3  # layers of small values are kept, too
     layers[1][:12] = layers[1][40] = 0
     layers[2][17] = np.nan
     data = encode_units(group(layers))
@@ -83,13 +83,13 @@ def test_above_the_limit_every_layer_keeps_its_dead_and_its_largest_units() -> N
     assert other is not None
     assert ranges((dead == 0).all(axis=1)) == "0-11, 40"
     assert (few[:, 0] <= few[:, 1]).any()
-    assert len(data) > MOST_BYTES - 16  # all room is used
+    assert len(data) > MOST_BYTES - 16  # the limit is used
     for units, layer in ((dead, layers[1]), (other, layers[2])):
-        left_out = (units == NO_VALUES).all(axis=1)
+        omitted = (units == NO_VALUES).all(axis=1)
         sizes = np.nan_to_num(np.abs(layer).max(axis=1), nan=np.inf)
-        kept = sizes[~left_out & (sizes > 0)]
+        kept = sizes[~omitted & (sizes > 0)]
         assert 3500 < len(kept) < 4500
-        assert kept.min() >= sizes[left_out].max() * (1 - 2**-7)
+        assert kept.min() >= sizes[omitted].max() * (1 - 2**-7)
     assert np.isnan(other[17]).all()
     assert not (few == NO_VALUES).all(axis=1).any()
 
@@ -112,7 +112,7 @@ def test_more_layers_and_dead_units_than_fit_stay_within_the_limit() -> None:
     "data",
     [b"", b"x" * 9, "text", np.ones(4, np.float32), b"\xff" * 64, bytes(8), b"\xff" * (64 << 10)],
 )
-def test_foreign_data_is_refused_or_without_units(data: object) -> None:
+def test_foreign_data_is_refused_or_has_no_units(data: object) -> None:
     try:
         assert decode_units(data, 1) is None
     except ValueError:
@@ -207,7 +207,7 @@ def test_damaged_units_are_reported_and_the_others_are_read(log_dir: Path, tmp_p
     assert "it does not hold units" in "".join(run.source.problems)
 
 
-def test_merged_steps_equal_one_step() -> None:
+def test_thinned_steps_keep_the_extremes_of_all_merged_steps() -> None:
     extremes = np.array([[[0, 0], [1, 2]], [[0, 3], NO_VALUES], [[0, 0], NO_VALUES]], np.float32)
     units = UnitExtremes(type_name="ReLU", steps=np.array([0, 5, 9]), extremes=extremes).thin(4)
     assert units.steps.tolist() == [0, 9]

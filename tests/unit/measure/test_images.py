@@ -28,12 +28,12 @@ SIDE = 32  # a map of this side is neither enlarged nor downsampled
 
 
 def ramp(low: float, high: float) -> Tensor:
-    """A map of 32 × 32 values in equal steps."""
+    """Return a map of 32 × 32 values in equal steps."""
     return torch.linspace(low, high, SIDE * SIDE, dtype=torch.float64).float().reshape(SIDE, SIDE)
 
 
 def tile(image: np.ndarray, row: int, column: int, side: int = SIDE) -> np.ndarray:
-    """One map of a grid, without the gap of one pixel around it."""
+    """Return one map of a grid, without the gap of one pixel around it."""
     top, left = 1 + row * (side + 1), 1 + column * (side + 1)
     return image[top : top + side, left : left + side]
 

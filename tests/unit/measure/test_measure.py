@@ -38,7 +38,7 @@ NONFINITE = [float("nan"), float("inf"), float("-inf"), float("inf")]
 
 @pytest.fixture
 def often_interrupted() -> Iterator[None]:
-    """Threads take turns as often as Python lets them."""
+    """Switch threads every microsecond."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -53,7 +53,7 @@ def measure(tensor: Tensor, unit_axis: int | None = None) -> TensorRecord:
 
 
 def to_float64(tensor: Tensor) -> NDArray[np.float64]:
-    """Values of any dense tensor; magnitudes of complex numbers."""
+    """Return the values of any dense tensor; magnitudes of complex numbers."""
     if tensor.is_complex():
         return tensor.to(torch.complex128).abs().numpy()
     if tensor.is_floating_point() and tensor.element_size() < 8:
@@ -62,12 +62,12 @@ def to_float64(tensor: Tensor) -> NDArray[np.float64]:
 
 
 def assert_moments(sketch: Sketch, values: NDArray[np.floating]) -> None:
-    """Everything but the histogram is that of ``values``."""
+    """Check all statistics of ``values`` except the histogram."""
     assert_moments_close(sketch, sketch_array(values), rtol=1e-12)
 
 
 def assert_exact(sketch: Sketch, values: NDArray[np.floating]) -> None:
-    """The sketch is that of ``values``, histogram included."""
+    """Check all statistics of ``values`` and the histogram."""
     assert_moments(sketch, values)
     expected = sketch_array(values)
     np.testing.assert_array_equal(sketch.buckets, expected.buckets)
@@ -206,7 +206,7 @@ def fake_tensor() -> Tensor:
     ],
     ids=str,
 )
-def test_uniform_and_extreme_values(numbers: list[float], size: int) -> None:
+def test_uniform_and_extreme_values_are_measured_exactly(numbers: list[float], size: int) -> None:
     tensor = torch.tensor(numbers).repeat(size // len(numbers))
     sketch = measure(tensor).sketch
     assert_moments(sketch, tensor.numpy())
@@ -224,13 +224,13 @@ def test_float64_is_not_rounded(size: int) -> None:
         assert_moments(measure(tensor * scale).sketch, (tensor * scale).numpy())
 
 
-def test_empty_and_0_dim_tensors() -> None:
+def test_empty_and_0_dim_tensors_are_measured() -> None:
     assert measure(torch.empty(0, 4)).sketch.count == 0
     assert measure(torch.empty(0, 4), unit_axis=1).unit_min is None
     assert_exact(measure(torch.tensor(-2.5)).sketch, np.array([-2.5]))
 
 
-def test_more_elements_in_one_bucket_than_float32_can_count() -> None:
+def test_more_elements_in_one_bucket_than_float32_can_count_are_counted() -> None:
     count = (1 << 24) + 3
     sketch = measure(torch.ones(count)).sketch
     assert (sketch.count, sketch.sum, sketch.sum_squares) == (count, count, count)
@@ -261,7 +261,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @ALL_SIZES
 @pytest.mark.parametrize("axis", [None, 1, -1, 0])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_memory_layout(layout: str, axis: int | None, size: int) -> None:
+def test_every_memory_layout_is_measured(layout: str, axis: int | None, size: int) -> None:
     tensor = LAYOUTS[layout](normal(6, 5, size // 150, 10).relu())
     record = measure(tensor, unit_axis=axis)
     values = to_float64(tensor.detach().clone())
@@ -287,7 +287,7 @@ def assert_units(record: TensorRecord, values: NDArray[Any], axis: int | None) -
 
 @pytest.mark.slow
 @given(st.data())
-def test_any_strides(data: st.DataObject) -> None:
+def test_any_strides_are_measured_exactly(data: st.DataObject) -> None:
     """Slices, permutations and channels_last of any shape and dtype, without elements, too."""
     shape = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int16]))
@@ -344,7 +344,7 @@ def test_a_large_tensor_has_exact_moments_and_a_sampled_histogram() -> None:
 
 
 @pytest.mark.parametrize("columns", [256, 768, 1000])
-def test_samples_see_all_columns_alike(columns: int) -> None:
+def test_samples_are_spread_over_all_columns(columns: int) -> None:
     scale = torch.logspace(-3, 3, columns)
     tensor = normal(1_000_000 // columns, columns) * scale
     assert distance(measure(tensor).sketch, tensor.numpy()) < 0.015
@@ -411,7 +411,9 @@ def test_block_sample_is_a_view_of_evenly_spread_runs() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_extremes_of_each_unit(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> None:
+def test_extremes_of_each_unit_are_exact(
+    shape: tuple[int, ...], axis: int, dtype: torch.dtype
+) -> None:
     tensor = normal(*shape).relu().to(dtype)
     record = measure(tensor, unit_axis=axis)
     assert_moments(record.sketch, to_float64(tensor))
@@ -427,7 +429,7 @@ def test_extremes_of_each_unit(shape: tuple[int, ...], axis: int, dtype: torch.d
         fill=st.floats(-9, 9, width=32),
     )
 )
-def test_extremes_of_any_shape(x: NDArray[np.float32]) -> None:
+def test_extremes_of_units_of_any_shape_are_exact(x: NDArray[np.float32]) -> None:
     assert_units(measure(torch.from_numpy(x), unit_axis=1), x, 1)
 
 
@@ -436,7 +438,7 @@ def test_extremes_of_any_shape(x: NDArray[np.float32]) -> None:
     [
         shape
         for shape in itertools.product([3, 299], [1, 3, 48, 255], [1, 3, 80])
-        if math.prod(shape) < 250_000  # the largest take seconds and show nothing else
+        if math.prod(shape) < 250_000  # the largest take seconds and add no case
     ],
 )
 def test_extremes_in_any_row_are_found(count: int, width: int, inner: int) -> None:
@@ -450,7 +452,7 @@ def test_extremes_in_any_row_are_found(count: int, width: int, inner: int) -> No
 
 
 @SIZES
-def test_units_are_dead_or_not_a_number_one_by_one(size: int) -> None:
+def test_dead_units_and_units_with_nan_are_distinguished(size: int) -> None:
     tensor = normal(size // 4, 4)
     tensor[:, 1] = 0
     tensor[3, 2] = float("nan")
@@ -480,7 +482,7 @@ def test_pieces_cover_every_element_once_and_in_order(shape: list[int], limit: i
 # --- steps and memory ----------------------------------------------------------------------------
 
 
-def test_records_come_in_the_order_of_adding() -> None:
+def test_records_are_in_the_order_of_adding() -> None:
     measurer = Measurer()
     sizes = [3, 40_000, 32_000, 0, 32_001, 200_000, 1]
     tensors = [torch.full((size,), float(i)) for i, size in enumerate(sizes)]
@@ -504,7 +506,7 @@ def test_the_values_are_those_at_the_time_of_adding(size: int) -> None:
     assert record.sketch.buckets.tolist() == [int(bucket_indices(np.array(1.0)))]
 
 
-def test_a_tensor_that_changed_without_pytorch_noticing_is_read_again() -> None:
+def test_a_tensor_that_changed_without_a_new_version_is_read_again() -> None:
     x = torch.tensor([-2.0, 1.0])
     measurer, version = Measurer(), x._version
     indices = [measurer.add(x)]
@@ -526,9 +528,9 @@ def test_many_tensors_at_once_equal_one_by_one(size: int) -> None:
     assert together == [0, 1, 2, 3, 4, 5, None]
     assert single == [6, 7, 8, 9, 10, 11, None]
     records = measurer.finish().reduce()
-    for place in range(6):
-        for name, value in vars(records[place].sketch).items():
-            other = getattr(records[place + 6].sketch, name)
+    for index in range(6):
+        for name, value in vars(records[index].sketch).items():
+            other = getattr(records[index + 6].sketch, name)
             np.testing.assert_array_equal(value, other, err_msg=name)
 
 
@@ -553,21 +555,21 @@ def test_without_kurtosis_all_other_statistics_are_the_same(size: int, dtype: to
 @ALL_SIZES
 def test_no_tensor_is_kept(size: int) -> None:
     tensor = normal(size)
-    gone = weakref.ref(tensor.untyped_storage())
+    reference = weakref.ref(tensor.untyped_storage())
     measurer = Measurer()
     measurer.add(tensor)
     del tensor
-    assert gone() is None
+    assert reference() is None
 
 
-def test_reducing_twice_gives_the_same() -> None:
+def test_reducing_twice_returns_the_same_records() -> None:
     measurer = Measurer()
     measurer.add(normal(5))
     measurements = measurer.finish()
     assert measurements.reduce() is measurements.reduce()
 
 
-def test_steps_are_reduced_on_another_thread_while_the_next_is_taken() -> None:
+def test_steps_are_reduced_on_other_threads_while_the_next_is_measured() -> None:
     measurer = Measurer()
     results: dict[int, Tensors[int]] = {}
     threads = []
@@ -589,13 +591,13 @@ def test_steps_are_reduced_on_another_thread_while_the_next_is_taken() -> None:
         assert len(records) == 31
 
 
-def test_several_threads_may_add(often_interrupted: None) -> None:
+def test_several_threads_can_add_at_once(often_interrupted: None) -> None:
     measurer = Measurer()
-    places: dict[float, list[int | None]] = {}
+    indices: dict[float, list[int | None]] = {}
 
     def add(value: float) -> None:
         sizes = (10, 40_000, 150_000) * 10
-        places[value] = [measurer.add(torch.full((size,), value)) for size in sizes]
+        indices[value] = [measurer.add(torch.full((size,), value)) for size in sizes]
 
     threads = [threading.Thread(target=add, args=(float(value),)) for value in range(1, 5)]
     for thread in threads:
@@ -603,13 +605,13 @@ def test_several_threads_may_add(often_interrupted: None) -> None:
     for thread in threads:
         thread.join()
     records = measurer.finish().reduce()
-    assert sorted(i for ours in places.values() for i in ours if i is not None) == list(range(120))
-    for value, ours in places.items():
+    assert sorted(i for ours in indices.values() for i in ours if i is not None) == list(range(120))
+    for value, ours in indices.items():
         assert {records[i].sketch.max for i in ours if i is not None} == {value}
 
 
 @ALL_SIZES
-def test_training_is_left_alone(size: int) -> None:
+def test_measuring_changes_no_tensor_and_no_random_state(size: int) -> None:
     tensor = nn.Parameter(normal(size // 10, 10))
     state, version = torch.get_rng_state(), tensor._version
     before = tensor.detach().clone()

@@ -85,14 +85,14 @@ def test_any_bits_are_measured_exactly() -> None:
     ],
     ids=str,
 )
-def test_extreme_values(numbers: list[float]) -> None:
+def test_extreme_values_are_measured_as_on_the_host(numbers: list[float]) -> None:
     tensor = torch.tensor(numbers).repeat(1500)
     assert_same(*measure(tensor), on_host(tensor))
 
 
 @pytest.mark.usefixtures("_pieces")
 @pytest.mark.parametrize("axis", [None, 0, 1, -1])
-def test_layouts_and_units(axis: int | None) -> None:
+def test_every_memory_layout_and_its_units_are_measured_as_on_the_host(axis: int | None) -> None:
     tensor = normal(4, 6, 30, 30).relu()
     tensor[0, 2] = float("nan")
     views = [
@@ -107,12 +107,12 @@ def test_layouts_and_units(axis: int | None) -> None:
 
 
 class Elsewhere(Tensor):
-    """Says that it is not in CPU memory."""
+    """Tensor that reports another device than the CPU."""
 
     is_cpu = False
 
 
-def test_the_measurer_copies_everything_to_the_host_at_once() -> None:
+def test_tensors_of_a_device_and_of_the_host_are_measured_in_order() -> None:
     tensors = [normal(10, 3), normal(100, 700), torch.empty(0)]
     measurer = Measurer()
     for tensor in tensors:
@@ -144,7 +144,7 @@ def test_the_histogram_is_of_all_elements() -> None:
     assert_same(record, TensorRecord(sketch=sketch_array(tensor.numpy())))
 
 
-def test_nothing_depends_on_deterministic_mode() -> None:
+def test_deterministic_mode_does_not_change_measurements() -> None:
     torch.use_deterministic_algorithms(True)
     try:
         (record,) = measure(normal(5_000))

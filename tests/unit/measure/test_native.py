@@ -1,4 +1,4 @@
-"""The C extension against NumPy, at the borders of memory, and under sanitizers."""
+"""The C extension against NumPy, at the edges of memory, and under sanitizers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if native.available:
 
 
 def needs_extension(test: Callable[..., None]) -> Any:
-    """Run a test with the extension's code for each set of instructions that this processor has."""
+    """Run a test once for each instruction set of this processor that the extension uses."""
     skip = pytest.mark.skipif(not native.available, reason=native.native)
     return skip(pytest.mark.usefixtures("instructions")(test))
 
@@ -55,9 +55,9 @@ def instructions(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def measure(tensor: Tensor, units: int = 0, inner: int = 1, sample_step: int = 0) -> TensorRecord:
     dtype = native.DTYPES[tensor.dtype]
-    place = tensor.data_ptr(), tensor.numel(), dtype
+    source = tensor.data_ptr(), tensor.numel(), dtype
     rows = bytearray(), bytearray(), bytearray()
-    _native.measure((*place, units, inner, sample_step, 4), *rows)
+    _native.measure((*source, units, inner, sample_step, 4), *rows)
     return TensorRecord.of_row(Rows.decode(*rows), 0)
 
 
@@ -105,10 +105,10 @@ def test_every_8_bit_pattern_is_read_as_pytorch_reads_it(dtype: torch.dtype) -> 
 
 @needs_extension
 @pytest.mark.parametrize("sign", [0, 0x80000000])
-def test_the_border_of_every_bucket_is_where_numpy_has_it(sign: int) -> None:
-    borders = (np.arange(1, 1 << 16, dtype=np.uint32) << 15) + np.uint32(sign)
+def test_values_next_to_each_edge_are_in_the_bucket_of_numpy(sign: int) -> None:
+    edges = (np.arange(1, 1 << 16, dtype=np.uint32) << 15) + np.uint32(sign)
     for moved in (-1, 0, 1):
-        x = (borders.astype(np.int64) + moved).astype(np.uint32).view(np.float32)
+        x = (edges.astype(np.int64) + moved).astype(np.uint32).view(np.float32)
         for part in np.array_split(x[np.isfinite(x)], 20):
             assert_exact(measure(torch.from_numpy(part.copy())), part)
 
@@ -118,11 +118,11 @@ def test_the_border_of_every_bucket_is_where_numpy_has_it(sign: int) -> None:
 def test_rare_values_are_found_at_any_position(letter: str) -> None:
     """Whole blocks and remainders, vectorized or not."""
     dtype = next(dtype for dtype, code in native.DTYPES.items() if code == ord(letter))
-    for place in (0, 5, 2047, 2048, 4099, 4100):
+    for index in (0, 5, 2047, 2048, 4099, 4100):
         # NaN where there is no Inf
         for rare in (0.0, np.nan, np.inf, -np.inf) if dtype.is_floating_point else (0.0,):
             values = torch.ones(4101)
-            values[place] = rare
+            values[index] = rare
             tensor = values.to(dtype)
             assert_exact(measure(tensor), tensor.double().numpy())
             assert measure(tensor).sketch.zero_count == (rare == 0)
@@ -141,13 +141,13 @@ def test_sums_are_those_of_float64() -> None:
 
 
 @needs_extension
-def test_results_are_the_same_bits_wherever_the_values_lie() -> None:
+def test_results_are_the_same_bits_at_any_address() -> None:
     memory = torch.randn(9_100, generator=torch.Generator().manual_seed(0)).abs()
     copies = []
     for start in range(17):
-        place = torch.empty(9_100 + start)[start:]
-        place.copy_(memory)
-        copies.append(vars(measure(place, units=91, inner=100).sketch))
+        shifted = torch.empty(9_100 + start)[start:]
+        shifted.copy_(memory)
+        copies.append(vars(measure(shifted, units=91, inner=100).sketch))
     for copy in copies[1:]:
         for name, value in copy.items():
             np.testing.assert_array_equal(value, copies[0][name], err_msg=name)
@@ -180,7 +180,7 @@ X = torch.randn(6, 4, 5, 3, generator=torch.Generator().manual_seed(0))
 
 
 class Labelled(Tensor):
-    """May override whatever it likes."""
+    """Subclass, which may override any method."""
 
 
 @needs_tensor_reader
@@ -246,7 +246,9 @@ def test_other_tensor_objects_are_refused(tensor: Tensor, axis: int | None) -> N
 
 @needs_extension
 @given(st.integers(1, 20), st.integers(1, 70), st.integers(1, 40), st.integers(0, 5))
-def test_extremes_of_units(outer: int, units: int, inner: int, odd: int) -> None:
+def test_extremes_of_units_equal_those_of_numpy(
+    outer: int, units: int, inner: int, odd: int
+) -> None:
     x = np.random.default_rng(outer * units).normal(size=outer * units * inner).astype(np.float32)
     x[:: max(x.size // (odd + 1), 1)] = [np.nan, np.inf, -np.inf, 0, 1e38, -1e38][odd]
     record = measure(torch.from_numpy(x), units, inner)
@@ -260,7 +262,7 @@ def test_extremes_of_units(outer: int, units: int, inner: int, odd: int) -> None
 
 
 @needs_extension
-def test_norms_of_many_tensors_in_one_call() -> None:
+def test_one_call_computes_the_norms_of_many_tensors() -> None:
     tensors = [torch.full((size,), 2.0) for size in (0, 1, 15, 16, 2048, 2049, 70_000)]
     tensors += [torch.ones(3).to(dtype) for dtype in native.DTYPES]
     expected = [float(t.double().square().sum()) for t in tensors]
@@ -269,13 +271,13 @@ def test_norms_of_many_tensors_in_one_call() -> None:
 
 
 @needs_extension
-@pytest.mark.parametrize("place", [0, 2, 2050, 4096])
-def test_norms_flag_only_values_that_are_not_finite(place: int) -> None:
+@pytest.mark.parametrize("index", [0, 2, 2050, 4096])
+def test_squared_norms_are_nonfinite_only_for_nonfinite_values(index: int) -> None:
     tensor = torch.full((4097,), 3e38)
     assert native.squared_norms([tensor]) == [4097 * float(tensor[0]) ** 2]
-    tensor[place] = float("inf")
+    tensor[index] = float("inf")
     assert native.squared_norms([tensor]) == [np.inf]
-    tensor[place - 1] = float("nan")
+    tensor[index - 1] = float("nan")
     assert np.isnan(native.squared_norms([tensor])[0])
 
 
@@ -283,7 +285,7 @@ def test_norms_flag_only_values_that_are_not_finite(place: int) -> None:
 
 
 @needs_tensor_reader
-def test_only_a_list_of_tensors_is_accepted() -> None:
+def test_invalid_arguments_with_tensors_are_refused() -> None:
     rows = bytearray(), bytearray(), bytearray()
     with pytest.raises(TypeError, match="list"):
         _native.measure_tensors((X,), None, (Tensor,), native.TENSORS, sample_step, 4, *rows)  # type: ignore[arg-type]
@@ -298,7 +300,7 @@ def test_only_a_list_of_tensors_is_accepted() -> None:
 
 @needs_tensor_reader
 @pytest.mark.parametrize("locked", range(3))
-def test_rows_are_as_before_if_one_of_their_parts_cannot_grow(locked: int) -> None:
+def test_rows_are_unchanged_if_one_of_their_parts_cannot_grow(locked: int) -> None:
     rows = bytearray(b"a"), bytearray(b"b"), bytearray(b"c")
     arguments = [X], 1, (Tensor,), native.TENSORS, sample_step, 4
     with memoryview(rows[locked]), pytest.raises(BufferError):
@@ -307,7 +309,7 @@ def test_rows_are_as_before_if_one_of_their_parts_cannot_grow(locked: int) -> No
 
 
 @needs_extension
-def test_numbers_that_do_not_fit_are_refused() -> None:
+def test_inconsistent_sizes_are_refused() -> None:
     address, rows = torch.ones(6).data_ptr(), (bytearray(), bytearray(), bytearray())
     for arguments in (
         (address, 6, ord("x"), 0, 1, 0, 4),
@@ -400,7 +402,7 @@ def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
     assert bool(done.returncode) is bool(required), done.stderr
 
 
-# --- without it ----------------------------------------------------------------------------------
+# --- without the extension -----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -422,6 +424,6 @@ def test_numpy_measures_the_same_without_the_extension() -> None:
 NUMPY = "test_without_the_extension_native_code_reads_nothing"
 
 
-@pytest.mark.skipif(native.available, reason="of NumPy")
+@pytest.mark.skipif(native.available, reason="for NumPy alone")
 def test_without_the_extension_native_code_reads_nothing() -> None:
     assert native.DTYPES == {}

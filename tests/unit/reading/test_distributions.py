@@ -25,7 +25,7 @@ def test_shares_of_each_step_add_up_to_one(steps: list[list[float]]) -> None:
     assert (np.diff(found.edges) > 0).all()
 
 
-def test_most_values_are_in_their_bin() -> None:
+def test_shares_of_bins_are_close_to_those_of_numpy() -> None:
     values = np.random.default_rng(0).normal(0, 1, 100_000)
     found = distribution([point(values)])
     assert found is not None
@@ -41,12 +41,12 @@ def test_a_step_without_values_is_a_gap() -> None:
     assert found.shares[1].sum() == 0
 
 
-def test_without_any_value_there_is_nothing_to_draw() -> None:
+def test_without_any_value_there_is_no_distribution() -> None:
     assert distribution([]) is None
     assert distribution([point(np.array([np.nan]))]) is None
 
 
-def test_equal_values_make_one_bar() -> None:
+def test_equal_values_are_in_one_bin() -> None:
     found = distribution([point(np.zeros(5))])
     assert found is not None
     assert found.shares.max() == pytest.approx(1)
@@ -78,7 +78,9 @@ numbers = st.floats(width=64) | st.sampled_from([-1.7e308, 1.7e308, 5e-324, 0.0,
 @example([[(0.0, 3.99e292, 1e-20)]])
 @given(st.lists(st.lists(st.tuples(numbers, numbers, numbers), max_size=4), max_size=3))
 @pytest.mark.filterwarnings("error")
-def test_anything_is_refused_or_drawn(steps: list[list[tuple[float, float, float]]]) -> None:
+def test_any_table_is_refused_or_has_finite_edges_and_shares(
+    steps: list[list[tuple[float, float, float]]],
+) -> None:
     tables = []
     for step, rows in enumerate(steps):
         try:

@@ -49,7 +49,7 @@ def test_pictures_and_histograms_are_read(tmp_path: Path) -> None:
     np.testing.assert_array_equal(table, [[0, 1, 2]])
 
 
-def test_a_histogram_of_torch_that_makes_no_sense_is_reported(tmp_path: Path) -> None:
+def test_an_inconsistent_histogram_of_torch_is_skipped_and_reported(tmp_path: Path) -> None:
     good = HistogramProto(min=0, max=2, bucket_limit=[1, 2], bucket=[3, 4])
     bad = HistogramProto(min=0, max=2, bucket_limit=[1], bucket=[3, 4, 5])
     event = Event(step=1)

@@ -1,4 +1,4 @@
-"""Thinning out keeps what is wrong visible."""
+"""Downsampled matrices keep their largest and their non-finite values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_matrix_that_fits_is_unchanged() -> None:
     assert thin(matrix, max_layers=5, max_cells=20) is matrix
 
 
-def test_a_window_holds_both_of_its_ends() -> None:
+def test_a_region_includes_both_of_its_ends() -> None:
     steps = np.array([0, 5, 10, 15])
     region = Region(first_step=5, last_step=10, first_layer=2, last_layer=3)
     assert region.holds(steps).tolist() == [False, True, True, False]
@@ -53,5 +53,5 @@ def test_decreasing_steps_are_sorted() -> None:
     steps, values = np.array([0, 2, 1, 2, 5]), np.arange(5, dtype=np.float32)
     ordered, kept = in_order(steps, values)
     assert ordered.tolist() == [0, 1, 2, 5]
-    assert kept.tolist() == [0, 2, 3, 4]  # of equal steps the last
+    assert kept.tolist() == [0, 2, 3, 4]  # the last of equal steps
     assert in_order(ordered, kept)[0] is ordered

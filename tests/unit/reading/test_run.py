@@ -22,12 +22,12 @@ from tests.helpers.paths import ROOT
 
 @pytest.fixture(scope="module")
 def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of twelve steps, of which four are measured in full; the last gives NaN."""
+    """Write a run of 12 steps with full steps every 4; the loss of the last step is NaN."""
     folder = tmp_path_factory.mktemp("runs") / "one"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, folder, every_n_steps=4) as logger:  # and what rules ask for
+    with HookLogger(model, folder, every_n_steps=4) as logger:  # and those that rules request
         for step in range(12):
             loss = model(torch.randn(8, 4)).square().mean()
             if step == 11:

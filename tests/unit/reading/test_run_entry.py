@@ -1,4 +1,4 @@
-"""Table of runs: the newest one, whether it is live, and the alerts that count."""
+"""Table of runs: order, status, steps and alerts."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_the_newest_run_comes_first_and_runs_of_one_start_in_natural_order() -> 
     assert names(sessions) == ["new", "old", "run9", "run10"]
 
 
-def test_of_two_runs_that_began_in_the_same_second_the_later_is_newer() -> None:
+def test_of_two_runs_that_started_in_the_same_second_the_later_is_newer() -> None:
     first, second = (f"20260301-000000.{part}-ffff" for part in ("100000", "200000"))
     assert names({"b": first, "a": second}) == ["a", "b"]
 
 
-def test_a_session_whose_id_holds_no_time_began_with_its_layout() -> None:
+def test_a_session_without_a_time_in_its_id_started_with_its_layout() -> None:
     assert run(session="19990231-999999").started_s == FIRST_S
     assert run(session="mine", written_s=float("nan")).started_s == FIRST_S
 
@@ -88,7 +88,7 @@ def test_steps_that_a_later_session_replaces_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("steps", "first"), [((300, 323), 300), ((200, 323), 323), ((323, 330), 323), ((300,), 300)]
 )
-def test_the_first_alert_is_a_note_that_came_shortly_before_a_fault(
+def test_the_first_alert_of_a_run_is_a_note_shortly_before_a_warning(
     steps: tuple[int, ...], first: int
 ) -> None:
     """Notes are at steps below 323, a warning at 323 and later."""

@@ -36,18 +36,20 @@ def record_of(norms: list[float]) -> StepRecord:
         ([np.nan, 1.0, 3.0, 4.0], [np.nan, 0.0, 5.0]),
     ],
 )
-def test_gradient_norms_of_modules(norms: list[float], expected: list[float]) -> None:
+def test_the_gradient_norm_of_a_module_joins_those_of_its_parameters(
+    norms: list[float], expected: list[float]
+) -> None:
     record = record_of(norms)
     np.testing.assert_allclose(record.module_grad_norms, expected, rtol=1e-12)
     assert record.all_grads_finite == np.isfinite(norms).all()
 
 
 def test_a_cached_function_of_a_record_is_computed_once() -> None:
-    asked: list[StepRecord] = []
-    total = once(lambda record: asked.append(record) or record.total_grad_norm)
+    computed: list[StepRecord] = []
+    total = once(lambda record: computed.append(record) or record.total_grad_norm)
     first, second = record_of([3.0, 4.0, 0.0, 0.0]), record_of([6.0, 8.0, 0.0, 0.0])
     assert [total(first), total(first), total(second), total(first)] == [5.0, 5.0, 10.0, 5.0]
-    assert asked == [first, second]
+    assert computed == [first, second]
 
 
 def test_each_module_owns_its_parameters() -> None:

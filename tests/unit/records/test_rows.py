@@ -1,4 +1,4 @@
-"""Rows of tensors: against the oracle, and that merging equals measuring everything at once."""
+"""Rows of tensors equal the oracle, and merging equals measuring everything at once."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def test_merging_equals_measuring_everything_at_once(
             st.integers(-1, size - 1), min_size=len(values) - size, max_size=len(values) - size
         )
     )
-    places = np.array(data.draw(st.permutations([*range(size), *others])), np.int64)
-    merged = rows_of(values).merged(places, size)
-    parts = [[v for v, at in zip(values, places, strict=True) if at == p] for p in range(size)]
+    targets = np.array(data.draw(st.permutations([*range(size), *others])), np.int64)
+    merged = rows_of(values).merged(targets, size)
+    parts = [[v for v, at in zip(values, targets, strict=True) if at == p] for p in range(size)]
     assert_rows_are(merged, [np.concatenate(one) for one in parts])
     assert merged.calls.tolist() == [len(one) for one in parts]
 
@@ -87,7 +87,7 @@ def test_rows_are_taken_and_joined_in_the_given_order(
 
 
 def with_units(*units: Floats) -> Rows:
-    """Each a tensor ``[elements, units]``."""
+    """Return rows of tensors ``[elements, units]``."""
     extremes = [np.stack([one.min(axis=0), one.max(axis=0)], axis=1) for one in units]
     return Rows.of([sketch_array(one) for one in units], units=extremes)
 
@@ -117,7 +117,7 @@ def test_rows_times_powers_of_two_are_those_of_the_products() -> None:
     assert_rows_are(scaled, [x * np.float32(4), x * np.float32(0.25)])
 
 
-def test_tensors_are_views_in_order() -> None:
+def test_tensors_share_their_rows_and_keep_their_order() -> None:
     values = [np.full(n, n, np.float32) for n in (1, 2, 3)]
     tensors = Tensors(range(3), rows_of(values))
     assert list(reversed(tensors)) == [2, 1, 0]
@@ -125,7 +125,7 @@ def test_tensors_are_views_in_order() -> None:
     assert tensors[1].rows is tensors.rows
 
 
-# --- what is rare --------------------------------------------------------------------------------
+# --- rare values ---------------------------------------------------------------------------------
 
 
 def test_negative_zeros_are_in_bucket_0_and_without_finite_values_there_are_no_extremes() -> None:
@@ -143,9 +143,11 @@ def test_negative_zeros_are_in_bucket_0_and_without_finite_values_there_are_no_e
 
 def test_counters_do_not_wrap_at_2_to_the_32() -> None:
     size = 1 << 17
-    place = torch.tensor([[1], [2]])
+    indices = torch.tensor([[1], [2]])
     measurer = Measurer()
-    measurer.add(torch.sparse_coo_tensor(place, torch.ones(1), (size, size), check_invariants=True))
+    measurer.add(
+        torch.sparse_coo_tensor(indices, torch.ones(1), (size, size), check_invariants=True)
+    )
     (record,) = measurer.finish().reduce().values()
     assert record.sketch.counts.tolist() == [size * size - 1, 1]
     # Many rows of one tensor.

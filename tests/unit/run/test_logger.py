@@ -1,4 +1,4 @@
-"""HookLogger as its users meet it: arguments, life cycle, and what lands in TensorBoard."""
+"""HookLogger: arguments, life cycle, and the data in TensorBoard."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def mlp() -> nn.Module:
 
 
 def train(model: nn.Module, logger: HookLogger | None = None, steps: int = 5) -> Iterator[Tensor]:
-    """Images for a model that begins with a convolution, else three features."""
+    """Train on images if the model starts with a convolution, else on three features."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     is_cnn = isinstance(next(model.children()), nn.Conv2d)
     for _ in range(steps):
@@ -113,7 +113,7 @@ def test_training_is_the_same_bit_for_bit(tmp_path: Path, every_n_steps: int) ->
     assert [record.step for record in outcome.full] == list(range(0, 5, every_n_steps))
 
 
-def test_hooks_are_on_the_model_only_on_logged_steps(tmp_path: Path) -> None:
+def test_hooks_are_on_the_model_only_at_full_steps(tmp_path: Path) -> None:
     model = small_cnn()
 
     def hooks() -> int:
@@ -154,7 +154,7 @@ def test_an_internal_error_is_logged_once_and_does_not_stop_training(
 
 
 @pytest.mark.parametrize("found", ["diverged", None, {"step": 1}, [1]])
-def test_the_log_names_the_return_type_for_a_rule_that_returns_no_alerts(
+def test_a_rule_that_does_not_return_alerts_is_logged_once_with_its_result(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, found: object
 ) -> None:
     model = mlp()
@@ -164,11 +164,11 @@ def test_the_log_names_the_return_type_for_a_rule_that_returns_no_alerts(
     assert len(scalars(tmp_path, "grad_norm/total")) == 5
 
 
-# --- what is logged ------------------------------------------------------------------------------
+# --- contents of a run ---------------------------------------------------------------------------
 
 
 class HandCaptured:
-    """The tensors of each step, taken by hooks of the test's own."""
+    """Tensors of a step that hooks of the test captured."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self.outputs: dict[str, np.ndarray] = {}
@@ -342,7 +342,7 @@ MAKES_THREE_LOGGERS = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("terminal", "level", "said"),
+    ("terminal", "level", "expected"),
     [
         (True, "WARNING", ["tensorboard --logdir {}"]),
         (True, "INFO", ["INFO:telemetry:tensorboard --logdir {}"]),
@@ -351,7 +351,7 @@ MAKES_THREE_LOGGERS = """
     ],
 )
 def test_the_command_that_shows_the_runs_is_logged_once_in_a_process(
-    tmp_path: Path, terminal: bool, level: str, said: list[str]
+    tmp_path: Path, terminal: bool, level: str, expected: list[str]
 ) -> None:
     screen, stderr = pty.openpty() if terminal else os.pipe()
     script = textwrap.dedent(MAKES_THREE_LOGGERS)
@@ -360,14 +360,16 @@ def test_the_command_that_shows_the_runs_is_logged_once_in_a_process(
     )
     os.close(stderr)
     lines = read_all(screen).decode().splitlines()
-    assert [line for line in lines if "tensorboard" in line] == [s.format(tmp_path) for s in said]
+    assert [line for line in lines if "tensorboard" in line] == [
+        s.format(tmp_path) for s in expected
+    ]
 
 
 def read_all(descriptor: int) -> bytes:
     """Return the text written to a pipe or terminal whose other end is closed, up to 64 KiB."""
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # how Linux says that a terminal is gone
+    except OSError:  # Linux raises it for a closed terminal
         return b""
     finally:
         os.close(descriptor)
@@ -396,7 +398,9 @@ def test_only_selected_modules_are_watched(tmp_path: Path) -> None:
     assert list(recorder.records[0].activations) == ["1", "2"]
 
 
-def test_parameters_of_other_modules_are_in_totals_and_seen_by_rules_only(tmp_path: Path) -> None:
+def test_parameters_of_unselected_modules_are_only_in_totals_and_in_records_for_rules(
+    tmp_path: Path,
+) -> None:
     for every_n_steps in (1, 3):
         model, recorder, log_dir = small_cnn(), Recorder(), tmp_path / str(every_n_steps)
         options: Any = {"every_n_steps": every_n_steps, "alerts": [recorder]}
@@ -466,7 +470,7 @@ def test_a_resumed_run_continues_its_steps(tmp_path: Path) -> None:
     ]
 
 
-def test_steps_are_counted_by_hand_without_an_optimizer(tmp_path: Path) -> None:
+def test_logger_step_counts_steps_without_an_optimizer(tmp_path: Path) -> None:
     model, recorder = mlp(), Recorder()
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
         for _ in range(3):
@@ -485,7 +489,7 @@ def test_steps_are_counted_by_hand_without_an_optimizer(tmp_path: Path) -> None:
 # --- life cycle ----------------------------------------------------------------------------------
 
 
-def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+def test_closing_twice_raises_nothing(tmp_path: Path) -> None:
     logger = HookLogger(mlp(), tmp_path)
     logger.close()
     logger.close()
@@ -504,7 +508,7 @@ def test_removing_and_attaching_again_continues_the_count(tmp_path: Path) -> Non
 
 
 class Requests(Rule):
-    """Requests a full measurement after each step, and finds nothing."""
+    """Rule that requests a full step after each step and reports nothing."""
 
     requests_full_step = True
 
@@ -554,7 +558,7 @@ def test_a_closed_logger_cannot_be_attached(tmp_path: Path) -> None:
         logger.attach()
 
 
-def test_two_loggers_of_one_model_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_two_loggers_of_one_model_record_at_their_own_intervals(tmp_path: Path) -> None:
     model, recorders = mlp(), [Recorder(), Recorder()]
     with (
         HookLogger(model, tmp_path / "a", alerts=[recorders[0]], every_n_steps=1),
@@ -568,7 +572,7 @@ def test_two_loggers_of_one_model_do_not_disturb_each_other(tmp_path: Path) -> N
 
 
 WRITERS = pytest.mark.parametrize("kind", [SummaryWriter, telemetry.SummaryWriter])
-"""Torch's and ours."""
+"""SummaryWriter of torch and of this package."""
 
 
 @WRITERS
@@ -644,15 +648,15 @@ def test_a_logger_without_references_continues_until_the_model_is_deleted(tmp_pa
     model = mlp()
     HookLogger(model, tmp_path)
     run_through(train(model, steps=2))
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert len(scalars(tmp_path, "grad_norm/total")) == 2
 
 
 @pytest.mark.slow
-def test_a_script_that_never_closes_loses_nothing(tmp_path: Path) -> None:
+def test_a_script_that_never_closes_the_logger_loses_no_step(tmp_path: Path) -> None:
     script = """
         import sys, torch
         from torch import nn
@@ -693,12 +697,12 @@ def fault_at(step: int) -> Callable[[StepRecord], Iterable[Alert]]:
 def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, told = mlp(), []
-    with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert=told.append) as logger:
+    model, received = mlp(), []
+    with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert=received.append) as logger:
         run_through(train(model))
         [alert] = logger.alerts
     assert (alert.kind, alert.step, alert.module_name) == ("nonfinite", 1, "0")
-    assert told == [alert]
+    assert received == [alert]
     [message] = [r for r in caplog.records if "planted fault" in r.getMessage()]
     assert message.levelno == logging.ERROR
     [tag] = [tag for tag in load(tmp_path).Tags()["tensors"] if tag.startswith("~alerts/")]
@@ -727,13 +731,13 @@ def test_a_remote_directory_gets_no_lines_of_alerts(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_alert_is_reported_and_on_the_page_without_a_later_step(tmp_path: Path) -> None:
-    model, told = mlp(), threading.Event()
+def test_an_alert_is_reported_and_written_without_a_later_step(tmp_path: Path) -> None:
+    model, reported = mlp(), threading.Event()
     with HookLogger(
-        model, tmp_path, every_n_steps=100, alerts=[fault_at(17)], on_alert=lambda _: told.set()
+        model, tmp_path, every_n_steps=100, alerts=[fault_at(17)], on_alert=lambda _: reported.set()
     ):
         run_through(train(model, steps=18))
-        assert told.wait(20)
+        assert reported.wait(20)
         assert any(telemetry.read(tmp_path).alerts for _ in range(2000))
 
 
@@ -763,7 +767,7 @@ def test_alerts_do_not_block_on_the_disk(freezable_disk: FreezableDisk) -> None:
     log_dir = freezable_disk.path / "run"
     log_dir.mkdir()
     writer = SummaryWriter(freezable_disk.path.parent / "elsewhere")
-    writer.log_dir = str(log_dir)  # alerts and flight files go to the disk that hangs
+    writer.log_dir = str(log_dir)  # alerts and flight files are written to the frozen disk
     with HookLogger(model, writer, alerts=[fault_at(1), fault_at(3)]) as logger:
         with freezable_disk.frozen():
             run_through(train(model, steps=5))
@@ -858,8 +862,10 @@ def test_histograms_and_pictures_of_a_step_stay_within_their_bytes(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_notebook_cell_may_run_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With the same model, with a new one, and after the kernel was restarted."""
+def test_a_notebook_cell_can_run_again_and_continues_the_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The cell runs with the same model, a new one, and after a restart of the kernel."""
     page = (ROOT / "docs" / "howto" / "trainers.md").read_text(encoding="utf-8")
     code = page.partition("## Notebooks")[2].partition("```python\n")[2].partition("```")[0]
     code = code.replace("runs/first", str(tmp_path))
@@ -897,7 +903,7 @@ model = torch.nn.Linear(2, 2)
 
 
 @pytest.mark.parametrize("by_variable", [False, True])
-def test_a_logger_that_is_turned_off_does_nothing(
+def test_a_disabled_logger_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_variable: bool
 ) -> None:
     monkeypatch.setenv("TELEMETRY_DISABLED", "1" if by_variable else "0")
@@ -971,21 +977,21 @@ def test_closing_on_two_threads_at_once_raises_nothing(tmp_path: Path) -> None:
 
 def test_a_callback_may_close_the_logger_and_queued_steps_are_checked(tmp_path: Path) -> None:
     model, recorder, closed = mlp(), Recorder(), threading.Event()
-    may_begin = threading.Event()
+    may_start = threading.Event()
 
-    def held_up(record: StepRecord) -> Iterable[Alert]:
-        assert may_begin.wait(30)
+    def blocked(record: StepRecord) -> Iterable[Alert]:
+        assert may_start.wait(30)
         return fault_at(1)(record)
 
     def on_alert(alert: Alert) -> None:
         logger.close()
         closed.set()
 
-    logger = HookLogger(model, tmp_path, alerts=[held_up, recorder], on_alert=on_alert)
+    logger = HookLogger(model, tmp_path, alerts=[blocked, recorder], on_alert=on_alert)
     run_through(train(model, steps=9))
-    may_begin.set()
+    may_start.set()
     assert closed.wait(30)
-    logger.close()  # comes back when that has ended, too
+    logger.close()  # returns after the callback's close()
     assert [record.step for record in recorder.records] == list(range(9))
     assert list(scalars(tmp_path, "grad_norm/total")) == list(range(9))
 
@@ -1079,7 +1085,7 @@ def test_a_run_whose_directory_is_removed_continues_and_can_be_read(
         ({"ranks": 1}, TypeError, r"HookLogger\(ranks=1\): must be"),
     ],
 )
-def test_bad_arguments_are_named(
+def test_an_invalid_argument_is_named(
     tmp_path: Path, options: dict[str, object], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -1107,7 +1113,7 @@ def test_bad_arguments_are_named(
         ),
     ],
 )
-def test_bad_arguments_of_methods_are_named(
+def test_an_invalid_argument_of_a_method_is_named_and_training_continues(
     tmp_path: Path, call: Callable[[HookLogger], object], error: type[Exception], message: str
 ) -> None:
     model = mlp()
@@ -1126,7 +1132,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         HookLogger(mlp(), tmp_path / "file" / "run")
 
 
-def test_scalars_may_come_as_a_mapping(tmp_path: Path) -> None:
+def test_scalars_can_be_passed_as_a_mapping(tmp_path: Path) -> None:
     model = mlp()
     with HookLogger(model, tmp_path) as logger:
         logger.log({"loss/train set": 1, "both": 2}, both=3)
@@ -1161,10 +1167,10 @@ def test_values_that_cannot_be_logged_are_refused_and_the_others_written(
 
 @pytest.mark.parametrize("name", ["step", "global_step", "walltime", "commit"])
 def test_arguments_of_other_loggers_are_not_tags(tmp_path: Path, name: str) -> None:
-    told = rf"log\({name}=3\): is not an argument.*logger.current_step.*log\({{'{name}': ...}}\)"
+    message = rf"log\({name}=3\): is not an argument.*logger.current_step.*log\({{'{name}': ...}}\)"
     model = mlp()
     with HookLogger(model, tmp_path) as logger:
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=message):
             logger.log({"loss": 1.0}, **{name: 3})
         with pytest.raises(TypeError, match=r"log\('loss', 0.3, 3\): must be numbers by tag"):
             logger.log("loss", 0.3, 3)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One function says which logged scalar is the loss, and all ask it."""
+"""One function chooses the logged scalar that is the loss, for all parts of the package."""
 
 from __future__ import annotations
 
@@ -164,14 +164,14 @@ def test_rules_records_page_hparams_and_diff_have_the_same_loss(tmp_path: Path) 
     assert [(d.statistic, d.step) for d in found if d.module_name is None] == [("loss", 80)]
 
 
-def test_the_loss_may_be_named(tmp_path: Path) -> None:
+def test_loss_tag_names_the_loss(tmp_path: Path) -> None:
     recorder = Recorder()
     train(tmp_path, {"loss": 1.0, "ce": 2.0}, options={"loss_tag": "ce", "alerts": [recorder]})
     assert {record.loss for record in recorder.records} == {2.0}
     assert curves(tmp_path) == ["ce"]
 
 
-def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_loss(tmp_path: Path) -> None:
     state = train(tmp_path, {"train/loss": 1.0}, steps=5)
     recorder = Recorder()
     train(
@@ -188,7 +188,7 @@ def test_a_resumed_run_keeps_its_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "options", "told"),
+    ("steps", "options", "expected"),
     [
         (3, {}, r"\(val_loss, loss_kl\).*HookLogger\(loss_tag="),
         (250, {}, r"\(val_loss, loss_kl\).*HookLogger\(loss_tag="),
@@ -200,12 +200,12 @@ def test_one_line_reports_that_no_logged_scalar_is_a_loss(
     caplog: pytest.LogCaptureFixture,
     steps: int,
     options: dict[str, Any],
-    told: str,
+    expected: str,
 ) -> None:
     with caplog.at_level(logging.WARNING, "telemetry"):
         train(tmp_path, {"val_loss": 1.0, "loss_kl": 2.0}, steps=steps, options=options)
     [line] = caplog.messages
-    assert re.search(told, line)
+    assert re.search(expected, line)
     assert curves(tmp_path) == []
 
 
@@ -230,11 +230,11 @@ def test_a_loss_that_is_not_a_tag_is_refused(
         HookLogger(nn.Linear(1, 1), tmp_path, loss_tag=loss)
 
 
-def test_the_docs_name_all_words() -> None:
+def test_the_docs_list_all_words_of_a_loss_tag() -> None:
     page = (ROOT / "docs" / "reference" / "logger.md").read_text(encoding="utf-8")
-    told = page.partition("## The loss")[2].partition(": such as")[0]
-    assert sorted(re.findall(r"\*(\w+)\*", told)) == sorted(_WORDS)
+    section = page.partition("## The loss")[2].partition(": such as")[0]
+    assert sorted(re.findall(r"\*(\w+)\*", section)) == sorted(_WORDS)
 
 
-def test_the_chart_of_losses_has_the_same_names() -> None:
+def test_the_pattern_of_the_loss_chart_matches_the_same_tags() -> None:
     assert [tag for tag in LOSSES + OTHERS if re.compile(LOSS_TAGS).match(tag)] == LOSSES

@@ -1,4 +1,4 @@
-"""The page's own files: no circle of imports, and colors that everybody can tell apart."""
+"""The page's files: no circle of imports, and colors that color-blind people distinguish."""
 
 from __future__ import annotations
 

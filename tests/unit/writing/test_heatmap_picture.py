@@ -1,4 +1,4 @@
-"""The picture for those without the page: right colors, and not too many of them."""
+"""Heat map picture in TensorBoard: colors and number of pictures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_pictures_are_written_less_and_less_often() -> None:
 
 
 @pytest.mark.slow
-def test_fast_runs_have_one_in_ten_seconds_and_one_of_all_steps_at_the_end() -> None:
+def test_fast_runs_have_a_picture_every_ten_seconds_and_one_at_the_end() -> None:
     picture = HeatmapPicture()
     records = (full_record(step, wall_time=1000 + step / 10) for step in range(300))
     assert [record.step for record in records if list(picture.values_of(record))] == [7, 108, 209]
@@ -60,7 +60,7 @@ def test_a_run_of_few_full_steps_has_no_picture() -> None:
 
 
 @pytest.mark.slow
-def test_long_runs_are_reduced_by_the_largest() -> None:
+def test_columns_of_long_runs_are_merged_by_their_maximum() -> None:
     picture = HeatmapPicture()
     for step in range(700):
         peak = 1e9 if step == 301 else 1.0
@@ -71,7 +71,7 @@ def test_long_runs_are_reduced_by_the_largest() -> None:
     assert picture._steps[1] == 2
 
 
-def test_other_steps_do_not_count_and_another_layout_restarts() -> None:
+def test_only_full_training_steps_count_and_another_layout_restarts_the_picture() -> None:
     picture = HeatmapPicture()
     for changes in ({"full": False}, {"phase": "validation"}, {"skipped": True}):
         assert not list(picture.values_of(full_record(0, **changes)))

@@ -17,9 +17,9 @@ def test_values_of_all_types_are_kept() -> None:
     assert content.hparams["layers"].number_value == 3
     assert content.hparams["norm"].bool_value is True
     assert content.hparams["optimizer"].string_value == "sgd"
-    told = metadata.parse_experiment_plugin_data(experiment.metadata.plugin_data.content)
-    assert [info.name for info in told.hparam_infos] == list(given)
-    assert [info.name.tag for info in told.metric_infos] == ["loss", "accuracy"]
+    written = metadata.parse_experiment_plugin_data(experiment.metadata.plugin_data.content)
+    assert [info.name for info in written.hparam_infos] == list(given)
+    assert [info.name.tag for info in written.metric_infos] == ["loss", "accuracy"]
 
 
 def test_other_types_are_refused() -> None:

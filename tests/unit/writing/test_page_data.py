@@ -1,4 +1,4 @@
-"""Records become values that read back as what was measured."""
+"""Records are written as values and read back unchanged."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_norms_of_every_step_are_kept(tmp_path: Path) -> None:
     assert run.matrix("nonfinite").steps.tolist() == list(range(0, 57, 10))
 
 
-def test_norms_are_emitted_within_a_second() -> None:
+def test_norms_are_written_about_once_per_second() -> None:
     page = PageWriter()
     counts = [len(list(page.values_of(record(s, wall_time=s / 100)))) for s in range(350)]
     assert counts[0] == 1  # the layout
@@ -89,7 +89,7 @@ def test_large_norms_are_written_at_once() -> None:
     assert counts == [1, 1, 0, 1, 0]
 
 
-def test_a_phase_is_not_part_of_the_training() -> None:
+def test_a_record_of_a_phase_is_not_written() -> None:
     page = PageWriter()
     assert list(page.values_of(record(3, phase="validation", full=True))) == []
     assert not page.begins_layout(record(3, phase="validation"))
@@ -117,13 +117,13 @@ def test_steps_of_a_tag_never_decrease() -> None:
             last[tag] = step
 
 
-def test_a_later_recorder_continues_an_earlier_one(tmp_path: Path) -> None:
+def test_a_later_writer_continues_an_earlier_one(tmp_path: Path) -> None:
     write(tmp_path, [record(s) for s in range(10)])
     run = write(tmp_path, [record(s, full=True) for s in range(5, 8)])
     assert run.matrix("grad_norm").steps.tolist() == list(range(8))
 
 
-def test_alerts_have_separate_tags(tmp_path: Path) -> None:
+def test_alerts_have_separate_tags_and_are_read_back(tmp_path: Path) -> None:
     page = PageWriter()
     alerts = [
         alert_at(0, None),
@@ -165,7 +165,7 @@ def test_texts_are_read_back_unchanged() -> None:
 
 
 @pytest.mark.parametrize("text", [b"{", b"[]", b"{}", b'{"format": 1, "step": "x"}', b"\xff"])
-def test_other_texts_are_value_errors(text: bytes) -> None:
+def test_invalid_texts_are_value_errors(text: bytes) -> None:
     for decode in (decode_alert, decode_layout):
         with pytest.raises(ValueError):  # noqa: PT011 - several messages
             decode(text)

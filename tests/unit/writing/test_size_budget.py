@@ -1,4 +1,4 @@
-"""Histograms and pictures of a step stay within their bytes, and each comes in its turn.
+"""Histograms and pictures of a step stay within the byte limit, and tags alternate.
 
 Histograms of many tensors are those of each; of log10 |x|, they hold each value with one."""
 
@@ -42,7 +42,7 @@ def step(
     pictures: Iterable[Picture] = PICTURES,
     sketches: Mapping[str, Sketch] = SKETCHES,
 ) -> dict[str, int]:
-    """Bytes by tag of what is written of one step."""
+    """Return the bytes that one step writes, by tag."""
     magnitudes = {f"log10/{tag}": sketch for tag, sketch in sketches.items()}
     values = joined(size_budget.values_of(list(pictures), tagged(sketches), tagged(magnitudes)))
     return {parsed(value).tag: len(value) for value in values}
@@ -90,9 +90,9 @@ def test_omitted_magnitudes_are_logged_once(caplog: pytest.LogCaptureFixture) ->
         caplog.clear()
         for _ in range(3):
             step(size_budget, ())
-        [said] = caplog.messages
-        assert "grad_log10/...) are omitted" in said
-        assert "max_bytes_per_step=" in said
+        [message] = caplog.messages
+        assert "grad_log10/...) are omitted" in message
+        assert "max_bytes_per_step=" in message
 
 
 def test_pictures_alternate_and_a_large_one_is_reduced() -> None:
@@ -191,7 +191,7 @@ def test_counts_equal_those_of_the_magnitudes() -> None:
     assert left[0] <= -3 <= right[0]
 
 
-def test_without_magnitudes_there_is_no_histogram() -> None:
+def test_tensors_without_nonzero_values_have_no_histogram_of_magnitudes() -> None:
     values = ([], [0.0, 0.0], [np.nan])
     sketches = {str(i): sketch_array(np.array(x)) for i, x in enumerate(values)}
     assert not joined(log10_histogram_values(*tagged(sketches)))
@@ -213,9 +213,9 @@ def test_merged_buckets_have_the_sums_of_the_fine_ones(
         np.testing.assert_array_equal(left[1:], right[:-1])
         assert (left <= right).all()
         middles = fine[tag].astype(np.float64)
-        places = np.searchsorted(right, middles[:, 1])  # the row whose right edge is not below
+        indices = np.searchsorted(right, middles[:, 1])  # the row whose right edge is not below
         np.testing.assert_array_equal(
-            counts, np.bincount(places, middles[:, 2], minlength=len(right))
+            counts, np.bincount(indices, middles[:, 2], minlength=len(right))
         )
         buckets = sketches[tag].buckets.tolist()
         groups = {(b > 0, -(-abs(b) // merged)) for b in buckets}  # sign and size

@@ -48,7 +48,7 @@ def scalars(step: StepRecord) -> dict[str, float]:
     return {v.tag: v.simple_value for v in values if v.WhichOneof("value") == "simple_value"}
 
 
-def test_a_step_without_full_measurement_has_only_the_total_norm() -> None:
+def test_a_light_step_has_only_the_total_norm() -> None:
     assert scalars(record()) == {"~run/grad_norm/total": 5.0}
 
 
@@ -73,7 +73,7 @@ def test_outputs_have_separate_histograms_and_common_curves() -> None:
 
 
 def test_each_tag_has_the_histogram_of_its_own_tensor() -> None:
-    """Whatever the order in which they were measured, and if some have none."""
+    """Tensors are measured in another order, and some have no histogram."""
     outputs = {Output("out"): tensor(1.0), Output("lstm"): tensor(np.nan), Output(""): tensor(2.0)}
     grads = {"position": tensor(3.0), "out.weight": tensor(4.0)}
     step = record(full=True, outputs=outputs, output_grads=outputs, grads=grads, weights=grads)
@@ -157,7 +157,7 @@ def test_a_phase_has_only_activations_under_its_name() -> None:
     assert not any("grad" in tag for tag in tags)
 
 
-def test_each_alert_has_a_separate_tag() -> None:
+def test_each_alert_has_a_separate_tag_and_its_text() -> None:
     alert = Alert(
         kind="nonfinite",
         severity="error",
