@@ -14,7 +14,8 @@ SHARE = 0.025  # of the training time, for the worker; the training thread takes
 
 # Chosen manually, in steps.
 FIRST_STEPS = 256  # norms are taken at each of them: the baseline is unknown before
-MAX_EVERY = 16
+MAX_EVERY = 64
+DECISION_STEPS = 16  # steps with norms between decisions on the interval
 DENSE_STEPS = 64  # after an unusual step: rules may need several to confirm a finding
 
 
@@ -43,8 +44,8 @@ class LightSteps:
         self.loss_limit = math.inf
         self.limited = limited
         self._dense_until = -1
-        self._costs_s: deque[float] = deque(maxlen=DENSE_STEPS)
-        self._steps_s: deque[float] = deque(maxlen=DENSE_STEPS)
+        self._costs_s: deque[float] = deque(maxlen=DECISION_STEPS)
+        self._steps_s: deque[float] = deque(maxlen=DECISION_STEPS)
         self._last: tuple[int, float] | None = None  # number and time of the last step
         self._undecided = FIRST_STEPS  # steps with norms until the next decision
 
@@ -73,7 +74,7 @@ class LightSteps:
         self._undecided -= 1
         if self._undecided > 0 or not self.limited or not self._steps_s:
             return
-        self._undecided = DENSE_STEPS
+        self._undecided = DECISION_STEPS
         step_s = max(median(self._steps_s), 1e-6)
         every = min(math.ceil(median(self._costs_s) / (SHARE * step_s)), MAX_EVERY)
         if every > 1 and self.every == 1:

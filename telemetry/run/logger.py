@@ -64,7 +64,7 @@ class HookLogger:
             limit. The curves ``telemetry/overhead``, ``telemetry/every_n_steps`` and
             ``telemetry/norms_every_n_steps`` show the result. Each rank decides for itself. None:
             full steps are made as scheduled. Gradient norms are taken at every step or, where that
-            exceeds 3 % of the time, at one usual step in up to 16. ``math.inf``: no limit.
+            exceeds 3 % of the time, at one usual step in up to 64. ``math.inf``: no limit.
         optimizer: The optimizer whose steps count; default: the first torch optimizer that steps
             parameters of this model.
         modules: Watched modules: a glob over ``named_modules()``, a class, a

@@ -17,7 +17,7 @@ from telemetry import HookLogger, StepRecord, read
 from telemetry.alert import Alert
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.pipeline import LightSteps, light_steps
-from telemetry.pipeline.light_steps import DENSE_STEPS, FIRST_STEPS, MAX_EVERY
+from telemetry.pipeline.light_steps import DECISION_STEPS, DENSE_STEPS, FIRST_STEPS, MAX_EVERY
 from telemetry.tag_names import RUN
 from tests.helpers.plain_events import EventAccumulator
 
@@ -55,9 +55,9 @@ def test_faster_steps_are_measured_at_every_kth_step(cost: float, every: int) ->
 
 def test_slower_steps_are_all_measured_again() -> None:
     steps = LightSteps()
-    measured_steps(steps, FIRST_STEPS, cost=1.0)
+    measured_steps(steps, FIRST_STEPS, cost=2.0)
     assert steps.every == MAX_EVERY
-    measured_steps(steps, 2 * DENSE_STEPS * MAX_EVERY, first=FIRST_STEPS, cost=0.01)
+    measured_steps(steps, 2 * DECISION_STEPS * MAX_EVERY, first=FIRST_STEPS, cost=0.01)
     assert steps.every == 1
 
 
