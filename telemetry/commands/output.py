@@ -8,19 +8,19 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, JustifyMethod
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from telemetry.plain_text import json_plain, printable
 from telemetry.reading.run import NoTelemetryError, find_log_dirs, has_event_files, open_run
 from telemetry.reading.run_data import RunData
 
-_GAP = "  "
 _NARROWEST = 24  # cells of the first column, unless it needs less
 
 
@@ -32,10 +32,6 @@ class Column:
     cells: Sequence[Text]
     weight: int  # columns of the smallest weights are hidden on a narrow terminal
     is_number: bool = False  # aligned to the right
-
-    @cached_property
-    def width(self) -> int:
-        return max(cell_len(self.title), *(text.cell_len for text in self.cells))
 
 
 def new_console() -> Console:
@@ -51,28 +47,28 @@ def print_table(
 
     Names are never truncated: a long name continues on the next line.
     """
-    widest = max(map(cell_len, [title, *names]))
-    shown = list(others)
-    while shown and min(widest, _NARROWEST) + _width(shown) > console.width:
+    shown, unlimited = list(others), console.options.update_width(1 << 20)
+    while shown:
+        narrow = _table(title, names, shown, name_width=_NARROWEST)
+        if Measurement.get(console, unlimited, narrow).maximum <= console.width:
+            break
         shown.remove(min(shown, key=lambda column: column.weight))
-    width = max(1, min(widest, console.width - _width(shown)))
-    heads = [Text(column.title) for column in shown]
-    for row, name in enumerate(map(Text, [title, *names])):
-        cells = heads if row == 0 else [column.cells[row - 1].copy() for column in shown]
-        for column, cell in zip(shown, cells, strict=True):
-            cell.align("right" if column.is_number else "left", column.width)
-        fits = name.cell_len <= width
-        first, *further = [name] if fits else name.wrap(console, width, overflow="fold")
-        first.pad_right(width - first.cell_len)
-        for line in (Text(_GAP).join([first, *cells]), *further):
-            line.rstrip()
-            console.print(line, style=None if row else "bold")
+    console.print(_table(title, names, shown), soft_wrap=False)
     if hidden := [column.title or "note" for column in others if column not in shown]:
         console.print(f"no room for: {', '.join(hidden)}", style="italic", soft_wrap=False)
 
 
-def _width(columns: Sequence[Column]) -> int:
-    return sum(len(_GAP) + column.width for column in columns)
+def _table(
+    title: str, names: Sequence[str], columns: Sequence[Column], name_width: int | None = None
+) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column(title, overflow="fold", max_width=name_width)
+    for column in columns:
+        justify: JustifyMethod = "right" if column.is_number else "left"
+        table.add_column(Text(column.title), justify=justify, no_wrap=True)
+    for row in zip(map(Text, names), *(column.cells for column in columns), strict=True):
+        table.add_row(*row)
+    return table
 
 
 def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:

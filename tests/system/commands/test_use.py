@@ -173,7 +173,7 @@ def test_the_summary_keeps_the_layers_in_a_terminal_of_any_width(runs: Path, wid
     for name in ("first", "second", "last"):
         assert name in (body if width >= 6 else body.replace("\n", ""))
     assert ("Linear" in body) == (width >= 80)
-    assert ("last  " in body) == (width >= 30)
+    assert ("  last" in body) == (width >= 30)
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])

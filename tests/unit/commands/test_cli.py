@@ -323,7 +323,7 @@ def test_runs_are_a_table_of_their_differences(
     assert re.split("  +", heading) == ["run", "status", "started", *titles]
     assert [row.split()[0] for row in rows] == ["run11", "run10", "run9", "run8"]
     cells = ["9", "nan", "1", "exploding_gradient in fc, step 2", "3", "5", "x"]
-    assert re.split("  +", rows[1])[3:] == cells
+    assert re.split("  +", rows[1].rstrip())[3:] == cells
     end = heading.index("  lr  ") + 4
     assert [row[:end].split(" ")[-1] for row in rows[1:]] == ["3", "0.0001", "0.1"]
 
