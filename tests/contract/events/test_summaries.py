@@ -177,6 +177,24 @@ def test_a_scalar_is_serialized(tag: str, value: float) -> None:
     assert summaries.scalar(tag, value) == serialized(tag, simple_value=value)
 
 
+@given(st.lists(st.tuples(TAGS, st.floats())))
+@example([("loss", 0.5), ("beyond float32", 3.5e38)])
+def test_many_scalars_equal_those_of_each(points: list[tuple[str, float]]) -> None:
+    assert summaries.scalars(points) == [summaries.scalar(*point) for point in points]
+
+
+@pytest.mark.parametrize("size", [1, 100, 5_000, 600_000])
+def test_lengths_of_any_number_of_bytes_are_serialized(size: int) -> None:
+    array = np.arange(size, dtype=np.float32)
+    tensor = TensorProto(
+        dtype=types_pb2.DT_FLOAT,
+        tensor_shape={"dim": [{"size": size}]},
+        tensor_content=array.tobytes(),
+    )
+    value = serialized("m", tensor=tensor, metadata=metadata_of("telemetry"))
+    assert summaries.tensor("m", array, "telemetry") == value
+
+
 @given(TAGS, ARRAYS, TAGS.filter(bool), st.binary(max_size=200))
 def test_a_tensor_is_serialized(tag: str, array: np.ndarray, plugin: str, content: bytes) -> None:
     tensor = TensorProto(
