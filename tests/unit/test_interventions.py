@@ -434,8 +434,8 @@ class ConvNet(nn.Module):
         return self.fc(self.drop(x).flatten(1))
 
 
-def by_hand(model: ConvNet, x: Tensor) -> dict[str, Tensor]:
-    """Values and gradients of the intermediate results, taken without hooks."""
+def without_hooks(model: ConvNet, x: Tensor) -> dict[str, Tensor]:
+    """Return values and gradients of the intermediate results without hooks."""
     first = model.conv1(x)
     first.retain_grad()
     second = model.conv2(first.relu())
@@ -447,7 +447,7 @@ def by_hand(model: ConvNet, x: Tensor) -> dict[str, Tensor]:
 def test_captured_values_and_gradients_equal_those_of_the_network() -> None:
     model, x = ConvNet(), torch.randn(4, 1, 8, 8)
     torch.manual_seed(1)
-    expected = by_hand(model, x)
+    expected = without_hooks(model, x)
     torch.manual_seed(1)
     with capture(model, "conv*") as captured:
         model(x).sum().backward()
@@ -523,8 +523,8 @@ def test_the_latest_calls_of_a_shared_module_are_kept() -> None:
     calls = captured.calls("")
     assert captured[""] is calls[-1]
     assert len(calls) == 2
-    for call, taken, returned in zip(calls, values[1:-1], values[2:], strict=True):
-        assert torch.equal(call.inputs[0], taken)
+    for call, inputs, returned in zip(calls, values[1:-1], values[2:], strict=True):
+        assert torch.equal(call.inputs[0], inputs)
         assert torch.equal(call.outputs[0], returned)
         assert torch.equal(call.grad_outputs[0], returned.grad)
 

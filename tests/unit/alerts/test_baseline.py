@@ -204,13 +204,13 @@ def test_a_layer_is_unusual_if_zero_or_for_three_steps_tenfold_beyond_all(
 
 
 def test_a_baseline_continues_from_its_state() -> None:
-    whole, first, second = Baseline(), Baseline(), Baseline()
+    uninterrupted, first, second = Baseline(), Baseline(), Baseline()
     steps = [record(step, norm=1 + step % 3, ratio=0.01) for step in range(60)]
     for step in steps[:40]:
         first.add(step)
     restore(second, json.loads(json.dumps(to_plain(first))))
     for step in steps:
-        whole.add(step)
+        uninterrupted.add(step)
     for step in steps[40:]:
         second.add(step)
-    assert json.dumps(to_plain(second)) == json.dumps(to_plain(whole))
+    assert json.dumps(to_plain(second)) == json.dumps(to_plain(uninterrupted))

@@ -345,11 +345,11 @@ def several() -> tuple[Detector, ...]:
 @pytest.mark.parametrize("cut", range(1, 60, 3))
 def test_an_engine_continues_from_its_state(cut: int) -> None:
     records = [record(step, learning_rates=(0.1,)) for step in range(90)]
-    before, after, whole = (Engine(several()) for _ in range(3))
+    before, after, uninterrupted = (Engine(several()) for _ in range(3))
     first = alerts_of(records[:cut], [before])
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert first + alerts_of(records[cut:], [after]) == alerts_of(records, [whole])
-    assert repr(after.state_dict()) == repr(whole.state_dict())
+    assert first + alerts_of(records[cut:], [after]) == alerts_of(records, [uninterrupted])
+    assert repr(after.state_dict()) == repr(uninterrupted.state_dict())
 
 
 def not_saved(used: object, new: object, path: str) -> set[str]:

@@ -38,14 +38,11 @@ def test_outputs_that_are_equal_for_every_input_do_not_explode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "module", "seen"),
-    [
-        ([10], "10", "The growth is in 10"),
-        (range(2, 18, 2), "2", "The growth is spread over 2 to 1"),
-    ],
+    ("which", "module", "named"),
+    [([10], "10", [10]), (range(2, 18, 2), "2", [2, 18])],
 )
 def test_the_cause_names_the_layer_or_the_range_of_layers_that_grew(
-    which: list[int], module: str, seen: str
+    which: list[int], module: str, named: list[float]
 ) -> None:
     model = deep()
 
@@ -55,7 +52,7 @@ def test_the_cause_names_the_layer_or_the_range_of_layers_that_grew(
 
     alert = train(ExplodingGradient(), 45, model=model, before=grow)[0]
     assert alert.module_name == module
-    assert seen in (alert.cause or "")
+    assert figures(alert.cause) == named
 
 
 def test_the_only_layer_whose_gradient_grows_is_named() -> None:
@@ -142,20 +139,17 @@ def test_gradients_stay_exploded_though_some_batches_have_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "seen"),
-    [
-        (40, "The values of the batch are 10,000x as large as before"),
-        (43, "All gradients grew alike"),
-    ],
+    ("at", "factor"),
+    [(40, [1e4]), (43, [])],  # a light step does not measure the batch
 )
-def test_no_layer_is_named_for_a_batch_in_another_unit(at: int, seen: str) -> None:
+def test_no_layer_is_named_for_a_batch_in_another_unit(at: int, factor: list[float]) -> None:
     def batch(step: int) -> Batch:
         points, classes = draw()
         return points * (1e4 if step == at else 1.0), classes
 
     alert = train(ExplodingGradient(), 48, model=deep(), batch=batch)[0]
     assert alert.module_name is None
-    assert seen in (alert.cause or "")
+    assert figures(alert.cause) == factor
 
 
 def test_growth_from_layer_to_layer_is_not_resolved_while_it_persists() -> None:

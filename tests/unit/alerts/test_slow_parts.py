@@ -36,7 +36,7 @@ def test_a_layer_whose_rate_has_vanished_is_named(every: int) -> None:
         LayersNotLearning(), 350, model=model, optimizer=by_layer(model, 0.003), every=every
     )
     assert (alert.severity, alert.module_name) == ("warning", "0")
-    assert alert.summary.startswith("A step moves 0 by ")
+    assert alert.value < alert.threshold
     assert 100 <= alert.step <= 220
     assert not rest
 
@@ -83,8 +83,7 @@ def test_an_output_that_becomes_one_vector_is_named(left: float, every: int) -> 
     alerts = train(rule, 320, model=model, optimizer=optimizer, before=collapse, every=every)
     named = [alert.module_name for alert in alerts if alert.stage == "started"]
     assert named == ([] if left else ["2"])
-    if alerts:
-        assert "varies by" in alerts[0].summary
+    assert all(alert.value < alert.threshold for alert in alerts)
 
 
 def test_one_number_far_from_zero_is_not_a_collapse() -> None:

@@ -19,7 +19,7 @@ def train(model: nn.Module, eval_from: int | None = None, validate: bool = False
             if validate:
                 was_training = model.training
                 model.eval()
-                model(torch.randn(4, 3))  # no_grad() was forgotten
+                model(torch.randn(4, 3))  # without no_grad()
                 with torch.no_grad():
                     model(torch.randn(4, 3))
                 model.train(was_training)

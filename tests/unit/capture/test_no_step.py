@@ -230,7 +230,7 @@ def test_a_deleted_model_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFi
     HookLogger(mlp(), tmp_path)
     gc.collect()  # other models may be reported, too
     [record] = [record for record in caplog.records if record.name == "telemetry"]
-    assert "0 steps recorded, the model is gone: HookLogger" in record.getMessage()
+    assert "0 steps recorded, the model" in record.getMessage()
 
 
 def test_a_with_block_of_a_deleted_model_raises_with_the_reason(

@@ -1,4 +1,4 @@
-"""End of a step: with any optimizers, a record has the tensors of its own step."""
+"""End of a step: with any optimizers, a record has the tensors of this step."""
 
 from __future__ import annotations
 

@@ -53,12 +53,12 @@ def test_events_are_read_back_as_written(written: list[Event]) -> None:
 
 @pytest.mark.parametrize("cut", range(len(FILE)))
 def test_a_torn_tail_ends_the_file_and_is_reported(cut: int) -> None:
-    whole = sum(len(b"".join(FRAMES[: n + 1])) <= cut for n in range(len(FRAMES)))
-    end = len(b"".join(FRAMES[:whole]))
+    complete = sum(len(b"".join(FRAMES[: n + 1])) <= cut for n in range(len(FRAMES)))
+    end = len(b"".join(FRAMES[:complete]))
 
     found, reader = read(FILE[:cut])
 
-    assert found == EVENTS[:whole]
+    assert found == EVENTS[:complete]
     assert reader.torn_at == (None if end == cut else end)
     assert reader.offset == end
 

@@ -36,11 +36,11 @@ def from_end(data: bytes, **options: float) -> list[bytes]:
 def test_marked_records_come_last_one_first(
     records: list[bytes], torn: int, garbage: bytes
 ) -> None:
-    whole = b"".join(map(frame, records))
+    intact = b"".join(map(frame, records))
     expected = [record for record in reversed(records) if MARK in record]
-    assert from_end(whole) == expected
-    assert from_end(whole + garbage) == expected
-    assert from_end(whole + frame(MARK + bytes(50))[: torn + 1]) == expected
+    assert from_end(intact) == expected
+    assert from_end(intact + garbage) == expected
+    assert from_end(intact + frame(MARK + bytes(50))[: torn + 1]) == expected
 
 
 @given(before=RECORDS, after=RECORDS, garbage=GARBAGE)

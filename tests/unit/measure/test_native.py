@@ -75,8 +75,8 @@ def assert_exact(record: TensorRecord, x: NDArray[np.floating]) -> None:
 def test_the_fastest_instructions_that_the_processor_has_are_used() -> None:
     cpus = Path("/proc/cpuinfo")
     flags = set(cpus.read_text().split()) if cpus.exists() else set()
-    wanted = {"avx2": "AVX2", "avx512f": "AVX-512"}
-    assert _native.instructions() == ["baseline", *(wanted[f] for f in wanted if f in flags)]
+    names = {"avx2": "AVX2", "avx512f": "AVX-512"}
+    assert _native.instructions() == ["baseline", *(names[f] for f in names if f in flags)]
     assert native.native.endswith(f"({_native.instructions()[-1]})")
     with pytest.raises(ValueError, match="has no instructions 'AVX3'"):
         _native.use_instructions("AVX3")
@@ -338,14 +338,14 @@ def test_inconsistent_sizes_are_refused() -> None:
 
 @contextmanager
 def before_a_page_that_must_not_be_read(size: int) -> Iterator[int]:
-    whole = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    with mmap.mmap(-1, whole + mmap.PAGESIZE) as pages:
+    readable = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    with mmap.mmap(-1, readable + mmap.PAGESIZE) as pages:
         view = (ctypes.c_char * len(pages)).from_buffer(pages)
         start = ctypes.addressof(view)
         libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        assert libc.mprotect(start + whole, mmap.PAGESIZE, 0) == 0
+        assert libc.mprotect(start + readable, mmap.PAGESIZE, 0) == 0
         try:
-            yield start + whole - size
+            yield start + readable - size
         finally:
             del view
 

@@ -25,12 +25,12 @@ STEP_S = 0.001
 
 
 def measured_steps(
-    steps: LightSteps, count: int, *, cost: float, first: int = 0, odd: int | None = None
+    steps: LightSteps, count: int, *, cost: float, first: int = 0, unusual: int | None = None
 ) -> list[int]:
     """Return the steps at which norms are measured, where norms cost ``cost`` of a step."""
     numbers = []
     for number in range(first, first + count):
-        if number == odd:
+        if number == unusual:
             steps.take_next(number)
         if steps.have_norms(number):
             numbers.append(number)
@@ -62,9 +62,9 @@ def test_slower_steps_are_all_measured_again() -> None:
 
 
 def test_64_steps_after_an_unusual_one_are_all_measured() -> None:
-    steps, odd = LightSteps(), 501
-    numbers = measured_steps(steps, 1000, cost=1.0, odd=odd)
-    assert [n for n in numbers if odd <= n <= odd + DENSE_STEPS] == list(range(501, 566))
+    steps, unusual = LightSteps(), 501
+    numbers = measured_steps(steps, 1000, cost=1.0, unusual=unusual)
+    assert [n for n in numbers if unusual <= n <= unusual + DENSE_STEPS] == list(range(501, 566))
     assert len(numbers) < FIRST_STEPS + DENSE_STEPS + 60
 
 

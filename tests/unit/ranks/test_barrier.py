@@ -30,12 +30,12 @@ def test_a_waiting_rank_continues_to_the_step_of_another_rank() -> None:
     assert not behind.step_ended(9)
     assert not ahead.step_ended(10)
     stopped = behind.close()
-    waiting, raises = end_step(behind, 10)
+    thread, raises = end_step(behind, 10)
     assert (stopped, ahead.close()) == (10, 11)
-    assert waiting.is_alive()
+    assert thread.is_alive()
     behind.decide(11)
     ahead.decide(11)
-    waiting.join()
+    thread.join()
     assert raises == [False]
     assert behind.step_ended(11)
     assert ahead.step_ended(11)
@@ -45,9 +45,9 @@ def test_a_waiting_rank_continues_to_the_step_of_another_rank() -> None:
 def test_a_rank_that_waits_at_the_decided_step_raises() -> None:
     own = Barrier(first_step=5)
     assert own.close() == 5
-    waiting, raises = end_step(own, 5)
+    thread, raises = end_step(own, 5)
     own.decide(5)
-    waiting.join()
+    thread.join()
     assert raises == [True]
 
 

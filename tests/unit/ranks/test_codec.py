@@ -154,10 +154,10 @@ def test_damaged_bytes_are_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["columns", "buckets", "counts", "units"])
 def test_tensor_columns_of_different_lengths_are_refused(name: str) -> None:
-    whole = table(np.ones(3, np.float32))
-    short = replace(whole.content, **{name: getattr(whole.content, name)[:-1]})
+    complete = table(np.ones(3, np.float32))
+    short = replace(complete.content, **{name: getattr(complete.content, name)[:-1]})
     with pytest.raises(ValueError, match="different lengths"):
-        replace(whole, content=short)
+        replace(complete, content=short)
 
 
 @pytest.mark.parametrize("name", ["copies", "present", "finite", "before", "moved"])

@@ -146,8 +146,8 @@ def test_each_missing_rank_is_logged_once_with_its_reason(caplog: pytest.LogCapt
     collected = collector()
     for rank in (0, 1, 2):
         collected.note(rank, 0.0)
-    for step, here in enumerate(["01", "01", "012", "01", "012"]):
-        add(collected, step, here, 100.0 * step)
+    for step, sent in enumerate(["01", "01", "012", "01", "012"]):
+        add(collected, step, sent, 100.0 * step)
         while (found := collected.take(100.0 * step + 50)) is not None:
             collected.log_missing(found, refused={5})
     reasons = [message.partition(": ")[2] for message in caplog.messages]

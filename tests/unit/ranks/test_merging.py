@@ -164,12 +164,12 @@ def test_stages_with_equal_parameter_names_are_distinguished() -> None:
 
 
 def test_a_layout_is_sent_once() -> None:
-    whole, full = MergedRecords(), part(0, 1.0)
+    merged_records, full = MergedRecords(), part(0, 1.0)
     assert full.parameters is not None
     light = replace(full, step=1, parameters=replace(full.parameters, layout=None))
-    assert whole.record(merge([light])) is None
-    first = whole.record(merge([full]))
-    record = whole.record(merge([light]))
+    assert merged_records.record(merge([light])) is None
+    first = merged_records.record(merge([full]))
+    record = merged_records.record(merge([light]))
     assert first is not None
     assert record is not None
     assert record.layout.parameters[0].name == "layer.weight"

@@ -39,11 +39,11 @@ def rounded_to_bfloat16_bits(x: NDArray[np.float32]) -> NDArray[np.uint32]:
 
 def assert_same(actual: Sketch, expected: Sketch) -> None:
     for field in fields(Sketch):
-        got, wanted = getattr(actual, field.name), getattr(expected, field.name)
+        got, correct = getattr(actual, field.name), getattr(expected, field.name)
         if field.name in POWER_SUMS:
-            np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-300, err_msg=field.name)
+            np.testing.assert_allclose(got, correct, rtol=1e-12, atol=1e-300, err_msg=field.name)
         else:
-            np.testing.assert_array_equal(got, wanted, err_msg=field.name)
+            np.testing.assert_array_equal(got, correct, err_msg=field.name)
 
 
 # --- buckets -------------------------------------------------------------------------------------

@@ -419,8 +419,8 @@ def test_parameters_of_unselected_modules_are_only_in_totals_and_in_records_for_
         assert set(of_layers[2]) == {"0000.0", "0000.0.weight", "0000.0.bias"}
         assert {"grad_norm", "weight_norm", "update_ratio", "weight_rms"} <= set(of_layers[0])
         total = curves[curves.tag == "grad_norm/total"].value.tolist()
-        wanted = [np.linalg.norm(record.grad_norms) for record in recorder.records]
-        assert total == pytest.approx(wanted, rel=1e-6)
+        expected = [np.linalg.norm(record.grad_norms) for record in recorder.records]
+        assert total == pytest.approx(expected, rel=1e-6)
         norms = run.layers[run.layers.statistic == "grad_norm"].value.tolist()
         own = [np.linalg.norm(record.grad_norms[:2]) for record in recorder.records]
         assert norms == pytest.approx(own, rel=1e-6)
