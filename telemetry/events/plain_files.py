@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
-import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from telemetry.events.background import BackgroundWriter
-
-# Another writer's line may be incomplete for a moment.
-_ATTEMPTS = 10
-_RETRY_S = 0.002
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -27,24 +21,15 @@ def append_line(path: Path, line: bytes) -> None:
         OSError: The line cannot be written; no part of it is in the file.
     """
     with path.open("ab+", buffering=0) as file:
-        line = line + b"\n" if _ends_a_line(file) else b"\n" + line + b"\n"
+        line += b"\n"
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else b"\n" + line
         written = file.write(line)
         if written < len(line):
             if file.tell() == os.fstat(file.fileno()).st_size:  # no other writer has appended since
                 file.truncate(file.tell() - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(path))
-
-
-def _ends_a_line(file: io.FileIO) -> bool:
-    """Whether the file is empty or its last line is complete, after a few retries."""
-    for _ in range(_ATTEMPTS):
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        if file.read(1) == b"\n":
-            return True
-        time.sleep(_RETRY_S)
-    return False
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -128,22 +128,19 @@ def events_from_end(
         start = max(0, end - size)
         file.seek(start)
         window = file.read(end - start)
+        size *= 2
         is_marked = any(mark in window for mark in marks)
-        if not is_marked and start > 0 and size < _LARGE_WINDOW_BYTES:
-            size *= 2  # no mark here
+        if not is_marked and start > 0 and size <= _LARGE_WINDOW_BYTES:
             continue
-        frames = _intact(window)
-        first = next(frames, None)
-        if first is None and start > 0 and size < _LARGEST_EVENT_BYTES:
-            size *= 2  # a frame is larger than the window
-            continue
-        if first is not None and is_marked:
-            for _, data in reversed([first, *frames]):
-                if any(mark in data for mark in marks):
-                    yield data
+        frames = list(_intact(window))
+        if not frames and start > 0 and size <= _LARGEST_EVENT_BYTES:
+            continue  # a frame is larger than the window
+        for _, data in reversed(frames if is_marked else []):
+            if any(mark in data for mark in marks):
+                yield data
         # The next window includes the frame that this one has cut off.
-        end = start + first[0] if first is not None and start > 0 else start
-        size = min(2 * size, _LARGE_WINDOW_BYTES)
+        end = start + frames[0][0] if frames and start > 0 else start
+        size = min(size, _LARGE_WINDOW_BYTES)
 
 
 def _intact(window: bytes) -> Iterator[tuple[int, bytes]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,9 @@ MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
 MAX_ONSETS = 100
 
 _ALIGNMENT = 8
+
+_Item: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""Header and arrays."""
 
 
 def overview(run: Overview, hparams: bytes | None, source: RunSource) -> dict[str, Any]:
@@ -121,16 +124,13 @@ def scalars(source: RunSource) -> bytes:
     """Pack loss and learning rates, if the run has them."""
     curves = builtin_tags.scalar_curves(source)
     found = source.read("scalars", [tag for _, tag in curves])
-    header: list[dict[str, str]] = []
-    arrays: dict[str, NDArray[Any]] = {}
+    items: list[_Item] = []
     for kind, tag in curves:
         if series := found.get(tag):
-            number = len(header)
-            header.append({"kind": kind, "tag": plain(tag)})
             steps, values = zip(*series, strict=True)
-            arrays[f"steps{number}"] = np.array(steps, dtype=np.int64)
-            arrays[f"values{number}"] = np.array(values, dtype=np.float32)
-    return pack({"curves": header}, arrays)
+            arrays = {"steps": np.array(steps, np.int64), "values": np.array(values, np.float32)}
+            items.append(({"kind": kind, "tag": plain(tag)}, arrays))
+    return _pack_items("curves", items)
 
 
 def layer_series(statistics: Mapping[str, Numbers], parameters: Mapping[str, Numbers]) -> bytes:
@@ -148,8 +148,7 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
     """Pack the layer's histograms over time, from the tags of the Histograms dashboard."""
     tags = builtin_tags.histogram_tags(layer, source.tags("histograms"))
     points = source.read("histograms", [tag for _, _, tag in tags])
-    header: list[dict[str, Any]] = []
-    arrays: dict[str, NDArray[Any]] = {}
+    items: list[_Item] = []
     for kind, name, tag in tags:
         tables = []
         for step, value in points.get(tag, ()):
@@ -157,15 +156,21 @@ def histograms(source: RunSource, layer: Layer) -> bytes:
                 tables.append((step, histogram_table(value)))
             except ValueError as error:
                 source.problems.add(tag, error)
-        found = distribution(tables)
-        if found is not None:
-            number = len(header)
-            of = {"kind": kind, "name": name, "unit": found.unit, "zeroBin": found.zero_bin}
-            header.append(of)
-            arrays[f"steps{number}"] = found.steps
-            arrays[f"edges{number}"] = found.edges
-            arrays[f"shares{number}"] = found.shares
-    return pack({"histograms": header}, arrays)
+        if (found := distribution(tables)) is not None:
+            head = {"kind": kind, "name": name, "unit": found.unit, "zeroBin": found.zero_bin}
+            arrays: dict[str, NDArray[Any]] = {
+                "steps": found.steps,
+                "edges": found.edges,
+                "shares": found.shares,
+            }
+            items.append((head, arrays))
+    return _pack_items("histograms", items)
+
+
+def _pack_items(name: str, items: Sequence[_Item]) -> bytes:
+    """Pack the header of each item as a list, and its arrays with the item's number."""
+    arrays = {f"{key}{i}": array for i, (_, of) in enumerate(items) for key, array in of.items()}
+    return pack({name: [header for header, _ in items]}, arrays)
 
 
 def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:

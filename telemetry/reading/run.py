@@ -102,8 +102,7 @@ class Run:
         """
         names = [known.name for known in self._data.overview().layers]
         if layer not in names:
-            close = ", ".join(difflib.get_close_matches(layer, names))
-            raise KeyError(f"no layer {layer!r}; the closest are {close or 'none'}")
+            raise KeyError(_not_found("layer", layer, names))
         return self._data.units(layer)
 
     @cached_property
@@ -142,10 +141,14 @@ class Run:
         """
         found = self._histogram_tags.get(plain(tag))
         if found is None:
-            close = ", ".join(difflib.get_close_matches(plain(tag), self.histogram_tags))
-            raise KeyError(f"no histograms {tag!r}; the closest are {close or 'none'}")
+            raise KeyError(_not_found("histograms", plain(tag), self.histogram_tags))
         series = self._data.source.read("histograms", [found])[found]
         return {step: histogram_table(value) for step, value in series}
+
+
+def _not_found(what: str, name: str, known: Sequence[str]) -> str:
+    close = ", ".join(difflib.get_close_matches(name, known))
+    return f"no {what} {name!r}; the closest are {close or 'none'}"
 
 
 def read(run: str | os.PathLike[str]) -> Run:

@@ -64,15 +64,9 @@ def bucket_of(value: float) -> int:
 def limits(buckets: NDArray[np.integer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return new float64 arrays of left and right edges; the outermost are infinite."""
     magnitude = np.abs(buckets.astype(np.intp))
-    wide = _wide_edges()
+    wide = edges().astype(np.float64)
+    wide[-1] = inf
     near, far = wide[magnitude], wide[magnitude + 1]
     left = np.where(buckets > 0, near, -far)
     right = np.where(buckets < 0, -near, far)
     return left, right
-
-
-@cache
-def _wide_edges() -> NDArray[np.float64]:
-    wide = edges().astype(np.float64)
-    wide[-1] = inf
-    return wide

@@ -1,8 +1,7 @@
-"""Mergeable histogram over logarithmic buckets, with exact moments."""
+"""Histogram over logarithmic buckets, with exact moments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import nan
 from typing import Any
@@ -19,7 +18,7 @@ SAMPLE_ELEMENTS = 32_768  # approximately, of a tensor whose sketch is that of a
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sketch(Moments):
-    """Summary of a tensor's values; sketches of several tensors can be merged.
+    """Summary of a tensor's values; :class:`Rows` merges and scales those of several tensors.
 
     Attributes:
         buckets: Filled buckets, ascending, int16, shape ``[k]``. Bucket ``b > 0`` holds
@@ -70,23 +69,6 @@ class Sketch(Moments):
             share_inside = 1 - (below_or_in[i] - target) / self.counts[i]
             value = low + (high - low) * float(share_inside)
         return min(max(value, self.min), self.max)
-
-    def scaled(self, factor: float) -> Sketch:
-        """Return the sketch of the values times a positive, finite factor.
-
-        See :meth:`telemetry.records.rows.Rows.scaled`.
-        """
-        return Sketch.of_row(Rows.of([self]).scaled(np.array([factor])), 0)
-
-    def merge(self, other: Sketch) -> Sketch:
-        """Return the sketch of both tensors' values."""
-        return Sketch.merge_all((self, other))
-
-    @staticmethod
-    def merge_all(sketches: Iterable[Sketch]) -> Sketch:
-        """Return the sketch of all these tensors' values."""
-        rows = Rows.of([*sketches] or [Sketch.empty()])
-        return Sketch.of_row(rows.merged(np.zeros(len(rows), np.int64), 1), 0)
 
     def histogram(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Return left edges, right edges and counts, ascending and without gaps, for plots.

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.records.loss import loss_among
-from telemetry.records.moments import Value
 from telemetry.records.tensor import Output, TensorRecord, Tensors
 from telemetry.tag_names import numbered
 
@@ -238,18 +237,6 @@ class Layout:
 OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 
 
-class lazy(Generic[Value]):  # noqa: N801 - used like a function
-    """Replacement of ``cached_property``, which before Python 3.12 acquires a lock."""
-
-    def __init__(self, of: Callable[[Any], Value]) -> None:
-        self._of, self._name, self.__doc__ = of, of.__name__, of.__doc__
-
-    def __get__(self, record: Any, owner: type) -> Value:
-        value: Value = self._of(record)
-        record.__dict__[self._name] = value
-        return value
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepRecord:
     """Measurements of one optimizer step.
@@ -365,27 +352,27 @@ class StepRecord:
         record.__dict__["total_grad_norm"] = self.total_grad_norm
         return record
 
-    @lazy
+    @cached_property
     def activations(self) -> Tensors[str]:
         """First output of each watched module that ran, in forward order, by module name."""
         return _first_of_each(self.outputs)
 
-    @lazy
+    @cached_property
     def activation_grads(self) -> Tensors[str]:
         """Gradients with respect to those first outputs."""
         return _first_of_each(self.output_grads)
 
-    @lazy
+    @cached_property
     def total_grad_norm(self) -> float:
         """L2 norm of all gradients together: the root of the sum of their squared norms."""
         return math.sqrt(np.add.reduce(np.square(self.grad_norms)))
 
-    @lazy
+    @cached_property
     def all_grads_finite(self) -> bool:
         """Whether every element of every gradient was finite."""
         return bool(self.grad_finite.all())
 
-    @lazy
+    @cached_property
     def module_grad_norms(self) -> NDArray[np.float64]:
         """L2 norm of the gradients of each module's own parameters, shape ``[modules]``.
 
@@ -400,19 +387,19 @@ class StepRecord:
         by_module: NDArray[np.float64] = unit * np.sqrt(sums)
         return by_module
 
-    @lazy
+    @cached_property
     def owner_grad_norms(self) -> NDArray[np.float64]:
         """Gradient norms of the modules that own parameters, shape ``[owners]``."""
         norms: NDArray[np.float64] = self.module_grad_norms[self.layout.owning]
         return norms
 
-    @lazy
+    @cached_property
     def owner_grad_levels(self) -> NDArray[np.float64]:
         """log10 of :attr:`owner_grad_norms`; minus infinity without a gradient."""
         with np.errstate(divide="ignore"):
             return np.log10(self.owner_grad_norms)
 
-    @lazy
+    @cached_property
     def loss(self) -> float | None:
         """Loss among the scalars, if it was logged for this step."""
         return loss_of(self.scalars, self.loss_tag)
