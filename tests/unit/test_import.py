@@ -84,7 +84,7 @@ def test_the_measuring_backend_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_missing_extension_is_logged_once_with_what_it_costs(
+def test_a_missing_extension_is_logged_once_with_its_cost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TELEMETRY_NATIVE", raising=False)

@@ -398,7 +398,9 @@ def test_only_selected_modules_are_pruned() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled_before", [False, True])
-def test_a_compiled_model_is_pruned_and_then_no_longer(compiled_before: bool) -> None:
+def test_a_compiled_model_is_pruned_until_the_intervention_is_removed(
+    compiled_before: bool,
+) -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -315,5 +315,5 @@ def calls_to_select(count: int) -> int:
 
 
 @pytest.mark.slow
-def test_selecting_takes_work_in_proportion_to_the_modules() -> None:
+def test_calls_to_select_grow_linearly_with_the_modules() -> None:
     assert calls_to_select(3000) < 11 * calls_to_select(300)

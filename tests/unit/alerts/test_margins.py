@@ -19,7 +19,9 @@ def biased(activation: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, UNITS), activation, nn.Linear(UNITS, 3))
 
 
-def some(model: nn.Sequential, count: Callable[[int], int], bias: float) -> Callable[[int], None]:
+def bias_units(
+    model: nn.Sequential, count: Callable[[int], int], bias: float
+) -> Callable[[int], None]:
     """Give ``count(step)`` units a bias that makes them dead or saturated."""
 
     def set_biases(step: int) -> None:
@@ -30,7 +32,7 @@ def some(model: nn.Sequential, count: Callable[[int], int], bias: float) -> Call
 
 def stages(activation: nn.Module, count: Callable[[int], int]) -> list[tuple[str, int]]:
     model, dead = biased(activation), isinstance(activation, nn.ReLU)
-    before = some(model, count, -50.0 if dead else 9.0)
+    before = bias_units(model, count, -50.0 if dead else 9.0)
     alerts = train(DeadUnits() if dead else SaturatedUnits(), 200, model=model, before=before)
     return [(alert.stage, alert.step) for alert in alerts]
 

@@ -1,4 +1,4 @@
-"""Alerts of severity note: shown, but neither printed nor raised."""
+"""Alerts of severity note are kept, written and logged at INFO, and not raised."""
 
 from __future__ import annotations
 

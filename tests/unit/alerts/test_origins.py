@@ -23,7 +23,7 @@ Step = Callable[[int], bool]
 
 
 class Root(nn.Module):
-    """At 0 the square root is fine and its gradient infinite; below it is NaN."""
+    """Square root: its gradient is infinite at 0, and its value is NaN below."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sqrt()

@@ -1,4 +1,4 @@
-"""Normal values of a kind of module request no full step, and its faulty twin is found."""
+"""Usual models request no full step, and their faulty variants are found."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS, EVERY = 150, 100
 
 
 class Blocks(nn.Module):
-    """Residual blocks; of tokens, with positions; some parameters begin at zero or get nothing.
+    """Residual blocks over tokens; some parameters start at zero or get no gradient.
 
     Args:
         gain: Initial scale of each branch.
@@ -93,7 +93,7 @@ def trained(model: nn.Module) -> CapturedRun:
 @pytest.mark.parametrize(
     "model",
     [Blocks(), Blocks(gain=0.0), frozen(Blocks()), Experts()],
-    ids=["positions of zeros", "branches that begin at zero", "frozen", "experts"],
+    ids=["positions of zeros", "branches that start at zero", "frozen", "experts"],
 )
 def test_permanent_conditions_request_no_full_step_and_raise_no_alert(model: nn.Module) -> None:
     run = trained(model)

@@ -1,4 +1,4 @@
-"""Each rule on a small real training run with its fault, and silence on the run without."""
+"""Each rule reports its fault in a small real run, and nothing in the run without the fault."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_nonfinite_batch_is_attributed_to_the_inputs_at_a_full_step_only(
 
 
 class Prepared(nn.Module):
-    """A function that is no module changes the batch before the first layer sees it."""
+    """Model with a function, not a module, between the batch and the first layer."""
 
     def __init__(self, prepare: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def test_parameters_that_are_frozen_or_trained_by_another_optimizer_are_not_repo
 
 
 class Experts(Net):
-    """The trunk's output goes through one of three; the last one is never chosen."""
+    """One of three experts transforms the output of the trunk; the last one is never chosen."""
 
     def __init__(self) -> None:
         super().__init__()

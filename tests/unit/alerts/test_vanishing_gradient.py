@@ -177,8 +177,10 @@ def test_a_deep_network_that_adam_trains_raises_no_alert() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-7])
-def test_a_learning_rate_of_zero_is_named_where_nothing_behind_it_moves(rate: float) -> None:
-    """The second of two layers begins at 0, as in LoRA, so that none reaches the first."""
+def test_a_learning_rate_of_zero_is_the_cause_of_a_missing_gradient(
+    rate: float,
+) -> None:
+    """The second of two layers starts at 0, as in LoRA, and passes no gradient to the first."""
     tower = TwoTowers(usual)
     down, up = tower.tower[0], tower.tower[2]
     nn.init.zeros_(up.weight)

@@ -23,7 +23,7 @@ def mlp() -> nn.Sequential:
 def loop_with(
     clip: Clip, seen: list[tuple[float, float]], factors: tuple[float, ...] = (1.0,) * 3
 ) -> Callable[..., Iterator[Tensor]]:
-    """Losses are multiplied by ``factors``; ``seen`` gets the total norms before and after."""
+    """Return a loop that multiplies losses by ``factors`` and appends the norms to ``seen``."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         seen.clear()

@@ -199,7 +199,7 @@ ENDS: list[tuple[Callable[[nn.Module, int], None], str]] = [
 
 
 @pytest.mark.parametrize(("train", "seen"), ENDS)
-def test_a_run_without_steps_reports_at_its_end_what_was_recorded(
+def test_a_run_without_steps_is_reported_at_its_end_with_the_cause(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     train: Callable[[nn.Module, int], None],

@@ -1,4 +1,4 @@
-"""Cost: nothing per module on unlogged steps, and bounded memory."""
+"""Cost: no calls per module at light steps, and bounded memory."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def calls_to_attach(modules: int, log_dir: Path) -> int:
 
 
 @pytest.mark.slow
-def test_attaching_takes_work_in_proportion_to_the_modules(tmp_path: Path) -> None:
+def test_calls_to_attach_grow_linearly_with_the_modules(tmp_path: Path) -> None:
     """Compare 10,000 modules with 1,000; calls do not depend on the machine."""
     calls_to_attach(1, tmp_path / "warm-up")
     small = calls_to_attach(10, tmp_path / "small")

@@ -45,7 +45,7 @@ class Net(nn.Sequential):
 
 
 def loop_of(make: Make, *, overflow_at: int | None = None) -> Callable[..., Iterator[Tensor | int]]:
-    """Yields all second moments after each call of ``scaler.step()``, and how many states."""
+    """Return a loop that yields the second moments and the number of states after each step."""
 
     def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor | int]:
         optimizer = make(model.parameters(), lr=0.01)

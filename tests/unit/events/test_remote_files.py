@@ -132,7 +132,7 @@ def test_a_large_file_is_followed_by_a_new_one(
     assert list(itertools.chain(*steps)) == list(range(9))
 
 
-def test_every_later_file_begins_with_the_repeated_values(
+def test_every_later_file_starts_with_the_repeated_values(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_files, "_MAX_FILE_BYTES", 200)

@@ -136,7 +136,7 @@ def test_nan_and_infinity_make_norms_and_means_not_finite() -> None:
     assert math.isnan(column(measured, "update_ratio")[0])
 
 
-def test_nonfinite_elements_are_counted_wherever_they_are() -> None:
+def test_nonfinite_elements_of_outputs_gradients_and_weights_are_counted() -> None:
     measured = record(
         outputs={Output("first"): tensor(1, math.nan)},
         output_grads={Output("first"): tensor(math.inf, math.nan)},

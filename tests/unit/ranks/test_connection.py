@@ -230,7 +230,7 @@ def test_many_unauthenticated_peers_do_not_block_a_rank(
     on_a_loop(test)
 
 
-def test_above_the_limit_records_are_dropped_except_the_first_and_the_latest(
+def test_above_the_limit_middle_records_are_dropped_and_barrier_frames_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "MAX_QUEUED_BYTES", 2)

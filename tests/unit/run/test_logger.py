@@ -167,7 +167,7 @@ def test_a_rule_that_does_not_return_alerts_is_logged_once_with_its_result(
 # --- contents of a run ---------------------------------------------------------------------------
 
 
-class HandCaptured:
+class HookedTensors:
     """Tensors of a step that hooks of the test captured."""
 
     def __init__(self, model: nn.Sequential) -> None:
@@ -186,7 +186,7 @@ class HandCaptured:
 def test_logged_values_are_those_that_numpy_computes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = mlp()
-    captured = HandCaptured(model)
+    captured = HookedTensors(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with HookLogger(model, tmp_path, alerts=()):
         F.cross_entropy(model(torch.rand(8, 3)), torch.randint(0, 2, (8,))).backward()
