@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import tensorboard
 
 from telemetry.failures import Failures
+from telemetry.run.environment import setting
 from telemetry.run.logger import HookLogger
 
 Writer = tensorboard.SummaryWriter | str | os.PathLike[str]
@@ -21,7 +22,7 @@ class TrainerLogger:
     """:class:`HookLogger` that is created at the beginning of a training and closed at its end.
 
     Args:
-        writer: As for ``HookLogger``; None: the directory of the trainer.
+        writer: As for ``HookLogger``; None: ``TELEMETRY_LOG_DIR``, or the directory of the trainer.
         options: Other arguments of ``HookLogger``. With ``on_alert="stop"`` the trainer stops
             by its own means, on all ranks at the same step.
 
@@ -57,7 +58,9 @@ class TrainerLogger:
         """
         self.end()
         options = {"first_step": first_step, **self._options}
-        self.hook_logger = logger = HookLogger(model, self._writer or writer, **options)
+        self.hook_logger = logger = HookLogger(
+            model, setting("log_dir", self._writer, writer), **options
+        )
         state, self._state = self._state, None
         if state:
             logger.load_state_dict(state)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import reprlib
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from telemetry.alerts.detector import Detector
 from telemetry.capture.probe import Sample
 from telemetry.plain_text import check_text, type_of
 from telemetry.rule import AnyRule, Rule, as_rule
+from telemetry.run.environment import setting
 from telemetry.selection import Selection, check_model
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.size_budget import SizeBudget
@@ -38,7 +41,13 @@ def is_disabled(enabled: object) -> bool:
     """Whether a logger is disabled by its argument or the environment."""
     if not isinstance(enabled, bool):
         raise TypeError(f"HookLogger(enabled={enabled!r}): must be True or False")
-    return not enabled or os.environ.get("TELEMETRY_DISABLED", "0") not in ("", "0")
+    return not enabled or setting("disabled", default=False)
+
+
+def writer_of(writer: Any) -> Any:
+    """Return a given writer or directory, else that of the environment, else torch's default."""
+    now = datetime.now().strftime("%b%d_%H-%M-%S")
+    return setting("log_dir", writer, os.path.join("runs", f"{now}_{socket.gethostname()}"))
 
 
 def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer | None:

@@ -31,9 +31,11 @@ from telemetry.run.arguments import (
     rules_of,
     sample_of,
     size_budget_of,
+    writer_of,
 )
 from telemetry.run.assembly import ActiveRun
 from telemetry.run.disabled import DisabledRun
+from telemetry.run.environment import setting
 from telemetry.selection import Selection, Selectors
 from telemetry.writing.hparams import Hyperparameter
 
@@ -56,8 +58,9 @@ class HookLogger:
         model: The model in training, on any device. It may be wrapped or moved afterwards.
         writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
             which stays open, or a log directory or URL. Before others flush or close a given
-            writer, queued records are written; records after a close are in a new file.
-        every_n_steps: Distance N of the full steps.
+            writer, queued records are written; records after a close are in a new file. None: a new
+            directory in ``runs/``, as ``SummaryWriter`` makes it.
+        every_n_steps: Distance N of the full steps; None: 100.
         max_overhead: Limit of the logger's share of the training time, such as 0.01: CPU time of
             the training and the background thread, or on a CUDA device the additional time of full
             steps. Full steps become less frequent; gradient norms too, where they alone exceed the
@@ -103,19 +106,23 @@ class HookLogger:
         enabled: False, or the environment variable ``TELEMETRY_DISABLED=1``: nothing is watched,
             written or checked. :meth:`state_dict` returns a loaded state unchanged.
 
+    If ``writer``, ``every_n_steps``, ``max_overhead``, ``on_alert`` or ``loss_tag`` is None, the
+    environment variable ``TELEMETRY_LOG_DIR``, ``TELEMETRY_EVERY_N_STEPS`` and so on sets it.
+
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument has an invalid value, such as a glob that matches no module, or a
-            model without parameters, or a ``sample`` for one that is sharded or compiled.
+        ValueError: An argument or an environment variable has an invalid value, such as a glob that
+            matches no module, or a model without parameters, or a ``sample`` for one that is
+            sharded or compiled.
         OSError: The log directory cannot be written.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        writer: tensorboard.SummaryWriter | str | os.PathLike[str],
+        writer: tensorboard.SummaryWriter | str | os.PathLike[str] | None = None,
         *,
-        every_n_steps: int = 100,
+        every_n_steps: int | None = None,
         max_overhead: float | None = None,
         optimizer: Optimizer | None = None,
         modules: Selectors | None = None,
@@ -136,6 +143,7 @@ class HookLogger:
         enabled: bool = True,
     ) -> None:
         self._run: ActiveRun | DisabledRun
+        writer = writer_of(writer)
         if is_disabled(enabled):
             step = first_step if isinstance(first_step, int) else 0
             self._run = DisabledRun(log_dir_of(writer, written=False), step)
@@ -150,6 +158,8 @@ class HookLogger:
             images=images,
         )
         fixed = sample_of(model, sample, images)
+        on_alert = setting("on_alert", on_alert)
+        loss_tag = setting("loss_tag", loss_tag)
         check_on_alert(on_alert)
         check_first_step(first_step)
         check_choice("ranks", ranks, *get_args(Ranks))
@@ -160,8 +170,8 @@ class HookLogger:
             first_step=first_step,
             ranks=ranks,
             on_alert=on_alert,
-            every_n_steps=every_n_steps,
-            max_overhead=max_overhead,
+            every_n_steps=setting("every_n_steps", every_n_steps, 100),
+            max_overhead=setting("max_overhead", max_overhead),
             content=content,
             selection=selection,
             optimizer=optimizer,

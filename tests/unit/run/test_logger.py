@@ -931,6 +931,59 @@ def test_a_disabled_logger_does_nothing(
         raise RuntimeError("of the user")
 
 
+def test_environment_variables_set_what_the_code_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "LOG_DIR": str(tmp_path / "run"),
+        "EVERY_N_STEPS": "3",
+        "LOSS_TAG": "ce",
+        "ON_ALERT": "stop",
+        "MAX_OVERHEAD": "inf",
+    }.items():
+        monkeypatch.setenv(f"TELEMETRY_{name}", value)
+    model = mlp()
+    with HookLogger(model) as logger:
+        for step, _ in enumerate(train(model, steps=20)):
+            logger.log(ce=1.0 if step < 8 else torch.nan)
+            logger.flush()
+    assert logger.should_stop
+    assert logger.log_dir == str(tmp_path / "run")
+    assert list(RunData(FileSource(tmp_path / "run")).matrix("weight_rms").steps[:3]) == [0, 3, 6]
+
+    model = mlp()
+    with HookLogger(model, tmp_path / "given", every_n_steps=2, alerts=()) as logger:
+        run_through(train(model, steps=5))
+    assert list(RunData(FileSource(tmp_path / "given")).matrix("weight_rms").steps) == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("EVERY_N_STEPS", "0"),
+        ("EVERY_N_STEPS", "often"),
+        ("MAX_OVERHEAD", "2"),
+        ("ON_ALERT", "stopp"),
+        ("DISABLED", "perhaps"),
+    ],
+)
+def test_a_wrong_environment_variable_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"TELEMETRY_{name}", value)
+    with pytest.raises(ValueError, match=f"TELEMETRY_{name}='{value}': must be "):
+        HookLogger(mlp(), tmp_path)
+
+
+def test_without_a_writer_the_run_is_in_a_new_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    HookLogger(mlp()).close()
+    [run] = (tmp_path / "runs").iterdir()
+    assert list_event_files(run)
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_notebook_shows_state_step_directory_and_alerts(tmp_path: Path, enabled: bool) -> None:
     log_dir, model = tmp_path / "a<b", mlp()
