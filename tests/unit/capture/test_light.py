@@ -276,14 +276,14 @@ def test_torch_modes_of_the_caller_receive_no_extra_calls(tmp_path: Path) -> Non
 
 
 @needs_tensor_reader
-def test_no_reference_to_parameters_is_kept(tmp_path: Path) -> None:
+def test_parameters_can_be_swapped_because_no_weak_reference_is_kept(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with capture_run(model, every_n_steps=100, rules=[]):
         for _ in range(3):
             model(torch.ones(4, 5)).sum().backward()
             optimizer.step()
-        model.half()  # swaps the contents where PyTorch is set to
+        model.half()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             model.float()
