@@ -131,10 +131,7 @@ class SizeBudget:
         most = room / self._row_bytes
         if 2 * len(rows.buckets) <= most:  # between two of them there is at most one row more
             return 1
-        parts = [part for _, part in _parts(tags, rows)]
-        place = bisect_left(
-            _WIDTHS, True, key=lambda width: sum(row_count(part, width) for part in parts) <= most
-        )
+        place = bisect_left(_WIDTHS, True, key=lambda width: row_count(rows, width) <= most)
         return _WIDTHS[min(place, len(_WIDTHS) - 1)]
 
 
@@ -185,29 +182,30 @@ def _parts(tags: Sequence[str], rows: Rows, at_once: int = _AT_ONCE) -> Iterator
 
 def row_count(rows: Rows, merged: int) -> int:
     """Return the number of rows that :func:`histograms` returns, or slightly more."""
-    ends = np.cumsum(rows.bucket_count)
     rises = np.diff(_merged_buckets(merged).take(rows.buckets))
-    borders = np.unique(ends[(ends > 0) & (ends < len(rows.buckets))]) - 1
-    begins = np.count_nonzero(rises) + np.count_nonzero(rises[borders] == 0)
-    # Some of the gaps may be where one ends and another begins.
-    return int(len(rows.buckets) > 0) + int(begins) + int(np.count_nonzero(rises > 1))
+    gaps = np.count_nonzero(rises > 1)  # some may be where one ends and another begins
+    lengths = rows.bucket_count[rows.bucket_count > 0]
+    rises[np.cumsum(lengths)[:-1] - 1] = 1
+    return int(len(lengths) > 0) + int(np.count_nonzero(rises)) + int(gaps)
 
 
 @cache
-def _merged_buckets(merged: int) -> NDArray[np.intp]:
+def _merged_buckets(merged: int) -> NDArray[np.int16]:
     """Return the merged bucket of each bucket; those below 0 have the last places.
 
     Bucket 0 stays alone; ``k > 0`` is ``merged`` buckets from ``(k - 1) * merged + 1`` on.
     """
     magnitudes = -(-np.arange(LAST_BUCKET + 1) // merged)
-    return np.concatenate([magnitudes, -magnitudes[:0:-1]])
+    return np.concatenate([magnitudes, -magnitudes[:0:-1]]).astype(np.int16)
 
 
-def _merged(rows: Rows, merged: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
+def _merged(
+    rows: Rows, merged: int
+) -> tuple[NDArray[np.int16], NDArray[np.intp], NDArray[np.intp]]:
     """Return the merged buckets of all rows, the begin of each, and the end of each row."""
     ends = np.cumsum(rows.bucket_count)
     if merged == 1:
-        return rows.buckets.astype(np.intp), np.arange(len(rows.buckets)), ends
+        return rows.buckets, np.arange(len(rows.buckets)), ends
     coarse = _merged_buckets(merged).take(rows.buckets)
     begins = np.zeros(len(coarse) + 1, np.bool_)
     begins[ends] = True
@@ -254,7 +252,7 @@ def log10_histograms(rows: Rows) -> Charts:
     """
     lengths = rows.bucket_count
     starts = np.cumsum(lengths) - lengths
-    magnitudes = -(-np.abs(rows.buckets.astype(np.intp)) // BUCKETS_PER_OCTAVE)
+    magnitudes = np.abs(_merged_buckets(BUCKETS_PER_OCTAVE).take(rows.buckets))
     lowest = np.minimum.reduceat(np.where(magnitudes, magnitudes, LAST_BUCKET), starts)
     sizes = np.maximum.reduceat(magnitudes, starts) - lowest + 1
     ends = np.cumsum(sizes)
