@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,7 @@ def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Sequence[int]) -> 
     Returns:
         Tensors of shape ``[buckets, 3]``, readable by ``EventAccumulator.Tensors``.
     """
-    begins = (0, *ends)
-    parts = [rows[begin:end] for begin, end in zip(begins, ends, strict=False)]
+    parts = [rows[begin:end] for begin, end in pairwise((0, *ends))]
     return _values(tags, _arrays(parts), _metadata("histograms"))
 
 

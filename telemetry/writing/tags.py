@@ -99,7 +99,7 @@ def _curves_of_layers(record: StepRecord, group: str) -> Points:
 def _curves(statistic: str, tags: Sequence[str], values: Sequence[float], most: int) -> Points:
     """Return a point for each value; for ``most`` of more values, and their range.
 
-    NaN has no point, because TensorBoard would draw none.
+    NaN, which also marks missing values, has no point.
     """
     pairs = list(zip(tags, values, strict=True))
     shown = evenly(pairs, most) if len(pairs) > most else pairs
