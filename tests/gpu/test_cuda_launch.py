@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 LAUNCHES = ("cuLaunchKernel",)
-LACKING = (torch.cuda.OutOfMemoryError, MemoryError)  # memory, now
+OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def on_host(tensor: Tensor, unit_axis: int | None = None, powers: int = 4) -> TensorRecord:
-    # By NumPy's types the extension would be asked for the tensors of the GPU.
+    # The stub describes every tensor as one of a GPU, so the values are read through NumPy.
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(native, "TENSORS", None)
         patches.setattr(native, "sample_step", lambda count: 0)
@@ -81,12 +81,14 @@ def measured(*tensors: Tensor, **options: int | None) -> list[TensorRecord]:
     return [*measurer.finish().reduce().values()]
 
 
-# --- what is measured ----------------------------------------------------------------------------
+# --- measurements ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", nvrtc.DTYPES, ids=str)
 @pytest.mark.parametrize("axis", [None, 0, 1, -1])
-def test_layouts_offsets_and_units(driver: Driver, dtype: torch.dtype, axis: int | None) -> None:
+def test_layouts_offsets_and_unit_axes_are_measured_as_on_the_host(
+    driver: Driver, dtype: torch.dtype, axis: int | None
+) -> None:
     whole = normal(4, 6, 5, 3).relu().to(dtype)
     whole[0, 2] = float("nan")
     views = [
@@ -164,7 +166,7 @@ def test_a_parameter_of_a_custom_class_is_measured_by_kernels(
     assert by_operations == []
 
 
-def test_a_kernel_receives_only_the_tensor(driver: Driver) -> None:
+def test_a_kernel_receives_the_address_and_the_shape_of_the_tensor(driver: Driver) -> None:
     tensor = normal(100, 30)
     measured(tensor, unit_axis=0, powers=2)
     [call] = driver.calls(*LAUNCHES)[:1]
@@ -176,7 +178,7 @@ def test_a_kernel_receives_only_the_tensor(driver: Driver) -> None:
 
 @pytest.mark.parametrize("units", [7, 8, 24, 1030, 4096])
 @pytest.mark.parametrize("dtype", nvrtc.DTYPES, ids=str)
-def test_whole_vectors_of_units_are_read_at_once(
+def test_units_that_fill_whole_vectors_use_the_wide_kernel(
     driver: Driver, dtype: torch.dtype, units: int
 ) -> None:
     tensor = normal(5, units).to(dtype)
@@ -192,14 +194,14 @@ def test_whole_vectors_of_units_are_read_at_once(
 def test_a_tensor_of_2_31_elements_is_measured_by_operations(
     driver: Driver, by_operations: list[object]
 ) -> None:
-    tensor = torch.empty(2**31 + 7, dtype=torch.bfloat16)  # of which nothing is touched
+    tensor = torch.empty(2**31 + 7, dtype=torch.bfloat16)  # virtual memory, never touched
     measurer = Measurer()
     assert measurer.add(on_gpu(tensor)) == 0
     assert driver.calls(*LAUNCHES) == []
     assert len(by_operations) == 1
 
 
-def test_every_bucket_that_a_tensor_fills_arrives(driver: Driver) -> None:
+def test_all_filled_buckets_are_copied_to_the_host(driver: Driver) -> None:
     bits = np.random.default_rng(0).integers(0, 1 << 32, 20_000, dtype=np.uint32)
     tensor = torch.from_numpy(bits.view(np.float32))
     for record in measured(tensor, tensor):
@@ -222,7 +224,7 @@ def test_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> None:
         assert_same(records[number], on_host(tensor, powers=2))
 
 
-def test_addresses_are_uploaded_only_when_they_change(driver: Driver) -> None:
+def test_addresses_are_uploaded_when_they_or_the_stream_change(driver: Driver) -> None:
     tensors = [on_gpu(normal(size)) for size in (3, 70, 5_000)]
     for _ in range(3):
         first = cuda.norms(tensors)
@@ -233,7 +235,7 @@ def test_addresses_are_uploaded_only_when_they_change(driver: Driver) -> None:
     assert first is not None
     assert second is not None
     torch.testing.assert_close(second, first[:, [1, 0, 2]], rtol=0, atol=0)
-    driver.stream += 1  # where it may not have arrived yet
+    driver.stream += 1  # the upload is not ordered before work of this stream
     cuda.norms(others)
     assert len(driver.uploads) == 3
 
@@ -247,6 +249,9 @@ def test_norms_of_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> 
     expected = torch.tensor([[t.norm() for t in wide], [t.abs().max() for t in wide]])
     torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0, equal_nan=True)
     assert cuda.norms([on_gpu(normal(3)), on_gpu(torch.arange(3))]) is None
+
+
+def test_norms_are_left_to_operations_after_a_driver_error(driver: Driver) -> None:
     driver.fail("cuLaunchKernel")
     with pytest.raises(RuntimeError):
         cuda.norms([on_gpu(normal(3))])
@@ -269,7 +274,7 @@ def test_a_step_is_one_memset_and_one_copy(driver: Driver) -> None:
         assert counts["measure_middle_4"] == 5
 
 
-def test_one_buffer_is_used_for_all_steps_and_only_reading_waits(driver: Driver) -> None:
+def test_one_buffer_is_used_for_all_steps_and_only_reading_synchronizes(driver: Driver) -> None:
     measurer = Measurer()
     steps = []
     for number in range(4):
@@ -282,7 +287,7 @@ def test_one_buffer_is_used_for_all_steps_and_only_reading_waits(driver: Driver)
     assert [step.reduce()[0].sketch.sum for step in reversed(steps)] == [9, 6, 3, 0]
 
 
-def test_values_beyond_one_buffer_are_sent_in_several(
+def test_rows_beyond_one_buffer_are_copied_in_several(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "BUFFER_BYTES", 2**17)
@@ -303,7 +308,7 @@ def test_values_beyond_one_buffer_are_sent_in_several(
 def test_buffers_are_copied_after_the_work_of_all_streams(
     driver: Driver, streams: tuple[int, ...]
 ) -> None:
-    driver.deferred = 1  # what no event orders before the copy's does not happen, or too early
+    driver.deferred = 1  # the copy sees only the work that an event orders before it
     measurer, steps = Measurer(), []
     tensors = [normal(40, 5), normal(300), normal(9, 9)]
     for _ in range(5):
@@ -321,18 +326,18 @@ def test_buffers_are_copied_after_the_work_of_all_streams(
             assert_same(records[3 + number], on_host(tensor))
 
 
-def test_concurrent_steps_have_separate_buffers(driver: Driver) -> None:
+def test_concurrent_steps_have_separate_buffers_up_to_a_limit(driver: Driver) -> None:
     measurers = [Measurer() for _ in range(cuda.BUFFERS + 1)]
     for _ in range(2):
         for number, measurer in enumerate(measurers):
             measurer.add(on_gpu(torch.full((3,), float(number))))
-    assert driver.counts()["measure_4"] == 2 * cuda.BUFFERS  # the others are left to operations
+    assert driver.counts()["measure_4"] == 2 * cuda.BUFFERS  # operations measure the rest
     for number, measurer in enumerate(measurers):
         records = measurer.finish().reduce()
         assert [record.sketch.sum for record in records.values()] == [3 * number, 3 * number]
 
 
-def test_an_abandoned_step_leaves_nothing_behind(driver: Driver) -> None:
+def test_the_buffer_of_an_abandoned_step_is_cleared_and_reused(driver: Driver) -> None:
     for _ in range(5):
         measurer = Measurer()
         measurer.add(on_gpu(normal(100)))
@@ -341,7 +346,7 @@ def test_an_abandoned_step_leaves_nothing_behind(driver: Driver) -> None:
     assert len(cuda.gpu(0)._buffers) == 1  # type: ignore[union-attr]
 
 
-def test_the_leftovers_of_a_step_are_cleared_on_other_streams_too(driver: Driver) -> None:
+def test_the_buffer_of_an_abandoned_step_is_cleared_for_other_streams(driver: Driver) -> None:
     driver.deferred = 1
     abandoned = normal(100, 3)
     for stream in (7, 8, 9, 7):
@@ -354,14 +359,14 @@ def test_the_leftovers_of_a_step_are_cleared_on_other_streams_too(driver: Driver
     assert_same(measurer.finish().reduce()[0], on_host(tensor, 1))
 
 
-# --- what goes wrong -----------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "telemetry"]
 
 
-def test_an_error_of_the_driver_is_raised_once(
+def test_a_driver_error_is_raised_once_and_operations_measure_afterwards(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "telemetry")
@@ -370,7 +375,7 @@ def test_an_error_of_the_driver_is_raised_once(
     with pytest.raises(RuntimeError, match=r"CUDA, to .*: error 700, stub 700"):
         measurer.add(tensor)
     assert len(messages(caplog)) == 1
-    assert "GPU 0 are measured by PyTorch's operations" in messages(caplog)[0]
+    assert cuda.gpu(0) is None
     driver.forget()
     again = Measurer()
     again.add(tensor)
@@ -394,7 +399,7 @@ def test_measurements_before_an_error_are_kept(driver: Driver) -> None:
     assert_same(records[1], on_host(tensors[3]))
 
 
-def test_a_stream_that_is_captured_is_left_alone(driver: Driver) -> None:
+def test_nothing_is_launched_on_a_stream_that_is_captured(driver: Driver) -> None:
     driver.capturing = 1
     rows = cuda.GpuRows(cuda.gpu(0))  # type: ignore[arg-type]
     tensors = [on_gpu(normal(10)), on_gpu(normal(20))]
@@ -421,7 +426,7 @@ def test_a_step_that_ends_in_a_capture_is_lost_and_the_next_measured(driver: Dri
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 
 
-def test_another_thread_may_capture_meanwhile(
+def test_calls_do_not_invalidate_a_capture_by_another_thread(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stub refuses all calls in the default mode, in which they invalidate that capture."""
@@ -444,11 +449,13 @@ def test_another_thread_may_capture_meanwhile(
     host_copy._exchange_capture_mode.cache_clear()
 
 
-def test_without_memory_operations_measure(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+def test_operations_measure_after_smaller_buffers_were_tried_without_memory(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested: list[int] = []
 
     def refuse(size: int, index: int) -> Tensor:
-        asked.append(size)
+        requested.append(size)
         raise torch.cuda.OutOfMemoryError
 
     monkeypatch.setattr(cuda, "_gpus", {})
@@ -457,8 +464,8 @@ def test_without_memory_operations_measure(driver: Driver, monkeypatch: pytest.M
     for _ in range(3):
         measurer.add(on_gpu(normal(10)))
     assert_same(measurer.finish().reduce()[0], on_host(normal(10)))
-    assert asked == sorted(asked, reverse=True)
-    assert len(asked) == 3
+    assert requested == sorted(requested, reverse=True)
+    assert len(requested) == 3
 
 
 NO_KERNELS = {
@@ -501,33 +508,33 @@ def test_the_measuring_backend_is_named_without_initializing_cuda(
     assert cuda.native == native.native
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    begun = f"{native.native}; GPU 0: CUDA kernels; GPU 1: no logger has used it in this process"
-    assert cuda.native == begun
+    named = f"{native.native}; GPU 0: CUDA kernels; GPU 1: no logger has used it in this process"
+    assert cuda.native == named
     assert driver.calls() == []
     assert list(cuda._gpus) == [0]
 
 
-# --- what passes ----------------------------------------------------------------------------------
+# --- out of memory --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lacking", ["_uploaded", "HostCopy", "cuLaunchKernel", "norms"])
+@pytest.mark.parametrize("failing", ["_uploaded", "HostCopy", "cuLaunchKernel", "norms"])
 def test_a_step_without_memory_is_skipped_and_the_next_measured(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, lacking: str
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     tensors = [on_gpu(normal(10)), on_gpu(normal(20))]
 
     def refuse(*arguments: object) -> Tensor:
         raise torch.cuda.OutOfMemoryError
 
-    with monkeypatch.context() as patches, pytest.raises(LACKING):  # noqa: PT012
-        if lacking == "cuLaunchKernel":
-            driver.fail(lacking, 2)
-        elif lacking == "norms":
+    with monkeypatch.context() as patches, pytest.raises(OUT_OF_MEMORY):  # noqa: PT012
+        if failing == "cuLaunchKernel":
+            driver.fail(failing, 2)
+        elif failing == "norms":
             patches.setattr(cuda, "_device_memory", refuse)
         else:
-            patches.setattr(cuda, lacking, refuse)
+            patches.setattr(cuda, failing, refuse)
         measurer = Measurer()
-        if lacking == "norms":
+        if failing == "norms":
             cuda.norms(tensors)
         measurer.add_all(tensors)
         measurer.finish()
@@ -539,9 +546,9 @@ def test_a_step_without_memory_is_skipped_and_the_next_measured(
     assert len(cuda.gpu(0)._buffers) == 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("lacking", ["table", "launch"])
+@pytest.mark.parametrize("failing", ["table", "launch"])
 def test_the_first_tensor_after_an_out_of_memory_error_is_measured_correctly(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, lacking: str
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     measurer, tensors = Measurer(), [normal(10), normal(20), normal(30)]
     measurer.add(on_gpu(tensors[0]))
@@ -549,8 +556,8 @@ def test_the_first_tensor_after_an_out_of_memory_error_is_measured_correctly(
     def refuse(*arguments: object) -> Tensor:
         raise torch.cuda.OutOfMemoryError
 
-    with monkeypatch.context() as patches, pytest.raises(LACKING):  # noqa: PT012
-        if lacking == "table":
+    with monkeypatch.context() as patches, pytest.raises(OUT_OF_MEMORY):  # noqa: PT012
+        if failing == "table":
             patches.setattr(cuda, "_uploaded", refuse)
             measurer.add_all([on_gpu(tensor) for tensor in tensors])
         else:
@@ -583,7 +590,7 @@ def test_memory_for_a_buffer_is_requested_again(
     assert len(driver.calls(*LAUNCHES)) == 1
 
 
-def test_a_step_may_have_very_many_streams(driver: Driver) -> None:
+def test_a_step_may_use_40_streams(driver: Driver) -> None:
     measurer = Measurer()
     for stream in range(40):
         driver.stream = 100 + stream
