@@ -132,7 +132,7 @@ def test_graphs_that_cannot_be_observed_are_left_alone_and_the_log_says_so(
 
 @pytest.mark.slow
 @needs_observable_graphs
-def test_inductor(tmp_path: Path) -> None:
+def test_a_model_compiled_with_inductor_is_logged_and_left_alone(tmp_path: Path) -> None:
     with_inductor = partial(whole, backend="inductor")
     loop = loop_with(with_inductor, steps=4)
 
@@ -173,7 +173,7 @@ def test_a_tensor_that_is_recorded_as_another_one_is_logged_once(
 @pytest.mark.slow
 @needs_observable_graphs
 @pytest.mark.parametrize("compiled", [whole, regional])
-def test_there_are_two_graphs_and_no_breaks(tmp_path: Path, compiled: Compile) -> None:
+def test_logging_adds_one_graph_and_no_breaks(tmp_path: Path, compiled: Compile) -> None:
     """One graph with observers, one without; equal blocks share theirs."""
     model = Net()
     graphs = []
@@ -185,7 +185,7 @@ def test_there_are_two_graphs_and_no_breaks(tmp_path: Path, compiled: Compile) -
 
 
 class Counting:
-    """A compiler backend that notes the operators of each graph and of each call."""
+    """A compiler backend that records the operators of each graph and of each call."""
 
     def __init__(self) -> None:
         self.graphs: list[str] = []
@@ -262,7 +262,7 @@ def test_autocast_leaves_the_random_stream_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_observable_graphs
-def test_validation_phases_of_a_compiled_model(tmp_path: Path) -> None:
+def test_validation_phases_of_a_compiled_model_are_logged(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         torch._dynamo.reset_code_caches()
         forward = whole(model)
@@ -296,7 +296,7 @@ def test_validation_phases_of_a_compiled_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_observable_graphs
-def test_checkpointing_inside_of_a_compiled_region(tmp_path: Path) -> None:
+def test_checkpointing_inside_of_a_compiled_region_is_logged_once(tmp_path: Path) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
             x = self.embed(x)
@@ -325,7 +325,7 @@ def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
     outcome = assert_left_alone(partial(nn.Linear, 4, 2), loop, tmp_path, every_n_steps=3)
     assert [record.step for record in outcome.records] == [0, 1, 2, 3]
     assert outcome.full[0].update_ratios["weight"] > 0
-    # Two breaks around our hooks, and what the optimizer computes is one graph as without them.
+    # The hooks break the graph twice; the optimizer's computation is one graph, as without them.
     assert counters["stats"]["unique_graphs"] == 2 * 1
 
 

@@ -45,7 +45,9 @@ def loop_of(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_model_under_autocast_is_logged_and_left_alone(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     def loss_of(model: nn.Module) -> Tensor:
         with torch.autocast("cpu", dtype):
             y = model(batch())
@@ -55,7 +57,7 @@ def test_autocast(tmp_path: Path, dtype: torch.dtype) -> None:
     check(mlp, loop_of(loss_of), tmp_path)
 
 
-def test_backward_and_step_inside_of_autocast(tmp_path: Path) -> None:
+def test_backward_and_step_may_run_inside_of_autocast(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         with torch.autocast("cpu", torch.bfloat16):
@@ -162,7 +164,7 @@ def test_steps_that_a_fused_optimizer_skipped_are_counted_and_marked(tmp_path: P
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_skipped_steps_before_the_first_one_are_counted(tmp_path: Path, micro_batches: int) -> None:
-    """Scalers begin so high that the first steps of a run overflow."""
+    """The first steps of a run overflow at the initial scale."""
     loop = scaled_loop(
         OPTIMIZERS["not fused"],
         overflow_at=(0, 1),
@@ -179,7 +181,7 @@ def test_skipped_steps_before_the_first_one_are_counted(tmp_path: Path, micro_ba
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_clipping_under_a_scaler(tmp_path: Path, kind: str) -> None:
+def test_clipping_under_a_scaler_is_logged_with_unscaled_norms(tmp_path: Path, kind: str) -> None:
     loop = scaled_loop(OPTIMIZERS[kind], clip=0.01, iterations=3)
     outcome = assert_left_alone(mlp, loop, tmp_path)
     [first, *_] = by_hand(mlp, unscaled_loop("not fused"))
@@ -190,7 +192,7 @@ def test_clipping_under_a_scaler(tmp_path: Path, kind: str) -> None:
         assert record.clipped_fraction == 1
 
 
-def test_a_scaler_that_is_switched_off(tmp_path: Path) -> None:
+def test_a_disabled_scaler_has_no_loss_scale(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = OPTIMIZERS["fused"](model.parameters())
         scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -206,8 +208,10 @@ def test_a_scaler_that_is_switched_off(tmp_path: Path) -> None:
     assert [record.loss_scale for record in outcome.records] == [None] * 3
 
 
-def test_two_optimizers_of_one_scaler(tmp_path: Path) -> None:
-    """One unscales by itself, the other is given unscaled gradients."""
+def test_gradients_of_two_optimizers_of_one_scaler_are_logged_without_the_scale(
+    tmp_path: Path,
+) -> None:
+    """One optimizer unscales by itself, the scaler unscales for the other."""
 
     def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
         fused = OPTIMIZERS["fused"](model[0].parameters())
@@ -233,7 +237,9 @@ def test_two_optimizers_of_one_scaler(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_models_of_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_models_of_other_dtypes_are_logged_and_left_alone(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     def loss_of(model: nn.Module) -> Tensor:
         return model(batch().to(dtype)).float().square().mean()
 
@@ -256,7 +262,7 @@ class MixedDtypes(nn.Module):
         )
 
 
-def test_parameters_of_several_dtypes(tmp_path: Path) -> None:
+def test_parameters_of_several_dtypes_in_one_optimizer_are_logged(tmp_path: Path) -> None:
     outcome, _ = check(MixedDtypes, loop_of(lambda m: m(batch())), tmp_path)
     assert len(outcome.full[0].update_ratios) == 8
 
@@ -270,13 +276,13 @@ class Complex(nn.Module):
         return self.layer(x.to(torch.complex64)).abs()
 
 
-def test_complex_numbers_count_with_their_magnitude(tmp_path: Path) -> None:
+def test_complex_values_are_measured_by_magnitude(tmp_path: Path) -> None:
     outcome, _ = check(Complex, loop_of(lambda m: m(batch()).square().mean()), tmp_path)
     assert set(outcome.full[0].update_ratios) == {"layer.weight", "layer.bias"}
 
 
 class Casting(nn.Module):
-    """Returns a tensor of any dtype beside the one that is trained."""
+    """Returns a tensor of any dtype besides the trained one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -305,7 +311,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_outputs_of_every_dtype(tmp_path: Path, name: str) -> None:
+def test_outputs_of_every_dtype_are_logged_and_left_alone(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
     check(partial(Casting, dtype), loop_of(lambda m: m(batch())), tmp_path)
 

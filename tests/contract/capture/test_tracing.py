@@ -131,7 +131,9 @@ def test_a_user_hook_still_prevents_scripting_of_a_module(tmp_path: Path) -> Non
         torch.jit.script(model)
 
 
-def test_a_model_of_fake_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_of_fake_tensors_has_nothing_to_measure_and_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Fake tensors, as for estimating memory before a run."""
     with FakeTensorMode():
         model = mlp()
@@ -146,7 +148,9 @@ def test_a_model_of_fake_tensors(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert caplog.text.count("have no values to measure") == 1
 
 
-def test_a_model_on_the_meta_device(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_on_the_meta_device_is_logged_without_values(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, recorder = mlp().to("meta"), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
@@ -160,7 +164,7 @@ def test_a_model_on_the_meta_device(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert caplog.text.count("have no values to measure") == 1
 
 
-def test_a_model_that_gets_its_values_after_it_is_watched(tmp_path: Path) -> None:
+def test_a_meta_model_is_logged_once_it_has_values(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = mlp()
     recorder = Recorder()
@@ -176,10 +180,10 @@ def test_a_model_that_gets_its_values_after_it_is_watched(tmp_path: Path) -> Non
     assert record.activation_grads["2"].calls == 1
 
 
-def test_lazy_modules_are_shaped_by_their_first_call(tmp_path: Path) -> None:
+def test_lazy_modules_are_logged_with_the_shapes_of_their_first_call(tmp_path: Path) -> None:
     def make() -> nn.Module:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are said to be under development
+            warnings.simplefilter("ignore")  # lazy modules warn that they are under development
             return nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(2))
 
     model, recorder = make(), Recorder()
@@ -193,7 +197,7 @@ def test_lazy_modules_are_shaped_by_their_first_call(tmp_path: Path) -> None:
     assert record.activations["2"].sketch.count == 12
 
 
-def test_a_default_device_is_left_alone(tmp_path: Path) -> None:
+def test_a_default_device_does_not_change_where_tensors_are_measured(tmp_path: Path) -> None:
     """The default device is a mode, and would send our own tensors to that device."""
     model, recorder = mlp(), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -206,7 +210,9 @@ def test_a_default_device_is_left_alone(tmp_path: Path) -> None:
     assert len(record.update_ratios) == 4
 
 
-def test_deterministic_algorithms_and_anomaly_detection(tmp_path: Path) -> None:
+def test_training_with_deterministic_algorithms_and_anomaly_detection_is_left_alone(
+    tmp_path: Path,
+) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.use_deterministic_algorithms(True)
