@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
+from telemetry.alerts import exploding
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.records import StepRecord
@@ -159,3 +161,12 @@ def test_growth_from_layer_to_layer_is_not_resolved_while_it_persists() -> None:
     alerts = train(ExplodingGradient(), 90, model=model, optimizer=SGD(model.parameters(), 1e-12))
     assert [alert.stage for alert in alerts] == ["started"]
     assert "He or Xavier" in alerts[0].advice[0]
+
+
+@pytest.mark.parametrize(
+    ("grown", "of", "is_explosion"), [(4, 10, False), (5, 10, False), (6, 10, True), (2, 2, False)]
+)
+def test_most_layers_have_to_grow_tenfold(grown: int, of: int, is_explosion: bool) -> None:
+    growth = np.array([1.5] * grown + [0.0] * (of - grown) + [np.nan] * 9)
+    baseline = SimpleNamespace(layers=SimpleNamespace(growth=growth))
+    assert (exploding._growth(baseline) is not None) == is_explosion  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from telemetry.layers.units import (
     ranges,
     saturated_units,
 )
-from telemetry.reading import payloads
+from telemetry.reading import payloads, run_data
 from telemetry.reading.matrix import UnitExtremes
 from telemetry.reading.run import open_run
 from telemetry.records.rows import NO_VALUES, Rows
@@ -187,6 +187,16 @@ def test_a_run_shows_dead_and_saturated_units(log_dir: Path) -> None:
     assert [*map(ranges, run.units("3").saturated)] == ["3"] * 3
     with pytest.raises(KeyError, match="no layer '11'; the closest are 1"):
         run.units("11")
+
+
+def test_every_second_step_of_units_is_omitted_beyond_the_limit(
+    log_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for steps, found in ((3, [0, 10, 20]), (2, [0, 20])):
+        monkeypatch.setattr(run_data, "READ_BYTES", 8 * 64 * steps)
+        units = open_run(log_dir).units("1")
+        assert units.steps.tolist() == found
+        assert units.sampled == (steps == 2)
 
 
 def test_without_activations_no_units_are_recorded(tmp_path: Path) -> None:

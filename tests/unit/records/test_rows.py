@@ -105,10 +105,12 @@ def test_variation_is_the_smaller_of_deviation_and_half_of_the_ranges_of_units()
     random = np.random.default_rng(0)
     same = np.tile(random.normal(size=4).astype(np.float32), (9, 1))  # for each input
     other = random.normal(size=(9, 4)).astype(np.float32)
-    rows = with_units(same, other)
-    ranges = np.ptp(other.astype(np.float64), axis=0)
-    expected = min(other.std(dtype=np.float64), np.sqrt((ranges**2).mean()) / 2)
-    np.testing.assert_allclose(rows.variation, [0, expected], rtol=1e-6)
+    apart = other + np.float32([-30, -10, 10, 30])
+    rows = with_units(same, other, apart)
+    ranges = np.ptp(apart.astype(np.float64), axis=0)
+    within = np.sqrt((ranges**2).mean()) / 2
+    assert other.std() < within < apart.std()
+    np.testing.assert_allclose(rows.variation, [0, other.std(dtype=np.float64), within], rtol=1e-5)
 
 
 def test_rows_times_powers_of_two_are_those_of_the_products() -> None:
