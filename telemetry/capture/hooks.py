@@ -61,38 +61,33 @@ class ModuleHook(Inert):
 
     def __init__(self, observer: CallObserver, state: State, module: nn.Module) -> None:
         self.module = weakref.ref(module)
+        self.handle: RemovableHandle | None = None  # while the hook is on its module
         self._observer, self._state = observer, state
-        self._handle: RemovableHandle | None = None
         self._for_one_call = False
-
-    @property
-    def installed(self) -> bool:
-        """Whether the hook is on its module."""
-        return self._handle is not None
 
     def install(self, *, for_one_call: bool = False) -> None:
         """Put the hook on its module, after the user's own: what those return is measured."""
         module = self.module()
-        if self._handle is None and module is not None:
-            self._handle, self._for_one_call = self._put_on(module), for_one_call
+        if self.handle is None and module is not None:
+            self.handle, self._for_one_call = self._put_on(module), for_one_call
 
-    def remove(self, *, after_one_call: bool = False) -> None:
-        """Take the hook off; ``after_one_call``: only if it was installed for one call."""
-        if self._handle is not None and (self._for_one_call or not after_one_call):
-            self._handle.remove()
-            self._handle = None
+    def remove(self) -> None:
+        """Take the hook off its module; idempotent."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle, self._for_one_call = None, False
 
     def _put_on(self, module: nn.Module) -> RemovableHandle:
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a hook that does nothing, and is removed when the whole copy has been made."""
-        hooks = None if self._handle is None else self._handle.hooks_dict_ref()
-        copied = None if hooks is None else memo.get(id(hooks))
-        if copied is not None and self._handle is not None:
+        handle = self.handle
+        copied = None if handle is None else memo.get(id(handle.hooks_dict_ref()))
+        if copied is not None and handle is not None:
             end = nullcontext()
             memo[id(end)] = end  # dies with the memo, when copying has ended
-            weakref.finalize(end, copied.pop, self._handle.id, None)
+            weakref.finalize(end, copied.pop, handle.id, None)
         return nullcontext().__exit__
 
 
@@ -139,11 +134,16 @@ class ForwardHook(ModuleHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             self._trace(output)
-            return
+        else:
+            self.observe(module, args, output)
+
+    def observe(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Report a call of the module by Python."""
         self.ran_eagerly = True
         # A module that shares its hooks with this one is a shallow copy, as DataParallel makes.
         if module is self.module():
-            self.remove(after_one_call=True)
+            if self._for_one_call:
+                self.remove()
             if self._state.armed:
                 self._observer.on_output(self, args, output, torch.is_grad_enabled())
 

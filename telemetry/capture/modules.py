@@ -126,17 +126,17 @@ class WatchedModules:
             return
         if module is self._input_hook.module():
             self._input_hook(module, args)
-        # The user's hook disables the module's fast path anyway.
-        hook = self._by_identity.get(id(module))
-        if hook is not None and hook.module() is module and module._forward_hooks:
-            hook.install(for_one_call=True)
+        if module._forward_hooks:  # the user's hook disables the module's fast path anyway
+            hook = self._by_identity.get(id(module))
+            if hook is not None and hook.module() is module:
+                hook.install(for_one_call=True)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         hook = self._by_identity.get(id(module))
-        if hook is not None and not hook.installed:
-            hook(module, args, output)
+        if hook is not None and hook.handle is None:
+            hook.observe(module, args, output)
 
     def _mode_changed(self, layer: nn.Module) -> None:
         found = (self._by_identity.get(id(module)) for module in layer.modules())
@@ -144,7 +144,7 @@ class WatchedModules:
             if layer.training and hook in self._set_aside:
                 self._set_aside.remove(hook)
                 hook.install()
-            elif not layer.training and hook.installed:
+            elif not layer.training and hook.handle is not None:
                 self._set_aside.add(hook)
                 hook.remove()
 

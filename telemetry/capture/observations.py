@@ -60,9 +60,9 @@ class Observations:
         self._failures = failures
         self._measurer = Measurer()
         self._measurements: Measurements | None = None
-        self._seen: dict[tuple[Kind, Name], int] = {}
+        self._added: list[Observation] = []  # of all backward passes
+        self._calls: Counter[tuple[Kind, Name]] = Counter()  # once there are many observations
         self._counted: Counter[tuple[Kind, Name]] = Counter()  # calls that were not measured
-        self._measured = 0
         # Minimum, maximum and norm of some observations, as PyTorch computes them.
         self._checks: list[tuple[Observation, HostCopy]] = []
 
@@ -79,20 +79,25 @@ class Observations:
         scaled: bool = False,
     ) -> Observation | None:
         """Measure ``tensor`` as it is now; None if it is only counted, or cannot be measured."""
-        key = kind, name
-        seen = self._seen.get(key, 0)
-        if self._measured >= MANY_OBSERVATIONS and seen >= FEW_CALLS:
-            self._counted[key] += 1
+        if len(self._added) >= MANY_OBSERVATIONS and self._is_measured((kind, name)):
             return None
         measured = self._measurer.add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
         if measured is None:
             self._log_unsupported(kind, name, tensor)
             return None
-        self._seen[key] = seen + 1
-        self._measured += 1
         observation = Observation(kind, name, measured, scaled)
+        self._added.append(observation)
         into.append(observation)
         return observation
+
+    def _is_measured(self, key: tuple[Kind, Name]) -> bool:
+        """Whether enough calls of a tensor are measured; then this one is counted."""
+        if not self._calls:
+            self._calls.update((o.kind, o.name) for o in self._added)
+        self._calls[key] += 1
+        enough = self._calls[key] > FEW_CALLS
+        self._counted[key] += enough
+        return enough
 
     def add_parameters(
         self,
@@ -110,8 +115,8 @@ class Observations:
             if measurement is None:
                 self._log_unsupported(kind, name, value)
                 continue
-            self._measured += 1
-            self.all.append(Observation(kind, name, measurement, scaled))
+            self._added.append(Observation(kind, name, measurement, scaled))
+            self.all.append(self._added[-1])
 
     def check(self, observation: Observation, tensor: Tensor) -> None:
         """Have PyTorch reduce the same tensor; :meth:`merge` compares."""

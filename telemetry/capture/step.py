@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from telemetry.capture.activations import Activations
 from telemetry.capture.captured_step import CapturedStep, read_scaler
 from telemetry.capture.hooks import ForwardHook, Inert
 from telemetry.capture.nested import tensors_in
 from telemetry.capture.observations import Kind, Observation
 from telemetry.capture.optimizers import Optimizers
-from telemetry.capture.parameters import Indexed, Updates, take_norms
+from telemetry.capture.parameters import Indexed, Updates, local, take_norms
 from telemetry.capture.state import State, Target, guarded
+from telemetry.measure import fingerprint, images
 from telemetry.plain_text import called_all
 from telemetry.records import Output, Parameter
 from telemetry.selection import cleaned
@@ -35,6 +35,9 @@ from telemetry.torch_private import (
 from telemetry.torch_private.host_copy import HostCopy
 
 _NAMES_IN_MESSAGE = 8
+
+# Tensors of one step that have a fingerprint; the step may have very many micro-batches.
+_FINGERPRINTS = 64
 
 # Instead of an optimizer's identity, in a loop without optimizers.
 _BY_HAND = 0
@@ -91,13 +94,15 @@ class Step:
         self.ran: set[object] = set()
         self.order: dict[str, None] = {}
         self.parameters: tuple[Parameter, ...] = ()
-        self._target, self._state = target, state
+        self._target, self._state, self._content = target, state, target.content
         self._optimizers, self._observer = optimizers, observer
         self._detail = self.captured.detail
         self._tensors = self._detail.observations
-        self._activations = Activations(self.captured, target, state)
         # Whether the next watched module receives its arguments from outside.
         self._awaits_input = True
+        self._given: set[int] = set()  # identities of the tensors of the batch
+        self._unit_axes: dict[tuple[int, ...], int] = {}  # of the latest output of each shape
+        self._convolution: ForwardHook | None = None  # that ran first
         # Backward passes by task; there are several at a time if one starts another.
         self._running: dict[int, _Pass] = {}
         self._probed: list[Observation] = []  # of passes that reached no parameter
@@ -126,7 +131,7 @@ class Step:
                 i: p._version for i, p in found if p.requires_grad and not p.is_inference()
             }
         self._detail.random_states = _random_states()
-        if by_hand and self._target.content.weights:
+        if by_hand and self._content.weights:
             self._updates[_BY_HAND] = Updates(self._counting(found))
         if not compiled:
             self._handles += [
@@ -140,7 +145,11 @@ class Step:
     def on_input(self, given: Any) -> None:
         """Receive the arguments of the model."""
         self._awaits_input = True
-        self._activations.add_batch(tensors_in(given))
+        self._given.clear()
+        tensors = tensors_in(given)
+        sizes = [t.size(0) for t in tensors if t.dim() and not is_being_traced(t)]
+        self._detail.examples += sizes[0] if sizes else 0
+        self._add_inputs("", tensors)
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
         """Receive the arguments and the output of a module.
@@ -152,7 +161,7 @@ class Step:
         given = args if self._awaits_input else ()
         self._awaits_input = False
         if given:
-            self._activations.add_inputs(hook.name, tensors_in(given))
+            self._add_inputs(hook.name, tensors_in(given))
         self.order.setdefault(hook.name)
         for place, tensor in enumerate(tensors_in(output)):
             if is_being_traced(tensor):
@@ -161,20 +170,97 @@ class Step:
                     "device, have no values to measure"
                 )
                 return
-            self._activations.add_output(hook, tensor, place)
+            self._add_output(hook, tensor, place)
             # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
             if tensor.grad_fn is not None and self._state.output_grads and not self.captured.phase:
                 tensor.register_hook(_GradHook(self, hook, place))
         if given or hook.convolves:
-            self._activations.take_images(hook, given, output)
+            self._take_images(hook, given, output)
 
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         """Receive one of a module's outputs from a compiled graph."""
         self._awaits_input = False
         self.order.setdefault(hook.name)
-        self._activations.add_output(hook, tensor, place, in_graph=True)
+        observation = self._add_output(hook, tensor, place)
+        self._check(observation, tensor)
         if hook.convolves and place == 0:
-            self._activations.take_images(hook, (), tensor)
+            self._take_images(hook, (), tensor)
+
+    def _add_inputs(self, name: str, given: list[Tensor]) -> None:
+        """Measure tensors from outside, each once, though a module passes it on."""
+        target, ranks, captured = self._target, self._state.ranks, self.captured
+        counts = ranks is None or ranks.takes_inputs(captured.ranks, name, target.model())
+        if captured.phase or not self._content.activations or not counts:
+            return
+        for tensor in given:
+            if id(tensor) in self._given or is_being_traced(tensor):
+                continue
+            self._given.add(id(tensor))
+            values = local(tensor.detach())
+            if len(self._detail.fingerprints) < _FINGERPRINTS:
+                self._detail.fingerprints += map(HostCopy, fingerprint(values))
+            if not _is_discrete(tensor):
+                self._tensors.add("inputs", name, values, self._tensors.all)
+
+    def _add_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> Observation | None:
+        if not self._content.activations or _is_discrete(tensor):
+            return None
+        output = Output(hook.name, place) if place else hook.output
+        values = local(tensor)
+        axis = self._unit_axis(hook, values)
+        ranks, notes = self._state.ranks, self.captured.ranks
+        if ranks is not None and not ranks.takes_output(notes, output, tensor, axis):
+            return None
+        return self._tensors.add("outputs", output, values, self._tensors.all, unit_axis=axis)
+
+    def _unit_axis(self, hook: ForwardHook, tensor: Tensor) -> int | None:
+        """Return the axis that counts units or channels.
+
+        An activation function has the axis of the latest output of the same shape.
+        """
+        if tensor.is_nested or (dim := tensor.dim()) < 2:
+            return None
+        if hook.units == "unknown":
+            return self._unit_axes.get(tensor.shape, 1 if dim > 3 else dim - 1)
+        self._unit_axes[tensor.shape] = axis = 1 if hook.units == "first" else dim - 1
+        return axis
+
+    def _check(self, observation: Observation | None, tensor: Tensor) -> None:
+        """Have some tensors of compiled graphs reduced by PyTorch, too."""
+        if observation is None or not tensor.numel():
+            return
+        left = self._target.totals.checks_left
+        if left[observation.kind] and tensor.dtype in (torch.float32, torch.bfloat16):
+            left[observation.kind] -= 1
+            self._tensors.check(observation, tensor)
+
+    # --- pictures ---------------------------------------------------------------------------------
+
+    def _take_images(self, hook: ForwardHook, given: Any, output: Any) -> None:
+        """Sample feature maps and the input, each once in a step."""
+        detail, of_sample = self._detail, self._target.has_sample and not self.captured.phase
+        if hook.convolves:
+            self._convolution = self._convolution or hook
+        if of_sample or not self._content.images:
+            return
+        if hook.pictured and hook.name not in detail.feature_maps:
+            sample = next(map(images.sample_feature_maps, tensors_in(output)), None)
+            if sample is not None:
+                detail.feature_maps[hook.name] = HostCopy(sample)
+        if given and detail.input is None:
+            sample = next(map(images.sample_inputs, tensors_in(given)), None)
+            if sample is not None:
+                detail.input = HostCopy(sample)
+
+    def _take_filters(self) -> None:
+        """Sample the filters of the first convolution, before the optimizer changes them."""
+        if self._convolution is None or self._detail.filters:
+            return
+        module = self._convolution.module()
+        weight: Any = None if module is None else module.weight
+        sample = None if weight is None else images.sample_filters(local(weight.detach()))
+        if sample is not None:
+            self._detail.filters[self._convolution.name] = HostCopy(sample)
 
     # --- backward passes --------------------------------------------------------------------------
 
@@ -187,7 +273,12 @@ class Step:
             return  # a graph kept from an earlier step; an output that got no gradient
         running = self._current_pass()
         into = self._tensors.all if running is None else running.observations
-        self._activations.add_grad(hook, grad, place, into, in_graph=in_graph)
+        output = Output(hook.name, place) if place else hook.output
+        ranks, notes = self._state.ranks, self.captured.ranks
+        if ranks is None or ranks.takes_output_grad(notes, output, grad):
+            observed = self._tensors.add("output_grads", output, local(grad), into, scaled=True)
+            if in_graph:
+                self._check(observed, grad)
 
     def on_accumulated(self, parameter: Tensor) -> None:
         """Note that a gradient has accumulated, so that this backward pass is one of training."""
@@ -271,14 +362,14 @@ class Step:
         self._read(key, parameters, scaled=getattr(optimizer, "grad_scale", None) is not None)
         if self.full:
             self._detail.groups[key] = table.groups_of(optimizer)
-        if self.full and self._target.content.weights:
+        if self.full and self._content.weights:
             self._updates[key] = Updates(self._counting(parameters))
 
     @guarded("to measure the update")
     def after_step(self, optimizer: Optimizer) -> None:
         """Read parameters and second moments after the first step of an optimizer in this one."""
         self._read_update(id(optimizer))
-        if self.full and self._target.content.weights:
+        if self.full and self._content.weights:
             # Not by its brackets: the optimizer's state is a defaultdict.
             of = self._target.table.of(optimizer)
             states = {i: optimizer.state.get(p, {}) for i, p in of if i not in self._moments}
@@ -299,7 +390,7 @@ class Step:
     def _read(self, optimizer: int, parameters: Indexed, *, scaled: bool) -> None:
         """Take norms of all gradients; on full steps measure gradients and parameters."""
         full, captured, ranks = self.full, self.captured, self._state.ranks
-        table, content = self._target.table, self._target.content
+        table, content = self._target.table, self._content
         first, every = not self._stepped, table.all() if full else []
         self._stepped.add(optimizer)
         self._held.update(i for i, _ in parameters)
@@ -333,7 +424,7 @@ class Step:
         if content.weights:
             self._observe_parameters("weights", self._counting(weights))
         if content.images:
-            self._activations.take_filters()
+            self._take_filters()
 
     def _counting(self, tensors: Indexed) -> Indexed:
         """Select the parameters that this rank measures."""
@@ -405,6 +496,11 @@ class _GradHook(Inert):
         step, hook = self._step(), self._hook()
         if step is not None and hook is not None:
             step.on_output_grad(hook, self._place, grad)
+
+
+def _is_discrete(tensor: Tensor) -> bool:
+    """Whether the elements are indices, counts or masks, of which no statistics are taken."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized)
 
 
 def _rate(value: object) -> float | HostCopy:
