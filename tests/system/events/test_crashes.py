@@ -163,10 +163,11 @@ TRAINING = """
 """
 
 
-def test_a_run_killed_after_its_checkpoint_lacks_no_step_when_it_is_resumed(
-    tmp_path: Path, read_board: ReadBoard
-) -> None:
-    runs, names = tmp_path / "runs", [f"{w}-{n}" for w in ("own", "ours", "torch") for n in EVERY]
+@pytest.fixture(scope="module")
+def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Directory and names of runs that were killed after a checkpoint and resumed."""
+    folder = tmp_path_factory.mktemp("resumed")
+    runs, names = folder / "runs", [f"{w}-{n}" for w in ("own", "ours", "torch") for n in EVERY]
     killed = """
     runs = {name: train(name, 0, int(sys.argv[2])) for name in sys.argv[4:]}
     for name, (model, logger, writer) in runs.items():
@@ -174,7 +175,7 @@ def test_a_run_killed_after_its_checkpoint_lacks_no_step_when_it_is_resumed(
     os.kill(os.getpid(), signal.SIGKILL)
     """
     arguments = runs, CHECKPOINTED, RESUMED, *names
-    with start_script(tmp_path, TRAINING + killed, *arguments) as process:
+    with start_script(folder, TRAINING + killed, *arguments) as process:
         _, log = process.communicate(timeout=300)
     assert process.returncode == -signal.SIGKILL, log
     assert "is not written" not in log
@@ -185,8 +186,14 @@ def test_a_run_killed_after_its_checkpoint_lacks_no_step_when_it_is_resumed(
         if not isinstance(writer, str):
             writer.close()
     """
-    run_script(tmp_path, TRAINING + resumed, *arguments)
+    run_script(folder, TRAINING + resumed, *arguments)
+    return runs, names
 
+
+def test_a_run_killed_after_its_checkpoint_lacks_no_step_when_it_is_resumed(
+    resumed_runs: tuple[Path, list[str]], read_board: ReadBoard
+) -> None:
+    runs, names = resumed_runs
     shown = read_board(runs).scalars()
     for name in names:
         for tag in ("loss", "grad_norm/total"):
