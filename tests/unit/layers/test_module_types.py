@@ -48,8 +48,9 @@ def test_clipping_functions_are_saturated_at_their_ends_but_not_where_a_relu_is_
         ReLU6=[0.0, 0.0, 3.0, 6.0],
         Hardsigmoid=[0.0, 0.5, 0.7, 1.0],
         Softsign=[-0.9, 0.1, 0.2, 0.6],
+        Hardtanh=[-1.0, -0.7, 0.7, 1.0],
     )
-    assert found == [0.25, 0.5, 0.5]
+    assert found == [0.25, 0.5, 0.5, 0.5]
 
 
 def test_each_module_type_has_its_own_limits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from torch import nn
 
 import telemetry
 from telemetry import HookLogger
+from telemetry.reading.run import only_log_dir
 from telemetry.reading.run_entry import read_row
 from tests.helpers.paths import ROOT
 
@@ -127,3 +129,18 @@ def test_the_example_of_the_docs_runs(log_dir: Path, monkeypatch: pytest.MonkeyP
     assert list(names["by_layer"].columns) == ["0", "2"]
     assert len(names["loss"]) == 12
     assert names["count"].sum() == 24
+
+
+def test_the_only_run_or_the_run_of_the_directory_itself_is_chosen(
+    log_dir: Path, tmp_path: Path
+) -> None:
+    def copy_to(folder: Path) -> None:
+        shutil.copytree(log_dir, folder, dirs_exist_ok=True)
+
+    copy_to(tmp_path / "a")
+    assert only_log_dir(tmp_path) == tmp_path / "a"
+    copy_to(tmp_path / "b")
+    with pytest.raises(ValueError, match="a, b"):
+        only_log_dir(tmp_path)
+    copy_to(tmp_path)
+    assert only_log_dir(tmp_path) == tmp_path
