@@ -112,8 +112,9 @@ class LogitGrowth(Detector):
     largest = 1e4
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        sketches = {n: t.sketch for n, t in record.activations.items() if _LOGITS.search(n)}
-        found = [(max(-s.min, s.max), name) for name, s in sketches.items()]
+        rows = record.activations.rows
+        places = [(row, n) for row, n in enumerate(record.activations) if _LOGITS.search(n)]
+        found = [(float(max(-rows.min[row], rows.max[row])), name) for row, name in places]
         largest, name = max(found, default=(0.0, ""))
         if not largest > self.largest:
             return None

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.layers.onset import LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
 from telemetry.plain_text import called, called_all, figure
-from telemetry.records import StepRecord
+from telemetry.records import StepRecord, once
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
 
@@ -98,7 +98,7 @@ class Past:
         """Return median and standard deviation (from the median absolute one) of the latest."""
         latest = self.values[-count:]
         usual = median_high(latest)
-        return usual, NORMAL_CONSISTENT * median_high(abs(value - usual) for value in latest)
+        return usual, NORMAL_CONSISTENT * median_high([abs(value - usual) for value in latest])
 
     def ranges_above(self, value: float) -> float:
         """Return the distance of a value above the highest, in ranges; -inf for a short window."""
@@ -137,6 +137,7 @@ class Loss:
     past: Past  # losses that are not far above it
     high: deque[Logged]  # consecutive losses that are far above it
     latest: deque[Logged]
+    recent: float = math.nan  # median of the last five losses
     first: float = math.nan  # median of the first five that were not far above
     best: float = math.inf  # the lowest median of five
     is_worse: bool = False  # the recent median is four standard deviations above the past
@@ -149,11 +150,6 @@ class Loss:
     def __init__(self) -> None:
         self.past, self.high = Past(), deque(maxlen=LATEST + 1)
         self.latest = deque(maxlen=3 * LATEST)
-
-    @property
-    def recent(self) -> float:
-        """Median of the last five losses; NaN before the first."""
-        return self.median_of(RECENT)
 
     def median_of(self, count: int) -> float:
         """Return the median of the last ``count`` losses; NaN before the first."""
@@ -187,7 +183,7 @@ class Loss:
     def add(self, step: int, loss: float, *, judged: bool = True) -> None:
         """Add the finite loss of one step; ``judged``: whether rules judge this step."""
         self.latest.append(Logged(step, loss))
-        recent = self.recent
+        recent = self.recent = self.median_of(RECENT)
         if judged and len(self.past) >= RECENT:
             usual, deviation = self.past.of_latest(LATEST)
             deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
@@ -277,6 +273,7 @@ class Layers:
 
     names: tuple[str, ...] = ()  # modules that own parameters
     levels: Figures  # log10 of their norms, [k, layers], oldest first; -inf for zero
+    growth: Figures  # distance of the last ones above their medians, [layers]; NaN if unknown
     steps: list[int]  # of each row
     usual: Figures  # their medians, at most 20 steps old, [layers]
     # Whether a layer's norm is suddenly zero, or differs for three steps from its median by a
@@ -293,16 +290,17 @@ class Layers:
     def _begin(self, names: tuple[str, ...]) -> None:
         self.names, self.levels = names, np.zeros((0, len(names)))
         self.steps = []
-        self.usual = self._limit = np.full(len(names), np.nan)
+        self.usual = self.growth = self._limit = np.full(len(names), np.nan)
         self._unusual_steps = np.zeros(len(names))
         self._since = 0
 
+    @np.errstate(invalid="ignore")  # of -inf
     def add(self, record: StepRecord) -> None:
         """Add a step whose gradients are finite."""
         if record.layout.owner_names != self.names:
             self._begin(record.layout.owner_names)
         self.levels = np.concatenate([self.levels[1 - _ROWS :], record.owner_grad_levels[None]])
-        growth = self.growth
+        growth = self.growth = self.levels[-1] - self.usual
         finite = growth[np.isfinite(growth)]
         # A change of all layers is learning, or visible in the total norm.
         common = np.clip(0.0, finite.min(), finite.max()) if finite.size else 0.0
@@ -314,20 +312,13 @@ class Layers:
         self._since += 1
         if self._since == (LATEST if len(self.steps) > LATEST else FEWEST):
             self._refresh()
-
-    @property
-    def growth(self) -> Figures:
-        """Distance of each above its median, in decades; NaN if unknown."""
-        with np.errstate(invalid="ignore"):
-            growth: Figures = self.levels[-1] - self.usual
-        return growth
+            self.growth = self.levels[-1] - self.usual
 
     def _refresh(self) -> None:
         self._since, past = 0, self.levels[-LENGTH:]
         ordered = np.sort(past, axis=0)
         self.usual = ordered[len(past) // 2]
-        with np.errstate(invalid="ignore"):
-            off = np.sort(np.abs(past - self.usual), axis=0)[len(past) // 2]
+        off = np.sort(np.abs(past - self.usual), axis=0)[len(past) // 2]
         self._limit = np.maximum(TENFOLD, _WORSE * NORMAL_CONSISTENT * off)
         self._limit[ordered[0] == -np.inf] = np.nan
 
@@ -529,6 +520,7 @@ def matrix_ratios(record: StepRecord) -> dict[str, float]:
     return {name: r for name, r in ratios if name in matrices and math.isfinite(r)}
 
 
+@once
 def matrix_sizes(record: StepRecord) -> dict[str, float]:
     """Return the root mean square of each weight matrix, by name."""
     sizes = figures_of(record.weights, rms_of)

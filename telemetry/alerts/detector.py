@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_type_hints
 
@@ -73,6 +73,8 @@ class Detector(Rule):
     needs_full_step: bool = False
     full_steps_in_a_row: int = 1  # consecutive full steps it needs; after these requests it pauses
     active_alert: Alert | None = None
+    requests_full_step: bool = False
+    is_unconfirmed: bool = False  # a finding is not confirmed yet
     _findings: int = 0
     _evaluations_without: int = 0
     _found_at: int = 0  # the last step with the fault
@@ -117,45 +119,43 @@ class Detector(Rule):
 
     # --- called by the engine --------------------------------------------------------------------
 
-    def evaluate(self, record: StepRecord, baseline: Baseline) -> Iterator[Alert]:
+    def evaluate(self, record: StepRecord, baseline: Baseline) -> list[Alert]:
         """Judge a step."""
-        if not self._applies_to(record):
-            return
+        is_full_only = self.on == "full"
+        if is_full_only and not record.full:
+            return []
+        if self.on == "loss" and finite_loss(record) is None:
+            return []
+        alerts: list[Alert] = []
         if (found := self.find(record, baseline)) is not None:
             self._findings += 1
             self._evaluations_without, self._found_at = 0, record.step
             if found.confirmed or self._findings >= self._required:
-                yield from self._report(record.step, found)
+                alerts = self._report(record.step, found)
         elif self.active_alert is not None and self.still_present(record, baseline):
             self._evaluations_without, self._found_at = 0, record.step
         else:
             self._findings = 0
             self._evaluations_without += 1
             is_recent = record.step - self._found_at < LATEST
-            is_early = self.on == "full" and self.clear_after > 1 and is_recent
+            is_early = is_full_only and self.clear_after > 1 and is_recent
             clears = self._evaluations_without >= self.clear_after and not is_early
             if self.active_alert is not None and clears:
-                resolved, self.active_alert = _resolved(self.active_alert, record.step), None
-                yield resolved
+                alerts, self.active_alert = [_resolved(self.active_alert, record.step)], None
+        self.is_unconfirmed = 0 < self._findings < self._required
+        self.requests_full_step = self.needs_full_step or (is_full_only and self.is_unconfirmed)
+        return alerts
 
-    def on_loss(self, step: int, loss: float) -> Iterator[Alert]:
-        if (found := self.find_in_loss(step, loss)) is not None:
-            self._evaluations_without = 0
-            yield from self._report(step, found)
+    def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
+        if (found := self.find_in_loss(step, loss)) is None:
+            return ()
+        self._evaluations_without = 0
+        return self._report(step, found)
 
     @property
     def judges_losses(self) -> bool:
         """Whether :meth:`find_in_loss` is implemented."""
         return type(self).find_in_loss is not Detector.find_in_loss
-
-    @property
-    def is_unconfirmed(self) -> bool:
-        """Whether a finding is not confirmed yet."""
-        return 0 < self._findings < self._required
-
-    @property
-    def requests_full_step(self) -> bool:
-        return self.needs_full_step or (self.on == "full" and self.is_unconfirmed)
 
     @property
     def full_steps_needed(self) -> int:
@@ -176,7 +176,7 @@ class Detector(Rule):
     def name(self) -> str:
         return self.kind
 
-    def __call__(self, record: StepRecord) -> Iterator[Alert]:
+    def __call__(self, record: StepRecord) -> list[Alert]:
         self._own_baseline.add(record)
         return self.evaluate(record, self._own_baseline)
 
@@ -189,13 +189,8 @@ class Detector(Rule):
 
     # ---------------------------------------------------------------------------------------------
 
-    def _applies_to(self, record: StepRecord) -> bool:
-        if self.on == "full":
-            return record.full
-        return self.on == "step" or finite_loss(record) is not None
-
-    def _report(self, step: int, found: Finding) -> Iterator[Alert]:
-        """Yield the alerts of a confirmed finding."""
+    def _report(self, step: int, found: Finding) -> list[Alert]:
+        """Return the alerts of a confirmed finding."""
         active = self.active_alert
         alert = Alert(
             kind=self.kind,
@@ -210,13 +205,14 @@ class Detector(Rule):
             advice=found.advice,
         )
         grown = active is not None and (active.severity, alert.severity) == ("warning", "error")
-        if found.momentary or found.resolved:
-            yield alert
-            if found.resolved:
-                yield _resolved(alert, step)
-        elif active is None or grown or found.escalates:
-            self.active_alert = alert
-            yield alert if active is None else replace(alert, stage="escalated")
+        if found.resolved:
+            return [alert, _resolved(alert, step)]
+        if found.momentary:
+            return [alert]
+        if active is not None and not grown and not found.escalates:
+            return []
+        self.active_alert = alert
+        return [alert if active is None else replace(alert, stage="escalated")]
 
 
 def _resolved(alert: Alert, step: int) -> Alert:

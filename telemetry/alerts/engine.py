@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -64,19 +64,19 @@ class Engine(Rule):
         return f"<{self.name}: {', '.join(self._detectors)}>"
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        found = _found_by(d.on_loss(step, loss) for d in self._of_losses)
+        found = _found_by([d.on_loss for d in self._of_losses], step, loss)
         return self._report(*found) if any(found) else ()
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._baseline.add(record)
         detectors = self._detectors.values() if record.full else self._of_light_steps
-        found = _found_by(d.evaluate(record, self._baseline) for d in detectors)
+        found = _found_by([d.evaluate for d in detectors], record, self._baseline)
         self._request(record, found[0])
         return self._report(*found)
 
     @property
     def loss_limit(self) -> float | None:
-        unconfirmed = any(detector.is_unconfirmed for detector in self._of_light_steps)
+        unconfirmed = [d.kind for d in self._of_light_steps if d.is_unconfirmed]
         return None if unconfirmed or self._every_step else self._baseline.loss_limit
 
     def _request(self, record: StepRecord, alerts: Iterable[Alert]) -> None:
@@ -213,13 +213,15 @@ class Engine(Rule):
         return reported
 
 
-def _found_by(evaluations: Iterable[Iterator[Alert]]) -> tuple[list[Alert], list[Exception]]:
+def _found_by(
+    judges: Iterable[Callable[..., Iterable[Alert]]], *judged: Any
+) -> tuple[list[Alert], list[Exception]]:
     """Return the alerts of detectors; one that raises does not stop the others."""
     alerts: list[Alert] = []
     errors: list[Exception] = []
-    for found in evaluations:
+    for judge in judges:
         try:
-            alerts.extend(found)
+            alerts.extend(judge(*judged))
         except Exception as error:  # of any detector, perhaps the user's
             errors.append(error)
     return alerts, errors

@@ -392,7 +392,7 @@ class Blame:
                 self.stretch = _all_but_one(baseline.layers.names, growth)
             if self.stretch is None and outputs is not None:
                 self.stretch = outputs.stretch
-            if outputs is not None and outputs.levels[0] > max(outputs.levels) / 2:
+            if outputs is not None and outputs.levels[0] > outputs.levels.max() / 2:
                 self.stretch, self.batch = None, 10 ** outputs.levels[0]
             several = len(baseline.layers.names) > _FEWEST
             self.by_norms = self.stretch is not None and entered is None and not record.full
@@ -400,32 +400,28 @@ class Blame:
 
     def _grown_outputs(self, record: StepRecord) -> Growth | None:
         """Return the growth of the batch and then of each output; None if none has grown."""
-        given = record.inputs.get("")
-        levels = [
-            0.0 if given is None else self._above(_BATCH_KEY, given.variation, given.sketch.rms)
-        ]
-        sizes = figures_of(record.activations, rms_of)
-        now = figures_of(record.activations, attrgetter("variation"))
-        levels += [self._above(name, variation, sizes[name]) for name, variation in now.items()]
-        return Growth(names=["", *now], levels=levels) if max(levels) > TENFOLD else None
+        given, rows = record.inputs.get(""), record.activations.rows
+        batch = math.nan if given is None else given.variation
+        batch_size = math.nan if given is None else rms_of(given.rows)[given.row]
+        names = [_BATCH_KEY, *record.activations]
+        now = np.concatenate([[batch], rows.variation])
+        sizes = np.concatenate([[batch_size], rms_of(rows)])
+        usual = np.array([self._outputs.get(name, math.nan) for name in names])
+        with np.errstate(all="ignore"):
+            levels = np.where((now > 0) & (now < math.inf) & (usual > 0), np.log10(now / usual), 0)
+        for place in ((levels <= TENFOLD) & (sizes > 0) & (sizes < math.inf)).nonzero()[0]:
+            self._outputs[names[place]] = float(sizes[place])
+        return Growth(names=["", *names[1:]], levels=levels) if levels.max() > TENFOLD else None
 
     def _first_grown(self, record: StepRecord) -> str | None:
         """Return the module whose output's gradient grew tenfold first in the backward pass."""
-        grown = []
+        grown, usual = [], self._gradients
         for name, now in figures_of(record.activation_grads, rms_of).items():
-            if now > 10**TENFOLD * self._gradients.get(name, math.inf):
+            if name in usual and now > 10**TENFOLD * usual[name]:
                 grown.append(name)
             elif 0 < now < math.inf:
-                self._gradients[name] = now
+                usual[name] = now
         return max(grown, key=record.layout.position.__getitem__, default=None)
-
-    def _above(self, name: str, now: float, rms: float) -> float:
-        """Return log10 of a variation over the usual RMS; 0 if unknown."""
-        usual = self._outputs.get(name, math.nan)
-        level = math.log10(now / usual) if 0 < now < math.inf and usual > 0 else 0.0
-        if level <= TENFOLD and 0 < rms < math.inf:
-            self._outputs[name] = rms
-        return level
 
 
 def _growth(baseline: Baseline) -> NDArray[np.float64] | None:
@@ -442,7 +438,7 @@ def _entered(baseline: Baseline) -> Stretch | None:
     That is the last of them, which passes it to earlier layers.
     """
     growth = baseline.layers.growth
-    known, grown = np.isfinite(growth), np.flatnonzero(growth > 2 * TENFOLD)
+    known, (grown,) = np.isfinite(growth), (growth > 2 * TENFOLD).nonzero()
     are_apart = not (known & (growth > TENFOLD / 2) & (growth <= 2 * TENFOLD)).any()
     if not 0 < 2 * len(grown) <= np.count_nonzero(known) or not are_apart:
         return None

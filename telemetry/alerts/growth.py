@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from telemetry.alerts.baseline import Figures, Marks
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.plain_text import called
-from telemetry.records import Module, StepRecord, once
+from telemetry.records import Layout, StepRecord, once
 from telemetry.records.moments import rms_of
-from telemetry.records.tensor import figures_of
 
 
 class Stretch(NamedTuple):
@@ -36,26 +37,25 @@ class Stretch(NamedTuple):
         return f"The growth {where} {self}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Growth:
     """Growth of a pass from its beginning to its largest value."""
 
     names: Sequence[str]  # modules in the order of the pass
-    levels: Sequence[float]  # log10 of their sizes
+    levels: Figures  # log10 of their sizes
 
-    @property
+    @cached_property
     def decades(self) -> float:
         """log10 of the ratio of the largest to the first; 0 if there are fewer than two."""
-        return max(self.levels) - self.levels[0] if len(self.levels) > 1 else 0.0
+        return float(self.levels.max() - self.levels[0]) if len(self.levels) > 1 else 0.0
 
     @property
     def stretch(self) -> Stretch | None:
         """The module that has half of the growth, or those that have most of it."""
         if self.decades <= 0:
             return None
-        levels = np.array(self.levels)
-        top = int(levels.argmax())
-        share = (levels[: top + 1] - levels[0]) / self.decades
+        top = int(self.levels.argmax())
+        share = (self.levels[: top + 1] - self.levels[0]) / self.decades
         steepest = int(np.diff(share).argmax()) + 1
         if share[steepest] - share[steepest - 1] >= _MOST:
             return Stretch(self.names[steepest], self.names[steepest])
@@ -77,26 +77,24 @@ def forward_growth(record: StepRecord) -> Growth:
     A large constant does not count. Neither does growth in a normalization, which returns numbers
     around 1 for all inputs, as behind embeddings of 0.02.
     """
-    sizes = figures_of(record.activations, rms_of)
-    variation = figures_of(record.activations, attrgetter("variation"))
-    ran = [
-        module
-        for module in record.layout.modules
-        if 0 < sizes.get(module.name, 0.0) < math.inf and module.type_name not in LOOKUPS
-    ]
-    values = [sizes[module.name] for module in ran[:1]]
-    values += [variation[module.name] for module in ran[1:]]
-    return _growth(ran, values, [_normalizes(module) for module in ran])
+    layout, activations = record.layout, record.activations
+    ran = [layout.position[name] for name in activations]
+    sizes, variation = np.full((2, len(layout.modules)), math.nan)
+    sizes[ran], variation[ran] = rms_of(activations.rows), activations.rows.variation
+    modules = _with_scale(layout, sizes)
+    variation[modules[:1]] = sizes[modules[:1]]
+    return _growth(layout, modules, variation, free=_normalizations(layout)[modules])
 
 
+@once
 def backward_growth(record: StepRecord) -> Growth:
     """Return the growth of the gradients of these outputs, from the last module back.
 
     Growth in a normalization does not count: it divides gradients and inputs alike.
     """
-    layers = _gradients(record)[::-1]
-    modules = [module for module, _ in layers]
-    return _growth(modules, [rms for _, rms in layers], [False, *map(_normalizes, modules)])
+    modules, sizes = _gradients(record)
+    free = np.concatenate([[False], _normalizations(record.layout)[modules[:0:-1]]])
+    return _growth(record.layout, modules[::-1], sizes, free=free)
 
 
 def gain(record: StepRecord, norm: float | None = None) -> float:
@@ -113,39 +111,41 @@ def gain(record: StepRecord, norm: float | None = None) -> float:
     """
     if not record.output_grads:  # as at most steps
         return math.nan
-    total, last = norm or record.total_grad_norm, _gradients(record)[-1:]
-    return math.log10(total / last[0][1]) if last and 0 < total < math.inf else math.nan
+    total, (modules, sizes) = norm or record.total_grad_norm, _gradients(record)
+    is_known = len(modules) > 0 and 0 < total < math.inf
+    return math.log10(total / sizes[modules[-1]]) if is_known else math.nan
 
 
 @once
-def _gradients(record: StepRecord) -> list[tuple[Module, float]]:
-    """Return layers and the RMS of the gradients of their outputs, in forward order.
+def _gradients(record: StepRecord) -> tuple[NDArray[np.intp], Figures]:
+    """Return modules with a scale, and the RMS of the gradients of all modules' outputs."""
+    sizes = table(record).column("activation_grad_rms")
+    return _with_scale(record.layout, sizes), sizes
 
-    Layers with a zero or non-finite RMS are omitted, and embeddings, whose scale is arbitrary.
+
+def _with_scale(layout: Layout, sizes: Figures) -> NDArray[np.intp]:
+    """Return the indices of modules whose size, ``[modules]``, is positive and finite.
+
+    Embeddings are omitted, because their scale is arbitrary.
     """
-    layers = zip(record.layout.modules, table(record).column("activation_grad_rms"), strict=True)
-    return [
-        (module, rms)
-        for module, rms in layers
-        if 0 < rms < math.inf and module.type_name not in LOOKUPS
-    ]
+    return ((sizes > 0) & (sizes < math.inf) & ~_lookups(layout)).nonzero()[0]
 
 
-def _growth(modules: Sequence[Module], values: Sequence[float], free: Sequence[bool]) -> Growth:
-    """Return the growth over modules, without that of ``free`` modules."""
-    names, levels, allowance = [], [], 0.0
-    last = math.nan
-    for module, value, is_free in zip(modules, values, free, strict=False):
-        if not 0 < value < math.inf:
-            continue
-        level = math.log10(value)
-        if is_free and level > last:
-            allowance += level - last
-        names.append(module.name)
-        levels.append(level - allowance)
-        last = level
-    return Growth(names=names, levels=levels)
+def _growth(layout: Layout, modules: NDArray[np.intp], sizes: Figures, *, free: Marks) -> Growth:
+    """Return the growth over modules with these sizes, ``[all modules]``, without ``free`` ones."""
+    values = sizes[modules]
+    known = ((values > 0) & (values < math.inf)).nonzero()[0]
+    levels = np.log10(values[known])
+    steps = levels[1:] - levels[:-1]
+    levels[1:] -= np.where(free[known[1:]] & (steps > 0), steps, 0.0).cumsum()
+    return Growth(names=[layout.modules[index].name for index in modules[known]], levels=levels)
 
 
-def _normalizes(module: Module) -> bool:
-    return "Norm" in module.type_name
+@once
+def _lookups(layout: Layout) -> Marks:
+    return np.array([module.type_name in LOOKUPS for module in layout.modules], bool)
+
+
+@once
+def _normalizations(layout: Layout) -> Marks:
+    return np.array(["Norm" in module.type_name for module in layout.modules], bool)

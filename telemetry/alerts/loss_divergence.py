@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
 from statistics import median
 
 import numpy as np
@@ -210,18 +209,16 @@ def _sums(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
 
     Sums that cancel out are omitted, as for the logits of a cross entropy.
     """
-    given, biases = {}, {}
-    of_biases = figures_of(record.grads, _sum_of)
-    totals = figures_of(record.activation_grads, _sum_of)
-    sizes = figures_of(record.activation_grads, rms_of)
-    counts = figures_of(record.activation_grads, attrgetter("count"))
-    for module in record.layout.modules:
-        name, bias = module.name, of_biases.get(f"{module.name}.bias")
-        if module.type_name not in _ADD_BIAS or bias is None or not counts.get(name):
-            continue
-        biases[name] = bias
-        if abs(totals[name]) > _ROUNDING * sizes[name] * counts[name]:
-            given[name] = totals[name]
+    given, biases, layout = {}, {}, record.layout
+    of_biases, rows = figures_of(record.grads, _sum_of), record.activation_grads.rows
+    totals, limits = _sum_of(rows), _ROUNDING * rms_of(rows) * rows.count
+    for row, name in enumerate(record.activation_grads):
+        bias = of_biases.get(f"{name}.bias")
+        adds_bias = layout.modules[layout.position[name]].type_name in _ADD_BIAS
+        if bias is not None and adds_bias and rows.count[row]:
+            biases[name] = bias
+            if abs(totals[row]) > limits[row]:
+                given[name] = float(totals[row])
     return given, biases
 
 

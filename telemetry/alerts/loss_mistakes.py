@@ -9,7 +9,7 @@ from telemetry.alert import Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.plain_text import called, figure
-from telemetry.records import StepRecord
+from telemetry.records import StepRecord, TensorRecord, once
 from telemetry.records.buckets import limits
 from telemetry.records.sketch import Sketch
 
@@ -44,16 +44,17 @@ class WrongLossInput(Detector):
     steps = 20  # chosen manually; until then, a squared error may have similar gradients
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        last = _last(record)
-        found = None if last is None or baseline.age < self.steps else _mistake(last)
-        if last is None or found is None:
+        last = _last(record) if baseline.age >= self.steps else None
+        if last is None or last.type_name not in ("Softmax", *_BOUNDS) or not last.is_finite:
+            return None
+        if (found := _mistake(last)) is None:
             return None
         taken, advice, severity = found
         return Finding(
             summary=f"The loss gets {taken}",
             advice=advice,
             severity=severity,
-            value=last.grads.sum,
+            value=last.grads.sketch.sum,
             threshold=0.0,
             module_name=last.name,
         )
@@ -64,7 +65,7 @@ class WrongLossInput(Detector):
 
 def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
     """Return what the loss gets, the advice and the severity; None if nothing is wrong."""
-    type_name, p, g = last.type_name, last.outputs, last.grads
+    type_name, p, g = last.type_name, last.outputs.sketch, last.grads.sketch
     name = f"{called(last.name)} ({type_name})"
     logits = (
         f"Give the loss the logits, without the {type_name}",
@@ -127,10 +128,11 @@ class TargetsBroadcast(Detector):
 
     def _compare(self, record: StepRecord) -> Finding | None:
         last = _last(record)
-        if last is None or not record.loss:
+        if last is None or not record.loss or last.units != 1 or not last.is_finite:
             return None
-        name, p, g, rows = last.name, last.outputs, last.grads, last.outputs.count
-        if last.units != 1 or last.means[1] > 1 or rows < _FEWEST or not p.std > 0:
+        name, p, g = last.name, last.outputs.sketch, last.grads.sketch
+        rows = p.count
+        if last.means[1] > 1 or rows < _FEWEST or not p.std > 0:
             return None
         scale = g.std / p.std
         # Of a mean or a sum of squares, or half of it.
@@ -159,25 +161,30 @@ class _Last(NamedTuple):
     name: str
     type_name: str
     units: int
-    outputs: Sketch
-    grads: Sketch
+    outputs: TensorRecord
+    grads: TensorRecord
     means: tuple[int, int]  # number of means over rows: one per rank, or per micro-batch
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all values are finite, and a gradient is not zero."""
+        outputs, grads = self.outputs.sketch, self.grads.sketch
+        return not (outputs.nonfinite_count or grads.nonfinite_count) and grads.rms > 0
 
+
+@once
 def _last(record: StepRecord) -> _Last | None:
     name = next(reversed(record.activations), "")
     if name not in record.activation_grads:
         return None
     outputs, grads = record.activations[name], record.activation_grads[name]
-    if outputs.sketch.nonfinite_count or grads.sketch.nonfinite_count or not grads.sketch.rms > 0:
-        return None
     ranks = 1 if record.ranks is None else len(record.ranks.measured)
     return _Last(
         name=name,
         type_name=record.layout.modules[record.layout.position[name]].type_name,
         units=int(record.activations.rows.unit_count[-1]),
-        outputs=outputs.sketch,
-        grads=grads.sketch,
+        outputs=outputs,
+        grads=grads,
         means=(ranks, ranks * grads.calls),
     )
 
@@ -187,7 +194,7 @@ def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
 
     A loss that is a mean over rows divides all gradients by their number.
     """
-    grads = last.grads
+    grads = last.grads.sketch
     left, right = limits(grads.buckets)
     negative, positive = left[grads.buckets < 0], right[grads.buckets > 0]
     if not negative.size or not positive.size:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from operator import itemgetter
 
-from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.baseline import Baseline, matrix_ratios
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.plain_text import figure
 from telemetry.records import StepRecord
@@ -76,10 +75,9 @@ _SPARSE = 0.5  # of the gradient is zero: embeddings, experts that were not sele
 
 def _in_half_precision(record: StepRecord) -> Iterator[tuple[str, tuple[str, float]]]:
     """Yield matrices with a gradient, their type, and their update ratio."""
-    zeros = figures_of(record.grads, zero_fraction_of)
-    for parameter in record.layout.parameters:
-        name, dtype = parameter.name, parameter.dtype
-        ratio = record.update_ratios.get(name, math.nan)
-        is_dense = name in record.layout.matrices and zeros.get(name, 1.0) < _SPARSE
-        if dtype in _EPS and is_dense and math.isfinite(ratio):
-            yield name, (dtype, ratio)
+    half = {p.name: p.dtype for p in record.layout.parameters if p.dtype in _EPS}
+    zeros = figures_of(record.grads, zero_fraction_of) if half else {}
+    ratios = matrix_ratios(record) if half else {}
+    for name, dtype in half.items():
+        if name in ratios and zeros.get(name, 1.0) < _SPARSE:
+            yield name, (dtype, ratios[name])

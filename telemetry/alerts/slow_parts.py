@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 import numpy as np
 
 from telemetry.alerts.baseline import FEW_SAMPLES, LATEST, RECENT, Baseline, Figures
@@ -12,7 +10,7 @@ from telemetry.layers.module_types import AFFINE
 from telemetry.plain_text import called, called_all, figure
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
-from telemetry.records.tensor import figures_of
+from telemetry.records.tensor import Tensors
 
 _INACTIVE = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
 
@@ -60,7 +58,8 @@ class LayersNotLearning(Detector):
         moved = ratios[np.isfinite(ratios) & (ratios > 0)]
         if not moved.size:
             return None
-        usual = float(np.quantile(moved, 0.75))
+        moved.sort()
+        usual = float(np.interp(0.75 * (len(moved) - 1), np.arange(len(moved)), moved))
         norms = record.grad_norms[[*layout.matrices.values()]]
         limit = self.share * usual
         slow, learns = (ratios < limit) & (norms > 0), ratios >= limit
@@ -122,19 +121,13 @@ class OutputCollapse(Detector):
         self._highest = {}
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        sizes, units, counts = (
-            figures_of(record.outputs, of)
-            for of in (rms_of, lambda r: r.unit_count, attrgetter("count"))
-        )
-        collapsed = []
-        for output, variation in figures_of(record.outputs, lambda r: r.variation).items():
-            if units[output] >= _UNITS and sizes[output] == 0:
-                break  # a dead output makes all later ones constant
-            if units[output] < _UNITS or not sizes[output] > 0:
-                continue
-            if counts[output] < FEW_SAMPLES * units[output]:  # an expert that few tokens reach
-                continue
-            share = variation / sizes[output]
+        outputs, rows = [*record.outputs], Tensors.of(record.outputs).rows
+        sizes, counts, collapsed = rms_of(rows), rows.unit_count, []
+        # A dead output makes all later ones constant. Few tokens reach some experts.
+        are_wide = (counts >= _UNITS) & ~np.logical_or.accumulate((counts >= _UNITS) & (sizes == 0))
+        judged = are_wide & (sizes > 0) & (rows.count >= FEW_SAMPLES * counts)
+        for place in judged.nonzero()[0].tolist():
+            output, share = outputs[place], float(rows.variation[place] / sizes[place])
             highest = self._highest[output] = max(share, self._highest.get(output, 0.0))
             if share <= self.share and highest >= _VARIES:
                 collapsed.append((output, share))
@@ -155,19 +148,26 @@ class OutputCollapse(Detector):
         )
 
 
+@np.errstate(invalid="ignore")  # of masks
 def _alike(record: StepRecord) -> Finding | None:
     """Return the finding of the first layer whose units all have the same two extremes."""
-    types = {module.name: module.type_name for module in record.layout.modules}
-    rows = record.activations.rows
-    for row, name in enumerate(record.activations):
-        units = rows.units_of(row) if types[name] in AFFINE else None
-        if units is None or len(units) < _UNITS:
-            continue
-        low, high = units.min(axis=0), units.max(axis=0)
-        extent = high[1] - low[0]
-        if extent > 0 and (high - low).max() <= _ROUNDING * extent:
+    layout, activations = record.layout, record.activations
+    rows, names = activations.rows, [*activations]
+    known = rows.unit_count.nonzero()[0]
+    if not len(known):
+        return None
+    counts = rows.unit_count[known]
+    starts = counts.cumsum() - counts
+    low = np.minimum.reduceat(rows.units, starts)
+    high = np.maximum.reduceat(rows.units, starts)
+    extent = high[:, 1] - low[:, 0]
+    are_alike = (counts >= _UNITS) & (extent > 0)
+    are_alike &= np.maximum(*(high - low).T) <= _ROUNDING * extent
+    for row in known[are_alike].tolist():
+        name = names[row]
+        if layout.modules[layout.position[name]].type_name in AFFINE:
             return Finding(
-                summary=f"All {len(units)} units of {called(name)} return the same",
+                summary=f"All {rows.unit_count[row]} units of {called(name)} return the same",
                 cause="They have equal weights and get equal gradients",
                 advice=("Initialize weights at random, not with a constant",),
                 value=0.0,

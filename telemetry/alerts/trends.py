@@ -268,7 +268,8 @@ class UnboundedLoss(Detector):
 
     def _add(self, record: StepRecord, loss: float) -> None:
         rows = record.activations.rows
-        outputs = max((p.shape[0] for p in record.layout.parameters if len(p.shape) > 1), default=0)
+        matrices = record.layout.matrices.values()
+        outputs = max([record.layout.parameters[i].shape[0] for i in matrices], default=0)
         self._classes = int(rows.unit_count[-1]) or outputs
         size = float(rms_of(rows)[-1])
         if math.isfinite(size + loss) and size > 0:

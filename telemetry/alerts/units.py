@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,7 +80,14 @@ class DeadUnits(Detector):
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step, self.full_steps_in_a_row = False, 1
-        dead = [out for out, silent in _silent_units(record) if self._is_dead(out, silent, record)]
+        units = _silent_units(record)
+        for output in self._silence.keys() & {o for o, share, _ in units if share < self.fraction}:
+            del self._silence[output]
+        dead = [
+            output
+            for output, share, silent in units
+            if share >= self.fraction and self._is_dead(output, silent, record)
+        ]
         # If there is no gradient at all, the loss does not depend on the model.
         gradients = [record.output_grads[output].sketch.sum_squares for output in dead]
         if not dead or not (record.total_grad_norm > 0 or any(gradients)):
@@ -119,8 +126,8 @@ class DeadUnits(Detector):
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         """Whether most units of the reported layer are still silent."""
         name = self.active_alert.module_name if self.active_alert is not None else None
-        of_layer = (s for output, s in _silent_units(record) if output.module_name == name)
-        return any(_share(silent) > _REVIVED for silent in of_layer)
+        shares = [s for output, s, _ in _silent_units(record) if output.module_name == name]
+        return max(shares, default=0.0) > _REVIVED
 
     def _is_zero(self, output: Output, record: StepRecord) -> bool:
         """Whether all silent units return zero; else they only get no gradient."""
@@ -130,13 +137,11 @@ class DeadUnits(Detector):
     def _is_dead(self, output: Output, silent: Marks, record: StepRecord) -> bool:
         """Add this batch to those before, and return whether the units are dead."""
         before = self._silence.pop(output, None)
-        if _share(silent) < self.fraction:
-            return False
         samples = record.outputs[output].sketch.finite_count / silent.size
         now = _Silence(silent=silent, samples=samples, since=record.step, whole=int(silent.all()))
         if before is not None and before.silent.shape == silent.shape:
             both = silent & before.silent
-            if _share(both) >= self.fraction:
+            if np.count_nonzero(both) / both.size >= self.fraction:
                 now = _Silence(
                     silent=both,
                     batches=before.batches + 1,
@@ -187,13 +192,9 @@ class _Silence:
     whole: int  # batches, up to the latest, in which every unit was silent
 
 
-def _share(units: Marks) -> float:
-    return np.count_nonzero(units) / units.size  # faster than their mean
-
-
 @once
-def _silent_units(record: StepRecord) -> Sequence[tuple[Output, Marks]]:
-    """Return outputs that get a gradient, and a mark for each silent unit, in forward order."""
+def _silent_units(record: StepRecord) -> Sequence[tuple[Output, float, Marks]]:
+    """Return outputs that get a gradient, in forward order: the share and marks of silent units."""
     forward, idle = _Forward.of(record), _idle_modules(record)
     if not forward.outputs:
         return ()
@@ -201,21 +202,24 @@ def _silent_units(record: StepRecord) -> Sequence[tuple[Output, Marks]]:
     two_sided = np.array([kind in TWO_SIDED for kind in forward.types])
     is_idle = np.array([output.module_name in idle for output in forward.outputs])
     gradients = Tensors.of(record.output_grads)
-    known = [gradients.row(output) for output in forward.outputs]
-    places = np.array([-1 if place is None else place for place in known])
+    row_of = {output: row for row, output in enumerate(gradients)}
+    places = np.array([row_of.get(output, -1) for output in forward.outputs])
     lowest, highest = units.T  # reducing an axis of two is slow
     zero, negative = (lowest == 0) & (highest == 0), highest < 0
     # Whether the share of zero gradients is at least the share of negative units.
     rows = np.arange(len(sizes)).repeat(sizes)
     share = np.bincount(rows, negative, minlength=len(sizes)) / np.maximum(sizes, 1)
-    cut_off = np.append(zero_fraction_of(gradients.rows), math.nan)[places] >= share
+    cut_off = np.concatenate([zero_fraction_of(gradients.rows), [math.nan]])[places] >= share
     cut_off[:-1] &= ~two_sided[1:]
     of_owned = (zero & is_idle[rows]) | (negative & cut_off[rows])
     silent = np.where(np.array(forward.owned)[rows], of_owned, zero | _negligible(forward.rows))
-    ends = sizes.cumsum().tolist()
-    # Single units do not count.
-    counted = np.flatnonzero((places >= 0) & (sizes > 1) & ~two_sided).tolist()
-    return [(forward.outputs[i], silent[ends[i] - sizes[i] : ends[i]]) for i in counted]
+    shares = (np.bincount(rows, silent, len(sizes)) / sizes).tolist()
+    ends, sizes = sizes.cumsum().tolist(), sizes.tolist()
+    return [
+        (output, shares[i], silent[ends[i] - sizes[i] : ends[i]])
+        for i, output in enumerate(forward.outputs)
+        if output in row_of and sizes[i] > 1 and not two_sided[i]  # single units do not count
+    ]
 
 
 def _negligible(rows: Rows) -> Marks:
@@ -224,8 +228,8 @@ def _negligible(rows: Rows) -> Marks:
     The input of the first output is itself.
     """
     sizes = rows.unit_count
-    as_many = np.append(True, sizes[1:] == sizes[:-1]).repeat(sizes)
-    back = np.append(0, sizes[1:]).repeat(sizes)
+    as_many = np.concatenate([[True], sizes[1:] == sizes[:-1]]).repeat(sizes)
+    back = np.concatenate([[0], sizes[1:]]).repeat(sizes)
     inputs = rows.units[np.arange(len(rows.units)) - back, 1]
     largest = np.maximum(*np.abs(rows.units.T))
     negligible: Marks = (inputs < 0) & (largest <= -_NEGLIGIBLE * inputs)
@@ -334,9 +338,9 @@ class SaturatedUnits(Detector):
         self.needs_full_step |= layer.evaluations < self.evaluations
         return layer.is_candidate and layer.evaluations >= self.evaluations
 
-    def _flat_shares(self, record: StepRecord) -> Iterator[tuple[Output, float]]:
-        """Yield the outputs of hidden layers and the flat share of each, in forward order."""
-        forward = _Forward.of(record)
+    def _flat_shares(self, record: StepRecord) -> list[tuple[Output, float]]:
+        """Return the outputs of hidden layers and the flat share of each, in forward order."""
+        forward, shares = _Forward.of(record), list[tuple[Output, float]]()
         rms = rms_of(forward.rows).tolist()
         for index in forward.hidden:
             output, type_name = forward.outputs[index], forward.types[index]
@@ -347,13 +351,16 @@ class SaturatedUnits(Detector):
                 # An RNN may have been made with ReLU, which shows by outputs above 1.
                 is_other = forward.owned[index] and forward.rows.max[index] > 1
                 if not is_other and not forward.is_gate(index):
-                    yield output, _share_flat(record, output, BOUNDED[type_name])
+                    shares.append((output, _share_flat(record, output, BOUNDED[type_name])))
             elif forward.owned[index]:
                 if forward.types[index + 1] in AFFINE:
                     small = rms[index] < _LARGE
-                    yield output, 0.0 if small else _share_lost(record, output, after)
+                    lost = 0.0 if small else _share_lost(record, output, after)
+                    shares.append((output, lost))
             elif type_name not in STANDARD and index > 0:
-                yield output, self._share_at_ends(record, output, forward.outputs[index - 1])
+                at_ends = self._share_at_ends(record, output, forward.outputs[index - 1])
+                shares.append((output, at_ends))
+        return shares
 
     def _share_at_ends(self, record: StepRecord, output: Output, before: Output) -> float:
         """Return the share of outputs at the ends of their range; 0 if gradients pass."""
@@ -457,7 +464,7 @@ class _Forward:
         layout, tensors = record.layout, Tensors.of(record.outputs)
         place = {output: layout.position[output.module_name] for output in tensors}
         outputs = sorted(place, key=place.__getitem__)
-        order = np.argsort([*place.values()], kind="stable")
+        order = np.array([*place.values()], np.intp).argsort(kind="stable")
         rows = tensors.rows.take(order)
         positions = np.where(rows.unit_count, rows.count / rows.unit_count, math.nan)
         owning = set(layout.owning.tolist())
@@ -472,8 +479,7 @@ class _Forward:
     @property
     def hidden(self) -> range:
         """Indices of outputs that are followed by another module with parameters."""
-        last_owner = max((i for i, owned in enumerate(self.owned) if owned), default=0)
-        return range(last_owner)
+        return range(max([i for i, owned in enumerate(self.owned) if owned], default=0))
 
     def is_gate(self, index: int) -> bool:
         """Whether a hidden output only scales feature maps, as in squeeze and excitation.

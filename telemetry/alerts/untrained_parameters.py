@@ -10,6 +10,7 @@ import numpy as np
 from telemetry.alert import Severity
 from telemetry.alerts.baseline import Baseline, Marks
 from telemetry.alerts.detector import Detector, Finding
+from telemetry.layers import table
 from telemetry.plain_text import called_all, steps_in_words
 from telemetry.records import Layout, StepRecord
 
@@ -69,7 +70,7 @@ class UntrainedParameters(Detector):
             if not self._is_new and (record.trainable & ~self._trainable).any():
                 self._begin(count)
             self._evaluations += 1
-            ran = [p.module_name in record.activations for p in layout.parameters]
+            ran = table(record).ran[layout.owners]
             self._marks[1:] |= np.array([record.reached, record.held, ran])
             self._trainable = record.trainable
         self._steps += 1

@@ -200,7 +200,7 @@ class VanishingGradient(Detector):
             """Mark modules any of whose parameters is marked."""
             return np.bincount(layout.owners, parameters)[layout.owning] > 0
 
-        ran = np.array([name in record.activations for name in self._names])
+        ran = table(record).ran[layout.owning]
         # untrained_parameters covers gradients that no optimizer uses.
         idle = holds(record.reached & ~record.grad_present)
         # Modules of another optimizer may train later, as the generator of a GAN.

@@ -40,19 +40,17 @@ class WeightJump(Detector):
     def set_up(self) -> None:
         self._levels = self._fastest = np.zeros(0)
 
+    @np.errstate(divide="ignore", invalid="ignore")  # of weights that are zero
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         sizes = matrix_sizes(record)
         names = tuple(sizes)
-        with np.errstate(divide="ignore"):
-            levels = np.log([*sizes.values()])
         known, before, fastest = self._steps, self._levels, self._fastest
-        self._levels = levels
+        levels = self._levels = np.log([*sizes.values()])
         if names != self._names or not known or record.step <= known[-1]:
             self._names, self._steps = names, (record.step,)
             self._fastest = np.zeros(len(names))
             return None
-        with np.errstate(invalid="ignore"):
-            changes = levels - before
+        changes = levels - before
         changes[~np.isfinite(changes)] = math.inf  # growth from zero has no limit
         steps = record.step - known[-1]
         self._steps = (*known[-_FEWEST:], record.step)
@@ -60,7 +58,7 @@ class WeightJump(Detector):
         least = np.maximum(_TIMES * np.maximum(fastest * steps, _STEADY), math.log(self.factor))
         # Matrices that have never moved were frozen, and have no usual speed.
         judged = np.isfinite(changes) & (fastest > 0)
-        jumped = np.flatnonzero(judged & (np.abs(changes) > least))
+        (jumped,) = (judged & (np.abs(changes) > least)).nonzero()
         is_new = len(known) <= _FEWEST or known[-1] - known[0] < steps
         if is_new or not len(jumped) or len(jumped) > max(1, len(names) / 3):
             return None

@@ -341,6 +341,12 @@ class LayerTable:
         place = PLACES[name]
         return float(self.values[row, place]) if self.known[row, place] else None
 
+    @property
+    def ran(self) -> NDArray[np.bool_]:
+        """Whether each layer returned a tensor, bool ``[modules]``."""
+        ran: NDArray[np.bool_] = self.outputs.rows.calls > 0
+        return ran
+
     def known_values(self, name: str) -> NDArray[np.float64]:
         """Return the measured values of one statistic."""
         return self.column(name)[self.known[:, PLACES[name]]]
