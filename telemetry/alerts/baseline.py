@@ -39,7 +39,7 @@ FEW_SAMPLES = 8  # fewer may be equal by chance, or all the same token; tried 2
 NEVER = 10**9  # steps since an event that never happened
 
 
-class Past:
+class Window:
     """Last hundred values of a figure without the latest 20; of fewer than 40, the older half."""
 
     _values: deque[float]
@@ -115,7 +115,7 @@ class Logged(NamedTuple):
     loss: float
 
 
-class Jump(NamedTuple):
+class LossJump(NamedTuple):
     """A rise of the loss."""
 
     before: float  # median of the last losses before it
@@ -134,21 +134,21 @@ class Loss:
       lost, however slowly the loss rises.
     """
 
-    past: Past  # losses that are not far above it
+    window: Window  # losses that are not far above it
     high: deque[Logged]  # consecutive losses that are far above it
     latest: deque[Logged]
     recent: float = math.nan  # median of the last five losses
     first: float = math.nan  # median of the first five that were not far above
     best: float = math.inf  # the lowest median of five
-    is_worse: bool = False  # the recent median is four standard deviations above the past
+    is_worse: bool = False  # the recent median is four standard deviations above the window
     is_better: bool = False  # the recent median is half a deviation below the window
     excess: float = 0.0  # (last loss - highest before) / |highest before|
     losses_lost: int = 0  # consecutive losses at which half of the progress was lost
     _firsts: tuple[float, ...] = ()
-    limit: float = math.inf  # threshold of losses far above the past
+    limit: float = math.inf  # threshold of losses far above the window
 
     def __init__(self) -> None:
-        self.past, self.high = Past(), deque(maxlen=LATEST + 1)
+        self.window, self.high = Window(), deque(maxlen=LATEST + 1)
         self.latest = deque(maxlen=3 * LATEST)
 
     def median_of(self, count: int) -> float:
@@ -165,7 +165,7 @@ class Loss:
         """
         return 0 <= loss < NOISE * abs(self.first)
 
-    def jump(self, since: int) -> Jump:
+    def jump_since(self, since: int) -> LossJump:
         """Return the rise of the loss at step ``since`` or later."""
         before = [loss for step, loss in self.latest if step < since][-LATEST:]
         after = [logged for logged in self.latest if logged.step >= since]
@@ -173,7 +173,7 @@ class Loss:
         peak = max(after, key=lambda logged: logged.loss)
         first = next((logged for logged in after if logged.loss > limit), peak)
         usual = median_high(before) if before else math.nan
-        return Jump(before=usual, limit=limit, first=first, peak=peak)
+        return LossJump(before=usual, limit=limit, first=first, peak=peak)
 
     @property
     def is_unbounded(self) -> bool:
@@ -184,8 +184,8 @@ class Loss:
         """Add the finite loss of one step; ``judged``: whether rules judge this step."""
         self.latest.append(Logged(step, loss))
         recent = self.recent = self.median_of(RECENT)
-        if judged and len(self.past) >= RECENT:
-            usual, deviation = self.past.of_latest(LATEST)
+        if judged and len(self.window) >= RECENT:
+            usual, deviation = self.window.of_latest(LATEST)
             deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
             self.is_worse = recent > usual + _WORSE * deviation
             self.is_better = recent < usual - _BETTER * deviation
@@ -201,14 +201,14 @@ class Loss:
         if len(self._firsts) < RECENT and not self.high:
             self._firsts = (*self._firsts, loss)
             self.first = median_high(self._firsts)
-        self.past.add(loss, unusual=bool(self.high))
+        self.window.add(loss, unusual=bool(self.high))
 
     def _is_far_above(self, loss: float) -> bool:
-        if not len(self.past):
+        if not len(self.window):
             return False
-        highest, span = self.past.highest_and_range
+        highest, span = self.window.highest_and_range
         self.excess = (loss - highest) / abs(highest) if highest else 0.0
-        few = _FAR_OF_FEW * abs(highest) if len(self.past) < FEWEST else 0.0
+        few = _FAR_OF_FEW * abs(highest) if len(self.window) < FEWEST else 0.0
         self.limit = highest + max(_FAR * span, few)
         return loss > self.limit
 
@@ -223,46 +223,46 @@ _FAR = 0.5  # of the range of the window; chosen manually; tried 0.1 and 2.5
 
 
 class Norm:
-    """Distance of the total gradient norm from its past, in decades (log10); clipping hides it."""
+    """Distance of the total gradient norm from earlier ones, in decades; clipping hides it."""
 
-    above: float = 0.0  # above the highest, the latest included; 0 in the first steps
-    far_above: float = 0.0  # above the highest of the past
+    above_all: float = 0.0  # above the highest, the latest included; 0 in the first steps
+    above_window: float = 0.0  # above the highest of the window
     below: float = 0.0  # below the lowest
     since_jump: int = NEVER  # steps since it first rose to five times the highest
     first: float = math.nan  # median of the first five norms
     _firsts: tuple[float, ...] = ()
-    _past: Past
+    _window: Window
 
     def __init__(self) -> None:
-        self._past = Past()
+        self._window = Window()
 
     @property
     def usual(self) -> float:
-        """Median norm of the past; 0 without a past."""
-        return 10**self._past.usual if len(self._past) else 0.0
+        """Median norm of the window; 0 if it is empty."""
+        return 10**self._window.usual if len(self._window) else 0.0
 
     @property
     def is_usual(self) -> bool:
         """Whether the last one is within a factor of five of those before."""
-        return max(self.above, self.below) < FAR_ABOVE
+        return max(self.above_all, self.below) < FAR_ABOVE
 
     def add(self, total: float, steps: int) -> None:
         """Add the finite norm of one step, ``steps`` after the one before."""
         self.since_jump += steps
-        self.above = self.far_above = self.below = 0.0
+        self.above_all = self.above_window = self.below = 0.0
         if total == 0:
             return
         if len(self._firsts) < RECENT:
             self._firsts = (*self._firsts, total)
             self.first = median_high(self._firsts)
         level = math.log10(total)
-        if len(self._past) >= RECENT:
-            lowest, highest = self._past.extremes_of_all
-            self.above, self.below = level - highest, lowest - level
-            self.far_above = level - self._past.highest
-            if self.above >= FAR_ABOVE and self.since_jump > LATEST:
+        if len(self._window) >= RECENT:
+            lowest, highest = self._window.extremes_of_all
+            self.above_all, self.below = level - highest, lowest - level
+            self.above_window = level - self._window.highest
+            if self.above_all >= FAR_ABOVE and self.since_jump > LATEST:
                 self.since_jump = 0
-        self._past.add(level, unusual=self.above > _UNUSUAL)
+        self._window.add(level, unusual=self.above_all > _UNUSUAL)
 
 
 _UNUSUAL = 1.5  # a factor of 30, that of ExplodingGradient's lasting_factor; tried 0.3 and 7.5
@@ -315,10 +315,10 @@ class Layers:
             self.growth = self.levels[-1] - self.usual
 
     def _refresh(self) -> None:
-        self._since, past = 0, self.levels[-LENGTH:]
-        ordered = np.sort(past, axis=0)
-        self.usual = ordered[len(past) // 2]
-        off = np.sort(np.abs(past - self.usual), axis=0)[len(past) // 2]
+        self._since, window = 0, self.levels[-LENGTH:]
+        ordered = np.sort(window, axis=0)
+        self.usual = ordered[len(window) // 2]
+        off = np.sort(np.abs(window - self.usual), axis=0)[len(window) // 2]
         self._limit = np.maximum(TENFOLD, _WORSE * NORMAL_CONSISTENT * off)
         self._limit[ordered[0] == -np.inf] = np.nan
 
@@ -424,13 +424,13 @@ class Baseline:
         return self.since_rate_jump <= AFTER_JUMP
 
     @property
-    def jump(self) -> str:
+    def new_rate_in_words(self) -> str:
         """The learning rate after the jump, and its modules if not all, for messages."""
         where = f" in {called_all(self.jumped, RECENT)}" if self.jumped else ""
         return f"{figure(self.rate_after_jump)}{where}"
 
     @property
-    def jump_step(self) -> int:
+    def rate_jump_step(self) -> int:
         """The step of that jump."""
         return self._step - self.since_rate_jump
 

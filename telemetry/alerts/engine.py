@@ -151,7 +151,8 @@ class Engine(Rule):
         if self._detectors[alert.kind].explained_by_rate_jump and baseline.follows_rate_jump:
             name = alert.module_name
             name = next(iter(baseline.jumped), None) if name is None else name
-            cause = f"The learning rate jumped to {baseline.jump} at step {baseline.jump_step}"
+            rate, step = baseline.new_rate_in_words, baseline.rate_jump_step
+            cause = f"The learning rate jumped to {rate} at step {step}"
             alert = replace(alert, module_name=name, cause=cause, advice=RATE_ADVICE)
         return replace(alert, severity=self._severities.get(alert.kind, alert.severity))
 

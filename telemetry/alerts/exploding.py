@@ -184,19 +184,19 @@ class ExplodingGradient(Detector):
         norm, loss = baseline.norm, baseline.loss
         is_unbounded = loss.is_unbounded
         lasting = FAR_ABOVE if is_unbounded else math.log10(self.lasting_factor)
-        lasts = norm.far_above >= lasting
+        lasts = norm.above_window >= lasting
         self._add_gain(record, baseline, large=lasts)
         self._may_be_from_loss = lasts and self._from_loss is None and len(self._gains) > 0
         from_loss, decades = self._from_loss or 0.0, math.log10(self.factor)
-        far_above = norm.above - from_loss >= decades
-        lasts &= norm.far_above - from_loss >= lasting
+        far_above = norm.above_all - from_loss >= decades
+        lasts &= norm.above_window - from_loss >= lasting
         self._steps_far_above = self._steps_far_above + 1 if far_above else 0
         # A single batch with small gradients does not reset the count.
         self._steps_lasting = max(0, self._steps_lasting + (1 if lasts else -1))
         # Near the end of training, a norm that is large now was usual once.
         is_large = record.total_grad_norm >= norm.first or loss.losses_lost > 0
         lost = (loss.is_worse and is_large) or is_unbounded
-        explodes = norm.above >= decades + TENFOLD
+        explodes = norm.above_all >= decades + TENFOLD
         explodes |= self._steps_far_above >= _STEPS
         # Without a jump, no full step has shown yet how much came from the loss.
         explodes |= self._steps_lasting >= _LASTING and lost and not self._may_be_from_loss
@@ -248,7 +248,7 @@ class ExplodingGradient(Detector):
             if not math.isnan(now):
                 self._gains.append(now)
         elif self._from_loss is None and not math.isnan(now) and self._gains:
-            self._from_loss = max(baseline.norm.far_above - now + median_high(self._gains), 0.0)
+            self._from_loss = max(baseline.norm.above_window - now + median_high(self._gains), 0.0)
 
     def _over_depth(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.outputs or not record.output_grads:

@@ -135,7 +135,7 @@ def _growth(layout: Layout, modules: NDArray[np.intp], sizes: Figures, *, free: 
     """Return the growth over modules with these sizes, ``[all modules]``, without ``free`` ones."""
     values = sizes[modules]
     known = ((values > 0) & (values < math.inf)).nonzero()[0]
-    levels = np.log10(values[known])
+    levels = np.array([math.log10(size) for size in values[known].tolist()])
     steps = levels[1:] - levels[:-1]
     levels[1:] -= np.where(free[known[1:]] & (steps > 0), steps, 0.0).cumsum()
     return Growth(names=[layout.modules[index].name for index in modules[known]], levels=levels)

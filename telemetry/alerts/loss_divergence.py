@@ -86,7 +86,7 @@ class LossDivergence(Detector):
         is_high = len(loss.high) >= enough or lost
         if not is_high or record.step - self._large_at > AFTER_JUMP or baseline.gradients_led:
             return None
-        usual = loss.past.usual
+        usual = loss.window.usual
         self._rise = Rise(first=loss.first, usual=usual, peak=usual)
         return self._found(now, baseline)
 

@@ -1,4 +1,4 @@
-"""Losses that jump far above their past."""
+"""Losses that jump far above the hundred before."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from telemetry.alerts.baseline import (
     NEVER,
     RECENT,
     Baseline,
-    Jump,
     Logged,
+    LossJump,
     Rise,
 )
 from telemetry.alerts.detector import EXPLOSIONS, RATE_ADVICE, Detector, Finding
@@ -33,15 +33,15 @@ class LossSpike(Detector):
     Remedies: cap the schedule, clip gradients, check that batch.
     Silent: warm restarts, losses with heavy tails, jumps below 3 % of the first loss.
     Args:
-        distance: Ranges above the past, where gradients changed first.
-        batch_distance: Ranges above the past, for a single batch.
+        distance: Ranges above the window, where gradients changed first.
+        batch_distance: Ranges above the window, for a single batch.
 
     A range is the highest minus the lowest of a hundred losses, without the latest. A harder task
     also lets the loss jump: a note, once per hundred steps, as is a jump that stays for 20 steps
     where half of the progress is lost. Reasons of a warning:
 
     - The learning rate is three times the highest that the run survived, and two losses are far
-      above the past, or the last five are worse (the range is wide after a fast fall).
+      above the window, or the last five are worse (the range is wide after a fast fall).
     - Gradients changed before the loss, and three consecutive losses are ``distance`` above. A new
       task changes both in one step, broken weights change gradients first.
     - One to five losses are ``batch_distance`` above, and the next is usual. With tails without a
@@ -76,27 +76,27 @@ class LossSpike(Detector):
         is_new = baseline.since_rate_jump <= FEWEST and jumped_at != self._jumped_at
         if is_new and (len(high) >= 2 or baseline.loss.is_worse):
             self._jumped_at = jumped_at
-            jump = baseline.loss.jump(jumped_at + 1)
-            times = baseline.rate_after_jump / baseline.rate_before_jump
+            jump = baseline.loss.jump_since(jumped_at + 1)
+            times = figure(baseline.rate_after_jump / baseline.rate_before_jump)
             if self.active_alert is None:
                 self._rise = _rise(jump, baseline)
             return _found(
                 jump,
                 baseline,
-                cause=f"The learning rate jumped {figure(times)}-fold to {baseline.jump} at step "
-                f"{jumped_at}",
+                cause=f"The learning rate jumped {times}-fold to {baseline.new_rate_in_words} at "
+                f"step {jumped_at}",
                 module_name=baseline.jumped[0] if baseline.jumped else None,
                 advice=RATE_ADVICE,
                 escalates=self.active_alert is not None,
             )
         if not high:
             return self._of_batch(before, baseline) if before else self._for_good(record, baseline)
-        past = baseline.loss.past
-        least = min(past.ranges_above(loss) for _, loss in high) * len(past) / LENGTH
+        window = baseline.loss.window
+        least = min(window.ranges_above(loss) for _, loss in high) * len(window) / LENGTH
         if self.active_alert is not None or len(high) != _IN_A_ROW or least < self.distance:
             return self._for_good(record, baseline)
         since = high[0].step
-        jump = baseline.loss.jump(since)
+        jump = baseline.loss.jump_since(since)
         # Falling gradients belong to a low loss.
         onsets = baseline.layers.onsets(since)
         early = [onset for onset in onsets if onset.step < since and onset.factor > 1]
@@ -120,12 +120,12 @@ class LossSpike(Detector):
         is_lost = baseline.loss.losses_lost == LATEST and baseline.age > LENGTH
         if self.active_alert is not None or not is_lost:
             return None
-        jump = baseline.loss.jump(record.step - LATEST - RECENT // 2)
+        jump = baseline.loss.jump_since(record.step - LATEST - RECENT // 2)
         if not baseline.loss.median_of(LATEST) > jump.limit:  # it drifts, as a GAN's
             return None
         return self._of_others(jump, record, baseline)
 
-    def _of_others(self, jump: Jump, record: StepRecord, baseline: Baseline) -> Finding | None:
+    def _of_others(self, jump: LossJump, record: StepRecord, baseline: Baseline) -> Finding | None:
         """Return a rise that only the inputs explain."""
         is_known, self._noted_at = record.step - self._noted_at <= LENGTH, record.step
         if baseline.since_rate_jump <= FEWEST or is_known:
@@ -156,23 +156,23 @@ class LossSpike(Detector):
 
     def _of_batch(self, high: Sequence[Logged], baseline: Baseline) -> Finding | None:
         """Return high losses of single batches: the loss is usual again."""
-        past, highest = baseline.loss.past, max(loss for _, loss in high)
+        window, highest = baseline.loss.window, max(loss for _, loss in high)
         if (
             self.active_alert is not None
             or len(high) > RECENT
-            or not past.ranges_above(highest) > 0
+            or not window.ranges_above(highest) > 0
         ):
             return None
-        _, deviation = past.of_latest(LENGTH)
-        deviations = past.range / deviation if deviation else 0.0
-        least = max(self.batch_distance * LENGTH / len(past), deviations**2)
-        known = max(past.highest, self._highest_batch)
+        _, deviation = window.of_latest(LENGTH)
+        deviations = window.range / deviation if deviation else 0.0
+        least = max(self.batch_distance * LENGTH / len(window), deviations**2)
+        known = max(window.highest, self._highest_batch)
         self._highest_batch = max(self._highest_batch, highest)
-        lowest = past.highest - past.range
-        if past.ranges_above(highest) < least or highest - known < least * (known - lowest):
+        lowest = window.highest - window.range
+        if window.ranges_above(highest) < least or highest - known < least * (known - lowest):
             return None
         return _found(
-            baseline.loss.jump(high[0].step),
+            baseline.loss.jump_since(high[0].step),
             baseline,
             cause=f"The batch: the loss was usual again {steps_in_words(len(high))} later",
             advice=(
@@ -214,14 +214,14 @@ class LossBurst(Detector):
     _bursts: int = 0
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        high, loss, past = tuple(baseline.loss.high), record.loss or 0.0, baseline.loss.past
+        high, loss, window = tuple(baseline.loss.high), record.loss or 0.0, baseline.loss.window
         if high:
             self._latest, self._normal = high, 0
             return None
         self._normal += 1
         if (latest := self._latest) and self._normal == 1:
             jump = min(latest[0].loss - self._before, latest[-1].loss - loss)
-            is_abrupt = len(past) == LENGTH and jump >= past.range / 2
+            is_abrupt = len(window) == LENGTH and jump >= window.range / 2
             if is_abrupt and len(latest) <= LATEST:
                 self._high += latest
                 self._longest = max(self._longest, len(latest))
@@ -232,7 +232,7 @@ class LossBurst(Detector):
         first, last = self._high[0].step, self._high[-1].step
         highest, self._high = max(loss for _, loss in self._high), ()
         longest, self._longest = self._longest, 0
-        usual = sorted(past.values)[3 * len(past) // 4]
+        usual = sorted(window.values)[3 * len(window) // 4]
         is_over = baseline.loss.median_of(FEWEST) <= usual and not baseline.loss.is_floor(highest)
         if longest < self.losses or not is_over:
             return None
@@ -241,11 +241,11 @@ class LossBurst(Detector):
             return None
         return Finding(
             summary=f"The loss was up to {figure(highest, 4)} from step {first} to {last}, and at "
-            f"most {figure(past.highest, 4)} in the hundred steps before",
+            f"most {figure(window.highest, 4)} in the hundred steps before",
             cause="Other batches, targets or another loss: the loss is usual again",
             advice=("Check these batches: a broken file, shuffled labels, another task",),
             value=highest,
-            threshold=past.highest,
+            threshold=window.highest,
             started_at=first,
             momentary=True,
         )
@@ -254,11 +254,11 @@ class LossBurst(Detector):
 _REPORTED = 2  # bursts; more are usual for the data
 
 
-def _rise(jump: Jump, baseline: Baseline) -> Rise:
-    return Rise(first=baseline.loss.first, usual=baseline.loss.past.usual, peak=jump.peak.loss)
+def _rise(jump: LossJump, baseline: Baseline) -> Rise:
+    return Rise(first=baseline.loss.first, usual=baseline.loss.window.usual, peak=jump.peak.loss)
 
 
-def _found(jump: Jump, baseline: Baseline, **more: Any) -> Finding:
+def _found(jump: LossJump, baseline: Baseline, **more: Any) -> Finding:
     (step, loss), peak = jump.first, jump.peak
     rise = f", and to {figure(peak.loss, 4)} at step {peak.step}" if peak.loss > loss else ""
     first = _in_words(baseline.layers.onsets(step), len(baseline.layers.names))
@@ -266,7 +266,7 @@ def _found(jump: Jump, baseline: Baseline, **more: Any) -> Finding:
         summary=f"The loss jumped from {figure(jump.before, 4)} to {figure(loss, 4)} at step "
         f"{step}{rise}{first}",
         value=peak.loss,
-        threshold=baseline.loss.past.highest,
+        threshold=baseline.loss.window.highest,
         started_at=step,
         **more,
     )

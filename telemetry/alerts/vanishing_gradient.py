@@ -88,8 +88,8 @@ class VanishingGradient(Detector):
         if baseline.layers.names != self._names:
             self._begin(baseline.layers.names)
         share = baseline.layers.levels[-1] - baseline.layers.levels[-1].max()
-        if baseline.norm.far_above >= FAR_ABOVE:  # others seem smaller than they are
-            share += baseline.norm.far_above
+        if baseline.norm.above_window >= FAR_ABOVE:  # others seem smaller than they are
+            share += baseline.norm.above_window
         zero, limit = share == -np.inf, -math.log10(self.factor)
         faint = (share < limit) & ~zero
         self._first = np.where(np.isnan(self._first) & ~zero, share, self._first)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from telemetry.flight.file import first_movers, flight_files, read_flight
+from telemetry.flight.file import earliest_onsets, flight_files, read_flight
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, printable, sparkline
 
@@ -153,7 +153,7 @@ def _table(flight: Mapping[str, Any], room: int) -> Iterator[str]:
     yield from _wrapped(f"\nBy depth, {moments}; – was not measured{marked}", room)
     names, culprit = modules["name"], flight["first_bad_module"]
     steps = flight["steps"]["step"]
-    moved = {m.name: m for m in first_movers(names, steps, flight["grad_norms"], flight["step"])}
+    moved = {m.name: m for m in earliest_onsets(names, steps, flight["grad_norms"], flight["step"])}
     center = culprit if culprit in names else next(iter(moved), names[0])
     rows = _rows(names.index(center), len(names), [names.index(name) for name in moved])
     called_so = {row: printable(names[row] or modules["type"][row])[-_NAME_WIDTH:] for row in rows}

@@ -153,7 +153,7 @@ def encode_flight(
     norms = [step.norms_of(names) for step in steps]
     rows = list(range(len(names)))
     if len(rows) > MAX_MODULES:
-        moved = first_movers(names, [step.step for step in steps], norms, fault.step)
+        moved = earliest_onsets(names, [step.step for step in steps], norms, fault.step)
         always = {culprit, *(onset.name for onset in moved)}
         even = set(np.linspace(0, len(rows) - 1, MAX_MODULES - len(always)).round().astype(int))
         rows = [row for row in rows if row in even or names[row] in always]
@@ -195,7 +195,7 @@ def encode_flight(
     return json.dumps(json_plain(contents), allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-def first_movers(
+def earliest_onsets(
     names: Sequence[str],
     steps: Sequence[int],
     norms: Sequence[Sequence[float | None]],

@@ -80,7 +80,7 @@ def overview(run: Overview, hparams: bytes | None, source: RunSource) -> dict[st
 
 def onsets(run: RunData, step: int) -> dict[str, Any]:
     """Return the layers that left their baseline first; null without a baseline."""
-    found = run.first_movers(step)
+    found = run.onsets_by(step)
     # JSON has no infinity.
     shown = [
         asdict(onset) | ({} if math.isfinite(onset.factor) else {"factor": "Infinity"})

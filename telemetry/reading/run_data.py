@@ -200,7 +200,7 @@ class RunData:
                         found, sampled = dict(list(found.items())[::2]), True
         return UnitExtremes.of(type_name, found, sampled)
 
-    def first_movers(self, step: int) -> list[Onset] | None:
+    def onsets_by(self, step: int) -> list[Onset] | None:
         """Return the layers whose gradient norm has left its baseline by a step, earliest first.
 
         NaN counts as infinite. Later steps are ignored: at the end of an explosion all layers are

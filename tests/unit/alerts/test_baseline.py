@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.alerts.baseline import LATEST, LENGTH, Baseline, Layers, Loss, Norm, Past
+from telemetry.alerts.baseline import LATEST, LENGTH, Baseline, Layers, Loss, Norm, Window
 from telemetry.alerts.state import restore, to_plain
 from telemetry.layers.onset import NORMAL_CONSISTENT
 from telemetry.records import Layout, Module, Parameter, StepRecord
@@ -98,15 +98,15 @@ def test_a_slow_rise_counts_after_half_the_progress_is_lost() -> None:
 @pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
 def test_a_norm_is_compared_with_its_highest_value(unit: float) -> None:
     trend = norm_after([*(unit * n for n in noise(1.0, 60)), 1100 * unit])
-    assert trend.above == pytest.approx(3)
-    assert trend.far_above == pytest.approx(3)
+    assert trend.above_all == pytest.approx(3)
+    assert trend.above_window == pytest.approx(3)
     assert trend.usual == pytest.approx(unit, rel=0.2)
     assert trend.since_jump == 0
 
 
 def test_exploded_norms_enter_the_baseline_only_after_the_latest_steps() -> None:
-    assert norm_after([*noise(1.0, 60), *[100.0] * LATEST]).above > 1.9
-    assert norm_after([*noise(1.0, 60), *[100.0] * (LATEST + 2)]).above < 0.1
+    assert norm_after([*noise(1.0, 60), *[100.0] * LATEST]).above_all > 1.9
+    assert norm_after([*noise(1.0, 60), *[100.0] * (LATEST + 2)]).above_all < 0.1
 
 
 def test_gradients_lead_if_the_learning_rate_stays() -> None:
@@ -145,7 +145,7 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 @pytest.mark.slow
 @given(st.lists(FINITE | st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=200))
 def test_the_baseline_excludes_the_latest_values(values: list[float]) -> None:
-    past = Past()
+    past = Window()
     for value in values:
         past.add(value)
     kept = values[-LENGTH - LATEST :]
@@ -160,7 +160,7 @@ def test_the_baseline_excludes_the_latest_values(values: list[float]) -> None:
 
 @pytest.mark.parametrize("count", [1, LATEST])
 def test_the_baseline_excludes_unusual_values_until_they_persist(count: int) -> None:
-    past = Past()
+    past = Window()
     for value in [1.0] * 50:
         past.add(value)
     for _ in range(count):

@@ -256,7 +256,7 @@ def test_a_restored_detector_finds_a_spike_with_its_cause() -> None:
 
 
 @pytest.mark.slow
-def test_a_spike_writes_a_flight_file_and_names_the_first_movers_of_the_page(tmp_path: Any) -> None:
+def test_a_spike_writes_a_flight_file_and_names_the_onsets_of_the_page(tmp_path: Any) -> None:
     settings = rates({150: 0.9, 151: 0.9, 152: 0.9})
     model, optimizer, before = settings["model"], settings["optimizer"], settings["before"]
     torch.manual_seed(1)
@@ -273,7 +273,7 @@ def test_a_spike_writes_a_flight_file_and_names_the_first_movers_of_the_page(tmp
     assert (spike.kind, spike.severity) == ("loss_spike", "warning")
     assert len(list(tmp_path.glob("flight-*.json"))) == 1
     logger.close()
-    movers = open_run(tmp_path).first_movers(spike.step)  # as on the page
+    movers = open_run(tmp_path).onsets_by(spike.step)  # as on the page
     assert movers
     named = ", ".join(f"{m.name} ({m.factor:.3g}x above usual at step {m.step})" for m in movers)
     assert spike.summary.endswith(f": {named}")

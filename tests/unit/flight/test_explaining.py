@@ -128,7 +128,7 @@ def test_of_many_modules_those_around_the_first_bad_one_are_shown(tmp_path: Path
 
 
 @pytest.mark.parametrize("modules", [100, 600])
-def test_first_movers_are_shown_at_any_depth(tmp_path: Path, modules: int) -> None:
+def test_earliest_onsets_are_shown_at_any_depth(tmp_path: Path, modules: int) -> None:
     fly(tmp_path, modules=modules, culprit=60, moved=(3, modules - 7)).close()
     lines = explain(tmp_path).splitlines()
     for name in ("block.3", f"block.{modules - 7}"):
