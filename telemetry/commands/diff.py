@@ -20,6 +20,9 @@ from telemetry.reading.run_data import RunData, windows
 from telemetry.tag_names import plain
 
 _FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
+# A share of all gradients differs in every layer if one differs.
+_COMPARED = [statistic for statistic in PAGE_STATISTICS if statistic.name != "grad_share"]
+
 # Order of statistics within a step; the others belong to the forward pass.
 ARISES = {
     **dict.fromkeys(("weight_norm", "weight_rms"), 0),
@@ -85,8 +88,8 @@ def _of_layers(
         rows.append(np.array([row_of[name] for name in names], np.intp))
     found: dict[str, Difference] = {}
     steps: set[int] = set()
-    for of_runs in windows([first, second], [statistic.name for statistic in PAGE_STATISTICS]):
-        for statistic, *pair in zip(PAGE_STATISTICS, *of_runs, strict=True):
+    for of_runs in windows([first, second], [statistic.name for statistic in _COMPARED]):
+        for statistic, *pair in zip(_COMPARED, *of_runs, strict=True):
             common, *columns = np.intersect1d(
                 pair[0].steps, pair[1].steps, assume_unique=True, return_indices=True
             )

@@ -88,6 +88,13 @@ def _grad_rms(layers: Layers) -> Column:
     return Column(norms / np.sqrt(np.maximum(elements, 1)), known)
 
 
+def _grad_share(layers: Layers) -> Column:
+    norms, known = _grad_norm(layers)
+    squares = np.square(norms)
+    total = squares.sum()
+    return Column(squares / (total or math.nan), known & (total != 0))
+
+
 def _update_ratio(layers: Layers) -> Column:
     """Return the update ratio, without parameters of zeros, which have none."""
     record, weights = layers.record, layers.weights
@@ -147,6 +154,17 @@ STATISTICS = (
         too_little=_WEAK,
         too_much=_STRONG,
         of=_grad_rms,
+        every_step=True,
+    ),
+    Statistic(
+        name="grad_share",
+        title="Gradient share",
+        unit="share",
+        log=False,
+        description="Part of the squared gradient norm of all watched parameters that is the "
+        "layer's; all layers together have 1.",
+        too_much="one layer dominates the step, and clipping by the norm scales down all others",
+        of=_grad_share,
         every_step=True,
     ),
     Statistic(

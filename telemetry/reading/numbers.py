@@ -149,5 +149,11 @@ def of_modules(
         with np.errstate(invalid="ignore", divide="ignore"):
             total = total / sums(np.where(present, segment.layout.sizes[own], 0.0))
     known = sums(present.astype(np.float64)) > 0
+    if name == "grad_share":
+        all_norms = np.where(values != MISSING, values, 0.0).astype(np.float64)
+        of_model = np.square(all_norms).sum(axis=1, keepdims=True)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            share = total / of_model
+        return np.where(known & (of_model != 0), share, MISSING).astype(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         return np.where(known, np.sqrt(total), MISSING).astype(np.float32)

@@ -51,6 +51,26 @@ def test_gradient_rms_is_the_norm_divided_by_the_root_of_the_size(
     np.testing.assert_allclose(values, [norms(5) / np.sqrt(6)], rtol=1e-6)
 
 
+def test_the_gradient_share_is_the_part_of_the_squared_norm_of_all_layers(
+    tmp_path: Path, open_run: OpenRun
+) -> None:
+    write_run(tmp_path, LAYOUT, steps=[5], norms=norms)
+    run = open_run(tmp_path)
+    squares = run.matrix("grad_norm").values[0].astype(np.float64) ** 2
+    values = run.matrix("grad_share").values
+    np.testing.assert_allclose(values, [squares / squares.sum()], rtol=1e-6)
+    region = Region(first_step=5, last_step=5, first_layer=1, last_layer=1)
+    np.testing.assert_array_equal(run.matrix("grad_share", region).values, values[:, 1:2])
+
+
+def test_the_gradient_share_is_unknown_where_all_gradients_are_zero(
+    tmp_path: Path, open_run: OpenRun
+) -> None:
+    write_run(tmp_path, LAYOUT, steps=[0], norms=norms)
+    assert (open_run(tmp_path).matrix("grad_norm").values == 0).any()
+    assert (open_run(tmp_path).matrix("grad_share").values == MISSING).all()
+
+
 def test_only_the_requested_window_is_read(tmp_path: Path, open_run: OpenRun) -> None:
     write_run(tmp_path, LAYOUT, steps=range(100), norms=norms)
     region = Region(first_step=31, last_step=33, first_layer=1, last_layer=1)
@@ -104,7 +124,7 @@ def test_one_layer_over_time(tmp_path: Path, open_run: OpenRun) -> None:
     assert steps.tolist() == values.tolist() == [0, 10, 20]
     steps, values = parameters["b.x.weight"]
     assert values.tolist() == [10.0 * step for step in range(30)]
-    assert set(statistics) == {"grad_norm", "grad_rms", *COLUMN}
+    assert set(statistics) == {"grad_norm", "grad_rms", "grad_share", *COLUMN}
 
 
 def test_nan_and_infinity_survive(tmp_path: Path, open_run: OpenRun) -> None:

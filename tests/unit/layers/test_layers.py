@@ -161,6 +161,7 @@ def test_absent_or_skipped_gradients_are_unknown() -> None:
     absent = record(grad_norms=np.array([3.0, 0.0]), grad_present=np.array([True, False]))
     assert column(absent, "grad_norm") == [3.0, None]
     assert column(absent, "grad_rms") == [1.5, None]
+    assert column(absent, "grad_share") == [1.0, None]
     skipped = record(grad_norms=np.array([math.inf, math.nan]), skipped=True)
     assert column(skipped, "grad_norm") == [None, None]
 
