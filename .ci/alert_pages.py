@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from telemetry.alerts.configuration import DETECTORS
+from telemetry.alerts.configuration import KINDS
 from telemetry.commands.help import Meaning, meaning_of
 
 FOLDER = Path(__file__).parents[1] / "docs" / "alerts"
@@ -31,6 +31,7 @@ PAGES = {
     ),
     "mistakes.md": (
         "wrong_loss_input", "targets_broadcast", "eval_mode", "same_batch", "learning_rate_zero",
+        "loss_at_start", "input_ignored", "batch_leak",
     ),
     "attention.md": ("attention_collapse", "logit_growth"),
     "ranks.md": ("ranks_diverge", "ranks_same_batch"),
@@ -43,7 +44,7 @@ def pages() -> Mapping[Path, str]:
     texts = {}
     for name, kinds in PAGES.items():
         head = (FOLDER / name).read_text(encoding="utf-8").partition("\n## ")[0].rstrip("\n")
-        sections = [_section(meaning_of(DETECTORS[kind]), name) for kind in kinds]
+        sections = [_section(meaning_of(KINDS[kind]), name) for kind in kinds]
         texts[FOLDER / name] = "\n".join([head + "\n", *sections])
     return texts
 

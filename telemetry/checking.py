@@ -17,10 +17,12 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from telemetry.alert import Alert, located
+from telemetry.alerts.check_kinds import BatchLeak, CheckKind, InputIgnored, LossAtStart
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.loop_mistakes import EvalMode
+from telemetry.alerts.loss_mistakes import WrongLossInput
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
@@ -43,8 +45,8 @@ class CheckResult:
     """Result of :func:`check`.
 
     Attributes:
-        findings: Alerts of step 0, causes first. Kinds that only a check has: ``batch_leak``,
-            ``input_ignored`` and ``loss_at_start``.
+        findings: Alerts of step 0, causes first. :mod:`telemetry.alerts.check_kinds` has the kinds
+            that no rule reports.
         skipped: Checks that were not possible, and the reason; a sentence each.
         loss: Loss of the batch.
         record: All measurements.
@@ -270,27 +272,28 @@ def _of_loss(
         return "loss compared with ln C: the targets are no classes"
     if bool((logits >= 0).all() and (logits.sum(axis) - 1).abs().max() < _ROUNDED):
         summary = "The outputs are probabilities, and the cross entropy takes their softmax again"
-        softmax = ("Return logits: CrossEntropyLoss has its own softmax",)
-        return _alert("wrong_loss_input", summary, softmax, 1.0, 1.0)
+        return _SoftmaxTwice.alert(summary, 1.0)
     if getattr(loss_function, "reduction", "mean") == "sum":
         loss /= of.numel()
     guess = math.log(classes)
-    if not loss > _FAR * guess:
+    limit = LossAtStart.factor * guess
+    if not loss > limit:
         return None
     summary = (
         f"The loss is {figure(loss, 4)}, and {figure(guess)} (ln {classes}) for a random guess"
     )
-    advice = (
-        "Make the initial weights of the last layer smaller, or scale its inputs",
-        "For a trained model, check that inputs and targets belong to it",
-    )
-    return _alert("loss_at_start", summary, advice, loss, _FAR * guess)
+    return LossAtStart.alert(summary, loss, threshold=limit)
 
 
 _ROUNDED = 0.01  # of a sum of numbers in half precision
 
-# Times ln C: torchvision's new MNASNet has up to 5.7, logits 50 times as large 7.4 or more.
-_FAR = 6.0
+
+class _SoftmaxTwice(CheckKind):
+    """Reported like the rule :class:`~telemetry.alerts.loss_mistakes.WrongLossInput`."""
+
+    kind = WrongLossInput.kind
+    threshold = 1.0
+    advice = ("Return logits: CrossEntropyLoss has its own softmax",)
 
 
 def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | str | None:
@@ -340,23 +343,13 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | st
         matrices = (w for name, w in record.weights.items() if name in record.layout.matrices)
         if any(weight.sketch.min == weight.sketch.max == 0 for weight in matrices):
             return "dependence on the inputs: a weight matrix starts at zero"
-        summary = "The outputs do not depend on the inputs"
-        unused = (
-            "Check for detach(), a factor of zero, and dead units",
-            "Check that forward() uses its input",
-        )
-        return _alert("input_ignored", summary, unused, 0.0, 0.0)
+        return InputIgnored.alert("The outputs do not depend on the inputs", 0.0)
     if not leaks.any():
         return None
     row, other = leaks.nonzero()[0].tolist()
     summary = f"The output of sample {rows[row]} depends on sample {other} of the batch"
-    advice = (
-        "Check for a mean, a softmax, a norm or a reshape over the first axis",
-        "Set batch_first=True if attention expects the sequence there",
-        "Move in-batch negatives into the loss",
-    )
     largest = float(depends.max() / max(float(own.max()), 1e-30))
-    found = _alert("batch_leak", summary, advice, largest, 0.0)
+    found = BatchLeak.alert(summary, largest)
     has_square = any(map(_is_square, (*pytree.tree_leaves(inputs), output)))
     if has_square or _is_sequence_first(output, given[0]):
         return replace(found, severity="note", advice=(_INTENDED, *found.advice))
@@ -387,16 +380,3 @@ def _influence(output: Tensor, given: Tensor, axis: int = 0) -> Tensor:
     if gradient is None:
         return torch.zeros(given.shape[axis])
     return gradient.abs().transpose(0, axis).flatten(1).amax(1).float().cpu()
-
-
-def _alert(kind: str, summary: str, advice: tuple[str, ...], value: float, limit: float) -> Alert:
-    return Alert(
-        kind=kind,
-        severity="warning",
-        step=0,
-        module_name=None,
-        value=value,
-        threshold=limit,
-        summary=summary,
-        advice=advice,
-    )

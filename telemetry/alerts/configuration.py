@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from telemetry.alert import Severity
 from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
+from telemetry.alerts.check_kinds import CHECK_KINDS, CheckKind
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
@@ -64,6 +65,9 @@ DETECTORS: Mapping[str, type[Detector]] = {
         LossStuck,
     )
 }
+
+# All kinds of alerts that the package reports.
+KINDS: Mapping[str, type[Detector] | type[CheckKind]] = {**DETECTORS, **CHECK_KINDS}
 
 
 def default_rules() -> tuple[Rule, ...]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from telemetry.alerts.configuration import DETECTORS, closest
+from telemetry.alerts.check_kinds import CheckKind
+from telemetry.alerts.configuration import KINDS, closest
 from telemetry.alerts.detector import Detector
 
 _WIDTH = 100
@@ -30,7 +31,7 @@ class Meaning:
     causes: tuple[str, ...]  # kinds, and a jump of the learning rate, that may be the root cause
 
 
-def meaning_of(detector: type[Detector]) -> Meaning:
+def meaning_of(detector: type[Detector] | type[CheckKind]) -> Meaning:
     """Return the part of a detector's docstring that is for users.
 
     That is the first paragraph and the fields after it. The reasons of the decision follow.
@@ -56,20 +57,20 @@ def meaning_of(detector: type[Detector]) -> Meaning:
 
 def help_line(kinds: Iterable[str]) -> str | None:
     """Return the line that names the help of the first known kind; None if no kind is known."""
-    known = next((kind for kind in kinds if kind in DETECTORS), None)
+    known = next((kind for kind in kinds if kind in KINDS), None)
     return known and f"telemetry help {known} explains it"
 
 
 def print_help(args: argparse.Namespace, console: Console) -> int:
     if args.kind is None:
-        for kind, detector in DETECTORS.items():
+        for kind, detector in KINDS.items():
             first = re.split(r"(?<=[.:]) ", meaning_of(detector).summary)[0].rstrip(":.")
             line = f"{kind:<21} {detector.severity:<8} {_plain(first)}"
             console.print(line, overflow="ellipsis", no_wrap=True, soft_wrap=False)
         return 0
-    if args.kind not in DETECTORS:
-        raise ValueError(f"no alert has the name {args.kind!r}; {closest(args.kind, DETECTORS)}")
-    for line in _text(meaning_of(DETECTORS[args.kind]), min(console.width, _WIDTH)):
+    if args.kind not in KINDS:
+        raise ValueError(f"no alert has the name {args.kind!r}; {closest(args.kind, KINDS)}")
+    for line in _text(meaning_of(KINDS[args.kind]), min(console.width, _WIDTH)):
         console.print(line)
     return 0
 

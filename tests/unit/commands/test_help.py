@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from telemetry.alerts.configuration import DETECTORS
+from telemetry.alerts.configuration import KINDS
 from telemetry.commands.cli import main
 from telemetry.commands.help import help_line, meaning_of
 from tests.helpers.paths import ROOT
@@ -20,33 +20,33 @@ GENERATOR = runpy.run_path(str(ROOT / ".ci" / "alert_pages.py"))
 PAGES: Mapping[str, tuple[str, ...]] = GENERATOR["PAGES"]
 
 
-@pytest.mark.parametrize("kind", DETECTORS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_has_all_sections(kind: str) -> None:
-    meaning = meaning_of(DETECTORS[kind])
+    meaning = meaning_of(KINDS[kind])
     assert [*meaning.sections] == ["Evidence", "Causes", "Remedies", "Silent"]
     assert meaning.summary.endswith(".")
     assert all(text.endswith(".") for text in meaning.sections.values())
     assert all(text.endswith(".") for _, text in meaning.parameters.values())
-    assert [*meaning.parameters] == DETECTORS[kind].limits()
+    assert [*meaning.parameters] == [*KINDS[kind].limits()]
     ast.parse(meaning.example)
-    assert set(meaning.causes) <= {*DETECTORS, "a jump of the learning rate"}
+    assert set(meaning.causes) <= {*KINDS, "a jump of the learning rate"}
 
 
 def test_the_meaning_of_a_kind_omits_its_decision() -> None:
-    dead = meaning_of(DETECTORS["dead_units"])
+    dead = meaning_of(KINDS["dead_units"])
     assert dead.parameters["samples"][0] == 500
     assert dead.parameters["fraction"][0] == 0.9
     assert "nn.init.constant_" in dead.example
     assert "a jump of the learning rate" in dead.causes
     assert "A unit is dead in a batch" not in str(dead)
-    assert "A unit is dead in a batch" in str(DETECTORS["dead_units"].__doc__)
+    assert "A unit is dead in a batch" in str(KINDS["dead_units"].__doc__)
 
 
-@pytest.mark.parametrize("kind", DETECTORS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_help_prints_the_docstring(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", kind]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    meaning = meaning_of(DETECTORS[kind])
+    meaning = meaning_of(KINDS[kind])
     assert printed.startswith(f"{kind} ({meaning.severity}) ")
     texts = [meaning.summary, *meaning.sections.values()]
     texts += [text for _, text in meaning.parameters.values()]
@@ -59,7 +59,7 @@ def test_help_lists_the_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [
-        [kind, detector.severity] for kind, detector in DETECTORS.items()
+        [kind, detector.severity] for kind, detector in KINDS.items()
     ]
 
 
@@ -91,7 +91,7 @@ def test_each_kind_has_one_section_with_its_name() -> None:
     folder = ROOT / "docs" / "alerts"
     texts = [(folder / name).read_text(encoding="utf-8") for name in PAGES]
     headings = [kind for text in texts for kind in re.findall(r"^## (\w+)$", text, re.MULTILINE)]
-    assert sorted(headings) == sorted(DETECTORS)
+    assert sorted(headings) == sorted(KINDS)
     index = (folder / "index.md").read_text(encoding="utf-8")
     for name, kinds in PAGES.items():
         row = re.search(rf"^\|[^|]*\]\({name}\) \|(.*)\|$", index, re.MULTILINE)
