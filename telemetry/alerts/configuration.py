@@ -8,7 +8,6 @@ from numbers import Real
 from typing import Any, get_args
 
 from telemetry.alert import Severity
-from telemetry.alerts.attention import AttentionCollapse, LogitGrowth
 from telemetry.alerts.check_kinds import CHECK_KINDS, CheckKind
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
@@ -19,14 +18,13 @@ from telemetry.alerts.loss_mistakes import TargetsBroadcast, WrongLossInput
 from telemetry.alerts.loss_spike import LossBurst, LossSpike
 from telemetry.alerts.no_learning import LossStuck, NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
+from telemetry.alerts.outputs import AttentionCollapse, LogitGrowth, OutputCollapse
 from telemetry.alerts.ranks_diverge import RanksDiverge, RanksSameBatch
-from telemetry.alerts.rounded_updates import RoundedUpdates
-from telemetry.alerts.slow_parts import LayersNotLearning, OutputCollapse
 from telemetry.alerts.trends import ExponentialTrend, UnboundedLoss
 from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
-from telemetry.alerts.weight_jump import WeightJump
+from telemetry.alerts.weights import LayersNotLearning, RoundedUpdates, WeightJump
 from telemetry.rule import Rule
 
 Settings = Mapping[str, "float | str"]

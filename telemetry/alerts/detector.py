@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from telemetry.alert import Alert, Severity
-from telemetry.alerts.baseline import LATEST, Baseline, finite_loss
+from telemetry.alerts.baseline import Baseline, finite_loss
 from telemetry.alerts.state import restore, to_plain
+from telemetry.alerts.window import LATEST
 from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
@@ -42,6 +43,7 @@ RATE_ADVICE = (
 )
 EXPLOSIONS = frozenset({"exploding_gradient", "exploding_activation"})
 RISEN_LOSSES = frozenset({"loss_divergence", "loss_spike"})
+INACTIVE = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
 
 
 class Detector(Rule):

@@ -1,4 +1,4 @@
-"""Growth of activations in the forward pass and of gradients in the backward pass."""
+"""Growth of activations and gradients: over the depth of the network, and over time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import Figures, Marks
+from telemetry.alerts.baseline import FEW, TENFOLD, Baseline, Figures, Marks
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.plain_text import called
 from telemetry.records import Layout, StepRecord, once
 from telemetry.records.moments import rms_of
+from telemetry.records.tensor import figures_of
 
 
 class Stretch(NamedTuple):
@@ -149,3 +150,132 @@ def _lookups(layout: Layout) -> Marks:
 @once
 def _normalizations(layout: Layout) -> Marks:
     return np.array(["Norm" in module.type_name for module in layout.modules], bool)
+
+
+# --- over time ------------------------------------------------------------------------------------
+
+
+class Blame:
+    """Modules that caused a sudden growth of the gradients; the first evidence counts.
+
+    If a module's weights grew, so did its outputs and all later ones, which a full step shows. The
+    culprit has most of this growth: one module, several that grew alike, or the batch. The norms
+    alone can show a single culprit, too: in a network of ReLUs all gradients grow except its own,
+    which does not contain its weight. If none stands out and the outputs are unknown, it is the
+    batch or all of them. A step or two later everything has changed.
+    """
+
+    stretch: Stretch | None = None  # the culprits; None if nothing grows or they are unknown
+    batch: float = 0.0  # growth of the batch's values, if the batch is the culprit
+    is_alike: bool = False  # all gradients grew alike, and nothing else is known
+    by_norms: bool = False  # the norms alone show the culprit
+    is_corrected: bool = False  # a full step has just shown another culprit
+    _outputs: dict[str, float]
+    _gradients: dict[str, float]
+
+    def __init__(self) -> None:
+        self._outputs, self._gradients = {}, {}
+
+    def add(self, record: StepRecord, baseline: Baseline) -> None:
+        """Add a step whose gradients are finite."""
+        outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
+        growth, first = _common_growth(baseline), self._first_grown(record) if record.full else None
+        entered = _entered(baseline)
+        if growth is None and outputs is None and entered is None:
+            self.stretch, self.batch, self.is_alike = None, 0.0, False
+        elif self.by_norms and record.full and outputs is None and first is not None:
+            # No output has grown, so no weight has: the growth came from later layers, and the
+            # layer that did not grow is on another branch.
+            self.stretch, self.by_norms, self.is_corrected = Stretch(first, first), False, True
+        elif self.stretch is None and not self.batch and not self.is_alike:
+            self.stretch = entered
+            if growth is not None:
+                self.stretch = _all_but_one(baseline.layers.names, growth)
+            if self.stretch is None and outputs is not None:
+                self.stretch = outputs.stretch
+            if outputs is not None and outputs.levels[0] > outputs.levels.max() / 2:
+                self.stretch, self.batch = None, 10 ** outputs.levels[0]
+            several = len(baseline.layers.names) > _FEWEST
+            self.by_norms = self.stretch is not None and entered is None and not record.full
+            self.is_alike = self.stretch is None and not record.full and several
+
+    def _grown_outputs(self, record: StepRecord) -> Growth | None:
+        """Return the growth of the batch and then of each output; None if none has grown."""
+        given, rows = record.inputs.get(""), record.activations.rows
+        batch = math.nan if given is None else given.variation
+        batch_size = math.nan if given is None else rms_of(given.rows)[given.row]
+        names = [_BATCH_KEY, *record.activations]
+        now = np.concatenate([[batch], rows.variation])
+        sizes = np.concatenate([[batch_size], rms_of(rows)])
+        usual = np.array([self._outputs.get(name, math.nan) for name in names])
+        with np.errstate(all="ignore"):
+            levels = np.where((now > 0) & (now < math.inf) & (usual > 0), np.log10(now / usual), 0)
+        for place in ((levels <= TENFOLD) & (sizes > 0) & (sizes < math.inf)).nonzero()[0]:
+            self._outputs[names[place]] = float(sizes[place])
+        return Growth(names=["", *names[1:]], levels=levels) if levels.max() > TENFOLD else None
+
+    def _first_grown(self, record: StepRecord) -> str | None:
+        """Return the module whose output's gradient grew tenfold first in the backward pass."""
+        grown, usual = [], self._gradients
+        for name, now in figures_of(record.activation_grads, rms_of).items():
+            if name in usual and now > 10**TENFOLD * usual[name]:
+                grown.append(name)
+            elif 0 < now < math.inf:
+                usual[name] = now
+        return max(grown, key=record.layout.position.__getitem__, default=None)
+
+
+def _common_growth(baseline: Baseline) -> Figures | None:
+    """Return log10 of each norm over its usual one, if most have grown tenfold."""
+    growth = baseline.layers.growth
+    known = growth[np.isfinite(growth)]
+    is_grown = 2 * np.count_nonzero(known > TENFOLD) > len(known) >= _FEWEST
+    return growth if is_grown else None
+
+
+def _entered(baseline: Baseline) -> Stretch | None:
+    """Return the layer at which a hundredfold growth of a few gradients entered.
+
+    That is the last of them, which passes it to earlier layers.
+    """
+    growth = baseline.layers.growth
+    known, (grown,) = np.isfinite(growth), (growth > 2 * TENFOLD).nonzero()
+    are_apart = not (known & (growth > TENFOLD / 2) & (growth <= 2 * TENFOLD)).any()
+    if not 0 < 2 * len(grown) <= np.count_nonzero(known) or not are_apart:
+        return None
+    name = baseline.layers.names[grown[-1]]
+    return Stretch(name, name)
+
+
+def _all_but_one(names: Sequence[str], growth: Figures) -> Stretch | None:
+    """Return the layer whose gradient grew far less than all others."""
+    known = np.isfinite(growth)
+    least, next_least = np.sort(growth[known])[:2]
+    if next_least - least <= TENFOLD:
+        return None
+    name = names[int(np.where(known, growth, np.inf).argmin())]
+    return Stretch(name, name)
+
+
+def confined_growth(record: StepRecord, usual: float, scale: float = 1.0) -> Stretch | None:
+    """Return the layer at which growth entered, if the norm is usual without few layers.
+
+    That is the last of them, where the backward pass starts.
+
+    Args:
+        record: A step whose gradients are finite and have grown.
+        usual: Their norm before.
+        scale: The factor by which clipping divided them.
+    """
+    norms = record.owner_grad_norms * scale
+    order = norms.argsort()
+    others = np.sqrt(np.cumsum(norms[order] ** 2))
+    grown = order[others > 10**TENFOLD * usual]
+    if not 0 < len(grown) <= max(1, FEW * len(norms)) or len(norms) < _FEWEST:
+        return None
+    name = record.layout.owner_names[int(grown.max())]
+    return Stretch(name, name)
+
+
+_BATCH_KEY = "(batch)"
+_FEWEST = 3  # modules of a majority; tried 1 and 6

@@ -7,8 +7,9 @@ import re
 from collections import deque
 from statistics import median_high
 
-from telemetry.alerts.baseline import FEWEST, Baseline, finite_loss
+from telemetry.alerts.baseline import Baseline, finite_loss
 from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.window import FEWEST
 from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of

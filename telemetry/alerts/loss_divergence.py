@@ -11,15 +11,13 @@ from telemetry.alerts.baseline import (
     AFTER_JUMP,
     JUMP,
     LARGE_STEP,
-    LENGTH,
     NEVER,
-    RECENT,
     Baseline,
     Figures,
-    Rise,
     finite_loss,
 )
 from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
+from telemetry.alerts.window import LENGTH, RECENT, Rise
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.plain_text import figure
 from telemetry.records import StepRecord

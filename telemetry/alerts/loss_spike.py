@@ -6,19 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from telemetry.alerts.baseline import (
-    FEW,
-    FEWEST,
-    LATEST,
-    LENGTH,
-    NEVER,
-    RECENT,
-    Baseline,
-    Logged,
-    LossJump,
-    Rise,
-)
+from telemetry.alerts.baseline import FEW, NEVER, Baseline
 from telemetry.alerts.detector import EXPLOSIONS, RATE_ADVICE, Detector, Finding
+from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT, Logged, LossJump, Rise
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord

@@ -8,16 +8,9 @@ from statistics import median_high
 
 import numpy as np
 
-from telemetry.alerts.baseline import (
-    FEWEST,
-    RECENT,
-    Baseline,
-    Figures,
-    finite_loss,
-    matrix_ratios,
-    matrix_sizes,
-)
+from telemetry.alerts.baseline import Baseline, Figures, finite_loss, matrix_ratios, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.window import FEWEST, RECENT
 from telemetry.plain_text import figure
 from telemetry.records import StepRecord
 

@@ -9,8 +9,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import FEWEST, LARGE_STEP, LENGTH, NEVER, Baseline, matrix_sizes
+from telemetry.alerts.baseline import LARGE_STEP, NEVER, Baseline, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.window import FEWEST, LENGTH
 from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telemetry.alerts.baseline import FEW_SAMPLES, LATEST, Baseline, Marks
+from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Marks
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.window import LATEST
 from telemetry.layers import table
 from telemetry.layers.module_types import (
     AFFINE,

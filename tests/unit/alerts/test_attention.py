@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from telemetry.alerts.attention import AttentionCollapse, LogitGrowth, _entropy
+from telemetry.alerts.outputs import AttentionCollapse, LogitGrowth, _entropy
 from telemetry.testing import capture_run
 from tests.helpers.small_runs import train
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.alerts.baseline import LATEST, LENGTH, Baseline, Layers, Loss, Norm, Window
+from telemetry.alerts.baseline import Baseline, LayerNorms, Norm
 from telemetry.alerts.state import restore, to_plain
+from telemetry.alerts.window import LATEST, LENGTH, Loss, Window
 from telemetry.layers.onset import NORMAL_CONSISTENT
 from telemetry.records import Layout, Module, Parameter, StepRecord
 
@@ -170,8 +171,8 @@ def test_the_baseline_excludes_unusual_values_until_they_persist(count: int) -> 
     assert past.extremes_of_all[1] == (9.0 if count == LATEST else 1.0)
 
 
-def layers_after(rows: Iterable[Iterable[float]]) -> Layers:
-    layers = Layers()
+def layers_after(rows: Iterable[Iterable[float]]) -> LayerNorms:
+    layers = LayerNorms()
     layout = Layout(
         modules=tuple(Module(name=name, type_name="Linear") for name in "ab"),
         parameters=tuple(Parameter(name=n, module_name=n, shape=(4, 4)) for n in "ab"),

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from telemetry.alerts import exploding
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
+from telemetry.alerts.growth import _common_growth
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.records import StepRecord
 from telemetry.testing import alerts_of, capture_run
@@ -169,4 +169,4 @@ def test_growth_from_layer_to_layer_is_not_resolved_while_it_persists() -> None:
 def test_most_layers_have_to_grow_tenfold(grown: int, of: int, is_explosion: bool) -> None:
     growth = np.array([1.5] * grown + [0.0] * (of - grown) + [np.nan] * 9)
     baseline = SimpleNamespace(layers=SimpleNamespace(growth=growth))
-    assert (exploding._growth(baseline) is not None) == is_explosion  # type: ignore[arg-type]
+    assert (_common_growth(baseline) is not None) == is_explosion  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from telemetry import Alert
-from telemetry.alerts.rounded_updates import RoundedUpdates
+from telemetry.alerts.weights import RoundedUpdates
 from tests.helpers.figures import figures
 from tests.helpers.small_runs import Batch, draw, net, train
 

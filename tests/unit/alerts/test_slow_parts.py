@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
-from telemetry.alerts.slow_parts import LayersNotLearning, OutputCollapse
+from telemetry.alerts.outputs import OutputCollapse
+from telemetry.alerts.weights import LayersNotLearning
 from telemetry.testing import capture_run
 from tests.helpers.figures import figures
 from tests.helpers.small_runs import draw, train

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 
 from telemetry import Alert
-from telemetry.alerts.weight_jump import WeightJump
+from telemetry.alerts.weights import WeightJump
 from tests.helpers.figures import figures
 from tests.helpers.small_runs import net, train
 

@@ -1,4 +1,4 @@
-"""Attention that collapses to single tokens, and attention logits that are far too large."""
+"""Outputs that collapse: attention to single tokens, huge logits, one vector for all inputs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import re
 
 import numpy as np
 
-from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.baseline import FEW_SAMPLES, Baseline
+from telemetry.alerts.detector import EXPLOSIONS, INACTIVE, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.window import LATEST
+from telemetry.layers.module_types import AFFINE
 from telemetry.plain_text import called, figure
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import edges
+from telemetry.records.moments import rms_of
+from telemetry.records.tensor import Tensors
 
 
 class AttentionCollapse(Detector):
@@ -129,3 +133,93 @@ class LogitGrowth(Detector):
 
 # Masked logits of minus infinity are not finite and count in neither extreme.
 _LOGITS = re.compile(r"(attention|attn).*(logit|score)[^.]*$", re.IGNORECASE)
+
+
+class OutputCollapse(Detector):
+    """Outputs of eight units or more, which once differed between inputs, are nearly one vector for
+    all of them. Or all units of a layer return the same.
+
+    Evidence: the module, and the rest of its variation.
+    Causes: no term that keeps examples apart, strong weight decay, initialization with a constant.
+    Remedies: negative pairs, a stopped gradient, batch statistics; random initialization.
+    Silent: outputs that never differed, single numbers.
+    Example: [nn.init.constant_(parameter, 0.01) for parameter in model.parameters()]
+    Args:
+        share: Variation within units over the RMS, at two consecutive full steps; 0.3 before.
+
+    Units that start with equal weights get equal gradients and stay equal.
+    """
+
+    kind = "output_collapse"
+    on = "full"
+    confirm_after = 2
+    clear_after = 3
+    explained_by = (
+        INACTIVE | EXPLOSIONS | RISEN_LOSSES | {"exponential_trend", "untrained_parameters"}
+    )
+    share = 0.02  # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
+    _highest: dict[Output, float]
+
+    def set_up(self) -> None:
+        self._highest = {}
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        outputs, rows = [*record.outputs], Tensors.of(record.outputs).rows
+        sizes, counts, collapsed = rms_of(rows), rows.unit_count, []
+        # A dead output makes all later ones constant. Few tokens reach some experts.
+        are_wide = (counts >= _UNITS) & ~np.logical_or.accumulate((counts >= _UNITS) & (sizes == 0))
+        judged = are_wide & (sizes > 0) & (rows.count >= FEW_SAMPLES * counts)
+        for place in judged.nonzero()[0].tolist():
+            output, share = outputs[place], float(rows.variation[place] / sizes[place])
+            highest = self._highest[output] = max(share, self._highest.get(output, 0.0))
+            if share <= self.share and highest >= _VARIES:
+                collapsed.append((output, share))
+        if (found := _alike(record)) is not None or not collapsed or baseline.age < LATEST:
+            return found
+        output, share = collapsed[0]
+        others = f", as {len(collapsed) - 1} later outputs" if len(collapsed) > 1 else ""
+        return Finding(
+            summary=f"The output of {called(output.module_name)} varies by {figure(share, 2)} of "
+            f"its size between inputs, once by {figure(self._highest[output], 2)}{others}",
+            advice=(
+                "Check what keeps inputs apart: negative pairs, a stopped gradient, batch norm",
+                "Check weight decay and penalties",
+            ),
+            value=share,
+            threshold=self.share,
+            module_name=output.module_name,
+        )
+
+
+@np.errstate(invalid="ignore")  # of masks
+def _alike(record: StepRecord) -> Finding | None:
+    """Return the finding of the first layer whose units all have the same two extremes."""
+    layout, activations = record.layout, record.activations
+    rows, names = activations.rows, [*activations]
+    known = rows.unit_count.nonzero()[0]
+    if not len(known):
+        return None
+    counts = rows.unit_count[known]
+    starts = counts.cumsum() - counts
+    low = np.minimum.reduceat(rows.units, starts)
+    high = np.maximum.reduceat(rows.units, starts)
+    extent = high[:, 1] - low[:, 0]
+    are_alike = (counts >= _UNITS) & (extent > 0)
+    are_alike &= np.maximum(*(high - low).T) <= _ROUNDING * extent
+    for row in known[are_alike].tolist():
+        name = names[row]
+        if layout.modules[layout.position[name]].type_name in AFFINE:
+            return Finding(
+                summary=f"All {rows.unit_count[row]} units of {called(name)} return the same",
+                cause="They have equal weights and get equal gradients",
+                advice=("Initialize weights at random, not with a constant",),
+                value=0.0,
+                threshold=_ROUNDING,
+                module_name=name,
+            )
+    return None
+
+
+_ROUNDING = 1e-4  # of their range
+_UNITS = 8
+_VARIES = 0.3
