@@ -21,10 +21,10 @@ from telemetry.alerts.check_kinds import BatchLeak, CheckKind, InputIgnored, Los
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
+from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
 from telemetry.alerts.loop_mistakes import EvalMode
 from telemetry.alerts.loss_mistakes import WrongLossInput
 from telemetry.alerts.nonfinite import Nonfinite
-from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.capture import Capture, CapturedStep, Content, LightStep

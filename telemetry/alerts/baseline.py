@@ -110,7 +110,7 @@ class LayerNorms:
         growth = self.growth = self.levels[-1] - self.usual
         finite = growth[np.isfinite(growth)]
         # A change of all layers is learning, or visible in the total norm.
-        common = np.clip(0.0, finite.min(), finite.max()) if finite.size else 0.0
+        common = min(max(finite.min(), 0.0), finite.max()) if finite.size else 0.0
         off = (np.abs(growth) > self._limit) & (np.abs(growth - common) > self._limit)
         self._unusual_steps = np.where(off, self._unusual_steps + 1, 0)
         lasting = self._unusual_steps >= _UNUSUAL_STEPS

@@ -12,6 +12,7 @@ from telemetry.alerts.check_kinds import CHECK_KINDS, CheckKind
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
+from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
 from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.loss_mistakes import TargetsBroadcast, WrongLossInput
@@ -21,7 +22,6 @@ from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.outputs import AttentionCollapse, LogitGrowth, OutputCollapse
 from telemetry.alerts.ranks_diverge import RanksDiverge, RanksSameBatch
 from telemetry.alerts.trends import ExponentialTrend, UnboundedLoss
-from telemetry.alerts.units import DeadUnits, SaturatedUnits
 from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.alerts.weights import LayersNotLearning, RoundedUpdates, WeightJump

@@ -7,7 +7,7 @@ A layer is a module. This file assigns outputs and parameters to modules;
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -16,7 +16,15 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.records import StepRecord, TensorRecord
+from telemetry.layers.module_types import (
+    CONVOLUTIONS,
+    DROPOUTS,
+    NORMALIZATIONS,
+    POOLING,
+    RESHAPING,
+    UNBOUNDED,
+)
+from telemetry.records import Output, StepRecord, TensorRecord, once
 from telemetry.records.moments import COUNTS, POWER_SUMS, nonfinite_of
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
@@ -116,3 +124,61 @@ def figure(x: Any, of_finite: Callable[[Any], Values]) -> Column:
     if are_lost.any():
         values = np.where(are_lost, np.where(x.nan_count > 0, math.nan, math.inf), values)
     return Column(values, x.count > 0)
+
+
+# Modules that return no more positions than their inputs have.
+_KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPOUTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardOutputs:
+    """Outputs at one step in forward order, where tensors of one module stand side by side."""
+
+    outputs: Sequence[Output]
+    types: Sequence[str]  # of their modules
+    owned: Sequence[bool]  # by modules with parameters
+    positions: Sequence[float]  # elements of each unit, over samples and pixels; NaN without units
+    rows: Rows  # their measurements
+
+    @staticmethod
+    @once
+    def of(record: StepRecord) -> ForwardOutputs:
+        """Return the outputs of this step."""
+        layout, tensors = record.layout, Tensors.of(record.outputs)
+        place = {output: layout.position[output.module_name] for output in tensors}
+        outputs = sorted(place, key=place.__getitem__)
+        order = np.array([*place.values()], np.intp).argsort(kind="stable")
+        rows = tensors.rows.take(order)
+        positions = np.where(rows.unit_count, rows.count / rows.unit_count, math.nan)
+        owning = set(layout.owning.tolist())
+        return ForwardOutputs(
+            outputs=outputs,
+            types=[layout.modules[place[output]].type_name for output in outputs],
+            owned=[place[output] in owning for output in outputs],
+            positions=positions.tolist(),
+            rows=rows,
+        )
+
+    @property
+    def hidden(self) -> range:
+        """Indices of outputs that are followed by another module with parameters."""
+        return range(max([i for i, owned in enumerate(self.owned) if owned], default=0))
+
+    def is_gate(self, index: int) -> bool:
+        """Whether a hidden output only scales feature maps, as in squeeze and excitation.
+
+        It was pooled, and a feature map follows nevertheless.
+        """
+        after = index + 1
+        if self.types[after] not in _KEEP_POSITIONS:
+            return False
+        if self.positions[after] > self.positions[index]:
+            return True
+        # The last maps of a network may have a single position.
+        before = [self.types[i] for i in range(index - 1, -1, -1)]
+        since_pooling = next((i for i, kind in enumerate(before) if kind in POOLING), None)
+        return (
+            since_pooling is not None
+            and self.types[after] in CONVOLUTIONS
+            and all(kind in _KEEP_POSITIONS | RESHAPING for kind in before[:since_pooling])
+        )

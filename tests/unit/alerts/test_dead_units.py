@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.optim import SGD
 
-from telemetry.alerts.units import DeadUnits
+from telemetry.alerts.inactive_units import DeadUnits
 from tests.helpers.figures import figures
 from tests.helpers.small_runs import net, train
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from telemetry.alerts.units import DeadUnits, SaturatedUnits
+from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
 from tests.helpers.small_runs import train
 
 UNITS = 32

@@ -15,17 +15,13 @@ from telemetry.layers import table
 from telemetry.layers.module_types import (
     AFFINE,
     BOUNDED,
-    CONVOLUTIONS,
     DROPOUTS,
-    NORMALIZATIONS,
-    POOLING,
-    RESHAPING,
     STANDARD,
     TWO_SIDED,
-    UNBOUNDED,
     Bounded,
     Flat,
 )
+from telemetry.layers.record import ForwardOutputs
 from telemetry.layers.units import ranges, saturated_units
 from telemetry.plain_text import called, printable
 from telemetry.records import Output, StepRecord, once
@@ -196,7 +192,7 @@ class _Silence:
 @once
 def _silent_units(record: StepRecord) -> Sequence[tuple[Output, float, Marks]]:
     """Return outputs that get a gradient, in forward order: the share and marks of silent units."""
-    forward, idle = _Forward.of(record), _idle_modules(record)
+    forward, idle = ForwardOutputs.of(record), _idle_modules(record)
     if not forward.outputs:
         return ()
     units, sizes = forward.rows.units, forward.rows.unit_count
@@ -341,7 +337,7 @@ class SaturatedUnits(Detector):
 
     def _flat_shares(self, record: StepRecord) -> list[tuple[Output, float]]:
         """Return the outputs of hidden layers and the flat share of each, in forward order."""
-        forward, shares = _Forward.of(record), list[tuple[Output, float]]()
+        forward, shares = ForwardOutputs.of(record), list[tuple[Output, float]]()
         rms = rms_of(forward.rows).tolist()
         for index in forward.hidden:
             output, type_name = forward.outputs[index], forward.types[index]
@@ -442,61 +438,3 @@ def _received(record: StepRecord, output: Output) -> float | None:
             norm = weight.sketch.norm if weight is not None else 0.0
             return float(rms * parameter.shape[0] ** 0.5 / norm) if norm else None
     return None
-
-
-# Modules that return no more positions than their inputs have.
-_KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPOUTS
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Forward:
-    """The outputs in forward order."""
-
-    outputs: Sequence[Output]
-    types: Sequence[str]  # of their modules
-    owned: Sequence[bool]  # by modules with parameters
-    positions: Sequence[float]  # elements of each unit, over samples and pixels; NaN without units
-    rows: Rows  # their measurements
-
-    @staticmethod
-    @once
-    def of(record: StepRecord) -> _Forward:
-        """Return the outputs of this step."""
-        layout, tensors = record.layout, Tensors.of(record.outputs)
-        place = {output: layout.position[output.module_name] for output in tensors}
-        outputs = sorted(place, key=place.__getitem__)
-        order = np.array([*place.values()], np.intp).argsort(kind="stable")
-        rows = tensors.rows.take(order)
-        positions = np.where(rows.unit_count, rows.count / rows.unit_count, math.nan)
-        owning = set(layout.owning.tolist())
-        return _Forward(
-            outputs=outputs,
-            types=[layout.modules[place[output]].type_name for output in outputs],
-            owned=[place[output] in owning for output in outputs],
-            positions=positions.tolist(),
-            rows=rows,
-        )
-
-    @property
-    def hidden(self) -> range:
-        """Indices of outputs that are followed by another module with parameters."""
-        return range(max([i for i, owned in enumerate(self.owned) if owned], default=0))
-
-    def is_gate(self, index: int) -> bool:
-        """Whether a hidden output only scales feature maps, as in squeeze and excitation.
-
-        It was pooled, and a feature map follows nevertheless.
-        """
-        after = index + 1
-        if self.types[after] not in _KEEP_POSITIONS:
-            return False
-        if self.positions[after] > self.positions[index]:
-            return True
-        # The last maps of a network may have a single position.
-        before = [self.types[i] for i in range(index - 1, -1, -1)]
-        since_pooling = next((i for i, kind in enumerate(before) if kind in POOLING), None)
-        return (
-            since_pooling is not None
-            and self.types[after] in CONVOLUTIONS
-            and all(kind in _KEEP_POSITIONS | RESHAPING for kind in before[:since_pooling])
-        )
