@@ -27,6 +27,7 @@ import torch
 from machine import describe_machine, write_json
 from recordings import start_wandb
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 from workloads import GPT, mnist_cnn
 
 from telemetry import HookLogger, read
@@ -78,6 +79,7 @@ TASKS = {
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "bare": None,
+    "add_scalar": None,  # no hooks: torch's SummaryWriter writes the loss
     "default": {},
     "alerts=()": {"alerts": ()},
     "max_overhead=0.01": {"max_overhead": 0.01},
@@ -100,14 +102,17 @@ def train(task: Task, variant: str, folder: Path, *, warm_up: int, steps: int) -
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     options = VARIANTS.get(variant)
     logger: HookLogger | None = None
+    writer: SummaryWriter | None = None
     run: Any = None
     if variant == "wandb.watch":
         run = start_wandb(folder)
         run.watch(model, log="all", log_freq=EVERY)
+    elif variant == "add_scalar":
+        writer = SummaryWriter(folder)
     elif options is not None:
         logger = HookLogger(model, folder, every_n_steps=EVERY, **options)
 
-    def step() -> None:
+    def step(number: int) -> None:
         x = task.batch()
         with torch.no_grad():
             y = (
@@ -122,18 +127,22 @@ def train(task: Task, variant: str, folder: Path, *, warm_up: int, steps: int) -
         optimizer.step()
         if logger is not None:
             logger.log(loss=loss)
+        elif writer is not None:
+            writer.add_scalar("loss", loss, number)
         elif run is not None:
             run.log({"loss": loss.detach()})
 
-    for _ in range(warm_up):
-        step()
+    for number in range(warm_up):
+        step(number)
     if logger is not None:
         logger.flush()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step()
+    for number in range(warm_up, warm_up + steps):
+        step(number)
     if logger is not None:
         logger.flush()
+    elif writer is not None:
+        writer.close()
     wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
     full = math.nan
     if run is not None:

@@ -975,13 +975,15 @@ def test_a_wrong_environment_variable_is_named(
         HookLogger(mlp(), tmp_path)
 
 
-def test_without_a_writer_the_run_is_in_a_new_directory(
+def test_a_model_alone_is_measured_every_100_steps_in_a_new_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    HookLogger(mlp()).close()
+    model = mlp()
+    with HookLogger(model, alerts=()):
+        run_through(train(model, steps=202))
     [run] = (tmp_path / "runs").iterdir()
-    assert list_event_files(run)
+    assert list(RunData(FileSource(run)).matrix("weight_rms").steps) == [0, 100, 200]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
