@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
@@ -12,6 +13,8 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 from torch.optim import SGD
 
 from telemetry import Alert, Baseline, Detector, StepRecord
@@ -20,7 +23,7 @@ from telemetry.alerts import default_rules, rules_from
 from telemetry.alerts.configuration import DETECTORS
 from telemetry.alerts.detector import RATE_ADVICE
 from telemetry.alerts.engine import Engine
-from telemetry.testing import alerts_of
+from telemetry.testing import alerts_of, capture_run
 from tests.helpers.figures import figures
 from tests.helpers.interrupted_runs import RUNS
 from tests.helpers.interrupted_runs import train as train_interrupted
@@ -395,7 +398,7 @@ def test_the_state_of_detectors_contains_all_changed_attributes(
 def test_each_incompatible_part_of_a_state_is_reported() -> None:
     [rule], [new] = default_rules(), default_rules()
     state = rule.state_dict()
-    state["dead_units"]["unknown"] = state["baseline"]["norm"].pop("above")
+    state["dead_units"]["unknown"] = state["baseline"]["norm"].pop("above_all")
     del state["eval_mode"]
     state["of_another"] = {}
     with pytest.raises(ValueError, match="resets") as raised:
@@ -467,3 +470,38 @@ def test_an_invalid_configuration_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         rules_from(config)
+
+
+# --- cost ----------------------------------------------------------------------------------------
+
+
+def _calls_of_a_full_step(blocks: int) -> int:
+    """Return the Python calls with which all rules judge the eighth full step of a model."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(blocks)]
+    model = nn.Sequential(*layers, nn.Linear(8, 2))
+    optimizer, calls = SGD(model.parameters(), lr=0.01), 0
+    with capture_run(model, rules=(), optimizer=optimizer) as run:
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.randn(32, 8)).square().mean().backward()
+            optimizer.step()
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    [rule] = default_rules()
+    for earlier in run.records[:-1]:
+        list(rule(earlier))
+    sys.setprofile(count)
+    try:
+        list(rule(run.records[-1]))
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_calls_of_a_full_step_do_not_grow_with_the_layers() -> None:
+    few, many = map(_calls_of_a_full_step, (3, 30))
+    assert many < few + 120  # a call or two for each of 108 more modules would be more
