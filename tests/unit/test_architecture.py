@@ -24,7 +24,7 @@ LAYERS = [
     {"measure"},
     {"events", "ranks"},
     {"alerts", "capture", "flight", "reading", "writing"},
-    {"checking", "interventions", "ranks.part_maker"},
+    {"checking", "interventions"},
     {"ranks.exchange"},
     {"pipeline"},
     {"run"},
