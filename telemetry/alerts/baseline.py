@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT, WORSE, Loss, Window
 from telemetry.layers.module_types import LOOKUPS
-from telemetry.layers.onset import LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
+from telemetry.layers.onset import LEAD, LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
 from telemetry.plain_text import called, called_all, figure
 from telemetry.records import StepRecord, once
 from telemetry.records.moments import rms_of
@@ -91,7 +91,8 @@ class LayerNorms:
     _unusual_steps: Figures
     _since: int = 0
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float = 1) -> None:
+        self._interval = interval
         self._begin(())
 
     def _begin(self, names: tuple[str, ...]) -> None:
@@ -131,9 +132,10 @@ class LayerNorms:
 
     def onsets(self, since: int) -> Sequence[Onset]:
         """Return the layers whose norm had left its baseline by step ``since``, earliest first."""
-        rows = [row for row, step in enumerate(self.steps) if since - LOOK_BACK < step <= since]
+        first, lead = since - LOOK_BACK * self._interval, LEAD * self._interval
+        rows = [row for row, step in enumerate(self.steps) if first < step <= since]
         steps = [self.steps[row] for row in rows]
-        return onsets(self.names, steps, 10 ** self.levels[rows], since) or ()
+        return onsets(self.names, steps, 10 ** self.levels[rows], since, lead=lead) or ()
 
 
 _ROWS = LOOK_BACK + LATEST
@@ -141,7 +143,11 @@ _UNUSUAL_STEPS = 3  # the effect of one batch is over by then; tried 1 and 2
 
 
 class Baseline:
-    """Figures of the whole run, for all detectors."""
+    """Figures of the whole run, for all detectors.
+
+    Args:
+        interval: Steps between two records; windows have as many records in any case.
+    """
 
     loss: Loss
     norm: Norm
@@ -170,8 +176,9 @@ class Baseline:
     _groups: dict[str, list[int]]
     _step: int = 0  # the latest
 
-    def __init__(self) -> None:
-        self.loss, self.norm, self.layers = Loss(), Norm(), LayerNorms()
+    def __init__(self, interval: float = 1) -> None:
+        self.interval = interval
+        self.loss, self.norm, self.layers = Loss(), Norm(), LayerNorms(interval)
         self._rates, self._groups = deque(maxlen=LENGTH), {}
 
     def add(self, record: StepRecord) -> None:
@@ -188,7 +195,7 @@ class Baseline:
         if (loss := finite_loss(record)) is not None:
             self.loss.add(record.step, loss)
         if record.all_grads_finite:
-            self.norm.add(record.total_grad_norm, steps)
+            self.norm.add(record.total_grad_norm, round(steps / self.interval))
             self.layers.add(record)
         if record.update_ratios:
             ratios = matrix_ratios(record).values()

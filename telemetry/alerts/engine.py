@@ -35,6 +35,7 @@ class Engine(Rule):
         detectors: Causes before consequences.
         severities: For some kinds of alerts, another severity than the detector's own.
         every_step: Whether the detectors must judge every step, also where all figures are usual.
+        interval: Steps between two records.
     """
 
     name = "default_rules"
@@ -49,13 +50,14 @@ class Engine(Rule):
         *,
         severities: Mapping[str, Severity] | None = None,
         every_step: bool = False,
+        interval: float = 1,
     ) -> None:
         self._detectors = {detector.kind: detector for detector in detectors}
         self._of_light_steps = [detector for detector in detectors if detector.on != "full"]
         self._of_losses = [detector for detector in detectors if detector.judges_losses]
         self._every_step = every_step
         self._severities = dict(severities or {})
-        self._baseline = Baseline()
+        self._baseline = Baseline(interval)
         self._reported = {}
         self._suppressed = {}
         self._requests = {}
@@ -180,7 +182,7 @@ class Engine(Rule):
         known = [
             reported
             for kind, reported in self._reported.items()
-            if kind in explaining and _may_explain(reported, alert)
+            if kind in explaining and _may_explain(reported, alert, self._baseline.interval)
         ]
         return min(known, key=lambda reported: reported.alert.step, default=None)
 
@@ -253,14 +255,14 @@ class _Requests(NamedTuple):
     made: int
 
 
-def _may_explain(reported: _Reported, alert: Alert) -> bool:
+def _may_explain(reported: _Reported, alert: Alert, interval: float) -> bool:
     """Whether a reported alert may be the root cause of a later one.
 
     A note explains no warning, and one unreached layer explains no other. A loss that jumps because
     of the learning rate may cause explosions; otherwise explosions come first.
     """
     cause = reported.alert
-    if alert.step - max(cause.step, reported.last) > _REACH:
+    if alert.step - max(cause.step, reported.last) > _REACH * interval:
         return False
     if cause.severity == "note" and alert.severity != "note":
         return False

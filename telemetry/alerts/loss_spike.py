@@ -110,14 +110,17 @@ class LossSpike(Detector):
         is_lost = baseline.loss.losses_lost == LATEST and baseline.age > LENGTH
         if self.active_alert is not None or not is_lost:
             return None
-        jump = baseline.loss.jump_since(record.step - LATEST - RECENT // 2)
+        jump = baseline.loss.jump_since(
+            round(record.step - (LATEST + RECENT // 2) * baseline.interval)
+        )
         if not baseline.loss.median_of(LATEST) > jump.limit:  # it drifts, as a GAN's
             return None
         return self._of_others(jump, record, baseline)
 
     def _of_others(self, jump: LossJump, record: StepRecord, baseline: Baseline) -> Finding | None:
         """Return a rise that only the inputs explain."""
-        is_known, self._noted_at = record.step - self._noted_at <= LENGTH, record.step
+        is_known = record.step - self._noted_at <= LENGTH * baseline.interval
+        self._noted_at = record.step
         if baseline.since_rate_jump <= FEWEST or is_known:
             return None
         return _found(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -24,26 +24,40 @@ _RECORD = (
 
 def alerts(args: argparse.Namespace, console: Console) -> int:
     runs = LogDirs(args.runs)
+    of_runs = ((str(log_dir), run.overview().alerts) for log_dir, run in runs.opened())
+    fails = print_alerts(of_runs, args, console, name_runs=len(runs.found) > 1)
+    return runs.status or fails
+
+
+def print_alerts(
+    runs: Iterable[tuple[str, Sequence[Alert]]],
+    args: argparse.Namespace,
+    console: Console,
+    *,
+    name_runs: bool,
+) -> bool:
+    """Print the alerts of each run; return whether ``--fail-on`` has one of them fail."""
     found: set[str] = set()
     kinds: list[str] = []
 
     def of_runs() -> Iterator[tuple[str, Alert | None]]:
         """Yield the alerts of each run; None for a run without alerts."""
-        for log_dir, run in runs.opened():
-            of_run = run.overview().alerts
+        for name, of_run in runs:
             found.update(alert.severity for alert in of_run if alert.stage != "resolved")
-            yield from ((str(log_dir), alert) for alert in of_run or [None])
+            yield from ((name, alert) for alert in of_run)
+            if not of_run:
+                yield name, None
 
     if args.form:
         records = ({"run": run, **alert_fields(alert)} for run, alert in of_runs() if alert)
         print_records(args.form, _RECORD, records)
     else:
         for run, alert in of_runs():
-            _print_alert(f"{printable(run)}: " if len(runs.found) > 1 else "", alert, console)
+            _print_alert(f"{printable(run)}: " if name_runs else "", alert, console)
             kinds += [alert.kind] if alert else []
         if (line := help_line(kinds)) is not None:
             console.print(line)
-    return runs.status or bool(found & FAIL_ON[args.fail_on])
+    return bool(found & FAIL_ON[args.fail_on])
 
 
 def _print_alert(head: str, alert: Alert | None, console: Console) -> None:

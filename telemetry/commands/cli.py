@@ -18,6 +18,7 @@ from telemetry.commands.diff import diff
 from telemetry.commands.explain import explain_faults
 from telemetry.commands.export import export
 from telemetry.commands.help import print_help
+from telemetry.commands.lint import lint
 from telemetry.commands.output import new_console, reason, report_problems
 from telemetry.commands.report import report
 from telemetry.commands.runs import runs
@@ -30,7 +31,7 @@ _EPILOG = """\
 Help with examples for each command: telemetry summary --help
 
 exit status:
-  0: success; 1: alerts found an alert, or diff a difference; 2: error
+  0: success; 1: alerts or lint found an alert, or diff a difference; 2: error
 
 completion in bash and zsh, after pip install argcomplete:
   eval "$(register-python-argcomplete telemetry)"
@@ -42,6 +43,7 @@ _EXAMPLES = {
         "runs/mnist --sort update_ratio --reverse --top 5",
     ],
     "alerts": ["runs/ --fail-on error"],
+    "lint": ["runs/", "out/checkpoint-500/trainer_state.json", "lightning_logs/*/metrics.csv"],
     "explain": ["runs/mnist", "runs/mnist/flight-120.json"],
     "help": ["", "dead_units"],
     "diff": ["runs/before runs/after --tolerance 1e-3"],
@@ -114,14 +116,17 @@ def _parser() -> argparse.ArgumentParser:
     does = "print the alerts of runs; exit with 1 if there are any above a note"
     of_alerts = _command(commands, "alerts", alerts, does)
     _add_runs(of_alerts)
-    of_alerts.add_argument(
-        "--fail-on",
-        choices=FAIL_ON,
-        default="warning",
-        help="severity of an alert for exit status 1 (default: %(default)s): error: the run is "
-        "lost or wrong; warning: worth a look; notes never count",
-    )
+    _add_fail_on(of_alerts)
     _add_form(of_alerts)
+
+    does = "judge the loss and gradient norm that any program has logged"
+    of_lint = _command(commands, "lint", lint, does)
+    what = "TensorBoard directory, trainer_state.json of Transformers, or CSV file of Lightning"
+    of_lint.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=what)
+    of_lint.add_argument("--loss", metavar="TAG", help="tag of the loss (default: found by name)")
+    of_lint.add_argument("--norm", metavar="TAG", help="tag of the gradient norm, in the same way")
+    _add_fail_on(of_lint)
+    _add_form(of_lint)
 
     does = "print the flight records around alerts and exceptions"
     of_explain = _command(commands, "explain", explain_faults, does)
@@ -202,6 +207,16 @@ def _add_statistic(parser: argparse.ArgumentParser, what: str, **options: Any) -
 
 def _add_reverse(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reverse", action="store_true", help="sort the other way round")
+
+
+def _add_fail_on(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fail-on",
+        choices=FAIL_ON,
+        default="warning",
+        help="severity of an alert for exit status 1 (default: %(default)s): error: the run is "
+        "lost or wrong; warning: worth a look; notes never count",
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:

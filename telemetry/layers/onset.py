@@ -41,6 +41,7 @@ def onsets(
     since: int,
     *,
     fewest: int = 20,
+    lead: float = LEAD,
 ) -> list[Onset] | None:
     """Return the layers whose norm left its baseline at step ``since`` or later, earliest first.
 
@@ -52,12 +53,13 @@ def onsets(
         norms: Norm of each layer at each step, ``[k, layers]``; NaN where unknown. Layers with
             unknown norms in the baseline are omitted.
         fewest: Steps that the baseline needs.
+        lead: Steps before ``since`` that the baseline excludes.
 
     Returns:
         None if the baseline has fewer steps, or no step follows it.
     """
     steps = np.asarray(steps)
-    is_past = steps < since - LEAD
+    is_past = steps < since - lead
     if is_past.sum() < fewest or is_past.all():
         return None
     with np.errstate(divide="ignore"):

@@ -1,0 +1,204 @@
+"""Alerts of logs of other programs, from small trainings with and without a fault."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+from telemetry.commands.cli import main
+from telemetry.commands.lint import Series, judge
+
+Logged = list[tuple[int, float, float]]  # step, loss, total gradient norm
+AsFile = Callable[[Logged, Path], Path]
+POINTS = 300
+FAULT = 200  # point at which the fault begins
+
+
+def train(fault: str = "", *, interval: int = 1, seed: int = 0) -> Logged:
+    """Train a classifier or, for ``regression``, a regression; log each ``interval`` steps."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.ReLU())
+    head = nn.Linear(32, 1)
+    parameters = [*model.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.02)
+    logged: Logged = []
+    for step in range(POINTS * interval):
+        point = step // interval
+        inputs = torch.randn(32, 8)
+        targets = inputs[:, :1] * inputs[:, 1:2] + inputs[:, 2:3] + 0.3 * torch.randn(32, 1)
+        if fault == "bad_batch" and step == FAULT * interval:
+            targets = targets * 1000
+        if fault == "nan" and step == FAULT * interval:
+            inputs[3, 3] = math.nan
+        if fault == "lr_jump" and point == FAULT:
+            optimizer.param_groups[0]["lr"] = 1.0
+        if fault == "weights_scaled" and step == FAULT * interval:
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.mul_(30)
+            optimizer.param_groups[0]["lr"] = 1e-9
+        if fault == "lr_grows" and point >= FAULT:
+            optimizer.param_groups[0]["lr"] *= 1.15 ** (1 / interval)
+        loss = nn.functional.mse_loss(head(model(inputs)), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        if fault == "bad_batch":
+            nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+        optimizer.step()
+        if step % interval == 0:
+            logged.append((step, loss.item(), norm.item()))
+    return logged
+
+
+def as_board(logged: Logged, path: Path) -> Path:
+    with SummaryWriter(path / "board") as writer:
+        for step, loss, norm in logged:
+            writer.add_scalar("train/loss", loss, step)
+            writer.add_scalar("train/grad_norm", norm, step)
+            writer.add_scalar("eval/loss", 1e9 * (step % 7), step)
+    return path / "board"
+
+
+def as_state(logged: Logged, path: Path) -> Path:
+    history = [{"step": step, "loss": loss, "grad_norm": norm} for step, loss, norm in logged]
+    history.insert(50, {"step": logged[50][0], "eval_loss": 1e9})
+    history.append({"step": logged[-1][0], "train_loss": 0.5})
+    (path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    return path / "trainer_state.json"
+
+
+def as_csv(logged: Logged, path: Path) -> Path:
+    with (path / "metrics.csv").open("w") as file:
+        rows = csv.writer(file)
+        rows.writerow(["epoch", "grad_2.0_norm_total", "step", "train_loss", "val_loss"])
+        for step, loss, norm in logged:
+            rows.writerow([0, norm, step, "", ""])
+            rows.writerow([0, "", step, loss, ""])
+            rows.writerow([0, "", step, "", 1e9 * (step % 7)])
+    return path / "metrics.csv"
+
+
+FORMS = [as_board, as_state, as_csv]
+# Kind of the first alert, and points until its step at most.
+FAULTS = {
+    "bad_batch": ("loss_spike", 0),
+    "nan": ("nonfinite", 0),
+    "lr_jump": ("loss_spike", 3),
+    "weights_scaled": ("exploding_gradient", 0),
+    "lr_grows": ("exploding_gradient", 40),
+}
+
+
+def series(logged: Logged) -> Series:
+    return {
+        "loss": [(step, loss) for step, loss, _ in logged],
+        "grad_norm": [(step, norm) for step, _, norm in logged],
+    }
+
+
+@pytest.mark.parametrize("as_file", FORMS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_in_each_format(
+    fault: str, as_file: AsFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = as_file(train(fault), tmp_path)
+    assert main(["lint", str(path), "--json"]) == 1
+    first = json.loads(capsys.readouterr().out)[0]
+    kind, late = FAULTS[fault]
+    assert first["kind"] == kind
+    assert FAULT <= first["step"] <= FAULT + late
+    assert first["run"] == str(path)
+
+
+@pytest.mark.parametrize("as_file", FORMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_same_training_without_a_fault_has_no_alert(
+    seed: int, as_file: AsFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["lint", str(as_file(train(seed=seed), tmp_path)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+@pytest.mark.parametrize("interval", [10, 500])
+@pytest.mark.parametrize("fault", ["", *FAULTS])
+def test_windows_count_logged_points(fault: str, interval: int) -> None:
+    logged = train(fault)
+    wide = series([(step * interval, loss, norm) for step, loss, norm in logged])
+    expected = [
+        (a.kind, a.stage, a.step * interval, a.value) for a in judge(series(logged)) if a.kind
+    ]
+    assert [(a.kind, a.stage, a.step, a.value) for a in judge(wide)] == expected
+
+
+@pytest.mark.parametrize(("fault", "kind"), [("", None), ("bad_batch", "loss_spike")])
+def test_a_log_at_each_tenth_step(fault: str, kind: str | None) -> None:
+    alerts = judge(series(train(fault, interval=10)))
+    assert next((alert.kind for alert in alerts), None) == kind
+    assert {alert.step for alert in alerts[:1]} <= {10 * FAULT}
+
+
+def test_a_step_that_a_gradient_scaler_skips_is_no_fault() -> None:
+    logged = train()
+    for point in (0, 1, 120):
+        step, loss, _ = logged[point]
+        logged[point] = step, loss, math.inf
+    assert judge(series(logged)) == []
+    without_end = [(step, loss, math.nan if step >= FAULT else n) for step, loss, n in logged]
+    assert [(a.kind, a.step) for a in judge(series(without_end))] == [("nonfinite", FAULT)]
+
+
+def test_a_loss_is_judged_without_a_gradient_norm_and_a_norm_without_a_loss() -> None:
+    both = series(train("bad_batch"))
+    assert [a.kind for a in judge({"loss": both["loss"]})][:1] == ["loss_spike"]
+    both = series(train("weights_scaled"))
+    alerts = judge({"grad_norm": both["grad_norm"]})
+    assert [(a.kind, a.step) for a in alerts][:1] == [("exploding_gradient", FAULT)]
+
+
+def test_options_name_the_tags_and_the_severity_that_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.csv"
+    lines = [f"{step},{loss},{norm}" for step, loss, norm in train("bad_batch")]
+    path.write_text("\n".join(["step,objective,size", *lines]))
+    assert main(["lint", str(path)]) == 2
+    assert "--loss" in capsys.readouterr().err
+    assert main(["lint", str(path), "--loss", "objektive"]) == 2
+    assert "objective" in capsys.readouterr().err
+    named = ["lint", str(path), "--loss", "objective", "--norm", "size"]
+    assert main(named) == 1
+    assert main([*named, "--fail-on", "error"]) == 0
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"log_history": 3}', '{"log_history": [1]}'])
+def test_another_file_is_an_error_that_names_it(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "state.json"
+    path.write_text(text)
+    assert main(["lint", str(path), str(tmp_path / "missing")]) == 2
+    error = capsys.readouterr().err
+    assert "state.json" in error
+    assert "missing" in error
+
+
+def test_lint_does_not_load_torch(tmp_path: Path) -> None:
+    path = as_state(train("nan"), tmp_path)
+    code = (
+        "import sys; from telemetry.commands.cli import main; "
+        f"print(main(['lint', {str(path)!r}]), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "1 False"
