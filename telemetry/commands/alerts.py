@@ -36,7 +36,7 @@ def print_alerts(
     *,
     name_runs: bool,
 ) -> bool:
-    """Print the alerts of each run; return whether ``--fail-on`` has one of them fail."""
+    """Print the alerts of each run; return whether one of them counts for ``--fail-on``."""
     found: set[str] = set()
     kinds: list[str] = []
 

@@ -19,7 +19,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.configuration import DETECTORS
 from telemetry.alerts.engine import Engine
 from telemetry.commands.alerts import print_alerts
-from telemetry.commands.output import LogDirs, report_problems
+from telemetry.commands.output import LogDirs, reason, report_problems
 from telemetry.reading.files import FileSource
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import loss_among
@@ -51,7 +51,10 @@ def lint(args: argparse.Namespace, console: Console) -> int:
         for path in [*files, *log_dirs.found]:
             try:
                 yield str(path), judge(read_series(path), loss=args.loss, norm=args.norm)
-            except (OSError, ValueError) as error:
+            except OSError as error:
+                report_problems([reason(error)])
+                status = 2
+            except ValueError as error:
                 report_problems([f"{path}: {error}"])
                 status = 2
 
@@ -101,7 +104,7 @@ def _number(value: object) -> float | None:
     """Return a number or the text of one; None for an empty cell and everything else."""
     try:
         return float(value) if isinstance(value, (int, float, str)) else None
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 
