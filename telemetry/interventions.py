@@ -48,6 +48,17 @@ from telemetry.torch_private import (
 )
 from telemetry.torch_private.compiler import drop_compiled_code, graph_break
 
+__all__ = [
+    "Captured",
+    "Capturing",
+    "Intervention",
+    "capture",
+    "clip_gradients",
+    "prune_activations",
+    "scale_gradients",
+    "zero_gradients",
+]
+
 Self = TypeVar("Self", bound="Intervention")
 
 
