@@ -209,7 +209,7 @@ def test_an_unordered_access_would_be_noticed() -> None:
     assert gpu.given_away() == 0
 
 
-def test_a_copy_has_the_values_of_its_time() -> None:
+def test_a_host_copy_has_the_values_at_the_call() -> None:
     tensor, other = torch.ones(3), gpu.Stream()
     with gpu.no_syncs():
         copies = [HostCopy(tensor), HostCopy(tensor.half().sum())]

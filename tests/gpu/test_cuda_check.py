@@ -38,7 +38,7 @@ def test_the_self_check_passes_with_its_own_layouts(
 
 
 @pytest.mark.parametrize("column", ["min", "sum", "counts", "units", "nan_count"])
-def test_kernels_that_are_wrong_fail(
+def test_wrong_kernels_fail_the_self_check(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:
     layouts = (((1,), None), ((513,), None), ((6, 40), 1), ((2, 3, 5), 1))
@@ -102,7 +102,7 @@ def test_an_impossible_check_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
         cuda._check(0, b"kernels")
 
 
-def test_a_check_without_memory_does_not_judge_the_kernels(
+def test_a_check_without_memory_exits_as_not_checked(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacks(gpu: cuda.Gpu, put: object) -> None:

@@ -147,7 +147,7 @@ def test_a_step_ends_before_the_device_starts_it(tmp_path: Path, every_n_steps: 
     # Small enough for the device's queue: a launch blocks when the queue is full.
     model = nn.Linear(4, 2).to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, begun = torch.rand(8, 4, device=DEVICE), torch.cuda.Event()
+    inputs, started = torch.rand(8, 4, device=DEVICE), torch.cuda.Event()
 
     def step() -> None:
         optimizer.zero_grad()
@@ -160,9 +160,9 @@ def test_a_step_ends_before_the_device_starts_it(tmp_path: Path, every_n_steps: 
             logger.flush()
         torch.cuda.synchronize()
         torch.cuda._sleep(2 * SECOND)
-        begun.record()
+        started.record()
         step()
-        assert not begun.query()
+        assert not started.query()
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's
@@ -192,7 +192,7 @@ def test_a_compiled_model_is_left_alone_and_never_synchronizes(
 
 
 @pytest.mark.filterwarnings("ignore")  # the profiler's
-def test_a_logged_step_is_two_copies_to_the_host_at_most(tmp_path: Path) -> None:
+def test_a_full_step_copies_to_the_host_twice_at_most(tmp_path: Path) -> None:
     """One copy of the tensors' rows and one of everything else."""
 
     def quiet(model: nn.Module, logger: HookLogger | None) -> Iterable[object]:
@@ -239,7 +239,7 @@ def test_a_step_in_a_captured_graph_is_left_alone(tmp_path: Path) -> None:
     assert [record.step for record in outcome.full if record.activations] == [0, 1, 2]
 
 
-def test_another_thread_waits_while_a_graph_is_captured() -> None:
+def test_a_graph_capture_stays_valid_while_another_thread_waits_for_measurements() -> None:
     """An event query by another thread would invalidate a capture in the default mode."""
     tensor, measurer, graph = torch.ones(1000, device=DEVICE), Measurer(), torch.cuda.CUDAGraph()
     (tensor * 2).sum()  # one-time loading and allocation may wait
@@ -253,7 +253,7 @@ def test_another_thread_waits_while_a_graph_is_captured() -> None:
     assert (record.sketch.sum, copied.sum(), doubled.item()) == (1000, 1000, 2000)
 
 
-def test_images_of_a_network_are_drawn(tmp_path: Path) -> None:
+def test_feature_maps_and_filters_of_a_network_are_recorded(tmp_path: Path) -> None:
     outcome = run(moved(small_cnn), LOOPS["CNN"][1], tmp_path)
     assert all(record.feature_maps and record.filters for record in outcome.full)
 
@@ -345,7 +345,7 @@ def test_every_16_bit_pattern_is_measured(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_large_tensors_are_measured_and_twice_to_the_same_bits(
+def test_large_tensors_are_measured_to_the_same_bits_each_time(
     dtype: torch.dtype, deterministic: bool
 ) -> None:
     normal = torch.randn(5_000_003).mul(3).relu().sub(0.25).to(dtype).to(DEVICE)
@@ -385,7 +385,7 @@ def test_many_tensors_of_any_size_and_dtype_are_measured_at_once() -> None:
         assert_measured(record, tensor)
 
 
-def test_more_elements_than_32_bits_count() -> None:
+def test_a_tensor_with_more_elements_than_32_bits_count_is_measured() -> None:
     shape = (1 << 16, 257, 1 << 8)
     if torch.cuda.mem_get_info()[0] < 20e9:
         pytest.skip("takes 9 GB of the device's memory")
@@ -399,7 +399,7 @@ def test_more_elements_than_32_bits_count() -> None:
     assert record.unit_max.tolist() == [0] * 256 + [2]
 
 
-def test_a_sparse_tensor_does_not_synchronize_to_coalesce() -> None:
+def test_an_uncoalesced_sparse_tensor_is_not_measured_and_does_not_synchronize() -> None:
     indices = [[0, 0, 3]]
     tensor = torch.sparse_coo_tensor(indices, [1.0, 2.0, 4.0], (5,), check_invariants=True)
     on_device, measurer = tensor.to(DEVICE), Measurer()
@@ -409,7 +409,7 @@ def test_a_sparse_tensor_does_not_synchronize_to_coalesce() -> None:
     assert_measured(record, tensor.to_dense())
 
 
-def test_a_tensor_is_measured_as_it_was() -> None:
+def test_a_tensor_is_measured_with_its_values_at_the_call() -> None:
     tensor, measurer = torch.ones(1 << 20, device=DEVICE), Measurer()
     measurer.add(tensor)
     measurer.finish().reduce()  # one-time loading and allocation may wait
@@ -450,7 +450,7 @@ def test_tensors_of_several_gpus_are_measured() -> None:
     assert copy.wait().equal(tensors[1].cpu())
 
 
-def test_a_copy_has_the_values_of_its_time() -> None:
+def test_a_host_copy_has_the_values_at_the_call() -> None:
     tensor = torch.ones(1 << 20, device=DEVICE)
     torch.cuda._sleep(SECOND // 20)  # the device is behind
     with no_syncs():

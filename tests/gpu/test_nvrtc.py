@@ -154,7 +154,9 @@ def _compile_wrong(folder: Path) -> bytes:
         return compile_kernels(torch.float32, "sm_80", cache_folder=folder)
 
 
-def test_nvrtc_is_missing_where_pytorch_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvrtc_reports_a_pytorch_that_was_built_without_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     nvrtc._library.cache_clear()
     with pytest.raises(NvrtcError, match="built without CUDA"):

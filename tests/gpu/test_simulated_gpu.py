@@ -9,7 +9,7 @@ import sys
 from tests.helpers.paths import ROOT
 
 
-def test_a_simulated_gpu_sees_no_synchronization_and_no_race() -> None:
+def test_no_case_on_a_simulated_gpu_synchronizes_or_races() -> None:
     # The device is registered for the whole process.
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "tests/gpu/simulated_gpu_cases.py"],

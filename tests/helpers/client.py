@@ -26,19 +26,19 @@ class Client:
         plugin = TelemetryLoader().load(TBContext(data_provider=provider))
         self._http = HttpClient(TensorBoardWSGI([plugin], data_provider=provider))
 
-    def ask(
+    def request(
         self, route: str, query: Mapping[str, Any] | None = None, method: str = "GET"
     ) -> TestResponse:
         return self._http.open(ROOT + route, query_string=query or {}, method=method)
 
     def json(self, route: str, **query: Any) -> Any:
-        response = self.ask(route, query)
+        response = self.request(route, query)
         assert response.status_code == 200, response.text
         return response.json
 
     def arrays(self, route: str, **query: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Header and arrays of a binary answer."""
-        response = self.ask(route, query)
+        response = self.request(route, query)
         assert response.status_code == 200, response.text
         return unpack(response.data)
 

@@ -60,7 +60,7 @@ def test_mnist_is_learned_and_raises_no_alert(
 
 
 @pytest.mark.usefixtures("no_mnist")
-def test_without_mnist_small_digits_are_learned(
+def test_without_mnist_the_example_trains_on_digits_and_raises_no_alert(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -69,7 +69,7 @@ def test_micro_batches_are_merged_into_their_step(tmp_path: Path) -> None:
     assert outcome.full[0].grads["2.weight"].calls == 1
 
 
-def test_several_losses_and_a_graph_that_is_kept(tmp_path: Path) -> None:
+def test_gradients_of_several_backward_passes_over_one_graph_are_merged(tmp_path: Path) -> None:
     def passes(model: nn.Module, logger: HookLogger | None) -> None:
         y = model(batch())
         y.square().mean().backward(retain_graph=True)
@@ -81,7 +81,7 @@ def test_several_losses_and_a_graph_that_is_kept(tmp_path: Path) -> None:
     assert outcome.full[0].activation_grads["0"].calls == 3
 
 
-def test_a_graph_kept_from_an_earlier_step_is_not_of_this_one(tmp_path: Path) -> None:
+def test_gradients_through_the_graph_of_an_earlier_step_are_not_logged(tmp_path: Path) -> None:
     """Truncated backpropagation through time, with a state that is not detached."""
 
     def loop(model: Any, logger: HookLogger | None) -> Iterator[None]:
@@ -113,7 +113,9 @@ def test_probes_by_autograd_grad_are_not_logged(tmp_path: Path) -> None:
     check(mlp, stepping(passes), tmp_path)
 
 
-def test_a_gradient_penalty_is_part_of_the_loss(tmp_path: Path) -> None:
+def test_a_gradient_penalty_is_logged_with_the_loss_and_its_grad_call_is_not(
+    tmp_path: Path,
+) -> None:
     def passes(model: nn.Module, logger: HookLogger | None) -> None:
         x = batch().requires_grad_()
         y = model(x)
@@ -245,7 +247,7 @@ def histogram_counts(log_dir: Path, tag: str) -> dict[int, int]:
     return {event.step: make_ndarray(event.tensor_proto)[:, 2].sum() for event in events}
 
 
-def test_phases_can_be_nested(tmp_path: Path) -> None:
+def test_a_nested_phase_is_logged_apart_from_the_outer_phase(tmp_path: Path) -> None:
     model = mlp()
     with HookLogger(model, tmp_path, every_n_steps=100, alerts=()) as logger:
         with logger.phase("outer"):
@@ -271,7 +273,7 @@ def test_a_phase_that_raises_removes_its_hooks(tmp_path: Path) -> None:
         assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_step_taken_inside_of_a_phase_is_counted(tmp_path: Path) -> None:
+def test_a_step_inside_of_a_phase_is_counted_and_has_no_activations(tmp_path: Path) -> None:
     model, recorder = mlp(), Recorder()
     optimizer = sgd(model)
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
@@ -326,7 +328,7 @@ class Flow(nn.Module):
         return self.after(Adjoint.apply(self.slope, self.before(x), *self.slope.parameters()))
 
 
-def test_a_function_that_only_runs_in_the_backward_pass_has_no_gradients_of_outputs(
+def test_a_function_that_only_runs_in_the_backward_pass_has_no_activation_gradients(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     loop = stepping(lambda model, logger: loss_of(model).backward())
@@ -348,7 +350,7 @@ def penalize(model: nn.Module, logger: HookLogger | None) -> None:
     (loss + grad.square().mean()).backward()
 
 
-def test_a_gradient_penalty_lacks_no_gradients_of_outputs(
+def test_a_gradient_penalty_has_all_activation_gradients_and_logs_no_message(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     outcome = assert_left_alone(mlp, stepping(penalize), tmp_path)
@@ -411,7 +413,7 @@ def test_recomputation_by_checkpointing_does_not_count_as_a_second_call(
         assert record.total_grad_norm_before_clipping == pytest.approx(record.total_grad_norm)
 
 
-def test_selective_checkpointing_of_convolutions_with_images(tmp_path: Path) -> None:
+def test_feature_maps_of_selectively_checkpointed_convolutions_are_recorded(tmp_path: Path) -> None:
     """Pictures are copied inside of the region whose operations are cached."""
 
     class Net(nn.Module):
@@ -467,7 +469,7 @@ def relative_update(before: list[Tensor], model: nn.Module) -> float:
     return float((after - before[0]).norm() / before[0].norm())
 
 
-def test_closures_of_ordinary_optimizers(tmp_path: Path) -> None:
+def test_passes_in_closures_of_ordinary_optimizers_are_logged(tmp_path: Path) -> None:
     """Closures of Lightning's automatic optimization, by position and by keyword."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
@@ -525,7 +527,7 @@ def stepping_in_backward(model: nn.Module, logger: HookLogger | None) -> Iterato
 norms: list[list[float]] = []
 
 
-def test_optimizers_that_step_inside_of_backward(tmp_path: Path) -> None:
+def test_optimizers_that_step_inside_of_backward_are_logged_as_one_step(tmp_path: Path) -> None:
     norms.clear()
     outcome = assert_left_alone(mlp, stepping_in_backward, tmp_path)
     expected = by_hand(mlp, stepping_in_backward)
@@ -563,7 +565,7 @@ def test_several_optimizers_are_one_step(tmp_path: Path, order: tuple[str, str])
         assert len(record.update_ratios) == 4
 
 
-def test_parameters_that_no_optimizer_holds_do_not_delay_the_step(tmp_path: Path) -> None:
+def test_parameters_without_an_optimizer_do_not_delay_the_step(tmp_path: Path) -> None:
     """A head is trained, but the rest is not frozen and its gradients are never cleared."""
 
     def loop(model: Any, logger: HookLogger | None) -> Iterator[None]:
@@ -659,7 +661,7 @@ def test_a_gan_is_watched_by_two_loggers(tmp_path: Path) -> None:
     assert [record.activations["0"].calls for record in d_records] == [2, 3, 3]
 
 
-def test_models_trained_by_one_optimizer(tmp_path: Path) -> None:
+def test_loggers_of_two_models_with_one_optimizer_each_log_one_model(tmp_path: Path) -> None:
     encoder, decoder, recorders = mlp(), nn.Linear(2, 4), [Recorder(), Recorder()]
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)
     with (
@@ -676,7 +678,7 @@ def test_models_trained_by_one_optimizer(tmp_path: Path) -> None:
     assert recorders[1].records[0].activations[""].calls == 1
 
 
-def test_an_optimizer_that_gets_the_models_parameters_later(tmp_path: Path) -> None:
+def test_steps_are_counted_once_the_optimizer_has_the_models_parameters(tmp_path: Path) -> None:
     model, other, recorder = mlp(), nn.Linear(4, 2), Recorder()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1) as logger:
@@ -714,7 +716,7 @@ class SeenByFunction(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("mode", [SeenByDispatch, SeenByFunction])
-def test_modes_of_the_caller_do_not_see_operations_of_the_logger(tmp_path: Path, mode: Any) -> None:
+def test_the_callers_modes_receive_no_operations_of_the_logger(tmp_path: Path, mode: Any) -> None:
     """Selective checkpointing is such a mode, and so are profilers and a default device."""
 
     class Net(nn.Module):

@@ -230,7 +230,7 @@ def test_replicas_of_data_parallel_are_not_logged(tmp_path: Path, every_n_steps:
     assert not any(record.activations for record in outcome.records)
 
 
-def test_replicas_on_separate_threads(tmp_path: Path) -> None:
+def test_replicas_on_separate_threads_are_not_logged(tmp_path: Path) -> None:
     model, recorder = Net(), Recorder()
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
         with ThreadPoolExecutor() as threads:
@@ -309,10 +309,10 @@ def test_a_logger_that_is_dropped_does_not_keep_the_model(
     for _ in range(steps):
         model(batch() if isinstance(model, Net) else torch.rand(2, 64)).sum().backward()
         optimizer.step()
-    gone = [weakref.ref(model), weakref.ref(optimizer)]
+    references = [weakref.ref(model), weakref.ref(optimizer)]
     del model, optimizer
     gc.collect()
-    assert [reference() for reference in gone] == [None, None]
+    assert [reference() for reference in references] == [None, None]
     assert of_ours() <= ours
 
 
@@ -321,10 +321,10 @@ def test_a_model_dropped_in_the_middle_of_a_step_is_freed(tmp_path: Path) -> Non
     model = Net()
     HookLogger(model, tmp_path, every_n_steps=1)
     model(batch()).sum().backward()
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 @pytest.mark.slow
@@ -332,13 +332,13 @@ def test_a_replaced_module_is_freed(tmp_path: Path) -> None:
     model = Net()
     with HookLogger(model, tmp_path, every_n_steps=100):
         train(model, 1)
-        gone = weakref.ref(model.head)
+        reference = weakref.ref(model.head)
         model.head = nn.Linear(72, 5)
         gc.collect()
-        assert gone() is None
+        assert reference() is None
 
 
-def test_parameters_can_still_be_swapped(tmp_path: Path) -> None:
+def test_parameters_of_a_watched_model_can_be_swapped(tmp_path: Path) -> None:
     """``Module.to`` swaps tensors where asked to, which weak references and hooks would forbid."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:

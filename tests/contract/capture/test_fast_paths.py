@@ -123,7 +123,7 @@ def test_hooks_change_the_results_of_these_models() -> None:
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.parametrize("every_n_steps", INTERVALS)
 @pytest.mark.parametrize("evaluation", EVALUATIONS)
-def test_evaluation_inside_of_a_measured_step(
+def test_evaluation_around_a_training_step_is_left_alone_and_not_measured(
     tmp_path: Path, evaluation: Callable[..., Tensor], every_n_steps: int
 ) -> None:
     if evaluation is evaluate_in_half_precision and torch.__version__.startswith("2.4."):
@@ -144,7 +144,9 @@ def test_evaluation_inside_of_a_measured_step(
 
 
 @pytest.mark.parametrize("every_n_steps", INTERVALS)
-def test_a_frozen_encoder_is_fused_in_training_too(tmp_path: Path, every_n_steps: int) -> None:
+def test_a_frozen_encoder_in_evaluation_mode_stays_fused_and_is_not_measured(
+    tmp_path: Path, every_n_steps: int
+) -> None:
     def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
         model.encoder.requires_grad_(False)
         optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
@@ -159,7 +161,9 @@ def test_a_frozen_encoder_is_fused_in_training_too(tmp_path: Path, every_n_steps
 
 
 @pytest.mark.parametrize("modules", [None, nn.TransformerEncoderLayer])
-def test_a_single_layer_is_the_model(tmp_path: Path, modules: Any) -> None:
+def test_a_model_of_one_fused_layer_is_measured_only_if_its_type_is_selected(
+    tmp_path: Path, modules: Any
+) -> None:
     """Its own output is measured where it is watched, fused or not."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -186,7 +190,7 @@ def hook_counts(model: nn.Module) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("every_n_steps", INTERVALS)
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, by_pickle, by_saving, averaged])
-def test_training_towards_a_frozen_copy(
+def test_training_towards_frozen_copies_is_left_alone(
     tmp_path: Path, make_copy: Callable[[nn.Module], nn.Module], every_n_steps: int
 ) -> None:
     def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -277,7 +281,7 @@ def evaluated_in_a_graph(model: nn.Module, compiled: Any) -> Tensor:
 @pytest.mark.parametrize("evaluated", [evaluated_eagerly, evaluated_in_a_graph])
 @pytest.mark.parametrize("every_n_steps", [1, 2])
 @pytest.mark.filterwarnings("ignore::Warning")
-def test_a_compiled_encoder_is_fused_in_evaluation(
+def test_a_compiled_encoder_is_evaluated_unchanged_and_not_recompiled(
     tmp_path: Path, evaluated: Callable[..., Tensor], every_n_steps: int
 ) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -308,7 +312,7 @@ def test_a_compiled_encoder_is_fused_in_evaluation(
 
 @pytest.mark.slow
 @needs_observable_graphs
-def test_a_compiled_model_does_not_warn_of_global_hooks(tmp_path: Path) -> None:
+def test_a_compiled_model_warns_only_of_global_hooks_of_the_user(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     compiled = torch.compile(model, backend="eager")
@@ -354,7 +358,7 @@ def test_steps_that_are_not_measured_have_no_hooks_though_something_else_is_comp
 def test_a_watched_module_has_no_visible_hooks(tmp_path: Path) -> None:
     seen = []
 
-    class Asking(nn.Module):
+    class Inspecting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Linear(4, 4)
@@ -363,7 +367,7 @@ def test_a_watched_module_has_no_visible_hooks(tmp_path: Path) -> None:
             seen.append(hook_counts(self))
             return self.inner(x)
 
-    outcome = run(Asking, stepping, tmp_path)
+    outcome = run(Inspecting, stepping, tmp_path)
     assert outcome.full[0].activations["inner"].calls == 1
     assert seen == [0, 0]
 

@@ -34,7 +34,7 @@ def written_steps(log_dir: Path) -> list[int]:
     ]
 
 
-def assert_whole(records: list[StepRecord], *, steps: int, calls: int = 1) -> None:
+def assert_complete(records: list[StepRecord], *, steps: int, calls: int = 1) -> None:
     """Check the number of steps, and that each is complete."""
     assert [record.step for record in records] == list(range(steps))
     for record in records:
@@ -114,13 +114,15 @@ LIGHTNING = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "steps", "calls"), LIGHTNING)
-def test_lightning(tmp_path: Path, options: dict[str, Any], steps: int, calls: int) -> None:
+def test_lightning_trains_unchanged_and_every_step_is_logged(
+    tmp_path: Path, options: dict[str, Any], steps: int, calls: int
+) -> None:
     pytest.importorskip("lightning")
     bare, _ = fit(tmp_path / "bare", watched=False, **options)
     watched, records = fit(tmp_path / "watched", watched=True, **options)
     for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
         assert torch.equal(expected, got)
-    assert_whole(records, steps=steps, calls=calls)
+    assert_complete(records, steps=steps, calls=calls)
     assert written_steps(tmp_path / "watched") == list(range(steps))
     if "gradient_clip_val" in options:
         assert all(record.total_grad_norm == pytest.approx(0.01, rel=1e-3) for record in records)
@@ -212,7 +214,7 @@ HUGGING_FACE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "steps", "calls"), HUGGING_FACE)
-def test_hugging_face_trainer(
+def test_the_hugging_face_trainer_trains_unchanged_and_every_step_is_logged(
     tmp_path: Path, options: dict[str, Any], steps: int, calls: int
 ) -> None:
     pytest.importorskip("transformers")
@@ -221,7 +223,7 @@ def test_hugging_face_trainer(
     watched, records = hf_train(tmp_path / "log", tmp_path / "out", **options)
     for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
         assert torch.equal(expected, got)
-    assert_whole(records, steps=steps, calls=calls)
+    assert_complete(records, steps=steps, calls=calls)
     assert written_steps(tmp_path / "log") == list(range(steps))
     if "max_grad_norm" in options:
         assert all(record.total_grad_norm == pytest.approx(0.01, rel=1e-3) for record in records)
@@ -243,7 +245,7 @@ def test_every_step_is_written_though_the_trainers_callback_closes_its_writer_be
     assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 
-def test_accelerate_with_a_prepared_optimizer_that_is_named(tmp_path: Path) -> None:
+def test_steps_of_an_optimizer_that_accelerate_prepared_are_logged(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, recorder = mlp(), Recorder()
@@ -256,14 +258,14 @@ def test_accelerate_with_a_prepared_optimizer_that_is_named(tmp_path: Path) -> N
                 accelerator.backward(prepared(x).square().mean())
                 optimizer.step()
                 optimizer.zero_grad()
-    assert_whole(recorder.records, steps=3, calls=2)
+    assert_complete(recorder.records, steps=3, calls=2)
 
 
 # --- Keras ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_keras_layers_are_watched_in_a_module_list(
+def test_a_keras_model_is_reported_and_its_layers_are_logged_in_a_module_list(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keras keeps the layers of a Sequential where PyTorch does not look for them."""

@@ -239,7 +239,7 @@ class ReturnsNothing(nn.Module):
         self.sink(input=x)
 
 
-def test_calls_with_keywords_only_and_none_as_output(tmp_path: Path) -> None:
+def test_a_call_by_keyword_and_an_output_of_none_are_left_alone(tmp_path: Path) -> None:
     def step(model: Any, x: Tensor) -> Tensor:
         assert model(x=x) is None
         return model.result.square().mean()
@@ -266,7 +266,7 @@ class Table(nn.Module):
         return self.values
 
 
-def test_a_module_may_return_its_parameter(tmp_path: Path) -> None:
+def test_a_parameter_that_a_module_returns_is_logged_and_gets_no_hook(tmp_path: Path) -> None:
     outcome, _ = check(ReturnsParameter, plain, tmp_path)
     assert not any(p._backward_hooks for p in outcome.model.parameters())
 
@@ -318,7 +318,7 @@ class Unrolled(nn.Module):
         return self.head(state)
 
 
-def test_an_unrolled_cell_keeps_its_count(tmp_path: Path) -> None:
+def test_each_call_of_an_unrolled_cell_is_counted(tmp_path: Path) -> None:
     outcome, _ = check(Unrolled, sgd_loop(lambda m, x: m(x).square().mean(), width=30), tmp_path)
     assert outcome.full[0].activations["cell"].calls == 30
     assert outcome.full[0].activation_grads["cell"].calls == 30
@@ -475,7 +475,7 @@ def _norm(grads: list[Tensor]) -> float:
     return float(torch.cat([grad.reshape(-1) for grad in grads] or [torch.zeros(1)]).norm())
 
 
-def test_a_line_in_the_run_says_at_which_step_layers_changed(
+def test_changed_layers_are_logged_and_written_with_their_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "telemetry")
@@ -555,7 +555,7 @@ class Bypassed(nn.Module):
         return nn.functional.linear(self.used(x), self.lends.weight)
 
 
-def test_modules_without_parameters_need_not_run_and_the_compiler_is_not_blamed(
+def test_only_modules_with_parameters_are_named_if_they_did_not_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # something else
@@ -670,7 +670,7 @@ def test_training_on_a_separate_thread_is_logged(tmp_path: Path) -> None:
     assert [len(record.activations) for record in outcome.full] == [3, 3]
 
 
-def test_once_a_thread_has_stepped_another_one_does_not_take_over(tmp_path: Path) -> None:
+def test_passes_of_a_second_thread_are_not_logged_once_a_thread_has_stepped(tmp_path: Path) -> None:
     """An evaluation thread that comes first in the second step does not pass for training."""
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
@@ -728,7 +728,7 @@ def test_names_that_look_like_wrappers_are_kept(tmp_path: Path) -> None:
     assert list(outcome.full[0].activations) == ["module", "_orig_mod", "head"]
 
 
-def test_a_model_that_never_trains_is_reported(
+def test_a_model_that_trains_in_evaluation_mode_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Models from a hub come in evaluation mode."""
@@ -759,7 +759,7 @@ def test_a_container_that_contains_itself_is_traversed_once(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_submodule_that_was_scripted_before_is_logged_once(
+def test_a_scripted_submodule_has_no_activations_and_one_message_names_the_compiler(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make() -> nn.Module:

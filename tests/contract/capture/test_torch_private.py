@@ -27,11 +27,11 @@ from tests.helpers.twins import assert_left_alone
 
 
 @pytest.fixture(autouse=True)
-def nothing_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_logged_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_private, "_logged", set())
 
 
-def told(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
+def messages_about(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
     messages = [record.getMessage() for record in caplog.records]
     return [message for message in messages if f"has no {name};" in message]
 
@@ -60,7 +60,7 @@ def plain_loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         yield loss
 
 
-GONE = [
+MISSING_NAMES = [
     (torch._C, "_current_graph_task_id"),
     (torch._C, "_len_torch_dispatch_stack"),
     (torch._C, "_len_torch_function_stack"),
@@ -75,8 +75,8 @@ GONE = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name"), GONE, ids=[name for _, name in GONE])
-def test_an_ordinary_loop_is_logged_in_full_without(
+@pytest.mark.parametrize(("owner", "name"), MISSING_NAMES, ids=[name for _, name in MISSING_NAMES])
+def test_an_ordinary_loop_is_logged_in_full_without_a_private_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -89,7 +89,7 @@ def test_an_ordinary_loop_is_logged_in_full_without(
 
     monkeypatch.delattr(owner, name)
     check(mlp, in_autocast, tmp_path)
-    assert len(told(caplog, name)) <= 1
+    assert len(messages_about(caplog, name)) <= 1
     assert "telemetry failed" not in caplog.text
 
 
@@ -110,7 +110,7 @@ def test_without_task_numbers_probes_count_as_training(
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     outcome = assert_left_alone(mlp, loop, tmp_path)
     assert outcome.full[0].activation_grads["2"].calls == 2
-    [message] = told(caplog, "_current_graph_task_id")
+    [message] = messages_about(caplog, "_current_graph_task_id")
     assert "probes by autograd.grad" in message
 
 
@@ -121,7 +121,7 @@ def test_without_a_queue_of_callbacks_there_are_no_norms_before_clipping(
     outcome, _ = check(mlp, plain_loop, tmp_path)
     assert outcome.full[0].total_grad_norm_before_clipping is None
     assert outcome.full[0].clipped_fraction is None
-    [message] = told(caplog, "queue_callback")
+    [message] = messages_about(caplog, "queue_callback")
     assert "before clipping" in message
 
 
@@ -143,7 +143,7 @@ def test_without_a_way_to_leave_modes_modules_in_selective_checkpointing_are_ski
     outcome = assert_left_alone(Net, plain_loop, tmp_path)
     assert list(outcome.full[0].activations) == ["head"]
     assert outcome.full[0].grad_present.all()
-    [message] = told(caplog, "_disable_current_modes")
+    [message] = messages_about(caplog, "_disable_current_modes")
     assert "selective checkpointing" in message
 
 
@@ -171,7 +171,7 @@ def test_without_the_scalers_state_gradients_are_logged_as_it_leaves_them(
     for record, hand in zip(outcome.full, by_hand(mlp, plain_loop), strict=True):
         norms = [grad for grads in hand.grads.values() for grad in grads]
         assert record.grad_norms == pytest.approx([(n**2).sum() ** 0.5 for n in norms])
-    [message] = told(caplog, name)
+    [message] = messages_about(caplog, name)
     assert "skipped steps are not counted" in message
 
 
@@ -180,7 +180,7 @@ def test_without_the_initial_scale_earlier_skips_are_not_counted(
 ) -> None:
     hide(monkeypatch, "_init_scale")
     assert torch_private.initial_scale(torch.amp.GradScaler("cpu")) is None
-    assert len(told(caplog, "_init_scale")) == 1
+    assert len(messages_about(caplog, "_init_scale")) == 1
 
 
 @needs_observable_graphs
@@ -190,7 +190,7 @@ def test_without_effects_operators_are_not_kept_in_graphs(
 ) -> None:
     monkeypatch.delattr(effects, name)
     assert not compiler.keep_in_graph(torch.ops.telemetry.observe.default)
-    [message] = told(caplog, name)
+    [message] = messages_about(caplog, name)
     assert "show no activations" in message
 
 
@@ -222,13 +222,13 @@ def test_without_effects_a_compiled_model_still_trains(tmp_path: Path) -> None:
     assert done.stderr.count("has no _register_effectful_op") == 1
 
 
-def test_without_reset_code_caches_nothing_is_dropped(
+def test_without_reset_code_caches_one_message_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(compiler, "graphs_compiled", lambda: 1)
     monkeypatch.delattr(torch._dynamo, "reset_code_caches")
     compiler.drop_compiled_code()
-    assert len(told(caplog, "reset_code_caches")) == 1
+    assert len(messages_about(caplog, "reset_code_caches")) == 1
 
 
 def test_each_missing_name_is_logged_once(
@@ -237,4 +237,4 @@ def test_each_missing_name_is_logged_once(
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     for _ in range(3):
         assert torch_private.backward_task() == torch_private.NO_TASK
-    assert len(told(caplog, "_current_graph_task_id")) == 1
+    assert len(messages_about(caplog, "_current_graph_task_id")) == 1

@@ -182,7 +182,7 @@ def test_written_values_are_read_back(
     )
 
 
-def test_training_continues_with_a_full_disk(
+def test_events_for_a_full_disk_are_written_later_or_counted_as_dropped(
     tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ballast = tiny_disk / "ballast"
@@ -269,7 +269,7 @@ def test_records_that_readers_need_are_repeated_in_each_new_file(tmp_path: Path)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_copy_is_inert(
+def test_a_copy_of_a_writer_writes_nothing_and_logs_it_once(
     tmp_path: Path, duplicate: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = FileWriter(tmp_path)

@@ -117,7 +117,7 @@ def test_an_event_keeps_its_time_and_step(tmp_path: Path, kind: Kind) -> None:
 
 
 @BOTH
-def test_nothing_is_lost_if_two_threads_find_the_writer_closed(tmp_path: Path, kind: Kind) -> None:
+def test_no_event_is_lost_if_two_threads_find_the_writer_closed(tmp_path: Path, kind: Kind) -> None:
     writer = kind(tmp_path)
     given = give(writer)
     for step in range(20):
@@ -147,12 +147,12 @@ class SlowToClose(tensorboard.SummaryWriter):
 
     def __init__(self, log_dir: Path) -> None:
         super().__init__(log_dir)
-        self.entered, self.may_go_on = threading.Event(), threading.Event()
+        self.entered, self.may_continue = threading.Event(), threading.Event()
 
     def close(self) -> None:
         self.file_writer.close()
         self.entered.set()
-        assert self.may_go_on.wait(WAIT_S)
+        assert self.may_continue.wait(WAIT_S)
         self.file_writer = self.all_writers = None
 
 
@@ -167,7 +167,7 @@ def test_events_added_while_torchs_writer_closes_are_in_the_next_file(
     assert writer.entered.wait(WAIT_S)
     add(given, 1)
     assert given.flush(WAIT_S)
-    writer.may_go_on.set()
+    writer.may_continue.set()
     closing.join(WAIT_S)
     given.close()
     assert steps_of(tmp_path) == [[0], [1]]
@@ -305,7 +305,7 @@ class HangingWriter(tensorboard.SummaryWriter):
         assert self.answering.wait(WAIT_S)
 
 
-def test_a_hanging_disk_blocks_no_thread_and_unwritten_events_are_counted(
+def test_a_hanging_writer_blocks_no_thread_and_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = HangingWriter(tmp_path)

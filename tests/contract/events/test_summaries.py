@@ -173,18 +173,20 @@ ARRAYS = arrays(
 @example("", 0.0)
 @example("loss", -0.0)
 @example("loss", 3.5e38)
-def test_a_scalar_is_serialized(tag: str, value: float) -> None:
+def test_a_scalar_is_serialized_as_by_protobuf(tag: str, value: float) -> None:
     assert summaries.scalar(tag, value) == serialized(tag, simple_value=value)
 
 
 @given(st.lists(st.tuples(TAGS, st.floats())))
 @example([("loss", 0.5), ("beyond float32", 3.5e38)])
-def test_many_scalars_equal_those_of_each(points: list[tuple[str, float]]) -> None:
+def test_scalars_serialized_together_equal_scalars_serialized_one_by_one(
+    points: list[tuple[str, float]],
+) -> None:
     assert summaries.scalars(points) == [summaries.scalar(*point) for point in points]
 
 
 @pytest.mark.parametrize("size", [1, 100, 5_000, 600_000])
-def test_lengths_of_any_number_of_bytes_are_serialized(size: int) -> None:
+def test_tensors_of_any_length_are_serialized_as_by_protobuf(size: int) -> None:
     array = np.arange(size, dtype=np.float32)
     tensor = TensorProto(
         dtype=types_pb2.DT_FLOAT,
@@ -196,7 +198,9 @@ def test_lengths_of_any_number_of_bytes_are_serialized(size: int) -> None:
 
 
 @given(TAGS, ARRAYS, TAGS.filter(bool), st.binary(max_size=200))
-def test_a_tensor_is_serialized(tag: str, array: np.ndarray, plugin: str, content: bytes) -> None:
+def test_a_tensor_is_serialized_as_by_protobuf(
+    tag: str, array: np.ndarray, plugin: str, content: bytes
+) -> None:
     tensor = TensorProto(
         dtype=tensor_util.make_tensor_proto(array).dtype,
         tensor_shape={"dim": [{"size": size} for size in array.shape]},
@@ -207,7 +211,9 @@ def test_a_tensor_is_serialized(tag: str, array: np.ndarray, plugin: str, conten
 
 
 @given(TAGS, st.lists(st.binary(max_size=300), min_size=1, max_size=3), st.integers(0, 9999))
-def test_a_text_and_an_image_are_serialized(tag: str, strings: list[bytes], size: int) -> None:
+def test_texts_and_images_are_serialized_as_by_protobuf(
+    tag: str, strings: list[bytes], size: int
+) -> None:
     def tensor(strings: list[bytes]) -> TensorProto:
         shape = {"dim": [{"size": len(strings)}]}
         return TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
@@ -227,7 +233,9 @@ def test_a_text_and_an_image_are_serialized(tag: str, strings: list[bytes], size
 )
 @example([], 0, 0.0)
 @example([], 1, -0.0)
-def test_an_event_is_serialized(values: list[bytes], step: int, walltime: float) -> None:
+def test_an_event_is_serialized_as_by_protobuf(
+    values: list[bytes], step: int, walltime: float
+) -> None:
     event = Event(wall_time=walltime, step=step, summary=summary_of(values))
     assert summaries.event_of(values, step, walltime) == event.SerializeToString()
 

@@ -231,9 +231,9 @@ def test_a_hanging_disk_costs_the_timeout_once_for_all_files(
 
     with freezable_disk.frozen():
         writer.add_scalars("all", {str(number): 1.0 for number in range(6)}, 1)
-        begun = time.monotonic()
+        start = time.monotonic()
         writer.close()
-        assert 0.5 <= time.monotonic() - begun < 2.5  # there are seven
+        assert 0.5 <= time.monotonic() - start < 2.5  # there are seven
 
 
 @pytest.mark.parametrize("wrong", [{"tag": 3}, {"scalar_value": "high"}, {"global_step": "first"}])
@@ -266,7 +266,7 @@ def test_wrong_histograms_raise_as_with_torch(tmp_path: Path, add: Add) -> None:
         add(writer)
 
 
-def test_hparams_refuse_what_torch_refuses(tmp_path: Path) -> None:
+def test_hparams_that_are_not_a_dictionary_are_refused(tmp_path: Path) -> None:
     with SummaryWriter(tmp_path) as writer, pytest.raises(TypeError, match="dictionary"):
         writer.add_hparams([("lr", 0.1)], {})  # type: ignore[arg-type]
 

@@ -54,7 +54,7 @@ def train(
     return model
 
 
-def test_it_tracks_a_loop_and_its_checkpoints_resume_it(
+def test_the_tracker_logs_a_loop_and_a_checkpoint_resumes_its_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = tmp_path / "run"
@@ -70,7 +70,7 @@ def test_it_tracks_a_loop_and_its_checkpoints_resume_it(
     assert [message for message in messages if "full steps" not in message] == []
 
 
-def test_an_alert_says_when_to_leave_the_loop(tmp_path: Path) -> None:
+def test_an_alert_sets_should_stop(tmp_path: Path) -> None:
     tracker = TelemetryTracker(tmp_path / "run", alerts=[AlertFrom(0)], on_alert="stop")
     train(tmp_path, tracker, epochs=200)
     assert tracker.should_stop

@@ -35,7 +35,7 @@ def learner(optimizer: Any = Adam, *callbacks: Any) -> Learner:
 
 
 @pytest.mark.parametrize("optimizer", [Adam, partial(OptimWrapper, opt=torch.optim.AdamW)])
-def test_it_logs_several_fits_as_one_run_and_leaves_training_alone(
+def test_the_callback_logs_several_fits_as_one_run_and_leaves_training_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, optimizer: Any
 ) -> None:
     bare, watched = learner(optimizer), learner(optimizer, TelemetryCallback(tmp_path))

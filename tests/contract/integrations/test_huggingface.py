@@ -63,7 +63,7 @@ def train(
         ({"eval_strategy": "epoch", "gradient_accumulation_steps": 2}, 3),
     ],
 )
-def test_it_writes_next_to_the_trainers_runs_and_leaves_training_alone(
+def test_the_callback_writes_next_to_the_trainers_runs_and_leaves_training_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], steps: int
 ) -> None:
     bare, watched = Regressor(), Regressor()
@@ -79,7 +79,7 @@ def test_it_writes_next_to_the_trainers_runs_and_leaves_training_alone(
     assert not watched._forward_hooks
 
 
-class Told(Regressor):
+class CountsLabels(Regressor):
     """Model that receives the number of labels of a step, like those of Transformers."""
 
     def forward(
@@ -91,7 +91,7 @@ class Told(Regressor):
         return found | {"loss": found["loss"] * labels.numel() / num_items_in_batch}
 
 
-class Deaf(Regressor):
+class IgnoresLabelCount(Regressor):
     """Model that ignores the number of labels: ``Trainer`` then sums the means."""
 
     def forward(self, x: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
@@ -99,8 +99,8 @@ class Deaf(Regressor):
 
 
 @pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("model", [Regressor, Told, Deaf])
-def test_the_loss_is_that_of_the_trainer(
+@pytest.mark.parametrize("model", [Regressor, CountsLabels, IgnoresLabelCount])
+def test_the_logged_loss_equals_the_loss_of_the_trainer(
     tmp_path: Path, model: type[Regressor], average: bool
 ) -> None:
     trainer = train(
@@ -113,7 +113,7 @@ def test_the_loss_is_that_of_the_trainer(
     assert curve(tmp_path / "run", "loss") == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
-def test_a_checkpoint_resumes_steps_and_alerts(
+def test_a_checkpoint_resumes_the_steps_and_a_damaged_state_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out, run = tmp_path / "out", tmp_path / "run"
@@ -146,7 +146,9 @@ class Plain(nn.Module):
         return {"loss": self.net(x).square().mean()}
 
 
-def test_the_loss_hook_allows_compiling_and_copying(tmp_path: Path) -> None:
+def test_the_loss_hook_ignores_copies_compiled_calls_and_outputs_without_a_scalar_loss(
+    tmp_path: Path,
+) -> None:
     model, x = Plain(), torch.randn(4, 4)
     callback = TelemetryCallback(tmp_path)
     callback.begin(model, None)

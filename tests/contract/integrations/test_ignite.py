@@ -30,7 +30,7 @@ def trainer_of(model: nn.Module, output: Callable[..., Any] | None = None) -> An
     return create_supervised_trainer(model, optimizer, nn.functional.mse_loss, **options)
 
 
-def test_it_logs_an_engine_and_leaves_training_alone(
+def test_the_handler_logs_an_engine_and_leaves_training_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare, watched = mlp(), mlp()

@@ -35,7 +35,7 @@ def fit(model: Any, *callbacks: Any, epochs: int = 1) -> None:
               callbacks=list(callbacks))  # fmt: skip
 
 
-def test_it_logs_layers_by_name_and_leaves_training_alone(
+def test_the_callback_logs_layers_by_name_and_leaves_training_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bare = model_of()

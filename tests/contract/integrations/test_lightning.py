@@ -51,7 +51,7 @@ def trainer(folder: Path, callback: TelemetryCallback | None = None, **options: 
 
 
 @pytest.mark.parametrize(("options", "steps"), [({}, 6), ({"accumulate_grad_batches": 2}, 3)])
-def test_it_writes_into_the_trainers_run_and_leaves_training_alone(
+def test_the_callback_writes_into_the_trainers_run_and_leaves_training_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], steps: int
 ) -> None:
     bare, watched = Module(), Module()
@@ -73,9 +73,7 @@ def test_a_trainer_without_tensorboard_has_a_separate_run(tmp_path: Path) -> Non
     assert list(curve(tmp_path / "telemetry", "loss")) == list(range(6))
 
 
-def test_a_checkpoint_resumes_steps_and_alerts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_resumes_the_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def logger() -> TensorBoardLogger:
         return TensorBoardLogger(tmp_path, name="run", version=0)
 

@@ -13,7 +13,7 @@ from tests.helpers.paths import ROOT
 SCRIPT = Path(__file__).with_name("trainers_on_ranks.py")
 
 
-def test_two_ranks_write_one_run_and_stop_together(tmp_path: Path) -> None:
+def test_two_ranks_write_one_run_and_stop_at_the_same_step(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
          "--max-restarts=0", str(SCRIPT), str(tmp_path)],

@@ -40,13 +40,13 @@ def test_a_layer_that_is_called_like_an_output_of_another_is_not_taken_for_it() 
     assert [tag for _, _, tag in histogram_tags(other, [first, second])] == [second]
 
 
-def test_unprintable_names_are_found() -> None:
+def test_tags_of_layers_with_unprintable_names_are_found() -> None:
     layer = replace(LAYER, name="a\nb")
     tags = ["activation/0003.a\\nb", "activation/0003.a\\nb[1]"]
     assert len(histogram_tags(layer, tags)) == 2
 
 
-def test_the_model_has_the_name_of_its_class() -> None:
+def test_tags_of_the_model_itself_have_the_name_of_its_class() -> None:
     assert histogram_tags(MODEL, ["activation/0000.Net"]) != []
     assert histogram_tags(MODEL, ["activation/0001.encoder.1"]) == []
 

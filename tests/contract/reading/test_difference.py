@@ -48,7 +48,7 @@ def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("_pieces")
-def test_the_earliest_difference_is_found(tmp_path: Path) -> None:
+def test_the_earliest_difference_of_each_statistic_is_found(tmp_path: Path) -> None:
     write(tmp_path / "one")
     write(tmp_path / "two", [(190, "c", 9), (131, "a", 7), (131, "b", 8)])
     found = compare(open_run(tmp_path / "one"), open_run(tmp_path / "two"))
@@ -61,7 +61,7 @@ def test_the_earliest_difference_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_pieces")
-def test_every_step_is_a_row_of_each_layer(tmp_path: Path) -> None:
+def test_cells_have_a_row_for_each_step_and_layer(tmp_path: Path) -> None:
     write(tmp_path)
     rows = list(cells(open_run(tmp_path), ["grad_norm", "weight_norm"]))
     assert [(row[0], row[1]) for row in rows] == [(str(s), n) for s in range(STEPS) for n in NAMES]

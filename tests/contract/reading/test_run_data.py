@@ -29,7 +29,7 @@ def matrices(step: int) -> np.ndarray:
     return np.full((3, len(MATRIX_STATISTICS)), step, np.float32)
 
 
-def test_every_step_is_kept_and_every_number(tmp_path: Path, open_run: OpenRun) -> None:
+def test_every_step_and_every_number_is_read_back(tmp_path: Path, open_run: OpenRun) -> None:
     write_run(tmp_path, LAYOUT, steps=range(237), norms=norms, matrices=matrices, every=2)
     run = open_run(tmp_path)
     overview = run.overview()
@@ -117,7 +117,9 @@ def test_layers_that_are_added_or_removed_keep_their_rows(
     assert values == [[0, 0, 0, MISSING], [1, MISSING, 1, 1]]
 
 
-def test_one_layer_over_time(tmp_path: Path, open_run: OpenRun) -> None:
+def test_the_series_of_a_layer_has_every_step_and_statistic(
+    tmp_path: Path, open_run: OpenRun
+) -> None:
     write_run(tmp_path, LAYOUT, steps=range(30), norms=norms, matrices=matrices, every=10)
     statistics, parameters = open_run(tmp_path).layer_series("b.x")
     steps, values = statistics["weight_norm"]
@@ -127,7 +129,7 @@ def test_one_layer_over_time(tmp_path: Path, open_run: OpenRun) -> None:
     assert set(statistics) == {"grad_norm", "grad_rms", "grad_share", *COLUMN}
 
 
-def test_nan_and_infinity_survive(tmp_path: Path, open_run: OpenRun) -> None:
+def test_nan_and_infinity_are_read_back(tmp_path: Path, open_run: OpenRun) -> None:
     values = np.array([np.nan, np.inf, MISSING], np.float32)
     write_run(tmp_path, LAYOUT, steps=[0], norms=lambda _: values)
     np.testing.assert_array_equal(open_run(tmp_path).matrix("grad_norm").values, [values])
@@ -213,7 +215,9 @@ def test_steps_beyond_the_limit_are_omitted_until_a_window_is_requested(
     assert part.steps.tolist() == list(range(42, 48))
 
 
-def test_the_cache_evicts_the_oldest_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_stays_within_its_limit_and_a_second_read_is_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_run(tmp_path, LAYOUT, steps=range(100), norms=norms)
     monkeypatch.setattr(numbers, "_CACHE_BYTES", 500)
     run = RunData(FileSource(tmp_path))

@@ -32,7 +32,7 @@ CASES = [("slow", name) for name in SLOW] + [("fast", name) for name in FAST]
 
 
 @pytest.mark.parametrize(("open_client", "name"), CASES, indirect=["open_client"])
-def test_every_route_answers(
+def test_every_route_answers_for_an_untrusted_directory(
     tmp_path: Path, open_client: OpenClient, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     log_dir, kind = tmp_path / "run", KINDS[name]
@@ -67,4 +67,4 @@ def check_run(client: Client, kind: Kind) -> None:
         for item in client.json("images", run="run", layer=layer):
             for step in item["steps"]:
                 query = {"run": "run", "tag": item["tag"], "step": step}
-                assert client.ask("image", query).status_code in (200, 404)
+                assert client.request("image", query).status_code in (200, 404)

@@ -34,7 +34,7 @@ def stations(heading: str) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def calls_noted(calls: list[tuple[str, str]]) -> Iterator[None]:
+def calls_recorded(calls: list[tuple[str, str]]) -> Iterator[None]:
     """Note file and name of each of the package's functions that any thread enters."""
 
     home = f"{PACKAGE}{os.sep}"
@@ -66,13 +66,13 @@ def train(logger: HookLogger, model: nn.Module, steps: int) -> None:
 def test_an_activation_takes_the_documented_path(tmp_path: Path, open_client: OpenClient) -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
     calls: list[tuple[str, str]] = []
-    with calls_noted(calls), HookLogger(model, tmp_path / "run", every_n_steps=1) as logger:
+    with calls_recorded(calls), HookLogger(model, tmp_path / "run", every_n_steps=1) as logger:
         train(logger, model, steps=2)
         calls.clear()
         train(logger, model, steps=1)
     client = open_client(tmp_path)
     assert client.json("runs")  # TensorBoard loads much at the first request
-    with calls_noted(calls):
+    with calls_recorded(calls):
         client.arrays("matrix", run="run", statistic="activation_rms")
     whole_names = sys.version_info >= (3, 11)
     later = iter(calls)
@@ -105,7 +105,7 @@ def defined_in(path: Path) -> set[str]:
     return names
 
 
-def test_a_function_that_does_not_exist_is_noticed(tmp_path: Path) -> None:
+def test_defined_in_lists_the_functions_and_methods_of_a_file(tmp_path: Path) -> None:
     source: Any = tmp_path / "file.py"
     source.write_text("class A:\n    def b(self): ...\n\ndef c(): ...\n", encoding="utf-8")
     assert defined_in(source) == {"A.b", "c"}

@@ -126,9 +126,9 @@ def test_a_fault_is_reported_by_its_name(
 ) -> None:
     logger = train(tmp_path / "run", bad=bad)
     assert [alert.module_name for alert in logger.alerts] == [layer_of(bad)]
-    told = [record.getMessage() for record in caplog.records]
-    assert printable(layer_of(bad)) in told[0]
-    lines = "\n".join(told).splitlines()
+    messages = [record.getMessage() for record in caplog.records]
+    assert printable(layer_of(bad)) in messages[0]
+    lines = "\n".join(messages).splitlines()
     assert not any(line.startswith("CRITICAL") or "\x1b" in line for line in lines)
     flight = read_flight(tmp_path / "run" / "flight-2.json")
     assert flight["first_bad_module"] == layer_of(bad)

@@ -72,7 +72,7 @@ def test_runs_are_listed_with_their_last_step(client: Client) -> None:
     assert (run["name"], run["lastStep"]) == ("demo", 39)
 
 
-def test_the_table_of_runs_shows_how_they_differ(client: Client) -> None:
+def test_the_table_of_runs_has_status_hparams_loss_and_alert(client: Client) -> None:
     [run] = client.json("run_table")
     assert (run["name"], run["status"], run["hparams"]) == ("demo", "live", {"lr": 0.5, "n": "a"})
     least = pytest.approx(0.05)
@@ -82,13 +82,13 @@ def test_the_table_of_runs_shows_how_they_differ(client: Client) -> None:
     assert client.json("run_table") == [run]
 
 
-def test_layers_are_ranked_by_onset(client: Client) -> None:
+def test_onsets_are_empty_at_a_late_step_and_null_at_an_early_one(client: Client) -> None:
     found = client.json("onsets", run="demo", step=39)
     assert found == {"onsets": [], "count": 0, "layers": 2}
     assert client.json("onsets", run="demo", step=5)["onsets"] is None
 
 
-def test_a_run_is_described(client: Client) -> None:
+def test_the_overview_of_a_run_has_its_layers_statistics_and_alerts(client: Client) -> None:
     run = client.json("run", run="demo")
     assert [layer["name"] for layer in run["layers"]] == ["a", HOSTILE]
     assert run["layers"][0]["parameters"] == [{"name": "a.weight", "shape": [2, 3]}]
@@ -99,14 +99,14 @@ def test_a_run_is_described(client: Client) -> None:
     assert run["alerts"][0]["module_name"] == HOSTILE
 
 
-def test_a_matrix_holds_what_was_written(client: Client) -> None:
+def test_a_matrix_has_the_written_values(client: Client) -> None:
     header, arrays = client.arrays("matrix", run="demo", statistic="grad_norm")
     assert header["rows"] == 2
     np.testing.assert_array_equal(arrays["steps"], np.arange(40))
     np.testing.assert_array_equal(arrays["values"], [norms(step) for step in range(40)])
 
 
-def test_only_new_data_can_be_requested(client: Client) -> None:
+def test_a_matrix_can_be_requested_from_a_step_on(client: Client) -> None:
     query = {"run": "demo", "statistic": "grad_norm", "first_step": 38}
     _, arrays = client.arrays("matrix", **query)
     assert arrays["steps"].tolist() == [38, 39]
@@ -154,7 +154,7 @@ def test_histograms_and_pictures_of_a_layer_are_found(client: Client) -> None:
     assert pictures[0]["steps"] == [0, 10]
     assert client.json("images", run="demo", layer=HOSTILE) == []
     query = {"run": "demo", "tag": pictures[0]["tag"], "step": 10}
-    response = client.ask("image", query)
+    response = client.request("image", query)
     assert response.data == PNG
     assert response.content_type == "image/png"
     assert response.headers["X-Content-Type-Options"] == "nosniff"
@@ -162,7 +162,7 @@ def test_histograms_and_pictures_of_a_layer_are_found(client: Client) -> None:
 
 def test_only_png_data_is_served_as_a_picture(client: Client) -> None:
     query = {"run": "demo", "tag": "filters/0000.a", "step": 10}
-    assert client.ask("image", query).status_code == 404
+    assert client.request("image", query).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_only_png_data_is_served_as_a_picture(client: Client) -> None:
 def test_invalid_requests_are_refused_in_one_line(
     client: Client, route: str, query: dict[str, str], status: int
 ) -> None:
-    response = client.ask(route, query)
+    response = client.request(route, query)
     assert response.status_code == status
     assert set(response.json) == {"error"}
     assert "Traceback" not in response.text
@@ -205,7 +205,7 @@ def test_invalid_requests_are_refused_in_one_line(
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 @pytest.mark.parametrize("route", ["runs", "static/index.js"])
 def test_only_get_requests_are_answered(client: Client, method: str, route: str) -> None:
-    assert client.ask(route, method=method).status_code == 405
+    assert client.request(route, method=method).status_code == 405
 
 
 def test_a_failure_response_contains_no_details(
@@ -215,20 +215,20 @@ def test_a_failure_response_contains_no_details(
         raise RuntimeError("a secret path")
 
     monkeypatch.setattr(payloads, "overview", fail)
-    response = client.ask("run", {"run": "demo"})
+    response = client.request("run", {"run": "demo"})
     assert response.status_code == 500
     assert "secret" not in response.text
     assert "a secret path" in caplog.text
 
 
 def test_the_page_and_its_modules_are_served(client: Client) -> None:
-    response = client.ask("static/index.js")
+    response = client.request("static/index.js")
     assert response.status_code == 200
     assert response.content_type.startswith("text/javascript")
     keywords = re.findall(r"^(import .*|export .*)", response.text, re.MULTILINE)
     assert keywords == ["export const { render } = $index;"]  # all modules in one request
-    assert client.ask("static/permalink.js").status_code == 200
-    assert client.ask("static/style.css").content_type.startswith("text/css")
+    assert client.request("static/permalink.js").status_code == 200
+    assert client.request("static/style.css").content_type.startswith("text/css")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_log_directory_without_our_data_has_no_runs(
     writer.close()
     client = open_client(tmp_path)
     assert client.json("runs") == []
-    assert client.ask("run", {"run": "other"}).status_code == 404
+    assert client.request("run", {"run": "other"}).status_code == 404
 
 
 def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: OpenClient) -> None:
@@ -286,7 +286,7 @@ def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: 
     assert (row["status"], row["alertCount"]) == ("ended", 1)
     assert row["started"] > 1e9
     matrix = {"run": "early", "statistic": "grad_norm"}
-    assert client.ask("matrix", matrix).status_code == 200
+    assert client.request("matrix", matrix).status_code == 200
     assert client.json("onsets", run="early", step=0)["layers"] == 0
 
 
@@ -297,7 +297,7 @@ def test_the_page_is_in_the_list_of_plugins(client: Client) -> None:
     assert listed["loading_mechanism"]["module_path"] == "/data/plugin/telemetry/static/index.js"
 
 
-def test_every_step_is_kept_unless_the_user_says_otherwise() -> None:
+def test_tensorboard_keeps_every_step_unless_the_user_sets_a_limit() -> None:
     flags = argparse.Namespace(samples_per_plugin={"images": 5})
     TelemetryLoader().fix_flags(flags)
     assert flags.samples_per_plugin == {"images": 5, "telemetry": 0}

@@ -72,7 +72,7 @@ def test_a_jump_is_not_shown_as_a_ramp(tmp_path: Path, lr: Any) -> None:
     assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (199, 0.1), (200, 0.01), (300, 0.01)]
 
 
-def test_the_fast_loader_shows_the_same(tmp_path: Path) -> None:
+def test_the_fast_loader_shows_the_same_steps(tmp_path: Path) -> None:
     if tensorboard_data_server.server_binary() is None:
         pytest.skip("no fast loader for this platform")
     train(tmp_path / "run", jump, steps=range(210))
@@ -82,7 +82,7 @@ def test_the_fast_loader_shows_the_same(tmp_path: Path) -> None:
     assert [step for step, _ in points] == [0, 100, 199, 200]
 
 
-def test_a_jump_between_full_steps_is_where_it_was(tmp_path: Path) -> None:
+def test_a_jump_between_full_steps_is_shown_at_its_step(tmp_path: Path) -> None:
     train(tmp_path, lambda step: 0.1 if step < 150 else 0.2, steps=range(220))
     assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (149, 0.1), (150, 0.2), (200, 0.2)]
 
@@ -128,7 +128,7 @@ def test_a_group_that_is_added_later_has_a_separate_curve(tmp_path: Path) -> Non
     assert curve(tmp_path, group=1) == [(10, 0.5), (14, 0.5), (15, 0.25)]
 
 
-def test_an_optimizer_that_steps_more_rarely_keeps_its_curve(tmp_path: Path) -> None:
+def test_an_optimizer_that_steps_less_often_has_a_separate_curve(tmp_path: Path) -> None:
     """Two optimizers of a GAN; the one that steps more rarely comes first in the loop."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     every = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -142,7 +142,9 @@ def test_an_optimizer_that_steps_more_rarely_keeps_its_curve(tmp_path: Path) -> 
     assert curve(tmp_path, group=1) == [(2, 0.5), (11, 0.5), (12, 0.25)]
 
 
-def test_a_schedule_between_two_optimizers_does_not_come_too_early(tmp_path: Path) -> None:
+def test_a_schedule_between_two_optimizers_changes_the_rate_of_the_next_step(
+    tmp_path: Path,
+) -> None:
     records: list[StepRecord] = []
 
     def rule(record: StepRecord) -> list[Alert]:
@@ -163,7 +165,7 @@ def test_a_schedule_between_two_optimizers_does_not_come_too_early(tmp_path: Pat
     assert rates == [pytest.approx((0.1 * k, 0.1)) for k in (1, 2, 3)]
 
 
-def test_an_optimizer_without_a_learning_rate_is_watched_all_the_same(tmp_path: Path) -> None:
+def test_steps_of_an_optimizer_without_a_learning_rate_are_logged(tmp_path: Path) -> None:
     class OwnRate(torch.optim.Optimizer):
         """Works its rate out itself, as Adafactor does."""
 
@@ -191,7 +193,7 @@ def pass_steps(times: StepTimes, steps: Sequence[int], wall_times: Sequence[floa
         assert points(times, full_record(step, wall_time=time_s, full=False)) == {}
 
 
-def test_a_point_is_the_mean_since_the_last_one_at_full_and_other_steps() -> None:
+def test_a_step_time_is_the_mean_since_the_last_full_step() -> None:
     times = StepTimes()
     assert points(times, full_record(0, wall_time=100.0)) == {}
     pass_steps(times, [1, 2, 3], [101.0, 103.0, 104.0])
@@ -201,7 +203,7 @@ def test_a_point_is_the_mean_since_the_last_one_at_full_and_other_steps() -> Non
     assert points(times, full_record(6, wall_time=111.0)) == {"~run/time/step_s": 1.0}
 
 
-def test_the_time_of_a_phase_does_not_count() -> None:
+def test_the_time_of_a_phase_does_not_count_as_step_time() -> None:
     times = StepTimes()
     points(times, full_record(0, wall_time=100.0))
     pass_steps(times, [1, 2], [101.0, 102.0])
@@ -259,7 +261,7 @@ def curves(**changes: object) -> dict[str, float]:
     return {value.tag: value.simple_value for value in values}
 
 
-def test_quantiles_are_taken_over_all_layers() -> None:
+def test_depth_curves_are_quantiles_over_all_layers() -> None:
     found = curves()
     for name, share in QUANTILES.items():
         expected = np.quantile([0, 1, 2, 3], share)  # log10 of 1, 10, 100, 1000
@@ -269,7 +271,7 @@ def test_quantiles_are_taken_over_all_layers() -> None:
     assert len(found) == 12
 
 
-def test_values_that_are_not_finite_are_omitted() -> None:
+def test_nan_infinity_and_missing_values_are_omitted_from_depth_curves() -> None:
     norms = np.array([100.0, np.nan, np.inf, 0.0])
     assert curves(grad_norms=norms)["~run/depth/log10_grad_norm/median"] == 2
     assert "~run/depth/log10_grad_norm/median" not in curves(grad_norms=np.full(4, np.nan))
@@ -277,11 +279,11 @@ def test_values_that_are_not_finite_are_omitted() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"full": False}, {"phase": "validation"}, {"skipped": True}])
-def test_other_steps_have_no_curves(changes: dict[str, object]) -> None:
+def test_light_skipped_and_phase_records_have_no_depth_curves(changes: dict[str, object]) -> None:
     assert curves(**changes) == {}
 
 
-def test_a_partial_record_is_enough() -> None:
+def test_a_record_without_update_ratios_has_the_other_depth_curves() -> None:
     found = curves(outputs={Output("layer0"): tensor(2)}, update_ratios={})
     assert "~run/depth/log10_update_ratio/median" not in found
     assert found["~run/depth/log10_activation_rms/median"] > 0

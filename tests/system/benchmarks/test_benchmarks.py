@@ -67,12 +67,12 @@ def test_loops_have_a_row_for_each_default(json_file: Path) -> None:
     assert costs["default"]["full"] >= 1
 
 
-def test_dashboard_requests_everything_that_the_page_shows(json_file: Path) -> None:
+def test_dashboard_has_a_time_for_each_request_of_the_page(json_file: Path) -> None:
     (row,) = run("dashboard", json_file, "--sizes", "50x50")["figures"]
     assert (row["layers"], row["steps"]) == (50, 50)
-    asked = {"start_s", "cold_ms", "warm_ms", "cell_ms", "scalars_s", "histograms_s"}
+    requested = {"start_s", "cold_ms", "warm_ms", "cell_ms", "scalars_s", "histograms_s"}
     drawn = {"page_s", "redraw_ms"} & set(row)  # where there is Chromium
-    assert all(row[name] > 0 for name in asked | drawn)
+    assert all(row[name] > 0 for name in requested | drawn)
     assert row["wire_kb"] * 1000 > 50 * 50 * 4 / 2  # the picture's numbers, hardly compressible
 
 
@@ -115,12 +115,12 @@ def test_ranks_has_a_row_for_each_number_of_ranks(json_file: Path) -> None:
     assert figures["training_thread_us"] < 100
 
 
-def test_telling_finds_the_alert_in_every_channel(json_file: Path) -> None:
+def test_telling_has_a_time_for_each_channel_of_an_alert(json_file: Path) -> None:
     [row] = run("telling", json_file)["figures"]
     assert all(row[name] > 0 for name in ("raised_s", "line_s", "page_s"))
 
 
-def test_gpu_runs_small_on_a_processor(json_file: Path) -> None:
+def test_gpu_has_all_figures_on_a_cpu(json_file: Path) -> None:
     parts = ("GPT", "CNN", "bandwidth", "host")
     written = run("gpu", json_file, "--device", "cpu", "--only", *parts)
     assert not written["on_gpu"]

@@ -106,7 +106,7 @@ GAP = replace(FAULTY, want="G", kinds=frozenset())
         (GAP, [alert("other", 12)], ("WRONG KIND", None)),
     ],
 )
-def test_verdicts(
+def test_alerts_are_judged_by_kind_layer_step_and_severity(
     label: realruns.Wanted, alerts: list[Alert], verdict: tuple[str, bool | None]
 ) -> None:
     assert realruns.judged(label, alerts) == verdict

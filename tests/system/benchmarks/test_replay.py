@@ -33,8 +33,10 @@ def test_replay_gives_the_alerts_of_the_run(folder: Path) -> None:
     [(name, alerts, (light_s, full_s), due)] = replay.replayed(folder / f"{RUN}.0.npz", [10])
     assert name == f"{RUN}.0 every 10"
     # A live run takes a full step some steps later, by the delay of its rules.
-    told = [(alert["kind"], alert["module_name"], alert["severity"]) for alert in alerts]
-    assert told == [(alert["kind"], alert["module_name"], alert["severity"]) for alert in live]
+    replayed_alerts = [(alert["kind"], alert["module_name"], alert["severity"]) for alert in alerts]
+    assert replayed_alerts == [
+        (alert["kind"], alert["module_name"], alert["severity"]) for alert in live
+    ]
     assert alerts[0]["kind"] == "attention_collapse"  # later steps differ between processors
     assert len(light_s) > len(full_s) >= due > 0
 

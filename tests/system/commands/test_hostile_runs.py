@@ -62,7 +62,7 @@ def hostile_run(name: str) -> Iterator[tuple[Path, Kind]]:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SMALL)
-def test_intact_data_is_read_and_damage_is_one_line(name: str) -> None:
+def test_intact_data_is_read_and_damage_is_reported_in_one_line(name: str) -> None:
     with hostile_run(name) as (log_dir, kind):
         run = RunData(FileSource(log_dir))
         overview = run.overview()
@@ -87,7 +87,9 @@ def test_intact_data_is_read_and_damage_is_one_line(name: str) -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SMALL)
-def test_every_command_answers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_handles_an_untrusted_directory(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with hostile_run(name) as (log_dir, kind):
         report = log_dir.parent / "report.html"
         for command in COMMANDS:
@@ -106,12 +108,12 @@ def test_every_command_answers(name: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_processes_need_little_time_and_memory(name: str) -> None:
+def test_commands_read_large_untrusted_directories_within_the_time_limit(name: str) -> None:
     with hostile_run(name) as (log_dir, kind):
         for command in ("alerts", "explain", "report"):
-            begun = time.monotonic()
+            began = time.monotonic()
             done = _run([command, str(log_dir)], log_dir.parent)
-            assert time.monotonic() - begun < MOST_S / 3
+            assert time.monotonic() - began < MOST_S / 3
             assert done.returncode == (command == "alerts"), done.stderr
             said = kind.said if kind.in_flight == (command == "explain") else ""
             assert said in done.stdout + done.stderr
@@ -141,7 +143,7 @@ def _run(
     )  # fmt: skip
 
 
-def test_a_report_of_a_directory_whose_name_is_not_valid_text(tmp_path: Path) -> None:
+def test_a_directory_whose_name_is_not_valid_text_has_a_report(tmp_path: Path) -> None:
     log_dir = tmp_path / os.fsdecode(b"run-\xff")
     log_dir.mkdir()
     write_good_run(log_dir)

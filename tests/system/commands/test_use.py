@@ -127,7 +127,7 @@ def test_a_directory_of_runs_is_searched_to_any_depth(runs: Path) -> None:
     assert done.stderr == ""
 
 
-def test_runs_without_alerts_exit_with_0_and_fail_on_decides(runs: Path) -> None:
+def test_the_exit_status_depends_on_alerts_and_fail_on(runs: Path) -> None:
     assert run("alerts", runs / "good", runs / "same").returncode == 0
     assert run("alerts", runs, "--fail-on", "error").returncode == 1
     assert run("alerts", runs, "--fail-on", "never").returncode == 0
@@ -191,9 +191,9 @@ def test_an_explanation_fits_the_terminal(runs: Path, width: int) -> None:
     first, *lines = in_terminal(width, "explain", runs / "deep" / "bad").splitlines()
     assert first.endswith("flight-5.json")
     assert max(map(len, lines)) <= width
-    told = " ".join(" ".join(lines).split())
+    explanation = " ".join(" ".join(lines).split())
     for said in ("By depth, before", "output rms", "gradient norm", "nonfinite at step 5"):
-        assert said in told
+        assert said in explanation
 
 
 def test_long_names_continue_on_the_next_line(strange: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_closed_pipe_is_not_an_error(runs: Path) -> None:
         assert done.communicate()[1] == b""
 
 
-def test_letters_that_the_terminal_lacks_are_escaped(strange: Path) -> None:
+def test_characters_that_the_terminal_lacks_are_escaped(strange: Path) -> None:
     done = run("summary", strange / "run 9", PYTHONIOENCODING="ascii")
     assert done.returncode == 0
     assert "\\u6ce8" in done.stdout
@@ -241,7 +241,7 @@ def test_letters_that_the_terminal_lacks_are_escaped(strange: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["summary", "alerts", "explain"])
-def test_json_and_csv_hold_the_same_runs(runs: Path, command: str) -> None:
+def test_json_and_csv_contain_the_same_runs(runs: Path, command: str) -> None:
     as_json, as_csv = run(command, ".", "--json", cwd=runs), run(command, ".", "--csv", cwd=runs)
     of = "file" if command == "explain" else "run"
     assert {r[of] for r in records(as_json.stdout)} == {r[of] for r in table(as_csv.stdout)}
@@ -249,7 +249,7 @@ def test_json_and_csv_hold_the_same_runs(runs: Path, command: str) -> None:
     assert run(command, runs, "--json", "--csv").returncode == 2
 
 
-def test_records_name_what_no_terminal_could_show(strange: Path) -> None:
+def test_json_and_csv_contain_unprintable_names_unchanged(strange: Path) -> None:
     found = records(run("summary", strange, "--json").stdout)
     assert {record["module_name"] for record in found} == set(STRANGE)
     assert {record["run"] for record in found} == {str(strange / name) for name in RUN_NAMES}
@@ -257,14 +257,14 @@ def test_records_name_what_no_terminal_could_show(strange: Path) -> None:
     assert len(rows) == len(found) == len(STRANGE) * len(RUN_NAMES)
 
 
-def test_numbers_that_json_lacks_are_texts(runs: Path) -> None:
+def test_nan_is_text_in_json(runs: Path) -> None:
     [alert] = records(run("alerts", runs / "deep", "--json").stdout)
     assert alert["kind"] == "nonfinite"
     found = records(run("summary", runs / "deep", "--json").stdout)
     assert [record["last"] for record in found] == ["nan"] * 3
 
 
-def test_no_result_is_an_empty_list(runs: Path) -> None:
+def test_an_empty_result_is_an_empty_list(runs: Path) -> None:
     assert run("alerts", runs / "good", "--json").stdout == "[]\n"
     assert table(run("explain", runs / "good", "--csv").stdout) == []
 
@@ -366,7 +366,7 @@ def test_an_export_of_nothing_writes_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["events.out.tfevents.1.x", "alerts.jsonl", "x.png", "empty"])
-def test_explain_names_the_expected_file_for_any_wrong_one(tmp_path: Path, name: str) -> None:
+def test_explain_of_a_wrong_file_names_the_expected_file(tmp_path: Path, name: str) -> None:
     content = {"alerts.jsonl": b'{"a": 1}\n{"a": 2}\n', "x.png": b"\x89PNG\r\n\x1a\n\0\0"}
     (tmp_path / name).write_bytes(content.get(name, b""))
     done = run("explain", tmp_path / name)
@@ -375,7 +375,7 @@ def test_explain_names_the_expected_file_for_any_wrong_one(tmp_path: Path, name:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_directory_that_others_wrote_is_not_called_healthy(tmp_path: Path) -> None:
+def test_a_directory_without_telemetry_data_is_an_error(tmp_path: Path) -> None:
     writer = FileWriter(tmp_path)
     writer.write_values([summaries.scalar("loss", 1.0)], 0)
     writer.close()
@@ -415,7 +415,7 @@ def test_explain_of_devices_and_missing_files_prints_one_line() -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_file_in_the_place_of_a_run_names_its_directory(runs: Path) -> None:
+def test_summary_of_an_event_file_names_its_directory(runs: Path) -> None:
     [file] = (runs / "good").glob("events*")
     done = run("summary", file)
     assert done.returncode == 2

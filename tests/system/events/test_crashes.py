@@ -88,7 +88,7 @@ def killed_writers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
     return log_dir, [Killed(**json.loads(line)) for line in output.splitlines()]
 
 
-def test_after_kill_9_nothing_older_than_two_seconds_is_missing(
+def test_after_kill_9_no_event_older_than_two_seconds_is_missing(
     killed_writers: tuple[Path, list[Killed]], read_board: ReadBoard
 ) -> None:
     log_dir, writers = killed_writers
@@ -233,7 +233,7 @@ def read_steps(log_dir: Path) -> dict[str, list[int]]:
     return steps
 
 
-def test_an_exit_without_close_loses_nothing(tmp_path: Path) -> None:
+def test_an_exit_without_close_loses_no_event(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -259,7 +259,7 @@ def test_an_exit_without_close_loses_nothing(tmp_path: Path) -> None:
         assert read_steps(tmp_path / run) == {"loss": list(range(3000))}
 
 
-def test_an_exception_loses_nothing(tmp_path: Path) -> None:
+def test_an_exception_loses_no_event(tmp_path: Path) -> None:
     with start_script(
         tmp_path,
         """
@@ -277,7 +277,7 @@ def test_an_exception_loses_nothing(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "run") == {"loss": [7]}
 
 
-def test_a_handled_sigterm_loses_nothing(tmp_path: Path) -> None:
+def test_a_handled_sigterm_loses_no_event(tmp_path: Path) -> None:
     with start_script(
         tmp_path,
         """

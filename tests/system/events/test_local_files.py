@@ -54,7 +54,7 @@ def test_every_file_begins_with_its_version_and_a_session(tmp_path: Path) -> Non
     assert path.name.endswith(".suffix")
 
 
-def test_a_session_without_records_hides_nothing(tmp_path: Path, read_board: ReadBoard) -> None:
+def test_a_new_session_hides_no_earlier_record(tmp_path: Path, read_board: ReadBoard) -> None:
     for step in range(3):
         files = LocalFiles(str(tmp_path / "run"))
         write(files, record(step), record(2**62 + step, "other"))
@@ -220,7 +220,7 @@ def test_records_larger_than_a_chunk_are_written(
     assert steps_in(list_event_files(tmp_path)[0]) == list(range(50))
 
 
-def test_a_full_disk_keeps_what_it_took_and_the_rest_follows_in_a_new_file(
+def test_records_that_a_full_disk_refused_follow_in_a_new_file(
     tiny_disk: Path, read_board: ReadBoard
 ) -> None:
     ballast = tiny_disk / "ballast"
@@ -293,7 +293,7 @@ def test_small_records_overtake_a_large_one_that_does_not_fit(
     assert [step for step, _ in after.tensors("text")["run"]["note"]] == [0]
 
 
-def test_a_reader_that_follows_is_not_left_behind(nearly_full: Path) -> None:
+def test_a_reader_that_follows_a_full_disk_receives_every_step(nearly_full: Path) -> None:
     files = LocalFiles(str(nearly_full / "run"))
     write(files)
     board = EventMultiplexer(tensor_size_guidance={"scalars": 0}).AddRunsFromDirectory(
@@ -315,7 +315,7 @@ def test_a_reader_that_follows_is_not_left_behind(nearly_full: Path) -> None:
     assert [event.step for event in board.Tensors("run", "loss")] == [0, 1, 2, 3]
 
 
-def test_steps_of_a_tag_stay_in_order(nearly_full: Path) -> None:
+def test_a_small_record_does_not_overtake_a_large_one_of_its_tag(nearly_full: Path) -> None:
     small = summaries.event_of([summaries.text("note", "fits")], 1, 0.0)
     files = LocalFiles(str(nearly_full / "run"))
     waiting = deque([large_record(0), small, record(1, "other")])
@@ -335,7 +335,7 @@ def test_steps_of_a_tag_stay_in_order(nearly_full: Path) -> None:
     assert "other" in {value.tag for event in events for value in event.summary.value}
 
 
-def test_smaller_ones_of_several_large_records_are_written_first(nearly_full: Path) -> None:
+def test_records_that_fit_are_written_before_larger_ones(nearly_full: Path) -> None:
     sizes = [90_000, 70_000, 10_000, 60_000, 5_000]
     files = LocalFiles(str(nearly_full / "run"))
     waiting = deque(record(step, "x" * size) for step, size in enumerate(sizes))
@@ -469,7 +469,7 @@ def world_writable() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 11, 12, 13, 30])
-def test_a_torn_file_does_not_hide_the_next_one(
+def test_a_torn_file_does_not_hide_the_next_file(
     tmp_path: Path, read_board: ReadBoard, cut: int
 ) -> None:
     files = LocalFiles(str(tmp_path / "run"))

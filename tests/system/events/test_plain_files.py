@@ -24,14 +24,14 @@ def threads_of_files() -> list[threading.Thread]:
 # --- now -----------------------------------------------------------------------------------------
 
 
-def test_lines_are_appended(tmp_path: Path) -> None:
+def test_a_line_is_appended_with_its_line_break(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     append_line(path, b"first")
     append_line(path, b"second")
     assert path.read_bytes() == b"first\nsecond\n"
 
 
-def test_a_torn_line_of_another_process_does_not_swallow_the_next(tmp_path: Path) -> None:
+def test_a_line_after_a_torn_line_begins_on_a_new_line(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"whole\nto")
     append_line(path, b"next")
@@ -136,14 +136,14 @@ def test_a_hanging_disk_does_not_block_the_caller(
     files.flush()
 
     with freezable_disk.frozen():
-        begun = time.monotonic()
+        began = time.monotonic()
         for number in range(100):
             files.append_line(lines, b"%d" % number)
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - began < 1
         assert not files.flush(timeout_s=0.1)
-        begun = time.monotonic()
+        began = time.monotonic()
         files.close(timeout_s=0.1)
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - began < 1
         (reported,) = caplog.messages
 
     assert "100 alerts and flight files could not be written" in reported

@@ -57,7 +57,7 @@ def test_records_of_healthy_ranks_are_merged_and_no_file_remains(four: list[Proc
     assert [process.exit_code() for process in four] == [0] * 4
 
 
-def test_phases_of_a_step_stay_apart_and_in_order(four: list[Process]) -> None:
+def test_records_of_phases_are_merged_separately_and_in_order(four: list[Process]) -> None:
     first, second = four[:2]
     every([first, second], "open", timeout_s=PATIENT_S)
     every([second, first], "send", [0])
@@ -95,7 +95,9 @@ def test_a_rank_that_dies_is_reported_missing_once(four: list[Process]) -> None:
     assert [process.exit_code() for process in four[:3]] == [0] * 3
 
 
-def test_a_rank_that_hangs_is_reported_missing_and_returns(four: list[Process]) -> None:
+def test_a_rank_that_hangs_is_reported_missing_and_reported_again_once_it_continues(
+    four: list[Process],
+) -> None:
     first, *_, last = four
     every(four, "open")
     every(four, "send", range(5))
@@ -157,7 +159,7 @@ def test_a_rank_0_that_ends_or_hangs_blocks_no_rank(four: list[Process]) -> None
     assert first.do("close") < 15
 
 
-def test_the_group_may_come_after_the_logger(tmp_path: Path) -> None:
+def test_records_are_merged_if_the_process_group_follows_the_logger(tmp_path: Path) -> None:
     with ranks(tmp_path, 2) as processes:
         every(processes, "open", timeout_s=PATIENT_S)
         every(processes, "send", range(3))
@@ -167,7 +169,7 @@ def test_the_group_may_come_after_the_logger(tmp_path: Path) -> None:
         assert_silent(processes)
 
 
-def test_an_address_left_by_an_earlier_run_is_abandoned(four: list[Process]) -> None:
+def test_ranks_connect_although_an_earlier_run_left_its_address(four: list[Process]) -> None:
     first, *others = four
     first.do("leave_behind")
     every(others, "open")
@@ -229,7 +231,9 @@ def networks() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def test_ranks_of_other_machines_send_to_rank_0(tmp_path: Path, networks: list[str]) -> None:
+def test_records_of_ranks_on_other_machines_are_merged_without_dead_ranks(
+    tmp_path: Path, networks: list[str]
+) -> None:
     """Machines have ranks 0 and 1; 2 and 3; and 4. One rank of another machine dies, one hangs."""
     places = [networks[machine] for machine in (0, 0, 1, 1, 2)]
     with ranks(tmp_path, 5, places) as processes:
@@ -277,7 +281,7 @@ def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank
     os.kill(child, signal.SIGKILL)
 
 
-def test_an_unauthenticated_peer_makes_rank_0_store_nothing(four: list[Process]) -> None:
+def test_rank_0_stores_nothing_of_unauthenticated_peers(four: list[Process]) -> None:
     """A client without the token may send any amount over any number of connections."""
     first = four[0]
     every(four, "open", timeout_s=PATIENT_S)

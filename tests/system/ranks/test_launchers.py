@@ -16,7 +16,7 @@ from tests.helpers.plain_events import EventAccumulator
 SCRIPT = Path(restarted_run.__file__)
 
 
-def test_a_restart_by_torchrun_continues_the_run(tmp_path: Path) -> None:
+def test_a_restart_by_torchrun_continues_each_curve(tmp_path: Path) -> None:
     launcher = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1")
     done = subprocess.run(
         [sys.executable, "-m", *launcher, str(SCRIPT), str(tmp_path)],

@@ -87,7 +87,9 @@ def test_training_is_left_alone_on_every_rank(trained: Any, size: int, way: str)
 
 
 @pytest.mark.parametrize(("size", "way"), MERGED)
-def test_the_run_equals_that_of_one_process(trained: Any, alone: Any, size: int, way: str) -> None:
+def test_the_run_equals_the_run_of_one_process(
+    trained: Any, alone: Any, size: int, way: str
+) -> None:
     run = trained[size, way][0]
     one_process = alone[single(way)][0]
     assert len(files_of(run)) == 1
@@ -191,7 +193,7 @@ APART: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("every_n_steps", [1, 10])
 @pytest.mark.parametrize("way", APART)
-def test_copies_may_be_averaged_and_each_rank_may_have_a_different_model(
+def test_copies_that_are_not_kept_equal_raise_only_the_expected_alerts(
     two_ranks: list[Process], tmp_path: Path, way: str, every_n_steps: int
 ) -> None:
     told, others = every(two_ranks, "call", logging_ranks.apart, way, every_n_steps, tmp_path)
@@ -203,7 +205,7 @@ def test_copies_may_be_averaged_and_each_rank_may_have_a_different_model(
 
 @pytest.mark.parametrize("way", ["ddp", "fully_shard", "by hand"])
 @pytest.mark.parametrize("same", [True, False])
-def test_ranks_that_are_given_the_same_batch_are_named(
+def test_ranks_that_get_the_same_batch_are_named(
     two_ranks: list[Process], tmp_path: Path, way: str, same: bool
 ) -> None:
     told, others = every(two_ranks, "call", logging_ranks.fed, way, same, tmp_path)
@@ -215,7 +217,7 @@ def test_ranks_that_are_given_the_same_batch_are_named(
     assert others == []
 
 
-def test_loggers_may_be_made_before_the_process_group(tmp_path: Path) -> None:
+def test_loggers_that_precede_the_process_group_write_one_run(tmp_path: Path) -> None:
     multiprocessing.start_processes(  # which mp.spawn is, with another start method
         logging_ranks.begun_late, args=(str(tmp_path),), nprocs=2, start_method="forkserver"
     )
@@ -246,7 +248,7 @@ def bare(steps: int) -> Any:
     return loner.left()
 
 
-def test_ranks_that_hang_or_die_do_not_slow_the_others(
+def test_ranks_that_hang_or_die_are_reported_and_the_others_continue(
     three: list[Process], tmp_path: Path
 ) -> None:
     first, second, third = three
@@ -303,7 +305,7 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_are_reported(
     assert first.told("telemetry:") == 3, first.log.read_text()
 
 
-def test_flat_parameters_are_rank_0s_and_activations_those_of_all(
+def test_flat_parameters_are_measured_on_rank_0_and_activations_on_all_ranks(
     two_ranks: list[Process], tmp_path: Path
 ) -> None:
     """FullyShardedDataParallel: flattened parameters are measured where they are plain."""
@@ -324,7 +326,9 @@ def test_flat_parameters_are_rank_0s_and_activations_those_of_all(
 
 
 @pytest.mark.parametrize("world", [300])
-def test_more_ranks_than_files_leave_training_alone(tmp_path: Path, world: int) -> None:
+def test_ranks_beyond_the_limit_of_open_files_are_reported_and_training_is_left_alone(
+    tmp_path: Path, world: int
+) -> None:
     """Rank 0 may open 256 files, and 299 other ranks send to it."""
     threads = torch.get_num_threads()
     with ranks(tmp_path, 2) as (zero, others):

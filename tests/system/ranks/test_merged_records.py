@@ -129,7 +129,7 @@ def test_training_is_left_alone_on_every_rank(trained: Trained, size: int, name:
 
 
 @pytest.mark.parametrize(("size", "name"), HEALTHY)
-def test_the_merged_record_equals_that_of_one_process(
+def test_the_merged_record_equals_the_record_of_one_process(
     trained: Trained,
     alone: dict[str, tuple[dict[str, Any], list[StepRecord]]],
     size: int,
@@ -202,7 +202,7 @@ def dense(record: TensorRecord) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize(("size", "name"), [way for way in HEALTHY if way[1] in CLIPPED])
-def test_the_norm_before_clipping_is_what_clipping_returns(
+def test_the_norm_before_clipping_equals_the_value_that_clipping_returns(
     trained: Trained, size: int, name: str
 ) -> None:
     returned = told(trained, size, name)[0]["watched"]["norms"]
@@ -253,7 +253,7 @@ def test_the_spread_over_ranks_names_the_ranks_of_the_extremes(trained: Trained)
             assert {rms.low_rank, rms.high_rank} == {0, 1}
 
 
-def test_copies_take_turns_in_being_measured(trained: Trained) -> None:
+def test_each_replicated_parameter_is_measured_on_one_rank(trained: Trained) -> None:
     """Under DDP the ranks share parameters and gradients, and each measures its own outputs."""
     parts = parts_of(trained, 2, "ddp", 0)
     weights = [{row.name for row in p.tensors.rows if row.kind == "weights"} for p in parts]
@@ -263,7 +263,7 @@ def test_copies_take_turns_in_being_measured(trained: Trained) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_a_missing_rank_is_reported(trained: Trained) -> None:
+def test_a_merged_record_lists_a_missing_rank(trained: Trained) -> None:
     record = MergedRecords().record(merge(parts_of(trained, 4, "fsdp", 0)[:3]))
     assert record is not None
     assert record.ranks is not None
@@ -271,7 +271,7 @@ def test_a_missing_rank_is_reported(trained: Trained) -> None:
     assert record.ranks.size == 4
 
 
-def test_flat_parameters_are_not_compared(trained: Trained) -> None:
+def test_flat_parameters_have_no_checksums(trained: Trained) -> None:
     """Shards of FullyShardedDataParallel that begin alike, such as biases, are no copies."""
     for part in parts_of(trained, 2, "fsdp1", 0):
         assert part.parameters is not None

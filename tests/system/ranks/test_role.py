@@ -98,7 +98,7 @@ def assert_told_once(told: str, log_dir: Path) -> None:
     assert len(list(log_dir.glob("events.out.*"))) == 1, "the first rank writes for all"
 
 
-def test_a_process_of_mp_spawn_asks_the_process_group(tmp_path: Path) -> None:
+def test_one_process_of_mp_spawn_writes_and_logs(tmp_path: Path) -> None:
     told = launch(str(SCRIPT), "spawn", str(tmp_path / "run"))
     assert_told_once(told, tmp_path / "run")
     assert (tmp_path / "run-0").read_text() == "True True"
@@ -106,6 +106,6 @@ def test_a_process_of_mp_spawn_asks_the_process_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
-def test_a_process_of_lightning_asks_lightnings_variables(tmp_path: Path) -> None:
+def test_one_process_of_lightning_writes_and_logs(tmp_path: Path) -> None:
     told = launch(str(SCRIPT), "lightning", str(tmp_path / "run"))
     assert_told_once(told, tmp_path / "run")

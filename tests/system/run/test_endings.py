@@ -72,7 +72,7 @@ def written_steps(log_dir: Path, tag: str) -> list[int]:
 # --- kill -9 -------------------------------------------------------------------------------------
 
 
-def test_after_kill_9_nothing_of_a_run_that_is_older_than_two_seconds_is_missing(
+def test_after_kill_9_no_record_of_a_run_older_than_two_seconds_is_missing(
     tmp_path: Path,
 ) -> None:
     script = TRAIN + textwrap.dedent(
@@ -185,7 +185,7 @@ def test_with_a_hanging_disk_each_step_is_checked_and_close_has_one_deadline(
     disk: FrozenDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     judged: list[int] = []
-    told: list[Alert] = []
+    received: list[Alert] = []
 
     def rule(record: StepRecord) -> Iterable[Alert]:
         judged.append(record.step)
@@ -194,14 +194,14 @@ def test_with_a_hanging_disk_each_step_is_checked_and_close_has_one_deadline(
 
     model = nn.Linear(4, 2)
     log_dir = disk.path / "run"
-    logger = HookLogger(model, log_dir, alerts=[rule], every_n_steps=50, on_alert=told.append)
+    logger = HookLogger(model, log_dir, alerts=[rule], every_n_steps=50, on_alert=received.append)
     disk.freeze()
     train(model, 2000)
     begin = time.monotonic()
     logger.close(timeout_s=3)
     took_s = time.monotonic() - begin
     assert judged == list(range(2000))
-    assert [alert.step for alert in told] == list(range(0, 2000, 100))
+    assert [alert.step for alert in received] == list(range(0, 2000, 100))
     assert took_s < 6
     lost = [message for message in caplog.messages if "could not be written" in message]
     assert any("events could not be written" in message for message in lost), caplog.messages

@@ -55,7 +55,7 @@ def test_a_new_logger_replaces_the_old_one(
     assert len(caplog.messages) == 3
 
 
-def test_another_spelling_of_the_directory_is_the_same(
+def test_a_logger_is_replaced_if_its_directory_is_spelled_differently(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = HookLogger(model, tmp_path / "run")
@@ -65,7 +65,7 @@ def test_another_spelling_of_the_directory_is_the_same(
     assert count(caplog, TAKES_THE_PLACE) == 1
 
 
-def test_a_shared_writer_survives_the_logger_that_is_replaced(
+def test_a_shared_writer_stays_open_when_a_logger_is_replaced(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
     with SummaryWriter(tmp_path) as writer:
@@ -78,7 +78,7 @@ def test_a_shared_writer_survives_the_logger_that_is_replaced(
     assert count(caplog, WRITTEN_TO) == 0
 
 
-def test_another_directory_and_closed_loggers_do_not_conflict(
+def test_other_directories_and_closed_loggers_are_not_reported(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
     with HookLogger(model, tmp_path / "a") as one, HookLogger(model, tmp_path / "b") as two:
@@ -126,7 +126,7 @@ def test_two_writers_in_one_directory_are_reported(
     assert len(caplog.messages) == 1
 
 
-def test_two_models_may_share_a_writer(
+def test_two_models_that_share_a_writer_are_not_reported(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
     discriminator = nn.Linear(2, 1)

@@ -53,10 +53,10 @@ def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
 
 @pytest.mark.usefixtures("busy_machine")
 @pytest.mark.parametrize("name", ["exploding", "saturated", "dead", "diverging", "not_learning"])
-def test_repeated_runs_give_alerts_of_the_same_kinds_and_layers(name: str, tmp_path: Path) -> None:
+def test_repeated_runs_raise_alerts_of_the_same_kinds_and_layers(name: str, tmp_path: Path) -> None:
     alerts = train(name, tmp_path / "first")
     assert alerts
-    told = {(alert.kind, alert.module_name) for alert in alerts if alert.stage == "started"}
+    expected = {(alert.kind, alert.module_name) for alert in alerts if alert.stage == "started"}
     for repetition in range(1, REPETITIONS):
         again = train(name, tmp_path / str(repetition))
-        assert {(a.kind, a.module_name) for a in again if a.stage == "started"} == told
+        assert {(a.kind, a.module_name) for a in again if a.stage == "started"} == expected

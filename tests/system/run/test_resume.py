@@ -88,7 +88,7 @@ STEP, STAGE = 2, 11  # in the list of an alert's fields
 @pytest.mark.parametrize(
     ("name", "step"), [(name, step) for name, run in RUNS.items() for step in run.checkpoints]
 )
-def test_a_resumed_run_gives_the_alerts_of_one_that_was_not_interrupted(
+def test_a_resumed_run_raises_the_alerts_of_an_uninterrupted_run(
     alerts: tuple[dict[str, Any], dict[str, Any]], name: str, step: int
 ) -> None:
     whole, resumed = alerts
@@ -111,7 +111,7 @@ def test_alerts_of_the_runs_escalate_and_resolve(
     assert stages == {"started", "escalated", "resolved"}
 
 
-def test_the_state_goes_through_json(tmp_path: Path) -> None:
+def test_the_state_survives_a_round_trip_through_json(tmp_path: Path) -> None:
     state = leave(tmp_path, 25, every_n_steps=5)
     assert repr(json.loads(json.dumps(state))) == repr(state)  # which has NaN in it
 
@@ -135,7 +135,7 @@ def test_the_state_sets_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_this_process", [True, False])
-def test_later_steps_are_hidden(tmp_path: Path, in_this_process: bool) -> None:
+def test_steps_after_the_checkpoint_are_hidden(tmp_path: Path, in_this_process: bool) -> None:
     loop = Loop()
     with HookLogger(loop.model, tmp_path, every_n_steps=2) as logger:
         loop(4)
@@ -166,7 +166,7 @@ def test_taking_the_state_ends_a_step_pending_on_other_optimizers(
     del second
 
 
-def test_the_order_of_the_modules_is_known_before_they_run(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_modules_in_forward_order_at_its_first_step(tmp_path: Path) -> None:
     class Backwards(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -185,7 +185,7 @@ def test_the_order_of_the_modules_is_known_before_they_run(tmp_path: Path) -> No
     assert [module.name for module in recorder.records[0].layout.modules] == ["first", "second"]
 
 
-def test_a_loss_that_was_logged_for_the_step_in_progress_is_part_of_it(tmp_path: Path) -> None:
+def test_a_loss_of_the_step_in_progress_is_restored(tmp_path: Path) -> None:
     loop, recorder = Loop(), Recorder()
     with HookLogger(loop.model, tmp_path / "a") as logger:
         loop(2)
@@ -286,7 +286,7 @@ def test_other_rules_restore_matching_fields_and_log_the_rest_in_one_line(
     assert "telemetry failed" not in caplog.text
 
 
-def test_parameters_are_those_of_the_new_run(tmp_path: Path) -> None:
+def test_a_resumed_run_uses_its_own_thresholds(tmp_path: Path) -> None:
     state = leave(tmp_path / "a", 3, alerts={"no_learning": {"steps": 1e9}})
     loop = Loop()
     loop.optimizer.param_groups[0]["lr"] = 0.0
@@ -298,7 +298,7 @@ def test_parameters_are_those_of_the_new_run(tmp_path: Path) -> None:
         assert [(alert.kind, alert.step) for alert in logger.alerts] == [("no_learning", 5)]
 
 
-def test_a_state_of_another_model_is_harmless(
+def test_a_state_of_another_model_raises_no_alert_and_no_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = leave(tmp_path / "a", 12, every_n_steps=3)
@@ -363,7 +363,7 @@ def test_an_invalid_state_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::Warning")  # of the framework
-def test_accelerate_saves_and_loads_it(tmp_path: Path) -> None:
+def test_accelerate_saves_and_loads_the_state(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     loop = Loop()
     with HookLogger(loop.model, tmp_path / "a") as logger:
@@ -379,7 +379,7 @@ def test_accelerate_saves_and_loads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::Warning")  # of the framework
-def test_lightning_saves_and_loads_it(tmp_path: Path) -> None:
+def test_lightning_saves_and_loads_the_state(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
 
     class Regression(lightning.LightningModule):  # type: ignore[name-defined, misc]
@@ -437,7 +437,9 @@ def test_auto_continues_after_the_last_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["gradients", "activations"])
-def test_auto_finds_the_steps_with_any_recorded_data(tmp_path: Path, content: str) -> None:
+def test_auto_continues_runs_that_record_only_gradients_or_activations(
+    tmp_path: Path, content: str
+) -> None:
     names = ("activations", "activation_gradients", "gradients", "weights", "images")
     leave(tmp_path, 3, **{name: name == content for name in names})
     assert auto_step(tmp_path) == 3
@@ -525,7 +527,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_counting_again_from_zero_is_warned_of_once(
+def test_a_second_run_from_step_0_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     leave(tmp_path, 6)
@@ -537,7 +539,7 @@ def test_counting_again_from_zero_is_warned_of_once(
         assert way_out in message
 
 
-def test_a_run_that_accounts_for_the_later_steps_is_not_warned(
+def test_a_run_that_sets_its_first_step_or_state_is_not_warned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = leave(tmp_path, 6)

@@ -74,7 +74,7 @@ def tags_of(locator: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["histogram", "distribution"])
-def test_histograms_are_shown(dashboard: Any, kind: str) -> None:
+def test_histograms_and_distributions_have_our_tags(dashboard: Any, kind: str) -> None:
     tags = tags_of(dashboard(f"{kind}s", f"tf-{kind}-loader"))
     assert "~histograms/activation/0000.layer0" in tags
 
@@ -107,7 +107,7 @@ def test_the_custom_scalars_have_our_charts(dashboard: Any) -> None:
     cards.first.locator(chart).first.wait_for(state="attached")
 
 
-def test_hyperparameters_are_in_the_same_run(dashboard: Any) -> None:
+def test_the_hparams_dashboard_shows_hyperparameters(dashboard: Any) -> None:
     view = dashboard("hparams", "tf-hparams-main, hparams-main, tf-hparams-table-view")
     view.first.locator("text=sgd").first.wait_for(state="attached")
 

@@ -119,7 +119,7 @@ def test_two_runs_share_a_scale(page: TelemetryPage) -> None:
     assert page.pixel(1.5 / 5, 0.05, panel=1) == LIGHTEST
 
 
-def test_zero_and_nan_of_one_run_are_differences_in_both(page: TelemetryPage) -> None:
+def test_zero_and_nan_of_one_run_are_differences_in_both_runs(page: TelemetryPage) -> None:
     page.open(run="sound", other="colors", mode="run", all="1")
     first = page.locator(".first-nonfinite button")
     first.nth(1).wait_for()
@@ -163,8 +163,8 @@ def test_a_growing_run_is_followed_and_only_new_data_is_read(
     page.locator("button[aria-label='Run: demo']").click()
     page.locator(".runs[data-loaded]").get_by_role("button", name=run, exact=True).click()
     page.locator(f".panel[data-run='{run}'][data-steps='20']").wait_for()
-    asked: list[str] = []
-    page.page.on("request", lambda request: asked.append(request.url))
+    requested: list[str] = []
+    page.page.on("request", lambda request: requested.append(request.url))
     write_run(
         logdir / run, names, steps=range(20, 33), norms=rising, session="20260101-000000.000-a.0001"
     )

@@ -87,7 +87,9 @@ def test_runs_are_filtered_sorted_and_opened(page: TelemetryPage) -> None:
         ("alerts>2", ["boom"]),
     ],
 )
-def test_a_filter_compares_numbers(page: TelemetryPage, words: str, found: list[str]) -> None:
+def test_a_filter_of_runs_compares_numbers(
+    page: TelemetryPage, words: str, found: list[str]
+) -> None:
     page.open(run="boom")
     page.locator("button[aria-label='Run: boom']").click()
     page.locator(".runs[data-loaded] .run-link").nth(2).wait_for()
@@ -96,7 +98,7 @@ def test_a_filter_compares_numbers(page: TelemetryPage, words: str, found: list[
     page.page.keyboard.press("Escape")
 
 
-def test_a_chosen_column_stays(page: TelemetryPage) -> None:
+def test_a_chosen_column_stays_while_the_table_is_filtered(page: TelemetryPage) -> None:
     page.open(run="boom")
     page.locator("button.sweep", has_text="1 of 3 runs have alerts").click()
     page.locator(".runs[data-loaded]").wait_for()
@@ -162,7 +164,7 @@ def test_the_table_stays_closed_when_the_current_run_is_chosen(page: TelemetryPa
     assert not page.locator(".runs").is_visible()
 
 
-def test_hyperparameters_are_on_the_page(page: TelemetryPage) -> None:
+def test_different_hyperparameters_of_two_runs_are_emphasized(page: TelemetryPage) -> None:
     page.open(run="boom", other="old9")
     page.locator(".hparams summary").click()
     rows = page.locator(".hparams tr").all_inner_texts()
@@ -290,7 +292,7 @@ def test_a_link_to_a_missing_run_shows_a_message(page: TelemetryPage) -> None:
     assert said.is_hidden()
 
 
-def test_details_are_of_the_run_that_was_clicked(page: TelemetryPage) -> None:
+def test_details_show_the_run_that_was_clicked(page: TelemetryPage) -> None:
     page.open(run="old9", other="old10")
     detail = page.locator(".detail[data-loaded=true]")
     for panel, name, norm in ((0, "old9", "2"), (1, "old10", "1")):
@@ -384,7 +386,7 @@ def test_a_link_leads_to_an_alert_and_which_layers_changed_first(page: Telemetry
     page.locator(".onsets li", has_text="blocks.2.norm").wait_for()
 
 
-def test_back_undoes_a_zoom(page: TelemetryPage) -> None:
+def test_back_undoes_a_zoom_and_forward_repeats_it(page: TelemetryPage) -> None:
     page.open(run="old9")
     page.drag((0.1, 0.2), (0.9, 0.5))
     page.locator("button.reset:not([disabled])").wait_for()
@@ -412,7 +414,7 @@ def test_the_profile_over_the_depth_follows_the_pointer(page: TelemetryPage) -> 
     assert statistic.evaluate("(select) => select === document.activeElement")
 
 
-def test_the_layers_curves_are_below_the_picture(page: TelemetryPage) -> None:
+def test_the_curves_of_visible_layers_are_below_the_picture(page: TelemetryPage) -> None:
     page.open(run="boom")
     legend = page.locator(".panel > div:last-child .curve-legend span")
     assert legend.all_inner_texts() == BLOCKS

@@ -111,7 +111,7 @@ def details(page: TelemetryPage) -> list[list[str]]:
     return [row.locator("th, td:not(:has(canvas))").all_inner_texts() for row in rows]
 
 
-def test_dead_units_lead_to_the_relu_in_which_they_are(page: TelemetryPage) -> None:
+def test_an_alert_of_dead_units_opens_the_relu_that_has_them(page: TelemetryPage) -> None:
     page.open(run="dead")
     page.locator(".alerts .alert", has_text="Dead units").last.click()
     assert page.link()["layer"] == ".act"
@@ -170,7 +170,7 @@ def test_values_measured_earlier_show_their_step(page: TelemetryPage) -> None:
     assert re.fullmatch(rf"fc, step {NAN}: \S+ \(of step {NAN - NAN % EVERY}\)", said)
 
 
-def test_zeros_have_a_separate_bar(page: TelemetryPage) -> None:
+def test_zeros_are_separate_in_histograms_and_count_in_quantiles(page: TelemetryPage) -> None:
     page.open(run="nan", layer=".act", step="20")
     rows = details(page)
     share = next(row[1] for row in rows if row[0] == "Zero fraction")
@@ -222,7 +222,7 @@ def test_each_map_has_the_number_of_its_channel(page: TelemetryPage) -> None:
     page.page.keyboard.press("Escape")
 
 
-def test_enter_opens_the_only_match_and_nothing_else(page: TelemetryPage) -> None:
+def test_enter_opens_the_only_matching_run_or_layer(page: TelemetryPage) -> None:
     page.open(run="nan")
     page.locator("button[data-key=Run]").focus()
     page.page.keyboard.press("Enter")

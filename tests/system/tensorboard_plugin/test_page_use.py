@@ -174,7 +174,7 @@ def test_a_link_keeps_groups_apart_whatever_they_are_called(page: TelemetryPage)
     assert found == names
 
 
-def test_a_search_leaves_the_layers_that_match(page: TelemetryPage) -> None:
+def test_a_search_keeps_the_matching_layers(page: TelemetryPage) -> None:
     page.open(run="demo")
     page.locator(".toolbar input[type=search]").fill("act")
     page.locator("html[data-ready=true]").wait_for(state="attached")
@@ -208,7 +208,7 @@ def test_units_are_shown_over_steps(page: TelemetryPage) -> None:
     assert page.locator(".units").count() == 0
 
 
-def test_curves_without_a_place_on_the_axis_are_marked_at_its_edges(page: TelemetryPage) -> None:
+def test_values_without_a_position_on_the_axis_are_marked_at_its_edges(page: TelemetryPage) -> None:
     page.open(run="demo")
     curves = {"values": [1.0, 10.0, 1000.0]}, {"values": [0.0] * 3}, {"values": ["NaN"] * 3}
     above, below = page.page.evaluate(EDGES, [*curves])
@@ -262,14 +262,14 @@ def test_a_link_restores_the_view(page: TelemetryPage) -> None:
     assert "head" in page.locator(".detail h2").inner_text()
 
 
-def test_no_other_host_is_requested(page: TelemetryPage) -> None:
-    asked: list[str] = []
-    page.page.on("request", lambda request: asked.append(request.url))
+def test_the_page_requests_no_other_host(page: TelemetryPage) -> None:
+    requested: list[str] = []
+    page.page.on("request", lambda request: requested.append(request.url))
     page.open(run="demo", layer=".head")
     page.locator(".detail[data-loaded=true]").wait_for()
-    ours = [url for url in asked if "/plugin/telemetry/" in url]
+    ours = [url for url in requested if "/plugin/telemetry/" in url]
     assert ours
-    assert all(url.startswith((page.address, "data:", "about:")) for url in asked)
+    assert all(url.startswith((page.address, "data:", "about:")) for url in requested)
 
 
 def test_the_page_fits_a_narrow_window(page: TelemetryPage) -> None:
@@ -287,7 +287,7 @@ def test_the_page_fits_a_narrow_window(page: TelemetryPage) -> None:
         ("run?*", '{"newerFormat": "format 9"}', "newer", "newer version of telemetry"),
     ],
 )
-def test_every_state_has_its_message(
+def test_an_empty_page_and_a_newer_format_show_a_message(
     page: TelemetryPage, route: str, answer: str, state: str, text: str
 ) -> None:
     page.page.route(
@@ -301,7 +301,9 @@ def test_every_state_has_its_message(
 
 def test_an_empty_page_fills_when_data_arrives(page: TelemetryPage) -> None:
     runs = "**/plugin/telemetry/runs"
-    page.page.route(runs, lambda asked: asked.fulfill(body="[]", content_type="application/json"))
+    page.page.route(
+        runs, lambda requested: requested.fulfill(body="[]", content_type="application/json")
+    )
     page.open(ready="empty")
     page.page.unroute(runs)
     page.wait()
@@ -318,7 +320,7 @@ def test_a_failure_can_be_retried(page: TelemetryPage) -> None:
     page.errors.clear()  # the browser itself complains about the aborted request
 
 
-def test_loading_is_shown(page: TelemetryPage) -> None:
+def test_a_message_is_shown_while_data_loads(page: TelemetryPage) -> None:
     held: list[Any] = []
 
     def hold(request: Any) -> None:

@@ -157,7 +157,7 @@ def test_a_learning_rate_is_drawn_as_steps(tmp_path: Path, browser: Browser) -> 
     assert [column for column in columns if column[0] > 0.3 and column[1] < 0.7] == []
 
 
-def test_a_large_run_is_reduced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_report_has_no_histograms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_LAYERS_IN_DETAIL", 1)
     monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_CELLS", 30)
     write_demo(tmp_path / "demo")
