@@ -186,7 +186,7 @@ Query = tuple[str, str, Mapping[str, str]]
 
 
 class Server:
-    """Asks TensorBoard about the run called ``run``, like a browser."""
+    """Client of TensorBoard for the run called ``run``, like a browser."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -204,7 +204,7 @@ class Server:
         return json.loads(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
 
     def get_all(self, *queries: Query) -> int:
-        """Asks six at a time, like a browser; returns the number of bytes received."""
+        """Send six requests at a time, like a browser; return the number of bytes received."""
         with ThreadPoolExecutor(CONNECTIONS) as pool:
             return sum(pool.map(lambda q: len(self.get(q[0], q[1], **q[2])), queries))
 

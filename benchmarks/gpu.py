@@ -7,8 +7,8 @@ copy of the model and with all that is on by default. A block ends when everythi
 is written; "trained" is the time per step until the device is done, "written" that until the end,
 "added" the median of "written" over that of the bare steps in the same round, minus 1. A block of
 "every 100" is 100 steps, of which one is due. "in full" counts the steps that were measured in
-full, also because a rule asked; "memory" is the peak on the device beyond that of bare steps, of
-which the first is measured in full. "mean, std" takes both of each output and its gradient in
+full, also at the request of a rule; "memory" is the peak on the device beyond that of bare steps;
+the first step is measured in full. "mean, std" takes both of each output and its gradient in
 PyTorch, in hooks that wait for nothing and write nothing.
 
 Bandwidth: bytes of a tensor per second, read once, over those that ``copy_`` moves, read and
@@ -198,7 +198,7 @@ class Cost:
         trained_ms: Until the device is done.
         written_ms: Until everything is written.
         added: The latter over that of the bare steps of the same round, minus 1.
-        full_steps: How many steps were measured in full, of all those that the logger saw.
+        full_steps: How many steps were measured in full, of all steps of the logger.
         steps: How many those were.
         extra_bytes: Peak of the device's memory beyond that of the bare training.
     """
@@ -214,7 +214,7 @@ class Cost:
 def measure_training(
     workload: Workload, device: torch.device, rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """Cost of a step under each variant, in so many rounds, fewer if they take too long."""
+    """Return the cost of a step under each variant, in fewer rounds if they take too long."""
     deadline = time.monotonic() + seconds
     Training(workload, nothing, device, Path())  # takes the memory that libraries keep
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -339,10 +339,10 @@ def time_of(
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(5_000_000)  # so that the host is ahead
             begin.record()
-        begun = time.perf_counter()
+        began = time.perf_counter()
         for _ in range(REPEATS):
             work()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - began)
         if device.type == "cuda":
             end.record()
             end.synchronize()

@@ -2,7 +2,7 @@
 
     python benchmarks/launches.py
 
-What the driver itself takes comes on top, 2 to 3 microseconds for a launch.
+The driver itself adds 2 to 3 microseconds for a launch.
 """
 
 from __future__ import annotations

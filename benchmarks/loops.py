@@ -2,7 +2,7 @@
 
     python benchmarks/loops.py [--quick] [--only MODEL] [--rounds N] [--json FILE]
 
-Each round trains every variant once, in turn, on a model of its own with new random data at each
+Each round trains every variant once, in turn, on a separate model with new random data at each
 step, and times the steps after the first 300. The table gives the median over the rounds of the
 time beyond that of the bare loop in the same round: wall time, and in brackets CPU time of all
 threads. A loop ends when everything that it recorded is written. "full" is how many full steps

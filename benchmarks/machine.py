@@ -23,7 +23,7 @@ LIBRARIES = ("tensorboard", "numpy", "wandb", "pytorch-ignite", "mosaicml")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Hardware and versions of the software; libraries that are not installed are left out.
+    """Hardware and versions of the software; libraries that are not installed are omitted.
 
     Attributes:
         processor: The processor's name.

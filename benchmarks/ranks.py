@@ -1,7 +1,7 @@
 """Cost of a run of many ranks on rank 0: CPU time, bytes and memory of its exchange.
 
 Rank 0 is this process, with its channel; all other ranks are simulated by another process, which
-sends what they would measure of GPT-2 under DDP: over real connections of this machine, each step
+sends their measurements of GPT-2 under DDP: over real connections of this machine, each step
 when rank 0 has the one before. CPU times are those of this process, the kernel's share included. A
 real network adds its latency, and other ranks their waiting.
 """
@@ -48,7 +48,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Cost of a run with so many ranks.
+    """Cost of a run with this number of ranks.
 
     Attributes:
         full_bytes, light_bytes: What one rank sends of a step.
@@ -97,7 +97,7 @@ def gpt2(blocks: int) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
 
 
 def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
-    """A full step of one rank, with numbers of its own."""
+    """A full step of one rank, with its own numbers."""
     dice = np.random.default_rng(rank)
 
     def draw(size: int = 0) -> TensorRecord:

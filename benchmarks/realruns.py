@@ -3,12 +3,12 @@
     python benchmarks/realruns.py [--bench realruns,runs,faultbench] [--every 10 100]
         [--seed 0 1] [--only NAME,NAME] [--jobs 2] [--verbose] [--json FILE]
 
-``realruns`` are in ``../shared/realruns`` and are left out where they are missing, as is
-faultbench; ``runs`` are those in ``benchmarks/runs``. Each run has a process of its own. faultbench
+``realruns`` are in ``../shared/realruns`` and are skipped where they are missing, as is
+faultbench; ``runs`` are those in ``benchmarks/runs``. Each run has a separate process. faultbench
 has its own ``every_n_steps``, 10.
 
-Every run has a label that says what a practitioner would want to hear (see ``runs/labels.py``).
-Notes count as told, and never as a false alarm.
+Every run has a label with the alerts that a practitioner expects (see ``runs/labels.py``).
+A note of the right kind counts as found, and no note counts as a false alarm.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ADDITIONAL = {
     *("output_collapse", "loss_burst", "weight_jump"),
     *("wrong_loss_input", "targets_broadcast", "rounded_updates"),
 }
-"""Kinds that labels may not know: beside the wanted one, or in its place, they are not wrong."""
+"""Kinds that labels may not contain: next to the expected kind or instead of it, they are right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Outcome:
 
     Attributes:
         verdict: ``ok``, or the fault in capitals.
-        layer: Whether the right layer is named; None if it does not matter or nothing was said.
+        layer: Whether the right layer is named; None if it does not matter or no alert was raised.
         entries: The most alerts of one kind, ends left out.
         notes: How many alerts are notes, ends left out.
     """
@@ -116,7 +116,7 @@ class Log:
 
 
 def load(bench: str) -> tuple[dict[str, Callable[[Log], None]], dict[str, Wanted]]:
-    """The runs of a bench and their labels, by name; none if it is not there."""
+    """Load the runs of a bench and their labels, by name; none if the bench is missing."""
     if bench == "runs":
         sys.path.insert(0, str(HERE))
         module = importlib.import_module("runs")
@@ -186,12 +186,12 @@ def judged(label: Wanted, alerts: Iterable[Alert]) -> tuple[str, bool | None]:
         return "silent" if not loud else "ok" if right else "WRONG KIND", None
     if any(alert.step < label.onset for alert in loud):
         return "EARLY", None
-    told = [a for a in new if a.kind in label.kinds and a.step >= label.onset]
-    if not told:  # a note of another kind is not misleading
+    matching = [a for a in new if a.kind in label.kinds and a.step >= label.onset]
+    if not matching:  # a note of another kind is not misleading
         missed = "gap" if label.want == "G" else "MISSED"
         wrong = any(alert.kind not in ADDITIONAL for alert in loud)
         return ("WRONG KIND" if wrong else missed), None
-    first = told[0]
+    first = matching[0]
     layer = None
     if label.layers:
         named = [first.module_name or "", *re.findall(r"[\w.]+", f"{first.summary} {first.cause}")]
@@ -212,7 +212,7 @@ def in_own_process(bench: str, name: str, every: int, seed: int) -> Outcome | st
 
 
 def faultbench(seed: int) -> dict[str, Any] | None:
-    """The score of faultbench; None if it is not there."""
+    """Return the score of faultbench; None if it is missing."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "score.json"
         script = str(HERE / "faultbench.py")
@@ -225,7 +225,7 @@ def faultbench(seed: int) -> dict[str, Any] | None:
 
 
 HEADER = (
-    "bench", "every", "seed", "healthy alarmed", "with a note", "faults told", "late", "missed",
+    "bench", "every", "seed", "healthy alarmed", "with a note", "faults found", "late", "missed",
     "wrong kind", "early", "layer named", "entries", "macro F1",
 )  # fmt: skip
 
@@ -249,10 +249,10 @@ def row_of(outcomes: Sequence[Outcome]) -> tuple[object, ...]:
 def row_of_score(score: dict[str, Any], seed: int) -> tuple[object, ...]:
     """The same for faultbench."""
     missed, named = len(score["missed"]), score["layer_acc_all"]
-    told = f"{score['n_faulty'] - missed} of {score['n_faulty']}"
+    found = f"{score['n_faulty'] - missed} of {score['n_faulty']}"
     alarmed = f"{len(score['false_alarms'])} of {score['n_healthy']}"
     return (
-        "faultbench", 10, seed, alarmed, "-", told, "-", missed, len(score["wrong"]),
+        "faultbench", 10, seed, alarmed, "-", found, "-", missed, len(score["wrong"]),
         len(score["early"]), f"{named:.0%}", "-", f"{score['macro_f1']:.3f}",
     )  # fmt: skip
 
@@ -264,7 +264,7 @@ def show(rows: Iterable[Sequence[object]]) -> str:
     return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
 
-def told(outcome: Outcome, verbose: bool) -> str:
+def described(outcome: Outcome, verbose: bool) -> str:
     """One run in a line, and all alerts below it if ``verbose``."""
     layer = {None: "", True: "layer ok", False: "LAYER WRONG"}[outcome.layer]
     alerts = [
@@ -308,7 +308,7 @@ def main() -> None:
                     of_these = []
                     jobs = [(bench, name, every, seed) for name in names]
                     for found in pool.map(lambda job: in_own_process(*job), jobs):
-                        line = found if isinstance(found, str) else told(found, args.verbose)
+                        line = found if isinstance(found, str) else described(found, args.verbose)
                         print(line, flush=True)
                         of_these += [] if isinstance(found, str) else [found]
                     rows += [row_of(of_these)] if of_these else []

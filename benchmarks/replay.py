@@ -6,9 +6,9 @@
 
 ``record`` trains all runs of faultbench, ``realruns`` and ``benchmarks/runs`` (the first two only
 where ``../shared`` has them) once, and keeps each step in full, in one file for each logger of a
-run; runs whose file is there are left out. ``replay`` gives each step to the default rules, in full
+run; runs with a file are skipped. ``replay`` gives each step to the default rules, in full
 or with its norms alone, as a logger with that ``every_n_steps`` does: where it is due, and as many
-steps after a rule has asked as in :class:`telemetry.pipeline.FullSteps`. It prints how many full
+steps after a request of a rule as in :class:`telemetry.pipeline.FullSteps`. It prints how many full
 steps healthy runs had. ``--save`` writes all alerts; ``--compare`` lists those that differ from
 such a file, field by field, and fails then.
 
@@ -203,7 +203,7 @@ def record(out: Path, only: str, seed: int) -> int:
                 train(log := Log(seed, stack))
             for index, recorder in reversed([*enumerate(log.recorders)]):
                 recorder.save(out / f"{name}.{index}.npz")
-        except Exception:  # the others are recorded all the same
+        except Exception:  # record the other runs anyway
             failed += 1
             print(f"{name} FAILED\n{traceback.format_exc()}", flush=True)
         else:
@@ -297,7 +297,7 @@ class Replay:
     Attributes:
         alerts: What they found.
         due: How many full steps were due; the others were requested.
-        times_s: How long they looked at each step and its losses: at light steps, at full ones.
+        times_s: Durations of the rules' evaluations: of light steps, of full steps.
     """
 
     def __init__(self, every_n_steps: int) -> None:

@@ -3,7 +3,7 @@
     python benchmarks/telling.py [--quick] [--json FILE]
 
 A loop takes steps of a given length, one of which has a NaN in its loss, or is one at which a rule
-alerts that saw nothing but a usual norm. A second process looks at the directory all the time.
+alerts although the norm is usual. A second process polls the directory all the time.
 Times are from before that optimizer step, in seconds, the worst of several runs; that of an
 exception includes closing the logger.
 """
@@ -48,8 +48,8 @@ print(line, time.time())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """Seconds until a fault is known; the step's length and the fault first."""
+class Delays:
+    """Delays of an alert in seconds; the step's length and the fault first."""
 
     step_s: float
     fault: str
@@ -67,11 +67,11 @@ def usual(record: StepRecord) -> Iterator[Alert]:
         )  # fmt: skip
 
 
-def told(step_s: float, fault: str) -> Told:
+def measure(step_s: float, fault: str) -> Delays:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
     optimizer = SGD(model.parameters(), 0.1)
     rules = None if fault == "nan" else [usual]
-    begun = raised = math.nan
+    began = raised = math.nan
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", WATCH, folder]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
@@ -86,7 +86,7 @@ def told(step_s: float, fault: str) -> Told:
                         loss = F.cross_entropy(model(points), points[:, :3].argmax(1))
                         if step == FAULTY:
                             loss = loss * (math.nan if fault == "nan" else 1.0)
-                            begun = time.time()
+                            began = time.time()
                         optimizer.zero_grad()
                         loss.backward()
                         logger.log(loss=loss)
@@ -95,9 +95,9 @@ def told(step_s: float, fault: str) -> Told:
             except TelemetryAlert:
                 raised = time.time()
             line, page = map(float, watcher.stdout.readline().split())
-    return Told(
+    return Delays(
         step_s=step_s, fault=fault,
-        raised_s=raised - begun, line_s=line - begun, page_s=page - begun,
+        raised_s=raised - began, line_s=line - began, page_s=page - began,
     )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     found = []
     for step_s in (0.02,) if args.quick else (0.02, 0.1, 0.4):
         for fault in ("usual",) if args.quick else ("nan", "usual"):
-            runs = [told(step_s, fault) for _ in range(1 if args.quick else 5)]
+            runs = [measure(step_s, fault) for _ in range(1 if args.quick else 5)]
             found += runs
             raised, line, page = (
                 max(getattr(run, name) for run in runs) for name in ("raised_s", "line_s", "page_s")

@@ -5,7 +5,7 @@
 The first tables show CPU time per value, in microseconds: of all threads until the file is closed,
 and of the thread that adds the values. "calls" are methods of the drop-in ``SummaryWriter``, with
 one event for each value; "batches" are events of 100 values, as ``HookLogger`` writes them; "ready
-batches" leave out the time to build the values.
+batches" exclude the time to build the values.
 
 The last table shows how much longer a loop of pure Python takes while it writes 1000 histograms per
 second of its CPU time. Figures are medians over the rounds; ratios are taken within a round.

@@ -17,7 +17,7 @@ class Label:
         kinds: Kinds of alerts any of which is right; none for a healthy run.
         layers: Modules any of which should be named, with what is inside of them; none: any.
         onset: The first step at which it can be seen.
-        by: The last step at which it is still useful to hear it; None: any.
+        by: The last step at which the alert is still useful; None: any.
         why: What is wrong, or what looks wrong and is not.
     """
 

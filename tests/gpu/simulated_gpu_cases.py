@@ -70,7 +70,7 @@ def measured_by(
 
 
 def take_as_plain(patches: pytest.MonkeyPatch, plain_type: type[Tensor]) -> None:
-    """Have telemetry take tensors of this type for such that wrap no other ones."""
+    """Make telemetry treat tensors of this type as plain tensors."""
     for module in (tensors, parameters):
         patches.setattr(module, "Tensor", plain_type)
 
@@ -256,10 +256,10 @@ def test_parameters_that_change_without_a_step_are_logged_when_that_is_known(
 
 def test_unwanted_values_are_not_copied_to_the_host() -> None:
     copy = HostCopy(torch.ones(3))
-    gone = weakref.ref(copy)
+    reference = weakref.ref(copy)
     del copy
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     HostCopy(torch.ones(5)).wait()
     assert gpu.transfers == [5 * 4]
 

@@ -1,4 +1,4 @@
-"""The kernels are used on a kind of GPU only after they were found to be right there."""
+"""The kernels are used on a GPU model only after a self-check on it passed."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
 
 
 class Memory:
-    """Bytes with others around them that must not change; zeros at first."""
+    """Zeroed bytes with guard bytes around them that must not change."""
 
     MARGIN = 128
 
@@ -227,7 +227,7 @@ def check_measure(
     units: int = 12,
     inner: int = 7,
 ) -> None:
-    """Measures twice, in other orders of threads and blocks, and compares with the oracle."""
+    """Measure twice, in different orders of threads and blocks, and compare with the oracle."""
     name, unit_count = f"measure_{powers}", 0
     if axis != "none":
         if axis == "wide":  # whole vectors

@@ -1,4 +1,4 @@
-"""On a GPU: training is left alone to the bit and never made to wait, and figures are NumPy's.
+"""On a GPU: training is unchanged to the bit and never blocked, and statistics equal NumPy's.
 
 PyTorch's synchronisation debug mode raises where PyTorch would make the host wait for the device,
 and a device that sleeps shows any other wait. A simulated GPU runs the same loops where there is
@@ -155,7 +155,7 @@ def test_a_step_ends_before_the_device_starts_it(tmp_path: Path, every_n_steps: 
         optimizer.step()
 
     with HookLogger(model, tmp_path, every_n_steps=every_n_steps) as logger:
-        for _ in range(3):  # one-time loading and allocation may wait
+        for _ in range(3):  # one-time loading and allocation may block
             step()
             logger.flush()
         torch.cuda.synchronize()
@@ -169,10 +169,10 @@ def test_a_step_ends_before_the_device_starts_it(tmp_path: Path, every_n_steps: 
 def test_a_compiled_model_is_left_alone_and_never_synchronizes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before PyTorch 2.13, nothing can be seen inside of compiled graphs, and the log says so."""
+    """Before PyTorch 2.13, compiled graphs show no activations, and one message reports it."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        torch.compiler.reset()  # its code does not look whether modules have got hooks since
+        torch.compiler.reset()  # its code does not check whether modules have new hooks
         model.compile()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(4):
@@ -206,7 +206,7 @@ def test_a_full_step_copies_to_the_host_twice_at_most(tmp_path: Path) -> None:
 
 
 def test_a_step_in_a_captured_graph_is_left_alone(tmp_path: Path) -> None:
-    """Nothing of it is seen, and nothing else is captured."""
+    """The captured step is not measured, and the capture contains no work of the logger."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -242,7 +242,7 @@ def test_a_step_in_a_captured_graph_is_left_alone(tmp_path: Path) -> None:
 def test_a_graph_capture_stays_valid_while_another_thread_waits_for_measurements() -> None:
     """An event query by another thread would invalidate a capture in the default mode."""
     tensor, measurer, graph = torch.ones(1000, device=DEVICE), Measurer(), torch.cuda.CUDAGraph()
-    (tensor * 2).sum()  # one-time loading and allocation may wait
+    (tensor * 2).sum()  # one-time loading and allocation may block
     measurer.add(tensor)
     measurements, copy = measurer.finish(), HostCopy(tensor)
     with ThreadPoolExecutor(1) as pool, torch.cuda.graph(graph):
@@ -412,7 +412,7 @@ def test_an_uncoalesced_sparse_tensor_is_not_measured_and_does_not_synchronize()
 def test_a_tensor_is_measured_with_its_values_at_the_call() -> None:
     tensor, measurer = torch.ones(1 << 20, device=DEVICE), Measurer()
     measurer.add(tensor)
-    measurer.finish().reduce()  # one-time loading and allocation may wait
+    measurer.finish().reduce()  # one-time loading and allocation may block
     torch.cuda._sleep(SECOND // 10)
     with no_syncs():
         measurer.add(tensor)

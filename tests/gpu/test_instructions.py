@@ -1,4 +1,4 @@
-"""Instructions per element of the CUDA kernels, which bound their speed: none is added unseen."""
+"""Instructions per element of the CUDA kernels, which bound their speed: none may be added."""
 
 from __future__ import annotations
 

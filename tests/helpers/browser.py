@@ -79,7 +79,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
     while time.monotonic() < end:
         if value := condition():
             return value
-        time.sleep(0.05)  # another process: there is nothing to wait on
+        time.sleep(0.05)  # another process: nothing signals it
     raise TimeoutError(f"waited {PATIENCE_S} s for {what}")
 
 
@@ -102,7 +102,7 @@ class TelemetryPage:
 
     Attributes:
         page: The browser's tab.
-        errors: What its console complained about.
+        errors: Errors in its console.
     """
 
     def __init__(self, page: Page, address: str) -> None:
@@ -120,8 +120,8 @@ class TelemetryPage:
     def open(self, *, dark: bool = False, ready: str = "true", **link: str) -> TelemetryPage:
         """Opens the page with a link's values, and waits until it has drawn.
 
-        Where TensorBoard is open, only the page's frame is loaded again: what is around it takes
-        most of the time.
+        If TensorBoard is open, only the page's frame is loaded again, because TensorBoard itself
+        takes most of the time.
         """
         values = "".join(
             f"&p.telemetry.{name}={quote(text, safe='')}" for name, text in link.items()

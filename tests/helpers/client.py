@@ -1,4 +1,4 @@
-"""Talks to TensorBoard's web application as a browser would, without a server."""
+"""Client of TensorBoard's web application, without a server."""
 
 from __future__ import annotations
 

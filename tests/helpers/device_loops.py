@@ -1,4 +1,4 @@
-"""Training loops on the device that the model is on; they wait for it nowhere themselves.
+"""Training loops on the model's device, which never block on it.
 
 A default device would do for the inputs, but optimizers and scalers make numbers for the host.
 """

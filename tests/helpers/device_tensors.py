@@ -1,4 +1,4 @@
-"""Tensors of every dtype and layout that a device measures, and what NumPy says of each."""
+"""Tensors of every dtype and layout that a device measures, and their statistics by NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real disks that are full, or do not answer."""
+"""Real disks that are full or hang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def fill(disk: Path) -> Path:
-    """Takes all the room there is; returns the file that has it."""
+    """Fill the disk; return the file that fills it."""
     ballast = disk / "ballast"
     with ballast.open("wb", buffering=0) as file:
         try:
@@ -20,7 +20,7 @@ def fill(disk: Path) -> Path:
 
 
 class FreezableDisk:
-    """A real file system on which writes can be made to hang, as on a network drive that is away.
+    """A real file system on which writes can be made to hang, as on an unreachable network drive.
 
     Attributes:
         path: Where it is mounted.

@@ -22,7 +22,7 @@ Arrays = dict[str, list[np.ndarray]]
 
 @dataclass
 class HandStep:
-    """The tensors of one step in the order in which they came, float64, by name."""
+    """Tensors of one step in their order of arrival, float64, by name."""
 
     activations: Arrays = field(default_factory=lambda: defaultdict(list))
     activation_grads: Arrays = field(default_factory=lambda: defaultdict(list))
@@ -123,7 +123,7 @@ def check(
 
 
 def assert_logged(record: StepRecord, expected: HandStep) -> None:
-    """The record holds the tensors of a step, and no others."""
+    """Check that the record contains the tensors of a step and no others."""
     outputs = {str(output): tensor for output, tensor in record.outputs.items()}
     output_grads = {str(output): tensor for output, tensor in record.output_grads.items()}
     kinds: dict[str, tuple[Mapping[str, TensorRecord], Arrays]] = {

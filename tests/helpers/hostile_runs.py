@@ -31,7 +31,7 @@ from tests.helpers import serialized
 from tests.helpers.known_runs import alert_at, layout_of, write_run
 
 SESSION = "20260101-000000.000-aaaa"
-OTHER = "20260101-000000.000-0000"  # sorts before it: what it says does not hide the good run
+OTHER = "20260101-000000.000-0000"  # sorts before it: its layout does not hide the good run
 LAYERS = ("a", "b")
 STEPS = 20
 SCRIPT = "</script><img src=x onerror=alert(1)>"
@@ -65,7 +65,7 @@ def file_at(log_dir: Path, content: bytes = b"") -> Path:
 
 
 def name_at(log_dir: Path) -> Path:
-    """The name of one that is not there yet."""
+    """Return the name of a file that does not exist yet."""
     path = file_at(log_dir)
     path.unlink()
     return path
@@ -280,7 +280,7 @@ class Kind:
 
     @property
     def in_flight(self) -> bool:
-        """Whether only those who read flight files say it."""
+        """Whether only readers of flight files report it."""
         return self.said.startswith("flight-")
 
 

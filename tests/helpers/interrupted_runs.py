@@ -1,6 +1,6 @@
-"""Small training runs with known faults, which save checkpoints and go on from them.
+"""Small training runs with known faults, which save checkpoints and resume from them.
 
-Run by test_resume.py to go on in a fresh process: ``interrupted_runs.py CHECKPOINT LOG_DIR ...``
+Run by test_resume.py to resume in a fresh process: ``interrupted_runs.py CHECKPOINT LOG_DIR ...``
 prints the alerts that come after each checkpoint.
 """
 
@@ -107,7 +107,7 @@ def train(
     with_state: bool = True,
     rules: Sequence[AnyRule] | None = None,
 ) -> tuple[list[list[object]], dict[int, dict[str, Any]]]:
-    """Alerts and checkpoints of the run, from a checkpoint on; each step is judged at once."""
+    """Return alerts and checkpoints from a checkpoint on; each step is judged at once."""
     digits = load_digits()
     images, labels = torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target)
     model = run.model()

@@ -1,4 +1,4 @@
-"""Run by test_role.py: two processes train one model, begun by one launcher or another."""
+"""Run by test_role.py: two processes train one model, started by one of several launchers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(model: nn.Module, log_dir: str) -> None:
 
 
 def spawned(rank: int, log_dir: str) -> None:
-    """Knows its rank only once there is a process group."""
+    """Train in a spawned process, which has no rank before the process group exists."""
     before = is_rank_0()
     dist.init_process_group(
         "gloo", init_method=f"file://{log_dir}-rendezvous", rank=rank, world_size=2

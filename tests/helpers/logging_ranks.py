@@ -72,21 +72,22 @@ def parameters(model: nn.Module) -> list[list[float]]:
 class AtStep:
     """Rule that raises an alert at one step."""
 
-    name = "told"
+    name = "planned"
 
     def __call__(self, record: StepRecord) -> list[Alert]:
         if record.step != 3:
             return []
         return [
             Alert(
-                kind="told", severity="error", step=3, module_name=None, value=1.0, threshold=0.0,
+                kind="planned", severity="error", step=3, module_name=None, value=1.0,
+                threshold=0.0,
                 summary="A rule said so.",
             )
         ]  # fmt: skip
 
 
 def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
-    """Train until the alert is raised; a collective in each step holds the ranks together."""
+    """Train until the alert is raised; a collective keeps all ranks at the same step."""
     model = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = -1
@@ -188,7 +189,7 @@ def mlp() -> nn.Sequential:
 
 
 class OnceFull(Rule):
-    """Wants a full measurement, until there was one at a step that is not in the schedule."""
+    """Rule that requests a full measurement until an unscheduled step has one."""
 
     seen: StepRecord | None = None
 
@@ -202,7 +203,7 @@ class OnceFull(Rule):
         return ()
 
 
-def begun_late(rank: int, folder: str) -> None:
+def started_before_the_group(rank: int, folder: str) -> None:
     """For ``mp.spawn``: the process group comes after the loggers, one of them with a writer."""
     merged, first = mlp(), mlp()
     rule = OnceFull()
@@ -256,7 +257,7 @@ class Loner:
         if log_dir is not None:
             self.logger = HookLogger(self.model, log_dir, alerts=[self.recorder], **options)
 
-    def go_on(self, end: int) -> None:
+    def train_to(self, end: int) -> None:
         while self.step < end:
             self.optimizer.zero_grad()
             batch = torch.full((2, 6), 0.1 * self.step)
@@ -274,21 +275,21 @@ loners: list[Loner] = []
 def begin(
     rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2, timeout_s: float = 3.0
 ) -> None:
-    """Waits as long for others as a test can."""
+    """Start a loner whose timeout exceeds every pause of a test."""
     assert Channel.__init__.__kwdefaults__ is not None
     Channel.__init__.__kwdefaults__["timeout_s"] = timeout_s
     loners.append(Loner(log_dir, every_n_steps=every_n_steps))
 
 
-def go_on(rank: int, size: int, end: int) -> None:
-    """Train up to this step; on the first rank, wait until all that is merged."""
-    loners[-1].go_on(end)
+def train_to(rank: int, size: int, end: int) -> None:
+    """Train up to this step; on rank 0, wait until all records are merged."""
+    loners[-1].train_to(end)
     if rank == 0 and loners[-1].logger is not None:
         loners[-1].logger.flush()
 
 
-def expects(rank: int, size: int, other: int) -> None:
-    """Wait until the first rank waits for what another measured."""
+def wait_until_expecting(rank: int, size: int, other: int) -> None:
+    """Wait until rank 0 expects measurements of another rank."""
     logger = loners[-1].logger
     assert logger is not None
     channel = logger._run._ranks._channel  # type: ignore[union-attr]

@@ -122,7 +122,7 @@ class Member:
     def announce(self, step: int) -> None:
         self.channels["run"].announce(step)
 
-    def heard(self, step: int, name: str = "run") -> None:
+    def await_announcement(self, step: int, name: str = "run") -> None:
         received = self.received[name]
         with received.changed:
             received.changed.wait_for(lambda: step == received.announcement.full_step)
@@ -151,7 +151,7 @@ class Member:
         return self.raised
 
     def close(self, name: str = "run", timeout_s: float = 20.0) -> float:
-        """Returns how many seconds that took."""
+        """Close the channel; return the duration in seconds."""
         began = time.monotonic()
         self.channels.pop(name).close(timeout_s)
         return time.monotonic() - began
@@ -202,14 +202,14 @@ class Member:
             signal.pause()
         return child
 
-    def expects(self, rank: int) -> None:
+    def wait_until_expecting(self, rank: int) -> None:
         """Wait until this rank waits for another one's measurements."""
         collector = self.channels["run"]._collector
         while rank not in collector.members:
             time.sleep(0.01)
 
     def threads(self) -> list[str]:
-        """Names of our threads that do not end."""
+        """Return the names of this package's threads that do not end."""
         own = [t for t in threading.enumerate() if t.name.startswith("telemetry")]
         for thread in own:
             thread.join(10)
@@ -222,7 +222,7 @@ class Member:
 def load_server(context: multiprocessing.context.ForkServerContext) -> None:
     """Have the process from which ranks are forked load their modules, which takes seconds.
 
-    Before Python 3.13 it is not told where they are, unless by the environment.
+    Before Python 3.13 it finds them only by the environment.
     """
     former = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -260,7 +260,7 @@ class Process:
         self.begin(command, *arguments, **named)
         return self.answer()
 
-    def told(self, words: str) -> int:
+    def occurrences(self, words: str) -> int:
         """Number of occurrences in the log."""
         return self.log.read_text().count(words)
 
@@ -303,13 +303,13 @@ def serve(
         connection.send(getattr(member, command)(*arguments, **named))
 
 
-def meet(processes: Sequence[Process], folder: Path) -> None:
+def form_group(processes: Sequence[Process], folder: Path) -> None:
     """Form a process group."""
     every(processes, "init", f"file://{folder}/rendezvous")
 
 
 def every(processes: Sequence[Process], command: str, *arguments: Any, **named: Any) -> list[Any]:
-    """All do the same at the same time."""
+    """Run one command on all ranks at the same time."""
     for process in processes:
         process.begin(command, *arguments, **named)
     return [process.answer() for process in processes]

@@ -1,4 +1,4 @@
-"""The C extension on memory that ends where a read too many is noticed.
+"""The C extension on memory whose end detects reads out of bounds.
 
 Run by ``test_native.py`` on pages that are followed by one that must not be read, and as a program
 with a build that has AddressSanitizer in it::

@@ -34,7 +34,7 @@ def growing(step: int) -> np.ndarray:
 
 
 def exploding(step: int) -> np.ndarray:
-    """Two layers as usual, 100 apart; the third grows by 30 decades."""
+    """Two ordinary layers, 100 apart; the third grows by 30 decades."""
     return np.array([0.01, 1, 10.0 ** (step / 2)], np.float32)
 
 

@@ -1,4 +1,4 @@
-"""Steps without a measurement, and detectors that find in them what a test says."""
+"""Steps without a measurement, and detectors with scripted findings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Scripted(Detector):
 
     Args:
         found: By step.
-        lasts_at: Steps at which the fault is still there though nothing is found.
+        lasts_at: Steps at which the fault is still present although nothing is found.
         others: Attributes of a detector: its kind, its severity, ...
     """
 

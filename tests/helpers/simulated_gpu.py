@@ -1,7 +1,7 @@
 """Simulated GPU: a device with tensors in CPU memory and separate streams.
 
-It refuses what would wait for a GPU, and finds accesses on different streams that nothing orders,
-and memory that may be given away while another stream reads it.
+It refuses operations that would block on a GPU. It finds unordered accesses on different streams
+and memory that may be reused while another stream reads it.
 
 Importing this registers the device, for the whole process.
 """
@@ -28,7 +28,7 @@ NAME = "simulated"
 
 
 class WaitError(RuntimeError):
-    """A GPU would have been waited for."""
+    """An operation would have blocked on a GPU."""
 
 
 class RaceError(RuntimeError):
@@ -36,7 +36,7 @@ class RaceError(RuntimeError):
 
 
 class Stream:
-    """Knows how far the work of each stream is that its own work comes after."""
+    """Stream with a vector clock: the work of each stream that precedes its own."""
 
     def __init__(self, device: object = None) -> None:
         self.seen: Counter[Stream] = Counter()
@@ -66,7 +66,7 @@ class Event:
         self.seen, self.queries = stream.seen.copy(), 0
 
     def query(self) -> bool:
-        """Whether the work is done: the third query says so."""
+        """Whether the work is done: true from the third query on."""
         self.queries += 1
         if self.queries == 3:
             self.synchronize()
@@ -127,7 +127,7 @@ _WAITING = {
 
 @contextlib.contextmanager
 def no_syncs() -> Iterator[None]:
-    """Refuse to wait for the device meanwhile, on every thread."""
+    """Refuse to block on the device meanwhile, on every thread."""
     global guarded
     guarded = True
     try:
@@ -191,7 +191,7 @@ class SimulatedTensor(Tensor):
         return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 
-# --- who accesses what ---------------------------------------------------------------------------
+# --- accesses of memory --------------------------------------------------------------------------
 
 
 class _Memory:

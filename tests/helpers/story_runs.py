@@ -1,4 +1,4 @@
-"""Several runs to choose from, and one whose story is short."""
+"""Several runs to choose from, one of which fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU of tests: a driver that is a stub, tensors in CPU memory that say they are in a GPU's."""
+"""GPU of tests: a stub of the driver, and tensors in CPU memory that claim to be on a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Call(ctypes.Structure):
 
 
 class OnGpu(Tensor):
-    """Says that it is on a GPU."""
+    """Tensor that claims to be on a GPU."""
 
     is_cuda, is_cpu = True, False  # type: ignore[assignment]
 

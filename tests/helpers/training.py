@@ -109,7 +109,7 @@ class Mixture(nn.Module):
 class Setup:
     """A model in one way of training.
 
-    ``share``: which part of the batch this rank is given, and of how many; ``run`` does a forward
+    ``share``: this rank's part of the batch, and the number of parts; ``run`` does a forward
     and a backward pass and says the loss; ``clips``: whether gradients are clipped, as DTensors.
     """
 
@@ -357,13 +357,13 @@ def train(
 
 
 def run(rank: int, size: int, folder: Path, names: list[str]) -> dict[str, Any]:
-    """All ways of training, one after the other: what each left behind."""
-    told: dict[str, Any] = {}
+    """Run all ways of training one after the other; return the results of each."""
+    results: dict[str, Any] = {}
     for name in names:
         kind, _, fault = name.partition(", ")
         bare, _, _ = train(kind, rank, size, watch=False, fault=fault)
         seen, _, parts = train(kind, rank, size, watch=True, fault=fault)
-        told[name] = {"bare": bare, "watched": seen}
+        results[name] = {"bare": bare, "watched": seen}
         for step, part in enumerate(parts):
             (folder / f"{size}-{name}-{step}-{rank}").write_bytes(part)
-    return told
+    return results

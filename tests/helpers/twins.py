@@ -48,7 +48,7 @@ class Outcome:
 def run(make: Callable[[], nn.Module], loop: Loop, log_dir: Path | None, **options: Any) -> Outcome:
     """Train ``make()`` by ``loop``, watched if there is a ``log_dir``.
 
-    The loop yields whatever is to be compared (losses, gradients); tensors are copied.
+    The loop yields the values to compare (losses, gradients); tensors are copied.
     """
     seed(0)
     model = make()
@@ -67,7 +67,7 @@ def run(make: Callable[[], nn.Module], loop: Loop, log_dir: Path | None, **optio
 def assert_left_alone(
     make: Callable[[], nn.Module], loop: Loop, log_dir: Path, **options: Any
 ) -> Outcome:
-    """Run twins and compare them bit for bit; what the watched one saw."""
+    """Run twins and compare them bit for bit; return the outcome of the watched one."""
     bare, watched = run(make, loop, None), run(make, loop, log_dir, **options)
     assert bare.random_numbers == watched.random_numbers
     assert len(bare.yielded) == len(watched.yielded)

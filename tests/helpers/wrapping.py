@@ -46,7 +46,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def train(name: str, log_dir: Path | None, *, watch: str) -> dict[str, Any]:
-    """Three steps; ``watch`` says whether the bare model is watched or the wrapped one."""
+    """Three steps; ``watch`` selects the bare model or the wrapped one."""
     seed(0)
     model = mlp()
     recorder = Recorder()
@@ -102,7 +102,7 @@ def summary(record: StepRecord) -> dict[str, Any]:
 
 
 def run_twins(rank: int, size: int, case: str, folder: Path) -> dict[str, Any]:
-    """Only on rank 0 if that is what the case says: then the other must not wait for it."""
+    """Run twins, on rank 0 alone if the case requires it: then rank 1 must not block."""
     name, watch = case.split("/")
     log_dir = folder / case / str(rank) if rank == 0 or watch != "rank 0" else None
     when = "before" if watch == "rank 0" else watch

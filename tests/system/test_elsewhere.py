@@ -1,4 +1,4 @@
-"""Code of the docs that sends alerts and runs to other programs, against local servers."""
+"""Code of the docs that sends alerts and runs to other programs, run with local servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INTRODUCTION = CODE["# Send alerts and runs elsewhere"]
 
 @contextmanager
 def serving(server: socketserver.TCPServer) -> Iterator[str]:
-    """The server's address, while it answers."""
+    """Serve requests; yield the server's address."""
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

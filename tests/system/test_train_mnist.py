@@ -1,4 +1,4 @@
-"""The example trains, prints a summary, and finds its own faults."""
+"""The example trains, prints a summary, and reports its planted faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _restore_socket_timeout() -> Iterator[None]:
 
 @pytest.fixture
 def no_mnist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that can download nothing."""
+    """Make every download fail."""
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("Error downloading train-images-idx3-ubyte.gz:\nTried https://...")
@@ -97,5 +97,5 @@ def test_each_fault_is_found_in_its_layer(
     fault: str, alert: str, seed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printed = run(capsys, tmp_path, "--fault", fault, "--seed", seed, "--every-n-steps", "10")
-    # A run that is lost may well show a second fault; the first one told is the one that was made.
+    # A failing run may show a second fault; the first alert is the planted one.
     assert re.search(rf"alerts +\d+\n  {alert}", printed)

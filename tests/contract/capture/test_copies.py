@@ -1,4 +1,4 @@
-"""Copies of a watched model are silent, and nothing of ours is left behind."""
+"""Copies of a watched model log nothing, and close removes all hooks and references."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def hook_counts(model: nn.Module) -> int:
 
 
 def of_ours() -> set[int]:
-    """Objects of ours that live, by identity."""
+    """Return the identities of all live objects of this package."""
     gc.collect()
     ours = ("telemetry.capture", "telemetry.run")
     return {id(o) for o in gc.get_objects() if str(type(o).__module__).startswith(ours)}
@@ -339,7 +339,7 @@ def test_a_replaced_module_is_freed(tmp_path: Path) -> None:
 
 
 def test_parameters_of_a_watched_model_can_be_swapped(tmp_path: Path) -> None:
-    """``Module.to`` swaps tensors where asked to, which weak references and hooks would forbid."""
+    """``Module.to`` swaps tensors on request, which weak references and hooks would forbid."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         torch.__future__.set_swap_module_params_on_conversion(True)

@@ -1,4 +1,4 @@
-"""PyTorch takes other paths where modules have hooks: a watched model takes those of a bare one."""
+"""PyTorch selects slower paths for modules with hooks; a watched model keeps the fast ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAUSAL = nn.Transformer.generate_square_subsequent_mask(20)  # without, both pat
 
 
 class Layer(nn.TransformerEncoderLayer):
-    """With a mask."""
+    """Transformer layer with a causal mask."""
 
     def __init__(self) -> None:
         super().__init__(64, 4, 128, batch_first=True)
@@ -55,7 +55,7 @@ def padding() -> Tensor:
 
 
 def slow(model: nn.Module) -> nn.Module:
-    """Give a model hooks of its own."""
+    """Give every module of a model a hook."""
     for module in model.modules():
         module.register_forward_hook(lambda module, args, output: None)
     return model
@@ -164,7 +164,7 @@ def test_a_frozen_encoder_in_evaluation_mode_stays_fused_and_is_not_measured(
 def test_a_model_of_one_fused_layer_is_measured_only_if_its_type_is_selected(
     tmp_path: Path, modules: Any
 ) -> None:
-    """Its own output is measured where it is watched, fused or not."""
+    """The output of the layer is measured, fused or not, if its type is selected."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Training loops that are not ours: steps are counted and gradients logged as they use them."""
+"""Training loops of other frameworks: every step is counted and its gradients are logged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def written_steps(log_dir: Path) -> list[int]:
 
 
 def assert_complete(records: list[StepRecord], *, steps: int, calls: int = 1) -> None:
-    """Check the number of steps, and that each is complete."""
+    """Check the number of steps and the completeness of each."""
     assert [record.step for record in records] == list(range(steps))
     for record in records:
         assert record.grad_present.all()
@@ -76,7 +76,7 @@ def lightning_module(automatic: bool) -> Any:
 
 
 def lightning_trainer(log_dir: Path, **options: Any) -> Any:
-    """With the logger that Lightning has by default, and all else as it is by default."""
+    """Return a default trainer with the default logger of Lightning."""
     import lightning
     from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -268,7 +268,7 @@ def test_steps_of_an_optimizer_that_accelerate_prepared_are_logged(tmp_path: Pat
 def test_a_keras_model_is_reported_and_its_layers_are_logged_in_a_module_list(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keras keeps the layers of a Sequential where PyTorch does not look for them."""
+    """Keras stores the layers of a Sequential outside of the modules that PyTorch registers."""
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     keras = pytest.importorskip("keras")
     model = keras.Sequential(

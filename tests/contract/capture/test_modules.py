@@ -1,4 +1,4 @@
-"""Modules and what they return: every kind of output is seen, none is disturbed."""
+"""Outputs of modules: every kind is measured and none is changed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ plain = sgd_loop(lambda model, x: model(x).square().mean())
 
 
 class ChangedInPlace(nn.Module):
-    """Outputs that are overwritten by what follows."""
+    """Outputs that later modules overwrite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_views_and_writes_through_them_are_left_alone(tmp_path: Path) -> None:
     check(Views, plain, tmp_path)
 
 
-# --- what the model is given ----------------------------------------------------------------------
+# --- inputs of the model --------------------------------------------------------------------------
 
 
 class TakesMany(nn.Module):
@@ -226,7 +226,7 @@ def test_an_output_that_gets_no_gradient_has_activations_only(tmp_path: Path) ->
 
 
 class ReturnsNothing(nn.Module):
-    """Leaves its result behind, and takes keyword arguments only."""
+    """Module that stores its result and accepts keyword arguments only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ def test_outputs_of_an_rnn_are_logged_separately(tmp_path: Path) -> None:
 
 
 class Indexing(nn.Module):
-    """Modules that return indices, counts and masks beside what they compute."""
+    """Modules that return indices, counts and masks in addition to their outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -408,7 +408,7 @@ def replacing_loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
 def test_modules_replaced_or_added_are_watched_from_the_next_measured_step(tmp_path: Path) -> None:
     outcome = assert_left_alone(mlp, replacing_loop, tmp_path)
     assert [record.step for record in outcome.full] == [0, 1, 2, 3]
-    # Replaced after the step had begun to be watched: parameters are read at its end.
+    # Replaced during the step: parameters are read at its end.
     assert list(outcome.full[1].grads) == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert outcome.full[2].activations["2"].sketch.count == 6 * 3
     assert outcome.full[3].activations["3"].sketch.count == 6
@@ -466,7 +466,7 @@ def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
                         assert record.outputs[Output(name)].sketch.count == 3 * len(weight)
                 clipped = record.total_grad_norm_before_clipping
                 if (step, when) != (2, "before") and step == 2:
-                    assert clipped is None  # of parameters that are gone
+                    assert clipped is None  # of removed parameters
                 else:
                     assert clipped == pytest.approx(before, rel=1e-4)
 
@@ -486,10 +486,10 @@ def test_changed_layers_are_logged_and_written_with_their_step(
         model.insert(1, nn.Linear(4, 4))
         for _ in plain(model, None):
             pass
-    told = "changed before step 2; added: ['2.weight', '2.bias']; reshaped: ['1.weight'"
-    assert told in caplog.text
+    message = "changed before step 2; added: ['2.weight', '2.bias']; reshaped: ['1.weight'"
+    assert message in caplog.text
     [events] = tmp_path.glob("*tfevents*")
-    assert told.encode() in events.read_bytes()
+    assert message.encode() in events.read_bytes()
 
 
 def test_frozen_weights_that_no_optimizer_holds_are_measured() -> None:
@@ -671,7 +671,7 @@ def test_training_on_a_separate_thread_is_logged(tmp_path: Path) -> None:
 
 
 def test_passes_of_a_second_thread_are_not_logged_once_a_thread_has_stepped(tmp_path: Path) -> None:
-    """An evaluation thread that comes first in the second step does not pass for training."""
+    """An evaluation thread that runs first in the second step does not count as training."""
 
     def step(model: nn.Module, x: Tensor) -> Tensor:
         if step.count:
@@ -711,7 +711,7 @@ def test_no_message_is_logged_for_an_ordinary_model(
 
 
 class NamedLikeWrappers(nn.Module):
-    """Children with the names that wrappers give to what they wrap."""
+    """Children with the names that wrappers give to the wrapped module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Programs as others write them: trained to the same bit, with the figures that plain hooks see.
+"""Programs of other authors train to the same bit, with the statistics of plain hooks.
 
-Each program trains a model and says where a step of it ends. It runs bare, with hooks as anyone
-would write them, and with a logger.
+Each program trains a model and reports the end of each step. It runs bare, with plain hooks, and
+with a logger.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Program:
     """Arguments of a program.
 
     Attributes:
-        model: The model that is looked at.
-        step_ended: To be called where a step of it has ended.
+        model: The measured model.
+        step_ended: Called at the end of each step.
         aside: Around passes that are not to be counted, because they end in ``autograd.grad``.
         compiles: Whether pieces may be compiled: plain hooks do not see into those.
     """
@@ -635,7 +635,7 @@ def compiled_step_function(p: Program) -> None:
         forward(batch()).backward()
 
 
-# --- the hooks of anyone --------------------------------------------------------------------------
+# --- plain hooks ----------------------------------------------------------------------------------
 
 Figures = dict[str, tuple[float, float, float]]
 """Norm, minimum and maximum by module and kind."""
@@ -646,7 +646,7 @@ class PlainHooks:
 
     Attributes:
         steps: Of each step the figures, the norms of the gradients that optimizers were given, and
-            the modules without children, which are recorded unless told otherwise.
+            the modules without children, which are recorded by default.
     """
 
     def __init__(self, model: nn.Module, *, closures: bool) -> None:
@@ -657,7 +657,7 @@ class PlainHooks:
         self._seen: dict[str, list[Tensor]] = defaultdict(list)
         self._norms: dict[str, float] = {}
         self._called: set[str] = set()
-        self._hooked: set[nn.Module] = {model}  # its output is not recorded unless asked for
+        self._hooked: set[nn.Module] = {model}  # its output is not recorded by default
 
     @contextmanager
     def on(self) -> Iterator[PlainHooks]:
@@ -704,9 +704,9 @@ class PlainHooks:
         if not self._closures:  # or there is no gradient yet that it will step with
             self._note_norms({id(p) for group in optimizer.param_groups for p in group["params"]})
 
-    def _note_norms(self, held: set[int]) -> None:
+    def _note_norms(self, identities: set[int]) -> None:
         for name, parameter in self.model.named_parameters():
-            if id(parameter) in held and parameter.grad is not None:
+            if id(parameter) in identities and parameter.grad is not None:
                 grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
                 self._norms[name] = float(grad.double().norm())
 
@@ -746,7 +746,7 @@ def has_children(model: nn.Module, key: str) -> bool:
     name = key.partition(" ")[2]
     try:
         return any(model.get_submodule(name).children()) or "parametrizations" in name
-    except AttributeError:  # gone since
+    except AttributeError:  # removed meanwhile
         return False
 
 

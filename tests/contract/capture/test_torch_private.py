@@ -37,7 +37,7 @@ def messages_about(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Have a name be missing that PyTorch itself cannot do without."""
+    """Hide a name from this package that PyTorch itself needs."""
     find = torch_private.find
 
     def find_others(owner: object, wanted: str, consequence: str) -> Any:

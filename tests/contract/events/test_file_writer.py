@@ -21,7 +21,7 @@ EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code <
 
 
 def read_summaries(log_dir: Path) -> list[Event]:
-    """The events with a summary in all files of a run."""
+    """Return the events with a summary in all files of a run."""
     files = [read_events(path) for path in list_event_files(log_dir)]
     return [event for events in files for event in events if event.HasField("summary")]
 
@@ -241,10 +241,10 @@ def test_a_hanging_disk_costs_the_timeout_once(
         for step in range(300):
             add_scalar(writer, step)
         assert not writer.flush(timeout_s=0.1)
-        begun = time.monotonic()
+        began = time.monotonic()
         writer.close(timeout_s=0.2)
         writer.close()
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - began < 2
         assert writer.lost_count == 300
         (reported,) = caplog.messages
 

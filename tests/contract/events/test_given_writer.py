@@ -1,4 +1,4 @@
-"""A writer that its user flushes, closes and opens while a logger writes through it."""
+"""A writer that its user flushes, closes and reopens while a logger writes through it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_no_event_is_lost_if_two_threads_find_the_writer_closed(tmp_path: Path, 
 
 
 class SlowToClose(tensorboard.SummaryWriter):
-    """Closed, and not yet known to be, until it may go on."""
+    """Writer that is closed, and reports so only after the test lets it continue."""
 
     def __init__(self, log_dir: Path) -> None:
         super().__init__(log_dir)
@@ -175,7 +175,7 @@ def test_events_added_while_torchs_writer_closes_are_in_the_next_file(
 
 
 class ClosedMeanwhile(SummaryWriter):
-    """Another thread closes it just after it was asked for its file."""
+    """Writer that another thread closes right after it returned its file."""
 
     next_is_closed = False
 
@@ -207,7 +207,7 @@ def test_the_last_logger_restores_the_writer(
     tmp_path: Path, kind: Kind, order: tuple[int, ...]
 ) -> None:
     writer = kind(tmp_path)
-    writer.flush = own = writer.flush  # a user may stand in for it, too
+    writer.flush = own = writer.flush  # a user may replace it, too
     before = dict(vars(writer))
     all_given = [give(writer) for _ in range(3)]
     for at in order[:2]:
@@ -292,7 +292,7 @@ def test_a_forked_child_is_not_blocked(tmp_path: Path, kind: Kind) -> None:
 
 
 class HangingWriter(tensorboard.SummaryWriter):
-    """Makes its callers wait, as torch's does when the disk does not answer."""
+    """Writer that blocks its callers, like torch's writer on a hanging disk."""
 
     answering = threading.Event()
     file_writer: Any

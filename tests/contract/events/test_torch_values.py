@@ -1,4 +1,4 @@
-"""Values that are serialized without torch's functions are byte for byte those of torch."""
+"""Values that are serialized without torch's functions equal torch's byte for byte."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def torchs_histogram(values: Any) -> bytes:
     return bytes(summary.histogram("grad", values, list(EDGES)).SerializeToString())
 
 
-# Values in bins, on their edges and beside them.
+# Values in bins, on their edges and next to them.
 VALUES = (
     st.floats(EDGES[1], EDGES[-2])
     | st.floats(-2, 2, width=32)

@@ -41,7 +41,7 @@ class Regressor(nn.Module):
 def train(
     model: nn.Module, out: Path, callback: TelemetryCallback | None = None, **options: Any
 ) -> Any:
-    """With arguments as they are by default, but for those of a small run on a CPU."""
+    """Train with default arguments, except for those of a small run on a CPU."""
     resume = options.pop("resume", None)
     rows = [{"x": x, "labels": y} for x, y in batches().dataset]
     arguments = transformers.TrainingArguments(
@@ -134,7 +134,7 @@ def test_an_alert_stops_the_trainer(tmp_path: Path) -> None:
     callback = TelemetryCallback(alerts=[AlertFrom(2)], on_alert="stop")
     trainer = train(Regressor(), tmp_path, callback, max_steps=60_000, save_strategy="no")
     assert 2 < trainer.state.global_step < 60_000
-    assert "train_runtime" in trainer.state.log_history[-1]  # it ended as trainings end
+    assert "train_runtime" in trainer.state.log_history[-1]  # the training ended regularly
 
 
 class Plain(nn.Module):

@@ -1,4 +1,4 @@
-"""Opens a run with each of the three readers: the files themselves, and TensorBoard's loaders."""
+"""Runs opened with each of the three readers: the files themselves, and TensorBoard's loaders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.known_runs import OpenRun
 def open_run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OpenRun]:
-    """Reads a run's directory; the test runs once with each reader."""
+    """Read a run's directory; the test runs once with each reader."""
     if request.param == "files":
         yield lambda log_dir: RunData(FileSource(log_dir))
     elif request.param == "slow":

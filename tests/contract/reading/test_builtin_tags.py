@@ -1,4 +1,4 @@
-"""A layer finds its own tags among those of TensorBoard's dashboards, by name."""
+"""Tags of TensorBoard's dashboards are matched to layers by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_pictures_are_found_by_name() -> None:
 
 
 class Tags(FileSource):
-    """A source of nothing but tags."""
+    """Source that has tags only."""
 
     def __init__(self, tags: list[str], chosen: str | None = None) -> None:
         self._tags, self._chosen = tags, chosen

@@ -1,4 +1,4 @@
-"""First difference of two runs, and all numbers of a run, also of very long runs."""
+"""First difference of two runs and export of all numbers, also of very long runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 200
 def write(
     log_dir: Path, changes: Sequence[tuple[int, str, float]] = (), names: Sequence[str] = NAMES
 ) -> None:
-    """A run whose number of each step and layer is known, but for the gradient norms in changes."""
+    """Write a run with a known number for each step and layer, except for the norms in changes."""
 
     def norms(step: int) -> NDArray[np.float32]:
         values = np.array([step + 1 + ord(name) for name in names], np.float32)

@@ -167,7 +167,7 @@ def test_an_unknown_statistic_is_a_key_error(tmp_path: Path) -> None:
 
 
 class CountingSource(FileSource):
-    """Counts what is read."""
+    """Source that records each read."""
 
     def __init__(self, log_dir: Path) -> None:
         super().__init__(log_dir)

@@ -18,7 +18,7 @@ from tests.helpers.client import Client, OpenClient
 def open_client(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OpenClient]:
-    """Asks TensorBoard about a log directory; the test runs once with each loader."""
+    """Return a client of TensorBoard for a log directory; the test runs once with each loader."""
     if request.param == "fast" and tensorboard_data_server.server_binary() is None:
         pytest.skip("no fast loader for this platform")
     with ExitStack() as stack:

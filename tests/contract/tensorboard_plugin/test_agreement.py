@@ -43,7 +43,7 @@ class Transformer(nn.Module):
 
 
 class Seen:
-    """A rule that keeps what rules are given."""
+    """Rule that keeps its records."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
@@ -121,7 +121,7 @@ def test_curves_page_summary_flight_file_and_rules_agree(
 
 
 def assert_same(got: np.ndarray, expected: np.ndarray, rtol: float = 2e-6) -> None:
-    """The same are known, and these are the same number, to float32."""
+    """Check that the same values are known and equal to float32 precision."""
     assert (got == None).tolist() == (expected == None).tolist()  # noqa: E711 - element by element
     known = expected != None  # noqa: E711
     np.testing.assert_allclose(

@@ -15,7 +15,7 @@ FATAL_TO_TENSORBOARD = {
     "fifo", "no event", "giant length", "record of 3 GiB", "3000 damaged files",
     "picture of 300 MB", "layout of 100 MB", "flight of 100 MB",
 }  # fmt: skip
-# These it skips itself, before a plugin is asked.
+# TensorBoard itself skips these before it calls a plugin.
 SKIPPED_BY_TENSORBOARD = {
     "socket", "directory", "endless device", "terminal", "link to itself", "link to nothing",
     "unreadable file", "corrupted record", "text for a scalar", "many values for a scalar",

@@ -1,4 +1,4 @@
-"""The stations of an activation in ``docs/contributing/architecture.md`` run in their order."""
+"""The functions on the path of an activation run in the documented order (architecture.md)."""
 
 from __future__ import annotations
 

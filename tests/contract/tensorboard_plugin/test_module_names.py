@@ -1,4 +1,4 @@
-"""A module may be called anything: whatever it is called, it is seen, found and named."""
+"""Modules with unusual names are measured, found on the page and named in alerts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from telemetry.plain_text import printable
 from telemetry.records import Output, StepRecord
 from tests.helpers.client import OpenClient
 
-PUNCTUATION = string.punctuation.replace(".", "")  # a dot is all that PyTorch forbids
+PUNCTUATION = string.punctuation.replace(".", "")  # PyTorch forbids only a dot
 FORGED = "fc\nCRITICAL:telemetry:all is lost"
 NAMES = [
     *PUNCTUATION,
@@ -30,7 +30,7 @@ NAMES = [
 
 
 class Pair(nn.Module):
-    """Returns two tensors, which are never the same."""
+    """Module that returns two different tensors."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

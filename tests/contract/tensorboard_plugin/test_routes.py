@@ -1,4 +1,4 @@
-"""The plugin's answers, with both loaders, and what it refuses."""
+"""Responses of the plugin with both loaders, and requests that it refuses."""
 
 from __future__ import annotations
 

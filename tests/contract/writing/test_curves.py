@@ -1,7 +1,7 @@
 """The curves of the whole run: learning rates, times of steps, spreads over the depth.
 
 Learning rates have a point wherever one changes, and are steps. Seconds per step are a mean over
-steps of training, and nothing else. A few curves tell how a statistic is spread over the depth."""
+steps of training, and nothing else. A few curves show the spread of a statistic over the depth."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_group_that_is_added_later_has_a_separate_curve(tmp_path: Path) -> Non
 
 
 def test_an_optimizer_that_steps_less_often_has_a_separate_curve(tmp_path: Path) -> None:
-    """Two optimizers of a GAN; the one that steps more rarely comes first in the loop."""
+    """Two optimizers of a GAN; the one that steps less often comes first in the loop."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     every = torch.optim.SGD(model[0].parameters(), lr=0.1)
     rare = torch.optim.SGD(model[1].parameters(), lr=0.5)
@@ -167,7 +167,7 @@ def test_a_schedule_between_two_optimizers_changes_the_rate_of_the_next_step(
 
 def test_steps_of_an_optimizer_without_a_learning_rate_are_logged(tmp_path: Path) -> None:
     class OwnRate(torch.optim.Optimizer):
-        """Works its rate out itself, as Adafactor does."""
+        """Optimizer that computes its rate, like Adafactor."""
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
@@ -188,7 +188,7 @@ def points(times: StepTimes, record: StepRecord) -> dict[str, float]:
 
 
 def pass_steps(times: StepTimes, steps: Sequence[int], wall_times: Sequence[float]) -> None:
-    """Steps that are not measured in full, and have no point."""
+    """Pass light steps, which have no point."""
     for step, time_s in zip(steps, wall_times, strict=True):
         assert points(times, full_record(step, wall_time=time_s, full=False)) == {}
 

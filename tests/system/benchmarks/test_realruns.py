@@ -1,4 +1,4 @@
-"""A few of the real training runs, and how they are judged."""
+"""A few real training runs and the verdicts on their alerts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def quiet() -> Iterator[None]:
         ("mixture_density", 10),
         ("actor_critic", 10),
         ("triplet_siamese", 10),
-        ("policy_optimized_by_default", 10),  # its last layer begins small
+        ("policy_optimized_by_default", 10),  # its last layer starts small
         ("regression_at_its_floor", 100),
         ("experts_rate_jumps_ok", 1),  # some experts are given one token
     ],

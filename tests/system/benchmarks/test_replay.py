@@ -1,4 +1,4 @@
-"""Recorded steps lead to the alerts of the run itself, and a changed verdict is found."""
+"""Replayed steps raise the alerts of the original run, and a changed verdict is reported."""
 
 from __future__ import annotations
 

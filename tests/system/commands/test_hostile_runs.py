@@ -28,7 +28,7 @@ from tests.helpers.paths import ROOT
 
 MOST_S = 30  # a loaded machine takes several times as long as a quiet one
 COMMANDS = ["summary", "alerts", "explain", "report"]
-# What could wait for ever, or fill the memory, in processes that may use so much of either.
+# Kinds that could block forever or fill the memory; run in processes with limits on both.
 LARGE = [
     "fifo", "endless device", "terminal", "endless alerts.jsonl", "endless flight file",
     "fifo as flight file", "record of 3 GiB", "100 GiB of zeros", "picture of 300 MB",
@@ -40,7 +40,7 @@ MEMORY_BYTES = 3 << 30
 
 @pytest.fixture(autouse=True)
 def _in_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ends a test that waits for ever."""
+    """End a test that blocks forever."""
     monkeypatch.setenv("COLUMNS", "140")
     old = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"took more than {MOST_S} s"))
     signal.alarm(MOST_S)

@@ -1,4 +1,4 @@
-"""The command as people run it: real runs, processes, pipes, terminals, many runs at once."""
+"""The command with real runs, processes, pipes, terminals and many runs at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ends that take a whole process: kill -9, exits, forks."""
+"""Ends of a whole process: kill -9, exits, forks."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_after_kill_9_no_event_older_than_two_seconds_is_missing(
     for writer in writers:
         points = shown.get(writer.run, {}).get("added", [])
         steps = [step for step, _ in points]
-        assert steps == list(range(1, len(steps) + 1))  # none is missing in between
+        assert steps == list(range(1, len(steps) + 1))  # no step is missing in between
         last_added = points[-1][1] if points else writer.started
         assert writer.killed - last_added < 2
 
@@ -340,7 +340,7 @@ def test_forked_children_neither_hang_nor_write(tmp_path: Path) -> None:
     )
 
     assert read_steps(tmp_path / "run") == {"parent": sorted([*range(100), *range(100)])}
-    assert log.count("writes nothing") == 100  # each child says so, once
+    assert log.count("writes nothing") == 100  # each child logs it once
 
 
 def test_children_of_a_data_loader_neither_hang_nor_write(tmp_path: Path) -> None:

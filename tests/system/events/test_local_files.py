@@ -165,7 +165,7 @@ def test_a_file_whose_status_cannot_be_read_is_followed_by_a_new_one(
     write(files, record(0))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", fail)  # as of a file that is gone from an NFS server
+        patch.setattr(os, "fstat", fail)  # as of a file that was removed from an NFS server
         with pytest.raises(OSError, match="stale"):
             files.write(deque([record(1)]))
     write(files, record(1))
@@ -250,7 +250,7 @@ def test_records_that_a_full_disk_refused_follow_in_a_new_file(
 
 
 def large_record(step: int) -> bytes:
-    """The points of two curves, and what takes the room."""
+    """Return one record with points of two curves and a large text."""
     values = [
         summaries.scalar("loss", step),
         summaries.text("note", "x" * 80_000),

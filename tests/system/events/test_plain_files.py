@@ -41,7 +41,7 @@ def test_a_line_after_a_torn_line_begins_on_a_new_line(tmp_path: Path) -> None:
 def test_a_line_that_does_not_fit_is_not_written_in_part(tiny_disk: Path) -> None:
     path = tiny_disk / "lines"
     append_line(path, b"first")
-    ballast = fill(tiny_disk)  # what is left is the rest of the file's block
+    ballast = fill(tiny_disk)  # the rest of the file's block remains
 
     with pytest.raises(OSError, match="No space left"):
         append_line(path, b"x" * 5000)
@@ -150,7 +150,8 @@ def test_a_hanging_disk_does_not_block_the_caller(
     assert "s ago has not ended" in reported
     for thread in threads_of_files():
         thread.join(5)
-    assert lines.read_bytes().split(b"\n")[1:4] == [b"0", b"1", b"2"]  # it took them after all
+    # The disk stored them after all.
+    assert lines.read_bytes().split(b"\n")[1:4] == [b"0", b"1", b"2"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

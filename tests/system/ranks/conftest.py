@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.helpers.members import Process, meet, ranks
+from tests.helpers.members import Process, form_group, ranks
 
 
 @pytest.fixture(scope="session")
@@ -17,14 +17,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process
 
 @pytest.fixture(scope="session")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
-    """Four of them."""
+    """Four ranks of one process group."""
     yield from _meeting(tmp_path_factory, 4)
 
 
 def _meeting(tmp_path_factory: pytest.TempPathFactory, count: int) -> Iterator[list[Process]]:
     folder = tmp_path_factory.mktemp("group")
     with ranks(folder, count) as processes:
-        meet(processes, folder)
+        form_group(processes, folder)
         yield processes
         for process in processes:
-            assert process.told("telemetry failed") == 0, process.log.read_text()
+            assert process.occurrences("telemetry failed") == 0, process.log.read_text()

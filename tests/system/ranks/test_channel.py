@@ -1,4 +1,4 @@
-"""Ranks in real processes: their measurements arrive, and a fault stays in its rank."""
+"""Channel between ranks in real processes: records are merged, a faulty rank blocks no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.members import Process, every, meet, ranks, total
+from tests.helpers.members import Process, every, form_group, ranks, total
 
 PATIENT_S = 1000.0
 """Timeout with which a test would not end if anybody waited for a late rank."""
@@ -20,16 +20,16 @@ PATIENT_S = 1000.0
 
 def assert_silent(processes: list[Process]) -> None:
     for process in processes:
-        told = process.log.read_text().splitlines()
+        lines = process.log.read_text().splitlines()
         # The library logs this for its own connections, too, where addresses have no names.
-        assert [line for line in told if "hostname of the client socket" not in line] == []
+        assert [line for line in lines if "hostname of the client socket" not in line] == []
 
 
 @pytest.fixture
 def four(tmp_path: Path) -> Iterator[list[Process]]:
     """Four ranks of one process group, over TCP."""
     with ranks(tmp_path, 4) as processes:
-        meet(processes, tmp_path)
+        form_group(processes, tmp_path)
         yield processes
 
 
@@ -49,7 +49,7 @@ def test_records_of_healthy_ranks_are_merged_and_no_file_remains(four: list[Proc
     assert [step for step, *_ in seen[30:]] == list(range(20, 25))
     assert all(members == everyone for _, members, _ in seen)
     first.do("announce", 7)
-    every(four, "heard", 7)
+    every(four, "await_announcement", 7)
     assert max(every(four, "close", "other") + every(four, "close")) < 5
     assert first.do("keys") == keys
     assert every(four, "threads") == [[]] * 4
@@ -74,7 +74,7 @@ def test_records_of_phases_are_merged_separately_and_in_order(four: list[Process
         (1, both, total(both, 1)),
         (2, both, total(both, 2)),
     ]
-    assert first.told("measured by") == 0
+    assert first.occurrences("measured by") == 0
     every([first, second], "close")
 
 
@@ -89,7 +89,9 @@ def test_a_rank_that_dies_is_reported_missing_once(four: list[Process]) -> None:
     assert [step for step, *_ in seen] == list(range(300))
     three = [0, 1, 2]
     assert seen[5:] == [(s, three, total(three, s)) for s in range(5, 300)]
-    assert first.told("from step 5 on, the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
+    assert (
+        first.occurrences("from step 5 on, the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
+    )
     assert len(first.log.read_text().splitlines()) == 1
     assert max(every(four[:3], "close")) < 10
     assert [process.exit_code() for process in four[:3]] == [0] * 3
@@ -107,11 +109,11 @@ def test_a_rank_that_hangs_is_reported_missing_and_reported_again_once_it_contin
     assert first.do("got", 9)[9] == (9, [0, 1, 2], total([0, 1, 2], 9))
     last.signal(signal.SIGCONT)
     last.do("send", range(5, 20))
-    first.do("expects", 3)
+    first.do("wait_until_expecting", 3)
     every(four[:3], "send", range(10, 20))
     assert first.do("got", 19)[19] == (19, [0, 1, 2, 3], total(range(4), 19))
-    assert first.told("the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
-    assert first.told("the records hold what rank 3 measured") == 1
+    assert first.occurrences("the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
+    assert first.occurrences("the records hold what rank 3 measured") == 1
     assert max(every(four, "close")) < 10
 
 
@@ -125,8 +127,8 @@ def test_ranks_without_a_logger_or_with_another_interval_block_no_other(
     seen = first.do("got", 39)
     assert [step for step, *_ in seen] == list(range(40))
     assert [members for _, members, _ in seen] == [[0, 1, 2], [0, 1], [0, 1], [0, 1]] * 10
-    assert first.told("rank 3 made no HookLogger") == 1
-    assert first.told("and not by rank 2, which skipped it") == 1
+    assert first.occurrences("rank 3 made no HookLogger") == 1
+    assert first.occurrences("and not by rank 2, which skipped it") == 1
     assert max(every(four[:3], "close")) < 10
 
 
@@ -163,7 +165,7 @@ def test_records_are_merged_if_the_process_group_follows_the_logger(tmp_path: Pa
     with ranks(tmp_path, 2) as processes:
         every(processes, "open", timeout_s=PATIENT_S)
         every(processes, "send", range(3))
-        meet(processes, tmp_path)
+        form_group(processes, tmp_path)
         assert processes[0].do("got", 2)[2] == (2, [0, 1], total([0, 1], 2))
         every(processes, "close")
         assert_silent(processes)
@@ -203,7 +205,7 @@ def networks() -> Iterator[list[str]]:
     """Three network namespaces on one bridge, separate machines to the ranks.
 
     The bridge is in a fourth one: a browser drops what it loads when this machine's own network
-    changes (``ERR_NETWORK_CHANGED``), and the tests of the page run beside these.
+    changes (``ERR_NETWORK_CHANGED``), and the tests of the page run in parallel.
     """
     switch = "telemetry-test-switch"
     names = [f"telemetry-test-{n}" for n in range(3)]
@@ -251,7 +253,7 @@ def test_records_of_ranks_on_other_machines_are_merged_without_dead_ranks(
         assert first.do("got", 5)[5] == (5, [0, 1, 3], total([0, 1, 3], 5))
         last.signal(signal.SIGCONT)
         last.do("send", range(3, 9))
-        first.do("expects", 4)
+        first.do("wait_until_expecting", 4)
         every(others, "send", range(6, 9))
         assert first.do("got", 8)[8] == (8, [0, 1, 3, 4], total([0, 1, 3, 4], 8))
         first.signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Several ranks write one run with one line, and it is that of one process with the whole batch."""
+"""Several ranks write one run, which equals the run of one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import multiprocessing
 
 import telemetry
 from tests.helpers import logging_ranks, training
-from tests.helpers.members import Process, every, meet, ranks
+from tests.helpers.members import Process, every, form_group, ranks
 from tests.helpers.plain_events import EventAccumulator
 from tests.system.ranks.test_merged_records import OUTPUT_GRADS, single
 
@@ -162,7 +162,7 @@ def test_only_rank_0_writes(two_ranks: list[Process], tmp_path: Path) -> None:
 def test_all_ranks_raise_at_the_same_step(two_ranks: list[Process], tmp_path: Path) -> None:
     first, second = every(two_ranks, "call", logging_ranks.until_raised, tmp_path)
     assert first == second
-    assert first["kind"] == "told"
+    assert first["kind"] == "planned"
     assert first["summary"] == "A rule said so."
     assert first["step"] >= 3
 
@@ -179,7 +179,7 @@ def test_a_weight_that_changes_on_one_rank_is_named(
 
 APART: dict[str, list[str]] = {
     "other models": [],
-    "a sweep": [],  # of models that begin alike
+    "a sweep": [],  # of models with equal initial weights
     "averages": [],
     "DiLoCo": [],
     "post-local": [],
@@ -196,10 +196,10 @@ APART: dict[str, list[str]] = {
 def test_copies_that_are_not_kept_equal_raise_only_the_expected_alerts(
     two_ranks: list[Process], tmp_path: Path, way: str, every_n_steps: int
 ) -> None:
-    told, others = every(two_ranks, "call", logging_ranks.apart, way, every_n_steps, tmp_path)
-    assert [stage for stage, *_ in told] == APART[way]
+    alerts, others = every(two_ranks, "call", logging_ranks.apart, way, every_n_steps, tmp_path)
+    assert [stage for stage, *_ in alerts] == APART[way]
     assert others == []
-    for stage, _, message in told:
+    for stage, _, message in alerts:
         assert stage == "resolved" or ("no_sync()" in message and "averaged" in message)
 
 
@@ -208,18 +208,21 @@ def test_copies_that_are_not_kept_equal_raise_only_the_expected_alerts(
 def test_ranks_that_get_the_same_batch_are_named(
     two_ranks: list[Process], tmp_path: Path, way: str, same: bool
 ) -> None:
-    told, others = every(two_ranks, "call", logging_ranks.fed, way, same, tmp_path)
-    if same and way != "by hand":  # of which nothing says that ranks should be given other data
-        assert told == [("warning", told[0][1])]
-        assert told[0][1].startswith("ranks 0-1 of 2 get the same batch")
+    alerts, others = every(two_ranks, "call", logging_ranks.fed, way, same, tmp_path)
+    if same and way != "by hand":  # nothing requires different data on each rank here
+        assert alerts == [("warning", alerts[0][1])]
+        assert alerts[0][1].startswith("ranks 0-1 of 2 get the same batch")
     else:
-        assert told == []
+        assert alerts == []
     assert others == []
 
 
 def test_loggers_that_precede_the_process_group_write_one_run(tmp_path: Path) -> None:
     multiprocessing.start_processes(  # which mp.spawn is, with another start method
-        logging_ranks.begun_late, args=(str(tmp_path),), nprocs=2, start_method="forkserver"
+        logging_ranks.started_before_the_group,
+        args=(str(tmp_path),),
+        nprocs=2,
+        start_method="forkserver",
     )
     assert [len(files_of(tmp_path / name)) for name in ("merged", "first")] == [1, 1]
     got = scalars(tmp_path / "merged")
@@ -234,7 +237,7 @@ def test_loggers_that_precede_the_process_group_write_one_run(tmp_path: Path) ->
 def three(tmp_path: Path) -> Iterator[list[Process]]:
     """Three ranks that train independently."""
     with ranks(tmp_path, 3) as processes:
-        meet(processes, tmp_path)
+        form_group(processes, tmp_path)
         yield processes
 
 
@@ -243,7 +246,7 @@ def bare(steps: int) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     loner = logging_ranks.Loner(None)
-    loner.go_on(steps)
+    loner.train_to(steps)
     torch.set_num_threads(threads)
     return loner.left()
 
@@ -253,29 +256,29 @@ def test_ranks_that_hang_or_die_are_reported_and_the_others_continue(
 ) -> None:
     first, second, third = three
     every(three, "call", logging_ranks.begin, tmp_path / "run")
-    every(three, "call", logging_ranks.go_on, 4)
+    every(three, "call", logging_ranks.train_to, 4)
     second.signal(signal.SIGSTOP)
-    every([third, first], "call", logging_ranks.go_on, 8)
+    every([third, first], "call", logging_ranks.train_to, 8)
     second.signal(signal.SIGCONT)
-    second.do("call", logging_ranks.go_on, 8)
-    first.do("call", logging_ranks.expects, 1)
-    every([third, second, first], "call", logging_ranks.go_on, 12)
+    second.do("call", logging_ranks.train_to, 8)
+    first.do("call", logging_ranks.wait_until_expecting, 1)
+    every([third, second, first], "call", logging_ranks.train_to, 12)
     third.signal(signal.SIGKILL)
-    every([second, first], "call", logging_ranks.go_on, 16)
+    every([second, first], "call", logging_ranks.train_to, 16)
     left = every([first, second], "call", logging_ranks.end)
     assert [rank["left"] for rank in left] == [bare(16)] * 2
     assert max(rank["close_s"] for rank in left) < 20
     held = [[0, 1, 2], [0, 2], [0, 1, 2], [0, 1]]
     assert left[0]["held"] == [ranks for ranks in held for _ in range(4)]
     assert left[0]["counts"] == [2 * 8 * len(ranks) for ranks in held for _ in range(2)]
-    for told in (
+    for line in (
         "from step 4 on, the records hold 2 of 3 ranks: rank 1 sent nothing in time",
         "from step 8 on, the records hold what rank 1 measured",
         "from step 12 on, the records hold 2 of 3 ranks: rank 2 sent nothing in time",
         "full steps: 8 scheduled",
     ):
-        assert first.told(told) == 1, first.log.read_text()
-    assert first.told("telemetry:") == 4, first.log.read_text()
+        assert first.occurrences(line) == 1, first.log.read_text()
+    assert first.occurrences("telemetry:") == 4, first.log.read_text()
     steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
     assert steps == list(range(16))
 
@@ -288,7 +291,7 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_are_reported(
         three, (tmp_path / "run", tmp_path / "run", None), (2, 3, 2), strict=True
     ):
         process.do("call", logging_ranks.begin, log_dir, every_n_steps)
-    every([third, second, first], "call", logging_ranks.go_on, 7)
+    every([third, second, first], "call", logging_ranks.train_to, 7)
     left = every([third, second, first], "call", logging_ranks.end)
     assert [rank["left"] for rank in left] == [bare(7)] * 3
     assert max(rank["close_s"] for rank in left) < 20
@@ -296,25 +299,25 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_are_reported(
     measured: list[list[int]] = [[0, 1], [], [0], [1], [0], [], [0, 1]]
     assert left[2]["measured"] == measured
     assert left[2]["counts"] == [2 * 8 * len(ranks) for ranks in measured if ranks]
-    for told in (
+    for line in (
         "from step 0 on, the records hold 2 of 3 ranks: rank 2 made no HookLogger",
         "step 2 was measured in full by rank 0 and not by rank 1; use the same every_n_steps",
         "full steps: 4 scheduled",
     ):
-        assert first.told(told) == 1, first.log.read_text()
-    assert first.told("telemetry:") == 3, first.log.read_text()
+        assert first.occurrences(line) == 1, first.log.read_text()
+    assert first.occurrences("telemetry:") == 3, first.log.read_text()
 
 
 def test_flat_parameters_are_measured_on_rank_0_and_activations_on_all_ranks(
     two_ranks: list[Process], tmp_path: Path
 ) -> None:
-    """FullyShardedDataParallel: flattened parameters are measured where they are plain."""
+    """FullyShardedDataParallel: flattened parameters are measured on rank 0 alone."""
     first = two_ranks[0]
-    before = first.told("FullyShardedDataParallel flattens parameters")
+    before = first.occurrences("FullyShardedDataParallel flattens parameters")
     left = every(two_ranks, "call", logging_ranks.twins, "fsdp1", tmp_path)
     assert [rank["bare"] == rank["watched"] for rank in left] == [True, True]
-    assert first.told("FullyShardedDataParallel flattens parameters") == before + 1
-    assert two_ranks[1].told("FullyShardedDataParallel flattens parameters") == 0
+    assert first.occurrences("FullyShardedDataParallel flattens parameters") == before + 1
+    assert two_ranks[1].occurrences("FullyShardedDataParallel flattens parameters") == 0
     got, counts = scalars(tmp_path), histogram_counts(tmp_path)
     assert [step for step, _ in got["grad_norm/total"]] == list(range(training.STEPS))
     outputs = {tag: points for tag, points in counts.items() if tag.startswith("activation/")}
@@ -334,14 +337,14 @@ def test_ranks_beyond_the_limit_of_open_files_are_reported_and_training_is_left_
     with ranks(tmp_path, 2) as (zero, others):
         address = zero.do("call", logging_ranks.begin_with_few_files, tmp_path / "run", 256, world)
         others.do("call", logging_ranks.simulate, address, world)
-        zero.do("call", logging_ranks.go_on, 6)
+        zero.do("call", logging_ranks.train_to, 6)
         left = zero.do("call", logging_ranks.end)
         others.do("call", logging_ranks.end_simulation)
         assert left["left"] == bare(6)
         assert left["close_s"] < 30
         assert 150 < len(left["held"][-1]) < 256
-        assert zero.told("cannot connect, as rank 0 may not open more files") == 1
-        assert zero.told("telemetry failed") == 0, zero.log.read_text()
+        assert zero.occurrences("cannot connect, as rank 0 may not open more files") == 1
+        assert zero.occurrences("telemetry failed") == 0, zero.log.read_text()
     assert torch.get_num_threads() == threads
     steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
     assert steps == list(range(6))

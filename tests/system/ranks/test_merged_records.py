@@ -53,7 +53,7 @@ that of the mean over the part of the batch that a backward pass was called with
 
 
 def single(way: str) -> str:
-    """The training of one process that computes the same."""
+    """Return the equivalent training of one process."""
     if "experts" in way:
         return "alone experts"
     return "alone unclipped" if way in UNCLIPPED else "alone"
@@ -61,7 +61,7 @@ def single(way: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The folder that holds the parts of all ranks, and what each training left on each rank."""
+    """Folder with the parts of all ranks, and the results of each training on each rank."""
 
     folder: Path
     left: dict[int, list[dict[str, Any]]]
@@ -118,13 +118,13 @@ def merged(trained: Trained, size: int, name: str) -> list[StepRecord]:
     return records
 
 
-def told(trained: Trained, size: int, name: str) -> list[dict[str, Any]]:
+def results_of(trained: Trained, size: int, name: str) -> list[dict[str, Any]]:
     return [left[name] for left in trained.left[size]]
 
 
 @pytest.mark.parametrize(("size", "name"), WAYS)
 def test_training_is_left_alone_on_every_rank(trained: Trained, size: int, name: str) -> None:
-    for rank in told(trained, size, name):
+    for rank in results_of(trained, size, name):
         assert json.dumps(rank["bare"]) == json.dumps(rank["watched"])  # NaN included
 
 
@@ -205,7 +205,7 @@ def dense(record: TensorRecord) -> NDArray[np.float64]:
 def test_the_norm_before_clipping_equals_the_value_that_clipping_returns(
     trained: Trained, size: int, name: str
 ) -> None:
-    returned = told(trained, size, name)[0]["watched"]["norms"]
+    returned = results_of(trained, size, name)[0]["watched"]["norms"]
     for record in merged(trained, size, name):
         if record.full:
             expected = pytest.approx(returned[record.step], rel=1e-5)
@@ -240,7 +240,7 @@ def test_ranks_that_agree_raise_no_alert(trained: Trained, size: int, name: str)
 
 
 def test_the_spread_over_ranks_names_the_ranks_of_the_extremes(trained: Trained) -> None:
-    losses = [rank["watched"]["losses"] for rank in told(trained, 2, "ddp")]
+    losses = [rank["watched"]["losses"] for rank in results_of(trained, 2, "ddp")]
     for step, record in enumerate(merged(trained, 2, "ddp")):
         assert record.ranks is not None
         spread = record.ranks.scalars["loss"]
@@ -272,7 +272,7 @@ def test_a_merged_record_lists_a_missing_rank(trained: Trained) -> None:
 
 
 def test_flat_parameters_have_no_checksums(trained: Trained) -> None:
-    """Shards of FullyShardedDataParallel that begin alike, such as biases, are no copies."""
+    """Shards with equal initial values, such as biases, are no replicas."""
     for part in parts_of(trained, 2, "fsdp1", 0):
         assert part.parameters is not None
         assert part.parameters.checks is None

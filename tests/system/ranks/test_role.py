@@ -1,4 +1,4 @@
-"""One of several processes logs and writes for all, with every launcher."""
+"""Only one of several processes logs and writes, with every launcher."""
 
 from __future__ import annotations
 
@@ -89,23 +89,23 @@ def launch(*command: str) -> str:
     return done.stderr + done.stdout
 
 
-def assert_told_once(told: str, log_dir: Path) -> None:
-    assert told.count("tensorboard --logdir") == 1, told
-    assert told.count("nonfinite") == 1, told
-    assert told.count("flight-3.json") == 1, told
+def assert_logged_once(output: str, log_dir: Path) -> None:
+    assert output.count("tensorboard --logdir") == 1, output
+    assert output.count("nonfinite") == 1, output
+    assert output.count("flight-3.json") == 1, output
     lines = (log_dir / "alerts.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines] == ["nonfinite"]
     assert len(list(log_dir.glob("events.out.*"))) == 1, "the first rank writes for all"
 
 
 def test_one_process_of_mp_spawn_writes_and_logs(tmp_path: Path) -> None:
-    told = launch(str(SCRIPT), "spawn", str(tmp_path / "run"))
-    assert_told_once(told, tmp_path / "run")
+    output = launch(str(SCRIPT), "spawn", str(tmp_path / "run"))
+    assert_logged_once(output, tmp_path / "run")
     assert (tmp_path / "run-0").read_text() == "True True"
     assert (tmp_path / "run-1").read_text() == "True False"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 def test_one_process_of_lightning_writes_and_logs(tmp_path: Path) -> None:
-    told = launch(str(SCRIPT), "lightning", str(tmp_path / "run"))
-    assert_told_once(told, tmp_path / "run")
+    output = launch(str(SCRIPT), "lightning", str(tmp_path / "run"))
+    assert_logged_once(output, tmp_path / "run")

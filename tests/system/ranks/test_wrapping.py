@@ -35,6 +35,6 @@ def test_ranks_are_left_alone_and_log_their_local_shards(
             moments = watched["second_moments"][record["step"]]
             assert list(record["second_moments"].values()) == pytest.approx(moments, rel=1e-5)
             if case in ("fsdp/before", "fsdp/rank 0") and record["step"] == 0:
-                continue  # the parameters were replaced after the step had begun
+                continue  # the parameters were replaced after the step had started
             expected = watched["norms_before_clipping"][record["step"]]
             assert record["before_clipping"] == pytest.approx(expected, rel=1e-5)

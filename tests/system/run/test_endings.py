@@ -46,7 +46,7 @@ def every_tenth(record):
             value=1.0, threshold=0.0, summary="planted",
         )
 
-def train(log_dir, pause_s, steps, begun):
+def train(log_dir, pause_s, steps, progress):
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     logger = log_dir and HookLogger(model, log_dir, alerts=[every_tenth], every_n_steps=25)
@@ -57,7 +57,7 @@ def train(log_dir, pause_s, steps, begun):
         if logger:
             logger.log(loss=loss)
         optimizer.step()
-        os.write(begun, struct.pack("<id", step, time.time()))
+        os.write(progress, struct.pack("<id", step, time.time()))
         time.sleep(pause_s)
     if logger:
         time.sleep(3600)
@@ -82,21 +82,21 @@ def test_after_kill_9_no_record_of_a_run_older_than_two_seconds_is_missing(
         train(None, 0, 1, os.open(os.devnull, os.O_WRONLY))  # imports what the first step imports
         children = []
         for run in range(count):
-            begun, report = os.pipe()
+            progress, report = os.pipe()
             child = os.fork()
             if not child:
                 # Slow and fast loops, and some that stop and wait.
                 train(f"{log_dir}/{run}", (0.05, 0.3, 0.7)[run % 3], (30, 10**6)[run % 2], report)
             os.close(report)
-            children.append((random.uniform(3.0, 6.0), run, child, begun))
-        firsts = {run: os.read(begun, 12) for _, run, _, begun in children}  # all have started
+            children.append((random.uniform(3.0, 6.0), run, child, progress))
+        firsts = {run: os.read(progress, 12) for _, run, _, progress in children}
         begin = time.time()
-        for moment, run, child, begun in sorted(children):
+        for moment, run, child, progress in sorted(children):
             time.sleep(max(0, begin + moment - time.time()))
             os.kill(child, signal.SIGKILL)
             killed = time.time()
             os.waitpid(child, 0)
-            steps = struct.iter_unpack("<id", firsts[run] + os.read(begun, 1 << 16))
+            steps = struct.iter_unpack("<id", firsts[run] + os.read(progress, 1 << 16))
             old = [step for step, ended in steps if ended < killed - 2]
             print(run, len(old))
         """
@@ -120,7 +120,7 @@ def test_after_kill_9_no_record_of_a_run_older_than_two_seconds_is_missing(
 
 
 def test_the_last_norms_are_in_the_file_although_no_step_follows(tmp_path: Path) -> None:
-    script = TRAIN + "train(sys.argv[1], pause_s=0, steps=40, begun=1)\n"
+    script = TRAIN + "train(sys.argv[1], pause_s=0, steps=40, progress=1)\n"
     with start_script(tmp_path, script, tmp_path / "run") as process:
         assert process.stdout is not None
         process.stdout.buffer.read(40 * STEP.size)  # returns when all are done
@@ -134,7 +134,7 @@ def test_the_last_norms_are_in_the_file_although_no_step_follows(tmp_path: Path)
 
 
 class FrozenDisk:
-    """A file system on which writing hangs, as on a network drive that is away."""
+    """A file system on which writing hangs, as on an unreachable network drive."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -223,5 +223,5 @@ def test_a_given_writer_on_a_hanging_disk_blocks_no_longer_than_the_timeout(
     assert time.monotonic() - begin < 6
     disk.thaw()
     for thread in set(threading.enumerate()) - threads:
-        thread.join()  # or it goes on to write when the disk is gone
+        thread.join()  # or it continues to write when the disk is unmounted
     writer.close()

@@ -33,7 +33,7 @@ def busy_machine() -> Iterator[None]:
 
 
 def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
-    """Alerts of a run that does not wait for them."""
+    """Return the alerts of a run that does not wait for them."""
     run, digits = RUNS[name], load_digits()
     images, labels = torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target)
     model = run.model()

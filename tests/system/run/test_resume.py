@@ -1,4 +1,4 @@
-"""Runs that are interrupted and go on: the step, the alerts and what TensorBoard shows of both."""
+"""Resumed runs: the step, the alerts and the curves that TensorBoard shows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Loop:
 
 
 def leave(log_dir: Path, steps: int, **options: Any) -> dict[str, Any]:
-    """Train for some steps from the beginning; the state at the end."""
+    """Train for some steps from the beginning; return the state at the end."""
     loop = Loop()
     with HookLogger(loop.model, log_dir, **options) as logger:
         loop(steps)
@@ -59,7 +59,7 @@ def shown_steps(log_dir: Path) -> list[int]:
     return [event.step for event in board.Scalars("grad_norm/total")]
 
 
-# --- the alerts go on ----------------------------------------------------------------------------
+# --- the alerts continue -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

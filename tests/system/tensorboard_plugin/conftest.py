@@ -39,7 +39,7 @@ def tab(browser: Browser, address: str) -> Iterator[TelemetryPage]:
 
 @pytest.fixture
 def page(tab: TelemetryPage) -> Iterator[TelemetryPage]:
-    """The Telemetry page of the module's ``address``; nothing may go wrong in its console."""
+    """The Telemetry page of the module's ``address``; its console must show no error."""
     tab.forget()
     yield tab
     assert tab.errors == []

@@ -56,7 +56,7 @@ def address(loader: str, browser: Any, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def dashboard(page: TelemetryPage) -> Any:
-    """Opens one of TensorBoard's dashboards and finds elements in it."""
+    """Open one of TensorBoard's dashboards and find elements in it."""
 
     def open_dashboard(fragment: str, selector: str) -> Any:
         page.page.goto(f"{page.address}#{fragment}")
@@ -65,7 +65,7 @@ def dashboard(page: TelemetryPage) -> Any:
         return page.page.locator(selector)
 
     yield open_dashboard
-    page.errors.clear()  # TensorBoard's own console is not ours to judge
+    page.errors.clear()  # errors of TensorBoard itself do not count
 
 
 def tags_of(locator: Any) -> list[str]:

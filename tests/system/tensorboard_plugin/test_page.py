@@ -114,7 +114,7 @@ def test_two_runs_share_a_scale(page: TelemetryPage) -> None:
     page.locator(".panel").nth(1).wait_for()
     assert page.locator(".run-name").all_inner_texts() == ["demo", "colors"]
     page.screenshot("page-two-runs")
-    # 10^5 is the top of one run alone, but not beside another one with 10^6.
+    # 10^5 is the top of one run alone, but not next to another run with 10^6.
     assert page.pixel(5.5 / 6, 0.5) != LIGHTEST
     assert page.pixel(1.5 / 5, 0.05, panel=1) == LIGHTEST
 
@@ -158,7 +158,7 @@ def test_a_growing_run_is_followed_and_only_new_data_is_read(
     for _ in range(60):
         if run in [known["name"] for known in page.frame.evaluate(RUNS)]:
             break
-        page.page.wait_for_timeout(250)  # the loader looks once a second
+        page.page.wait_for_timeout(250)  # the loader checks once a second
     reload.click()
     page.locator("button[aria-label='Run: demo']").click()
     page.locator(".runs[data-loaded]").get_by_role("button", name=run, exact=True).click()

@@ -18,7 +18,7 @@ FIRST_OPEN_BYTES = 4.5e6
 
 
 def write_large(log_dir: Path, count: int, steps: int, every: int) -> None:
-    """``count`` layers at so many steps, with a fault in one cell that nothing may hide."""
+    """Write ``count`` layers and steps, with a fault in one cell that must stay visible."""
     names = [f"blocks.{i // 10}.layer{i % 10}" for i in range(count)]
     noise = np.random.default_rng(0).lognormal(0, 1, (16, count)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""From opening the page to knowing what happened: which run, when, where, and who was first."""
+"""From opening the page to the cause of a fault: its run, step, layer and first movers."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_range_of_a_hyperparameter_filters_the_table(page: TelemetryPage) -> N
 
 def test_a_run_that_started_after_the_page_loaded_opens(page: TelemetryPage) -> None:
     known = '[{"name": "boom"}, {"name": "old9"}]'
-    page.page.route("**/plugin/telemetry/runs", lambda asked: asked.fulfill(body=known))
+    page.page.route("**/plugin/telemetry/runs", lambda route: route.fulfill(body=known))
     page.open(run="boom")
     page.locator("button[aria-label='Run: boom']").click()
     page.locator(".runs[data-loaded] .run-link", has_text="old10").click()
@@ -337,7 +337,7 @@ def test_a_run_that_is_mostly_nan_opens_at_the_first_nan(page: TelemetryPage) ->
     page.locator("button.reset").click()
     page.locator("button.reset[disabled]").wait_for()
     assert page.link()["zoom"] == "all"
-    page.page.reload()  # who asked for everything gets everything
+    page.page.reload()  # who route for everything gets everything
     page.wait()
     page.locator("button.reset[disabled]").wait_for()
     assert page.pixel(0.5, 0.2) != opened
@@ -357,7 +357,7 @@ def test_an_alert_shows_the_steps_around_it_and_which_layers_changed_first(
     onsets = page.locator(".onsets li").all_inner_texts()
     assert "blocks.2.norm" in onsets[0]
     assert f"step {BOOM - 4}" in onsets[0]
-    assert "921x above" in onsets[0]  # a hundred times by itself, ten times with all others
+    assert "921x above" in onsets[0]  # a hundred times alone, ten times with all others
     assert "9 of 9 layers" in page.locator(".onsets h2").inner_text()
     page.locator(".onsets li button").nth(1).click()
     assert page.link()["step"] == str(BOOM - 2)
@@ -576,7 +576,7 @@ def test_live_mode_reads_new_data(page: TelemetryPage, logdir: Path) -> None:
     page.open(run="boom")
     live = page.locator("button[data-key=live]")
     live.click()
-    while not page.locator(".run-link", has_text="live").count():  # the loader looks each second
+    while not page.locator(".run-link", has_text="live").count():  # the loader checks each second
         page.page.wait_for_timeout(250)
         page.locator("button[aria-label='Run: boom']").click()
         page.locator(".runs[data-loaded]").wait_for()

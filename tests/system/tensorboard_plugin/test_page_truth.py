@@ -39,7 +39,7 @@ def cnn() -> nn.Sequential:
 
 
 def batch() -> torch.Tensor:
-    """Images of which the corner has the gray of the gaps between maps."""
+    """Return images whose corner has the gray of the gaps between maps."""
     images = (torch.rand(16, 1, 32, 32) > 0.5).float()
     images[:, :, :8, :8] = _GAP_LEVEL / 255
     return images
@@ -284,21 +284,21 @@ def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage
 
 
 def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
-    held: list[Any] = []
+    pending: list[Any] = []
 
     def hold() -> None:
         page.page.unroute_all(behavior="wait")
         page.open(run="growing", layer=".a", step="3")
-        page.page.route("**/plugin/telemetry/matrix*", lambda route: held.append(route))
+        page.page.route("**/plugin/telemetry/matrix*", lambda route: pending.append(route))
         page.heatmap.focus()
 
     def answer() -> None:
-        while held:
-            held.pop().continue_()
+        while pending:
+            pending.pop().continue_()
 
     hold()
     page.locator("label:has-text('Statistic') select").select_option("weight_norm")
-    wait_for(lambda: page.page.wait_for_timeout(20) or held, "the question for a statistic")
+    wait_for(lambda: page.page.wait_for_timeout(20) or pending, "the question for a statistic")
     page.heatmap.focus()
     for key in ("ArrowRight", "ArrowDown", "n", "+", "ArrowLeft"):
         page.page.keyboard.press(key)
@@ -311,7 +311,7 @@ def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
     def is_asked() -> bool:
         page.locator("button[data-key=reload]").click()
         page.page.wait_for_timeout(300)
-        return bool(held)
+        return bool(pending)
 
     wait_for(is_asked, "the question for what is new")
     page.heatmap.focus()

@@ -1,4 +1,4 @@
-"""The Telemetry page as people use it: in Chromium, inside of TensorBoard."""
+"""Interaction with the Telemetry page: in Chromium, inside of TensorBoard."""
 
 from __future__ import annotations
 
@@ -321,14 +321,14 @@ def test_a_failure_can_be_retried(page: TelemetryPage) -> None:
 
 
 def test_a_message_is_shown_while_data_loads(page: TelemetryPage) -> None:
-    held: list[Any] = []
+    pending: list[Any] = []
 
     def hold(request: Any) -> None:
-        held.append(request)
+        pending.append(request)
 
     page.page.route("**/plugin/telemetry/matrix?*", hold)
     page.open(ready="false")
     page.locator(".message[data-state=loading]").wait_for()
-    for request in held:
-        request.abort()  # else its task is found pending, and said to be, in another test
+    for request in pending:
+        request.abort()  # otherwise another test reports the pending task
     page.errors.clear()
