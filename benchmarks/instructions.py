@@ -24,7 +24,7 @@ import torch
 
 from telemetry.measure import nvrtc
 
-# Of an H100: multiprocessors, warp instructions of each per second, what a copy reads and writes
+# Of an H100: multiprocessors, warp instructions of each per second, bytes a copy reads and writes
 # per second, and the largest share of that which any kernel reached.
 PROCESSORS, ISSUED_PER_S, COPY_BYTES_PER_S, LARGEST_SHARE = 132, 5.4e9, 2980e9, 0.95
 

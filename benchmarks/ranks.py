@@ -54,7 +54,7 @@ class Cost:
         full_bytes, light_bytes: What one rank sends of a step.
         encode_s: CPU time of another rank to encode a full step.
         full_s, light_s: CPU time of rank 0 for a step, median.
-        peak_bytes: Memory that rank 0 took at its peak, beyond what it had before.
+        peak_bytes: Peak memory of rank 0 beyond its memory before the run.
     """
 
     ranks: int

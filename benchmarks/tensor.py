@@ -223,7 +223,7 @@ class Table:
     """One tensor to a row, one kind of work to a column."""
 
     title: str
-    unit: str  # of what is printed
+    unit: str  # of the printed figures
     rows: Sequence[Mapping[str, Result]]
 
 

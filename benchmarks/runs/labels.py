@@ -15,10 +15,10 @@ class Label:
 
     Attributes:
         kinds: Kinds of alerts any of which is right; none for a healthy run.
-        layers: Modules any of which should be named, with what is inside of them; none: any.
+        layers: Modules any of which should be named, with their submodules; none: any.
         onset: The first step at which it can be seen.
         by: The last step at which the alert is still useful; None: any.
-        why: What is wrong, or what looks wrong and is not.
+        why: The fault, or an oddity that is no fault.
     """
 
     kinds: frozenset[str] = frozenset()

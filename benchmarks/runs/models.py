@@ -30,7 +30,7 @@ class Seq2Seq(nn.Module):
 
 
 def reversal(g: torch.Generator, size: int = 32, length: int = 8) -> tuple[Tensor, Tensor, Tensor]:
-    """Digits 1 to 10, what the decoder is given, and the digits backwards; 0 begins."""
+    """Digits 1 to 10, the inputs of the decoder, and the reversed digits; 0 begins."""
     source = torch.randint(1, 11, (size, length), generator=g)
     target = source.flip(1)
     return source, F.pad(target[:, :-1], (1, 0)), target

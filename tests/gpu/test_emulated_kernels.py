@@ -84,7 +84,7 @@ class Memory:
 
 
 def tensor_memory(x: torch.Tensor, offset: int) -> Memory:
-    """A tensor at so many elements from an aligned address."""
+    """Return a tensor at ``offset`` elements from an aligned address."""
     memory = Memory(x.numel() * x.itemsize, offset * x.itemsize)
     memory.bytes[:] = x.reshape(-1).view(torch.uint8).numpy()
     return memory
@@ -285,7 +285,7 @@ def test_emulated_measure_of_each_kind_of_values_equals_the_oracle(
 
 
 def chunk_table(memories: Sequence[Memory], itemsize: int, limit: int) -> NDArray[Any]:
-    """Every tensor in chunks of so many elements at most."""
+    """Return every tensor in chunks of at most ``limit`` elements."""
     chunks = []
     for row, memory in enumerate(memories):
         size = memory.bytes.size // itemsize

@@ -23,7 +23,7 @@ LETTERS = "?bB45hHiIqQefdE"
 SIZES = (1, 2, 15, 16, 17, 63, 2047, 2048, 2049, 8191, 8193, 20_000)
 
 Memory = Callable[[int], AbstractContextManager[int]]
-"""Lends so many bytes by their address."""
+"""Context of a number of bytes; yields their address."""
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

@@ -42,7 +42,7 @@ def train(
     Args:
         before: Called before each step.
         weight: Factor on the loss.
-        every: Measure every so many steps in full.
+        every: Interval of full steps.
     """
     model = model or net()
     optimizer = optimizer or SGD(model.parameters(), 0.1, 0.9)

@@ -217,7 +217,7 @@ def experts(rank: int, size: int) -> Setup:
 
 
 def ignored_experts(rank: int, size: int) -> Setup:
-    """Each rank has some of the experts as a plain tensor, of which DDP does not know."""
+    """Each rank has some of the experts as a plain tensor, which DDP ignores."""
     model = Mixture(dist.group.WORLD)
     model.experts.weight = nn.Parameter(model.experts.weight.detach().chunk(size)[rank].clone())
     ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model

@@ -98,7 +98,7 @@ def assert_same(expected: object, got: object, name: str = "") -> None:
 
 def seed(number: int) -> None:
     torch.manual_seed(number)
-    np.random.seed(number)  # noqa: NPY002 - the global stream is what is being compared
+    np.random.seed(number)  # noqa: NPY002 - the global stream is compared
     random.seed(number)
 
 

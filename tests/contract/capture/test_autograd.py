@@ -657,7 +657,7 @@ def test_a_gan_is_watched_by_two_loggers(tmp_path: Path) -> None:
     assert [record.step for record in g_records] == [0, 1, 2]
     assert [record.activations["0"].calls for record in g_records] == [1, 1, 1]
     assert [record.activation_grads["2"].calls for record in g_records] == [1, 1, 1]
-    # From the second step on, the discriminator also sees the generator's pass through it.
+    # From the second step on, the generator's pass also runs through the discriminator.
     assert [record.activations["0"].calls for record in d_records] == [2, 3, 3]
 
 

@@ -335,7 +335,7 @@ def test_events_that_a_failing_writer_refused_are_in_another_file(
     given.close()
     assert steps_of(tmp_path) == [[0, 1, 2]]
     again = give(FailingWriter(tmp_path / "file"))
-    (tmp_path / "file").touch()  # before the thread looks for a directory
+    (tmp_path / "file").touch()  # before the thread checks the directory
     add(again, *range(3))
     again.close()
     assert "3 events could not be written" in caplog.text

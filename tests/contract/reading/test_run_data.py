@@ -99,7 +99,7 @@ def test_a_resumed_run_is_one_curve(tmp_path: Path, open_run: OpenRun) -> None:
     line = run.matrix("grad_norm")
     assert line.steps.tolist() == list(range(33))
     assert line.values[24, 0] == 24
-    assert line.values[25, 0] == 26  # what the later session wrote
+    assert line.values[25, 0] == 26  # the value of the later session
     assert run.matrix("activation_rms").steps.tolist() == list(range(25))
 
 

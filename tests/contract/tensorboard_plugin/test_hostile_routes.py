@@ -22,7 +22,7 @@ SKIPPED_BY_TENSORBOARD = {
     "odd bytes for a scalar",
 }  # fmt: skip
 SLOW = [name for name in KINDS if name not in FATAL_TO_TENSORBOARD]
-# It takes 40 ms for an answer, and what is not a tensor is the same with the other loader.
+# It takes 40 ms for a response, and data other than tensors is the same with the other loader.
 FAST = [
     "negative shape", "odd byte count", "dimensions beyond memory", "product of 0 mod 2**64",
     "one value for all", "no dimension", "text for numbers", "no text at all", "objects",

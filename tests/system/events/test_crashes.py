@@ -47,7 +47,7 @@ def killed_writers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
         begin = time.time()
 
         def write_for_ever(run, flushed):
-            # The value of a scalar is when it was added, so that readers can tell what is missing.
+            # The value of a scalar is its time of adding, so that missing events are detectable.
             writer = FileWriter(f"{log_dir}/{run}")
             added = []
             while True:

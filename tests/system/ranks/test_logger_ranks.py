@@ -26,7 +26,7 @@ MERGED = [
 ]
 
 CLIPPING_UNKNOWN = ["by hand", "experts", "ignored experts", "pipeline", "ddp tp", "ddp tp inside"]
-"""Gradients change after the backward pass, or nobody knows then whose they are."""
+"""Gradients change after the backward pass, or their owners are unknown at its end."""
 
 
 @pytest.fixture(scope="module")

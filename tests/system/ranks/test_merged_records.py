@@ -48,8 +48,8 @@ WAYS = [(2, name) for name in ON_TWO] + [(4, name) for name in ON_FOUR]
 HEALTHY = [way for way in WAYS if "," not in way[1] and way[1] != "fsdp1"]
 OUTPUT_GRADS = {"tp": 1, "sequence": 1, "fsdp tp": 2, "ddp tp": 2, "pipeline": 2}
 OUTPUT_GRADS["ddp tp inside"] = 2
-"""How many times as large outputs' gradients are, if not as many times as there are ranks: each is
-that of the mean over the part of the batch that a backward pass was called with."""
+"""Factors on the gradients of outputs; by default the number of ranks. Each backward pass starts
+from the mean over its part of the batch."""
 
 
 def single(way: str) -> str:

@@ -64,7 +64,7 @@ def test_a_new_statistic_is_one_entry_and_is_shown_everywhere(tmp_path: Path) ->
     paths = [tmp_path, ROOT]
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path / "run")],
-        cwd=tmp_path,  # Python looks there first
+        cwd=tmp_path,  # Python searches there first
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,

@@ -97,7 +97,7 @@ def test_picture_profile_and_tooltip_show_the_same_of_a_folded_group(
     page: TelemetryPage, every_layer: str
 ) -> None:
     page.open(run="apart", mode="own", folded="group", all=every_layer, step="9")
-    assert page.pixel(0.25, 0.95) == "#08407e"  # the end for what is too small
+    assert page.pixel(0.25, 0.95) == "#08407e"  # the end of the scale for smaller values
     point, has_range = page.frame.evaluate(PROFILE)
     assert point < 0.2
     assert has_range
