@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,9 +11,10 @@ from telemetry.layers.module_types import BOUNDED
 from telemetry.layers.record import Group
 from telemetry.records.rows import NO_VALUES
 
-# Limit of one step: 8 bytes for each layer, run of dead units, and other unit.
+# Limit of one step before compression: 8 bytes for each layer, run of dead units, and other unit.
 MOST_BYTES = 64 << 10
 MOST_LAYERS = 4096
+_LEVEL = 1  # of zlib; higher ones take longer, and hardly fewer bytes
 # Limit of a layer that is read: four times the largest vocabularies.
 _MOST_UNITS = 1 << 20
 
@@ -26,7 +29,8 @@ def encode_units(outputs: Group) -> bytes:
     layer's module and number of units; first index and end of each run, counted over all layers.
     The index of each other unit follows, with its extremes as the upper 16 bits of float32, rounded
     away from zero: the largest in the upper half, the smallest in the lower one. If not all units
-    fit, each layer keeps the same number, with the largest values.
+    fit, each layer keeps the same number, with the largest values. The first numbers of all pairs
+    precede the second ones, and zlib compresses them.
     """
     chosen = np.flatnonzero(outputs.rows.unit_count)[:MOST_LAYERS]
     if not len(chosen):
@@ -48,7 +52,7 @@ def encode_units(outputs: Group) -> bytes:
         places, low, high = places[kept], low[kept], high[kept]
     extremes = np.column_stack([places, low >> 16 | high & 0xFFFF0000])
     pairs = np.concatenate([[[len(heads), len(runs)]], heads, runs, extremes])
-    return pairs.astype("<u4").tobytes()
+    return zlib.compress(pairs.astype("<u4").T.tobytes(), _LEVEL)
 
 
 def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
@@ -60,9 +64,13 @@ def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
     Raises:
         ValueError: The data has another format.
     """
-    if not isinstance(data, bytes) or not data or len(data) > MOST_BYTES or len(data) % 8:
+    try:
+        content = zlib.decompressobj().decompress(data, MOST_BYTES + 1)  # type: ignore[arg-type]
+    except (zlib.error, TypeError):
+        content = b""
+    if not content or len(content) > MOST_BYTES or len(content) % 8:
         raise ValueError("it does not hold units")
-    pairs = np.frombuffer(data, "<u4").reshape(-1, 2).astype(np.int64)
+    pairs = np.frombuffer(content, "<u4").reshape(2, -1).T.astype(np.int64)
     heads, runs, kept = np.split(pairs[1:], [pairs[0, 0], pairs[0].sum()])
     found = np.flatnonzero(heads[:, 0] == module)
     if not len(found):

@@ -73,7 +73,7 @@ def overview(run: Overview, hparams: bytes | None, source: RunSource) -> dict[st
         "firstStep": run.first_step,
         "lastStep": run.last_step,
         "sessions": run.session_count,
-        "alerts": [alert_fields(alert) for alert in run.alerts],
+        "alerts": [{**alert_fields(alert), "message": alert.message} for alert in run.alerts],
         "hparams": dict(read_hparams(hparams)),
     }
 

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from telemetry.events import summaries
 from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.measure.images import encode_png
 from telemetry.records.buckets import BUCKETS_PER_OCTAVE, LAST_BUCKET, edges
+from telemetry.records.moments import finite_of
 from telemetry.records.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,9 @@ Charts = tuple[NDArray[Any], Sequence[int]]
 """Buckets of histograms, and the end of each: arguments of :func:`summaries.histograms`."""
 
 # Numbers of neighboring buckets that may become one.
-_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_WIDTHS = (1, 2, 4, 8, 16, 32)
+_MOST_VALUES = 1 / 32  # of a tensor's, in a cell of several buckets
+_WIDEST = 1 / 16  # of the root mean square, the width of a cell of more than two
 _PICTURES_SHARE = 1 / 3
 _HISTOGRAM_BYTES = 80  # of a histogram without its tag and its rows
 _ROW_BYTES, _CLASSIC_ROW_BYTES = 12, 16
@@ -131,7 +134,10 @@ class SizeBudget:
         most = room / self._row_bytes
         if 2 * len(rows.buckets) <= most:  # between two of them there is at most one row more
             return 1
-        place = bisect_left(_WIDTHS, True, key=lambda width: row_count(rows, width) <= most)
+        joined = joined_widths(rows)
+        place = bisect_left(
+            _WIDTHS, True, key=lambda width: _Cells.of(rows, joined, width).row_count <= most
+        )
         return _WIDTHS[min(place, len(_WIDTHS) - 1)]
 
 
@@ -180,64 +186,90 @@ def _parts(tags: Sequence[str], rows: Rows, at_once: int = _AT_ONCE) -> Iterator
         yield tags[some], rows.take(np.arange(len(tags))[some])
 
 
-def row_count(rows: Rows, merged: int) -> int:
-    """Return the number of rows that :func:`histograms` returns, or slightly more."""
-    rises = np.diff(_merged_buckets(merged).take(rows.buckets))
-    gaps = np.count_nonzero(rises > 1)  # some may be where one ends and another begins
-    lengths = rows.bucket_count[rows.bucket_count > 0]
-    rises[np.cumsum(lengths)[:-1] - 1] = 1
-    return int(len(lengths) > 0) + int(np.count_nonzero(rises)) + int(gaps)
+class _Cells(NamedTuple):
+    """Buckets of which neighbors became one: the cells of all rows, one row after the other."""
+
+    starts: NDArray[np.intp]  # place of each cell's first bucket
+    ends: NDArray[np.intp]  # of each row
+    left: NDArray[np.float32]
+    right: NDArray[np.float32]
+    gaps: NDArray[np.intp]  # cells behind which the row has empty buckets
+
+    @staticmethod
+    def of(rows: Rows, widths: NDArray[np.intp] | int, merged: int = 1) -> _Cells:
+        """Return the cells, of which each is as wide as its buckets say, at least ``merged``.
+
+        Bucket 0 stays alone; cell ``k > 0`` begins at bucket ``(k - 1) * width + 1``.
+        """
+        widths = np.maximum(widths, merged)
+        buckets, row_ends = rows.buckets.astype(np.intp), np.cumsum(rows.bucket_count)
+        last = -(-np.abs(buckets) // widths) * widths
+        first = np.maximum(last - widths + 1, 0)
+        signed = np.where(buckets < 0, -first, first)
+        begins = np.zeros(len(buckets) + 1, np.bool_)
+        begins[1:-1] = signed[1:] != signed[:-1]
+        begins[row_ends] = True
+        begins[0] = True
+        starts = np.flatnonzero(begins[:-1])
+        near = edges().take(first[starts])
+        far = edges().take(np.minimum(last[starts], LAST_BUCKET) + 1)
+        left = np.where(signed[starts] > 0, near, -far)
+        right = np.where(signed[starts] < 0, -near, far)
+        ends = np.searchsorted(starts, row_ends)
+        is_last = np.zeros(len(starts) + 1, np.bool_)
+        is_last[ends - 1] = True
+        gaps = np.flatnonzero((left[1:] > right[:-1]) & ~is_last[: len(starts) - 1])
+        return _Cells(starts, ends, left, right, gaps)
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows that :func:`histograms` returns."""
+        return len(self.starts) + len(self.gaps)
 
 
-@cache
-def _merged_buckets(merged: int) -> NDArray[np.int16]:
-    """Return the merged bucket of each bucket; those below 0 have the last places.
+def joined_widths(rows: Rows) -> NDArray[np.intp]:
+    """Return the number of neighbors with which each bucket may become one.
 
-    Bucket 0 stays alone; ``k > 0`` is ``merged`` buckets from ``(k - 1) * merged + 1`` on.
+    A cell of several buckets has at most 1/32 of the tensor's values, and is a quarter of an octave
+    or at most 1/16 of their root mean square wide. TensorBoard's charts have wider bins, and the
+    page's are about as wide. Half of all buckets are near zero, where they are far narrower.
     """
-    magnitudes = -(-np.arange(LAST_BUCKET + 1) // merged)
-    return np.concatenate([magnitudes, -magnitudes[:0:-1]]).astype(np.int16)
-
-
-def _merged(
-    rows: Rows, merged: int
-) -> tuple[NDArray[np.int16], NDArray[np.intp], NDArray[np.intp]]:
-    """Return the merged buckets of all rows, the begin of each, and the end of each row."""
-    ends = np.cumsum(rows.bucket_count)
-    if merged == 1:
-        return rows.buckets, np.arange(len(rows.buckets)), ends
-    coarse = _merged_buckets(merged).take(rows.buckets)
-    begins = np.zeros(len(coarse) + 1, np.bool_)
-    begins[ends] = True
-    begins[0] = True
-    begins[1:-1] |= coarse[1:] != coarse[:-1]
-    starts = np.flatnonzero(begins[:-1])
-    return coarse[starts], starts, np.searchsorted(starts, ends)
+    finite = finite_of(rows)
+    widths = np.ones(len(rows.buckets), np.intp)
+    with np.errstate(all="ignore"):
+        limits = _MOST_VALUES * finite, _WIDEST * np.sqrt(rows.sum_squares / finite)
+    most, widest = np.stack(limits).repeat(rows.bucket_count, axis=1)
+    for width in _WIDTHS[1:]:
+        cells = _Cells.of(rows, width)
+        if not len(cells.starts):
+            break
+        counts = np.add.reduceat(rows.counts, cells.starts)
+        is_narrow = (width == 2) | (cells.right - cells.left <= widest[cells.starts])
+        is_joined = is_narrow & (counts <= most[cells.starts])
+        sizes = np.diff(cells.starts, append=len(widths))
+        widths[is_joined.repeat(sizes)] = width
+    return widths
 
 
 def histograms(rows: Rows, merged: int = 1) -> Charts:
-    """Return :meth:`Sketch.histogram` of each row, with ``merged`` buckets in one."""
-    buckets, starts, ends = _merged(rows, merged)
-    counts = rows.counts
-    counts = np.add.reduceat(counts, starts) if merged > 1 and len(starts) else counts
+    """Return the histogram of each row, with at least ``merged`` buckets in one.
+
+    The outer edges are the exact minimum and maximum. One empty bucket represents all between two
+    filled ones.
+    """
+    cells = _Cells.of(rows, joined_widths(rows), merged)
+    counts = np.add.reduceat(rows.counts, cells.starts) if len(cells.starts) else rows.counts
     low, high = np.stack([rows.min, rows.max])[:, rows.bucket_count > 0]
-    # One empty bucket represents all between two filled ones of a tensor. Between two tensors
-    # there is no gap.
-    begins = np.zeros(len(buckets) + 1, np.bool_)
-    begins[ends] = True
-    before = np.flatnonzero((np.diff(buckets) > 1) & ~begins[1:-1])
-    gaps = before + np.arange(1, len(before) + 1)
-    source = np.ones(len(buckets) + len(gaps), np.intp)
+    source = np.ones(cells.row_count, np.intp)
+    gaps = cells.gaps + np.arange(1, len(cells.gaps) + 1)
     source[gaps] = 0
     source = source.cumsum() - 1
     largest = np.abs([low, high]).max(initial=0.0)
     charts = np.empty((len(source), 3), summaries.histogram_dtype(counts, largest))
-    left, right = _limits(merged)
-    places = buckets.take(source) + len(left) // 2
-    charts[:, 0], charts[:, 1] = left.take(places), right.take(places)
+    charts[:, 0], charts[:, 1] = cells.left.take(source), cells.right.take(source)
     charts[:, 2] = counts.take(source)
     charts[gaps, 0], charts[gaps, 1], charts[gaps, 2] = charts[gaps - 1, 1], charts[gaps + 1, 0], 0
-    ends += np.searchsorted(before, ends)
+    ends = cells.ends + np.searchsorted(cells.gaps, cells.ends)
     after = np.unique(ends[ends > 0])
     charts[after - 1, 1] = high
     charts[np.append(0, after)[:-1], 0] = low
@@ -252,7 +284,7 @@ def log10_histograms(rows: Rows) -> Charts:
     """
     lengths = rows.bucket_count
     starts = np.cumsum(lengths) - lengths
-    magnitudes = np.abs(_merged_buckets(BUCKETS_PER_OCTAVE).take(rows.buckets))
+    magnitudes = -(-np.abs(rows.buckets.astype(np.intp)) // BUCKETS_PER_OCTAVE)
     lowest = np.minimum.reduceat(np.where(magnitudes, magnitudes, LAST_BUCKET), starts)
     sizes = np.maximum.reduceat(magnitudes, starts) - lowest + 1
     ends = np.cumsum(sizes)
@@ -273,26 +305,10 @@ def log10_histograms(rows: Rows) -> Charts:
 
 
 @cache
-def _bounds(merged: int) -> NDArray[np.float32]:
-    """Return the lower limits of merged buckets from 0 on, and the upper limit of the last."""
-    fine = edges()
-    return np.concatenate([fine[:1], fine[1 : LAST_BUCKET + 1 : merged], fine[-1:]])
-
-
-@cache
-def _limits(merged: int) -> NDArray[np.float32]:
-    """Return the left and right edges of the merged buckets, ascending."""
-    limits = _bounds(merged).copy()
-    limits[-1] = np.inf
-    left = np.concatenate([-limits[:0:-1], limits[1:-1]])
-    return np.stack([left, -left[::-1]])
-
-
-@cache
 def _log10_limits() -> NDArray[np.float32]:
     """Return the lower and upper log10 of each octave; that of bucket 0 is not used."""
-    limits = _bounds(BUCKETS_PER_OCTAVE).astype(np.float64)
-    limits[0] = limits[1]
+    fine = edges().astype(np.float64)
+    limits = np.concatenate([fine[1:2], fine[1 : LAST_BUCKET + 1 : BUCKETS_PER_OCTAVE], fine[-1:]])
     # The last bucket of float32 has an infinite upper edge.
     limits[-1] = min(limits[-1], FLOAT32_MAX)
     return np.stack([np.log10(limits[:-1]), np.log10(limits[1:])]).astype(np.float32)

@@ -96,20 +96,8 @@ export function alertText(alert, run = null) {
     run ? element("span", { class: "muted" }, run) : null,
     alert.module_name ? element("span", { class: "alert-layer" }, alert.module_name) : null,
     alert.observed_in ? element("span", { class: "alert-layer" }, `observed in ${alert.observed_in}`) : null,
-    element("span", { class: "alert-message" }, alertMessage(alert)),
+    element("span", { class: "alert-message" }, alert.message),
   ].filter((part) => part !== null);
-}
-
-/** Summary and cause, code, consequences, and advice, in one line each, as Alert.message. */
-function alertMessage({ summary, cause, location, consequences, advice }) {
-  const named = consequences.map(faultText);
-  const lines = [
-    sentences([summary, cause]),
-    location ? `Code: ${location.file}:${location.line} (${location.class_name}.forward)` : "",
-    named.length ? sentences([`Consequences: ${named.join(", ")}`]) : "",
-    sentences(advice),
-  ];
-  return lines.filter((line) => line).join("\n");
 }
 
 /** Kind and stage; of an escalated alert, the consequence that escalated it. */
@@ -124,12 +112,6 @@ function faultText({ kind, module_name: layer }) {
   const title = kindTitle(kind);
   const name = title.startsWith("NaN") ? title : title.charAt(0).toLowerCase() + title.slice(1);
   return layer ? `${name} in ${layer}` : name;
-}
-
-/** Joins sentences; one without a mark at its end gets a period. */
-function sentences(parts) {
-  const given = parts.filter((part) => part);
-  return given.map((part) => (/[.!?]$/.test(part) ? part : `${part}.`)).join(" ");
 }
 
 /** A kind of alert as a title. */

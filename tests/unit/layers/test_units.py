@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def test_above_the_limit_every_layer_keeps_its_dead_and_its_largest_units() -> N
     assert other is not None
     assert ranges((dead == 0).all(axis=1)) == "0-11, 40"
     assert (few[:, 0] <= few[:, 1]).any()
-    assert len(data) > MOST_BYTES - 16  # the limit is used
+    assert MOST_BYTES - 16 < len(zlib.decompress(data)) <= MOST_BYTES  # the limit is used
     for units, layer in ((dead, layers[1]), (other, layers[2])):
         omitted = (units == NO_VALUES).all(axis=1)
         sizes = np.nan_to_num(np.abs(layer).max(axis=1), nan=np.inf)
@@ -110,7 +111,10 @@ def test_more_layers_and_dead_units_than_fit_stay_within_the_limit() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"x" * 9, "text", np.ones(4, np.float32), b"\xff" * 64, bytes(8), b"\xff" * (64 << 10)],
+    [
+        *(b"", b"x" * 9, "text", np.ones(4, np.float32), bytes(8)),
+        *map(zlib.compress, (b"", b"x" * 9, b"\xff" * 64, bytes(8), b"\xff" * MOST_BYTES)),
+    ],
 )
 def test_foreign_data_is_refused_or_has_no_units(data: object) -> None:
     try:
@@ -119,8 +123,13 @@ def test_foreign_data_is_refused_or_has_no_units(data: object) -> None:
         return
 
 
+def test_data_that_decompresses_beyond_the_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not hold units"):
+        decode_units(zlib.compress(bytes(MOST_BYTES + 8)), 1)
+
+
 def test_a_layer_that_claims_too_many_units_is_refused() -> None:
-    data = np.array([[1, 0], [1, 2**32 - 1]], "<u4").tobytes()
+    data = zlib.compress(np.array([[1, 0], [1, 2**32 - 1]], "<u4").T.tobytes())
     with pytest.raises(ValueError, match="4294967295 units"):
         decode_units(data, 1)
 
