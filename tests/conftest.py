@@ -29,40 +29,19 @@ torch.set_num_threads(1)
 torch.set_warn_always(True)
 
 
-SLOW = [
-    "system/benchmarks",
-    "system/run",
-    "system/ranks",
-    "system",
-    "gpu",
-    "contract/integrations",
-    "contract/tensorboard_plugin",
-]
-"""Folders whose tests are all slow; those with the longest files first."""
-
-
-def _slow_folder(path: Path) -> int:
-    """Return the number of the first folder of ``SLOW`` that the file is in, or ``len(SLOW)``."""
-    here = Path(__file__).parent
-    inside = (n for n, folder in enumerate(SLOW) if path.is_relative_to(here / folder))
-    return next(inside, len(SLOW))
+SLOW = ["system", "gpu", "contract/integrations", "contract/tensorboard_plugin"]
+"""Folders whose tests are all slow."""
 
 
 def _is_slow(path: Path) -> bool:
-    return _slow_folder(path) < len(SLOW)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    # xdist would start the files with the fewest tests last, and some of them take longest.
-    config.option.loadscopereorder = False
+    here = Path(__file__).parent
+    return any(path.is_relative_to(here / folder) for folder in SLOW)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _is_slow(item.path):
             item.add_marker(pytest.mark.slow)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: _slow_folder(item.path))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -157,6 +157,7 @@ def test_values_measured_earlier_show_their_step(page: TelemetryPage) -> None:
     assert {row[0]: row[1] for row in rows[:place]} == {
         "Gradient norm": "NaN",
         "Gradient RMS": "NaN",
+        "Gradient share": "NaN",
     }
     assert rows[place] == [f"measured at step {NAN - NAN % EVERY}"]
     assert "Update ratio" in [row[0] for row in rows[place:]]
