@@ -44,9 +44,6 @@ class Budget:
         max_overhead: The share, above 0 and at most 1.
         every_n_steps: Interval of full steps if the budget allows it.
         log_costs: Called with curves and the number of each full step, when its cost is known.
-
-    Attributes:
-        norms_every: Interval of the steps with norms.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Budget:
         self._log_costs = log_costs
         self._share, self._every_n_steps = max_overhead, every_n_steps
         self._own_s = self._bare_s = 0.0
-        self.norms_every = 1
+        self._norms_every = 1
         self._last_full: int | None = None
         self._full_s: deque[float] = deque(maxlen=5)  # of the last full steps
         self._bare_steps_s: deque[float] = deque(maxlen=DECISION_STEPS)
@@ -98,7 +95,11 @@ class Budget:
                     f"takes {cost_s * 1e3:.3g} ms, a step {self._usual_step_s() * 1e3:.3g} ms)",
                     "every_n_steps",
                 )
-        return full, full or step % self.norms_every == 0
+        return full, full or self.have_norms(step)
+
+    def have_norms(self, step: int) -> bool:
+        """Whether the norms of a step that is not full can be taken."""
+        return step % self._norms_every == 0
 
     def worker_took(self, work: Work, seconds: float) -> None:
         """Add CPU time of the worker thread, which calls this, for one step or scalar."""
@@ -147,7 +148,7 @@ class Budget:
             self._full_s.append(own_s)
             distance = self._every_n_steps if self._last_full is None else step - self._last_full
             self._last_full = step
-            curves = {"every_n_steps": distance, "norms_every_n_steps": self.norms_every}
+            curves = {"every_n_steps": distance, "norms_every_n_steps": self._norms_every}
             # At first the time of bare training is unknown.
             all_s = self._own_s + self._logged_s()
             overhead = {"overhead": all_s / self._bare_s} if self._bare_s > 0 else {}
@@ -162,11 +163,11 @@ class Budget:
             share = (median(self._norms_s) + self._mean_worker_s("norms")) / step_s
             allowed = NORMS_SHARE * self._share - self._logged_s() / max(self._bare_s, 1e-9)
             every = ceil(share / allowed) if allowed > 0 else MAX_NORMS_EVERY
-            self.norms_every = min(max(every, 1), MAX_NORMS_EVERY)
+            self._norms_every = min(max(every, 1), MAX_NORMS_EVERY)
             self._norms_s.clear()
-            if self.norms_every > 1:
+            if self._norms_every > 1:
                 self._log_once(
-                    f"gradient norms at one step in {self.norms_every}: at all of them they alone "
+                    f"gradient norms at one step in {self._norms_every}: at all of them they alone "
                     f"take {share:.2%} of the time of training",
                     "norms_every_n_steps",
                 )

@@ -346,7 +346,7 @@ class Capture:
             return True
         # Most steps of fast loops pass here: between two of them, code leaves the core's cache.
         state.step, state.light = number, False
-        self._norms = self._budget is None or number % self._budget.norms_every == 0
+        self._norms = self._budget is None or self._budget.have_norms(number)
         return True
 
     def after_step(self, optimizer: Optimizer, *, inner: bool = False) -> None:

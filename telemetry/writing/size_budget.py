@@ -230,8 +230,8 @@ class _Cells(NamedTuple):
 def joined_widths(rows: Rows) -> NDArray[np.intp]:
     """Return the number of neighbors with which each bucket may become one.
 
-    A cell of several buckets has at most 1/32 of the tensor's values, and is a quarter of an octave
-    or at most 1/16 of their root mean square wide. TensorBoard's charts have wider bins, and the
+    A cell of several buckets has at most 1/32 of the tensor's values. It is a quarter of an octave
+    wide, or at most 1/16 of their root mean square. TensorBoard's charts have wider bins, and the
     page's are about as wide. Half of all buckets are near zero, where they are far narrower.
     """
     finite = finite_of(rows)
