@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import tensorboard
 
 from telemetry.failures import Failures
-from telemetry.run.environment import setting
+from telemetry.run.arguments import setting
 from telemetry.run.logger import HookLogger
 
 Writer = tensorboard.SummaryWriter | str | os.PathLike[str]

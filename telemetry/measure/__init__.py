@@ -8,7 +8,7 @@ GPUs) or :mod:`device` (accelerators: PyTorch's operations) reads them.
 from __future__ import annotations
 
 from telemetry.measure.measurer import Measurements, Measurer
-from telemetry.measure.sampling import block_sample, fingerprint
+from telemetry.measure.tensors import block_sample, fingerprint
 
 __all__ = [
     "Measurements",

@@ -15,8 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.measure.sampling import sample_step
-from telemetry.measure.tensors import SERIAL_ELEMENTS, Values, pieces, unit_shape, working
+from telemetry.measure.tensors import (
+    SERIAL_ELEMENTS,
+    Values,
+    pieces,
+    sample_step,
+    unit_shape,
+    working,
+)
 from telemetry.records.moments import POWER_SUMS
 from telemetry.records.rows import HEAD, NO_VALUES, PAIR, Rows
 from telemetry.records.sketch import sketch_array
@@ -105,8 +111,11 @@ class HostRows:
         """
         if TENSORS is None:
             return [False] * len(tensors)
-        # The memory of a tensor with the negative bit holds other values.
-        plain = [t if type(t) in TYPES and not t.is_neg() else None for t in tensors]
+        plain: list[Tensor | None] = [*tensors]
+        for place, tensor in enumerate(tensors):
+            # The memory of a tensor with the negative bit holds other values.
+            if type(tensor) not in TYPES or tensor.is_neg():
+                plain[place] = None
         asked = unit_axis, TYPES, TENSORS, sample_step, powers
         return _native.measure_tensors(plain, *asked, self.heads, self.pairs, self.units)
 

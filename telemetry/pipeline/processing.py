@@ -14,8 +14,7 @@ from telemetry.capture import Budget, CapturedStep, LightStep
 from telemetry.capture.budget import Work
 from telemetry.events import summaries
 from telemetry.failures import Failures
-from telemetry.pipeline.light_steps import LightSteps
-from telemetry.pipeline.schedule import FullSteps, Judge
+from telemetry.pipeline.schedule import FullSteps, Judge, LightSteps
 from telemetry.plain_text import printable_lines
 from telemetry.ranks.exchange import Exchange
 from telemetry.ranks.merging import MergedStep

@@ -35,7 +35,6 @@ from telemetry.ranks.topology import RankObserver
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.run.arguments import FirstStep, OnAlert, check_phase, scalars_of
-from telemetry.run.disabled import DisabledRun
 from telemetry.run.files import RunFiles, log_command_once
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
@@ -175,10 +174,6 @@ class ActiveRun:
         """The alerts of all steps up to now; waits for the rules."""
         self._await_steps()
         return tuple(self.noted_alerts)
-
-    def inert(self) -> DisabledRun:
-        """Return the run of a copied or unpickled logger: a copied model is another model."""
-        return DisabledRun(self.log_dir, self.current_step)
 
     # --- hooks -----------------------------------------------------------------------------------
 

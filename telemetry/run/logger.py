@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, get_args
 
 from torch import Tensor, nn
@@ -30,14 +30,55 @@ from telemetry.run.arguments import (
     log_dir_of,
     rules_of,
     sample_of,
+    setting,
     size_budget_of,
     writer_of,
 )
 from telemetry.run.assembly import ActiveRun
-from telemetry.run.disabled import DisabledRun
-from telemetry.run.environment import setting
 from telemetry.selection import Selection, Selectors
 from telemetry.writing.hparams import Hyperparameter
+
+
+class DisabledRun:
+    """Run of a disabled logger: records nothing and returns the state that it was given."""
+
+    attached = should_stop = False
+    alerts: tuple[Alert, ...] = ()
+    noted_alerts: Sequence[Alert] = ()
+
+    def __init__(self, log_dir: str, first_step: int) -> None:
+        self.log_dir = log_dir
+        self._first_step = first_step
+        self._state: dict[str, Any] = {}
+
+    @property
+    def current_step(self) -> int:
+        return self._state.get("step", self._first_step)  # type: ignore[no-any-return]
+
+    def log(self, scalars: object, more: Sequence[object], named: Mapping[str, object]) -> None: ...
+
+    def hparams(self, values: object, metrics: object) -> None: ...
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = dict(state)
+
+    def attach(self) -> None: ...
+
+    def detach(self) -> None: ...
+
+    def close(self, timeout_s: float) -> None: ...
+
+    def end_block(self, exception: BaseException | None) -> None: ...
 
 
 class HookLogger:
@@ -202,7 +243,9 @@ class HookLogger:
 
     def __getstate__(self) -> dict[str, Any]:
         """Make copies and pickles inert: a copied model is another model."""
-        return {"_run": self._run.inert()}
+        run = self._run
+        inert = run if isinstance(run, DisabledRun) else DisabledRun(run.log_dir, run.current_step)
+        return {"_run": inert}
 
     def __enter__(self) -> HookLogger:
         self.attach()

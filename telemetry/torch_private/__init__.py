@@ -189,22 +189,18 @@ def is_being_traced(tensor: Tensor) -> bool:
     True while a function is traced or a CUDA graph is captured, in transforms of ``torch.func``,
     and on the meta device.
     """
-    return (
-        tensor.is_meta
-        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        or _in_transform()
-        or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
-        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
-
-
-def _in_transform() -> bool:
     try:  # without find(): called in each hook
-        return torch._C._functorch.maybe_current_level() is not None
+        if torch._C._functorch.maybe_current_level() is not None:
+            return True
     except AttributeError:
         consequence = "tensors inside of torch.func transforms are not recognized"
         find(getattr(torch._C, "_functorch", None), "maybe_current_level", consequence)
-        return False
+    return (
+        tensor.is_meta
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 # --- calls of modules -----------------------------------------------------------------------------
@@ -235,7 +231,8 @@ class AroundModuleCalls:
                 nn_module.register_module_forward_hook(self._after),
                 nn_module.register_module_module_registration_hook(self._on_registered),
             ]
-            _quiet.update(handle.id for handle in self._handles)
+            for handle in self._handles:
+                _quiet.add(handle.id)
             if _has_any_global_hook is not None:
                 setattr(nn_module, _ASKED, _has_any_other_global_hook)
 

@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as charts_metadata
@@ -17,12 +18,12 @@ from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.events.page_format import LAYOUT_PREFIX, LOSS_PREFIX
 from telemetry.layers import STATISTICS, Statistic, table
+from telemetry.layers.heat_map import heat_map
 from telemetry.plain_text import printable
-from telemetry.records import RankFacts, StepRecord
+from telemetry.records import Layout, RankFacts, StepRecord
 from telemetry.records.loss import LOSS_TAGS
-from telemetry.tag_names import FULL_STEPS, RUN, plain
+from telemetry.tag_names import FULL_STEPS, IMAGES, RUN, plain
 from telemetry.writing import tags
-from telemetry.writing.heatmap_picture import HeatmapPicture
 from telemetry.writing.page import PageWriter
 from telemetry.writing.size_budget import SizeBudget
 
@@ -325,3 +326,78 @@ def _margins(name: str) -> layout_pb2.Chart:
         title=f"{statistic.title}{scale}: median over all layers, 5 to 95 %",
         margin=layout_pb2.MarginChartContent(series=[series]),
     )
+
+
+# --- picture -------------------------------------------------------------------------------------
+
+HEATMAP_TAG = f"{IMAGES}telemetry_heatmap"
+_MAX_COLUMNS = 512
+_MAX_ROWS = 512
+_FIRST_PICTURE = 8  # full steps
+_GROWTH = 1.25
+_PAUSE_S = 10.0
+
+
+class HeatmapPicture:
+    """Picture of layers × steps for TensorBoard's Images tab: gradient norms of full steps.
+
+    It draws after 25 % more steps and at least ten seconds, and once more at the end. TensorBoard
+    always keeps the last picture.
+    """
+
+    def __init__(self, size_budget: SizeBudget | None = None) -> None:
+        self._size_budget = size_budget or SizeBudget()
+        self._layout: Layout | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps: list[int] = []
+        self._columns: list[NDArray[np.float64]] = []
+        self._stride = 1  # full steps per column
+        self._taken = 0
+        self._next_picture = float(_FIRST_PICTURE)
+        self._drawn, self._drawn_at_s = 0, 0.0  # full steps in the last picture, and its time
+
+    def values_of(self, record: StepRecord) -> Iterator[bytes]:
+        """Add a record; yield a picture if one is due."""
+        if not record.full or record.phase or record.skipped:
+            return
+        if record.layout is not self._layout:
+            self._begin()
+            self._layout = record.layout
+        self._add(record)
+        if self._taken >= self._next_picture and record.wall_time > self._drawn_at_s + _PAUSE_S:
+            self._next_picture, self._drawn_at_s = self._taken * _GROWTH, record.wall_time
+            yield self._picture()
+
+    def last_values(self) -> Iterator[bytes]:
+        """Yield a picture of all steps, unless the last one shows them or they are few."""
+        if self._taken > self._drawn and self._taken >= _FIRST_PICTURE:
+            yield self._picture()
+
+    def _add(self, record: StepRecord) -> None:
+        norms = np.where(record.grad_present, record.grad_norms, -1.0)[record.layout.depth_order]
+        if self._taken % self._stride:
+            self._columns[-1] = np.maximum(self._columns[-1], norms)
+        else:
+            self._columns.append(norms)
+            self._steps.append(record.step)
+        self._taken += 1
+        if len(self._columns) == _MAX_COLUMNS and self._taken % self._stride == 0:
+            pairs = zip(self._columns[::2], self._columns[1::2], strict=True)
+            self._columns = [np.maximum(a, b) for a, b in pairs]
+            self._steps = self._steps[::2]
+            self._stride *= 2
+
+    def _picture(self) -> bytes:
+        assert self._layout is not None
+        self._drawn = self._taken
+        matrix = np.stack(self._columns, axis=1)
+        starts = np.arange(0, len(matrix), -(-len(matrix) // _MAX_ROWS))
+        names = [
+            printable(self._layout.parameters[i].name) for i in self._layout.depth_order[starts]
+        ]
+        drawn = heat_map(
+            np.maximum.reduceat(matrix, starts), names, self._steps, title="gradient norm"
+        )
+        return self._size_budget.picture(HEATMAP_TAG, drawn.pixels())

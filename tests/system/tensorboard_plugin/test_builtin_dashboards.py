@@ -11,8 +11,7 @@ import pytest
 
 from telemetry.events import FileWriter, summaries
 from telemetry.writing import hparams, tags
-from telemetry.writing.dashboard import custom_scalars_value, depth_values
-from telemetry.writing.heatmap_picture import HeatmapPicture
+from telemetry.writing.dashboard import HeatmapPicture, custom_scalars_value, depth_values
 from telemetry.writing.page import PageWriter
 from tests.helpers.browser import PATIENCE_S, TelemetryPage, serve
 from tests.helpers.known_runs import alert_at

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from telemetry.measure import Measurer, block_sample
-from telemetry.measure.sampling import FULL_ELEMENTS
-from telemetry.measure.tensors import WORKING_DTYPE, pieces
+from telemetry.measure.tensors import FULL_ELEMENTS, WORKING_DTYPE, pieces
 from telemetry.records import TensorRecord
 from telemetry.records.buckets import bucket_indices
 from telemetry.records.sketch import SAMPLE_ELEMENTS, Sketch, sketch_array

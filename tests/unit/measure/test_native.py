@@ -25,8 +25,7 @@ from torch import Tensor
 
 from telemetry.measure import native
 from telemetry.measure.native import HostRows
-from telemetry.measure.sampling import sample_step
-from telemetry.measure.tensors import values_of
+from telemetry.measure.tensors import sample_step, values_of
 from telemetry.records import TensorRecord
 from telemetry.records.buckets import bucket_indices
 from telemetry.records.rows import Rows

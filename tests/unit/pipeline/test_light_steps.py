@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from telemetry import HookLogger, StepRecord, read
 from telemetry.alert import Alert
 from telemetry.alerts.detector import Detector, Finding
-from telemetry.pipeline import LightSteps, light_steps
-from telemetry.pipeline.light_steps import DECISION_STEPS, DENSE_STEPS, FIRST_STEPS, MAX_EVERY
+from telemetry.pipeline import LightSteps, schedule
+from telemetry.pipeline.schedule import DECISION_STEPS, DENSE_STEPS, FIRST_STEPS, MAX_EVERY
 from telemetry.tag_names import RUN
 from tests.helpers.plain_events import EventAccumulator
 
@@ -91,7 +91,7 @@ def test_without_a_limit_norms_are_measured_at_each_step() -> None:
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower the allowed share, so that each step costs too much."""
-    monkeypatch.setattr(light_steps, "SHARE", 1e-6)
+    monkeypatch.setattr(schedule, "SHARE", 1e-6)
 
 
 class EachStep(Detector):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from telemetry.layers.heat_map import heat_map
-from telemetry.writing.heatmap_picture import TAG, HeatmapPicture
+from telemetry.writing.dashboard import HEATMAP_TAG, HeatmapPicture
 from tests.helpers.small_records import LAYOUT, full_record
 
 
@@ -80,4 +80,4 @@ def test_only_full_training_steps_count_and_another_layout_restarts_the_picture(
     other = type(LAYOUT)(modules=LAYOUT.modules, parameters=LAYOUT.parameters)
     list(picture.values_of(full_record(1, layout=other)))
     assert picture._steps == [1]
-    assert TAG == "~images/telemetry_heatmap"
+    assert HEATMAP_TAG == "~images/telemetry_heatmap"
