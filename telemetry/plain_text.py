@@ -42,7 +42,7 @@ def figure(value: float, digits: int = 3) -> str:
     text = f"{value:.{digits}g}"
     if "e" not in text:
         return text
-    if 1e3 <= abs(value) < 1e6:
+    if 1 <= abs(value) < 1e6:
         return f"{float(text):,.0f}"
     mantissa, exponent = text.split("e")
     return f"{mantissa}e{int(exponent)}"

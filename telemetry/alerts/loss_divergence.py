@@ -98,11 +98,11 @@ class LossDivergence(Detector):
         cause = f"The learning rate is {figure(rate)}" if rate > 0 else None
         if 0 < lowest * JUMP <= rate:
             cause = f"The learning rate rose from {figure(lowest)} to {figure(rate)}"
-        ratio = f"{self._ratio:.0%}" if self._ratio < 10 else f"{figure(self._ratio, 2)}x"
+        ratio = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{figure(self._ratio, 2)}x"
         name, large = baseline.large_start
         return Finding(
             summary=f"The loss rose to {figure(now, 4)}, and one optimizer step moves the "
-            f"weights by {ratio} of their norm",
+            f"weights by {ratio} their norm",
             cause=large or cause,
             advice=_INITIALIZE if name else _LOWER,
             value=self._ratio,

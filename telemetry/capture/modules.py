@@ -196,15 +196,15 @@ class WatchedModules:
         if model is None:
             return False
         # A new module may have the identity of one that was deleted.
-        gone = None in [hook.module() for hook in self._hooks.values()]
-        return gone or self._identities != _identities(model)
+        is_deleted = None in [hook.module() for hook in self._hooks.values()]
+        return is_deleted or self._identities != _identities(model)
 
     def how_they_ran(self, step: Step) -> str:
         """Describe the forward passes in a step without a backward pass, for a log message."""
         if step.order:
             return "the model ran, but no backward pass has reached its parameters"
         if self._target.model() is None:
-            return "the model is gone: HookLogger does not keep it alive"
+            return "the model was deleted: HookLogger does not keep it alive"
         if not step.full:
             return "no backward pass followed"
         if any(hook.ran_eagerly for hook in self._hooks.values()):

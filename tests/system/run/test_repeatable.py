@@ -16,7 +16,13 @@ from telemetry import Alert, HookLogger
 from tests.helpers.interrupted_runs import RUNS, STEPS
 
 REPETITIONS = 3
-HOG = "print('busy', flush=True)\nwhile True: pass"
+# Ends with its parent, even if that is killed.
+HOG = """
+import os
+parent = os.getppid()
+print('busy', flush=True)
+while os.getppid() == parent: pass
+"""
 
 
 @pytest.fixture
