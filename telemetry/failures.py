@@ -12,16 +12,15 @@ log = logging.getLogger("telemetry")
 
 
 class Failures:
-    """Counts what failed inside telemetry and logs the first failure of each kind."""
+    """Logs the first failure of each kind inside telemetry."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
         self._logged: set[str] = set()
 
     def report(self, doing: str) -> None:
-        """Count the exception being handled; ``doing`` says what failed: "to write an alert"."""
-        self._counts[doing] = self._counts.get(doing, 0) + 1
-        if self._counts[doing] == 1:
+        """Log the exception being handled; ``doing`` says what failed: "to write an alert"."""
+        if doing not in self._logged:
+            self._logged.add(doing)
             log.warning("telemetry failed %s; training continues without it", doing, exc_info=True)
 
     @contextmanager
@@ -37,10 +36,6 @@ class Failures:
         if (kind or message) not in self._logged:
             self._logged.add(kind or message)
             log.log(level, "telemetry: %s", printable(message))
-
-    def summary(self) -> str:
-        """Return the failures and their counts as a text; empty without any."""
-        return ", ".join(f"{doing} ({count}×)" for doing, count in self._counts.items())
 
 
 class RaisingFailures(Failures):

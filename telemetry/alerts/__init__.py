@@ -8,8 +8,5 @@ A comment at each threshold gives its evidence. "Tried 5 and 20": the runs of
 run with another verdict is named. "Chosen manually": there is no other evidence.
 """
 
-from __future__ import annotations
-
-from telemetry.alerts.configuration import default_rules, rules_from
-
-__all__ = ["default_rules", "rules_from"]
+from telemetry.alerts.configuration import default_rules as default_rules
+from telemetry.alerts.configuration import rules_from as rules_from

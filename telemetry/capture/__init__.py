@@ -11,10 +11,8 @@ and :mod:`layouts` describes them. :mod:`budget` limits the cost, :mod:`missed_s
 no step is recorded, and :mod:`probe` runs a sample.
 """
 
-from telemetry.capture.budget import Budget
-from telemetry.capture.capture import Capture
-from telemetry.capture.captured_step import CapturedStep
-from telemetry.capture.light_step import LightStep
-from telemetry.capture.state import Content
-
-__all__ = ["Budget", "Capture", "CapturedStep", "Content", "LightStep"]
+from telemetry.capture.budget import Budget as Budget
+from telemetry.capture.capture import Capture as Capture
+from telemetry.capture.captured_step import CapturedStep as CapturedStep
+from telemetry.capture.light_step import LightStep as LightStep
+from telemetry.capture.state import Content as Content

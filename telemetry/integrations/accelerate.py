@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from torch import Tensor, nn
 
-from telemetry.integrations.trainer_logger import TrainerLogger, Writer
+from telemetry.integrations.trainer_logger import TrainerLogger
 from telemetry.run.logger import HookLogger
 
 
@@ -25,10 +25,7 @@ class TelemetryTracker(TrainerLogger, GeneralTracker):
     name = "telemetry"
     requires_logging_directory = False
     main_process_only = False  # all ranks write one run
-
-    def __init__(self, writer: Writer, **options: Any) -> None:
-        super().__init__(writer, **options)
-        self._configuration: Mapping[str, Any] = {}
+    _configuration: Mapping[str, Any] = {}
 
     @property
     def tracker(self) -> HookLogger | None:
@@ -37,7 +34,7 @@ class TelemetryTracker(TrainerLogger, GeneralTracker):
     def watch(self, accelerator: Accelerator, model: nn.Module) -> HookLogger:
         """Start logging the training of a model, after ``accelerator.prepare``."""
         accelerator.register_for_checkpointing(self)
-        logger = self.begin(model, None)
+        logger = self.begin(model)
         if self._configuration:
             logger.hparams(self._configuration)
         return logger

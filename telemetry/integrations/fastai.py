@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastai.callback.core import Callback, CancelFitException
 from fastai.optimizer import OptimWrapper
 
-from telemetry.integrations.trainer_logger import TrainerLogger, Writer
+from telemetry.integrations.trainer_logger import TrainerLogger
 
 
 class TelemetryCallback(TrainerLogger, Callback):
@@ -16,13 +14,10 @@ class TelemetryCallback(TrainerLogger, Callback):
     Arguments are as for :class:`TrainerLogger`.
     """
 
-    def __init__(self, writer: Writer, **options: Any) -> None:
-        super().__init__(writer, **options)
-
     def before_fit(self) -> None:
         self.run = not any(hasattr(self.learn, name) for name in ("lr_finder", "gather_preds"))
         if self.run:
-            self.begin(self.learn.model, None, first_step="auto")
+            self.begin(self.learn.model, first_step="auto")
 
     def before_backward(self) -> None:
         self.log_loss(self.learn.loss)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from ignite.engine import Engine, Events
 from torch import nn
 
-from telemetry.integrations.trainer_logger import TrainerLogger, Writer
+from telemetry.integrations.trainer_logger import TrainerLogger
 
 
 class TelemetryHandler(TrainerLogger):
@@ -19,9 +18,6 @@ class TelemetryHandler(TrainerLogger):
     is logged after the step, at the number of ignite's iteration.
     Arguments are as for :class:`TrainerLogger`.
     """
-
-    def __init__(self, writer: Writer, **options: Any) -> None:
-        super().__init__(writer, **options)
 
     def attach(
         self, engine: Engine, model: nn.Module, evaluators: Mapping[str, Engine] | None = None
@@ -41,7 +37,7 @@ class TelemetryHandler(TrainerLogger):
             evaluator.add_event_handler(Events.ITERATION_COMPLETED, self.end_phase)
 
     def _started(self, engine: Engine, model: nn.Module) -> None:
-        self.begin(model, None, first_step=engine.state.iteration)
+        self.begin(model, first_step=engine.state.iteration)
 
     def _iteration_completed(self, engine: Engine) -> None:
         output = engine.state.output

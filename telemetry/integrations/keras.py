@@ -7,7 +7,7 @@ from typing import Any
 from keras.callbacks import Callback
 from torch import nn
 
-from telemetry.integrations.trainer_logger import TrainerLogger, Writer
+from telemetry.integrations.trainer_logger import TrainerLogger
 
 
 class TelemetryCallback(TrainerLogger, Callback):
@@ -17,15 +17,12 @@ class TelemetryCallback(TrainerLogger, Callback):
     running mean of the epoch, as in Keras. Arguments are as for :class:`TrainerLogger`.
     """
 
-    def __init__(self, writer: Writer, **options: Any) -> None:
-        super().__init__(writer, **options)
-
     def on_train_begin(self, logs: Any = None) -> None:
         # named_modules() of most Keras models does not contain their layers.
         self._layers = nn.Module()
         for layer in self.model.layers:
             self._layers.add_module(layer.name.replace(".", "_"), layer)
-        self.begin(self._layers, None, first_step=int(self.model.optimizer.iterations))
+        self.begin(self._layers, first_step=int(self.model.optimizer.iterations))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.hook_logger is not None:

@@ -15,14 +15,13 @@ from telemetry.failures import Failures
 from telemetry.run.arguments import setting
 from telemetry.run.logger import HookLogger
 
-Writer = tensorboard.SummaryWriter | str | os.PathLike[str]
-
 
 class TrainerLogger:
     """:class:`HookLogger` that is created at the beginning of a training and closed at its end.
 
     Args:
-        writer: As for ``HookLogger``; None: ``TELEMETRY_LOG_DIR``, or the directory of the trainer.
+        writer: As for ``HookLogger``; None: ``TELEMETRY_LOG_DIR``, or the directory of the trainer,
+            if it has one.
         options: Other arguments of ``HookLogger``. With ``on_alert="stop"`` the trainer stops
             by its own means, on all ranks at the same step.
 
@@ -34,7 +33,11 @@ class TrainerLogger:
         TypeError: An option is not an argument of ``HookLogger``.
     """
 
-    def __init__(self, writer: Writer | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        writer: tensorboard.SummaryWriter | str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__()
         try:
             inspect.signature(HookLogger).bind(None, None, **options)
@@ -49,11 +52,11 @@ class TrainerLogger:
         self._loss_step = -1
         self._training = False
 
-    def begin(self, model: nn.Module, writer: Any, *, first_step: Any = 0) -> HookLogger:
+    def begin(self, model: nn.Module, writer: Any = None, *, first_step: Any = 0) -> HookLogger:
         """Start logging the training of ``model``.
 
         Args:
-            writer: Writer or directory of the trainer.
+            writer: Writer or directory of the trainer, if it has one.
             first_step: Default; an option of the user or a loaded state overrides it.
         """
         self.end()

@@ -114,7 +114,7 @@ def figure(x: Any, of_finite: Callable[[Any], Values]) -> Column:
     """Return a mean or norm over all elements; formulas alone are over the finite ones.
 
     Args:
-        x: Columns with the fields of :class:`~telemetry.records.moments.Moments`.
+        x: Columns with the fields of :class:`~telemetry.records.sketch.Sketch`.
         of_finite: Formula for columns without NaN and infinity.
 
     Returns:

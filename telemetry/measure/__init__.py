@@ -5,14 +5,7 @@ and how they lie in memory. :mod:`native` (CPU: the C extension, or NumPy), :mod
 GPUs) or :mod:`device` (accelerators: PyTorch's operations) reads them.
 """
 
-from __future__ import annotations
-
-from telemetry.measure.measurer import Measurements, Measurer
-from telemetry.measure.tensors import block_sample, fingerprint
-
-__all__ = [
-    "Measurements",
-    "Measurer",
-    "block_sample",
-    "fingerprint",
-]
+from telemetry.measure.measurer import Measurements as Measurements
+from telemetry.measure.measurer import Measurer as Measurer
+from telemetry.measure.tensors import block_sample as block_sample
+from telemetry.measure.tensors import fingerprint as fingerprint

@@ -1,16 +1,10 @@
 """Pipeline from the training thread to rules and files: queue, processor, schedule."""
 
-from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
-from telemetry.pipeline.queue import CLOSE_TIMEOUT_S, Pipeline
-from telemetry.pipeline.schedule import FullSteps, LightSteps
-
-__all__ = [
-    "CLOSE_TIMEOUT_S",
-    "FullSteps",
-    "Item",
-    "LightSteps",
-    "LoggedScalars",
-    "Pipeline",
-    "Processor",
-    "ReadyValues",
-]
+from telemetry.pipeline.processing import Item as Item
+from telemetry.pipeline.processing import LoggedScalars as LoggedScalars
+from telemetry.pipeline.processing import Processor as Processor
+from telemetry.pipeline.processing import ReadyValues as ReadyValues
+from telemetry.pipeline.queue import CLOSE_TIMEOUT_S as CLOSE_TIMEOUT_S
+from telemetry.pipeline.queue import Pipeline as Pipeline
+from telemetry.pipeline.schedule import FullSteps as FullSteps
+from telemetry.pipeline.schedule import LightSteps as LightSteps

@@ -1,14 +1,13 @@
 """Exact moments of a tensor's values: counts, extremes and sums of powers.
 
-The formulas take :class:`Moments` of one tensor, or columns over many tensors, such as
-:class:`~telemetry.records.rows.Rows`. They return float64 of the same shape: NaN where there is no
-finite value.
+The formulas take a :class:`~telemetry.records.sketch.Sketch` of one tensor, or columns over many
+tensors, such as :class:`~telemetry.records.rows.Rows`. They return float64 of the same shape: NaN
+where there is no finite value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import wraps
 from math import fsum, nan
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-# Fields of :class:`Moments`, by the reduction that merges two tensors.
+# Fields of a sketch, by the reduction that merges two tensors.
 COUNTS = ("count", "nan_count", "positive_inf_count", "negative_inf_count", "zero_count")
 EXTREMES = ("min", "max")
 POWER_SUMS = ("sum", "sum_squares", "sum_cubes", "sum_fourth_powers")
@@ -105,74 +104,6 @@ def norm_of(x: Any) -> Any:
 def zero_fraction_of(x: Any) -> Any:
     """Return the share of zeros among all values, including NaN and infinity."""
     return np.divide(x.zero_count, x.count)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Moments:
-    """Counts, extremes and power sums of some numbers; without arguments, those of no numbers.
-
-    The sums are of the values themselves, not of their distances from the mean, so they add up.
-    Formulas with their differences lose digits where the mean is far from zero.
-
-    Attributes:
-        count: Number of all elements, including NaN and infinity.
-        zero_count: Number of exact zeros, of either sign.
-        min: Smallest finite value; NaN without any.
-        max: Largest finite value; NaN without any.
-        sum: Sum of the finite values, in float64 like the other sums.
-        sum_cubes: Sum of third powers; NaN if unknown.
-        sum_fourth_powers: Sum of fourth powers; NaN if unknown.
-    """
-
-    count: int = 0
-    nan_count: int = 0
-    positive_inf_count: int = 0
-    negative_inf_count: int = 0
-    zero_count: int = 0
-    min: float = nan
-    max: float = nan
-    sum: float = 0.0
-    sum_squares: float = 0.0
-    sum_cubes: float = 0.0
-    sum_fourth_powers: float = 0.0
-
-    @property
-    def nonfinite_count(self) -> int:
-        return int(nonfinite_of(self))
-
-    @property
-    def finite_count(self) -> int:
-        return int(finite_of(self))
-
-    @property
-    def mean(self) -> float:
-        """See :func:`mean_of`."""
-        return float(mean_of(self))
-
-    @property
-    def rms(self) -> float:
-        """See :func:`rms_of`."""
-        return float(rms_of(self))
-
-    @property
-    def std(self) -> float:
-        """See :func:`std_of`."""
-        return float(std_of(self))
-
-    @property
-    def kurtosis(self) -> float:
-        """See :func:`kurtosis_of`."""
-        return float(kurtosis_of(self))
-
-    @property
-    def norm(self) -> float:
-        """See :func:`norm_of`."""
-        return float(norm_of(self))
-
-    @property
-    def zero_fraction(self) -> float:
-        """See :func:`zero_fraction_of`."""
-        return float(zero_fraction_of(self))
 
 
 @np.errstate(all="ignore")

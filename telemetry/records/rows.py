@@ -25,7 +25,7 @@ from telemetry.records.moments import (
     std_of,
 )
 
-# Figures of :class:`~telemetry.records.moments.Moments` of each row, and its numbers of merged
+# Figures of :class:`~telemetry.records.sketch.Sketch` of each row, and its numbers of merged
 # tensors, buckets and units.
 COLUMNS = np.dtype(
     [(name, "i8") for name in COUNTS]
@@ -52,7 +52,7 @@ class Rows:
     """Measurements of some tensors.
 
     Each column is an attribute, int64 or float64 ``[rows]``: the figures of
-    :class:`~telemetry.records.moments.Moments`; ``calls``, the number of merged tensors;
+    :class:`~telemetry.records.sketch.Sketch`; ``calls``, the number of merged tensors;
     ``bucket_count`` and ``unit_count``, the numbers of filled buckets and of units.
 
     Attributes:
@@ -134,7 +134,7 @@ class Rows:
         )
 
     def moments(self, row: int) -> dict[str, Any]:
-        """Return the arguments of :class:`~telemetry.records.moments.Moments` for one row."""
+        """Return the figures of one row, arguments of ``Sketch``."""
         return dict(zip(FIGURES, self.columns[row].item(), strict=False))
 
     def span(self, row: int) -> slice:

@@ -2,25 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import nan
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.records import moments
 from telemetry.records.buckets import LAST_BUCKET, bucket_indices, limits
-from telemetry.records.moments import POWER_SUMS, Moments
+from telemetry.records.moments import POWER_SUMS
 from telemetry.records.rows import Rows
 
 SAMPLE_ELEMENTS = 32_768  # approximately, of a tensor whose sketch is that of a sample
 
 
+Number = TypeVar("Number")
+
+
+class _Figure(Generic[Number]):
+    """Attribute that a formula of :mod:`telemetry.records.moments` computes."""
+
+    def __init__(self, formula: Callable[[Any], Any], kind: Callable[[Any], Number]) -> None:
+        self._formula, self._kind = formula, kind
+        self.__doc__ = formula.__doc__
+
+    def __get__(self, sketch: object, owner: object) -> Number:
+        if sketch is None:
+            return self  # type: ignore[return-value]  # of the class, for documentation
+        return self._kind(self._formula(sketch))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sketch(Moments):
+class Sketch:
     """Summary of a tensor's values; :class:`Rows` merges and scales those of several tensors.
 
+    The sums are of the values themselves, not of their distances from the mean, so they add up.
+    Formulas with their differences lose digits where the mean is far from zero.
+
     Attributes:
+        count: Number of all elements, including NaN and infinity.
+        zero_count: Number of exact zeros, of either sign.
+        min: Smallest finite value; NaN without any.
+        max: Largest finite value; NaN without any.
+        sum: Sum of the finite values, in float64 like the other sums.
+        sum_cubes: Sum of third powers; NaN if unknown.
+        sum_fourth_powers: Sum of fourth powers; NaN if unknown.
         buckets: Filled buckets, ascending, int16, shape ``[k]``. Bucket ``b > 0`` holds
             ``E[b] <= x < E[b + 1]`` with ``E = edges()``, ``b < 0`` its mirror image, and 0 values
             within ``±E[1]``. The outermost include all finite values beyond them.
@@ -28,8 +56,28 @@ class Sketch(Moments):
             ``finite_count``. Fractional if a sample was scaled up.
     """
 
+    count: int = 0
+    nan_count: int = 0
+    positive_inf_count: int = 0
+    negative_inf_count: int = 0
+    zero_count: int = 0
+    min: float = nan
+    max: float = nan
+    sum: float = 0.0
+    sum_squares: float = 0.0
+    sum_cubes: float = 0.0
+    sum_fourth_powers: float = 0.0
     buckets: NDArray[np.int16]
     counts: NDArray[np.float64]
+
+    nonfinite_count = _Figure(moments.nonfinite_of, int)
+    finite_count = _Figure(moments.finite_of, int)
+    mean = _Figure(moments.mean_of, float)
+    rms = _Figure(moments.rms_of, float)
+    std = _Figure(moments.std_of, float)
+    kurtosis = _Figure(moments.kurtosis_of, float)
+    norm = _Figure(moments.norm_of, float)
+    zero_fraction = _Figure(moments.zero_fraction_of, float)
 
     @staticmethod
     def of_row(rows: Rows, row: int) -> Sketch:

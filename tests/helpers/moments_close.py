@@ -6,10 +6,11 @@ from math import sqrt
 
 import numpy as np
 
-from telemetry.records.moments import COUNTS, POWER_SUMS, Moments
+from telemetry.records.moments import COUNTS, POWER_SUMS
+from telemetry.records.sketch import Sketch
 
 
-def assert_moments_close(actual: Moments, expected: Moments, *, rtol: float) -> None:
+def assert_moments_close(actual: Sketch, expected: Sketch, *, rtol: float) -> None:
     """Counts and extremes are the same; sums are, up to ``rtol`` of the sum of the magnitudes."""
     for name in COUNTS:
         assert getattr(actual, name) == getattr(expected, name), name
