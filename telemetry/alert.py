@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from telemetry import untrusted
 from telemetry.plain_text import called, printable
 from telemetry.records import CodeLocation, Layout
+from telemetry.records.batches import Batch
 
 Severity = Literal["note", "warning", "error"]
 Stage = Literal["started", "escalated", "resolved"]
@@ -38,6 +39,7 @@ class Alert:
             that may be intended: it is shown, but neither raised nor printed.
         step: Optimizer steps completed when the measurement was taken, from 0.
         module_name: The culprit, as in ``named_modules()``; None if it is the loss or the model.
+        batches: Batches that may be the cause, with the ids that ``HookLogger.batch`` received.
         observed_in: The module whose numbers show the fault, if it is not ``module_name``: the ReLU
             that zeroes the outputs of a layer.
         value: The measured figure that the rule judged; of an escalated alert that of the
@@ -64,6 +66,7 @@ class Alert:
     consequences: tuple[Consequence, ...] = ()
     stage: Stage = "started"
     observed_in: str | None = None
+    batches: tuple[Batch, ...] = ()
 
     @property
     def anchor(self) -> str:
@@ -89,6 +92,7 @@ class Alert:
             lines.append(f"Code: {printable(str(self.location))}")
         if self.consequences:
             lines.append(_sentences(f"Consequences: {', '.join(map(str, self.consequences))}"))
+        lines += [_sentences(str(batch)) for batch in self.batches if batch.ids][:_MAX_BATCHES]
         return "\n".join([*lines, *([_sentences(*self.advice)] if self.advice else [])])
 
 
@@ -141,6 +145,24 @@ def parse_location(content: Any) -> CodeLocation:
     return CodeLocation(**_LOCATION_FIELDS(content))
 
 
+def parse_batches(content: Any) -> tuple[Batch, ...]:
+    """Return the batches of a JSON list.
+
+    Raises:
+        ValueError: A field is missing or has a wrong value; the message names it.
+    """
+    return tuple([Batch(**{**batch, "ids": tuple(batch["ids"])}) for batch in _BATCHES(content)])
+
+
+# Lines of a message.
+_MAX_BATCHES = 5
+_BATCHES = untrusted.list_of(
+    untrusted.fields(
+        step=untrusted.non_negative_int,
+        rank=untrusted.non_negative_int,
+        ids=untrusted.list_of(untrusted.text_or_int),
+    )
+)
 _SEVERITIES, _STAGES = get_args(Severity), get_args(Stage)
 _LOCATION_FIELDS = untrusted.fields(
     file=untrusted.name, line=untrusted.non_negative_int, class_name=untrusted.name
@@ -162,6 +184,7 @@ _ALERT_FIELDS = untrusted.fields(
     ),
     stage=untrusted.text,
     observed_in=untrusted.optional(untrusted.name),
+    batches=parse_batches,
 )
 
 

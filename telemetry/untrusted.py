@@ -124,6 +124,11 @@ def text(value: Any) -> str:
     return value[:MAX_TEXT]
 
 
+def text_or_int(value: Any) -> str | int:
+    """Check an id; a long text is truncated."""
+    return value if type(value) is int else text(value)
+
+
 # --- lists and objects -------------------------------------------------------------------------
 
 

@@ -153,6 +153,7 @@ class Baseline:
     norm: Norm
     layers: LayerNorms
     age: int = -1  # steps seen before this one
+    norm_jump_step: int = 0  # of Norm.since_jump
     # Steps since the learning rate rose to three times the highest survived rate. A rate is
     # survived if the loss is not worse ten steps later.
     since_rate_jump: int = NEVER
@@ -197,6 +198,8 @@ class Baseline:
         if record.all_grads_finite:
             self.norm.add(record.total_grad_norm, round(steps / self.interval))
             self.layers.add(record)
+            if self.norm.since_jump == 0:
+                self.norm_jump_step = record.step
         if record.update_ratios:
             ratios = matrix_ratios(record).values()
             self.step_ratio, self._ratio_rate = median(ratios) if ratios else 0.0, self.rate

@@ -12,6 +12,7 @@ from telemetry.alerts.state import restore, to_plain
 from telemetry.alerts.window import LATEST
 from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
+from telemetry.records.batches import Batch
 from telemetry.rule import Rule
 
 
@@ -35,6 +36,7 @@ class Finding:
     momentary: bool = False  # an event of this step, which neither lasts nor resolves
     escalates: bool = False  # escalates an active alert though its severity is the same
     resolved: bool = False  # is over already
+    batch_steps: Iterable[int] = ()  # steps with a batch that may be the cause
 
 
 RATE_ADVICE = (
@@ -205,6 +207,7 @@ class Detector(Rule):
             summary=found.summary,
             cause=found.cause,
             advice=found.advice,
+            batches=tuple([Batch(step=max(step, 0)) for step in found.batch_steps]),
         )
         grown = active is not None and (active.severity, alert.severity) == ("warning", "error")
         if found.resolved:
@@ -228,4 +231,5 @@ def _resolved(alert: Alert, step: int) -> Alert:
         cause=None,
         advice=(),
         consequences=(),
+        batches=(),
     )

@@ -155,7 +155,7 @@ class Engine(Rule):
             name = next(iter(baseline.jumped), None) if name is None else name
             rate, step = baseline.new_rate_in_words, baseline.rate_jump_step
             cause = f"The learning rate jumped to {rate} at step {step}"
-            alert = replace(alert, module_name=name, cause=cause, advice=RATE_ADVICE)
+            alert = replace(alert, module_name=name, cause=cause, advice=RATE_ADVICE, batches=())
         return replace(alert, severity=self._severities.get(alert.kind, alert.severity))
 
     def _resolve(self, alert: Alert) -> list[Alert]:
@@ -195,7 +195,9 @@ class Engine(Rule):
         persists = self._detectors[alert.kind].persistent and alert.severity != "note"
         rises = (before.severity, alert.severity) == ("warning", "error")
         if is_new:
-            after = replace(before, consequences=(*before.consequences, consequence))
+            batches = before.batches or alert.batches
+            consequences = (*before.consequences, consequence)
+            after = replace(before, consequences=consequences, batches=batches)
         if rises:
             after = replace(after, severity="error")
         self._suppressed[alert.kind] = _Suppressed(alert=alert, suppressed_by=before.kind)
@@ -206,6 +208,7 @@ class Engine(Rule):
                 if is_new and item.stage == "escalated" and alert.severity != "note":
                     changes = _figures(alert) | {"summary": f"{alert.summary}; {item.summary}"}
                 changes |= {"severity": after.severity, "consequences": after.consequences}
+                changes["batches"] = after.batches
                 reported[index] = replace(item, **changes)
                 return reported
         if rises or (persists and is_new):

@@ -19,7 +19,7 @@ from telemetry.alerts.growth import (
     forward_growth,
     gain,
 )
-from telemetry.alerts.window import FEWEST, LENGTH, RECENT
+from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT
 from telemetry.plain_text import called, figure
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
@@ -310,9 +310,11 @@ class ExplodingGradient(Detector):
         advice: tuple[str, ...] = (),
     ) -> Finding:
         """Return a finding that blames ``where``, else the batch or the first growth."""
-        batch = 0.0
+        batch, batch_steps = 0.0, list[int]()
         if where is None and not baseline.follows_rate_jump:
             where, batch = self._blame.stretch, self._blame.batch
+            if where is None and confined is None and baseline.norm.since_jump <= LATEST:
+                batch_steps = [baseline.norm_jump_step]
             if self._blame.is_alike and confined is None:
                 cause = "All gradients grew alike: because of the batch or of several layers"
         if batch:
@@ -331,6 +333,7 @@ class ExplodingGradient(Detector):
             value=value,
             threshold=threshold,
             module_name=where.first if where is not None else None,
+            batch_steps=batch_steps,
         )
 
 

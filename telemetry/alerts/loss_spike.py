@@ -80,7 +80,11 @@ class LossSpike(Detector):
                 escalates=self.active_alert is not None,
             )
         if not high:
-            return self._of_batch(before, baseline) if before else self._for_good(record, baseline)
+            return (
+                self._of_batch(before, record, baseline)
+                if before
+                else self._for_good(record, baseline)
+            )
         window = baseline.loss.window
         least = min(window.ranges_above(loss) for _, loss in high) * len(window) / LENGTH
         if self.active_alert is not None or len(high) != _IN_A_ROW or least < self.distance:
@@ -101,6 +105,7 @@ class LossSpike(Detector):
                     "Clip gradients, or lower the learning rate or Adam's beta2",
                     f"Resume from a checkpoint before step {since}, without the batches around it",
                 ),
+                batch_steps=range(early[0].step, since + 1),
             )
         return self._of_others(jump, record, baseline)
 
@@ -134,6 +139,7 @@ class LossSpike(Detector):
             ),
             severity="note",
             momentary=True,
+            batch_steps=[jump.first.step - record.loss_delay],
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
@@ -147,7 +153,9 @@ class LossSpike(Detector):
             else not is_undone
         )
 
-    def _of_batch(self, high: Sequence[Logged], baseline: Baseline) -> Finding | None:
+    def _of_batch(
+        self, high: Sequence[Logged], record: StepRecord, baseline: Baseline
+    ) -> Finding | None:
         """Return high losses of single batches: the loss is usual again."""
         window, highest = baseline.loss.window, max(loss for _, loss in high)
         if (
@@ -173,6 +181,7 @@ class LossSpike(Detector):
                 "Clip gradients (clip_grad_norm_)",
             ),
             resolved=True,
+            batch_steps=[step - record.loss_delay for step, _ in high],
         )
 
 
@@ -223,6 +232,7 @@ class LossBurst(Detector):
         if self._normal != FEWEST or not self._high:
             return None
         first, last = self._high[0].step, self._high[-1].step
+        steps = [step - record.loss_delay for step, _ in self._high]
         highest, self._high = max(loss for _, loss in self._high), ()
         longest, self._longest = self._longest, 0
         usual = sorted(window.values)[3 * len(window) // 4]
@@ -241,6 +251,7 @@ class LossBurst(Detector):
             threshold=window.highest,
             started_at=first,
             momentary=True,
+            batch_steps=steps,
         )
 
 

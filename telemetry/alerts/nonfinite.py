@@ -58,7 +58,8 @@ class Nonfinite(Detector):
         if record.skipped:
             return None
         # Steps without a record in between are unknown.
-        found = origin(record, self._usual, after_good=self._last_good == record.step - 1)
+        after_good = self._last_good == record.step - 1
+        found = origin(record, self._usual, after_good=after_good)
         self._last_good = record.step if record.all_grads_finite else None
         if found is None:
             self._usual.update(bad_among(record.inputs))
@@ -80,6 +81,7 @@ class Nonfinite(Detector):
             threshold=0.0,
             summary=f"{_subject(record)} at step {record.step}{how}, first in {found.where}",
             advice=advice,
+            batch_steps=_batch_steps(record, advice, after_good=after_good),
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
@@ -127,6 +129,17 @@ def _subject(record: StepRecord) -> str:
     if loss is not None and not math.isfinite(loss):
         return "The loss is NaN" if math.isnan(loss) else "The loss is infinite"
     return "NaN or infinity" if record.all_grads_finite else "Gradients are NaN or infinite"
+
+
+def _batch_steps(record: StepRecord, advice: Sequence[str], *, after_good: bool) -> list[int]:
+    """Return the step whose batch may be the cause, if any."""
+    if advice in (_TOO_LARGE, _BUFFER) or (advice is _OPTIMIZER and after_good):
+        return []
+    losses = [*record.losses_between, (record.step, record.loss or 0.0)]
+    bad = [step for step, loss in losses if not math.isfinite(loss)]
+    if bad and not after_good:  # the first steps with NaN may have no record
+        return [min(bad[0] - record.loss_delay, record.step)]
+    return [record.step] if advice is not _OPTIMIZER else []
 
 
 class Origin(NamedTuple):

@@ -128,13 +128,13 @@ class Capture:
 
     def detach(self) -> None:
         """Remove all hooks; idempotent."""
-        self._end_open_step()
+        self.end_open_step()
         self._optimizers.remove()
         self._remove_hooks()
 
     def end(self) -> None:
         """Remove all hooks permanently; log the reason if no step was delivered."""
-        self._end_open_step()
+        self.end_open_step()
         if self.attached and not self._delivered:
             ran = self._modules.how_they_ran(self._step)
             level, message = self._missed_steps.at_the_end(ran)
@@ -144,7 +144,7 @@ class Capture:
 
     def state_dict(self) -> dict[str, Any]:
         """Return numbers, strings, lists and dicts for a checkpoint; call it between steps."""
-        self._end_open_step()
+        self.end_open_step()
         order = list(self._layouts.forward_order)
         return {"step": self.step, "full": self._step.full, "forward_order": order}
 
@@ -389,7 +389,7 @@ class Capture:
 
     # --- end of a step ----------------------------------------------------------------------------
 
-    def _end_open_step(self) -> None:
+    def end_open_step(self) -> None:
         """End the step in progress if it is open only for other optimizers."""
         if self._optimizers.end_open_step():
             self.step_completed(between=False)

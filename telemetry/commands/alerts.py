@@ -1,9 +1,10 @@
-"""``telemetry alerts``: the alerts of runs, and an exit status for scripts."""
+"""``telemetry alerts``: the alerts of runs, and an exit status for scripts; their batches."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
@@ -18,8 +19,9 @@ FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _RECORD = (
     "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "summary",
-    "cause", "advice", "location", "consequences", "observed_in",
+    "cause", "advice", "location", "consequences", "observed_in", "batches",
 )  # fmt: skip
+_BATCH = ("run", "kind", "severity", "step", "rank", "ids")
 
 
 def alerts(args: argparse.Namespace, console: Console) -> int:
@@ -27,6 +29,23 @@ def alerts(args: argparse.Namespace, console: Console) -> int:
     of_runs = ((str(log_dir), run.overview().alerts) for log_dir, run in runs.opened())
     fails = print_alerts(of_runs, args, console, name_runs=len(runs.found) > 1)
     return runs.status or fails
+
+
+def batches(args: argparse.Namespace, console: Console) -> int:
+    runs = LogDirs(args.runs)
+    records = {  # an alert that escalates blames them again
+        (log_dir, alert.kind, batch): {
+            "run": str(log_dir),
+            "kind": alert.kind,
+            "severity": alert.severity,
+            **asdict(batch),
+        }
+        for log_dir, run in runs.opened()
+        for alert in run.overview().alerts
+        for batch in alert.batches
+    }
+    print_records("json", _BATCH, records.values())
+    return runs.status
 
 
 def print_alerts(

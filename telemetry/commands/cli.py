@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from telemetry.commands.alerts import FAIL_ON, alerts
+from telemetry.commands.alerts import FAIL_ON, alerts, batches
 from telemetry.commands.diff import diff
 from telemetry.commands.explain import explain_faults
 from telemetry.commands.export import export
@@ -43,6 +43,7 @@ _EXAMPLES = {
         "runs/mnist --sort update_ratio --reverse --top 5",
     ],
     "alerts": ["runs/ --fail-on error"],
+    "batches": ["runs/mnist"],
     "lint": ["runs/", "out/checkpoint-500/trainer_state.json", "lightning_logs/*/metrics.csv"],
     "explain": ["runs/mnist", "runs/mnist/flight-120.json"],
     "help": ["", "dead_units"],
@@ -118,6 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_runs(of_alerts)
     _add_fail_on(of_alerts)
     _add_form(of_alerts)
+
+    does = "print the batches that alerts blame, with their ids, as JSON"
+    _add_runs(_command(commands, "batches", batches, does))
 
     does = "judge the loss and gradient norm that any program has logged"
     of_lint = _command(commands, "lint", lint, does)

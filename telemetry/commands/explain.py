@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from telemetry.plain_text import printable
 from telemetry.reading.run import has_event_files
 
 _RECORD = (
-    "file", "complete", "step", "batch", "first_bad_module", "alerts", "exception", "random",
-    "steps", "modules", "profiles",
+    "file", "complete", "step", "batch", "batches", "first_bad_module", "alerts", "exception",
+    "random", "steps", "modules", "profiles",
 )  # fmt: skip
 _STATISTICS = tuple([statistic.name for statistic in STATISTICS])
 _ROW = ("file", "fault_step", "when", "step", "module_name", "type_name", "code", *_STATISTICS)
@@ -62,7 +63,8 @@ def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:
                 runs.fail(error)
             else:
                 alerts = [alert_fields(alert) for alert in flight["alerts"]]
-                yield {**flight, "file": str(file), "alerts": alerts}
+                batches = [asdict(batch) for batch in flight["batches"]]
+                yield {**flight, "file": str(file), "alerts": alerts, "batches": batches}
 
 
 def _rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -121,6 +121,7 @@ def _story(flight: Mapping[str, Any]) -> Iterator[str]:
     seeded = "" if seed is None else f"; torch was seeded with {seed}"
     state = "" if step is None else f"; the file holds the random state at step {step}"
     yield f"\nBatch {flight['batch']} of a loop with one batch per step{seeded}{state}"
+    yield from map(str, flight["batches"])
 
 
 def _curves(flight: Mapping[str, Any], width: int) -> Iterator[str]:

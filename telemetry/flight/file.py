@@ -6,6 +6,8 @@ A flight file is one JSON object. NaN and infinities are ``"nan"``, ``"inf"`` an
 ``step``, ``batch``, ``complete``
     The optimizer step of the fault, from 0, which is also the index of the batch in a loop with one
     batch per step. Whether the file contains the steps after it.
+``batches``
+    ``step``, ``rank`` and ``ids`` of its batches, if ``HookLogger.batch`` received ids.
 ``first_bad_module``
     Origin of the fault, as in ``named_modules()``; null if unknown or not in a module.
 ``alerts``, ``exception``
@@ -38,7 +40,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,11 +48,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry import untrusted
-from telemetry.alert import Alert, alert_fields, parse_alert
+from telemetry.alert import Alert, alert_fields, parse_alert, parse_batches
 from telemetry.layers import STATISTICS, LayerTable
 from telemetry.layers.onset import FEWEST_TO_SHOW, Onset, onsets
 from telemetry.plain_text import json_plain
 from telemetry.records import Layout
+from telemetry.records.batches import Batch
 
 FORMAT = "telemetry-flight-1"
 MAX_ALERTS = 32
@@ -121,6 +124,7 @@ class Fault:
     at: KeptStep | None  # that step, or the last recorded one before it
     last_full: KeptStep | None  # the last full step up to it
     alerts: list[Alert]  # of the kept steps, and all since
+    batches: tuple[Batch, ...] = ()  # of that step, with their ids
     exception: Mapping[str, str] | None = None  # that ended training, as in the file
 
     @property
@@ -170,6 +174,7 @@ def encode_flight(
         "complete": complete,
         "step": fault.step,
         "batch": fault.step,
+        "batches": [asdict(batch) for batch in fault.batches],
         "first_bad_module": culprit,
         "alerts": [alert_fields(alert) for alert in fault.alerts[:MAX_ALERTS]],
         "exception": fault.exception,
@@ -281,6 +286,7 @@ _FLIGHT = untrusted.fields(
     complete=untrusted.flag,
     step=untrusted.non_negative_int,
     batch=untrusted.non_negative_int,
+    batches=parse_batches,
     first_bad_module=untrusted.optional(untrusted.name),
     alerts=untrusted.list_of(parse_alert, most=MAX_ALERTS),
     exception=untrusted.optional(

@@ -17,6 +17,7 @@ from telemetry.failures import Failures
 from telemetry.flight.file import MAX_ALERTS, Fault, KeptStep, encode_flight
 from telemetry.layers import table
 from telemetry.records import StepRecord
+from telemetry.records.batches import RecentBatches
 from telemetry.records.tensor import bad_among
 from telemetry.untrusted import MAX_TEXT
 
@@ -54,6 +55,9 @@ class FlightRecorder:
         seed: Seed of torch's generator, to be written to the file.
         failures: Reports failures.
         write: Writes a whole file; by default at once, on the caller's thread.
+
+    Attributes:
+        batches: Ids of the batches of the last steps, which the worker adds.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class FlightRecorder:
     ) -> None:
         if steps < 1:
             raise ValueError(f"FlightRecorder(steps={steps}): must be at least 1")
+        self.batches = RecentBatches()
         self._log_dir = os.fspath(log_dir)
         self._count = steps
         self._seed = seed
@@ -173,7 +178,14 @@ class FlightRecorder:
             before = None
         oldest = self._steps[0].step if self._steps else step
         alerts = [alert for alert in self._alerts if alert.step >= oldest]
-        self._fault = Fault(step=step, before=before, at=at, last_full=last_full, alerts=alerts)
+        self._fault = Fault(
+            step=step,
+            before=before,
+            at=at,
+            last_full=last_full,
+            alerts=alerts,
+            batches=self.batches.of(step),
+        )
 
     def _complete(self) -> None:
         if self._fault is not None:

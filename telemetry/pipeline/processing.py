@@ -20,6 +20,7 @@ from telemetry.ranks.exchange import Exchange
 from telemetry.ranks.merging import MergedStep
 from telemetry.ranks.role import is_rank_0
 from telemetry.records import Layout, StepRecord
+from telemetry.records.batches import Batch, RecentBatches
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.tag_names import RUN
@@ -55,7 +56,7 @@ class ReadyValues:
     of_loss: Callable[[str], bytes] | None = None
 
 
-Item: TypeAlias = CapturedStep | LightStep | ReadyValues | MergedStep
+Item: TypeAlias = Batch | CapturedStep | LightStep | ReadyValues | MergedStep
 """Items of the worker's queue; merged steps of all ranks are on rank 0 only."""
 
 
@@ -89,6 +90,7 @@ class Processor:
     Args:
         dashboard: Makes the values to write.
         rules: Judge each training step, after the observers.
+        batches: Receives the ids of batches.
         on_alert: Called with each alert and the time at which its step ended.
         budget: Counts the time of the worker.
 
@@ -109,6 +111,7 @@ class Processor:
         loss: LossChoice,
         budget: Budget | None = None,
         light_steps: LightSteps | None = None,
+        batches: RecentBatches | None = None,
     ) -> None:
         self.ranks = Exchange()
         self._loss = loss
@@ -124,6 +127,7 @@ class Processor:
         self._scalars: dict[int, dict[str, float]] = {}
         self._layout: Layout | None = None
         self._light_steps = light_steps or LightSteps()
+        self._batches = batches or RecentBatches()
         self._light_steps.limited &= self._judge.loss_limit is not None
         self._budget = budget
 
@@ -143,6 +147,8 @@ class Processor:
             if item.of_loss is not None:
                 self._waiting_for_loss.append(item.of_loss)
                 self._write_loss_tag(item.step - 1)
+        elif isinstance(item, Batch):
+            self._batches.add([self.ranks.noted(item)])
         elif isinstance(item, MergedStep):
             self._record_merged(item)
         else:
@@ -192,6 +198,7 @@ class Processor:
         """Restore the state, with ``step`` in progress; return what does not fit."""
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
+        self._batches.clear()
         self._loss.load_state_dict(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
         self._full_steps.load_state_dict(state, step)
@@ -208,6 +215,8 @@ class Processor:
                 }
                 self._scalars.setdefault(step, {}).update(values)
                 self._loss.add(step, values)
+                if self._loss.tag in values:
+                    self._batches.note_loss(step)
                 self._light_steps.check_logged(step, values)
                 self._record_logged(step, wall_time, self.ranks.logged(values))
             except Exception:
@@ -234,6 +243,8 @@ class Processor:
         """Judge and write the merged step of all ranks, and their logged scalars."""
         try:
             if not merged.phase:
+                for part in merged.parts:
+                    self._batches.add(part.batches)
                 means, _ = merged.scalars()
                 self._loss.add(merged.step, means)
                 self._record_logged(merged.step, merged.wall_time, means)
@@ -264,6 +275,8 @@ class Processor:
     def _record(self, record: StepRecord) -> None:
         """Judge and write a step."""
         if not record.phase:
+            if self._batches.loss_delay:
+                record = replace(record, loss_delay=self._batches.loss_delay)
             self._layout = record.layout
             for observer in self._observers:
                 observer.on_step(record)
@@ -305,6 +318,11 @@ class Processor:
 
     def _report_one(self, alert: Alert, wall_time: float) -> None:
         alert = located(alert, self._layout)
+        if alert.batches:
+            known = {
+                batch.step: self._batches.of(batch.step) or (batch,) for batch in alert.batches
+            }
+            alert = replace(alert, batches=tuple(chain.from_iterable(known.values())))
         level = logging.INFO if alert.stage == "resolved" else _LEVELS[alert.severity]
         if is_rank_0():
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeVar
 from telemetry.capture import CapturedStep, LightStep
 from telemetry.failures import Failures
 from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
+from telemetry.records.batches import Batch
 
 log = logging.getLogger("telemetry")
 
@@ -92,7 +93,9 @@ class Pipeline:
         if several or (isinstance(step, CapturedStep) and step.is_urgent):
             self._wakeup.put(None)
 
-    def submit_logged(self, item: LoggedScalars | ReadyValues, *, at_once: bool = False) -> None:
+    def submit_logged(
+        self, item: Batch | LoggedScalars | ReadyValues, *, at_once: bool = False
+    ) -> None:
         """Queue logged values; ``at_once``: wake the worker up."""
         if not self._closed and os.getpid() == self._pid:
             self._items.put(item)

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from telemetry.ranks.partial_record import Row
 from telemetry.records import Layout
+from telemetry.records.batches import BatchId
 from telemetry.records.rows import COLUMNS
 
 Reader: TypeAlias = Callable[[Any, "_Arrays"], Any]
 
 # Version of the messages; ranks with different ones do not connect.
-FORMAT = "14"
+FORMAT = "15"
 
 _SIZE_BYTES = 4
 _SCALARS: dict[Any, tuple[type, ...]] = {
@@ -115,6 +116,8 @@ def _plain_reader(hint: Any) -> Reader:
     origin, args = get_origin(hint), get_args(hint)
     if hint in _SCALARS:
         return lambda value, arrays: hint(_checked(value, *_SCALARS[hint]))
+    if hint == BatchId:
+        return lambda value, arrays: _checked(value, int, str)
     if origin in (Union, UnionType):  # with None
         read_some = _reader(args[0])
         return lambda value, arrays: None if value is None else read_some(value, arrays)

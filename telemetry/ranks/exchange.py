@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -36,6 +36,7 @@ from telemetry.ranks.partial_record import (
 )
 from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankObserver, RankTopology
 from telemetry.records import Layout, Output, StepRecord
+from telemetry.records.batches import Batch
 from telemetry.records.moments import nonfinite_of, norm_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors, bad_among, figures_of
@@ -72,6 +73,10 @@ class Exchange:
     def logged(self, values: dict[str, float]) -> dict[str, float]:
         """Return logged scalars to judge and write now; others return merged with their step."""
         return values
+
+    def noted(self, batch: Batch) -> Batch:
+        """Return the batch with its rank; other ranks than 0 send it with the next step."""
+        return batch
 
     def send_rest(self, logged: Mapping[int, Mapping[str, float]]) -> None:
         """Send the scalars that were logged for steps that did not end."""
@@ -125,6 +130,8 @@ class RankExchange(Exchange):
     ) -> None:
         self.observer = RankObserver(rank=rank, size=size)
         self.records = rank == 0
+        self._rank = rank
+        self._batches: list[Batch] = []  # not sent yet
         self._maker = PartMaker(self.observer.topology)
         self._put = put
         self._ask = ask
@@ -156,11 +163,18 @@ class RankExchange(Exchange):
             self._own[record.step, record.phase] = record
             while len(self._own) > _OWN_KEPT:
                 del self._own[next(iter(self._own))]
-        self._send(self._maker.part(record, step if isinstance(step, CapturedStep) else None))
+        part = self._maker.part(record, step if isinstance(step, CapturedStep) else None)
+        self._send(replace(part, batches=tuple(self._batches)))
+        self._batches = []
         return None
 
     def logged(self, values: dict[str, float]) -> dict[str, float]:
         return {}
+
+    def noted(self, batch: Batch) -> Batch:
+        batch = replace(batch, rank=self._rank)
+        self._batches += [] if self.records else [batch]
+        return batch
 
     def send_rest(self, logged: Mapping[int, Mapping[str, float]]) -> None:
         for step, values in sorted(logged.items()):

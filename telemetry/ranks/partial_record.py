@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import Layout
+from telemetry.records.batches import Batch
 from telemetry.records.rows import NO_VALUES, Rows
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -143,6 +144,7 @@ class PartialRecord:
     parameters: ParameterPart | None = None  # None: the step did not end
     tensors: TensorTable | None = None
     scalars: Mapping[str, float] = field(default_factory=dict)  # logged by the user
+    batches: tuple[Batch, ...] = ()  # since the last one, by the user's ids
     step_s: float | None = None  # seconds from the step before
     host: str = ""  # empty where it was sent before
     # Digest of the batch, with the group of ranks that should have different ones; or empty.

@@ -256,6 +256,8 @@ class StepRecord:
         loss_tag: Tag of the loss; None: see :func:`telemetry.records.loss.loss_among`.
         losses_between: Step and value of each logged loss of the steps without a record since the
             last one.
+        loss_delay: Steps between a batch and its loss: 1 if ids of batches show that losses are
+            logged after the optimizer's step.
         loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
         skipped_steps: Number of steps that a ``GradScaler`` has skipped up to now.
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
@@ -306,6 +308,7 @@ class StepRecord:
     scalars: Mapping[str, float] = field(default_factory=dict)
     loss_tag: str | None = None
     losses_between: tuple[tuple[int, float], ...] = ()
+    loss_delay: int = 0
     loss_scale: float | None = None
     skipped_steps: int = 0
     skipped: bool = False

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
@@ -23,6 +24,7 @@ from telemetry.alerts.configuration import Settings
 from telemetry.alerts.detector import Detector
 from telemetry.capture.probe import Sample
 from telemetry.plain_text import check_text, type_of
+from telemetry.records.batches import MAX_IDS, BatchId
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
 from telemetry.torch_private.host_copy import HostCopy
@@ -215,6 +217,42 @@ def scalars_of(
         except (TypeError, ValueError) as error:
             refused.append(error)
     return values, refused
+
+
+def batch_ids_of(ids: Any) -> tuple[BatchId, ...]:
+    """Return the ids of a batch as numbers and strings."""
+    if isinstance(ids, Tensor) and not ids.is_cpu:
+        raise TypeError(
+            f"HookLogger.batch(ids=...): must be on the CPU, not on {ids.device}, which training "
+            "would wait for; pass ids.cpu(), or the ids before they are moved"
+        )
+    if isinstance(ids, Tensor | np.ndarray):
+        ids = ids.reshape(-1)
+    elif not isinstance(ids, list | tuple | range):
+        raise TypeError(
+            f"HookLogger.batch(ids={reprlib.repr(ids)}): must be a list of strings or whole "
+            "numbers, such as [17, 4]"
+        )
+    if len(ids) > MAX_IDS:
+        raise ValueError(
+            f"HookLogger.batch(ids=...): has {len(ids):,} ids, at most {MAX_IDS:,} are allowed; "
+            "pass an id of the batch, such as its index in the loader"
+        )
+    values = tuple(ids.tolist() if isinstance(ids, Tensor | np.ndarray) else ids)
+    return values if {*map(type, values)} <= {int, str} else tuple(map(_batch_id, values))
+
+
+def _batch_id(value: Any) -> BatchId:
+    is_number = isinstance(value, np.generic) or (
+        isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
+    )
+    item = value.item() if is_number else value
+    if type(item) is int or type(item) is str:
+        return item
+    raise TypeError(
+        f"HookLogger.batch(ids=[{type_of(value)}, ...]): an id must be a string or a whole number, "
+        "on the CPU"
+    )
 
 
 def _scalar(name: str, value: object) -> float | HostCopy:

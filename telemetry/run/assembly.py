@@ -32,9 +32,10 @@ from telemetry.pipeline import (
 from telemetry.ranks.exchange import Exchange, RankExchange
 from telemetry.ranks.role import Ranks, rank_and_world_size, role_of
 from telemetry.ranks.topology import RankObserver
+from telemetry.records.batches import Batch
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
-from telemetry.run.arguments import FirstStep, OnAlert, check_phase, scalars_of
+from telemetry.run.arguments import FirstStep, OnAlert, batch_ids_of, check_phase, scalars_of
 from telemetry.run.files import RunFiles, log_command_once
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
@@ -134,6 +135,7 @@ class ActiveRun:
             loss=LossChoice(loss_tag),
             budget=self._budget,
             light_steps=self._light_steps,
+            batches=self._files.flight.batches,
         )
         self._pipeline = Pipeline(self._processor, self._failures)
         self._capture = Capture(
@@ -218,6 +220,12 @@ class ActiveRun:
             return
         session, known = hparams.session_value(values), dict(values)
         self._write([session], lambda loss: hparams.experiment_value(known, [loss]))
+
+    def batch(self, ids: object) -> None:
+        values = batch_ids_of(ids)
+        if self._capture.attached:
+            self._capture.end_open_step()
+            self._pipeline.submit_logged(Batch(step=self._capture.step, ids=values))
 
     def _log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
         item = LoggedScalars(step=step, wall_time=time.time(), values=values)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, get_args
 
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
@@ -56,6 +57,8 @@ class DisabledRun:
         return self._state.get("step", self._first_step)  # type: ignore[no-any-return]
 
     def log(self, scalars: object, more: Sequence[object], named: Mapping[str, object]) -> None: ...
+
+    def batch(self, ids: object) -> None: ...
 
     def hparams(self, values: object, metrics: object) -> None: ...
 
@@ -305,6 +308,26 @@ class HookLogger:
                 others are written.
         """
         self._run.log(scalars, more, named)
+
+    def batch(self, ids: Sequence[int | str] | NDArray[Any] | Tensor) -> None:
+        """Name the samples of the next step, so that an alert that blames its batch says which.
+
+        ::
+
+            for indices, inputs, targets in loader:
+                logger.batch(indices)
+
+        Call it before the forward pass; ids of several micro-batches add up. ``telemetry batches``
+        prints those of the alerts.
+
+        Args:
+            ids: Strings or whole numbers, at most 4,096; a tensor must be on the CPU.
+
+        Raises:
+            TypeError: An id has another type, or ``ids`` is a tensor on an accelerator.
+            ValueError: There are too many.
+        """
+        self._run.batch(ids)
 
     def hparams(
         self, values: Mapping[str, Hyperparameter], *, metrics: Iterable[str] | None = None

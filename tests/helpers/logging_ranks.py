@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Iterable
@@ -101,6 +102,22 @@ def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
     except TelemetryAlert as raised:
         return {"step": step, "kind": raised.alert.kind, "summary": raised.alert.summary}
     return {"step": None}
+
+
+def poisoned(rank: int, size: int, log_dir: Path) -> None:
+    """Train; the last rank's batch 25 has a NaN. Ids name the rank and the step."""
+    model = DistributedDataParallel(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, log_dir, every_n_steps=10) as logger:
+        seed(rank)
+        for step in range(30):
+            logger.batch([f"{rank}/{step}"])
+            inputs = torch.randn(4, 6)
+            if step == 25 and rank == size - 1:
+                inputs[0, 0] = math.nan
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
 
 
 def tampered(rank: int, size: int, log_dir: Path) -> list[tuple[int, str]]:

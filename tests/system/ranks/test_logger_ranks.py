@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from tensorboard.util.tensor_util import make_ndarray
 from torch import multiprocessing
 
 import telemetry
+from telemetry.alert import parse_alert
+from telemetry.records.batches import Batch
 from tests.helpers import logging_ranks, training
 from tests.helpers.members import Process, every, form_group, ranks
 from tests.helpers.plain_events import EventAccumulator
@@ -175,6 +178,19 @@ def test_a_weight_that_changes_on_one_rank_is_named(
     assert 50 <= step <= 60
     assert summary.startswith("0.weight differs between rank 1 (")
     assert others == []
+
+
+def test_the_batch_of_each_rank_is_named_with_its_rank(
+    two_ranks: list[Process], tmp_path: Path
+) -> None:
+    every(two_ranks, "call", logging_ranks.poisoned, tmp_path)
+    lines = (tmp_path / "alerts.jsonl").read_text().splitlines()
+    alerts = [parse_alert(json.loads(line)) for line in lines]
+    assert [alert.kind for alert in alerts] == ["nonfinite"]
+    assert alerts[0].batches == (
+        Batch(step=25, rank=0, ids=("0/25",)),
+        Batch(step=25, rank=1, ids=("1/25",)),
+    )
 
 
 APART: dict[str, list[str]] = {

@@ -20,6 +20,7 @@ from telemetry.ranks.codec import decode, encode
 from telemetry.ranks.partial_record import Addend, ParameterPart, PartialRecord, Row, TensorTable
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import Layout, Module, Parameter, TensorRecord
+from telemetry.records.batches import Batch
 from telemetry.records.sketch import sketch_array
 
 ROW = Row(0, "weights", "layer.weight")
@@ -57,6 +58,7 @@ def part(norm: float = 1.0, tensors: TensorTable | None = None) -> PartialRecord
         parameters=parameters,
         tensors=tensors,
         scalars={"loss": norm},
+        batches=(Batch(step=5, rank=1, ids=(2**70, "a")),),
     )
 
 
