@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers.module_types import saturated_shares
+from telemetry.layers.precision import lost_in_fp8, outlier_ratio
 from telemetry.layers.record import Column, Group, Layers, Values, figure
 from telemetry.records import StepRecord, moments, once
 from telemetry.records.rows import Rows
@@ -123,6 +124,12 @@ def _saturation(layers: Layers) -> Column:
     return _of_known(lambda rows: saturated_shares(types, rows))(layers)
 
 
+def _fp8_underflow(group: Group) -> Column:
+    """Return the share of values other than zero that 8-bit floats lose."""
+    lost, values = group.total(np.array(lost_in_fp8(group.rows)))
+    return Column(lost / values, values > 0)
+
+
 def _nonfinite(layers: Layers) -> Column:
     groups = (layers.outputs, layers.output_grads, layers.weights, layers.grads)
     modules = np.concatenate([group.modules for group in groups])
@@ -133,6 +140,9 @@ def _nonfinite(layers: Layers) -> Column:
 
 
 _WEAK = "a vanishing gradient, dead units behind it, or a detached layer"
+_UNDERFLOW = (
+    "8-bit floats lose small values: scale blocks of the tensor, or keep the layer in bfloat16"
+)
 _STRONG = "an explosion: a learning rate too large, a bad batch, no clipping"
 
 STATISTICS = (
@@ -232,6 +242,15 @@ STATISTICS = (
         as_curve=True,
     ),
     Statistic(
+        name="outlier_ratio",
+        title="Outlier ratio",
+        description="Largest magnitude of any unit of the layer's output over that of its median "
+        "unit.",
+        too_much="single units carry the signal: low precision loses the others",
+        of=_of_known(outlier_ratio),
+        as_curve=True,
+    ),
+    Statistic(
         name="activation_grad_rms",
         title="Activation gradient RMS",
         description="Root mean square of the gradients with respect to what the layer returned.",
@@ -296,6 +315,35 @@ STATISTICS = (
             layers.second_moments.totals, lambda x: np.sqrt(np.maximum(moments.mean_of(x), 0.0))
         ),
         as_curve=True,
+    ),
+    Statistic(
+        name="fp8_underflow",
+        title="FP8 underflow",
+        unit="share",
+        log=False,
+        description="Share of the activations other than zero that 8-bit floats (e4m3) round to "
+        "zero, when a factor makes the largest one 448.",
+        too_much=_UNDERFLOW,
+        of=lambda layers: _fp8_underflow(layers.outputs),
+        as_curve=True,
+    ),
+    Statistic(
+        name="grad_fp8_underflow",
+        title="FP8 underflow of gradients",
+        unit="share",
+        log=False,
+        description="The same of the gradients with respect to what the layer returned.",
+        too_much=_UNDERFLOW,
+        of=lambda layers: _fp8_underflow(layers.output_grads),
+    ),
+    Statistic(
+        name="weight_fp8_underflow",
+        title="FP8 underflow of weights",
+        unit="share",
+        log=False,
+        description="The same of the layer's parameters before the step.",
+        too_much=_UNDERFLOW,
+        of=lambda layers: _fp8_underflow(layers.weights),
     ),
     Statistic(
         name="rank_spread",

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from telemetry.layers import MATRIX_STATISTICS, PARAMETER_STATISTICS, STATISTICS, table
 from telemetry.layers.record import Layers
@@ -175,6 +177,74 @@ def test_moments_of_the_outputs_are_those_of_numpy() -> None:
     assert column(measured, "activation_kurtosis")[0] == pytest.approx(kurtosis)
 
 
+def rounded_to_zero(values: NDArray[np.float64]) -> float:
+    """Return the share of nonzero values that a cast to scaled e4m3 makes zero."""
+    scaled = torch.from_numpy(values) * (448 / np.abs(values).max())
+    lost = (scaled.to(torch.float8_e4m3fn).double() == 0).numpy() & (values != 0)
+    return float(lost.sum() / np.count_nonzero(values))
+
+
+@pytest.mark.parametrize("decades", [0.5, 2.0, 4.0])
+def test_fp8_underflow_is_the_share_that_a_cast_makes_zero(decades: float) -> None:
+    random = np.random.default_rng(0)
+    values = random.normal(size=20_000) * 10 ** random.normal(0, decades, 20_000)
+    values[::7] = 0
+    grads, weights = 3 * values[:5000], [values[5000:9000], values[9000:10_000]]
+    measured = record(
+        outputs={Output("first"): tensor(*values)},
+        output_grads={Output("first"): tensor(*grads)},
+        weights={
+            "first.weight": tensor(*weights[0]),
+            "first.bias": tensor(*weights[1]),
+        },
+    )
+    # The threshold is inside of a bucket, which holds at most 2 % of these values.
+    expected = rounded_to_zero(values)
+    assert column(measured, "fp8_underflow")[0] == pytest.approx(expected, abs=2e-3)
+    expected = rounded_to_zero(grads)
+    assert column(measured, "grad_fp8_underflow")[0] == pytest.approx(expected, abs=4e-3)
+    # Each parameter has its own factor.
+    sizes = [np.count_nonzero(weight) for weight in weights]
+    lost = sum(size * rounded_to_zero(w) for size, w in zip(sizes, weights, strict=True))
+    assert column(measured, "weight_fp8_underflow")[0] == pytest.approx(lost / sum(sizes), abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "share"),
+    [((448.0, 0.8 * 2.0**-10), 0.5), ((448.0, 1.2 * 2.0**-10), 0.0), ((0.0, 3.0), 0.0)],
+)
+def test_fp8_underflow_begins_at_half_of_the_smallest_number(
+    values: tuple[float, ...], share: float
+) -> None:
+    measured = record(outputs={Output("first"): tensor(*values)})
+    assert column(measured, "fp8_underflow")[0] == share
+
+
+def test_fp8_underflow_is_unknown_without_values_other_than_zero() -> None:
+    measured = record(outputs={Output("first"): tensor(0, 0), Output("act"): tensor(math.nan)})
+    assert column(measured, "fp8_underflow") == [None, None]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+def test_outlier_ratio_is_the_largest_unit_over_the_median_unit(count: int) -> None:
+    random = np.random.default_rng(count)
+    values = random.normal(size=(64, count)) * 10 ** random.normal(0, 1, count)
+    units = (values.min(axis=0), values.max(axis=0))
+    measured = record(outputs={Output("first"): tensor(*values.ravel(), units=units)})
+    sizes = np.abs(values.astype(np.float32)).max(axis=0).astype(np.float64)
+    expected = sizes.max() / np.median(sizes)
+    assert column(measured, "outlier_ratio")[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [([0, 0, 0], [0, 0, 5]), ([np.nan, 0, 0], [np.nan, 1, 1]), ([np.inf], [-np.inf])],
+)
+def test_outlier_ratio_is_unknown_where_the_median_unit_has_no_size(units: Any) -> None:
+    measured = record(outputs={Output("first"): tensor(0, 5, units=units)})
+    assert column(measured, "outlier_ratio")[0] is None
+
+
 def test_second_moment_rms_is_the_root_of_adams_mean_square() -> None:
     moments = {"first.weight": tensor(4, 4, 4, 4), "first.bias": tensor(1, 9)}
     measured = record(second_moments=moments)
@@ -200,8 +270,8 @@ def test_a_model_without_layers_has_an_empty_table() -> None:
     assert table(empty).values.shape == (0, len(STATISTICS))
 
 
-def test_a_step_takes_at_most_56_bytes_per_layer() -> None:
-    assert 4 * len(MATRIX_STATISTICS) + 2 * 4 <= 56  # with the norms of a weight and a bias
+def test_a_step_takes_at_most_96_bytes_per_layer() -> None:
+    assert 4 * len(MATRIX_STATISTICS) + 2 * 4 <= 96  # with the norms of a weight and a bias
 
 
 def test_rules_make_no_table_of_a_light_step(
