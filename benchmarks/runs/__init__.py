@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from runs import drifting, faulty, further, further_faulty, healthy, uncommon, unfamiliar  # noqa: F401
+from runs import (  # noqa: F401
+    drifting,
+    faulty,
+    further,
+    further_faulty,
+    healthy,
+    low_precision,
+    uncommon,
+    unfamiliar,
+)
 from runs.labels import LABELS, Label
 from runs.training import RUNS, Log
 

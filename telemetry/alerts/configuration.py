@@ -17,6 +17,7 @@ from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
 from telemetry.alerts.loss_mistakes import TargetsBroadcast, WrongLossInput
 from telemetry.alerts.loss_spike import LossBurst, LossSpike
+from telemetry.alerts.low_precision import LowPrecision
 from telemetry.alerts.no_learning import LossStuck, NoLearning
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.outputs import AttentionCollapse, LogitGrowth, OutputCollapse
@@ -58,6 +59,7 @@ DETECTORS: Mapping[str, type[Detector]] = {
         UnboundedLoss,
         ExponentialTrend,
         OutputCollapse,
+        LowPrecision,
         LayersNotLearning,
         LossBurst,
         LossStuck,
