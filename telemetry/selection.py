@@ -80,6 +80,14 @@ class Selection:
             and not any(matches(name, module) for matches in self.exclude)
         }
 
+    def callers(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules whose own calls of functions are measured, also modules with children.
+
+        If ``modules`` is given, these are the watched ones.
+        """
+        every = (lambda name, module: True,)
+        return replace(self, modules=self.modules or every).apply(model)
+
     def parameters(self, model: nn.Module) -> set[int]:
         """Return the identities of the parameters of ``model`` to record."""
         found = set(map(id, model.parameters())) if self.modules is None else set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -226,12 +226,22 @@ class Capture:
         step = self._step_of_call(hook, grad_enabled)
         if step is not None:
             step.on_input(given)
+        if step is self._step and backward_task() == NO_TASK:
+            self._modules.observe_attention()
 
     @guarded("to observe the output of {1.called}")
     def on_output(self, hook: ForwardHook, args: Any, output: Any, grad_enabled: bool) -> None:
         step = self._step_of_call(hook, grad_enabled)
         if step is not None:
             step.on_output(hook, args, output)
+
+    @guarded("to measure attention")
+    def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        if self._step.over or backward_task() != NO_TASK:  # checkpointing repeats the call
+            return
+        name = self._modules.calling_module()
+        if name is not None:
+            self._step.on_attention(name, *args, **keywords)
 
     @guarded("to observe {1.called} in a compiled graph")
     def in_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:

@@ -21,7 +21,7 @@ from telemetry.measure import images
 from telemetry.ranks.topology import RankNotes
 from telemetry.records import Layout, StepRecord
 from telemetry.records.moments import nonfinite_of
-from telemetry.records.step import ClippedFraction
+from telemetry.records.step import AttentionHeads, ClippedFraction
 from telemetry.records.tensor import Tensors
 from telemetry.torch_private import initial_scale, scaler_state
 from telemetry.torch_private.host_copy import HostCopy
@@ -146,6 +146,8 @@ class Detail:
     fingerprints: list[HostCopy] = field(default_factory=list)
     examples: int = 0
     updates: list[Updates] = field(default_factory=list)
+    # By module: the figures of each call, see :func:`attention_figures`.
+    attention: dict[str, list[HostCopy]] = field(default_factory=dict)
     feature_maps: dict[str, HostCopy] = field(default_factory=dict)
     filters: dict[str, HostCopy] = field(default_factory=dict)
     input: HostCopy | None = None
@@ -281,6 +283,13 @@ class CapturedStep:
                 names[index]: ratio
                 for update in detail.updates
                 for index, _, _, ratio in update.read()
+            },
+            attention={
+                name: AttentionHeads.merged(
+                    [AttentionHeads(*call.wait().double().numpy()) for call in calls]
+                )
+                for name, calls in detail.attention.items()
+                if calls
             },
             random_states=detail.random_states,
             feature_maps=self._pictures(images.feature_map_grid, detail.feature_maps),

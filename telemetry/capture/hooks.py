@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -34,6 +35,9 @@ class CallObserver(Protocol):
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any, grad_enabled: bool) -> None:
         """Receive the positional arguments and the output of a module."""
+
+    def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        """Receive the arguments of ``scaled_dot_product_attention``, after the call."""
 
     def in_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
         """Receive a module's output, or its gradient if ``backward``, from a compiled graph."""

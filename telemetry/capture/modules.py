@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from telemetry.capture.attention import AttentionMode
 from telemetry.capture.hooks import CallObserver, ForwardHook, InputHook
 from telemetry.capture.missed_steps import NEVER_RAN
 from telemetry.capture.state import State, Target
@@ -16,7 +17,7 @@ from telemetry.capture.step import Step
 from telemetry.plain_text import called_all
 from telemetry.records.step import is_inside
 from telemetry.selection import clean_name, cleaned, evenly, owners
-from telemetry.torch_private import AfterModeChanges, AroundModuleCalls
+from telemetry.torch_private import AfterModeChanges, AroundModuleCalls, running_modules
 from telemetry.torch_private.compiler import (
     GRAPHS_CAN_BE_OBSERVED,
     BeforeCompilations,
@@ -28,6 +29,9 @@ from telemetry.torch_private.compiler import (
 PICTURED_MODULES = 12
 
 _NAMES_IN_MESSAGE = 8
+
+# In evaluation mode and without gradients, one kernel computes the whole module.
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
 _COMPILED = (
     "compiled before HookLogger was made: make HookLogger before the first compiled call, or call "
@@ -47,6 +51,8 @@ class WatchedModules:
         self._calls = AroundModuleCalls(self._before, self._after, self._before_compilation)
         self._compilations = BeforeCompilations(self._before_compilation)
         self._modes = AfterModeChanges(self._mode_changed)
+        self._attention = AttentionMode(observer)
+        self._callers: dict[int, str] = {}  # names of the modules whose attention is measured
         self._set_aside: set[ForwardHook] = set()  # while their layers are in evaluation mode
         model = target.model()
         assert model is not None
@@ -82,6 +88,7 @@ class WatchedModules:
         if not self._observing:
             return
         self._observing = False
+        self._attention.leave()
         self._calls.remove()
         self._input_hook.remove()
         compiling = self._compiling()
@@ -93,6 +100,7 @@ class WatchedModules:
     def detach(self) -> None:
         """Remove all hooks; idempotent."""
         self._observing = False
+        self._attention.leave()
         self._compilations.remove()
         self._modes.remove()
         self._set_aside.clear()
@@ -118,6 +126,32 @@ class WatchedModules:
             if isinstance(layer, nn.TransformerEncoderLayer):
                 self._modes.install()
                 self._mode_changed(layer)
+
+    # --- attention --------------------------------------------------------------------------------
+
+    def observe_attention(self) -> None:
+        """Observe the attention of the model's call that has begun, where that changes nothing."""
+        model = self._target.model()
+        if model is None or not (self._observing and self._target.content.activations):
+            return
+        modules = list(model.modules())
+        reason = ""
+        if self._compiling() or any(map(is_compiled, modules)):
+            reason = "torch.compile has compiled a module or a function"
+        elif any(isinstance(m, _WITH_FAST_PATH) and _may_be_fused(m) for m in modules):
+            reason = "frozen modules with a fused path would leave it"
+        if not reason:
+            self._attention.enter(model)
+        elif any("attention" in type(module).__name__.lower() for module in modules):
+            self._target.guard.failures.log_once(
+                f"the logits and the entropy of attention are not measured: {reason}",
+                level=logging.INFO,
+            )
+
+    def calling_module(self) -> str | None:
+        """Return the name of the innermost running module that is selected; None without one."""
+        names = (self._callers.get(id(module)) for module in running_modules())
+        return next((name for name in names if name is not None), None)
 
     # --- what PyTorch calls -----------------------------------------------------------------------
 
@@ -149,6 +183,7 @@ class WatchedModules:
                 hook.remove()
 
     def _before_compilation(self) -> None:
+        self._attention.leave()
         with self._target.guard.failures.contained("to attach its hooks"):
             if not self._hooks or self.changed():
                 self._choose()
@@ -165,6 +200,8 @@ class WatchedModules:
         before = {hook.module(): hook for hook in self._hooks.values()}
         self._hooks, self._by_identity = {}, {}
         self._identities = _identities(model)
+        callers = cleaned(self._target.selection.callers(model).items())
+        self._callers = {id(module): name for name, module in callers.items()}
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self._target.guard.failures.log_once(
@@ -228,6 +265,10 @@ class WatchedModules:
             failures.log_once(message, level=level)
         if message := _unregistered_modules(model):
             failures.log_once(message)
+
+
+def _may_be_fused(module: nn.Module) -> bool:
+    return not (module.training and any(p.requires_grad for p in module.parameters()))
 
 
 def _identities(model: nn.Module) -> dict[str, int]:

@@ -19,9 +19,10 @@ from telemetry.capture.hooks import ForwardHook, Inert
 from telemetry.capture.nested import tensors_in
 from telemetry.capture.observations import Kind, Observation
 from telemetry.capture.optimizers import Optimizers
-from telemetry.capture.parameters import Indexed, Updates, local, take_norms
+from telemetry.capture.parameters import PLAIN, Indexed, Updates, local, plain, take_norms
 from telemetry.capture.state import State, Target, guarded
 from telemetry.measure import fingerprint, images
+from telemetry.measure.attention import attention_figures
 from telemetry.plain_text import called_all
 from telemetry.records import Output, Parameter
 from telemetry.selection import cleaned
@@ -38,6 +39,9 @@ _NAMES_IN_MESSAGE = 8
 
 # Tensors of one step that have a fingerprint; the step may have very many micro-batches.
 _FINGERPRINTS = 64
+
+# Calls of attention that are measured in one module and step.
+_ATTENTION_CALLS = 64
 
 # Instead of an optimizer's identity, in a loop without optimizers.
 _BY_HAND = 0
@@ -224,6 +228,36 @@ class Step:
             return self._unit_axes.get(tensor.shape, 1 if dim > 3 else dim - 1)
         self._unit_axes[tensor.shape] = axis = 1 if hook.units == "first" else dim - 1
         return axis
+
+    def on_attention(
+        self,
+        name: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        """Measure a call of ``scaled_dot_product_attention`` by a module of this name."""
+        calls = self._detail.attention.setdefault(name, [])
+        if len(calls) >= _ATTENTION_CALLS or is_being_traced(query):
+            return
+        queries, keys, mask = plain(query), plain(key), attn_mask
+        if mask is not None:
+            mask = local(mask)
+        if queries is None or keys is None or (mask is not None and type(mask) not in PLAIN):
+            self.guard.failures.log_once(
+                f"the attention of {called_all([name], 1)} is not measured: nested or sparse "
+                f"tensors, or a mask of type {type(mask).__name__}"
+            )
+        elif queries.numel() and keys.numel():
+            self.order.setdefault(name)
+            measured = attention_figures(queries, keys, mask, is_causal=is_causal, scale=scale)
+            calls.append(HostCopy(measured))
 
     def _check(self, observation: Observation | None, tensor: Tensor) -> None:
         """Have some tensors of compiled graphs reduced by PyTorch, too."""

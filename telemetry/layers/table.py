@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from telemetry.layers.module_types import saturated_shares
 from telemetry.layers.precision import lost_in_fp8, outlier_ratio
 from telemetry.layers.record import Column, Group, Layers, Values, figure
-from telemetry.records import StepRecord, moments, once
+from telemetry.records import AttentionHeads, StepRecord, moments, once
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
@@ -46,7 +46,8 @@ class Statistic:
         as_curve: Whether each layer has a curve of it in TensorBoard.
         over_depth: Whether its quantiles over all layers are curves there, under ``depth/``.
         zero_is_silent: Whether the curves omit zeros.
-        of_ranks: Whether only a run of several ranks has it.
+        measured_in: Whether a layout's first record has it. Runs without it do not write or show
+            it. None: all runs have it.
     """
 
     name: str
@@ -63,7 +64,7 @@ class Statistic:
     as_curve: bool = False
     over_depth: bool = False
     zero_is_silent: bool = False
-    of_ranks: bool = False
+    measured_in: Callable[[StepRecord], bool] | None = None
 
 
 def _of_output(of_finite: Callable[[Rows], Values]) -> Callable[[Layers], Column]:
@@ -117,6 +118,29 @@ def _rank_spread(layers: Layers) -> Column:
             ratio = 0.0 if math.isinf(spread.high) else spread.low / spread.high
             column.values[index], column.known[index] = 1 - ratio, True
     return column
+
+
+def _of_heads(of: Callable[[AttentionHeads], float]) -> Callable[[Layers], Column]:
+    """Return the column of a figure over the heads of each layer's attention."""
+
+    def column(layers: Layers) -> Column:
+        count, record = layers.outputs.size, layers.record
+        found = Column(np.full(count, math.nan), np.zeros(count, bool))
+        for name, heads in record.attention.items():
+            index = record.layout.position[name]
+            found.values[index], found.known[index] = of(heads), True
+        return found
+
+    return column
+
+
+def _has_attention(record: StepRecord) -> bool:
+    return bool(record.attention)
+
+
+def _mean_entropy(heads: AttentionHeads) -> float:
+    known = heads.entropy[~np.isnan(heads.entropy)]
+    return float(known.mean()) if known.size else math.nan
 
 
 def _saturation(layers: Layers) -> Column:
@@ -291,6 +315,29 @@ STATISTICS = (
         as_curve=True,
     ),
     Statistic(
+        name="attention_logit_max",
+        title="Largest attention logit",
+        description="Largest logit in the attention of all heads, at least 0, where the layer "
+        "calls scaled_dot_product_attention.",
+        too_much="the softmax is 0 or 1 and passes no gradient: queries and keys that grow, a "
+        "missing 1 / sqrt(d)",
+        of=_of_heads(lambda heads: float(np.maximum(heads.logit_max, 0.0).max())),
+        as_curve=True,
+        measured_in=_has_attention,
+    ),
+    Statistic(
+        name="attention_entropy",
+        title="Attention entropy",
+        unit="share",
+        log=False,
+        description="Mean entropy of the attention weights over heads and queries, as a share of "
+        "that of uniform weights.",
+        too_little="each query attends to a single key: logits that are too large",
+        of=_of_heads(_mean_entropy),
+        as_curve=True,
+        measured_in=_has_attention,
+    ),
+    Statistic(
         name="weight_norm",
         title="Weight norm",
         description="L2 norm of the layer's parameters before the step.",
@@ -354,7 +401,7 @@ STATISTICS = (
         "another: 0 where all are alike.",
         of=_rank_spread,
         as_curve=True,
-        of_ranks=True,
+        measured_in=lambda record: record.ranks is not None,
     ),
     Statistic(
         name="nonfinite",
@@ -376,10 +423,10 @@ PAGE_STATISTICS = tuple([statistic for statistic in STATISTICS if statistic.on_p
 
 # Columns of the matrix that a full step writes for the page. Its other statistics are derived from
 # the parameters' gradient norms of every step.
-MATRIX_STATISTICS = tuple([s for s in PAGE_STATISTICS if not (s.every_step or s.of_ranks)])
+MATRIX_STATISTICS = tuple([s for s in PAGE_STATISTICS if not (s.every_step or s.measured_in)])
 
-# Further columns, where several ranks write one run.
-RANK_STATISTICS = tuple([s for s in PAGE_STATISTICS if s.of_ranks])
+# Further columns, of runs that measure them.
+OPTIONAL_STATISTICS = tuple([s for s in PAGE_STATISTICS if s.measured_in])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

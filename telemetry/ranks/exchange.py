@@ -295,6 +295,7 @@ class PartMaker:
             shared=Shared(**{f.name: getattr(record, f.name) for f in fields(Shared)}),
             parameters=self._parameters(record, captured, notes),
             tensors=_tensors(record, notes, self._topology),
+            attention=record.attention,
             scalars=record.scalars,
             step_s=self._step_s(record),
             host=self._host if record.full or record.phase else "",

@@ -21,6 +21,7 @@ from telemetry.ranks.merging import (
 )
 from telemetry.ranks.partial_record import Floats, Row, TensorTable
 from telemetry.records import (
+    AttentionHeads,
     Divergence,
     Layout,
     Module,
@@ -146,7 +147,12 @@ def _record_of(merged: MergedStep, parts: Sequence[Placed], joined: JoinedLayout
         which: {joined.name(o.stage, name) for o, _ in parts for name in getattr(o, which)}
         for which in ("nan_buffers", "nonfinite_parameters")
     }
+    heads: dict[str, list[AttentionHeads]] = {}
     ended = [part for part in merged.parts if part.parameters is not None]
+    for part in merged.parts:
+        stage = 0 if part.parameters is None else part.parameters.stage
+        for name, own in part.attention.items():
+            heads.setdefault(joined.name(stage, name), []).append(own)
     return StepRecord(
         step=merged.step,
         wall_time=merged.wall_time,
@@ -163,6 +169,11 @@ def _record_of(merged: MergedStep, parts: Sequence[Placed], joined: JoinedLayout
         nan_buffers=tuple(sorted(listed["nan_buffers"])),
         nonfinite_parameters=tuple([n for n in names if n in listed["nonfinite_parameters"]]),
         update_ratios=ratios,
+        attention={
+            name: AttentionHeads.merged(parts)
+            for name, parts in heads.items()
+            if name in joined.layout.position
+        },
         **vars(min(ended, key=attrgetter("rank")).shared),
         **_tensors(merged.tensors(), added if merged.measured else {}, joined),
     )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.ranks.topology import LocalShard
-from telemetry.records import Layout
+from telemetry.records import AttentionHeads, Layout
 from telemetry.records.batches import Batch
 from telemetry.records.rows import NO_VALUES, Rows
 
@@ -143,6 +143,7 @@ class PartialRecord:
     shared: Shared = Shared()
     parameters: ParameterPart | None = None  # None: the step did not end
     tensors: TensorTable | None = None
+    attention: Mapping[str, AttentionHeads] = field(default_factory=dict)  # by module
     scalars: Mapping[str, float] = field(default_factory=dict)  # logged by the user
     batches: tuple[Batch, ...] = ()  # since the last one, by the user's ids
     step_s: float | None = None  # seconds from the step before

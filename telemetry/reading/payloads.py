@@ -68,7 +68,7 @@ def overview(run: Overview, hparams: bytes | None, source: RunSource) -> dict[st
                 "tooMuch": statistic.too_much,
             }
             for statistic in PAGE_STATISTICS
-            if run.of_ranks or not statistic.of_ranks
+            if statistic.measured_in is None or statistic.name in run.statistics
         ],
         "firstStep": run.first_step,
         "lastStep": run.last_step,

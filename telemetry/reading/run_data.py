@@ -49,8 +49,6 @@ from telemetry.reading.sources import RunSource
 from telemetry.records import Layout
 from telemetry.untrusted import MAX_INTEGER
 
-_OF_RANKS = {statistic.name for statistic in PAGE_STATISTICS if statistic.of_ranks}
-
 # Alerts of one run; the page lists every one.
 MAX_ALERTS = 10_000
 # All alerts and distinct layouts of a run together: fifteen layouts of 20,000 modules.
@@ -68,7 +66,7 @@ class Overview:
     alerts: tuple[Alert, ...]  # by step
     session_count: int
     started_s: float | None  # of the newest session, seconds since the epoch; None if unknown
-    of_ranks: bool
+    statistics: frozenset[str]  # names of those that are written at full steps
 
     @property
     def extent(self) -> str:
@@ -114,7 +112,7 @@ class RunData:
                 alerts=tuple(sorted(alerts, key=lambda alert: alert.step)),
                 session_count=len(sessions.begins),
                 started_s=session_start_s(max(sessions.begins, default="")),
-                of_ranks=any(_OF_RANKS & set(s.statistic_names) for s in structure.segments),
+                statistics=frozenset().union(*(s.statistic_names for s in structure.segments)),
             )
 
     def matrix(self, statistic: str, region: Region = WHOLE) -> Matrix:

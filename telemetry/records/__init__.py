@@ -1,6 +1,7 @@
 """Values that were measured at one training step."""
 
 from telemetry.records.moments import once as once
+from telemetry.records.step import AttentionHeads as AttentionHeads
 from telemetry.records.step import CodeLocation as CodeLocation
 from telemetry.records.step import Divergence as Divergence
 from telemetry.records.step import Layout as Layout

@@ -26,6 +26,38 @@ class Spread:
     high_rank: int
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionHeads:
+    """Attention of one module at one step, where it calls ``scaled_dot_product_attention``.
+
+    At most 64 queries of the first sample of each call are measured, with all their keys.
+
+    Attributes:
+        logit_max: Largest logit of each head, float64 ``[heads]``: as the softmax receives it, of
+            the keys to which a query may attend.
+        entropy: Mean entropy of the weights of a query, as a share of ``ln n`` for ``n`` keys,
+            same dtype and shape; NaN if no query may attend to more than one.
+    """
+
+    logit_max: NDArray[np.float64]
+    entropy: NDArray[np.float64]
+
+    @staticmethod
+    def merged(parts: Sequence[AttentionHeads]) -> AttentionHeads:
+        """Return the largest logits and the mean entropies of several calls or ranks."""
+        most = max(len(part.logit_max) for part in parts)
+        logits, entropies = np.full((len(parts), most), -math.inf), np.zeros((len(parts), most))
+        known = np.zeros((len(parts), most), bool)
+        for row, part in enumerate(parts):
+            heads = slice(len(part.logit_max))
+            logits[row, heads] = part.logit_max
+            known[row, heads] = ~np.isnan(part.entropy)
+            entropies[row, heads] = np.where(known[row, heads], part.entropy, 0.0)
+        with np.errstate(invalid="ignore"):
+            mean = entropies.sum(axis=0) / known.sum(axis=0)
+        return AttentionHeads(logits.max(axis=0), mean)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
     """A parameter that should be equal on several ranks and is not.
@@ -288,6 +320,7 @@ class StepRecord:
         second_moments: Running means of squared gradients after the step, by parameter name:
             ``exp_avg_sq`` of Adam and of other optimizers that have it. Measured with the weights.
         update_ratios: ``||after - before|| / ||before||`` by parameter name.
+        attention: Heads of modules that call ``scaled_dot_product_attention``, by module name.
         feature_maps: Pictures of convolutions' outputs, uint8 ``[height, width, 3]``, by module
             name.
         filters: Pictures of convolutions' weights, same format.
@@ -331,6 +364,7 @@ class StepRecord:
     weights: Mapping[str, TensorRecord] = field(default_factory=dict)
     second_moments: Mapping[str, TensorRecord] = field(default_factory=dict)
     update_ratios: Mapping[str, float] = field(default_factory=dict)
+    attention: Mapping[str, AttentionHeads] = field(default_factory=dict)
     feature_maps: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     filters: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
     input: NDArray[np.uint8] | None = None

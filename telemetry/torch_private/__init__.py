@@ -13,15 +13,16 @@ import gc
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
 import torch
 import torch._utils
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils.hooks import RemovableHandle
 
@@ -112,14 +113,14 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
     def __enter__(self) -> bool:
         self._grad_enabled = torch.is_grad_enabled()
         try:  # fast: each hook enters
-            stacks = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
-            in_mode = stacks > 0 or torch.is_inference_mode_enabled()
+            in_mode = torch._C._len_torch_dispatch_stack() > 0 or torch.is_inference_mode_enabled()
+            in_functions = torch._C._len_torch_function_stack() > 0
             casts = torch._C._is_any_autocast_enabled()
         except AttributeError:
-            in_mode = _in_dispatch_mode() or in_function_mode() or torch.is_inference_mode_enabled()
-            casts = True
+            in_mode = _in_dispatch_mode() or torch.is_inference_mode_enabled()
+            in_functions, casts = in_function_mode(), True
         # First: torch-function modes would see the calls below.
-        self._stack = _without_modes() if in_mode else None
+        self._stack = _without_modes(all_modes=in_mode) if in_mode or in_functions else None
         if self._grad_enabled or self._stack is not None:  # leaving inference mode enables them
             _set_grad_enabled(False)
         types = _device_types() if casts else ()
@@ -148,6 +149,33 @@ def in_function_mode() -> bool:
     return _modes("_len_torch_function_stack") > 0
 
 
+def enter_function_mode(mode: TorchFunctionMode) -> bool:
+    """Enter a mode; False if a private name is missing, so that it could not be left."""
+    push = _of_mode_stack("_push_mode")
+    is_known = None not in (push, _of_mode_stack("_pop_mode"), _of_mode_stack(_MODE_STACK))
+    if is_known:
+        push(mode)
+    return is_known
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Remove a mode from this thread's stack, also from below modes that were entered later."""
+    stack = () if (of := _of_mode_stack(_MODE_STACK)) is None else of()
+    if mode in stack:
+        for _ in stack:
+            _of_mode_stack("_pop_mode")()
+        for other in stack:
+            if other is not mode:
+                _of_mode_stack("_push_mode")(other)
+
+
+_MODE_STACK = "_get_current_function_mode_stack"
+
+
+def _of_mode_stack(name: str) -> Any:
+    return find(overrides, name, "attention is not measured")
+
+
 def _modes(name: str) -> int:
     count = find(torch._C, name, "all active modes are left at each measurement")
     return 1 if count is None else int(count())
@@ -161,11 +189,14 @@ def _leave_dispatch_modes() -> Callable[[], contextlib.AbstractContextManager[ob
     return find(_python_dispatch, "_disable_current_modes", consequence)  # type: ignore[no-any-return]
 
 
-def _without_modes() -> contextlib.ExitStack:
+def _without_modes(*, all_modes: bool) -> contextlib.ExitStack:
+    """Leave torch-function modes, and of ``all_modes`` the slower ones to leave."""
     stack = contextlib.ExitStack()
     functions_off = find(torch._C, "DisableTorchFunction", "torch-function modes see measurements")
     if functions_off is not None:
         stack.enter_context(functions_off())
+    if not all_modes:
+        return stack
     leave = _leave_dispatch_modes()
     if leave is not None:
         stack.enter_context(leave())
@@ -306,6 +337,16 @@ def keywords_of_call() -> dict[str, Any]:
         if frame.f_globals is vars(nn_module) and "kwargs" in frame.f_locals:
             return dict(frame.f_locals["kwargs"])
     return {}
+
+
+def running_modules() -> Iterator[nn.Module]:
+    """Yield the modules whose calls this thread is in, the innermost first."""
+    call = find(nn.Module, "_call_impl", "attention is not measured")
+    frame = None if call is None else sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is call.__code__:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
 
 
 # --- GradScaler ----------------------------------------------------------------------------------

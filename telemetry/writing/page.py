@@ -25,7 +25,7 @@ from telemetry.events.page_format import (
     new_session_id,
 )
 from telemetry.events.summaries import FLOAT32_MAX
-from telemetry.layers import MATRIX_STATISTICS, MISSING, RANK_STATISTICS, Statistic, table
+from telemetry.layers import MATRIX_STATISTICS, MISSING, OPTIONAL_STATISTICS, Statistic, table
 from telemetry.layers.table import PLACES
 from telemetry.layers.units import encode_units
 from telemetry.records import Layout, StepRecord
@@ -83,7 +83,8 @@ class PageWriter:
             yield from self._pending(record.step, in_new_tag=restarted)
             if restarted:
                 self._restart()
-            self._columns = MATRIX_STATISTICS + (RANK_STATISTICS if record.ranks else ())
+            optional = [s for s in OPTIONAL_STATISTICS if s.measured_in and s.measured_in(record)]
+            self._columns = MATRIX_STATISTICS + tuple(optional)
             yield self._begin_layout(record.layout)
         self.last_step = record.step
         self._block.add(record)

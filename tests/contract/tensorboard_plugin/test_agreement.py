@@ -94,7 +94,7 @@ def test_curves_page_summary_flight_file_and_rules_agree(
     curves = EventAccumulator(str(tmp_path), {"tensors": 0, "scalars": 0}).Reload()
     at = read_flight(flight_files(tmp_path)[0])["profiles"][-1]
     assert at["step"] == STEPS - 1
-    statistics = [statistic for statistic in STATISTICS if not statistic.of_ranks]
+    statistics = [statistic for statistic in STATISTICS if not statistic.measured_in]
     compared = dict.fromkeys((s.name for s in statistics), 0)
     for statistic in statistics:
         name = statistic.name

@@ -93,7 +93,7 @@ def test_the_overview_of_a_run_has_its_layers_statistics_and_alerts(client: Clie
     assert [layer["name"] for layer in run["layers"]] == ["a", HOSTILE]
     assert run["layers"][0]["parameters"] == [{"name": "a.weight", "shape": [2, 3]}]
     assert [statistic["name"] for statistic in run["statistics"]] == [
-        s.name for s in PAGE_STATISTICS if not s.of_ranks
+        s.name for s in PAGE_STATISTICS if not s.measured_in
     ]
     assert run["alerts"][0]["value"] == "inf"
     assert run["alerts"][0]["module_name"] == HOSTILE

@@ -14,11 +14,20 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
+from telemetry.ranks.codec import decode, encode
 from telemetry.ranks.merged_records import MergedRecords, differing, with_whole_units
 from telemetry.ranks.merging import MergedStep, merge_parameters, merge_tensors, spreads
 from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable
 from telemetry.ranks.topology import LocalShard
-from telemetry.records import Layout, Module, Parameter, Spread, StepRecord, TensorRecord
+from telemetry.records import (
+    AttentionHeads,
+    Layout,
+    Module,
+    Parameter,
+    Spread,
+    StepRecord,
+    TensorRecord,
+)
 from telemetry.records.sketch import sketch_array
 from tests.helpers.moments_close import assert_moments_close
 
@@ -161,6 +170,27 @@ def test_stages_with_equal_parameter_names_are_distinguished() -> None:
     names = [parameter.name for parameter in record.layout.parameters]
     assert names == ["stage0.layer.weight", "stage1.layer.weight"]
     assert record.total_grad_norm == 5.0
+
+
+def test_heads_have_the_largest_logit_and_the_mean_entropy_of_the_ranks() -> None:
+    heads = [
+        AttentionHeads(np.array([1.0, -5.0]), np.array([0.5, 0.25])),
+        AttentionHeads(np.array([-2.0, 3.0]), np.array([1.0, np.nan])),
+    ]
+    parts = [
+        replace(part(rank, 1.0, copy=rank), attention={"layer": own, "gone": own})
+        for rank, own in enumerate(heads)
+    ]
+    parts = [decode(PartialRecord, encode(one)) for one in parts]
+    record = record_from(parts)
+    assert [*record.attention] == ["layer"]
+    assert record.attention["layer"].logit_max.tolist() == [1.0, 3.0]
+    assert record.attention["layer"].entropy.tolist() == [0.75, 0.25]
+    staged = [
+        replace(part(rank, 1.0, stage=rank), attention={"layer": own})
+        for rank, own in enumerate(heads)
+    ]
+    assert [*record_from(staged).attention] == ["stage0.layer", "stage1.layer"]
 
 
 def test_a_layout_is_sent_once() -> None:

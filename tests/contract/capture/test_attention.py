@@ -1,0 +1,541 @@
+"""Attention of ``scaled_dot_product_attention``: figures of each head, and training left alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
+
+import telemetry
+from telemetry import HookLogger
+from telemetry.layers import table
+from telemetry.measure import attention as measure_attention
+from telemetry.records import AttentionHeads, StepRecord
+from telemetry.testing import capture_run
+from tests.helpers.twins import assert_left_alone, run
+
+BATCH, LENGTH, WIDTH, HEADS = 3, 12, 16, 4
+
+
+class Attention(nn.Module):
+    """Keeps the queries and keys of its latest call."""
+
+    def __init__(self, heads: int = HEADS, kv_heads: int = HEADS, **options: Any) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.options = heads, kv_heads, options
+        size = WIDTH // heads
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * kv_heads * size)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.seen: tuple[Tensor, Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[-2]
+        q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2)
+        k, v = self.kv(x).unflatten(-1, (2 * self.kv_heads, -1)).transpose(-3, -2).chunk(2, -3)
+        self.seen = q.detach(), k.detach()
+        options = {name: o(length) if callable(o) else o for name, o in self.options.items()}
+        mixed = functional.scaled_dot_product_attention(q, k, v, **options)
+        return self.out(mixed.transpose(-3, -2).flatten(-2))
+
+
+class Net(nn.Module):
+    def __init__(self, attention: Callable[[], nn.Module] = Attention, **options: Any) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.attn = attention(**options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.embed(x))
+
+
+def batch(length: int = LENGTH) -> Tensor:
+    return 2 * torch.randn(BATCH, length, WIDTH)
+
+
+def causal(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def banded(length: int) -> Tensor:
+    """Mask of each sample and head."""
+    torch_rows = torch.arange(length)[:, None] - torch.arange(length)
+    widths = 1 + torch.arange(BATCH * HEADS).view(BATCH, HEADS, 1, 1)
+    return (torch_rows >= 0) & (torch_rows < widths)
+
+
+def sloped(length: int) -> Tensor:
+    """Float mask of each head, as ALiBi adds it; masked keys have ``finfo.min``."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    slopes = 0.5 ** torch.arange(1.0, HEADS + 1)
+    bias = -slopes[:, None, None] * distance
+    return bias.masked_fill(distance < 0, torch.finfo(torch.float32).min)
+
+
+def expected(
+    q: Tensor, k: Tensor, *, scale: float | None = None, mask: Tensor | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return largest logits and entropies by loops over heads, queries and keys, in float64."""
+    heads, length, width = q.shape
+    bool_mask = mask is not None and mask.dtype == torch.bool
+    largest, entropies = np.full(heads, -np.inf), np.full(heads, np.nan)
+    step = math.ceil(length / 64)
+    rows = [i for i in range(length) if (length - 1 - i) % step == 0]
+    for head in range(heads):
+        own = None if mask is None else mask.expand(heads, length, len(k[0]))[head].numpy()
+        keys = k[head * len(k) // heads].double().numpy()
+        shares = []
+        for row in rows:
+            logits = keys @ q[head, row].double().numpy()
+            logits = logits * (1 / math.sqrt(width) if scale is None else scale)
+            if own is not None:
+                logits = logits if bool_mask else logits + own[row].astype(np.float64)
+                logits = logits[own[row] if bool_mask else own[row] > -1e30]
+            if not len(logits):
+                continue
+            largest[head] = max(largest[head], logits.max())
+            weights = np.exp(logits - logits.max())
+            weights /= weights.sum()
+            if len(logits) > 1:
+                shares.append(-(weights * np.log(weights)).sum() / math.log(len(logits)))
+        if shares:
+            entropies[head] = np.mean(shares)
+    return largest, entropies
+
+
+def assert_heads(heads: AttentionHeads, wanted: tuple[Any, Any], rtol: float = 2e-5) -> None:
+    np.testing.assert_allclose(heads.logit_max, wanted[0], rtol=rtol, atol=1e-6)
+    np.testing.assert_allclose(heads.entropy, wanted[1], rtol=rtol, atol=1e-6)
+
+
+def one_step(model: nn.Module, *inputs: Tensor) -> StepRecord:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture_run(model) as run:
+        model(*inputs).square().mean().backward()
+        optimizer.step()
+    return run.records[0]
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+CALLS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "all keys": ({}, {}),
+    "causal": ({"is_causal": True}, {"mask": causal}),
+    "bool mask": ({"attn_mask": banded}, {"mask": lambda length: banded(length)[0]}),
+    "float mask": ({"attn_mask": sloped}, {"mask": sloped}),
+    "mask of one row": (
+        {"attn_mask": lambda length: torch.arange(length)[None] < 5},
+        {"mask": lambda length: torch.arange(length)[None] < 5},
+    ),
+    "scale": ({"scale": 3.0}, {"scale": 3.0}),
+    "grouped queries": (
+        {"kv_heads": 2, "enable_gqa": True, "is_causal": True},
+        {"mask": causal},
+    ),
+}
+
+
+@pytest.mark.parametrize("length", [LENGTH, 130])
+@pytest.mark.parametrize("name", CALLS)
+def test_figures_are_those_of_explicit_logits(name: str, length: int) -> None:
+    options, oracle = CALLS[name]
+    model = Net(**options)
+    record = one_step(model, batch(length))
+    q, k = model.attn.seen
+    oracle = {key: o(length) if callable(o) else o for key, o in oracle.items()}
+    wanted = expected(q[0], k[0], **oracle)
+    assert_heads(record.attention["attn"], wanted)
+    layers = table(record)
+    row = record.layout.position["attn"]
+    assert layers.value(row, "attention_logit_max") == pytest.approx(wanted[0].max(), rel=1e-5)
+    assert layers.value(row, "attention_entropy") == pytest.approx(np.nanmean(wanted[1]), rel=1e-5)
+    assert layers.value(record.layout.position["embed"], "attention_entropy") is None
+
+
+@pytest.mark.parametrize("most", [1, 400])
+def test_heads_beyond_a_limit_of_memory_are_measured_in_turn(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(measure_attention, "_MOST_ELEMENTS", most)
+    model = Net(kv_heads=2, enable_gqa=True, attn_mask=sloped)
+    record = one_step(model, batch())
+    q, k = model.attn.seen
+    assert_heads(record.attention["attn"], expected(q[0], k[0], mask=sloped(LENGTH)))
+
+
+class Single(nn.Module):
+    """Attention of one head, without an axis for heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, WIDTH)
+        self.seen: tuple[Tensor, Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = (q := self.q(x)).detach(), x
+        return functional.scaled_dot_product_attention(q, x, x)
+
+
+@pytest.mark.parametrize("axes", [2, 3])
+def test_tensors_with_fewer_axes_have_one_head(axes: int) -> None:
+    model, x = Single(), batch()
+    record = one_step(model, x if axes == 3 else x[0])
+    q, k = (o if axes == 3 else o[None] for o in model.seen)
+    assert_heads(record.attention[""], expected(q[:1], k[:1]))
+
+
+def test_nan_is_not_hidden_and_rows_with_one_key_do_not_count() -> None:
+    model = Net(attn_mask=lambda length: torch.eye(length, dtype=torch.bool))
+    record = one_step(model, batch())
+    assert np.isnan(record.attention["attn"].entropy).all()
+    model = Net()
+    x = batch()
+    x[0, 3, 2] = math.nan
+    record = one_step(model, x)
+    row = record.layout.position["attn"]
+    assert math.isnan(table(record).value(row, "attention_logit_max") or 0.0)
+
+
+def mha_logits(attention: nn.MultiheadAttention, x: Tensor, rows: Tensor) -> tuple[Any, Any]:
+    """Return the figures of a self-attention of one sample; ``rows``: additive mask."""
+    weight, bias = attention.in_proj_weight.detach(), attention.in_proj_bias.detach()
+    q, k, _ = (x @ weight.T + bias).chunk(3, -1)
+    split = (WIDTH // HEADS, HEADS)
+    q, k = (o.unflatten(-1, split[::-1]).transpose(0, 1) for o in (q, k))
+    return expected(q, k, mask=rows)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_calls_inside_of_multihead_attention_are_measured(masked: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = ~causal(LENGTH) if masked else None
+            y, _ = self.attention(x, x, x, attn_mask=mask, need_weights=False)
+            return y
+
+    torch.manual_seed(0)
+    model, x = Model(), batch()
+    before = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    before.load_state_dict(model.attention.state_dict())
+    record = one_step(model, x)
+    allowed = causal(LENGTH) if masked else torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    assert_heads(record.attention["attention"], mha_logits(before, x[0], allowed))
+
+
+def test_an_encoder_layer_is_measured() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2), batch()
+    before = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    before.load_state_dict(model.layers[0].self_attn.state_dict())
+    record = one_step(model, x)
+    assert [*record.attention] == ["layers.0.self_attn", "layers.1.self_attn"]
+    wanted = mha_logits(before, x[0], torch.ones(LENGTH, LENGTH, dtype=torch.bool))
+    assert_heads(record.attention["layers.0.self_attn"], wanted)
+
+
+def test_several_calls_are_merged() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = []
+    with capture_run(model) as run:
+        for _ in range(3):
+            model(batch()).square().mean().backward()
+            q, k = model.attn.seen
+            wanted.append(expected(q[0], k[0]))
+        optimizer.step()
+    largest, entropies = zip(*wanted, strict=True)
+    merged = np.max(largest, axis=0), np.mean(entropies, axis=0)
+    assert_heads(run.records[0].attention["attn"], merged)
+
+
+def test_heads_of_different_numbers_are_merged() -> None:
+    merged = AttentionHeads.merged(
+        [
+            AttentionHeads(np.array([1.0, 5.0]), np.array([0.25, np.nan])),
+            AttentionHeads(np.array([3.0, -1.0, -2.0]), np.array([0.75, 0.5, np.nan])),
+        ]
+    )
+    assert merged.logit_max.tolist() == [3, 5, -2]
+    np.testing.assert_array_equal(merged.entropy, [0.5, 0.5, np.nan])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_counts_no_call_twice(reentrant: bool) -> None:
+    calls = []
+
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.embed(x)
+            return self.attn.out(x + checkpoint(self.attn, x, use_reentrant=reentrant))
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.attn.q.register_forward_pre_hook(lambda *args: calls.append(1))
+    with capture_run(model) as run:
+        loss = model(batch()).square().mean()
+        first = model.attn.seen
+        loss.backward()
+        assert run._capture is not None
+        counted = [*map(len, run._capture._step.captured.detail.attention.values())]
+        optimizer.step()
+    assert len(calls) == 2
+    assert counted == [1]
+    assert_heads(run.records[0].attention["attn"], expected(first[0][0], first[1][0]))
+
+
+def test_under_autocast_the_logits_are_those_of_the_given_tensors() -> None:
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x)
+
+    model = Model(is_causal=True)
+    record = one_step(model, batch())
+    q, k = model.attn.seen
+    assert q.dtype == torch.bfloat16
+    assert_heads(record.attention["attn"], expected(q[0], k[0], mask=causal(LENGTH)))
+
+
+@pytest.mark.parametrize("has_attention", [True, False])
+def test_a_written_run_has_the_statistics_of_attention_where_there_is_some(
+    tmp_path: Path, has_attention: bool
+) -> None:
+    watched = run(Net if has_attention else lambda: nn.Linear(WIDTH, WIDTH), loop, tmp_path)
+    layers = telemetry.read(tmp_path).layers
+    for name in ("attention_logit_max", "attention_entropy"):
+        found = layers[layers["statistic"] == name]
+        assert found["module_name"].tolist() == ["attn"] * (4 if has_attention else 0)
+        values = [table(record).column(name) for record in watched.full if has_attention]
+        rows = [record.layout.position["attn"] for record in watched.full if has_attention]
+        wanted = [column[row] for column, row in zip(values, rows, strict=True)]
+        np.testing.assert_allclose(found["value"], wanted, rtol=1e-6)
+
+
+# --- when -----------------------------------------------------------------------------------------
+
+
+def test_only_full_steps_of_training_are_measured() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture_run(model, every_n_steps=2) as run:
+        for _ in range(4):
+            with torch.no_grad():
+                model(batch())
+            model(batch()).square().mean().backward()
+            optimizer.step()
+    assert ["attn" in record.attention for record in run.records] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("selected", ["attn", "attn.out", "embed"])
+def test_attention_outside_of_the_selection_is_not_measured(selected: str) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture_run(model, modules=selected) as run:
+        model(batch()).square().mean().backward()
+        optimizer.step()
+    assert [*run.records[0].attention] == (["attn"] if selected == "attn" else [])
+
+
+def test_a_forward_that_raises_leaves_no_mode() -> None:
+    class Fails(Net):
+        fails = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            assert len(_get_current_function_mode_stack()) == 1
+            if self.fails:
+                raise RuntimeError("no memory")
+            return y
+
+    model = Fails()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture_run(model) as run:
+        with pytest.raises(RuntimeError, match="no memory"):
+            model(batch())
+        assert _get_current_function_mode_stack() == []
+        model.fails = False
+        model(batch()).square().mean().backward()
+        assert _get_current_function_mode_stack() == []
+        optimizer.step()
+    assert "attn" in run.records[0].attention
+    assert not torch.nn.modules.module._global_forward_hooks_always_called
+
+
+class Interrupts(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def test_a_mode_that_is_still_active_at_the_end_is_left() -> None:
+    model = Interrupts()
+    with capture_run(model):
+        with pytest.raises(KeyboardInterrupt):
+            model(batch())
+        assert len(_get_current_function_mode_stack()) == 1
+    assert _get_current_function_mode_stack() == []
+
+
+def test_modes_of_the_user_are_kept() -> None:
+    class Mine(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    outer, inner = Mine(), Mine()
+
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            inner.__enter__()  # type: ignore[no-untyped-call]
+            return y
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture_run(model) as run:
+        with outer:
+            y = model(batch())
+            assert _get_current_function_mode_stack() == [outer, inner]
+            inner.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        y.square().mean().backward()
+        optimizer.step()
+    assert "attn" in run.records[0].attention
+
+
+# --- training is left alone -----------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Attention of each kind, dropout, and checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Net(is_causal=True, dropout_p=0.1)
+        self.second = Net(kv_heads=2, enable_gqa=True)
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.second, self.first(x), use_reentrant=False)
+        return self.encoder(x)
+
+
+def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Any]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(batch()).float().square().mean()
+        loss.backward()
+        yield loss
+        yield from (p.grad for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+
+
+def autocast_loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Any]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield from loop(model, logger)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def ddp() -> nn.Module:
+    return DistributedDataParallel(Deep())
+
+
+def sharded() -> nn.Module:
+    model = Deep()
+    for part in (model.first, model.second, model.encoder, model):
+        fully_shard(part, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    return model
+
+
+@pytest.mark.parametrize("make", [Deep, ddp, sharded])
+@pytest.mark.parametrize("each", [loop, autocast_loop])
+@pytest.mark.usefixtures("process_group")
+def test_training_is_left_alone(
+    tmp_path: Path, make: Callable[[], nn.Module], each: Callable[..., Iterator[Any]]
+) -> None:
+    watched = assert_left_alone(make, each, tmp_path)
+    names = {"first.attn", "second.attn", "encoder.self_attn"}
+    assert [set(record.attention) for record in watched.full] == [names] * 4
+
+
+def test_frozen_modules_in_evaluation_mode_keep_their_fused_path(tmp_path: Path) -> None:
+    class Frozen(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
+            self.encoder = layer.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.encoder.eval()  # also where it is entered in training mode
+            return super().forward(self.encoder(x))
+
+    watched = assert_left_alone(Frozen, loop, tmp_path)
+    assert not any(record.attention for record in watched.full)
+
+
+@pytest.mark.parametrize("what", ["module", "function"])
+def test_compiled_code_is_left_alone_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            if what == "module":
+                self.embed.compile(backend="eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(doubled(x) if what == "function" else x)
+
+    @torch.compile(backend="eager")
+    def doubled(x: Tensor) -> Tensor:
+        return 2 * x
+
+    torch._dynamo.reset()
+    with caplog.at_level(logging.INFO):
+        watched = assert_left_alone(Model, loop, tmp_path)
+    assert not any(record.attention for record in watched.full[1:])
+    lines = [m for m in caplog.messages if "entropy of attention" in m]
+    assert len(lines) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_flex_attention_is_left_alone_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FlexAttention(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.detach().unflatten(-1, (HEADS, -1)).transpose(1, 2)  # its backward needs a GPU
+            mixed: Any = flex(q, q, q)
+            return self.out(mixed.transpose(1, 2).flatten(-2))
+
+    flex = torch.compile(flex_attention, backend="eager")
+    torch._dynamo.reset()
+    with caplog.at_level(logging.INFO):
+        watched = assert_left_alone(lambda: Net(FlexAttention), loop, tmp_path)
+    assert not any(record.attention for record in watched.full)
+    assert len([m for m in caplog.messages if "entropy of attention" in m]) == 1
