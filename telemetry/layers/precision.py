@@ -43,17 +43,14 @@ def lost_in_fp8(rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 def outlier_ratio(rows: Rows) -> NDArray[Any]:
     """Return the largest magnitude of any unit over that of the median unit, float64 ``[rows]``.
 
-    NaN where a row has no units, a unit has NaN, or half of the units are zero.
+    NaN where a row has no units, a unit has NaN or no values, or half of the units are zero.
     """
-    sizes = np.maximum(-rows.units[:, 0], rows.units[:, 1]).astype(np.float64)
-    counts = rows.unit_count.copy()
-    which = np.arange(len(rows)).repeat(counts)
-    has_values = ~np.isneginf(sizes)
-    which, sizes = which[has_values], sizes[has_values]
-    counts = np.bincount(which, minlength=len(rows))
-    ordered = sizes[np.lexsort((sizes, which))]  # NaN last
-    ratios, ends, some = np.full(len(rows), np.nan), np.cumsum(counts), counts > 0
-    first = (ends - counts)[some]
-    middle = ordered[first + (counts[some] - 1) // 2] + ordered[first + counts[some] // 2]
-    ratios[some] = np.where(middle > 0, 2 * ordered[ends[some] - 1] / middle, np.nan)
+    sizes = np.maximum(-rows.units[:, 0], rows.units[:, 1])
+    ratios, starts = np.full(len(rows), np.nan), np.cumsum(rows.unit_count) - rows.unit_count
+    for count in np.unique(rows.unit_count[rows.unit_count > 0]).tolist():
+        some = np.flatnonzero(rows.unit_count == count)
+        ordered = np.sort(sizes[starts[some, None] + np.arange(count)], axis=1)  # NaN last
+        middle = ordered[:, [(count - 1) // 2, count // 2]].mean(axis=1, dtype=np.float64)
+        known = (middle > 0) & (ordered[:, 0] >= 0)
+        ratios[some] = np.where(known, ordered[:, -1] / middle, np.nan)
     return ratios
