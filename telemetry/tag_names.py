@@ -17,6 +17,13 @@ TOTAL_GRAD_NORM = f"{RUN}grad_norm/total"
 # Counts at the end of a run.
 FULL_STEPS = f"{RUN}full_steps/scheduled", f"{RUN}full_steps/requested"
 
+# Parts of a step's time, and memory; keys of :attr:`StepRecord.usage`, without the group.
+TIMES = "time/data_wait_s", "time/forward_s", "time/backward_s", "time/optimizer_s"
+TOKENS_PER_S = "time/tokens_per_s"
+ALLOCATED_BYTES, PEAK_BYTES = "memory/allocated_bytes", "memory/peak_bytes"
+HOST_BYTES, HOST_OWN_BYTES = "memory/host_rss_bytes", "memory/host_own_bytes"
+MEMORY = {ALLOCATED_BYTES: "allocated", PEAK_BYTES: "peak", HOST_BYTES: "host memory"}
+
 _GROUP = re.compile(f"{RUN}|{LAYERS}|{HISTOGRAMS}|{IMAGES}")
 _NUMBERED = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from telemetry.capture.observations import CHECKS, Observations
 from telemetry.capture.parameters import Norms, Updates
+from telemetry.capture.usage import Laps, usage_of
 from telemetry.failures import Failures
 from telemetry.measure import images
 from telemetry.ranks.topology import RankNotes
@@ -172,6 +173,7 @@ class CapturedStep:
         overflow_ends: For each backward pass: whether a gradient was not finite, bool ``[]``, and
             the number of observations at its end.
         ranks: Relation of the tensors to those of all ranks together.
+        laps: Times of this step, and of steps before it that had no record.
     """
 
     step: int
@@ -193,6 +195,7 @@ class CapturedStep:
     buffer_norms: Sequence[Norms] = ()
     scaler: ScalerReading | None = None
     ranks: RankNotes = field(default_factory=RankNotes)
+    laps: Laps | None = None
     detail: Detail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -295,6 +298,7 @@ class CapturedStep:
             feature_maps=self._pictures(images.feature_map_grid, detail.feature_maps),
             filters=self._pictures(images.filter_grid, detail.filters),
             input=self._pictures(images.input_grid, {"": detail.input}).get(""),
+            **usage_of(self.laps),
             **tensors,
             **scaler,
         )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from telemetry.capture.parameters import ParameterTable
+from telemetry.capture.usage import Laps, usage_of
 from telemetry.measure.native import TENSORS, available
 from telemetry.records import Layout, Parameter, StepRecord
 from telemetry.torch_private import calling_scaler, in_function_mode
@@ -33,6 +34,7 @@ class LightStep(NamedTuple):
         groups: Number of parameter groups.
         row: The learning rates of the groups, then the norm of each parameter's gradient, negative
             where it is missing; float64 ``[groups + parameters]``.
+        laps: Times of this step, and of steps before it that had no record.
     """
 
     step: int
@@ -40,6 +42,7 @@ class LightStep(NamedTuple):
     layout: Layout
     groups: int
     row: NDArray[np.float64]
+    laps: Laps | None
 
     @property
     def nbytes(self) -> int:
@@ -59,6 +62,7 @@ class LightStep(NamedTuple):
             learning_rates=tuple(self.row[: self.groups].tolist()),
             scalars=scalars,
             loss_tag=loss_tag,
+            **usage_of(self.laps),
         )
 
 
@@ -124,7 +128,7 @@ class LightReader:
         self._since_check = (self._since_check + 1) % _SCALER_CHECK_STEPS
         return 0 <= square < math.inf
 
-    def completed(self, step: int) -> LightStep:
+    def completed(self, step: int, laps: Laps | None) -> LightStep:
         """Return the values read at this step, which has ended."""
         assert self._layout is not None
-        return LightStep(step, time.time(), self._layout, self._groups, self._row.copy())
+        return LightStep(step, time.time(), self._layout, self._groups, self._row.copy(), laps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +46,15 @@ _COMPILED = (
 class WatchedModules:
     """The hooks of the watched modules of a model."""
 
-    def __init__(self, target: Target, state: State, observer: CallObserver) -> None:
+    def __init__(
+        self,
+        target: Target,
+        state: State,
+        observer: CallObserver,
+        before_compilation: Callable[[], None],
+    ) -> None:
         self._target, self._state, self._observer = target, state, observer
+        self._compiler_comes = before_compilation
         self._calls = AroundModuleCalls(self._before, self._after, self._before_compilation)
         self._compilations = BeforeCompilations(self._before_compilation)
         self._modes = AfterModeChanges(self._mode_changed)
@@ -185,6 +192,7 @@ class WatchedModules:
     def _before_compilation(self) -> None:
         self._attention.leave()
         with self._target.guard.failures.contained("to attach its hooks"):
+            self._compiler_comes()
             if not self._hooks or self.changed():
                 self._choose()
             self._install()

@@ -6,6 +6,7 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from telemetry.commands.output import Column, LogDirs, number, print_records, pr
 from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
 from telemetry.plain_text import printable, sparkline
 from telemetry.reading.run_data import Overview, RunData
-from telemetry.tag_names import FULL_STEPS
+from telemetry.tag_names import FULL_STEPS, MEMORY, RUN, TIMES
 
 _CURVE_WIDTH = 16
 _STEADY = 1.25  # a trend by a smaller factor counts as steady
@@ -58,7 +59,9 @@ def summary(args: argparse.Namespace, console: Console) -> int:
     several = len(runs.found) > 1
     for log_dir, run in runs.opened():
         head = f"{printable(str(log_dir))}: " if several else ""
-        _print_run(head, run.overview(), _full_steps(run), shown(run), statistic, console)
+        _print_run(
+            head, run.overview(), (_full_steps(run), _usage(run)), shown(run), statistic, console
+        )
         if several:
             console.print()
     return runs.status
@@ -128,17 +131,36 @@ def _full_steps(run: RunData) -> str:
     return f"full steps: {counts[0]} scheduled, {counts[1]} more requested by rules"
 
 
+def _usage(run: RunData) -> str:
+    """Return the parts of a usual step and the last memory as a text; empty if unknown."""
+    tags = {tag: f"{RUN}{tag}" for tag in (*TIMES, *MEMORY)}
+    read = run.source.read("scalars", [*tags.values()])
+    found = {tag: [value for _, value, *_ in read.get(full, ())] for tag, full in tags.items()}
+    usual = {tag: median(found[tag]) for tag in TIMES if found[tag]}
+    total_s, parts = sum(usual.values()), list[str]()
+    if total_s > 0:
+        shares = [f"{_PARTS[tag]} {value / total_s:.0%}" for tag, value in usual.items()]
+        parts.append(f"a step takes {total_s:.3g} s: {', '.join(shares)}")
+    parts += [
+        f"{name} {found[tag][-1] / 2**20:,.0f} MiB" for tag, name in MEMORY.items() if found[tag]
+    ]
+    return "; ".join(parts)
+
+
+_PARTS = dict(zip(TIMES, ("waiting for data", "forward", "backward", "optimizer"), strict=True))
+
+
 def _print_run(
     head: str,
     found: Overview,
-    full_steps: str,
+    facts: Sequence[str],
     layers: Sequence[Mapping[str, Any]],
     statistic: Statistic,
     console: Console,
 ) -> None:
     console.print(f"{head}{found.extent}, alerts: {len(found.alerts) or 'none'}")
-    if full_steps:
-        console.print(full_steps)
+    for fact in filter(None, facts):
+        console.print(fact)
     if not layers:
         console.print(f"{statistic.title}: not measured in this run")
         return

@@ -297,6 +297,7 @@ class PartMaker:
             tensors=_tensors(record, notes, self._topology),
             attention=record.attention,
             scalars=record.scalars,
+            usage=record.usage,
             step_s=self._step_s(record),
             host=self._host if record.full or record.phase else "",
             batch=self._batch(record),

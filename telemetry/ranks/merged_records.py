@@ -162,6 +162,7 @@ def _record_of(merged: MergedStep, parts: Sequence[Placed], joined: JoinedLayout
         grad_finite=columns["finite"] | ~present,
         phase=merged.phase,
         scalars=merged.scalars()[0],
+        usage=merged.usage()[0],
         full=bool(merged.measured),
         total_grad_norm_before_clipping=(
             float(np.linalg.norm(columns["before"][present])) if "before" in columns else None
@@ -245,6 +246,7 @@ def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
         held=merged.ranks,
         measured=merged.measured,
         scalars=merged.scalars()[1],
+        usage=merged.usage()[1],
         step_s=spreads(step_s, [part.rank for part in parts])[0],
         activation_rms=rms["outputs"],
         activation_grad_rms=rms["output_grads"],

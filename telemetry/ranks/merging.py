@@ -203,14 +203,23 @@ class MergedStep:
 
     def scalars(self) -> tuple[dict[str, float], dict[str, Spread]]:
         """Means of logged scalars over the ranks that logged them, and their spreads."""
-        parts = sorted(self.parts, key=lambda part: part.rank)
-        names = list(dict.fromkeys([name for part in parts for name in part.scalars]))
-        logged = np.array([[name in part.scalars for name in names] for part in parts])
-        values = np.array([[part.scalars.get(name, np.nan) for name in names] for part in parts])
+        return self._means({part.rank: part.scalars for part in self.parts})
+
+    def usage(self) -> tuple[dict[str, float], dict[str, Spread]]:
+        """Means of times and memory over the ranks that measured them, and their spreads."""
+        return self._means({part.rank: part.usage for part in self.parts})
+
+    def _means(
+        self, of_ranks: Mapping[int, Mapping[str, float]]
+    ) -> tuple[dict[str, float], dict[str, Spread]]:
+        ranks = sorted(of_ranks)
+        names = list(dict.fromkeys([name for rank in ranks for name in of_ranks[rank]]))
+        logged = np.array([[name in of_ranks[rank] for name in names] for rank in ranks])
+        values = np.array([[of_ranks[rank].get(n, np.nan) for n in names] for rank in ranks])
         if not names:
             return {}, {}
         means = np.add.reduce(values, axis=0, where=logged) / logged.sum(axis=0)
-        found = spreads(values, [part.rank for part in parts])
+        found = spreads(values, ranks)
         return dict(zip(names, means.tolist(), strict=True)), {
             name: spread for name, spread in zip(names, found, strict=True) if spread is not None
         }

@@ -146,6 +146,7 @@ class PartialRecord:
     attention: Mapping[str, AttentionHeads] = field(default_factory=dict)  # by module
     scalars: Mapping[str, float] = field(default_factory=dict)  # logged by the user
     batches: tuple[Batch, ...] = ()  # since the last one, by the user's ids
+    usage: Mapping[str, float] = field(default_factory=dict)  # times and memory, by tag
     step_s: float | None = None  # seconds from the step before
     host: str = ""  # empty where it was sent before
     # Digest of the batch, with the group of ranks that should have different ones; or empty.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from telemetry.records.loss import loss_among
 from telemetry.records.tensor import Output, TensorRecord, Tensors
-from telemetry.tag_names import numbered
+from telemetry.tag_names import TIMES, numbered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,7 @@ class RankFacts:
         measured: Ranks for which it is a full step.
         hosts: Known names of the ranks' hosts.
         scalars: Spread of logged scalars.
+        usage: Spread of times and memory, as in :attr:`StepRecord.usage`.
         step_s: Spread of the seconds since the step before; None if unknown.
         activation_rms: Spread of each module's activation RMS.
         activation_grad_rms: Spread of its gradient's RMS.
@@ -100,6 +101,7 @@ class RankFacts:
     measured: frozenset[int] = frozenset()
     hosts: Mapping[int, str] = field(default_factory=dict)
     scalars: Mapping[str, Spread] = field(default_factory=dict)
+    usage: Mapping[str, Spread] = field(default_factory=dict)
     step_s: Spread | None = None
     activation_rms: Mapping[Output, Spread] = field(default_factory=dict)
     activation_grad_rms: Mapping[Output, Spread] = field(default_factory=dict)
@@ -290,6 +292,12 @@ class StepRecord:
             last one.
         loss_delay: Steps between a batch and its loss: 1 if ids of batches show that losses are
             logged after the optimizer's step.
+        usage: Seconds of the parts of a step, and bytes of memory, by tag: see
+            :mod:`telemetry.tag_names`. Times are means over the measured steps since the last
+            record. At full steps they include the time of measuring tensors. Of several ranks,
+            means.
+        tokens: Mean length of the model's input per step, if it is called with indices ``[batch,
+            time]``, on one rank; else 0.
         loss_scale: Factor of a ``GradScaler`` on the loss; all gradients here are without it.
         skipped_steps: Number of steps that a ``GradScaler`` has skipped up to now.
         skipped: Whether this is one of them: a fused optimizer was called and did nothing, and the
@@ -342,6 +350,8 @@ class StepRecord:
     loss_tag: str | None = None
     losses_between: tuple[tuple[int, float], ...] = ()
     loss_delay: int = 0
+    usage: Mapping[str, float] = field(default_factory=dict)
+    tokens: float = 0.0
     loss_scale: float | None = None
     skipped_steps: int = 0
     skipped: bool = False
@@ -435,6 +445,11 @@ class StepRecord:
         """log10 of :attr:`owner_grad_norms`; minus infinity without a gradient."""
         with np.errstate(divide="ignore"):
             return np.log10(self.owner_grad_norms)
+
+    @cached_property
+    def bare_step_s(self) -> float:
+        """Seconds of a step without the logger's own; 0 if unknown."""
+        return sum([self.usage.get(tag, 0.0) for tag in TIMES])
 
     @cached_property
     def loss(self) -> float | None:

@@ -90,11 +90,14 @@ def is_compiled(module: nn.Module) -> bool:
 
     False if only a function that calls it was compiled, or if the private name is missing.
     """
+    return is_compiled_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` returned this module."""
     dynamo = sys.modules.get("torch._dynamo")
     wrapper = None if dynamo is None else find(dynamo, "OptimizedModule", "see graphs_compiled")
-    if wrapper is not None and isinstance(module, wrapper):
-        return True
-    return getattr(module, "_compiled_call_impl", None) is not None
+    return wrapper is not None and isinstance(module, wrapper)
 
 
 def drop_compiled_code() -> None:

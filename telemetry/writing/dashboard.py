@@ -22,7 +22,7 @@ from telemetry.layers.heat_map import heat_map
 from telemetry.plain_text import printable
 from telemetry.records import Layout, RankFacts, StepRecord
 from telemetry.records.loss import LOSS_TAGS
-from telemetry.tag_names import FULL_STEPS, IMAGES, RUN, plain
+from telemetry.tag_names import FULL_STEPS, IMAGES, RUN, TIMES, TOKENS_PER_S, plain
 from telemetry.writing import tags
 from telemetry.writing.page import PageWriter
 from telemetry.writing.size_budget import SizeBudget
@@ -67,7 +67,7 @@ class Dashboard:
         self._size_budget = size_budget or SizeBudget()
         self.page = PageWriter(session_id)
         self.rates = LearningRates()
-        self._times = StepTimes()
+        self._times, self._usage = StepTimes(), Usage()
         self._picture = HeatmapPicture(self._size_budget) if pictures else None
         self._alert_count = 0
 
@@ -84,6 +84,7 @@ class Dashboard:
             *(rank_values(record.ranks) if record.ranks is not None else ()),
             *self.rates.values_of(record),
             *self._times.values_of(record),
+            *self._usage.values_of(record),
             *depth_values(record),
             *self.page.values_of(record),
             *(self._picture.values_of(record) if self._picture is not None else ()),
@@ -235,6 +236,54 @@ class StepTimes:
         self._steps, self._taken_s = 0, 0.0
 
 
+class Usage:
+    """Means of the parts of a step since the last full step, and memory; a full step has a point.
+
+    Parts of full steps, which measuring prolongs, count only where no other step was measured.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, float] = {}
+        self._means = StepMeans()
+
+    def values_of(self, record: StepRecord) -> list[bytes]:
+        """Return the values to write in an event with the record's step."""
+        if record.phase:
+            return []
+        self._memory |= {tag: v for tag, v in record.usage.items() if tag not in TIMES}
+        if not record.full:
+            self._means.add(record)
+            return []
+        means, self._means = self._means, StepMeans()
+        if not means.count:
+            means.add(record)
+        points = {**means.times(), **self._memory}
+        return summaries.scalars([(f"{RUN}{tag}", value) for tag, value in points.items()])
+
+
+class StepMeans:
+    """Sums over steps whose parts are known."""
+
+    def __init__(self) -> None:
+        self.count, self._tokens = 0, 0.0
+        self._sums = dict.fromkeys(TIMES, 0.0)
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step, if its parts are known."""
+        if record.bare_step_s:
+            self.count, self._tokens = self.count + 1, self._tokens + record.tokens
+            for tag in TIMES:
+                self._sums[tag] += record.usage[tag]
+
+    def times(self) -> dict[str, float]:
+        """Return means by tag, and ``time/tokens_per_s``."""
+        if not self.count:
+            return {}
+        means = {tag: total / self.count for tag, total in self._sums.items()}
+        rate = self._tokens / sum(self._sums.values())
+        return means | ({TOKENS_PER_S: rate} if rate else {})
+
+
 QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
 
 # Statistics whose quantiles over all layers are curves, by the name in their tags. Where magnitudes
@@ -277,7 +326,7 @@ def rank_values(facts: RankFacts) -> list[bytes]:
     if facts.step_s is not None:
         points.append((f"{RUN}rank_time/slowest", facts.step_s.high))
         points.append((f"{RUN}rank_time/slowest_rank", facts.step_s.high_rank))
-    for tag, spread in facts.scalars.items():
+    for tag, spread in {**facts.scalars, **facts.usage}.items():
         if spread.low_rank != spread.high_rank:
             prefix = f"{RUN}rank_spread/{plain(tag)}"
             points.append((f"{prefix}/min", spread.low))

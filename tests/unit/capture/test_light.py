@@ -29,9 +29,9 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     read: list[int] = []
     completed = LightReader.completed
 
-    def spy(self: LightReader, step: int) -> Any:
+    def spy(self: LightReader, step: int, *rest: Any) -> Any:
         read.append(step)
-        return completed(self, step)
+        return completed(self, step, *rest)
 
     monkeypatch.setattr(LightReader, "completed", spy)
     return read
@@ -119,12 +119,12 @@ def test_a_gradient_scale_of_a_fused_optimizer_takes_the_slow_path_at_once() -> 
     reader = LightReader(table)
     reader.prepare(optimizer, again=False)
     assert reader.read(optimizer, layout)
-    reader.completed(0)
+    reader.completed(0, None)
     optimizer.grad_scale = torch.tensor(1024.0)
     assert not reader.read(optimizer, layout)
     del optimizer.grad_scale
     assert reader.read(optimizer, layout)
-    assert reader.completed(1).step == 1
+    assert reader.completed(1, None).step == 1
 
 
 @needs_tensor_reader

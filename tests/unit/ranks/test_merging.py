@@ -111,13 +111,14 @@ def test_units_of_several_shards_are_joined_if_complete() -> None:
     assert incomplete.unit_min is None
 
 
-def test_logged_scalars_become_means_and_spreads_of_the_ranks_that_logged_them() -> None:
+@pytest.mark.parametrize("kind", ["scalars", "usage"])
+def test_figures_become_means_and_spreads_of_the_ranks_that_have_them(kind: Any) -> None:
     logged = [(0, {"loss": 1.0}), (2, {"loss": 4.0}), (1, {"other": 7.0}), (3, {"none": math.nan})]
     parts = [
-        PartialRecord(rank=rank, size=4, step=0, wall_time=0.0, scalars=scalars)
-        for rank, scalars in logged
+        PartialRecord(rank=rank, size=4, step=0, wall_time=0.0, **{kind: figures})
+        for rank, figures in logged
     ]
-    assert merge(parts).scalars() == (
+    assert getattr(merge(parts), kind)() == (
         {"loss": 2.5, "other": 7.0, "none": pytest.approx(math.nan, nan_ok=True)},
         {
             "loss": Spread(low=1.0, low_rank=0, high=4.0, high_rank=2),

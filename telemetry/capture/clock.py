@@ -1,0 +1,264 @@
+"""Clock of the training loop: it splits the time of each step into parts."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from telemetry.capture.hooks import Inert
+from telemetry.capture.usage import (
+    APART,
+    BACKWARD,
+    FORWARD,
+    GAP,
+    OPTIMIZER,
+    WAIT,
+    Laps,
+    device_memory,
+)
+from telemetry.failures import Failures
+from telemetry.torch_private import (
+    ArmedPreHook,
+    AroundBackward,
+    in_function_mode,
+    keywords_of_call,
+)
+from telemetry.torch_private.compiler import is_compiled, is_compiled_wrapper
+
+# Of shorter steps one in five is measured: the hook of a call costs about 2 us. Loaders with 2, 4
+# or 8 workers have batches ready in a rhythm that five does not share.
+_SHORT_S = 0.01
+_ONE_IN = 5
+
+_MAX_ENTRIES = 8  # modules that the loop itself calls
+_MEMORY_EVERY = 10  # steps between two readings of a GPU's memory, about 30 us each
+_INDICES = {torch.int64, torch.int32, torch.int16, torch.uint8}
+
+
+class LoopClock:
+    """Splits the time of training by laps: each ends one part of a step and begins the next.
+
+    - Waiting: from the end of a step, or a backward pass, to the next training call of the model.
+    - Forward: from there to the backward pass; it includes the loss.
+    - Backward: the backward pass; it includes waiting for other ranks.
+    - Optimizer: from there to the end of its step; it includes clipping.
+
+    On a CUDA device, an event is recorded at each lap. A step in which no training call was seen
+    does not count.
+
+    A global hook sees the calls, and is removed while the model runs, so that its modules run at
+    full speed. Hooks on modules would change what PyTorch does: see
+    :class:`~telemetry.torch_private.AroundModuleCalls`. A graph is valid without global hooks only:
+    once one was compiled that may contain the model, no call is seen. But a model that
+    ``torch.compile`` returned has the hook, which is outside of its graph.
+    """
+
+    def __init__(self, model: nn.Module, failures: Failures) -> None:
+        self.eval_mode = False  # training runs in evaluation mode
+        self._model, self._failures = weakref.ref(model), failures
+        self._calls_hook = _CallHook(self)
+        self._global = ArmedPreHook(self._calls_hook)
+        self._backward = AroundBackward(self)
+        self._own_handle: Any = None  # of the hook on a compiled model
+        self._entries: dict[int, weakref.ref[nn.Module]] = {}  # called by the loop, by identity
+        self._compiles = False
+        self._device: torch.device | None = None  # of CUDA
+        self._is_known = False  # whether the entries are
+        self._running = self._on = False
+        self._part, self._since, self._began = APART, 0.0, 0.0
+        self._thread = self._calls = self._count = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._seconds, self._marks = [0.0] * 6, list[tuple[int, torch.cuda.Event]]()
+        self._steps = self._tokens = self._calls = 0
+
+    # --- on and off -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin at the current step."""
+        self._running, self._is_known, self._count = True, False, 0
+        model = self._model()
+        self._compiles = model is not None and is_compiled(model)
+        self._enter_by([] if model is None else [model])
+        if model is not None and is_compiled_wrapper(model):
+            self._own_handle = model.register_forward_pre_hook(self._calls_hook)
+        self._backward.install()
+        self.begin_step()
+
+    def stop(self) -> None:
+        """Remove all hooks; idempotent."""
+        self._running = self._on = False
+        self._global.remove()
+        self._backward.remove()
+        if self._own_handle is not None:
+            self._own_handle.remove()
+            self._own_handle = None
+        self._reset()
+
+    def before_compilation(self) -> None:
+        """Use no global hook any more, if the model may be in the graph: it is not running."""
+        if self._global.is_armed:
+            self._compiles = True
+            self._global.remove()
+
+    def _enter_by(self, modules: Iterable[nn.Module]) -> None:
+        self._entries = {id(module): weakref.ref(module) for module in modules}
+
+    def _arm(self) -> None:
+        if not self._compiles:
+            self._global.arm()
+
+    # --- laps -------------------------------------------------------------------------------------
+
+    def lap(self, part: int) -> None:
+        """End the part in progress and begin another one."""
+        if not self._on:
+            return
+        if self._part == GAP:
+            self._part = WAIT if part == FORWARD else OPTIMIZER
+        if self._device is None:
+            now = perf_counter()
+            self._seconds[self._part] += now - self._since
+            self._since = now
+        else:
+            self._mark(self._device)
+        self._part = part
+
+    def wait(self) -> None:
+        """Begin to wait for the next call of the model."""
+        if self._on:
+            self.lap(WAIT)
+            self._arm()
+
+    def end_step(self, *, full: bool = False) -> None:
+        """End a step; then :meth:`take` may hand it over."""
+        if not self._on:
+            return
+        if full and not self._is_known:
+            self._choose()
+        self.lap(APART)
+        if self._calls:
+            self._steps, self._calls = self._steps + 1, 0
+        else:
+            self._reset()
+
+    def take(self) -> Laps | None:
+        """Hand over the times up to the end of this step; None: no step was measured."""
+        memory = None
+        if self._device is not None and self._count % _MEMORY_EVERY == 0:
+            memory = device_memory(self._device)
+        if not self._steps and memory is None:
+            return None
+        laps = Laps(self._seconds, self._marks, self._steps, self._tokens, memory)
+        self._reset()
+        # The wait of the first step began before training.
+        return laps if self._count > 1 else None
+
+    def begin_step(self, *, full: bool = True) -> None:
+        """Begin a step; a short one may not be measured, unless it is ``full``."""
+        if not self._running:
+            return
+        now, began = perf_counter(), self._began
+        self._began, self._count = now, self._count + 1
+        if now - began < _SHORT_S and self._device is None and not full and self._count % _ONE_IN:
+            self._on = False
+            self._global.disarm()
+            return
+        if not self._on:
+            self._on, self._part, self._since = True, APART, now
+        self._thread = threading.get_ident()
+        self.wait()
+
+    def measure(self, device: torch.device) -> None:
+        """Measure this device from here on; called at the begin of a full step."""
+        cuda = device if device.type == "cuda" else None
+        if cuda != self._device:
+            self._device, self._on = cuda, False
+            self._reset()
+            self.begin_step()
+
+    def _mark(self, device: torch.device) -> None:
+        with self._failures.contained("to measure the time of a step"):
+            if not torch.cuda.is_current_stream_capturing():
+                event = torch.cuda.Event(enable_timing=True, blocking=True)
+                event.record(torch.cuda.current_stream(device))
+                self._marks.append((self._part, event))
+                return
+        self._on = False
+        self._reset()
+
+    # --- passes -----------------------------------------------------------------------------------
+
+    def before_call(self, module: nn.Module, args: Any) -> None:
+        """Begin a call of any module, which may be one of training."""
+        entry = self._entries.get(id(module))
+        if entry is None or entry() is not module or not self._on:
+            return
+        if self._part not in (WAIT, GAP) or threading.get_ident() != self._thread:
+            return
+        if not torch.is_grad_enabled() or module.training is self.eval_mode:
+            if self._part == WAIT:  # not for this call
+                self._part = APART
+                self.lap(WAIT)
+            return
+        self.lap(FORWARD)
+        self._global.disarm()
+        self._calls += 1
+        if in_function_mode():  # which would see the calls below
+            return
+        given = args or keywords_of_call().values()
+        first = next((value for value in given if isinstance(value, Tensor)), None)
+        if first is not None and first.dim() == 2 and first.dtype in _INDICES:
+            self._tokens += first.numel()
+
+    def backward_begins(self) -> None:
+        """Begin a backward pass, which may be another model's."""
+        if self._part in (FORWARD, GAP):
+            self.lap(BACKWARD)
+
+    def backward_ended(self) -> None:
+        """End a backward pass; a training call may follow, or the optimizer."""
+        if self._part == BACKWARD:
+            self.lap(GAP)
+            self._arm()
+
+    def _choose(self) -> None:
+        """Follow the parts of a model that the loop itself never calls, after a full step.
+
+        They are the parts of a LightningModule, or of a ModuleDict with the models of a GAN.
+        """
+        self._is_known, model = True, self._model()
+        if not self._calls and model is not None and self._own_handle is None:
+            parts = [*_callable_parts(model)]
+            self._enter_by(parts if len(parts) <= _MAX_ENTRIES else ())
+
+
+class _CallHook(Inert):
+    """Hook of modules' calls, which holds the clock weakly."""
+
+    __slots__ = ("_clock",)
+
+    def __init__(self, clock: LoopClock) -> None:
+        self._clock = weakref.ref(clock)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling() and (clock := self._clock()) is not None:
+            clock.before_call(module, args)
+
+
+def _callable_parts(model: nn.Module) -> Iterable[nn.Module]:
+    """Yield the outermost modules inside of the model that have parameters and can be called."""
+    for child in model.children():
+        if next(child.parameters(), None) is None:
+            continue
+        if type(child).forward is nn.Module.forward:
+            yield from _callable_parts(child)
+        else:
+            yield child
