@@ -49,7 +49,7 @@ _EXAMPLES = {
     "help": ["", "dead_units"],
     "diff": ["runs/before runs/after --tolerance 1e-3"],
     "units": ["runs/mnist features.3 --step 300"],
-    "report": ["runs/mnist -o report.html"],
+    "report": ["runs/mnist -o report.html", "runs/before runs/after"],
     "export": ["runs/mnist -o mnist.csv --statistic grad_norm", "runs/mnist -o mnist.svg"],
 }
 _STATISTICS = tuple([statistic.name for statistic in PAGE_STATISTICS])
@@ -160,9 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     of_units.add_argument("--step", type=int, help="a full step (default: the last one)")
     _add_form(of_units)
 
-    does = "write one HTML file with the page and the data of a run"
+    does = "write one HTML file with the page and the data of runs; of several, a comparison, too"
     of_report = _command(commands, "report", report, does)
-    _add_run(of_report, "run")
+    _add_runs(of_report)
     _add_output(of_report, "file to write (default: %(default)s)", default="report.html")
 
     does = "write all numbers of the page as CSV, a row per layer and step, or a heat map"

@@ -3,143 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
 from telemetry.commands.output import Column, number, print_records, print_table, report_skipped
-from telemetry.layers import MISSING, PAGE_STATISTICS
+from telemetry.layers import PAGE_STATISTICS
 from telemetry.plain_text import called, called_all, printable
-from telemetry.reading import builtin_tags
+from telemetry.reading.comparison import Comparison, compare
 from telemetry.reading.run import only_log_dir, open_run
-from telemetry.reading.run_data import RunData, windows
-from telemetry.tag_names import plain
-
-_FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
-# A share of all gradients differs in every layer if one differs.
-_COMPARED = [statistic for statistic in PAGE_STATISTICS if statistic.name != "grad_share"]
-
-# Order of statistics within a step; the others belong to the forward pass.
-ARISES = {
-    **dict.fromkeys(("weight_norm", "weight_rms"), 0),
-    **dict.fromkeys(("activation_grad_rms", "grad_norm", "grad_rms"), _BACKWARD),
-    **dict.fromkeys(("update_ratio", "second_moment_rms", "nonfinite"), _UPDATE),
-}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """First step at which one statistic differs, and its value in both runs."""
-
-    statistic: str  # its name, ``loss``, or the tag of another curve
-    step: int
-    module_name: str | None  # the first differing module in order of computation; None for a curve
-    first: float
-    second: float
-    layer_count: int  # layers that differ at this step; 0 for a curve
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Result of comparing two runs.
-
-    There is at most one difference per statistic and curve, ordered by step and, within a step, by
-    weights, forward pass, backward pass, update.
-    """
-
-    differences: Sequence[Difference]
-    step_count: int  # that both runs recorded
-    layer_count: int  # that both runs have
-    only_first: Sequence[str]  # names of the first run's other layers
-    only_second: Sequence[str]
-
-
-def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Comparison:
-    """Compare two runs at the steps and in the layers that both have.
-
-    Numbers are the same if they differ by at most ``tolerance`` times the larger one. NaN is the
-    same as NaN, and infinity as infinity.
-    """
-    names = [[layer.name for layer in run.overview().layers] for run in (first, second)]
-    known = [set(of_run) for of_run in names]
-    both = [name for name in names[0] if name in known[1]]
-    found, step_count = _of_layers(first, second, both, tolerance)
-    found += _of_curves(first, second, tolerance)
-    return Comparison(
-        differences=sorted(found, key=lambda d: (d.step, ARISES.get(d.statistic, _FORWARD))),
-        step_count=step_count,
-        layer_count=len(both),
-        only_first=[name for name in names[0] if name not in known[1]],
-        only_second=[name for name in names[1] if name not in known[0]],
-    )
-
-
-def _of_layers(
-    first: RunData, second: RunData, names: Sequence[str], tolerance: float
-) -> tuple[list[Difference], int]:
-    """Return the first difference of each statistic, and the number of common steps."""
-    rows = []
-    for run in (first, second):
-        row_of = {layer.name: row for row, layer in enumerate(run.overview().layers)}
-        rows.append(np.array([row_of[name] for name in names], np.intp))
-    found: dict[str, Difference] = {}
-    steps: set[int] = set()
-    for of_runs in windows([first, second], [statistic.name for statistic in _COMPARED]):
-        for statistic, *pair in zip(_COMPARED, *of_runs, strict=True):
-            common, *columns = np.intersect1d(
-                pair[0].steps, pair[1].steps, assume_unique=True, return_indices=True
-            )
-            steps.update(common.tolist())
-            one, other = (pair[i].values[columns[i]][:, rows[i]] for i in (0, 1))
-            differ = (one != MISSING) & (other != MISSING) & ~_same(one, other, tolerance)
-            if statistic.name not in found and differ.any():
-                column = int(differ.any(axis=1).argmax())
-                layers = np.flatnonzero(differ[column])
-                row = layers[-1 if ARISES.get(statistic.name) == _BACKWARD else 0]
-                both_values = float(one[column, row]), float(other[column, row])
-                found[statistic.name] = Difference(
-                    statistic.name, int(common[column]), names[row], *both_values, len(layers)
-                )
-    return list(found.values()), len(steps)
-
-
-def _same(
-    first: NDArray[np.float32], second: NDArray[np.float32], tolerance: float
-) -> NDArray[np.bool_]:
-    one, other = first.astype(np.float64), second.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        near = np.abs(one - other) <= tolerance * np.maximum(np.abs(one), np.abs(other))
-    finite = np.isfinite(one) & np.isfinite(other)
-    same: NDArray[np.bool_] = (one == other) | (np.isnan(one) & np.isnan(other)) | (near & finite)
-    return same
-
-
-def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:
-    """Return loss and learning rates by name and step; the loss is named ``loss``."""
-    names = {
-        tag: kind if kind == "loss" else plain(tag)
-        for kind, tag in builtin_tags.scalar_curves(run.source)
-    }
-    read = run.source.read("scalars", list(names))
-    return {names[tag]: dict(curve) for tag, curve in read.items()}
-
-
-def _of_curves(first: RunData, second: RunData, tolerance: float) -> Iterator[Difference]:
-    """Yield the first difference of the loss and of each learning rate."""
-    read = [_curves(run) for run in (first, second)]
-    for name in read[0]:
-        one, other = (curves.get(name, {}) for curves in read)
-        steps = sorted(one.keys() & other.keys())
-        first_values = np.array([one[step] for step in steps], np.float32)
-        second_values = np.array([other[step] for step in steps], np.float32)
-        for place in np.flatnonzero(~_same(first_values, second_values, tolerance))[:1]:
-            step = steps[place]
-            yield Difference(name, step, None, one[step], other[step], 0)
-
 
 _RECORD = ("statistic", "step", "module_name", "first", "second", "layer_count")
 _MAX_NAMES = 5

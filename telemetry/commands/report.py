@@ -1,43 +1,57 @@
-"""``telemetry report``: a run as one HTML file."""
+"""``telemetry report``: runs as one HTML file."""
 
 from __future__ import annotations
 
 import argparse
 import html
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
-from telemetry.commands.output import report_problems, report_skipped
+from telemetry.commands.output import LogDirs, report_problems
 from telemetry.flight import explain, flight_files
 from telemetry.plain_text import printable
-from telemetry.reading.run import only_log_dir, open_run
-from telemetry.reading.run_entry import hparams_content
-from telemetry.tensorboard_plugin.report import report_html
+from telemetry.reading.run_data import RunData
+from telemetry.reading.run_entry import read_row
+from telemetry.tensorboard_plugin.report import MAX_RUNS, report_html
 
 
 def report(args: argparse.Namespace, console: Console) -> int:
-    report_problems(write_report(only_log_dir(args.run, report_skipped), args.output))
-    size = args.output.stat().st_size
-    console.print(printable(f"{args.output} ({size / 1e6:.1f} MB)"))
-    return 0
+    found = LogDirs(args.runs)
+    runs = dict(found.opened())
+    if runs:
+        report_problems(write_report(runs, args.output))
+        size = args.output.stat().st_size
+        console.print(printable(f"{args.output} ({size / 1e6:.1f} MB)"))
+    return found.status
 
 
-def write_report(log_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> list[str]:
-    """Write the report of a run into an HTML file, and return a line for each skipped part.
+def write_report(runs: Mapping[Path, RunData], path: str | os.PathLike[str]) -> list[str]:
+    """Write the report of runs, by directory, into an HTML file.
+
+    The others are compared with the first.
+
+    Returns:
+        A line for each skipped picture.
 
     Raises:
-        FileNotFoundError: ``log_dir`` holds no event files.
-        ValueError: As for :func:`~telemetry.reading.run.open_run`.
+        ValueError: There are more than ``MAX_RUNS`` runs.
         OSError: The file cannot be written.
     """
-    run = open_run(log_dir)
-    name = Path(log_dir).resolve().name
-    page = report_html(name, run, hparams_content(run.source), _faults(log_dir))
+    if len(runs) > MAX_RUNS:
+        raise ValueError(f"a report is of at most {MAX_RUNS} runs, not of {len(runs)}")
+    base = os.path.commonpath([log_dir.resolve().parent for log_dir in runs])
+    names = {log_dir: os.path.relpath(log_dir.resolve(), base) for log_dir in runs}
+    known = {run: set(run.source.problems) for run in runs.values()}
+    rows = [read_row(log_dir, name, time.time()) for log_dir, name in names.items()]
+    named = {names[log_dir]: run for log_dir, run in runs.items()}
+    page = report_html(named, [row for row in rows if row], "".join(map(_faults, runs)))
     # The directory's name may not be valid UTF-8.
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
-    return list(run.source.problems)
+    return [line for run, old in known.items() for line in run.source.problems if line not in old]
 
 
 def _faults(log_dir: str | os.PathLike[str]) -> str:

@@ -21,7 +21,6 @@ from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix, UnitExtremes
 from telemetry.reading.numbers import Numbers
 from telemetry.reading.run_data import Overview, RunData
-from telemetry.reading.run_entry import read_hparams
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
 from telemetry.tag_names import plain
@@ -39,7 +38,7 @@ _Item: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Header and arrays."""
 
 
-def overview(run: Overview, hparams: bytes | None, source: RunSource) -> dict[str, Any]:
+def overview(run: Overview, hparams: Mapping[str, Any], source: RunSource) -> dict[str, Any]:
     """Return layers, statistics, alerts and hyperparameters of a run."""
     pictured = builtin_tags.places_of_images(source.tags("images"))
     return {
@@ -74,7 +73,7 @@ def overview(run: Overview, hparams: bytes | None, source: RunSource) -> dict[st
         "lastStep": run.last_step,
         "sessions": run.session_count,
         "alerts": [{**alert_fields(alert), "message": alert.message} for alert in run.alerts],
-        "hparams": dict(read_hparams(hparams)),
+        "hparams": hparams,
     }
 
 

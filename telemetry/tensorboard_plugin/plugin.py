@@ -26,9 +26,10 @@ from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.matrix import WHOLE, Region, thin
 from telemetry.reading.run_data import RunData
+from telemetry.reading.run_entry import read_hparams
 from telemetry.reading.sessions import Layer
 from telemetry.tensorboard_plugin.provider_source import ProviderSource
-from telemetry.tensorboard_plugin.report import report_html
+from telemetry.tensorboard_plugin.report import MAX_RUNS, report_html
 from telemetry.tensorboard_plugin.run_table import RunTable, list_runs, read_hparams_content
 from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, bundle, read_static_files
 from telemetry.untrusted import MAX_INTEGER, MAX_NAME
@@ -103,7 +104,8 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _serve_run(self, request: wrappers.Request) -> dict[str, Any]:
         try:
             run = self._run(request)
-            return payloads.overview(run.overview(), self._hparams(request), run.source)
+            found = read_hparams_content(self._provider, *self._key(request))
+            return payloads.overview(run.overview(), dict(read_hparams(found)), run.source)
         except NewerFormatError as error:
             return {"newerFormat": str(error)}
 
@@ -150,18 +152,26 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return send(request, png, "image/png", expires=3600)
 
     def _serve_report(self, request: wrappers.Request) -> wrappers.Response:
-        run, name = self._run(request), text(request, "run")
-        page = report_html(name, run, self._hparams(request)).encode(errors="backslashreplace")
-        file = re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII)
+        """``run`` may be given several times."""
+        experiment = plugin_util.experiment_id(request.environ)
+        names = list(dict.fromkeys([text(request, "run"), *request.args.getlist("run")]))
+        if len(names) > MAX_RUNS:
+            raise BadRequest(f"a report is of at most {MAX_RUNS} runs")
+        runs = {name: self._read(experiment, name) for name in names}
+        rows = {row["name"]: row for row in self._table.rows(experiment, time.time())}
+        page = report_html(runs, [rows[name] for name in names]).encode(errors="backslashreplace")
+        more = f"_and_{len(names) - 1}_more" if len(names) > 1 else ""
+        file = re.sub(r"[^\w.-]+", "_", names[0], flags=re.ASCII) + more
         attached = [("Content-Disposition", f'attachment; filename="{file}.html"')]
         return send(request, page, "application/octet-stream", headers=attached)
 
-    def _hparams(self, request: wrappers.Request) -> bytes | None:
-        experiment = plugin_util.experiment_id(request.environ)
-        return read_hparams_content(self._provider, experiment, text(request, "run"))
+    def _key(self, request: wrappers.Request) -> tuple[str, str]:
+        return plugin_util.experiment_id(request.environ), text(request, "run")
 
     def _run(self, request: wrappers.Request) -> RunData:
-        experiment, name = plugin_util.experiment_id(request.environ), text(request, "run")
+        return self._read(*self._key(request))
+
+    def _read(self, experiment: str, name: str) -> RunData:
         with self._lock:
             known = self._runs.get((experiment, name))
             if known is None:

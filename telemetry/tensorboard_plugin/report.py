@@ -1,4 +1,4 @@
-"""A run as one HTML file: the Telemetry page with its data inside."""
+"""Runs as one HTML file: the Telemetry page with its data inside."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import base64
 import gzip
 import html
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
+
+from tensorboard.backend import json_util
 
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
+from telemetry.reading.comparison import compare
 from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
+from telemetry.reading.run_entry import differing
 from telemetry.reading.sessions import Layer
 from telemetry.tensorboard_plugin.static_files import bundle, read_static_files
 
+MAX_RUNS = 20
 MAX_ROWS = 1000
 MAX_CELLS = 250_000
 
@@ -41,6 +46,7 @@ script-src data:; style-src 'unsafe-inline'">
 <body>
 <section class="report-title" aria-label="Report"><b>{title}</b>\
 <span class="count">{facts}</span></section>
+{comparison}
 <div id="telemetry"></div>
 {faults}
 <script type="application/json" id="data">{data}</script>
@@ -50,29 +56,114 @@ script-src data:; style-src 'unsafe-inline'">
 """
 
 
-def report_html(name: str, run: RunData, hparams: bytes | None, faults: str = "") -> str:
-    """Return the report of a run; ``faults`` is HTML for its end.
+def report_html(
+    runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]], faults: str = ""
+) -> str:
+    """Return the report of runs by name; ``faults`` is HTML for its end.
 
     In large runs, each cell is the largest of several.
+
+    Args:
+        runs: At most ``MAX_RUNS``. The others are compared with the first.
+        rows: Their rows of the run table, in the same order.
     """
-    overview = run.overview()
+    overviews = {name: run.overview() for name, run in runs.items()}
     files = read_static_files()
-    alerts = len(overview.alerts)
-    facts = [overview.extent, f"{alerts or 'no'} alert{'' if alerts == 1 else 's'}"]
-    if overview.started_s is not None:
-        started = datetime.fromtimestamp(overview.started_s, timezone.utc)
-        facts.insert(0, f"{started:%Y-%m-%d %H:%M} UTC")
+    title = "Telemetry: " + ", ".join(runs)
     return _TEMPLATE.format(
-        title=html.escape(f"Telemetry: {name}"),
-        facts=", ".join(facts),
+        title=html.escape(title),
+        facts=_facts(next(iter(overviews.values()))) if len(runs) == 1 else f"{len(runs)} runs",
         style=files["style.css"].decode(),
+        comparison=_comparison(runs, overviews, rows) if len(runs) > 1 else "",
         faults=faults,
         script=_base64(f"{bundle(files, 'report_page.js')}\nrender();".encode()),
-        data=_script_json(_data(name, run, overview, hparams)),
+        data=_script_json(
+            {
+                "table": json_util.Cleanse(rows),
+                "runs": {
+                    row["name"]: _data(runs[row["name"]], overviews[row["name"]], row, len(runs))
+                    for row in rows
+                },
+            }
+        ),
     )
 
 
-def _data(name: str, run: RunData, overview: Overview, hparams: bytes | None) -> dict[str, Any]:
+def _facts(overview: Overview) -> str:
+    alerts = len(overview.alerts)
+    facts = [
+        _date(overview),
+        overview.extent,
+        f"{alerts or 'no'} alert{'' if alerts == 1 else 's'}",
+    ]
+    return ", ".join(filter(None, facts))
+
+
+def _date(overview: Overview) -> str:
+    if overview.started_s is None:
+        return ""
+    return f"{datetime.fromtimestamp(overview.started_s, timezone.utc):%Y-%m-%d %H:%M} UTC"
+
+
+def _comparison(
+    runs: Mapping[str, RunData],
+    overviews: Mapping[str, Overview],
+    rows: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return a table with a row per run, and a place for the curves of the losses."""
+    first, names = next(iter(runs)), differing(rows)
+    head = [
+        "Run", "Started", "Hyperparameters", "Steps", "Last loss", "Best loss",
+        f"First difference from {first}", "Alerts",
+    ]  # fmt: skip
+    lines = [
+        [
+            row["name"],
+            _date(overview),
+            _pairs({name: row["hparams"][name] for name in names if name in row["hparams"]}),
+            f"{overview.first_step} to {overview.last_step}" if overview.layers else "none",
+            *(f"{row['loss'][name]:.4g}" if row["loss"] else "" for name in ("last", "best")),
+            "" if row["name"] == first else _first_difference(runs[first], runs[row["name"]]),
+            "\n".join(
+                f"{alert.severity} at step {alert.step}{alert.where}: {alert.summary}"
+                for alert in overview.alerts
+            )
+            or "none",
+        ]
+        for row in rows
+        for overview in [overviews[row["name"]]]
+    ]
+    common = {name: value for name, value in rows[0]["hparams"].items() if name not in names}
+    return (
+        '<section class="comparison" aria-label="Comparison"><div id="losses"></div>'
+        f"<table><thead>{_row('th', head)}</thead>"
+        f"<tbody>{''.join(_row('td', line) for line in lines)}</tbody></table>"
+        + (f"<p>Hyperparameters of all: {html.escape(_pairs(common))}</p>" if common else "")
+        + "</section>"
+    )
+
+
+def _pairs(hparams: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in hparams.items())
+
+
+def _row(tag: str, texts: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)}</tr>"
+
+
+def _first_difference(first: RunData, other: RunData) -> str:
+    found = compare(first, other)
+    if not found.step_count or not found.layer_count:
+        return "no layer or step in common"
+    if not found.differences:
+        return f"none in {found.step_count} steps"
+    difference = found.differences[0]
+    return f"step {difference.step}: {difference.statistic}{difference.where}"
+
+
+def _data(
+    run: RunData, overview: Overview, row: Mapping[str, Any], run_count: int
+) -> dict[str, Any]:
     matrices = {}
     for statistic in PAGE_STATISTICS:
         matrix = thin(run.matrix(statistic.name), max_layers=MAX_ROWS, max_cells=MAX_CELLS)
@@ -82,8 +173,7 @@ def _data(name: str, run: RunData, overview: Overview, hparams: bytes | None) ->
     tags = run.source.tags("histograms")
     steps = sorted({alert.step for alert in overview.alerts})[:MAX_ALERTS]
     return {
-        "run": name,
-        "overview": payloads.overview(overview, hparams, run.source),
+        "overview": payloads.overview(overview, row["hparams"], run.source),
         "onsets": {step: payloads.onsets(run, step) for step in steps},
         "matrices": matrices,
         "scalars": _packed(payloads.scalars(run.source)),
@@ -93,7 +183,13 @@ def _data(name: str, run: RunData, overview: Overview, hparams: bytes | None) ->
             if histogram_tags(layer, tags)
         },
         "images": {layer: found for layer, found in images.items() if found},
-        "pictures": dict(_pictures(run, [item for found in images.values() for item in found])),
+        "pictures": dict(
+            _pictures(
+                run,
+                [item for found in images.values() for item in found],
+                MAX_PICTURES_BYTES // run_count,
+            )
+        ),
     }
 
 
@@ -116,13 +212,15 @@ def _images(run: RunData, layer: Layer) -> list[dict[str, Any]]:
     return found
 
 
-def _pictures(run: RunData, images: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    room = MAX_PICTURES_BYTES
+def _pictures(
+    run: RunData, images: Iterable[dict[str, Any]], limit: int
+) -> Iterator[tuple[str, str]]:
+    """Yield tag and step of each picture, and its PNG file, until they take ``limit`` bytes."""
+    room = limit
     for tag, step in dict.fromkeys((item["tag"], s) for item in images for s in item["steps"]):
         png = payloads.picture(run.source, tag, step)
         if png is not None and len(png) > room:
-            limit = MAX_PICTURES_BYTES >> 20
-            run.source.problems.add("pictures", f"they take more than {limit} MiB")
+            run.source.problems.add("pictures", f"they take more than {limit >> 20} MiB")
         elif png is not None:
             room -= len(png)
             yield f"{tag} {step}", _base64(png)

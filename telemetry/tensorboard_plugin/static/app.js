@@ -42,7 +42,7 @@ export class App {
     this.announcer = new Announcer(this);
     this.side = new Side(this);
     this.live = new Live(source.isLive ? () => this.refresh() : null, () => this.#isEmpty());
-    this.runTable = new RunTable(source, () => this.state, () => this.saveLink());
+    this.runTable = new RunTable(source, () => this.state, () => this.change({}));
     Object.assign(this, buildFrame(root, this));
     const hover = (found, event) => this.hoverPlot(found, event.clientX, event.clientY);
     watchPlots(root, hover, (found, canvas) => this.actions.clickPlot(found, canvas));

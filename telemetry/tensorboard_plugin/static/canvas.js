@@ -55,19 +55,37 @@ export function logTicks(low, high, count) {
   return fitting ?? roundTicks(low, high, count, false).filter((tick) => tick > 0);
 }
 
-/** Steps below a plot. `box`: the plot's place in CSS pixels. */
-export function drawStepAxis(context, theme, box, view, title) {
+/** Begins a part that draws inside of a rectangle only; `restore()` of the context ends it. */
+export function clip(context, x, y, width, height) {
+  context.save();
+  context.beginPath();
+  context.rect(x, y, width, height);
+  context.clip();
+}
+
+/** Prepares the small muted text of axes. */
+export function setText(context, theme, align, baseline) {
   context.font = theme.smallFont;
   context.fillStyle = theme.muted;
+  context.textAlign = align;
+  context.textBaseline = baseline;
+}
+
+/** The place of a step in a plot. */
+export function xOf(box, view, step) {
+  return box.x + ((step - view.step0) / (view.step1 - view.step0)) * box.width;
+}
+
+/** Steps below a plot. `box`: the plot's place in CSS pixels. */
+export function drawStepAxis(context, theme, box, view, title) {
+  setText(context, theme, "left", "top");
   context.strokeStyle = theme.line;
-  context.textBaseline = "top";
   const ticks = roundTicks(view.step0, view.step1, box.width / 80, true);
   for (const tick of ticks) {
-    const x = box.x + ((tick - view.step0) / (view.step1 - view.step0)) * box.width;
+    const x = xOf(box, view, tick);
     line(context, x, box.y + box.height, x, box.y + box.height + 4);
     const text = formatStep(tick);
     const half = context.measureText(text).width / 2;
-    context.textAlign = "left";
     const left = Math.min(Math.max(x - half, box.x - 12), box.x + box.width - 2 * half + 2);
     context.fillText(text, left, box.y + box.height + 6);
   }

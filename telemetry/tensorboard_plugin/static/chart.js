@@ -1,6 +1,6 @@
 // Curves over steps: the strip above the picture, those below it, and the details of a layer.
 
-import { drawStepAxis, line, logTicks, prepare, roundTicks } from "./canvas.js";
+import { clip, drawStepAxis, line, logTicks, prepare, roundTicks, setText, xOf } from "./canvas.js";
 import { element } from "./dom.js";
 import { columnAt } from "./field.js";
 import { formatNumber, formatStep } from "./format.js";
@@ -74,10 +74,7 @@ export function drawChart(canvas, options) {
   if (secondScale && right > SECOND_AXIS) drawSecondAxis(context, theme, box, secondScale);
   if (axis) drawStepAxis(context, theme, box, view, "");
   for (const value of options.usual ?? []) drawUsual(context, theme, box, yOf(scale, box, value));
-  context.save();
-  context.beginPath();
-  context.rect(box.x, box.y - 3, box.width, box.height + 6);
-  context.clip();
+  clip(context, box.x, box.y - 3, box.width, box.height + 6);
   const drawStep = (step, color, alpha) => {
     context.strokeStyle = color;
     context.globalAlpha = alpha;
@@ -131,16 +128,12 @@ export function legendOf(curves) {
 /** A piece of a curve's line; null without a color. */
 export function sampleOf({ color, dash }) {
   if (!color) return null;
-  let [at, stops] = [0, ""];
+  let [at, stops] = [0, ""]; // a PDF would lose one with a transparent stop
   (dash ?? SOLID).forEach((length, i) => {
-    stops += `, ${i % 2 ? "transparent" : color} ${at}px ${(at += length)}px`;
+    stops += `, ${i % 2 ? "var(--background)" : color} ${at}px ${(at += length)}px`;
   });
   const background = stops ? `repeating-linear-gradient(90deg${stops})` : color;
   return element("i", { class: "sample", style: `background: ${background}` });
-}
-
-export function xOf(box, view, step) {
-  return box.x + ((step - view.step0) / (view.step1 - view.step0)) * box.width;
 }
 
 function yOf({ low, high, log }, box, value) {
@@ -171,22 +164,18 @@ function valueScale({ curves, view, log = false, range, usual = [], fit = [] }) 
 }
 
 function drawValueAxis(context, theme, box, scale, format) {
-  context.font = theme.smallFont;
-  context.textAlign = "right";
-  context.textBaseline = "middle";
+  setText(context, theme, "right", "middle");
   context.lineWidth = 1;
   for (const { tick, y } of ticksOf(scale, box)) {
     context.strokeStyle = theme.line;
     line(context, box.x, y, box.x + box.width, y);
-    context.fillStyle = theme.muted;
     context.fillText(format(tick), box.x - 6, y);
   }
 }
 
 /** The scale of the dashed curves, at the right. */
 function drawSecondAxis(context, theme, box, scale) {
-  context.textAlign = "left";
-  context.fillStyle = theme.muted;
+  setText(context, theme, "left", "middle");
   context.strokeStyle = theme.muted;
   for (const { tick, y } of ticksOf(scale, box)) {
     line(context, box.x + box.width, y, box.x + box.width + 4, y);

@@ -1,7 +1,7 @@
 // One crosshair through all plots over steps, and the values at the pointer.
 
 import { element } from "./dom.js";
-import { xOf } from "./chart.js";
+import { xOf } from "./canvas.js";
 
 /** A canvas over steps, with the crosshair's line above it. */
 export function withHair(canvas) {

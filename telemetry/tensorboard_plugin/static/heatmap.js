@@ -1,6 +1,6 @@
 // The picture: layers × steps on a canvas, with brackets for groups, alert marks and a cursor.
 
-import { drawStepAxis, fitText, line, prepare } from "./canvas.js";
+import { clip, drawStepAxis, fitText, line, prepare, xOf } from "./canvas.js";
 import { element } from "./dom.js";
 import { encode, palette } from "./scale.js";
 import { columnAt, endOf, rowOf } from "./field.js";
@@ -99,7 +99,7 @@ export class Heatmap {
     if (!content || x < box.x || x >= box.x + box.width) return null;
     if (y < box.y || y >= box.y + box.height) return null;
     const { view, rows, field } = content;
-    const row = Math.floor(view.row0 + ((y - box.y) / box.height) * (view.row1 - view.row0));
+    const row = this.rowAtY(y);
     const at = view.step0 + ((x - box.x) / box.width) * (view.step1 - view.step0);
     const column = columnAt(field.steps, Math.max(at, field.steps[0] ?? 0));
     if (row < 0 || row >= rows.length || column < 0 || at >= endOf(field.steps)) return null;
@@ -133,8 +133,7 @@ export class Heatmap {
   }
 
   #x(step) {
-    const { view } = this.content;
-    return this.box.x + ((step - view.step0) / (view.step1 - view.step0)) * this.box.width;
+    return xOf(this.box, this.content.view, step);
   }
 
   #y(row) {
@@ -168,10 +167,7 @@ export class Heatmap {
     const { rows, grouping, theme } = this.content;
     this.brackets = bracketsOf(rows, grouping);
     const left = this.#bracketAreaWidth();
-    context.save();
-    context.beginPath();
-    context.rect(0, this.box.y - 2, this.box.x, this.box.height + 4);
-    context.clip();
+    clip(context, 0, this.box.y - 2, this.box.x, this.box.height + 4);
     for (const bracket of this.brackets) this.#drawBracket(context, bracket);
     this.#drawLabels(context, left);
     context.restore();

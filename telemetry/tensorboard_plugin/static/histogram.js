@@ -1,7 +1,6 @@
 // Histograms of a layer over time: shares as shades, and the bars of one step.
 
-import { drawStepAxis, line, prepare } from "./canvas.js";
-import { xOf } from "./chart.js";
+import { clip, drawStepAxis, line, prepare, setText, xOf } from "./canvas.js";
 import { columnAt, endOf } from "./field.js";
 import { formatNumber, formatStep } from "./format.js";
 import { cssColor } from "./scale.js";
@@ -22,10 +21,7 @@ export function drawHistogram(canvas, histogram, { view, theme, width, height, s
   const box = { x: LEFT, y: 6, width: width - LEFT - bars - 14, height: height - 30 };
   const bins = histogram.edges.length - 1;
   const top = largestShare(histogram.shares, bins, histogram.zeroBin);
-  context.save();
-  context.beginPath();
-  context.rect(box.x, box.y, box.width, box.height);
-  context.clip();
+  clip(context, box.x, box.y, box.width, box.height);
   drawShades(context, box, histogram, view, bins, top);
   drawQuantiles(context, box, histogram, view);
   context.restore();
@@ -106,12 +102,7 @@ function drawShades(context, box, { steps, shares }, view, bins, top) {
 /** The median and the ends of the middle 90 % over time. */
 function drawQuantiles(context, box, histogram, view) {
   const { steps, edges } = histogram;
-  const bins = edges.length - 1;
-  const y = (value) => {
-    const above = Math.max(edges.findIndex((edge) => edge >= value), 1);
-    const part = (value - edges[above - 1]) / (edges[above] - edges[above - 1]);
-    return box.y + (1 - (above - 1 + part) / bins) * box.height;
-  };
+  const y = (value) => box.y + (1 - placeIn(edges, value)) * box.height;
   const known = Array.from(steps, (step, column) => [step, quantilesOf(histogram, column, [0.05, 0.5, 0.95])]);
   for (const [color, width] of [["#000000", 3], ["#ffffff", 1.2]]) {
     context.strokeStyle = color;
@@ -138,10 +129,15 @@ function drawBars(context, theme, box, width, { shares, zeroBin }, bins, column)
   });
   context.strokeStyle = theme.line;
   line(context, left - 0.5, box.y, left - 0.5, box.y + box.height);
-  context.fillStyle = theme.muted;
-  context.textAlign = "right";
-  context.textBaseline = "top";
+  setText(context, theme, "right", "top");
   context.fillText(`${formatNumber(100 * largest)} %`, left + width, box.y + box.height + 6);
+}
+
+/** The place of a value on the axis, 0 to 1. */
+function placeIn(edges, value) {
+  const above = Math.max(edges.findIndex((edge) => edge >= value), 1);
+  const part = (value - edges[above - 1]) / (edges[above] - edges[above - 1]);
+  return (above - 1 + part) / (edges.length - 1);
 }
 
 /** Round values and their places on the axis, 0 to 1, not closer than a label is high. */
@@ -154,9 +150,7 @@ function roundEdges(edges, bins, height) {
   const found = [];
   for (const value of [0, ...positive, ...positive.map((tick) => -tick)]) {
     if (value < edges[0] || value > edges[bins]) continue;
-    const above = Math.max(edges.findIndex((edge) => edge >= value), 1);
-    const part = (value - edges[above - 1]) / (edges[above] - edges[above - 1]);
-    const place = (above - 1 + part) / bins;
+    const place = placeIn(edges, value);
     if (found.every((other) => Math.abs(other.place - place) * height >= LABEL_GAP)) {
       found.push({ value, place });
     }
@@ -165,10 +159,7 @@ function roundEdges(edges, bins, height) {
 }
 
 function drawValueAxis(context, theme, box, { edges, zeroBin }, bins) {
-  context.font = theme.smallFont;
-  context.textAlign = "right";
-  context.textBaseline = "middle";
-  context.fillStyle = theme.muted;
+  setText(context, theme, "right", "middle");
   context.strokeStyle = theme.line;
   context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
   for (const { value, place } of roundEdges(edges, bins, box.height)) {

@@ -1,6 +1,6 @@
 // A statistic over the depth at one step, row by row next to the heat map, with each row's own range.
 
-import { line, prepare } from "./canvas.js";
+import { clip, line, prepare, setText } from "./canvas.js";
 import { columnAt } from "./field.js";
 import { formatStep } from "./format.js";
 import { AXIS_HEIGHT, TOP } from "./heatmap.js";
@@ -35,10 +35,7 @@ export function drawProfile(canvas, shown, width, step) {
   const x = (value) => box.x + placeOf(scale, value) * box.width;
   const rowHeight = box.height / (view.row1 - view.row0);
   const visible = [...rows.keys()].slice(Math.floor(view.row0), Math.ceil(view.row1));
-  context.save();
-  context.beginPath();
-  context.rect(0, box.y - 1, width, box.height + 2);
-  context.clip();
+  clip(context, 0, box.y - 1, width, box.height + 2);
   context.fillStyle = theme.missing;
   for (const row of visible) {
     if (!(low[row] <= high[row])) continue;
@@ -111,10 +108,7 @@ function drawLine(context, theme, color, points, x, box, rowHeight) {
 }
 
 function drawAxis(context, theme, box, scale, step) {
-  context.font = theme.smallFont;
-  context.fillStyle = theme.muted;
-  context.textAlign = "center";
-  context.textBaseline = "bottom";
+  setText(context, theme, "center", "bottom");
   if (step !== null) {
     context.fillText(`at step ${formatStep(step)}`, box.x + box.width / 2, box.y - 3);
   }

@@ -3,14 +3,25 @@
 import { App } from "./app.js";
 import { followTheme, onNavigation, readLink, writeLink } from "./host.js";
 import { rowOf } from "./field.js";
+import { RunCurves } from "./run_curves.js";
 import { unpack, unpackField, unpackHistograms, unpackScalars } from "./source.js";
 
 export async function render() {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.getElementById("telemetry");
-  const app = new App(root, new EmbeddedSource(data), { read: readLink, write: writeLink });
+  const [run, other] = data.table.map(({ name }) => name);
+  const first = data.table.length === 2 ? { run, other, mode: "run" } : { run };
+  const read = () => ({ ...first, ...readLink() });
+  const app = new App(root, new EmbeddedSource(data), { read, write: writeLink });
   onNavigation((link) => app.follow(link));
-  followTheme((theme) => app.setTheme(theme));
+  const losses = new RunCurves(app.source, () => app.state, () => app.saveLink());
+  document.getElementById("losses")?.append(losses.node);
+  losses.node.open = true;
+  losses.show(data.table, { layer: null });
+  followTheme((theme) => {
+    app.setTheme(theme);
+    losses.setTheme(theme);
+  });
   await app.start();
 }
 
@@ -26,36 +37,41 @@ export class EmbeddedSource {
   }
 
   async runs() {
-    return [{ name: this.data.run, lastStep: this.data.overview.lastStep }];
+    return this.data.table;
+  }
+
+  async runTable() {
+    return this.data.table;
   }
 
   /** The layers that changed first; known at the steps of alerts. */
-  async onsets(_run, step) {
-    return this.data.onsets[step] ?? { isUnknown: true };
+  async onsets(run, step) {
+    return this.data.runs[run].onsets[step] ?? { isUnknown: true };
   }
 
-  async overview() {
-    return this.data.overview;
+  async overview(run) {
+    return this.data.runs[run].overview;
   }
 
-  async matrix(_run, statistic) {
-    if (!this.fields.has(statistic)) {
-      const field = unpackField(unpack(await inflate(this.data.matrices[statistic])));
-      this.fields.set(statistic, { ...field, isAll: true });
+  async matrix(run, statistic) {
+    const packed = this.data.runs[run].matrices[statistic];
+    if (!this.fields.has(packed)) {
+      const field = unpackField(unpack(await inflate(packed)));
+      this.fields.set(packed, { ...field, isAll: true });
     }
-    return this.fields.get(statistic);
+    return this.fields.get(packed);
   }
 
-  async scalars() {
-    return unpackScalars(unpack(await inflate(this.data.scalars)));
+  async scalars(run) {
+    return unpackScalars(unpack(await inflate(this.data.runs[run].scalars)));
   }
 
   /** Curves of a layer, cut out of the matrices; those of its parameters are unknown. */
   async layer(run, name) {
-    const { layers } = this.data.overview;
-    const layer = layers.findIndex((known) => known.name === name);
+    const { overview, matrices } = this.data.runs[run];
+    const layer = overview.layers.findIndex((known) => known.name === name);
     const statistics = new Map();
-    for (const statistic of Object.keys(this.data.matrices)) {
+    for (const statistic of Object.keys(matrices)) {
       const field = await this.matrix(run, statistic);
       const curve = curveOf(field, rowOf(field, layer));
       if (curve.steps.length) statistics.set(statistic, curve);
@@ -63,17 +79,17 @@ export class EmbeddedSource {
     return { statistics, parameters: null };
   }
 
-  async histograms(_run, name) {
-    const packed = this.data.histograms[name];
+  async histograms(run, name) {
+    const packed = this.data.runs[run].histograms[name];
     return packed ? unpackHistograms(unpack(await inflate(packed))) : [];
   }
 
-  async images(_run, name) {
-    return this.data.images[name] ?? [];
+  async images(run, name) {
+    return this.data.runs[run].images[name] ?? [];
   }
 
-  imageUrl(_run, tag, step) {
-    return `data:image/png;base64,${this.data.pictures[`${tag} ${step}`]}`;
+  imageUrl(run, tag, step) {
+    return `data:image/png;base64,${this.data.runs[run].pictures[`${tag} ${step}`]}`;
   }
 }
 

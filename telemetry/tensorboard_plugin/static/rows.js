@@ -57,12 +57,8 @@ export function groupByPath(layers) {
  * @returns {Grouping} one role behind the other, each in forward order
  */
 export function groupByRole(layers) {
-  const groups = new Map();
   const roles = layers.map(roleOf);
-  roles.forEach((role, index) => {
-    if (!groups.has(role)) groups.set(role, []);
-    groups.get(role).push(index);
-  });
+  const groups = Map.groupBy(roles.keys(), (index) => roles[index]);
   const order = [...groups.values()].flat();
   for (const [role, members] of groups) if (members.length < 2) groups.delete(role);
   return { groups, keys: roles.map((role) => (groups.has(role) ? [role] : [])), order };

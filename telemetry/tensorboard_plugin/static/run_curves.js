@@ -55,6 +55,12 @@ export class RunCurves {
     this.#loadSoon();
   }
 
+  /** Draws at once: a printed page is not drawn again. */
+  setTheme(theme) {
+    this.about.theme = theme;
+    this.#draw();
+  }
+
   #loadSoon() {
     clearTimeout(this.timer);
     if (this.node.open) this.timer = setTimeout(() => this.#load(), DELAY_MS);

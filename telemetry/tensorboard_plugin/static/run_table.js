@@ -48,6 +48,7 @@ export class RunTable {
       this.#draw();
     });
     this.clear = element("button", { onclick: () => this.#pick([...this.state().checked], false) }, "Uncheck all");
+    this.report = element("a", { class: "button", download: "" }, "Report");
     const region = { class: "runs-scroll", tabindex: "0", role: "region", "aria-label": "Runs" };
     this.scroll = element("div", region, this.table);
     const onclose = () => this.#leave();
@@ -60,6 +61,7 @@ export class RunTable {
         this.title,
         this.search,
         this.count,
+        this.report,
         this.clear,
         element("details", { class: "menu" }, element("summary", {}, "Columns"), this.menu),
         element("button", { onclick: () => this.node.close() }, "Close"),
@@ -127,6 +129,8 @@ export class RunTable {
     this.curves.show(drawn, this.about);
     const picked = checked.size ? `, ${checked.size} checked` : "";
     this.clear.hidden = !checked.size;
+    this.report.hidden = !checked.size || !this.source.reportUrl;
+    this.report.href = this.source.reportUrl?.([...checked]);
     this.count.textContent =
       (shown.length === this.runs.length
         ? `${shown.length} run${shown.length === 1 ? "" : "s"}`

@@ -3,7 +3,7 @@
 import { INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR } from "./colors.js";
 import { formatNumber } from "./format.js";
 import { element, fill } from "./dom.js";
-import { prepare } from "./canvas.js";
+import { prepare, setText } from "./canvas.js";
 
 /** Codes of a cell, in the order in which they win where several cells share a pixel. */
 export const MISSING_CODE = 0;
@@ -250,10 +250,7 @@ export function drawScale(canvas, scale, theme, usual = []) {
     context.fillStyle = cssColor(scale.diverging, x / (WIDTH - 1));
     context.fillRect(20 + x, BAR, 1.5, 12);
   }
-  context.font = theme.smallFont;
-  context.fillStyle = theme.muted;
-  context.textAlign = "center";
-  context.textBaseline = "top";
+  setText(context, theme, "center", "top");
   for (const { place, text } of scaleTicks(scale)) {
     context.fillRect(20 + place * WIDTH - 0.5, BAR + 12, 1, 3);
     context.fillText(text, 20 + place * WIDTH, BAR + 16);

@@ -63,9 +63,11 @@ export class ServerSource {
     return (await this.#get("images", { run, layer })).json();
   }
 
-  /** Where the run's report is, one HTML file. */
-  reportUrl(run) {
-    return this.#url("report", { run }).href;
+  /** Where the report of runs is, one HTML file. */
+  reportUrl(runs) {
+    const url = this.#url("report", {});
+    for (const run of runs) url.searchParams.append("run", run);
+    return url.href;
   }
 
   imageUrl(run, tag, step) {

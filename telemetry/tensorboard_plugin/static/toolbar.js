@@ -94,8 +94,11 @@ function saving(app) {
       kind.toUpperCase(),
     );
   const kinds = ["png", "svg", "csv"].map(button);
-  const url = app.source.reportUrl?.(app.state.run);
-  if (url) kinds.push(element("a", { class: "button", href: url, download: "" }, "Report"));
+  const { run, other, checked } = app.state;
+  const runs = [...new Set([run, other, ...checked].filter(Boolean))];
+  const url = app.source.reportUrl?.(runs);
+  const text = runs.length > 1 ? `Report of ${runs.length} runs` : "Report";
+  if (url) kinds.push(element("a", { class: "button", href: url, download: "" }, text));
   return element(
     "details",
     { class: "menu" },

@@ -1,7 +1,6 @@
 // The units, or channels, of a layer over time: how large each gets, which are dead or saturated.
 
-import { drawStepAxis, prepare } from "./canvas.js";
-import { xOf } from "./chart.js";
+import { drawStepAxis, prepare, setText, xOf } from "./canvas.js";
 import { columnAt } from "./field.js";
 import { formatNumber, formatStep } from "./format.js";
 import { paint } from "./heatmap_pixels.js";
@@ -33,10 +32,7 @@ export function drawUnits(canvas, units, { view, theme, width, step }) {
   context.putImageData(image, x, y);
   context.strokeStyle = theme.line;
   context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
-  context.font = theme.smallFont;
-  context.fillStyle = theme.muted;
-  context.textAlign = "right";
-  context.textBaseline = "middle";
+  setText(context, theme, "right", "middle");
   const middle = (unit) => box.y + ((unit + 0.5) / count) * box.height;
   const ends = count > 1 ? [0, count - 1] : [0];
   for (const unit of ends) {

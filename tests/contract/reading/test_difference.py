@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from telemetry.commands.diff import ARISES, compare
 from telemetry.commands.export import cells
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import numbers
+from telemetry.reading.comparison import ARISES, compare
 from telemetry.reading.run import open_run
 from telemetry.reading.run_data import windows
 from tests.helpers.known_runs import COLUMN, layout_of, write_run

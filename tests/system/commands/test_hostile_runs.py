@@ -22,6 +22,7 @@ from telemetry.commands.summary import summarize
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.files import FileSource
+from telemetry.reading.run import open_run
 from telemetry.reading.run_data import RunData
 from tests.helpers.hostile_runs import KINDS, SCRIPT, STEPS, Kind, write_good_run
 from tests.helpers.paths import ROOT
@@ -148,5 +149,5 @@ def test_a_directory_whose_name_is_not_valid_text_has_a_report(tmp_path: Path) -
     log_dir.mkdir()
     write_good_run(log_dir)
     (log_dir / "flight-1.json").touch()
-    write_report(log_dir, tmp_path / "report.html")
+    write_report({log_dir: open_run(log_dir)}, tmp_path / "report.html")
     assert "run-" in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -177,7 +177,7 @@ def test_the_report_is_saved_from_the_page(page: TelemetryPage, tmp_path: Path) 
     page.open(run="boom")
     page.locator("summary:has-text('Save')").click()
     with page.page.expect_download() as started:
-        page.locator("a:has-text('Report')").click()
+        page.locator(".toolbar a:has-text('Report')").click()
     started.value.save_as(tmp_path / "report.html")
     assert started.value.suggested_filename == "boom.html"
     report = page.page.context.new_page()
@@ -185,6 +185,24 @@ def test_the_report_is_saved_from_the_page(page: TelemetryPage, tmp_path: Path) 
     report.locator("html[data-ready=true]").wait_for(state="attached")
     assert "2026-03-01 00:00 UTC" in report.locator(".report-title").inner_text()
     assert "lr\t0.5" in report.locator(".hparams tr").all_inner_texts()
+    report.close()
+
+
+def test_a_report_of_the_checked_runs_is_saved(page: TelemetryPage, tmp_path: Path) -> None:
+    page.open(run="boom", checked="old9,old10")
+    page.locator("summary:has-text('Save')").click()
+    assert page.locator("a:has-text('Report of 3 runs')").is_visible()
+    page.locator("button[aria-label='Run: boom']").click()
+    page.locator(".runs[data-loaded]").wait_for()
+    with page.page.expect_download() as started:
+        page.locator(".runs a:has-text('Report')").click()
+    started.value.save_as(tmp_path / "report.html")
+    report = page.page.context.new_page()
+    report.goto((tmp_path / "report.html").as_uri())
+    report.locator("html[data-ready=true]").wait_for(state="attached")
+    rows = report.locator(".comparison tbody tr").all()
+    assert [row.locator("td").first.inner_text() for row in rows] == ["old9", "old10"]
+    assert "lr 0.01" in rows[0].inner_text()
     report.close()
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from telemetry.commands.report import write_report
+from telemetry.commands.cli import main
+from telemetry.commands.report import write_report as write_report_of
 from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS
+from telemetry.reading.run import open_run
+from telemetry.tensorboard_plugin.report import MAX_RUNS
+from telemetry.writing import hparams
 from telemetry.writing.page import PageWriter
 from tests.helpers import serialized
 from tests.helpers.browser import PIXEL
@@ -24,6 +29,10 @@ if TYPE_CHECKING:
 
 HOSTILE = "</script><img src=x onerror=window.hacked=1>"
 NAMES = ["low", HOSTILE, "high"]
+
+
+def write_report(log_dir: Path, path: Path) -> list[str]:
+    return write_report_of({log_dir: open_run(log_dir)}, path)
 
 
 def norms(step: int) -> np.ndarray:
@@ -64,7 +73,7 @@ def test_data_cannot_end_its_script(report: Path) -> None:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert found is not None
     data = json.loads(found[1])
-    assert data["overview"]["layers"][1]["name"] == HOSTILE
+    assert data["runs"]["demo"]["overview"]["layers"][1]["name"] == HOSTILE
     assert HOSTILE not in text
 
 
@@ -165,7 +174,7 @@ def test_a_large_report_has_no_histograms(tmp_path: Path, monkeypatch: pytest.Mo
     text = (tmp_path / "small.html").read_text(encoding="utf-8")
     found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
     assert found is not None
-    assert json.loads(found[1])["histograms"] == {}
+    assert json.loads(found[1])["runs"]["demo"]["histograms"] == {}
 
 
 def test_records_around_a_fault_are_in_the_report(
@@ -213,3 +222,103 @@ def test_pictures_beyond_the_limit_are_omitted(
     monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_PICTURES_BYTES", 10)
     [problem] = write_report(tmp_path / "demo", tmp_path / "report.html")
     assert "pictures" in problem
+
+
+def changed(step: int) -> np.ndarray:
+    return norms(step) * np.array([1, 1, 2 if step >= 5 else 1], np.float32)
+
+
+@pytest.fixture
+def compared(tmp_path: Path, browser: Browser) -> Iterator[Page]:
+    """The report of three runs.
+
+    ``one`` differs from ``base`` at step 5; ``other`` has no common layer.
+    """
+    hparams_of = {"base": {"lr": 0.1, "depth": 3}, "one": {"lr": 0.2, "depth": 3}, "other": {}}
+    for name, values in hparams_of.items():
+        layers = ["elsewhere"] if name == "other" else NAMES
+        write_run(
+            tmp_path / name, layout_of(layers), steps=range(40),
+            norms={"base": norms, "one": changed, "other": lambda _: np.ones(1, np.float32)}[name],
+            alerts=[alert_at(20, NAMES[2], summary=HOSTILE)] if name == "one" else [],
+        )  # fmt: skip
+        writer = FileWriter(tmp_path / name)
+        writer.write_values(hparams.values_of(values, ["loss"]) if values else [], 0)
+        writer.close()
+    runs = [str(tmp_path / name) for name in hparams_of]
+    assert main(["report", *runs, "-o", str(tmp_path / "report.html")]) == 0
+    page = browser.new_page(viewport={"width": 1300, "height": 800}, color_scheme="dark")
+    page.goto((tmp_path / "report.html").as_uri())
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    page.locator(".comparison canvas").wait_for()
+    yield page
+    page.close()
+
+
+def test_a_report_of_several_runs_compares_them(compared: Page) -> None:
+    rows = [
+        row.locator("td").all_inner_texts()
+        for row in compared.locator(".comparison tbody tr").all()
+    ]
+    assert [row[0] for row in rows] == ["base", "one", "other"]
+    assert {row[1] for row in rows} == {"2026-01-01 00:00 UTC"}
+    assert [row[3] for row in rows] == ["0 to 39"] * 3
+    assert ("lr 0.1" in rows[0][2], "lr 0.2" in rows[1][2]) == (True, True)
+    assert "step 5" in rows[1][6]
+    assert "grad_norm in high" in rows[1][6]
+    assert "step" not in rows[0][6]
+    assert "step 20" in rows[1][7]
+    assert HOSTILE in rows[1][7]
+    assert compared.evaluate("window.hacked") is None
+    legend = compared.locator(".comparison .curve-legend span").all_inner_texts()
+    assert legend == ["base", "one", "other"]
+
+
+def test_each_run_of_a_report_opens_in_its_page(compared: Page) -> None:
+    compared.locator("button[aria-label='Run: base']").click()
+    table = compared.locator(".runs[data-loaded]")
+    table.wait_for()
+    assert table.locator("tbody tr").count() == 3
+    table.locator("button:text-is('one')").click()
+    compared.locator(".panel[data-run='one'][data-steps='40']").wait_for()
+    before, after = (compared.evaluate(PIXEL, [0.9, place, 0]) for place in (0.05, 0.9))
+    assert before != after
+
+
+def test_a_printed_comparison_is_light_and_nothing_is_cut(compared: Page) -> None:
+    compared.set_viewport_size({"width": 718, "height": 1000})  # A4 between its margins
+    compared.emulate_media(media="print", color_scheme="dark")
+    compared.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+    compared.wait_for_timeout(300)  # a resized page draws in the next frame
+    labels = LABELS.replace("canvas.cells", ".comparison canvas").replace("100", "50")
+    assert compared.evaluate(labels) < 150
+    right = compared.evaluate(
+        "Math.max(...[...document.querySelectorAll('canvas, td, th')]"
+        ".filter((n) => n.checkVisibility()).map((n) => n.getBoundingClientRect().right))"
+    )
+    assert right <= 718
+
+
+def test_a_report_of_two_runs_opens_with_their_ratio(tmp_path: Path, browser: Browser) -> None:
+    write_demo(tmp_path / "a" / "run")
+    write_demo(tmp_path / "b" / "run")
+    arguments = [str(tmp_path), "-o", str(tmp_path / "report.html")]
+    assert main(["report", *arguments]) == 0
+    page = browser.new_page(viewport={"width": 1300, "height": 800})
+    page.goto((tmp_path / "report.html").as_uri())
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    assert page.locator(".panel").evaluate_all("(all) => all.map((n) => n.dataset.run)") == [
+        "a/run",
+        "b/run",
+    ]
+    assert page.evaluate(PIXEL, [0.9, 0.9, 0]) == page.evaluate(PIXEL, [0.1, 0.1, 1])
+    assert "none in 40 steps" in page.locator(".comparison").inner_text()
+    page.close()
+
+
+def test_a_report_of_too_many_runs_is_refused(tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo")
+    run = open_run(tmp_path / "demo")
+    many = {tmp_path / str(number): run for number in range(MAX_RUNS + 1)}
+    with pytest.raises(ValueError, match=str(MAX_RUNS)):
+        write_report_of(many, tmp_path / "report.html")

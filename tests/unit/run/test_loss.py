@@ -14,9 +14,9 @@ from tensorboard.plugins.hparams import metadata
 from torch import nn
 
 from telemetry import HookLogger
-from telemetry.commands.diff import compare
 from telemetry.events.page_format import PLUGIN_NAME, chosen_loss
 from telemetry.reading.builtin_tags import scalar_curves
+from telemetry.reading.comparison import compare
 from telemetry.reading.run import open_run
 from telemetry.records.loss import _WORDS, LOSS_TAGS, LossChoice, loss_among
 from telemetry.testing import capture_run
