@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from telemetry.measure import block_sample, cuda, native
 from telemetry.records import Parameter
+from telemetry.records.sketch import SAMPLE_ELEMENTS
 from telemetry.selection import Selection, clean_name, cleaned
 from telemetry.torch_private import norms_of, undisturbed
 from telemetry.torch_private.host_copy import HostCopy
@@ -150,7 +151,10 @@ def _described(
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer, group after group."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        found += group["params"]
+    return found
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -238,8 +242,12 @@ def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
 
     Tensors without a norm (see :func:`plain`) are omitted.
     """
-    found = [(index, plain(tensor)) for index, tensor in tensors]
-    return _norms_of_plain([(i, v) for i, v in found if v is not None and not v.is_meta])
+    found: list[tuple[int, Tensor]] = []
+    for index, tensor in tensors:
+        values = plain(tensor)
+        if values is not None and not values.is_meta:
+            found.append((index, values))
+    return _norms_of_plain(found)
 
 
 def _norms_of_plain(tensors: Indexed) -> list[Norms]:
@@ -278,8 +286,7 @@ def sample_of(parameter: Tensor) -> Tensor | None:
     values = plain(parameter)
     if values is None or values.is_meta:
         return None
-    sample = block_sample(values)
-    return sample if sample is not values else values.reshape(-1)
+    return values.reshape(-1) if values.numel() <= SAMPLE_ELEMENTS else block_sample(values)
 
 
 class Updates:
@@ -294,18 +301,18 @@ class Updates:
         self._before: list[tuple[Indexed, Tensor, list[int]]] = []
         self._moved: list[Norms] = []
         self._sizes: list[Norms] = []
-        groups: dict[object, list[tuple[int, Tensor, Tensor]]] = {}
+        groups: dict[object, tuple[list[tuple[int, Tensor]], list[Tensor], list[int]]] = {}
         for index, parameter in parameters:
             sample = sample_of(parameter)
             if sample is not None and sample.numel():
                 # An accelerator needs few operations; on the CPU large copies take longer.
                 place = index if sample.is_cpu else None
                 key = place, sample.device, sample.dtype, sample.dim()
-                groups.setdefault(key, []).append((index, parameter, sample))
-        for group in groups.values():
-            indexed = [(index, parameter) for index, parameter, _ in group]
-            samples = [sample for _, _, sample in group]
-            lengths = [len(sample) for sample in samples]
+                indexed, samples, lengths = groups.setdefault(key, ([], [], []))
+                indexed.append((index, parameter))
+                samples.append(sample)
+                lengths.append(len(sample))
+        for indexed, samples, lengths in groups.values():
             self._before.append((indexed, torch.cat(samples), lengths))
 
     def compare(self) -> None:
@@ -323,8 +330,9 @@ class Updates:
                     new.append(sample)
                     old.append(part)
             if kept:
-                before = before if len(kept) == len(indexed) else torch.cat(old)
-                parts = (torch.cat(new) - before).split([len(part) for part in new])
+                if len(kept) < len(indexed):
+                    before, lengths = torch.cat(old), [len(part) for part in old]
+                parts = (torch.cat(new) - before).split(lengths)
                 moved += zip(kept, parts, strict=True)
                 sizes += zip(kept, old, strict=True)
         self._moved, self._sizes = _norms_of_plain(moved), _norms_of_plain(sizes)
