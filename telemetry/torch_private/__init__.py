@@ -56,14 +56,14 @@ def find(owner: object, name: str, consequence: str) -> Any:
 # --- backward passes -----------------------------------------------------------------------------
 
 
-def backward_task() -> int:
-    """Return the number of this thread's backward pass; :data:`NO_TASK` outside of one."""
-    try:  # without find(): called in each hook
-        return torch._C._current_graph_task_id()
-    except AttributeError:
-        consequence = "probes by autograd.grad and recomputation by checkpointing count as training"
-        find(torch._C, "_current_graph_task_id", consequence)
-        return NO_TASK
+def _unknown_task() -> int:
+    consequence = "probes by autograd.grad and recomputation by checkpointing count as training"
+    find(torch._C, "_current_graph_task_id", consequence)
+    return NO_TASK
+
+
+backward_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _unknown_task)
+"""Return the number of this thread's backward pass; :data:`NO_TASK` outside of one."""
 
 
 def at_end_of_backward(callback: Callable[[], object], *, deferred: int = 0) -> bool:
