@@ -22,10 +22,9 @@ from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
-from telemetry.alerts.loop_mistakes import EvalMode
-from telemetry.alerts.loss_mistakes import WrongLossInput
+from telemetry.alerts.mistakes import EvalMode, WrongLossInput
+from telemetry.alerts.no_learning import UntrainedParameters
 from telemetry.alerts.nonfinite import Nonfinite
-from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.capture.probe import call, unchanged
@@ -156,7 +155,9 @@ def check(
             return _loss_of(output[0], loss_function, targets)
 
         record, loss = _measured(model, run)
-        judged: list[Alert | str | None] = [*_of_training(record), *_untrained(record)]
+        judged: list[Alert | str | None] = [*_of_training(record)]
+        # Parameters without a gradient.
+        judged += UntrainedParameters(steps=1, evaluations=1)(record)
         judged.append(_of_loss(output[0], loss_function, targets, inputs, loss))
         for parameter in model.parameters():
             parameter.grad = None
@@ -248,11 +249,6 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
 _FAINT = 1e4
 
 
-def _untrained(record: StepRecord) -> Iterator[Alert]:
-    """Yield alerts about parameters without a gradient."""
-    yield from UntrainedParameters(steps=1, evaluations=1)(record)
-
-
 def _of_loss(
     output: Any, loss_function: Any, targets: Any, inputs: Any, loss: float
 ) -> Alert | str | None:
@@ -289,7 +285,7 @@ _ROUNDED = 0.01  # of a sum of numbers in half precision
 
 
 class _SoftmaxTwice(CheckKind):
-    """Reported like the rule :class:`~telemetry.alerts.loss_mistakes.WrongLossInput`."""
+    """Reported like the rule :class:`~telemetry.alerts.mistakes.WrongLossInput`."""
 
     kind = WrongLossInput.kind
     threshold = 1.0

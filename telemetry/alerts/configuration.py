@@ -13,17 +13,21 @@ from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
-from telemetry.alerts.loop_mistakes import EvalMode, LearningRateZero, SameBatch
 from telemetry.alerts.loss_divergence import LossDivergence
-from telemetry.alerts.loss_mistakes import TargetsBroadcast, WrongLossInput
 from telemetry.alerts.loss_spike import LossBurst, LossSpike
 from telemetry.alerts.low_precision import LowPrecision
-from telemetry.alerts.no_learning import LossStuck, NoLearning
+from telemetry.alerts.mistakes import (
+    EvalMode,
+    LearningRateZero,
+    SameBatch,
+    TargetsBroadcast,
+    WrongLossInput,
+)
+from telemetry.alerts.no_learning import LossStuck, NoLearning, UntrainedParameters
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.outputs import AttentionCollapse, LogitGrowth, OutputCollapse
 from telemetry.alerts.ranks_diverge import RanksDiverge, RanksSameBatch
 from telemetry.alerts.trends import ExponentialTrend, UnboundedLoss
-from telemetry.alerts.untrained_parameters import UntrainedParameters
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.alerts.weights import LayersNotLearning, RoundedUpdates, WeightJump
 from telemetry.rule import Rule

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from telemetry.alerts.loop_mistakes import EvalMode
+from telemetry.alerts.mistakes import EvalMode
 from tests.helpers.figures import figures
 from tests.helpers.small_runs import net, train
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from telemetry import Alert
-from telemetry.alerts.loss_mistakes import TargetsBroadcast, WrongLossInput
+from telemetry.alerts.mistakes import TargetsBroadcast, WrongLossInput
 from telemetry.testing import capture_run
 from tests.helpers.figures import figures
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from telemetry.alerts.loop_mistakes import SameBatch
+from telemetry.alerts.mistakes import SameBatch
 from tests.helpers.small_runs import draw, net, train
 
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from telemetry import Alert
-from telemetry.alerts.untrained_parameters import UntrainedParameters
+from telemetry.alerts.no_learning import UntrainedParameters
 from telemetry.testing import capture_run
 from tests.helpers.small_runs import draw, train
 
