@@ -52,14 +52,7 @@ class Measurer:
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
-        if not tensor.is_cuda:
-            return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
-        with self._lock:
-            step = self._step
-            rows = step.on_gpu(tensor.get_device())
-            if rows is not None and rows.add(tensor, unit_axis, powers, step.count):
-                return step.next_number()
-        return self._add_other(tensor, unit_axis, powers)
+        return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
 
     def add_all(
         self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
