@@ -12,8 +12,8 @@ from rich.console import Console
 
 from telemetry.alert import alert_fields
 from telemetry.commands.help import help_line
-from telemetry.commands.output import LogDirs, print_records
-from telemetry.flight import explanation_of, flight_files, read_flight
+from telemetry.commands.output import LogDirs, print_records, report_problems
+from telemetry.flight import NO_FLIGHT, explanation_of, flight_files, read_flight
 from telemetry.layers import STATISTICS
 from telemetry.plain_text import printable
 from telemetry.reading.run import has_event_files
@@ -30,8 +30,9 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
     files = [path for path in args.runs if path.exists() and not path.is_dir()]
     others = [path for path in args.runs if path not in files]
     runs = LogDirs(others, lambda path: has_event_files(path) or bool(flight_files(path)))
-    ours = (path for path in runs.found if flight_files(path) or runs.open(path) is not None)
-    paths = [*files, *ours]
+    paths = [*files, *(path for path in runs.found if flight_files(path))]
+    healthy = [path for path in runs.found if path not in paths and runs.open(path) is not None]
+    report_problems(f"{path}: {NO_FLIGHT}" for path in healthy)
     if args.form == "csv":
         rows = (row for flight in _flights(paths, runs) for row in _rows(flight))
         print_records("csv", _ROW, rows)
@@ -50,7 +51,7 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
                 console.print(printable(line))
         if (line_of_help := help_line(kinds)) is not None:
             console.print(line_of_help)
-    return runs.status
+    return runs.status if paths else 2
 
 
 def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:

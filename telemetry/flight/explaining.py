@@ -18,6 +18,8 @@ MAX_FILES = 32
 MAX_ROWS = 30
 MAX_POINTS = 60
 
+NO_FLIGHT = "has no flight file: no alert of severity error, no loss spike and no exception"
+
 _NAME_WIDTH = 24
 _CELL_WIDTH = 7  # "1.2e-05"
 _AROUND = 60  # characters around a curve
@@ -59,8 +61,7 @@ def explanation_of(path_or_run: str | os.PathLike[str], width: int = _ANY_WIDTH)
         return _explain_file(path, width)
     files = flight_files(path)
     if not files:
-        none = f"{path}: has no flight file: no alert of severity error and no exception\n"
-        return Explanation(none)
+        return Explanation(f"{path}: {NO_FLIGHT}\n")
     more = len(files) - MAX_FILES
     omitted = [f"and {more} more flight files\n"] if more > 0 else []
     parts = [_explain_or_skip(file, width) for file in files[:MAX_FILES]]

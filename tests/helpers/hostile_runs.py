@@ -122,6 +122,7 @@ def flight(**changes: Any) -> bytes:
         "complete": True,
         "step": 3,
         "batch": 3,
+        "batches": [],
         "first_bad_module": "b",
         "alerts": [asdict(alert_at(3, "b"))],
         "exception": None,

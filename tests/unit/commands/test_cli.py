@@ -263,12 +263,13 @@ def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "out.html" in capsys.readouterr().out
 
 
-def test_explain_reports_a_missing_flight_file_and_fails_on_a_damaged_one(
+def test_explain_fails_without_a_flight_file_and_on_a_damaged_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_demo(tmp_path)
-    assert main(["explain", str(tmp_path)]) == 0
-    assert "no flight file" in capsys.readouterr().out
+    for form in ((), ("--json",), ("--csv",)):
+        assert main(["explain", str(tmp_path), *form]) == 2
+        assert "no flight file" in capsys.readouterr().err
     broken = tmp_path / "flight-3.json"
     broken.write_text("{")
     assert main(["explain", str(broken)]) == 2
