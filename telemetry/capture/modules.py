@@ -143,9 +143,9 @@ class WatchedModules:
             return
         modules = list(model.modules())
         reason = ""
-        if self._compiling() or any(map(is_compiled, modules)):
+        if self._compiling() or is_compiled(*modules):
             reason = "torch.compile has compiled a module or a function"
-        elif any(isinstance(m, _WITH_FAST_PATH) and _may_be_fused(m) for m in modules):
+        elif any(map(_may_be_fused, [m for m in modules if isinstance(m, _WITH_FAST_PATH)])):
             reason = "frozen modules with a fused path would leave it"
         if not reason:
             self._attention.enter(model)

@@ -79,7 +79,7 @@ def _refusal(model: nn.Module) -> str:
     """Return the reason why the model cannot run a sample; empty if it can."""
     if has_flat_shards(model) or any(map(spec_of, model.parameters())):
         return "the model is sharded, and a forward pass of one rank would wait for the others"
-    if any(map(is_compiled, model.modules())):
+    if is_compiled(*model.modules()):
         return "the model is compiled, and a pass in evaluation mode would compile it again"
     return ""
 

@@ -427,7 +427,7 @@ class Step:
         table, content = self._target.table, self._content
         first, every = not self._stepped, table.all() if full else []
         self._stepped.add(optimizer)
-        self._held.update(i for i, _ in parameters)
+        self._held |= {i for i, _ in parameters}
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
         norms = take_norms(grads)
         captured.norms += [(group, scaled) for group in norms]

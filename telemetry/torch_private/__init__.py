@@ -181,7 +181,7 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
             torch.set_autocast_enabled(device_type, False)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return False
-        return self._stack is None or _leave_dispatch_modes() is not None or not _in_dispatch_mode()
+        return not in_mode or _leave_dispatch_modes() is not None or not _in_dispatch_mode()
 
     def __exit__(self, *exception: object) -> None:
         for device_type in self._autocast:

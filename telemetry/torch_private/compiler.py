@@ -85,19 +85,20 @@ def _counted(of: str, what: str) -> int:
     return 0 if counters is None else int(counters[of][what])
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` or ``torch.compile`` compiled this module.
+def is_compiled(*modules: nn.Module) -> bool:
+    """Whether ``module.compile()`` or ``torch.compile`` compiled one of these modules.
 
     False if only a function that calls it was compiled, or if the private name is missing.
     """
-    return is_compiled_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+    of_module = [getattr(module, "_compiled_call_impl", None) for module in modules]
+    return is_compiled_wrapper(*modules) or of_module.count(None) < len(of_module)
 
 
-def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` returned this module."""
+def is_compiled_wrapper(*modules: nn.Module) -> bool:
+    """Whether ``torch.compile`` returned one of these modules."""
     dynamo = sys.modules.get("torch._dynamo")
     wrapper = None if dynamo is None else find(dynamo, "OptimizedModule", "see graphs_compiled")
-    return wrapper is not None and isinstance(module, wrapper)
+    return wrapper is not None and bool([m for m in modules if isinstance(m, wrapper)])
 
 
 def drop_compiled_code() -> None:
