@@ -1,14 +1,18 @@
-"""Makes the still pictures of the page in ``docs/understand/page.md``.
+"""Makes the still pictures of ``docs/understand/page.md`` and ``docs/language-models.md``.
 
     python docs/images/pages.py [--runs FOLDER]
 
-Five real runs of small networks on scikit-learn's digits, some of them with a fault; then
-TensorBoard in Chromium. Needs Chromium and Playwright.
+Five real runs of small networks on scikit-learn's digits, some of them with a fault, and the runs
+of that page; then TensorBoard in Chromium. Needs Chromium and Playwright.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -21,6 +25,8 @@ from torch import Tensor, nn
 from walk import HERE, SIZE, Block, browser, settle
 
 from telemetry import HookLogger
+
+SMALL = {"width": 1000, "height": 560}
 
 Change = Callable[[torch.optim.Optimizer], None]
 
@@ -136,13 +142,25 @@ def make_runs(runs: Path) -> None:
     others = [p for p in model.parameters() if all(p is not its for its in one)]
     groups = [{"params": others}, {"params": one}]
     train(runs / "deep/blocks-200", model, groups, sgd(0.002), steps=600, at=400, change=enlarge)
+    text = (HERE.parent / "language-models.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+        shutil.copytree(Path(folder, "runs/gpt"), runs / "language/gpt")
 
 
 def picture(
-    chromium: Any, address: str, name: str, *, compared: str = "", dark: bool = False
+    chromium: Any,
+    address: str,
+    name: str,
+    *,
+    compared: str = "",
+    dark: bool = False,
+    size: dict[str, int] = SIZE,
+    **link: str,
 ) -> None:
-    page = browser.TelemetryPage(chromium.new_page(viewport=SIZE), address)
-    page.open(dark=dark)
+    page = browser.TelemetryPage(chromium.new_page(viewport=size), address)
+    page.open(dark=dark, **link)
     settle(page)
     if compared:
         page.locator("button[aria-label='Compare with: none']").click()
@@ -165,6 +183,12 @@ def main() -> None:
             ("exploding", "page-exploding", {}),
             ("two", "page-two-runs", {"compared": "relu"}),
             ("deep", "page-200-layers", {"dark": True}),
+            ("language", "page-language-model", {"statistic": "grad_share", "size": SMALL}),
+            (
+                "language",
+                "page-language-model-attention",
+                {"statistic": "attention_logit_max", "size": SMALL},
+            ),
         ]
         with browser.open_browser() as chromium:
             for group, name, how in pictures:

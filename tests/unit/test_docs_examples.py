@@ -13,7 +13,7 @@ from tests.helpers.paths import ROOT
 
 DOCS = ROOT / "docs"
 GUIDES = ["layers", "alerts", "resume", "interventions", "cost"]
-ALONE = ["quickstart", "tutorials/gan", "tutorials/language-model", "tutorials/sweep"]
+ALONE = ["quickstart", "tutorials/gan", "language-models", "tutorials/sweep"]
 
 
 def code_of(name: str) -> str:
