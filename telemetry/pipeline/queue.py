@@ -120,14 +120,8 @@ class Pipeline:
         if self._closed or os.getpid() != self._pid or isinstance(here, _Worker):
             return
         done = threading.Event()
-
-        def finish() -> None:
-            try:
-                self._processor.write_pending()
-            finally:
-                done.set()
-
-        self.put_now(finish)
+        self._items.put(self._processor.write_pending)
+        self.put_now(done.set)
         if not done.wait(timeout_s):
             self._late = done
             log.warning("telemetry: queued steps are not judged within %.3g s", timeout_s)
