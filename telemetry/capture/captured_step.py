@@ -146,6 +146,7 @@ class Detail:
     groups: dict[int, Mapping[int, int]] = field(default_factory=dict)
     fingerprints: list[HostCopy] = field(default_factory=list)
     examples: int = 0
+    expert_loads: dict[str, HostCopy] = field(default_factory=dict)
     updates: list[Updates] = field(default_factory=list)
     # By module: the figures of each call, see :func:`attention_figures`.
     attention: dict[str, list[HostCopy]] = field(default_factory=dict)
@@ -269,6 +270,7 @@ class CapturedStep:
             groups=self._groups(),
             fingerprints=tuple([float(copy.wait()) for copy in detail.fingerprints]),
             examples=detail.examples,
+            expert_loads={n: load.wait().numpy() for n, load in detail.expert_loads.items()},
             total_grad_norm_before_clipping=before,
             clipped_fraction=self.totals.clipped_fraction.after(
                 before, float(np.linalg.norm(norms))

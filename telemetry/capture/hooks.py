@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from telemetry.capture.experts import Router
 from telemetry.capture.nested import tensors_in
 from telemetry.capture.state import State
 from telemetry.records import Output
@@ -116,6 +117,7 @@ class ForwardHook(ModuleHook):
         super().__init__(observer, state, module)
         self.rename(name)
         self.pictured = False  # its feature maps are drawn
+        self.router: Router | None = None  # it chooses experts
         self.ran_eagerly = False  # Python has called the hook, not only the compiler
         self.traced = False  # a compiled graph has reported a tensor of the module
         self.convolves = isinstance(module, _CONVOLUTIONS)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from telemetry.capture.attention import AttentionMode
+from telemetry.capture.experts import routers
 from telemetry.capture.hooks import CallObserver, ForwardHook, InputHook
 from telemetry.capture.missed_steps import NEVER_RAN
 from telemetry.capture.state import State, Target
@@ -227,8 +228,9 @@ class WatchedModules:
             hook.remove()
         convolutions = [name for name, hook in self._hooks.items() if hook.convolves]
         drawn = evenly(convolutions, PICTURED_MODULES) if self._target.content.images else []
-        for name, hook in self._hooks.items():
-            hook.pictured = name in drawn
+        found = routers(model)
+        for (name, hook), module in zip(self._hooks.items(), watched.values(), strict=True):
+            hook.pictured, hook.router = name in drawn, found.get(id(module))
 
     def pictured_modules(self) -> dict[str, nn.Module]:
         """Return the modules whose feature maps are drawn, by name."""

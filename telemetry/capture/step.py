@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from telemetry.capture.captured_step import CapturedStep, read_scaler
+from telemetry.capture.experts import ExpertLoads
 from telemetry.capture.hooks import ForwardHook, Inert
 from telemetry.capture.nested import tensors_in
 from telemetry.capture.observations import Kind, Observation
@@ -105,6 +106,7 @@ class Step:
         # Whether the next watched module receives its arguments from outside.
         self._awaits_input = True
         self._given: set[int] = set()  # identities of the tensors of the batch
+        self._loads = ExpertLoads()
         self._unit_axes: dict[tuple[int, ...], int] = {}  # of the latest output of each shape
         self._convolution: ForwardHook | None = None  # that ran first
         # Backward passes by task; there are several at a time if one starts another.
@@ -175,6 +177,7 @@ class Step:
                 )
                 return
             self._add_output(hook, tensor, place)
+            self._add_load(hook, tensor, place)
             # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
             if tensor.grad_fn is not None and self._state.output_grads and not self.captured.phase:
                 tensor.register_hook(_GradHook(self, hook, place))
@@ -186,6 +189,7 @@ class Step:
         self._awaits_input = False
         self.order.setdefault(hook.name)
         observation = self._add_output(hook, tensor, place)
+        self._add_load(hook, tensor, place)
         self._check(observation, tensor)
         if hook.convolves and place == 0:
             self._take_images(hook, (), tensor)
@@ -216,6 +220,11 @@ class Step:
         if ranks is not None and not ranks.takes_output(notes, output, tensor, axis):
             return None
         return self._tensors.add("outputs", output, values, self._tensors.all, unit_axis=axis)
+
+    def _add_load(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
+        """Count the tokens of each expert, if the module is a router."""
+        if hook.router is not None and self._content.activations:
+            self._loads.add(hook.name, hook.router, local(tensor), place)
 
     def _unit_axis(self, hook: ForwardHook, tensor: Tensor) -> int | None:
         """Return the axis that counts units or channels.
@@ -492,6 +501,8 @@ class Step:
         self.captured.wall_time = time.time()
         if self.full:
             self._log_adjoints()
+            loads = self._loads.best().items()
+            self._detail.expert_loads = {name: HostCopy(load) for name, load in loads}
             self._tensors.finish()
 
     def _log_adjoints(self) -> None:

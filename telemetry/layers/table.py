@@ -163,6 +163,28 @@ def _nonfinite(layers: Layers) -> Column:
     return Column(np.bincount(modules, counts, size), np.bincount(modules, calls, size) > 0)
 
 
+def _of_loads(of: Callable[[NDArray[np.float64]], float]) -> Callable[[Layers], Column]:
+    """Return the column of a figure over the shares of a router's experts, which add up to 1."""
+
+    def column(layers: Layers) -> Column:
+        values, position = np.full(layers.outputs.size, math.nan), layers.record.layout.position
+        for name, load in layers.record.expert_loads.items():
+            if name in position and load.any():
+                values[position[name]] = of(load / load.sum())
+        return Column(values, ~np.isnan(values))
+
+    return column
+
+
+def _has_experts(record: StepRecord) -> bool:
+    return bool(record.expert_loads)
+
+
+def _effective(shares: NDArray[np.float64]) -> float:
+    some = shares[shares > 0]
+    return math.exp(-(some @ np.log(some)))
+
+
 _WEAK = "a vanishing gradient, dead units behind it, or a detached layer"
 _UNDERFLOW = (
     "8-bit floats lose small values: scale blocks of the tensor, or keep the layer in bfloat16"
@@ -336,6 +358,40 @@ STATISTICS = (
         of=_of_heads(_mean_entropy),
         as_curve=True,
         measured_in=_has_attention,
+    ),
+    Statistic(
+        name="expert_load_cv",
+        title="Expert load variation",
+        log=False,
+        description="Standard deviation of the tokens per expert over their mean: 0 if all experts "
+        "of the router get equally many.",
+        too_much="the router prefers few experts: no load balancing, or one that is too weak",
+        of=_of_loads(lambda shares: float(shares.std() / shares.mean())),
+        as_curve=True,
+        measured_in=_has_experts,
+    ),
+    Statistic(
+        name="effective_experts",
+        title="Effective experts",
+        unit="experts",
+        log=False,
+        description="Exponential of the entropy of the router's load: the number of experts among "
+        "which equal loads would be as even.",
+        too_little="the router prefers few experts: no load balancing, or one that is too weak",
+        of=_of_loads(_effective),
+        as_curve=True,
+        measured_in=_has_experts,
+    ),
+    Statistic(
+        name="dead_experts",
+        title="Dead experts",
+        unit="share",
+        log=False,
+        description="Share of the router's experts that got no token in the step.",
+        too_much="experts that will not recover without load balancing, or few tokens per step",
+        of=_of_loads(lambda shares: float(np.mean(shares == 0))),
+        as_curve=True,
+        measured_in=_has_experts,
     ),
     Statistic(
         name="weight_norm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,22 @@ _MOST_UNITS = 1 << 20
 
 _LARGEST = np.uint32(0x7F7F0000).view(np.float32)  # largest float32 with 8 bits of mantissa
 _NAN = np.uint32(0x7FC00000)
+
+
+def with_loads(outputs: Group, loads: Mapping[int, NDArray[np.int64]]) -> Group:
+    """Return outputs where the units of routers are their experts.
+
+    Both extremes of an expert are its number of tokens. ``loads``: ``[experts]`` by module.
+    """
+    if not loads:
+        return outputs
+    units = [outputs.rows.units_of(row) for row in range(len(outputs.rows))]
+    for row, module in enumerate(outputs.modules.tolist()):
+        if module in loads:
+            units[row] = np.repeat(loads[module], 2).reshape(-1, 2).astype(np.float32)
+    found = [outputs.rows.units[:0] if of is None else of for of in units]
+    rows = outputs.rows.having(np.concatenate(found), unit_count=[len(of) for of in found])
+    return Group(rows=rows, modules=outputs.modules, size=outputs.size)
 
 
 def encode_units(outputs: Group) -> bytes:

@@ -298,6 +298,7 @@ class PartMaker:
             attention=record.attention,
             scalars=record.scalars,
             usage=record.usage,
+            expert_loads=record.expert_loads,
             step_s=self._step_s(record),
             host=self._host if record.full or record.phase else "",
             batch=self._batch(record),

@@ -148,11 +148,15 @@ def _record_of(merged: MergedStep, parts: Sequence[Placed], joined: JoinedLayout
         for which in ("nan_buffers", "nonfinite_parameters")
     }
     heads: dict[str, list[AttentionHeads]] = {}
+    loads: dict[str, NDArray[np.int64]] = {}
     ended = [part for part in merged.parts if part.parameters is not None]
     for part in merged.parts:
         stage = 0 if part.parameters is None else part.parameters.stage
         for name, own in part.attention.items():
             heads.setdefault(joined.name(stage, name), []).append(own)
+        for name, load in part.expert_loads.items():  # each rank routes tokens of its own
+            key = joined.name(stage, name)
+            loads[key] = load + loads[key] if key in loads else load
     return StepRecord(
         step=merged.step,
         wall_time=merged.wall_time,
@@ -163,6 +167,7 @@ def _record_of(merged: MergedStep, parts: Sequence[Placed], joined: JoinedLayout
         phase=merged.phase,
         scalars=merged.scalars()[0],
         usage=merged.usage()[0],
+        expert_loads=loads,
         full=bool(merged.measured),
         total_grad_norm_before_clipping=(
             float(np.linalg.norm(columns["before"][present])) if "before" in columns else None

@@ -147,6 +147,8 @@ class PartialRecord:
     scalars: Mapping[str, float] = field(default_factory=dict)  # logged by the user
     batches: tuple[Batch, ...] = ()  # since the last one, by the user's ids
     usage: Mapping[str, float] = field(default_factory=dict)  # times and memory, by tag
+    # Tokens of each expert, by the module name of their router.
+    expert_loads: Mapping[str, Integers] = field(default_factory=dict)
     step_s: float | None = None  # seconds from the step before
     host: str = ""  # empty where it was sent before
     # Digest of the batch, with the group of ranks that should have different ones; or empty.

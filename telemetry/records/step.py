@@ -312,6 +312,8 @@ class StepRecord:
         fingerprints: Number that depends on the values, for each input tensor of the model.
         examples: Length of the model's first input tensor, summed over the forward passes of the
             step; 0 without one.
+        expert_loads: Number of tokens of each expert, int64 ``[experts]``, by the module name of
+            their router.
         total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
         clipped_fraction: Share of all full steps up to now at which clipping reduced it.
         nan_buffers: Buffers with a NaN, by their names in ``named_buffers()``. Also on other
@@ -363,6 +365,7 @@ class StepRecord:
     groups: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     fingerprints: tuple[float, ...] = ()
     examples: int = 0
+    expert_loads: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
     total_grad_norm_before_clipping: float | None = None
     clipped_fraction: float | None = None
     nan_buffers: tuple[str, ...] = ()

@@ -194,6 +194,21 @@ def test_heads_have_the_largest_logit_and_the_mean_entropy_of_the_ranks() -> Non
     assert [*record_from(staged).attention] == ["stage0.layer", "stage1.layer"]
 
 
+def test_tokens_of_experts_add_up_over_the_ranks_of_a_stage() -> None:
+    loads = [np.array([3, 0, 5]), np.array([1, 2, 0])]
+    parts = [
+        replace(part(rank, 1.0, copy=rank), expert_loads={"router": load})
+        for rank, load in enumerate(loads)
+    ]
+    parts = [decode(PartialRecord, encode(one)) for one in parts]
+    assert record_from(parts).expert_loads["router"].tolist() == [4, 2, 5]
+    staged = [
+        replace(part(rank, 1.0, stage=rank), expert_loads={"router": load})
+        for rank, load in enumerate(loads)
+    ]
+    assert [*record_from(staged).expert_loads] == ["stage0.router", "stage1.router"]
+
+
 def test_a_layout_is_sent_once() -> None:
     merged_records, full = MergedRecords(), part(0, 1.0)
     assert full.parameters is not None
