@@ -35,6 +35,7 @@ PAGES = {
         "loss_at_start", "input_ignored", "batch_leak",
     ),
     "attention.md": ("attention_collapse", "logit_growth"),
+    "resources.md": ("input_bound", "memory_growth", "slow_steps"),
     "ranks.md": ("ranks_diverge", "ranks_same_batch"),
 }  # fmt: skip
 _PAGE_OF = {kind: page for page, kinds in PAGES.items() for kind in kinds}

@@ -27,6 +27,7 @@ from telemetry.alerts.no_learning import LossStuck, NoLearning, UntrainedParamet
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.outputs import AttentionCollapse, LogitGrowth, OutputCollapse
 from telemetry.alerts.ranks_diverge import RanksDiverge, RanksSameBatch
+from telemetry.alerts.resources import InputBound, MemoryGrowth, SlowSteps
 from telemetry.alerts.trends import ExponentialTrend, UnboundedLoss
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.alerts.weights import LayersNotLearning, RoundedUpdates, WeightJump
@@ -67,6 +68,9 @@ DETECTORS: Mapping[str, type[Detector]] = {
         LayersNotLearning,
         LossBurst,
         LossStuck,
+        MemoryGrowth,
+        InputBound,
+        SlowSteps,
     )
 }
 

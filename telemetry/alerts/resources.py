@@ -1,0 +1,304 @@
+"""Time and memory: steps that wait for data, steps that became slow, memory that grows."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from telemetry.alerts.baseline import Baseline
+from telemetry.alerts.detector import Detector, Finding
+from telemetry.plain_text import figure
+from telemetry.records import RankFacts, StepRecord
+from telemetry.tag_names import ALLOCATED_BYTES, HOST_OWN_BYTES, TIMES
+
+_WAIT, _FORWARD, _BACKWARD, _OPTIMIZER = TIMES
+_MIB = 2**20
+
+
+class _Times(NamedTuple):
+    """Seconds of a step and of its parts, as in ``TIMES``, and its tokens."""
+
+    step_s: float
+    parts: tuple[float, ...]
+    tokens: float
+
+    @staticmethod
+    def of(record: StepRecord) -> _Times:
+        parts = tuple([record.usage[tag] for tag in TIMES])
+        return _Times(record.bare_step_s, parts, record.tokens)
+
+
+class _OfSteps(Detector):
+    """Detector of the times of steps; full steps count only where no other was seen.
+
+    A resumed run may be on another machine, so that a checkpoint has none of them.
+    """
+
+    _ONLY_FULL = 50  # full steps in a row without another step, after which they count
+
+    def set_up(self) -> None:
+        self._full_in_a_row = 0
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        if not record.bare_step_s:
+            return None
+        self._full_in_a_row = self._full_in_a_row + 1 if record.full else 0
+        if record.full and self._full_in_a_row < self._ONLY_FULL:
+            return None
+        return self.find_in(_Times.of(record), record.ranks)
+
+    def find_in(self, times: _Times, ranks: RankFacts | None) -> Finding | None:
+        """Return the fault that the times of this step show together with earlier ones."""
+        raise NotImplementedError
+
+
+class InputBound(_OfSteps):
+    """The median of 50 steps waits for data more than 40 % of its time, and 5 ms or more.
+
+    Evidence: the share, and the seconds of the wait and of the step.
+    Causes: decoding and augmentation in the training process, a slow disk or network, few workers.
+    Remedies: more ``num_workers``; ``pin_memory``, ``prefetch_factor``, ``persistent_workers``.
+    Silent: validation phases, single long waits such as checkpoints, models in compiled graphs.
+    Example: loader = DataLoader(images, batch_size=64)  # num_workers=0
+    Args:
+        share: Share of the step's time.
+        seconds: Least wait per step. Below, the Python code of the loop may take as long.
+
+    It resolves below three quarters of the share.
+    """
+
+    kind = "input_bound"
+    severity = "note"
+    share = 0.4
+    seconds = 0.005  # chosen manually: index selects of healthy loops take up to a millisecond
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._latest = deque[_Times](maxlen=_STEPS)
+
+    def find_in(self, times: _Times, ranks: RankFacts | None) -> Finding | None:
+        self._latest.append(times)
+        if len(self._latest) < _STEPS or self._share() <= self.share:
+            return None
+        wait_s, step_s = (median(t.parts[0] for t in self._latest), self._step_s())
+        if wait_s < self.seconds:
+            return None
+        return Finding(
+            summary=f"Half of the last {_STEPS} steps waited for data {self._share():.0%} of their "
+            f"time or more ({figure(wait_s)} s of {figure(step_s)} s)",
+            cause=slowest_rank(ranks),
+            advice=(
+                "Give the DataLoader more num_workers, with persistent_workers=True",
+                "Set pin_memory=True, and copy with non_blocking=True",
+                "Raise prefetch_factor if waits are rare and long",
+                "Decode and resize once, and store the result",
+                "Check what else the loop does between optimizer.step() and the next batch",
+            ),
+            value=self._share(),
+            threshold=self.share,
+        )
+
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
+        return not self._latest or self._share() > _CLEARED * self.share
+
+    def _share(self) -> float:
+        return median([t.parts[0] / t.step_s for t in self._latest])
+
+    def _step_s(self) -> float:
+        return median(t.step_s for t in self._latest)
+
+
+class SlowSteps(_OfSteps):
+    """The median of 50 steps takes twice as long as the first 200, for half a minute together.
+
+    Evidence: both times, and the part of the step that became slower.
+    Causes: another program, a throttled device, a slow disk, a list that grows, longer inputs.
+    Remedies: look at the machine; at what the named part does.
+    Silent: steps with more tokens in proportion, and steps of a few milliseconds.
+    Example: mean = sum(history) / len(history)  # of all losses, at each step
+    Args:
+        factor: Times the usual step.
+        seconds: Least time of the slow steps together. Shorter ones are noise of the machine.
+
+    It resolves below three quarters of the factor.
+    """
+
+    kind = "slow_steps"
+    severity = "note"
+    factor = 2.0
+    seconds = 30.0
+
+    def set_up(self) -> None:
+        super().set_up()
+        self._latest = deque[_Times](maxlen=_STEPS)
+        self._usual = list[_Times]()  # the first: a window would follow a slow rise
+
+    def find_in(self, times: _Times, ranks: RankFacts | None) -> Finding | None:
+        if len(self._latest) == _STEPS and len(self._usual) < 4 * _STEPS:
+            self._usual.append(self._latest[0])
+        self._latest.append(times)
+        if len(self._usual) < _STEPS:
+            return None
+        growth = self._growth()
+        if growth < self.factor or sum(t.step_s for t in self._latest) < self.seconds:
+            return None
+        added = [
+            median([t.parts[n] for t in self._latest]) - median([t.parts[n] for t in self._usual])
+            for n in range(len(TIMES))
+        ]
+        part = added.index(max(added))
+        now, before = (median(t.step_s for t in of) for of in (self._latest, self._usual))
+        return Finding(
+            summary=f"Steps take {figure(now)} s instead of {figure(before)} s",
+            cause=slowest_rank(ranks) or f"Most of it is {_IN_WORDS[part]}",
+            advice=(_ADVICE[part], "Check for other programs on the machine, and for its clock"),
+            value=growth,
+            threshold=self.factor,
+        )
+
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
+        return not self._usual or self._growth() > _CLEARED * self.factor
+
+    def _growth(self) -> float:
+        """Return the growth of the median step, relative to that of its tokens."""
+        growth = median(t.step_s for t in self._latest) / median(t.step_s for t in self._usual)
+        before = median(t.tokens for t in self._usual)
+        longer = median(t.tokens for t in self._latest) / before if before else 1.0
+        return growth / max(longer, 1.0)
+
+
+_STEPS = 50
+_CLEARED = 0.75  # of a threshold, below which an alert resolves
+_IN_WORDS = ("waiting for data", "the forward pass", "the backward pass", "the optimizer")
+_ADVICE = (
+    "Check the disk and the workers of the DataLoader",
+    "Check for lists and caches that the model searches at each step",
+    "Check whether the graph grows: detach() hidden states and losses that are kept",
+    "Check clipping, hooks and averages of weights",
+)
+
+
+def slowest_rank(facts: RankFacts | None) -> str | None:
+    """Return which rank the others wait for, and why; None if no part differs by a tenth.
+
+    Ranks wait for each other in the backward pass, so that all have equally long steps. The slowest
+    is the one that takes longest in the other parts.
+    """
+    if facts is None or not facts.usage.keys() >= set(TIMES):
+        return None
+    spreads = {tag: facts.usage[tag] for tag in (_WAIT, _FORWARD, _OPTIMIZER)}
+    tag = max(spreads, key=lambda tag: spreads[tag].high - spreads[tag].low)
+    longest, step_s = spreads[tag], sum(facts.usage[tag].high for tag in TIMES)
+    if longest.high - longest.low < 0.1 * step_s:
+        return None
+    why = "its data" if tag == _WAIT else "its own computing"
+    return (
+        f"{facts.called(longest.high_rank)} is the slowest, by {why}: {figure(longest.high)} s, "
+        f"{facts.called(longest.low_rank)} {figure(longest.low)} s"
+    ).capitalize()
+
+
+class MemoryGrowth(Detector):
+    """Memory rises steadily over 300 steps or more, and does not slow down: on a CUDA device the
+    allocated bytes at the end of a step, by 4 MiB or more; else the memory of the process without
+    mapped files, by 64 MiB or more and a twentieth.
+
+    Evidence: the rise, and its steps.
+    Causes: ``total += loss`` and lists of tensors, which keep graphs; a cache without a limit.
+    Remedies: ``total += loss.item()``; ``detach()`` what is kept; limit the cache.
+    Silent: the first 50 steps, caches that fill up, longer inputs, data sets that are mapped files.
+    Example: total += loss  # keeps the graph of each step
+    Args:
+        steps: Fewest steps of the rise.
+        mebibytes: Least rise on the host.
+        device_mebibytes: Least rise on a CUDA device.
+
+    The lowest values of twenty equal intervals count, and at least nine of ten have to rise. It is
+    a note on the host, where a cache that is still being
+    filled looks the same.
+    """
+
+    kind = "memory_growth"
+    steps = 300
+    mebibytes = 64.0
+    device_mebibytes = 4.0
+
+    def set_up(self) -> None:
+        self._is_device = False
+        self._begin(0)
+
+    def _begin(self, step: int) -> None:
+        self._start, self._width = step, max(int(self.steps) // _INTERVALS, 1)
+        self._lowest = list[float]()  # of each interval
+        self._tokens = list[float]()
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        self._is_device |= ALLOCATED_BYTES in record.usage
+        value = record.usage.get(ALLOCATED_BYTES if self._is_device else HOST_OWN_BYTES)
+        if baseline.age < _STEPS:
+            self._begin(record.step)
+        if baseline.age < _STEPS or value is None:
+            return None
+        place = (record.step - self._start) // self._width
+        if place < len(self._lowest):
+            self._lowest[-1] = min(self._lowest[-1], value)
+            return None
+        found = self._judged()
+        if self._has_fallen():
+            self._begin(record.step)
+        self._lowest.append(value)
+        self._tokens.append(record.tokens)
+        if len(self._lowest) == 2 * _INTERVALS:
+            self._width *= 2
+            self._lowest = [
+                min(pair) for pair in zip(self._lowest[::2], self._lowest[1::2], strict=True)
+            ]
+            self._tokens = self._tokens[::2]
+        return found
+
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
+        return len(self._lowest) > _INTERVALS // 2  # no fall since
+
+    @property
+    def _least(self) -> float:
+        """Bytes of the least rise, and of a fall."""
+        return (self.device_mebibytes if self._is_device else self.mebibytes) * _MIB
+
+    def _has_fallen(self) -> bool:
+        low = self._lowest
+        return bool(low) and max(low) - low[-1] > max((max(low) - low[0]) / 2, self._least)
+
+    def _judged(self) -> Finding | None:
+        """Judge the latest intervals that are over."""
+        low, tokens = self._lowest[-_INTERVALS:], self._tokens[-_INTERVALS:]
+        if len(low) < _INTERVALS:
+            return None
+        half, quarter = len(low) // 2, len(low) // 4
+        rise, late, last = (low[-1] - low[at] for at in (0, half, -1 - quarter))
+        rising = sum(b > a for a, b in pairwise(low))
+        least = max(self._least, 0 if self._is_device else low[0] / 20)
+        if rise < least or rising < 0.9 * (len(low) - 1) or late < rise / 3 or last < rise / 8:
+            return None
+        if median(tokens[half:]) > 1.05 * median(tokens[:half]):
+            return None
+        is_device, steps = self._is_device, len(low) * self._width
+        where = "allocated on the device" if is_device else "of the process"
+        return Finding(
+            summary=f"Memory {where} rose by {rise / _MIB:,.0f} MiB in {steps} steps, "
+            f"{figure(rise / steps / 1024)} KiB per step, to {low[-1] / _MIB:,.0f} MiB",
+            cause="Something keeps objects of each step",
+            advice=(
+                "Sum losses as numbers: total += loss.item(), or loss.detach()",
+                "detach() tensors that a list, a metric or a hidden state keeps",
+                "Evaluate under torch.no_grad()",
+                "Limit caches; ignore it if one is still being filled",
+            ),
+            value=rise,
+            threshold=least,
+            severity=None if is_device else "note",
+        )
+
+
+_INTERVALS = 20
