@@ -7,6 +7,7 @@ from runs import (  # noqa: F401
     faulty,
     further,
     further_faulty,
+    fused_attention,
     healthy,
     low_precision,
     uncommon,

@@ -22,16 +22,20 @@ class AttentionCollapse(Detector):
     """Attention weights have less than a tenth of the entropy of uniform ones: training becomes
     unstable, unless sharp attention is what the task needs.
 
-    Evidence: the module, its entropy, and how many layers have it.
+    Evidence: the module, the head in a fused kernel, its entropy, and how many heads or layers
+    have it.
     Causes: logits that are too large, or a task with sharp attention.
     Remedies: normalize queries and keys, lower the learning rate.
-    Silent: weights inside of ``scaled_dot_product_attention``; modules not named like ``attn``.
+    Silent: compiled attention such as ``flex_attention``; softmax modules not named like ``attn``.
     Args:
-        fraction: Mean entropy of all rows and heads, as a share of ln S for S tokens.
+        fraction: Mean entropy of all rows, as a share of ln S for S tokens.
+        logit: Largest logit of a head inside of ``scaled_dot_product_attention``. A head with
+            lower ones may have learned to attend to one token, such as the first.
 
-    Source: Zhai et al. 2023 (https://arxiv.org/abs/2303.06296). Entropy and S follow from the
-    histogram of the weights, because each row adds up to 1. Weights are outputs between 0 and 1 of
-    softmax modules, or second and later outputs of attention modules.
+    Source: Zhai et al. 2023 (https://arxiv.org/abs/2303.06296). Inside of
+    ``scaled_dot_product_attention``, each head is judged. Elsewhere weights are outputs between 0
+    and 1 of softmax modules, or second and later outputs of attention modules, over all heads:
+    entropy and S follow from their histogram, because each row adds up to 1.
     """
 
     kind = "attention_collapse"
@@ -42,29 +46,38 @@ class AttentionCollapse(Detector):
     # attention_one_hot and logits_grow (benchmarks/runs) have 0.01 to 0.04, their healthy twin
     # 0.97; at 0.1 a token sees 1.3 of 24 others.
     fraction = 0.1
+    # Heads of fused_queries_too_large and its siblings have logits of 80 to 400 and an entropy of
+    # 0 to 0.07; those of their healthy twins 14 at most, and 0.29.
+    logit = 50.0
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        entropies = _entropies(record)
-        low = {output: share for output, share in entropies.items() if share < self.fraction}
+        shares = [(share, called(str(o)), o.module_name) for o, share in _entropies(record).items()]
+        shares += [
+            (share if logit > self.logit else 1.0, f"head {head} of {called(name)}", name)
+            for name, heads in record.attention.items()
+            for head, (logit, share) in enumerate(zip(heads.logit_max, heads.entropy, strict=True))
+        ]
+        low = [found for found in shares if found[0] < self.fraction]
         if not low:
             return None
-        worst = min(low, key=lambda output: low[output])
+        share, what, name = min(low)
+        kind = "heads" if record.attention else "layers"
         return Finding(
-            summary=f"The attention weights of {called(str(worst))} have {low[worst]:.1%} of the "
-            f"entropy of uniform attention, as in {len(low)} of {len(entropies)} layers",
+            summary=f"The attention weights of {what} have {share:.1%} of the entropy of uniform "
+            f"attention, as in {len(low)} of {len(shares)} {kind}",
             cause="Each token attends to hardly more than one other token",
             advice=(
                 "Ignore it if the loss is as low as expected",
                 "Normalize queries and keys, or scale the logits by 1 / sqrt(d)",
                 "Lower the learning rate or warm it up",
             ),
-            value=low[worst],
+            value=float(share),
             threshold=self.fraction,
-            module_name=worst.module_name,
+            module_name=name,
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return not _entropies(record)
+        return not (_entropies(record) or record.attention)
 
 
 def _entropies(record: StepRecord) -> dict[Output, float]:
@@ -96,14 +109,15 @@ _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
 
 
 class LogitGrowth(Detector):
-    """Attention logits are above 10,000: their softmax is 0 or 1 and passes no gradient.
+    """Attention logits are so large that their softmax is 0 or 1 and passes no gradient.
 
-    Evidence: the module and its largest logit.
+    Evidence: the module, the head in a fused kernel, and its largest logit.
     Causes: queries and keys that grow without bound.
     Remedies: normalize queries and keys, lower the learning rate or warm it up.
-    Silent: logits inside of functions; modules that are not named like ``attn.scores``.
+    Silent: compiled attention such as ``flex_attention``; modules not named like ``attn.scores``.
     Args:
-        largest: Magnitude of the largest logit.
+        largest: Magnitude of the largest output of a module that is named like that.
+        fused: Largest logit inside of ``scaled_dot_product_attention``.
 
     All models of Wortsman et al. 2023 (https://arxiv.org/abs/2309.14322, section 3.3) above 10,000
     diverged. With logits forced to a value, the loss was worse from 1,000 on.
@@ -114,19 +128,29 @@ class LogitGrowth(Detector):
     severity = "note"
     clear_after = 2
     largest = 1e4
+    fused = 1e3
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         rows = record.activations.rows
-        places = [(row, n) for row, n in enumerate(record.activations) if _LOGITS.search(n)]
-        found = [(float(max(-rows.min[row], rows.max[row])), name) for row, name in places]
-        largest, name = max(found, default=(0.0, ""))
-        if not largest > self.largest:
+        found = [
+            (float(max(-rows.min[row], rows.max[row])), self.largest, called(name), name)
+            for row, name in enumerate(record.activations)
+            if _LOGITS.search(name)
+        ]
+        found += [
+            (float(logit), self.fused, f"head {head} of {called(name)}", name)
+            for name, heads in record.attention.items()
+            for head, logit in enumerate(heads.logit_max)
+        ]
+        high = [one for one in found if one[0] > one[1]]
+        if not high:
             return None
+        value, threshold, what, name = max(high)
         return Finding(
-            summary=f"The largest attention logit of {called(name)} is {figure(largest)}",
+            summary=f"The largest attention logit of {what} is {figure(value)}",
             advice=("Normalize queries and keys", "Lower the learning rate or warm it up"),
-            value=largest,
-            threshold=self.largest,
+            value=value,
+            threshold=threshold,
             module_name=name,
         )
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from telemetry.alerts.outputs import AttentionCollapse, LogitGrowth, _entropy
-from telemetry.testing import capture_run
+from telemetry.records import AttentionHeads, StepRecord
+from telemetry.testing import alerts_of, capture_run
+from tests.helpers.small_records import full_record
 from tests.helpers.small_runs import train
 
 
@@ -82,3 +85,57 @@ class ScoringNet(nn.Module):
 def test_only_very_large_attention_scores_are_noted(scale: float, count: int) -> None:
     alerts = train(LogitGrowth(), 20, model=ScoringNet(scale))
     assert [(alert.severity, alert.stage) for alert in alerts] == [("note", "started")] * count
+
+
+# --- heads of scaled_dot_product_attention --------------------------------------------------------
+
+
+def with_heads(logits: list[float], entropies: list[float]) -> list[StepRecord]:
+    """Return steps of which two modules have attention, the first with usual heads."""
+    usual = AttentionHeads(np.full(2, 5.0), np.full(2, 0.7))
+    heads = AttentionHeads(np.array(logits), np.array(entropies))
+    attention = {"layer1": usual, "layer2": heads}
+    return [full_record(step, attention=attention) for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("logits", "entropies", "head", "value"),
+    [
+        ([80.0, 5.0], [0.04, 0.6], 0, 0.04),
+        ([300.0, 300.0], [0.05, 0.02], 1, 0.02),
+        ([math.nan, 60.0], [math.nan, 0.09], 1, 0.09),
+    ],
+)
+def test_a_head_that_attends_to_single_tokens_is_named(
+    logits: list[float], entropies: list[float], head: int, value: float
+) -> None:
+    [alert] = alerts_of(with_heads(logits, entropies), [AttentionCollapse()])
+    assert (alert.severity, alert.module_name, alert.value) == ("note", "layer2", value)
+    assert f"head {head} of layer2" in alert.summary
+
+
+@pytest.mark.parametrize(
+    ("logits", "entropies"),
+    [
+        ([40.0, 5.0], [0.01, 0.6]),  # learned: its logits are usual
+        ([400.0, 5.0], [0.3, 0.6]),
+        ([math.nan, math.nan], [math.nan, math.nan]),
+    ],
+)
+def test_heads_with_usual_logits_or_spread_weights_are_not_noted(
+    logits: list[float], entropies: list[float]
+) -> None:
+    assert alerts_of(with_heads(logits, entropies), [AttentionCollapse(), LogitGrowth()]) == []
+
+
+def test_a_head_with_very_large_logits_is_named() -> None:
+    [alert] = alerts_of(with_heads([900.0, 1100.0], [0.5, 0.5]), [LogitGrowth()])
+    assert (alert.module_name, alert.value, alert.threshold) == ("layer2", 1100.0, 1000.0)
+    assert "head 1 of layer2" in alert.summary
+
+
+def test_growth_of_logits_explains_the_collapse() -> None:
+    records = with_heads([2000.0, 1100.0], [0.01, 0.0])
+    started = [a.kind for a in alerts_of(records) if a.stage == "started"]
+    assert "logit_growth" in started
+    assert "attention_collapse" not in started
