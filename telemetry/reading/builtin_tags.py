@@ -15,7 +15,7 @@ from telemetry.plain_text import printable
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
 from telemetry.records.loss import loss_among
-from telemetry.tag_names import parse_numbered, plain
+from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, TIMES, parse_numbered, plain
 
 _OUTPUT_KINDS = {"activation": "outputs", "activation_grad": "gradients of outputs"}
 _PARAMETER_KINDS = {"weight": "parameters", "grad": "gradients"}
@@ -78,6 +78,14 @@ def scalar_curves(source: RunSource) -> list[tuple[str, str]]:
     loss = loss_of(known, chosen_loss(source.tags(PLUGIN_NAME)))
     rates = [tag for tag in known if _RATE.fullmatch(plain(tag))][:_MAX_RATES]
     return [*(("loss", tag) for tag in (loss,) if tag), *(("learning rate", tag) for tag in rates)]
+
+
+def cost_curves(source: RunSource) -> list[tuple[str, str]]:
+    """Return pairs of ``time`` or ``memory`` and a tag: all parts of a step, or none."""
+    known = {plain(tag): tag for tag in source.tags("scalars")}
+    times = [("time", known[tag]) for tag in TIMES if tag in known]
+    memory = [("memory", known[tag]) for tag in (ALLOCATED_BYTES, HOST_BYTES) if tag in known]
+    return [*times, *memory] if len(times) == len(TIMES) else []
 
 
 def _is_output(layer: Layer, place: int, name: str) -> bool:

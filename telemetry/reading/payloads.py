@@ -120,8 +120,8 @@ def units(found: UnitExtremes) -> bytes:
 
 
 def scalars(source: RunSource) -> bytes:
-    """Pack loss and learning rates, if the run has them."""
-    curves = builtin_tags.scalar_curves(source)
+    """Pack loss, learning rates, parts of a step's time, and memory, if the run has them."""
+    curves = [*builtin_tags.scalar_curves(source), *builtin_tags.cost_curves(source)]
     found = source.read("scalars", [tag for _, tag in curves])
     items: list[_Item] = []
     for kind, tag in curves:

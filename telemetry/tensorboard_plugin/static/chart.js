@@ -61,7 +61,7 @@ export class Slots {
  * @param {Object} options `curves`, `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
  *   `format` (of values), `range` (of the axis; default: that of the curves and of `fit`),
  *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `axis` (whether to draw
- *   steps below), `second` (curves with a separate scale, dashed)
+ *   steps below), `second` (curves with a separate scale, dashed), `secondUsual` (values that it has)
  */
 export function drawChart(canvas, options) {
   const { theme, view, width, height, left, right = 10, axis = false } = options;
@@ -70,7 +70,7 @@ export function drawChart(canvas, options) {
   const box = { x: left, y: 6, width: width - left - right, height: height - 12 - (axis ? 16 : 0) };
   const scale = valueScale(options);
   drawValueAxis(context, theme, box, scale, format);
-  const secondScale = second.length && valueScale({ curves: second, view });
+  const secondScale = second.length && valueScale({ curves: second, view, usual: options.secondUsual });
   if (secondScale && right > SECOND_AXIS) drawSecondAxis(context, theme, box, secondScale);
   if (axis) drawStepAxis(context, theme, box, view, "");
   for (const value of options.usual ?? []) drawUsual(context, theme, box, yOf(scale, box, value));
@@ -100,14 +100,14 @@ export function drawChart(canvas, options) {
   canvas.plotted = { box, view, read };
 }
 
-/** The last value of a curve up to a step (infinity: the end), and the step of that value. */
+/** The last value of a curve up to a step (infinity: the end), formatted with its index, and its step. */
 export function readCurve(curve, step, format) {
   const column = columnAt(curve.steps, step);
   const value = curve.values[column];
   if (column < 0) return { ...curve, value, text: "–" };
   const isCurrent = curve.isStepped || step === Infinity || curve.steps[column] === step;
   const of = isCurrent ? "" : ` (step ${formatStep(curve.steps[column])})`;
-  return { ...curve, value, text: format(value) + of };
+  return { ...curve, value, text: format(value, column) + of };
 }
 
 /** The same lines; the one whose curve is nearest to a height is marked. */
@@ -199,13 +199,9 @@ function ticksOf(scale, box) {
   for (let count = least; ticks.length < 2 && count < least + 9; count++) {
     ticks = scale.log
       ? logTicks(Math.pow(10, scale.low), Math.pow(10, scale.high), count)
-      : roundTicks(scale.low, scale.high, count, false).map(round);
+      : roundTicks(scale.low, scale.high, count, false).map((tick) => Number(tick.toPrecision(12)));
   }
   return ticks.map((tick) => ({ tick, y: yOf(scale, box, tick) }));
-}
-
-function round(value) {
-  return Number(value.toPrecision(12));
 }
 
 function drawBand(context, box, view, scale, { steps, band: [low, high], color }) {

@@ -1,6 +1,7 @@
 // Curves over steps: loss and learning rates above the picture, rows in view below it.
 
 import { drawChart, legendOf, readCurve, styleOf } from "./chart.js";
+import { curveAt } from "./field.js";
 import { formatNumber } from "./format.js";
 import { rowsByLayer } from "./rows.js";
 import { scaleText, usualOf } from "./scale.js";
@@ -16,9 +17,10 @@ export const STRIP_HEIGHT = 72;
  * @returns {Element|null} the legend; null without curves
  */
 export function drawStrip(canvas, scalars, lastStep, shown, right) {
-  if (!scalars.length) return null;
+  const known = scalars.filter(({ kind }) => kind === "loss" || kind === "learning rate");
+  if (!known.length) return null;
   const { view, theme, width, gutter, cursor } = shown;
-  const curves = scalars.map((curve, i) => ({
+  const curves = known.map((curve, i) => ({
     ...(curve.kind === "learning rate" ? heldUntil(curve, lastStep) : curve),
     color: theme.curves[i % theme.curves.length],
     label: curve.tag,
@@ -111,7 +113,7 @@ function layerCurves(shown) {
   const places = placesOf(first, end, faultyRows(shown, first, end), chosen);
   const indices = shown.slots.assign(places.map((place) => rows[place].label));
   return places.map((place, i) => ({
-    ...curveOf(shown, place),
+    ...curveAt(shown.field.steps, shown.rowValues, rows.length, place),
     ...styleOf(theme, indices[i]),
     width: place === chosen ? 3 : 1, // thicker ones take ten times as long
     label: rows[place].label,
@@ -148,15 +150,4 @@ function placesOf(first, end, faulty, chosen) {
   const places = [...new Set([...wanted, ...others])].sort((a, b) => a - b);
   if (chosen < 0) return places;
   return [...places.filter((place) => place !== chosen), chosen];
-}
-
-function curveOf({ field, rows, rowValues }, place) {
-  const [steps, values] = [[], []];
-  field.steps.forEach((step, column) => {
-    const value = rowValues[column * rows.length + place];
-    if (value < 0) return;
-    steps.push(step);
-    values.push(value);
-  });
-  return { steps, values };
 }

@@ -1,7 +1,7 @@
 // Layers in which a statistic is unusually small or large for their role.
 
 import { element, fill } from "./dom.js";
-import { columnAt, rowOf } from "./field.js";
+import { columnAt, valueAt } from "./field.js";
 import { formatNumber, formatStep, formatValue } from "./format.js";
 import { roleOf, titleOf } from "./rows.js";
 
@@ -25,8 +25,7 @@ export class Extremes {
     if (field === this.field && key.every((part, i) => part === this.key[i])) return;
     [this.field, this.key] = [field, key];
     const found = panel.overview.layers.flatMap((layer, index) => {
-      const row = rowOf(field, index);
-      const value = row < 0 || column < 0 ? -1 : field.values[column * field.rows + row];
+      const value = column < 0 ? -1 : valueAt(field, index, step);
       return value >= 0 ? [{ layer, value }] : [];
     });
     const { items, text } = judge(statistic, found);
@@ -47,16 +46,7 @@ export class Extremes {
   #list(title, causes, found, statistic, step) {
     if (!found.length) return null;
     const item = ({ layer, value, relation }) =>
-      element(
-        "li",
-        {},
-        element(
-          "button",
-          { onclick: () => this.onChoose(layer.name, step) },
-          element("span", { class: "alert-layer" }, titleOf(layer)),
-          element("span", { class: "number" }, formatValue(statistic, value), relation),
-        ),
-      );
+      layerItem(titleOf(layer), formatValue(statistic, value) + relation, () => this.onChoose(layer.name, step));
     return element(
       "div",
       {},
@@ -66,6 +56,12 @@ export class Extremes {
       found.length > MOST ? element("p", { class: "muted" }, `and ${found.length - MOST} more`) : null,
     );
   }
+}
+
+/** An entry of a list: a layer and a text; a click chooses the layer. */
+export function layerItem(title, text, onclick) {
+  const name = element("span", { class: "alert-layer" }, title);
+  return element("li", {}, element("button", { onclick }, name, element("span", { class: "number" }, text)));
 }
 
 /** The layers that are far from their reference, and how they were chosen. */

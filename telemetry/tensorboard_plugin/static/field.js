@@ -189,15 +189,41 @@ const ROUNDING = 1e-3; // of a ratio of two float32
 
 /**
  * The first step at which values relative to another run are not 1.
- * @returns {{step: number, rows: number[]}|null} and the rows of the field
  */
 export function firstDifference(field, values) {
   const differs = (value) => value !== value || (value >= 0 && Math.abs(value - 1) > ROUNDING);
-  const index = values.findIndex(differs);
+  return firstWhere(field, values, differs);
+}
+
+/**
+ * The first column with a value that passes a test.
+ * @returns {{column: number, step: number, rows: number[]}|null} and the rows of these values
+ */
+export function firstWhere({ rows, steps }, values, test) {
+  const index = values.findIndex(test);
   if (index < 0) return null;
-  const column = Math.floor(index / field.rows);
-  const own = values.subarray(column * field.rows, (column + 1) * field.rows);
-  return { step: field.steps[column], rows: [...own.keys()].filter((row) => differs(own[row])) };
+  const column = Math.floor(index / rows);
+  const own = values.subarray(column * rows, (column + 1) * rows);
+  return { column, step: steps[column], rows: [...own.keys()].filter((row) => test(own[row])) };
+}
+
+/** The measured values of a row over time. */
+export function curveAt(steps, values, rowCount, row) {
+  const curve = { steps: [], values: [] };
+  steps.forEach((step, column) => {
+    const value = row < 0 ? -1 : values[column * rowCount + row];
+    if (value < 0) return;
+    curve.steps.push(step);
+    curve.values.push(value);
+  });
+  return curve;
+}
+
+/** The steps that all curves have, and the values of the curves at each. */
+export function aligned(curves) {
+  const byStep = curves.map(({ steps, values }) => new Map(Array.from(steps, (step, i) => [step, values[i]])));
+  const steps = [...byStep[0].keys()].filter((step) => byStep.every((known) => known.has(step)));
+  return { steps, at: steps.map((step) => byStep.map((known) => known.get(step))) };
 }
 
 function relative(value, median, log) {

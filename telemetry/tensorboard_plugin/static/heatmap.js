@@ -1,6 +1,6 @@
 // The picture: layers × steps on a canvas, with brackets for groups, alert marks and a cursor.
 
-import { clip, drawStepAxis, fitText, line, prepare, xOf } from "./canvas.js";
+import { clip, drawStepAxis, fitText, line, prepare, setText, xOf } from "./canvas.js";
 import { element } from "./dom.js";
 import { encode, palette } from "./scale.js";
 import { columnAt, endOf, rowOf } from "./field.js";
@@ -66,9 +66,7 @@ export class Heatmap {
     };
     this.node.style.width = `${width}px`;
     this.node.style.height = `${height}px`;
-    Object.assign(this.node.dataset, {
-      plot: [this.box.x, this.box.y, this.box.width, this.box.height].join(","),
-    });
+    this.node.dataset.plot = [this.box.x, this.box.y, this.box.width, this.box.height].join(",");
     const context = prepare(this.cells, width, height);
     this.#drawCells(context);
     this.#drawGutter(context);
@@ -221,9 +219,7 @@ export class Heatmap {
     const { rows, theme, gutter, selection } = this.content;
     const row = rows[index];
     const isSelected = selection && row.layers.includes(selection.layer);
-    context.textBaseline = "middle";
-    context.textAlign = "right";
-    context.font = theme.smallFont;
+    setText(context, theme, "right", "middle");
     const mark = row.folded ? "▸ " : "";
     const room = gutter - left - 14;
     const typeWidth = context.measureText(row.type).width;

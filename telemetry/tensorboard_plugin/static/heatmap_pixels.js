@@ -49,23 +49,18 @@ export function paint(image, steps, codes, colors, rowCount, view, diverging) {
 
 /** Order in which codes win, by code. */
 function ranks(diverging) {
-  const rank = new Uint16Array(256);
   const middle = (FIRST_CODE + LAST_CODE) / 2;
-  for (let code = 0; code < 256; code++) {
+  return Uint16Array.from({ length: 256 }, (_, code) => {
     const isNumber = code >= FIRST_CODE && code <= LAST_CODE;
-    rank[code] = diverging && isNumber ? 2 + Math.abs(code - middle) : code;
-  }
-  return rank;
+    return diverging && isNumber ? 2 + Math.abs(code - middle) : code;
+  });
 }
 
 /** For each pixel's upper edge the visible row there; one more for the last lower edge. */
 function pixelTops(view, count, height) {
   const first = Math.floor(view.row0);
-  const tops = new Float64Array(height + 1);
-  for (let y = 0; y <= height; y++) {
-    tops[y] = Math.min(view.row0 - first + ((view.row1 - view.row0) * y) / height, count);
-  }
-  return tops;
+  const top = (_, y) => Math.min(view.row0 - first + ((view.row1 - view.row0) * y) / height, count);
+  return Float64Array.from({ length: height + 1 }, top);
 }
 
 /** First and last column behind each pixel column; last < first for none. */

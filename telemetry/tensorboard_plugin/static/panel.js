@@ -14,6 +14,7 @@ import {
 import { formatStep } from "./format.js";
 import { withHair } from "./crosshair.js";
 import { Heatmap, RIGHT } from "./heatmap.js";
+import { COSTS_HEIGHT, drawCosts } from "./costs.js";
 import { drawLayerCurves, drawStrip, STRIP_HEIGHT } from "./curves.js";
 import { drawProfile, profileWidth } from "./profile.js";
 import { groupByPath, groupByRole, makeRows, rowOfLayer, titleOf } from "./rows.js";
@@ -36,6 +37,8 @@ export class Panel {
       "aria-label": "Loss and learning rate",
     });
     this.stripLegend = element("div", {});
+    this.costs = element("canvas", { class: "costs", role: "img", "aria-label": "Time and memory" });
+    this.costsLegend = element("div", {});
     this.title = element("h2", { class: "run-name" }, run);
     this.notice = element("p", { class: "notice", role: "status", hidden: true });
     this.first = element("div", { class: "first-nonfinite" });
@@ -50,6 +53,8 @@ export class Panel {
       this.title,
       this.stripLegend,
       withHair(this.strip),
+      this.costsLegend,
+      withHair(this.costs),
       this.notice,
       this.first,
       this.map,
@@ -191,6 +196,9 @@ export class Panel {
     const legend = drawStrip(this.strip, this.scalars, this.overview.lastStep, shown, rightOf + RIGHT);
     this.strip.hidden = this.stripLegend.hidden = !legend;
     fill(this.stripLegend, legend);
+    const costs = drawCosts(this.costs, this.scalars, shown, rightOf + RIGHT);
+    this.costs.hidden = this.costsLegend.hidden = !costs;
+    fill(this.costsLegend, costs);
     this.#drawNotice(field, shown);
     this.#drawFirst(shown);
     this.heatmap.draw({ ...shown, width: width - rightOf });
@@ -218,10 +226,10 @@ export class Panel {
    *   bottom; a part without a height is next to or on top of the next one
    */
   drawOnto(create, shown) {
-    const own = [this.strip, this.heatmap.cells, this.heatmap.overlay, this.profile, this.curves];
+    const own = [this.strip, this.costs, this.heatmap.cells, this.heatmap.overlay, this.profile, this.curves];
     const other = own.map(create);
-    const use = ([strip, cells, overlay, profile, curves]) => {
-      Object.assign(this, { strip, profile, curves });
+    const use = ([strip, costs, cells, overlay, profile, curves]) => {
+      Object.assign(this, { strip, costs, profile, curves });
       Object.assign(this.heatmap, { cells, overlay });
     };
     use(other);
@@ -230,11 +238,12 @@ export class Panel {
     } finally {
       use(own);
     }
-    const [strip, cells, overlay, profile, curves] = other;
+    const [strip, costs, cells, overlay, profile, curves] = other;
     const legend = (node) => [...node.querySelectorAll("span")].map((s) => s.textContent).join("   ");
     const offset = shown.width - profileWidth(shown.width);
     const parts = [
       { canvas: strip, height: STRIP_HEIGHT, legend: legend(this.stripLegend) },
+      { canvas: costs, height: COSTS_HEIGHT, legend: legend(this.costsLegend) },
       { canvas: cells, height: 0 },
       { canvas: profile, height: 0, offset },
       { canvas: overlay, height: shown.height },

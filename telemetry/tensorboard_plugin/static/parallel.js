@@ -1,6 +1,6 @@
 // Parallel coordinates: hyperparameters and losses of runs, a line for each run.
 
-import { fitText, line, prepare } from "./canvas.js";
+import { fitText, line, prepare, setText } from "./canvas.js";
 import { isLog } from "./curves.js";
 import { element } from "./dom.js";
 import { formatNumber } from "./format.js";
@@ -103,12 +103,10 @@ export class Parallel {
 
   #drawAxis(context, { title, x, ticks }, room, yOf) {
     const { theme } = this;
+    setText(context, theme, "center", "bottom");
     context.strokeStyle = context.fillStyle = theme.text;
     context.lineWidth = 1;
     line(context, x, yOf(1), x, yOf(0));
-    context.font = theme.smallFont;
-    context.textAlign = "center";
-    context.textBaseline = "bottom";
     this.#label(fitText(context, title, room), x, yOf(1) - 16);
     context.fillStyle = theme.muted;
     context.textBaseline = "middle";

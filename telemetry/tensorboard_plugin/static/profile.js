@@ -142,7 +142,6 @@ function rangesOf(columns, values, rowCount) {
     const at = (share) => (count ? sorted[Math.round(share * (count - 1))] : NaN);
     [low[row], high[row]] = USUAL.map(at);
   }
-  const ranges = { low, high };
-  known.set(values, ranges);
-  return ranges;
+  known.set(values, { low, high });
+  return known.get(values);
 }

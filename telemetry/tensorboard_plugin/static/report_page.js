@@ -2,7 +2,7 @@
 
 import { App } from "./app.js";
 import { followTheme, onNavigation, readLink, writeLink } from "./host.js";
-import { rowOf } from "./field.js";
+import { curveAt, rowOf } from "./field.js";
 import { RunCurves } from "./run_curves.js";
 import { unpack, unpackField, unpackHistograms, unpackScalars } from "./source.js";
 
@@ -73,7 +73,7 @@ export class EmbeddedSource {
     const statistics = new Map();
     for (const statistic of Object.keys(matrices)) {
       const field = await this.matrix(run, statistic);
-      const curve = curveOf(field, rowOf(field, layer));
+      const curve = curveAt(field.steps, field.values, field.rows, rowOf(field, layer));
       if (curve.steps.length) statistics.set(statistic, curve);
     }
     return { statistics, parameters: null };
@@ -91,17 +91,6 @@ export class EmbeddedSource {
   imageUrl(run, tag, step) {
     return `data:image/png;base64,${this.data.runs[run].pictures[`${tag} ${step}`]}`;
   }
-}
-
-function curveOf(field, row) {
-  const [steps, values] = [[], []];
-  field.steps.forEach((step, column) => {
-    const value = row < 0 ? -1 : field.values[column * field.rows + row];
-    if (value < 0) return;
-    steps.push(step);
-    values.push(value);
-  });
-  return { steps, values };
 }
 
 async function inflate(text) {

@@ -77,10 +77,7 @@ export function roleOf(layer) {
 /** Whether a group holds one other group and nothing else, as in "encoder" of "encoder.layers". */
 function hasSameInside(groups, outer) {
   const { length } = groups.get(outer);
-  for (const [key, members] of groups) {
-    if (key.startsWith(`${outer}.`) && members.length === length) return true;
-  }
-  return false;
+  return [...groups].some(([key, members]) => key.startsWith(`${outer}.`) && members.length === length);
 }
 
 /** Paths of all groups at a depth, 1 being the outermost. */
@@ -102,28 +99,19 @@ export function deepest({ keys }) {
  * @returns {Row[]} a group at the place of its first layer
  */
 export function makeRows(layers, grouping, folded, search, shown = null) {
-  const rows = [];
-  const rowOfGroup = new Map();
   const wanted = search.trim().toLowerCase();
-  for (const index of grouping.order) {
-    const layer = layers[index];
-    if (shown && !shown.has(index)) continue;
-    const words = `${layer.name} ${layer.type}${layer.hasPictures ? " pictures" : ""}`;
-    if (wanted && !words.toLowerCase().includes(wanted)) continue;
-    const group = grouping.keys[index].find((key) => folded.has(key)) ?? null;
-    if (group === null) {
-      rows.push({ layers: [index], label: titleOf(layer), type: layer.type, folded: null });
-    } else if (rowOfGroup.has(group)) {
-      const row = rowOfGroup.get(group);
-      row.layers.push(index);
-      row.type = `${row.layers.length} layers`;
-    } else {
-      const row = { layers: [index], label: group, type: "1 layer", folded: group };
-      rowOfGroup.set(group, row);
-      rows.push(row);
-    }
-  }
-  return rows;
+  const isShown = (index) => {
+    const { name, type, hasPictures } = layers[index];
+    const words = `${name} ${type}${hasPictures ? " pictures" : ""}`;
+    return (!shown || shown.has(index)) && words.toLowerCase().includes(wanted);
+  };
+  const keyOf = (index) => grouping.keys[index].find((key) => folded.has(key)) ?? index;
+  return [...Map.groupBy(grouping.order.filter(isShown), keyOf)].map(([key, behind]) => {
+    const { length } = behind;
+    if (typeof key === "string")
+      return { layers: behind, label: key, type: `${length} layer${length > 1 ? "s" : ""}`, folded: key };
+    return { layers: behind, label: titleOf(layers[key]), type: layers[key].type, folded: null };
+  });
 }
 
 /** The row of each layer that is shown. @returns {Map<number, number>} */

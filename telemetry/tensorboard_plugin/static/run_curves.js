@@ -4,6 +4,7 @@ import { drawChart, legendOf, Slots, styleOf } from "./chart.js";
 import { withHair } from "./crosshair.js";
 import { isLog } from "./curves.js";
 import { element, fill } from "./dom.js";
+import { aligned } from "./field.js";
 
 const MOST = 20; // runs with distinguishable curves
 const HEIGHT = 190;
@@ -118,9 +119,7 @@ function groupsOf(found) {
   const groups = Map.groupBy(found, ({ run }) => JSON.stringify(rest(run)));
   return [...groups.values()].map((members) => {
     const [{ run }] = members;
-    const byStep = members.map(({ steps, values }) => new Map(Array.from(steps, (step, i) => [step, values[i]])));
-    const steps = [...byStep[0].keys()].filter((step) => byStep.every((known) => known.has(step)));
-    const at = steps.map((step) => byStep.map((known) => known.get(step)));
+    const { steps, at } = aligned(members);
     const values = at.map((of) => of.reduce((sum, value) => sum + value, 0) / of.length);
     const band = [at.map((of) => Math.min(...of)), at.map((of) => Math.max(...of))];
     const differing = rest(run).filter((pair) => !isShared(pair)).map((pair) => pair.join("="));

@@ -3,7 +3,7 @@
 import { INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR } from "./colors.js";
 import { formatNumber } from "./format.js";
 import { element, fill } from "./dom.js";
-import { prepare, setText } from "./canvas.js";
+import { logTicks, prepare, setText } from "./canvas.js";
 
 /** Codes of a cell, in the order in which they win where several cells share a pixel. */
 export const MISSING_CODE = 0;
@@ -131,7 +131,7 @@ export function encode(scale, values) {
 
 /** Up to about seven places with a text for the legend. */
 export function scaleTicks(scale) {
-  return (scale.log ? logTicks(scale) : linearTicks(scale)).map((value) => ({
+  return (scale.log ? logTicks(scale.low, scale.high, 7) : linearTicks(scale)).map((value) => ({
     place: placeOf(scale, value),
     text: scaleText(scale, value),
   }));
@@ -143,15 +143,6 @@ export function scaleText(scale, value) {
   if (scale.log) return value >= 1 ? `×${formatNumber(value)}` : `÷${formatNumber(1 / value)}`;
   const percent = Math.round((value - 1) * 100);
   return `${percent > 0 ? "+" : percent < 0 ? "−" : "±"}${Math.abs(percent)} %`;
-}
-
-function logTicks({ low, high }) {
-  const first = Math.ceil(Math.log10(low) - 1e-6);
-  const last = Math.floor(Math.log10(high) + 1e-6);
-  const stride = Math.max(1, Math.ceil((last - first) / 6));
-  const ticks = [];
-  for (let power = first; power <= last; power += stride) ticks.push(Math.pow(10, power));
-  return ticks.length > 1 ? ticks : [low, Math.sqrt(low * high), high];
 }
 
 function linearTicks({ low, high }) {

@@ -1,6 +1,7 @@
 // The contents of the panels: size, scale and selection.
 
 import { Slots } from "./chart.js";
+import { COSTS_HEIGHT } from "./costs.js";
 import { makeScale } from "./scale.js";
 import { clampRows } from "./view.js";
 
@@ -8,7 +9,8 @@ const MIN_HEIGHT = 130; // of the picture
 const ROW_HEIGHTS = [22, 38]; // where there is room: with curves below, and at most
 const CURVES_HEIGHT = 190;
 const AXES_HEIGHT = 42;
-const AROUND_PICTURE = 300; // height of everything else that is seen at once
+const AROUND_PICTURE = 300; // height of everything else that is seen at once, without costs
+const LEGEND_HEIGHT = 18;
 
 export class Shown {
   /** @param {import("./app.js").App} app */
@@ -74,12 +76,14 @@ export class Shown {
   }
 
   #size(rowCount, panelCount) {
-    const { stage } = this.app;
+    const { stage, panels } = this.app;
+    const hasCosts = panels.some(({ scalars }) => scalars.some(({ kind }) => kind === "time"));
     const style = getComputedStyle(stage);
     const columns = panelCount > 1 && style.gridTemplateColumns.split(" ").length > 1 ? 2 : 1;
     const gap = parseFloat(style.columnGap) || 0;
     const width = Math.floor((stage.clientWidth - gap * (columns - 1)) / columns);
-    const room = Math.max(window.innerHeight - AROUND_PICTURE, 220);
+    const around = AROUND_PICTURE + (hasCosts ? COSTS_HEIGHT + LEGEND_HEIGHT : 0);
+    const room = Math.max(window.innerHeight - around, 220);
     const [small, large] = ROW_HEIGHTS.map((row) => Math.min(rowCount * row + AXES_HEIGHT, room));
     const height = Math.max(Math.min(large, Math.max(small, room - CURVES_HEIGHT)), MIN_HEIGHT);
     return {

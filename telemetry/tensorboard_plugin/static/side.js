@@ -3,7 +3,7 @@
 import { AlertList, alertText } from "./alert_list.js";
 import { Detail } from "./detail.js";
 import { element, fill } from "./dom.js";
-import { Extremes } from "./extremes.js";
+import { Extremes, layerItem } from "./extremes.js";
 import { formatNumber, formatStep } from "./format.js";
 
 export class Side {
@@ -154,16 +154,8 @@ export class Onsets {
   }
 
   #item(onset) {
-    return element(
-      "li",
-      {},
-      element(
-        "button",
-        { onclick: () => this.onChoose(onset.name, onset.step) },
-        element("span", { class: "alert-layer" }, onset.name || "the model"),
-        element("span", { class: "when" }, `step ${formatStep(onset.step)} · ${factorText(onset.factor)}`),
-      ),
-    );
+    const text = `step ${formatStep(onset.step)} · ${factorText(onset.factor)}`;
+    return layerItem(onset.name || "the model", text, () => this.onChoose(onset.name, onset.step));
   }
 }
 

@@ -34,8 +34,7 @@ export function drawUnits(canvas, units, { view, theme, width, step }) {
   context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
   setText(context, theme, "right", "middle");
   const middle = (unit) => box.y + ((unit + 0.5) / count) * box.height;
-  const ends = count > 1 ? [0, count - 1] : [0];
-  for (const unit of ends) {
+  for (const unit of new Set([0, count - 1])) {
     const place = Math.min(Math.max(middle(unit), box.y + 5), box.y + box.height - 5);
     context.fillText(String(unit), box.x - 6, place);
   }

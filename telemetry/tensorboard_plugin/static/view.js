@@ -1,5 +1,7 @@
 // The visible part of the picture, zooming, and the part to open with.
 
+import { firstWhere } from "./field.js";
+
 const MIN_STEPS = 2;
 const MIN_ROWS = 1;
 
@@ -96,25 +98,12 @@ export function aroundStep(step, whole, steps) {
  */
 export function firstNonfinite(field) {
   const { values, rows, steps } = field;
-  let index = 0;
-  while (values[index] < Infinity) index += 1;
-  if (index >= values.length) return null;
-  const column = Math.floor(index / rows);
-  const found = [];
-  for (let row = 0; row < rows; row++) {
-    if (!(values[column * rows + row] < Infinity)) found.push(row);
-  }
-  let like = 0;
-  for (let other = column; other < steps.length; other++) {
-    const end = (other + 1) * rows;
-    for (let i = other * rows; i < end; i++) {
-      if (!(values[i] < Infinity)) {
-        like += 1;
-        break;
-      }
-    }
-  }
-  return { column, step: steps[column], rows: found, share: like / steps.length };
+  const isNonfinite = (value) => !(value < Infinity);
+  const first = firstWhere(field, values, isNonfinite);
+  if (!first) return null;
+  const later = [...steps.keys()].slice(first.column);
+  const like = later.filter((at) => values.subarray(at * rows, (at + 1) * rows).some(isNonfinite));
+  return { ...first, share: like.length / steps.length };
 }
 
 /** The view to open with: null for everything; the first NaN if NaN fills most of the picture. */

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from telemetry.events.page_format import loss_tag
-from telemetry.reading.builtin_tags import histogram_tags, image_tags, scalar_curves
+from telemetry.reading.builtin_tags import cost_curves, histogram_tags, image_tags, scalar_curves
 from telemetry.reading.files import FileSource
 from telemetry.reading.sessions import Layer
 from telemetry.records import Parameter
@@ -76,3 +76,11 @@ def test_the_loss_and_the_learning_rates_are_shown() -> None:
     assert scalar_curves(Tags(tags, chosen="ce")) == [("loss", "ce"), *rates]
     assert scalar_curves(Tags(tags, chosen="gone")) == [("loss", "loss"), *rates]
     assert scalar_curves(Tags(["blossom", "val_loss"])) == []
+
+
+def test_times_are_shown_if_all_are_known() -> None:
+    times = [f"~run/time/{part}_s" for part in ("data_wait", "forward", "backward", "optimizer")]
+    memory = "~run/memory/host_rss_bytes"
+    expected = [*(("time", tag) for tag in times), ("memory", memory)]
+    assert cost_curves(Tags([memory, *reversed(times), "~run/time/tokens_per_s"])) == expected
+    assert cost_curves(Tags([memory, *times[1:]])) == []

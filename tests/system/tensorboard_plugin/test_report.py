@@ -224,6 +224,52 @@ def test_pictures_beyond_the_limit_are_omitted(
     assert "pictures" in problem
 
 
+COST = """([step, share]) => {
+    const canvas = document.querySelector("canvas.costs");
+    const { box, view } = canvas.plotted;
+    const x = box.x + ((step - view.step0) / (view.step1 - view.step0)) * box.width;
+    const place = [x, box.y + (1 - share) * box.height].map((at) => at * devicePixelRatio);
+    return [...canvas.getContext("2d").getImageData(...place, 1, 1).data].join(" ");
+}"""
+"""Color of the row of costs at a step and a share of its height."""
+
+
+def test_phases_of_a_step_are_stacked_as_shares(tmp_path: Path, browser: Browser) -> None:
+    write_run(tmp_path / "demo", layout_of(NAMES), steps=range(40), norms=norms)
+    writer = FileWriter(tmp_path / "demo")
+    seconds = {"data_wait_s": (0.1, 0.1, 0.9), "forward_s": (0.1,) * 3, "backward_s": (0.1,) * 3,
+               "optimizer_s": (0.1,) * 3}  # fmt: skip
+    for i, step in enumerate((0, 20, 39)):
+        times = [(f"~run/time/{name}", values[i]) for name, values in seconds.items()]
+        memory = ("~run/memory/host_rss_bytes", (i + 1) * 2**30)
+        writer.write_values(summaries.scalars([*times, memory]), step)
+    writer.close()
+    write_report(tmp_path / "demo", tmp_path / "report.html")
+    page = browser.new_page(viewport={"width": 1300, "height": 800})
+    page.goto((tmp_path / "report.html").as_uri())
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    legend = page.locator(".panel .curve-legend").nth(1).locator("span")
+    assert legend.all_inner_texts() == [
+        "data wait 900 ms (75 %)", "forward 100 ms (8 %)", "backward 100 ms (8 %)",
+        "optimizer 100 ms (8 %)", "host rss 3 GiB",
+    ]  # fmt: skip
+    waits, forward = page.evaluate(COST, [10, 0.12]), page.evaluate(COST, [10, 0.38])
+    assert waits != forward
+    assert page.evaluate(COST, [38, 0.12]) == page.evaluate(COST, [38, 0.38]) == waits
+    page.locator("canvas.costs").hover(position={"x": 600, "y": 30})
+    assert "data wait" in page.locator(".tooltip").inner_text()
+    page.close()
+
+
+def test_a_run_without_times_has_no_row_of_them(report: Path, browser: Browser) -> None:
+    page = browser.new_page(viewport={"width": 1300, "height": 800})
+    page.goto(report.as_uri())
+    page.locator("html[data-ready=true]").wait_for(state="attached")
+    assert page.locator("canvas.strip").is_visible()
+    assert page.locator("canvas.costs").is_hidden()
+    page.close()
+
+
 def changed(step: int) -> np.ndarray:
     return norms(step) * np.array([1, 1, 2 if step >= 5 else 1], np.float32)
 
