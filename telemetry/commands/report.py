@@ -48,13 +48,15 @@ def write_report(runs: Mapping[Path, RunData], path: str | os.PathLike[str]) -> 
     known = {run: set(run.source.problems) for run in runs.values()}
     rows = [read_row(log_dir, name, time.time()) for log_dir, name in names.items()]
     named = {names[log_dir]: run for log_dir, run in runs.items()}
-    page = report_html(named, [row for row in rows if row], "".join(map(_faults, runs)))
+    page = report_html(
+        named, [row for row in rows if row], "".join(_faults(*item) for item in names.items())
+    )
     # The directory's name may not be valid UTF-8.
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
     return [line for run, old in known.items() for line in run.source.problems if line not in old]
 
 
-def _faults(log_dir: str | os.PathLike[str]) -> str:
+def _faults(log_dir: Path, name: str) -> str:
     """Return the section of the flight files; empty without any."""
     if not flight_files(log_dir):
         return ""
@@ -63,6 +65,6 @@ def _faults(log_dir: str | os.PathLike[str]) -> str:
     except (OSError, ValueError) as error:
         text = str(error)
     return (
-        '<section class="faults" aria-label="Flight records"><h2>Around alerts and exceptions</h2>'
-        f"<pre>{html.escape(text)}</pre></section>"
+        '<section class="faults" aria-label="Flight records"><h2>Around alerts and exceptions'
+        f" of {html.escape(name)}</h2><pre>{html.escape(text)}</pre></section>"
     )
