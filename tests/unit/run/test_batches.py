@@ -128,6 +128,21 @@ def test_without_ids_the_step_is_known(tmp_path: Path, capsys: pytest.CaptureFix
     assert read_flight(flight_files(tmp_path)[0])["batches"] == ()
 
 
+def test_ids_of_the_first_steps_are_apart(tmp_path: Path) -> None:
+    net = model()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (net[:2], net[2:])]
+    with HookLogger(net, tmp_path) as logger:
+        for step in range(3):
+            logger.batch([step])  # the first step is still open for further optimizers
+            inputs = torch.full((BATCH, 8), math.nan if step == 1 else 1.0)
+            net(inputs).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            net.zero_grad()
+        (blamed,) = [alert.batches for alert in logger.alerts if alert.kind == "nonfinite"]
+    assert blamed == (Batch(step=1, ids=(1,)),)
+
+
 def test_a_jump_of_the_learning_rate_blames_no_batch(tmp_path: Path) -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
