@@ -131,6 +131,9 @@ _backward = torch.autograd.backward
 
 @functools.wraps(_backward)
 def _observed_backward(*args: Any, **kwargs: Any) -> None:
+    if torch.compiler.is_compiling():  # of a whole step: Dynamo ends its graph here
+        _backward(*args, **kwargs)
+        return
     found = [observer for known in AroundBackward._observers if (observer := known()) is not None]
     for observer in found:
         observer.backward_begins()

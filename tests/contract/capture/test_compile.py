@@ -310,6 +310,27 @@ def test_checkpointing_inside_of_a_compiled_region_is_logged_once(tmp_path: Path
         assert record.activation_grads["head"].calls == 1
 
 
+def test_a_compiled_training_step_is_left_alone(tmp_path: Path) -> None:
+    """The compiler sees the backward pass and the optimizer, and ends its graphs there."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        torch._dynamo.reset_code_caches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        compiled = torch.compile(step, backend="eager")
+        for _ in range(7):
+            yield compiled(torch.randn(5, 4))
+
+    assert_left_alone(Net, loop, tmp_path, every_n_steps=3)
+
+
 @pytest.mark.slow
 def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
