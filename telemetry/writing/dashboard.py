@@ -351,8 +351,14 @@ def custom_scalars_value(loss: str | None = None) -> bytes:
                     _curves("Loss", *losses),
                     _curves("Alerts", f"^({RUN})?alerts/count$"),
                     _curves("Seconds per step", f"^{RUN}time/step_s$"),
-                    *map(_margins, DEPTH_CURVES),
+                    *map(_median, DEPTH_CURVES),
                 ],
+            ),
+            # Bands of several runs hide each other.
+            layout_pb2.Category(
+                title="Telemetry: ranges over all layers, for one run",
+                chart=[*map(_margins, DEPTH_CURVES)],
+                closed=True,
             ),
         ]
     )
@@ -365,14 +371,21 @@ def _curves(title: str, *patterns: str) -> layout_pb2.Chart:
     return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
 
 
+def _median(name: str) -> layout_pb2.Chart:
+    return _curves(f"{_title(name)}: median over all layers", f"^{RUN}depth/{name}/median$")
+
+
+def _title(name: str) -> str:
+    return DEPTH_CURVES[name].title + (" (log10)" if DEPTH_CURVES[name].log else "")
+
+
 def _margins(name: str) -> layout_pb2.Chart:
-    prefix, statistic = f"{RUN}depth/{name}", DEPTH_CURVES[name]
-    scale = " (log10)" if statistic.log else ""
+    prefix = f"{RUN}depth/{name}"
     series = layout_pb2.MarginChartContent.Series(
         value=f"{prefix}/median", lower=f"{prefix}/p05", upper=f"{prefix}/p95"
     )
     return layout_pb2.Chart(
-        title=f"{statistic.title}{scale}: median over all layers, 5 to 95 %",
+        title=f"{_title(name)}: median over all layers, 5 to 95 %",
         margin=layout_pb2.MarginChartContent(series=[series]),
     )
 

@@ -23,7 +23,9 @@ def test_every_chart_finds_its_tags_and_at_most_sixteen() -> None:
     written = tags_of([*joined(tags.values_of(record)), *depth_values(record)])
     written |= {"loss", "train/loss", "~run/alerts/count", "~run/time/step_s"}
     layout = read_layout()
-    assert sum(len(category.chart) for category in layout.category) == 7
+    assert [(len(of.chart), of.closed) for of in layout.category] == [(7, False), (4, True)]
+    [medians] = {len(chart.multiline.tag) for chart in layout.category[0].chart[3:]}
+    assert medians == 1  # a line per run
     for chart in (chart for category in layout.category for chart in category.chart):
         series = chart.margin.series
         named = {tag for one in series for tag in (one.value, one.lower, one.upper)}
