@@ -150,11 +150,22 @@ class Pipeline:
             self._report_losses(timeout_s)
 
     def run_on_worker(self, fn: Callable[[], Result]) -> Result | None:
-        """Return the result of ``fn``, called after all queued items; None after a timeout."""
+        """Return the result of ``fn``, called after all queued items.
+
+        None if it raises, which is logged, or after a timeout.
+        """
         if self._closed or os.getpid() != self._pid or self.on_own_thread():
             return fn()
-        results: SimpleQueue[Result] = SimpleQueue()
-        self.put_now(lambda: results.put(fn()))
+        results: SimpleQueue[Result | None] = SimpleQueue()
+
+        def call() -> None:
+            result = None
+            try:
+                result = fn()
+            finally:
+                results.put(result)
+
+        self.put_now(call)
         try:
             return results.get(timeout=CLOSE_TIMEOUT_S)
         except Empty:

@@ -440,6 +440,20 @@ def test_steps_queued_after_a_rule_that_hangs_are_counted_after_the_timeout(
     assert sink.steps == [0]  # the step at which the rule hung; the writer may be closed by now
 
 
+def test_a_call_on_the_worker_that_raises_returns_none_before_the_timeout(
+    sink: Sink, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> int:
+        raise ValueError("no state")
+
+    pipeline = make(sink)
+    assert pipeline.run_on_worker(fail) is None
+    assert pipeline.run_on_worker(lambda: 3) == 3
+    pipeline.close()
+    assert "no state" in caplog.text
+    assert "take longer" not in caplog.text
+
+
 def test_two_pipelines_that_flush_each_other_do_not_deadlock(sink: Sink) -> None:
     met, done = threading.Barrier(2), threading.Barrier(3)
     pipelines: list[Pipeline] = []
