@@ -229,8 +229,8 @@ class WatchedModules:
         convolutions = [name for name, hook in self._hooks.items() if hook.convolves]
         drawn = evenly(convolutions, PICTURED_MODULES) if self._target.content.images else []
         found = routers(model)
-        for (name, hook), module in zip(self._hooks.items(), watched.values(), strict=True):
-            hook.pictured, hook.router = name in drawn, found.get(id(module))
+        for name, hook in self._hooks.items():
+            hook.pictured, hook.router = name in drawn, found.get(id(watched[name]))
 
     def pictured_modules(self) -> dict[str, nn.Module]:
         """Return the modules whose feature maps are drawn, by name."""
