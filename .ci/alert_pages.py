@@ -24,7 +24,7 @@ PAGES = {
     "layers.md": (
         "vanishing_gradient", "dead_units", "saturated_units", "layers_not_learning",
         "untrained_parameters", "output_collapse", "rounded_updates",
-        "low_precision",
+        "low_precision", "expert_collapse",
     ),
     "loss.md": (
         "loss_divergence", "loss_spike", "loss_burst", "loss_stuck", "no_learning",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from runs import (  # noqa: F401
     drifting,
+    experts,
     faulty,
     further,
     further_faulty,

@@ -11,6 +11,7 @@ from telemetry.alert import Severity
 from telemetry.alerts.check_kinds import CHECK_KINDS, CheckKind
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
+from telemetry.alerts.experts import ExpertCollapse
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
 from telemetry.alerts.loss_divergence import LossDivergence
@@ -61,6 +62,7 @@ DETECTORS: Mapping[str, type[Detector]] = {
         SameBatch,
         LogitGrowth,
         AttentionCollapse,
+        ExpertCollapse,
         UnboundedLoss,
         ExponentialTrend,
         OutputCollapse,
