@@ -52,7 +52,8 @@ def test_all_load_on_one_from_the_start_is_a_note() -> None:
 
 
 def test_a_few_tokens_of_an_expert_count_as_none() -> None:
-    assert len(judged([[100] * 4] + [[398, 1, 0, 1]] * 4)) == 1
+    [alert] = judged([[100] * 4] + [[398, 1, 0, 1]] * 4)
+    assert alert.value == 0.75
     assert judged([[100] * 4] + [[196, 100, 102, 2]] * 9) == []  # 2 % of an even load
 
 
