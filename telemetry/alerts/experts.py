@@ -16,8 +16,7 @@ class ExpertCollapse(Detector):
     the router's experts; also a note if half of all experts get none, whatever they had.
 
     Evidence: the router, its experts without tokens, and how many tokens even loads would give.
-    Causes: no load balancing, or one that is too weak or has the wrong sign; a router that learns
-    too fast.
+    Causes: load balancing that is missing, weak or of the wrong sign; a high rate of the router.
     Remedies: a balancing loss or bias, a lower learning rate of the router, noise in its logits.
     Silent: experts that are rare from the start, routers that are not recognized.
     Example: model.router.bias.data[0] += 100.0

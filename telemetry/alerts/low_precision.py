@@ -51,6 +51,9 @@ class LowPrecision(Detector):
     _highest: Figures  # in the first steps, [statistics, modules]
     _seen: int = 0
 
+    def set_up(self) -> None:
+        self._highest = np.full((len(_UNDERFLOW) + 1, 0), -math.inf)
+
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         names = tuple([module.name for module in record.layout.modules])
         if names != self._names:

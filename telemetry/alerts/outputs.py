@@ -22,8 +22,7 @@ class AttentionCollapse(Detector):
     """Attention weights have less than a tenth of the entropy of uniform ones: training becomes
     unstable, unless sharp attention is what the task needs.
 
-    Evidence: the module, the head in a fused kernel, its entropy, and how many heads or layers
-    have it.
+    Evidence: the module, the head in a fused kernel, its entropy, how many heads or layers have it.
     Causes: logits that are too large, or a task with sharp attention.
     Remedies: normalize queries and keys, lower the learning rate.
     Silent: compiled attention such as ``flex_attention``; softmax modules not named like ``attn``.

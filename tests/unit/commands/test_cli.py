@@ -20,6 +20,7 @@ from telemetry.layers.record import Group
 from telemetry.layers.units import encode_units
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch
+from telemetry.tensorboard_plugin.report import MAX_RUNS
 from telemetry.writing.hparams import session_value
 from tests.helpers.known_runs import alert_at, layout_of, write_run
 
@@ -217,19 +218,15 @@ def test_a_run_without_alerts_prints_no_alerts(
     assert capsys.readouterr().out == "no alerts\n"
 
 
-def test_the_only_run_of_a_directory_is_chosen_and_several_are_refused(
+def test_a_report_is_of_all_runs_of_a_directory_up_to_a_limit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = str(tmp_path / "report.html")
-    write_demo(tmp_path / "runs" / "one")
-    assert main(["report", str(tmp_path / "runs"), "-o", output]) == 0
-    write_demo(tmp_path / "runs" / "two")
-    assert main(["report", str(tmp_path / "runs"), "-o", output]) == 2
-    assert "choose one of them: one, two\n" in capsys.readouterr().err
-    for number in range(10):
-        write_demo(tmp_path / "runs" / f"x{number}")
-    assert main(["report", str(tmp_path / "runs"), "-o", output]) == 2
-    assert "one, two, x0, x1, x2, x3, x4, x5, x6, x7 and 2 more\n" in capsys.readouterr().err
+    runs, output = tmp_path / "runs", tmp_path / "report.html"
+    for number in range(MAX_RUNS + 1):
+        assert main(["report", str(runs), "-o", str(output)]) == (0 if number else 2)
+        write_demo(runs / f"x{number}")
+    assert main(["report", str(runs), "-o", str(output)]) == 2
+    assert f"at most {MAX_RUNS} runs, not of {MAX_RUNS + 1}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["summary", "alerts", "report", "export"])

@@ -12,6 +12,7 @@ import pytest
 from telemetry.alert import Alert, Consequence
 from telemetry.commands.cli import main
 from telemetry.flight import FlightRecorder, explain
+from telemetry.flight.explaining import NO_FLIGHT
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
 
@@ -154,7 +155,7 @@ def test_an_exception_is_shown_without_a_depth_profile(tmp_path: Path) -> None:
 
 
 def test_a_run_without_faults_is_reported(tmp_path: Path) -> None:
-    assert "no alert of severity error and no exception" in explain(tmp_path)
+    assert NO_FLIGHT in explain(tmp_path)
 
 
 def test_a_missing_run_is_named(tmp_path: Path) -> None:

@@ -386,7 +386,7 @@ def test_content_can_be_switched_off(tmp_path: Path) -> None:
     tensors = load(tmp_path).Tags()["tensors"]
     assert not any(tag.startswith(("activation", "grad", "weight")) for tag in tensors)
     tags = {tag.partition("/")[0] for tag in load(tmp_path).Tags()["scalars"]}
-    assert tags == {"alerts", "depth", "full_steps", "grad_norm", "learning_rate"}
+    assert tags == {"alerts", "depth", "full_steps", "grad_norm", "learning_rate", "memory"}
 
 
 def test_only_selected_modules_are_watched(tmp_path: Path) -> None:
