@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers.module_types import BOUNDED
 from telemetry.layers.record import Group
+from telemetry.records import StepRecord
 from telemetry.records.rows import NO_VALUES
 
 # Limit of one step before compression: 8 bytes for each layer, run of dead units, and other unit.
@@ -23,17 +24,24 @@ _LARGEST = np.uint32(0x7F7F0000).view(np.float32)  # largest float32 with 8 bits
 _NAN = np.uint32(0x7FC00000)
 
 
-def with_loads(outputs: Group, loads: Mapping[int, NDArray[np.int64]]) -> Group:
-    """Return outputs where the units of routers are their experts.
+def with_parts(record: StepRecord, outputs: Group) -> Group:
+    """Return outputs where the units of routers are experts, and those of attention are heads.
 
-    Both extremes of an expert are its number of tokens. ``loads``: ``[experts]`` by module.
+    Both extremes of an expert are its number of tokens, and of a head its largest logit. Attention
+    modules that returned a tensor with units keep those.
     """
-    if not loads:
+    position, parts = record.layout.position, dict[int, NDArray[Any]]()
+    counts = dict(zip(outputs.modules.tolist(), outputs.rows.unit_count.tolist(), strict=True))
+    for name, heads in record.attention.items():
+        if (module := position.get(name)) is not None and not counts[module]:
+            parts[module] = heads.logit_max
+    parts |= {position[n]: load for n, load in record.expert_loads.items() if n in position}
+    if not parts:
         return outputs
     units = [outputs.rows.units_of(row) for row in range(len(outputs.rows))]
     for row, module in enumerate(outputs.modules.tolist()):
-        if module in loads:
-            units[row] = np.repeat(loads[module], 2).reshape(-1, 2).astype(np.float32)
+        if module in parts:
+            units[row] = np.repeat(parts[module], 2).reshape(-1, 2).astype(np.float32)
     found = [outputs.rows.units[:0] if of is None else of for of in units]
     rows = outputs.rows.having(np.concatenate(found), unit_count=[len(of) for of in found])
     return Group(rows=rows, modules=outputs.modules, size=outputs.size)

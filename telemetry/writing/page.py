@@ -27,7 +27,7 @@ from telemetry.events.page_format import (
 from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.layers import MATRIX_STATISTICS, MISSING, OPTIONAL_STATISTICS, Statistic, table
 from telemetry.layers.table import PLACES
-from telemetry.layers.units import encode_units, with_loads
+from telemetry.layers.units import encode_units, with_parts
 from telemetry.records import Layout, StepRecord
 
 # The writer adds up to a second, so a step is in the file after at most two seconds.
@@ -92,9 +92,7 @@ class PageWriter:
             yield from self.pending_values()
         if record.full:
             yield self._numbers("m", _matrix(record, self._columns))
-            position, loads = record.layout.position, record.expert_loads
-            experts = {position[name]: load for name, load in loads.items() if name in position}
-            if units := encode_units(with_loads(table(record).outputs, experts)):
+            if units := encode_units(with_parts(record, table(record).outputs)):
                 yield self._numbers("u", units)
 
     def pending_values(self) -> Iterator[bytes]:

@@ -25,6 +25,7 @@ import telemetry
 from telemetry import HookLogger
 from telemetry.layers import table
 from telemetry.measure import attention as measure_attention
+from telemetry.reading.run import open_run
 from telemetry.records import AttentionHeads, StepRecord
 from telemetry.testing import capture_run
 from tests.helpers.twins import assert_left_alone, run
@@ -328,6 +329,14 @@ def test_a_written_run_has_the_statistics_of_attention_where_there_is_some(
         rows = [record.layout.position["attn"] for record in watched.full if has_attention]
         wanted = [column[row] for column, row in zip(values, rows, strict=True)]
         np.testing.assert_allclose(found["value"], wanted, rtol=1e-6)
+
+
+def test_the_units_of_attention_are_its_heads(tmp_path: Path) -> None:
+    watched = run(Net, loop, tmp_path)
+    logits = watched.full[-1].attention["attn"].logit_max
+    assert len(logits) > 1
+    units = open_run(tmp_path).units("attn").extremes[-1]
+    np.testing.assert_allclose(units, np.stack([logits, logits], axis=1), rtol=2**-7)
 
 
 # --- when -----------------------------------------------------------------------------------------

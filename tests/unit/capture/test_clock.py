@@ -425,6 +425,7 @@ def test_a_failing_event_ends_no_training(
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr("torch.cuda.Event", fail)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     failures = Failures()
     clock = LoopClock(nn.Linear(4, 4), failures)
     clock.measure(torch.device("cuda", 0))
