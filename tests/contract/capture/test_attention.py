@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +26,7 @@ from telemetry.measure import attention as measure_attention
 from telemetry.reading.run import open_run
 from telemetry.records import AttentionHeads, StepRecord
 from telemetry.testing import capture_run
+from tests.helpers.require import needs_observable_graphs, require
 from tests.helpers.twins import assert_left_alone, run
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 12, 16, 4
@@ -133,7 +132,11 @@ def one_step(model: nn.Module, *inputs: Tensor) -> StepRecord:
 
 # --- figures --------------------------------------------------------------------------------------
 
-CALLS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+# Options of queries in groups; PyTorch before 2.5 has none.
+HAS_GROUPS = "enable_gqa" in (functional.scaled_dot_product_attention.__doc__ or "")
+GROUPED: dict[str, Any] = {"kv_heads": 2, "enable_gqa": True} if HAS_GROUPS else {}
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all keys": ({}, {}),
     "causal": ({"is_causal": True}, {"mask": causal}),
     "bool mask": ({"attn_mask": banded}, {"mask": lambda length: banded(length)[0]}),
@@ -143,11 +146,9 @@ CALLS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"mask": lambda length: torch.arange(length)[None] < 5},
     ),
     "scale": ({"scale": 3.0}, {"scale": 3.0}),
-    "grouped queries": (
-        {"kv_heads": 2, "enable_gqa": True, "is_causal": True},
-        {"mask": causal},
-    ),
 }
+if GROUPED:
+    CALLS["grouped queries"] = ({**GROUPED, "is_causal": True}, {"mask": causal})
 
 
 @pytest.mark.parametrize("length", [LENGTH, 130])
@@ -172,7 +173,7 @@ def test_heads_beyond_a_limit_of_memory_are_measured_in_turn(
     monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     monkeypatch.setattr(measure_attention, "_MOST_ELEMENTS", most)
-    model = Net(kv_heads=2, enable_gqa=True, attn_mask=sloped)
+    model = Net(**GROUPED, attn_mask=sloped)
     record = one_step(model, batch())
     q, k = model.attn.seen
     assert_heads(record.attention["attn"], expected(q[0], k[0], mask=sloped(LENGTH)))
@@ -439,7 +440,7 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = Net(is_causal=True, dropout_p=0.1)
-        self.second = Net(kv_heads=2, enable_gqa=True)
+        self.second = Net(**GROUPED)
         self.encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -477,7 +478,9 @@ def ddp() -> nn.Module:
 def sharded() -> nn.Module:
     model = Deep()
     for part in (model.first, model.second, model.encoder, model):
-        fully_shard(part, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+        require("torch.distributed.fsdp.fully_shard")(
+            part, mesh=dist.device_mesh.init_device_mesh("cpu", (1,))
+        )
     return model
 
 
@@ -507,7 +510,9 @@ def test_frozen_modules_in_evaluation_mode_keep_their_fused_path(tmp_path: Path)
     assert not any(record.attention for record in watched.full)
 
 
-@pytest.mark.parametrize("what", ["module", "function"])
+@pytest.mark.parametrize(
+    "what", ["module", pytest.param("function", marks=needs_observable_graphs)]
+)
 def test_compiled_code_is_left_alone_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
@@ -542,6 +547,7 @@ def test_flex_attention_is_left_alone_and_the_log_says_so(
             mixed: Any = flex(q, q, q)
             return self.out(mixed.transpose(1, 2).flatten(-2))
 
+    flex_attention = require("torch.nn.attention.flex_attention.flex_attention")
     flex = torch.compile(flex_attention, backend="eager")
     torch._dynamo.reset()
     with caplog.at_level(logging.INFO):
