@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
@@ -30,8 +31,11 @@ class AttentionMode(TorchFunctionMode):
         self._handle: RemovableHandle | None = None  # of the hook that ends it
 
     def enter(self, model: nn.Module) -> None:
-        """Observe until the running call of ``model`` returns or raises. Idempotent."""
-        if self._handle is None:
+        """Observe until the running call of ``model`` returns or raises. Idempotent.
+
+        Not under ``torch.jit.trace``, which compares the source locations of two passes.
+        """
+        if self._handle is None and not torch.jit.is_tracing():
             leave_function_mode(self)  # another thread could not remove it from this one
             if enter_function_mode(self):
                 self._model = model

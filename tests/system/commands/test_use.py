@@ -447,4 +447,4 @@ def test_the_shell_completes_commands_options_and_statistics(tmp_path: Path) -> 
 
     assert completed("telemetry ex") == {"explain", "export"}
     assert "--statistic" in completed("telemetry summary --")
-    assert completed("telemetry summary --statistic dea") == {"dead_units"}
+    assert completed("telemetry summary --statistic dead_u") == {"dead_units"}

