@@ -35,7 +35,8 @@ class AttentionMode(TorchFunctionMode):
 
         Not under ``torch.jit.trace``, which compares the source locations of two passes.
         """
-        if self._handle is None and not torch.jit.is_tracing():
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if self._handle is None and not is_traced:
             leave_function_mode(self)  # another thread could not remove it from this one
             if enter_function_mode(self):
                 self._model = model
