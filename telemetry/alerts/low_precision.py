@@ -55,7 +55,7 @@ class LowPrecision(Detector):
         self._highest = np.full((len(_UNDERFLOW) + 1, 0), -math.inf)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        names = tuple([module.name for module in record.layout.modules])
+        names = tuple(record.layout.position)
         if names != self._names:
             self._names, self._seen = names, 0
             self._highest = np.full((len(_UNDERFLOW) + 1, len(names)), -math.inf)

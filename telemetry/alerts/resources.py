@@ -216,8 +216,7 @@ class MemoryGrowth(Detector):
         device_mebibytes: Least rise on a CUDA device.
 
     The lowest values of twenty equal intervals count, and at least nine of ten have to rise. It is
-    a note on the host, where a cache that is still being
-    filled looks the same.
+    a note on the host, where a cache that is still being filled looks the same.
     """
 
     kind = "memory_growth"

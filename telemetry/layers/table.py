@@ -108,30 +108,30 @@ def _update_ratio(layers: Layers) -> Column:
     return Column(np.sqrt(moved / size), weights.total(counts) > 0)
 
 
+def _by_module(layers: Layers, values: Mapping[str, float]) -> Column:
+    """Return the column of a figure that only some modules have, by their names."""
+    count, position = layers.outputs.size, layers.record.layout.position
+    column = Column(np.full(count, math.nan), np.zeros(count, bool))
+    for name, value in values.items():
+        column.values[position[name]], column.known[position[name]] = value, True
+    return column
+
+
 def _rank_spread(layers: Layers) -> Column:
     """Return the spread over ranks; unknown if one rank measured it or all ranks are equal."""
-    count, ranks = layers.outputs.size, layers.record.ranks
-    column = Column(np.full(count, math.nan), np.zeros(count, bool))
+    ranks, found = layers.record.ranks, dict[str, float]()
     for output, spread in ranks.activation_rms.items() if ranks else ():
         if not output.place and spread.low_rank != spread.high_rank:
-            index = layers.record.layout.position[output.module_name]
             ratio = 0.0 if math.isinf(spread.high) else spread.low / spread.high
-            column.values[index], column.known[index] = 1 - ratio, True
-    return column
+            found[output.module_name] = 1 - ratio
+    return _by_module(layers, found)
 
 
 def _of_heads(of: Callable[[AttentionHeads], float]) -> Callable[[Layers], Column]:
     """Return the column of a figure over the heads of each layer's attention."""
-
-    def column(layers: Layers) -> Column:
-        count, record = layers.outputs.size, layers.record
-        found = Column(np.full(count, math.nan), np.zeros(count, bool))
-        for name, heads in record.attention.items():
-            index = record.layout.position[name]
-            found.values[index], found.known[index] = of(heads), True
-        return found
-
-    return column
+    return lambda layers: _by_module(
+        layers, {name: of(heads) for name, heads in layers.record.attention.items()}
+    )
 
 
 def _has_attention(record: StepRecord) -> bool:
@@ -148,10 +148,32 @@ def _saturation(layers: Layers) -> Column:
     return _of_known(lambda rows: saturated_shares(types, rows))(layers)
 
 
-def _fp8_underflow(group: Group) -> Column:
-    """Return the share of values other than zero that 8-bit floats lose."""
-    lost, values = group.total(np.array(lost_in_fp8(group.rows)))
-    return Column(lost / values, values > 0)
+def _underflow(
+    name: str,
+    title: str,
+    description: str,
+    group_of: Callable[[Layers], Group],
+    *,
+    as_curve: bool = False,
+) -> Statistic:
+    """Return the statistic of the share of values other than zero that 8-bit floats lose."""
+
+    def column(layers: Layers) -> Column:
+        group = group_of(layers)
+        lost, values = group.total(np.array(lost_in_fp8(group.rows)))
+        return Column(lost / values, values > 0)
+
+    return Statistic(
+        name=name,
+        title=title,
+        unit="share",
+        log=False,
+        description=description,
+        too_much="8-bit floats lose small values: scale blocks of the tensor, or keep the layer in "
+        "bfloat16",
+        of=column,
+        as_curve=as_curve,
+    )
 
 
 def _nonfinite(layers: Layers) -> Column:
@@ -167,11 +189,9 @@ def _of_loads(of: Callable[[NDArray[np.float64]], float]) -> Callable[[Layers], 
     """Return the column of a figure over the shares of a router's experts, which add up to 1."""
 
     def column(layers: Layers) -> Column:
-        values, position = np.full(layers.outputs.size, math.nan), layers.record.layout.position
-        for name, load in layers.record.expert_loads.items():
-            if name in position and load.any():
-                values[position[name]] = of(load / load.sum())
-        return Column(values, ~np.isnan(values))
+        loads, position = layers.record.expert_loads, layers.record.layout.position
+        some = {name: load for name, load in loads.items() if name in position and load.any()}
+        return _by_module(layers, {name: of(load / load.sum()) for name, load in some.items()})
 
     return column
 
@@ -186,9 +206,6 @@ def _effective(shares: NDArray[np.float64]) -> float:
 
 
 _WEAK = "a vanishing gradient, dead units behind it, or a detached layer"
-_UNDERFLOW = (
-    "8-bit floats lose small values: scale blocks of the tensor, or keep the layer in bfloat16"
-)
 _STRONG = "an explosion: a learning rate too large, a bad batch, no clipping"
 
 STATISTICS = (
@@ -419,34 +436,25 @@ STATISTICS = (
         ),
         as_curve=True,
     ),
-    Statistic(
-        name="fp8_underflow",
-        title="FP8 underflow",
-        unit="share",
-        log=False,
-        description="Share of the activations other than zero that 8-bit floats (e4m3) round to "
-        "zero, when a factor makes the largest one 448.",
-        too_much=_UNDERFLOW,
-        of=lambda layers: _fp8_underflow(layers.outputs),
+    _underflow(
+        "fp8_underflow",
+        "FP8 underflow",
+        "Share of the activations other than zero that 8-bit floats (e4m3) round to zero, when a "
+        "factor makes the largest one 448.",
+        attrgetter("outputs"),
         as_curve=True,
     ),
-    Statistic(
-        name="grad_fp8_underflow",
-        title="FP8 underflow of gradients",
-        unit="share",
-        log=False,
-        description="The same of the gradients with respect to what the layer returned.",
-        too_much=_UNDERFLOW,
-        of=lambda layers: _fp8_underflow(layers.output_grads),
+    _underflow(
+        "grad_fp8_underflow",
+        "FP8 underflow of gradients",
+        "The same of the gradients with respect to what the layer returned.",
+        attrgetter("output_grads"),
     ),
-    Statistic(
-        name="weight_fp8_underflow",
-        title="FP8 underflow of weights",
-        unit="share",
-        log=False,
-        description="The same of the layer's parameters before the step.",
-        too_much=_UNDERFLOW,
-        of=lambda layers: _fp8_underflow(layers.weights),
+    _underflow(
+        "weight_fp8_underflow",
+        "FP8 underflow of weights",
+        "The same of the layer's parameters before the step.",
+        attrgetter("weights"),
     ),
     Statistic(
         name="rank_spread",
