@@ -26,6 +26,7 @@ class Window:
 
     _values: deque[float]
     _unusual: deque[float]
+    _extremes: tuple[float, float] | None = None  # of the window, once asked for
 
     def __init__(self) -> None:
         self._values, self._unusual = deque(maxlen=LENGTH + LATEST), deque()
@@ -38,8 +39,16 @@ class Window:
                 return
             self._values.clear()
             self._values.extend(self._unusual)
+            self._extremes = None
         else:
-            self._values.append(value)
+            values, extremes = self._values, self._extremes
+            oldest = values[0] if len(values) == values.maxlen else None
+            values.append(value)
+            if extremes is None or oldest is None or oldest in extremes:
+                self._extremes = None
+            else:
+                entering = values[LENGTH - 1]
+                self._extremes = min(extremes[0], entering), max(extremes[1], entering)
         self._unusual.clear()
 
     def __len__(self) -> int:
@@ -57,8 +66,16 @@ class Window:
         return median_high(self.values)
 
     @property
+    def extremes(self) -> tuple[float, float]:
+        """Lowest and highest value."""
+        if self._extremes is None:
+            values = self.values
+            self._extremes = min(values), max(values)
+        return self._extremes
+
+    @property
     def highest(self) -> float:
-        return max(self.values)
+        return self.extremes[1]
 
     @property
     def extremes_of_all(self) -> tuple[float, float]:
@@ -72,9 +89,8 @@ class Window:
 
     @property
     def highest_and_range(self) -> tuple[float, float]:
-        values = self.values
-        highest = max(values)
-        return highest, max(highest - min(values), 1e-3 * abs(highest))
+        lowest, highest = self.extremes
+        return highest, max(highest - lowest, 1e-3 * abs(highest))
 
     def of_latest(self, count: int) -> tuple[float, float]:
         """Return median and standard deviation (from the median absolute one) of the latest."""

@@ -27,14 +27,14 @@ def lost_in_fp8(rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     Returns:
         Numbers of lost values, and of finite values other than zero, float64 ``[rows]`` each.
     """
-    largest = np.fmax(-rows.min, rows.max)
-    threshold = (largest * (_LARGEST_LOST / LARGEST_E4M3)).repeat(rows.bucket_count)
-    limits, magnitudes = edges().astype(np.float64), np.abs(rows.buckets.astype(np.intp))
-    low, high = limits[magnitudes], limits[magnitudes + 1]
-    shares = np.clip((threshold - low) / (high - low), 0.0, 1.0)
-    zeros = np.where(magnitudes == 0, rows.zero_count.repeat(rows.bucket_count), 0)
-    which = np.arange(len(rows)).repeat(rows.bucket_count)
-    counts = shares * np.maximum(rows.counts - zeros, 0)
+    threshold = np.fmax(-rows.min, rows.max) * (_LARGEST_LOST / LARGEST_E4M3)
+    which, magnitudes = np.arange(len(rows)).repeat(rows.bucket_count), np.abs(rows.buckets)
+    some = np.flatnonzero(edges().take(magnitudes) < threshold[which])
+    which, magnitudes = which[some], magnitudes[some]
+    low, high = edges().take([magnitudes, magnitudes + 1]).astype(np.float64)
+    shares = np.minimum((threshold[which] - low) / (high - low), 1.0)
+    zeros = np.where(magnitudes == 0, rows.zero_count[which], 0)
+    counts = shares * np.maximum(rows.counts[some] - zeros, 0)
     lost: NDArray[np.float64] = np.bincount(which, counts, len(rows)).astype(np.float64)
     return lost, (finite_of(rows) - rows.zero_count).astype(np.float64)
 
@@ -47,10 +47,11 @@ def outlier_ratio(rows: Rows) -> NDArray[Any]:
     """
     sizes = np.maximum(-rows.units[:, 0], rows.units[:, 1])
     ratios, starts = np.full(len(rows), np.nan), np.cumsum(rows.unit_count) - rows.unit_count
-    for count in np.unique(rows.unit_count[rows.unit_count > 0]).tolist():
+    for count in {*rows.unit_count.tolist()} - {0}:
         some = np.flatnonzero(rows.unit_count == count)
         ordered = np.sort(sizes[starts[some, None] + np.arange(count)], axis=1)  # NaN last
-        middle = ordered[:, [(count - 1) // 2, count // 2]].mean(axis=1, dtype=np.float64)
+        lower, upper = ordered[:, (count - 1) // 2].astype(np.float64), ordered[:, count // 2]
+        middle = (lower + upper) / 2
         known = (middle > 0) & (ordered[:, 0] >= 0)
         ratios[some] = np.where(known, ordered[:, -1] / middle, np.nan)
     return ratios

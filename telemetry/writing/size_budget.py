@@ -234,20 +234,25 @@ def joined_widths(rows: Rows) -> NDArray[np.intp]:
     wide, or at most 1/16 of their root mean square. TensorBoard's charts have wider bins, and the
     page's are about as wide. Half of all buckets are near zero, where they are far narrower.
     """
-    finite = finite_of(rows)
-    widths = np.ones(len(rows.buckets), np.intp)
+    finite, which = finite_of(rows), np.arange(len(rows)).repeat(rows.bucket_count)
     with np.errstate(all="ignore"):
-        limits = _MOST_VALUES * finite, _WIDEST * np.sqrt(rows.sum_squares / finite)
-    most, widest = np.stack(limits).repeat(rows.bucket_count, axis=1)
-    for width in _WIDTHS[1:]:
-        cells = _Cells.of(rows, width)
-        if not len(cells.starts):
-            break
-        counts = np.add.reduceat(rows.counts, cells.starts)
-        is_narrow = (width == 2) | (cells.right - cells.left <= widest[cells.starts])
-        is_joined = is_narrow & (counts <= most[cells.starts])
-        sizes = np.diff(cells.starts, append=len(widths))
-        widths[is_joined.repeat(sizes)] = width
+        most, widest = _MOST_VALUES * finite, _WIDEST * np.sqrt(rows.sum_squares / finite)
+    # A cell is two of half its width, and joined only if both of them are.
+    cells, counts, place = rows.buckets.astype(np.intp), rows.counts, np.arange(len(which))
+    widths = np.ones(len(which), np.intp)
+    for width in _WIDTHS[1:] if len(which) else ():
+        cells = (cells + (cells > 0)) >> 1  # away from zero
+        begins = np.append(True, (cells[1:] != cells[:-1]) | (which[1:] != which[:-1]))
+        starts, place = np.flatnonzero(begins), (begins.cumsum() - 1)[place]
+        cells, which, counts = cells[starts], which[starts], np.add.reduceat(counts, starts)
+        is_joined = counts <= most[which]
+        if width > 2:
+            last = np.abs(cells) * width
+            near = edges().take(np.maximum(last - width + 1, 0))
+            far = edges().take(np.minimum(last, LAST_BUCKET) + 1)
+            is_joined &= far - near <= widest[which]
+        counts[~is_joined] = math.inf
+        widths[is_joined[place]] = width
     return widths
 
 
