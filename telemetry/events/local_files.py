@@ -20,7 +20,6 @@ from io import FileIO
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog, SourceMetadata
-from tensorboard.compat.proto.summary_pb2 import Summary
 
 from telemetry.events.framing import frame
 
@@ -47,8 +46,7 @@ class LocalFiles:
     """Event files that one writer creates in a directory.
 
     Each writer begins a new file, because readers stop at a torn event. It begins another after a
-    failed write, or when the file was removed. If the disk has no space for a large event, smaller
-    ones are still written, unless they share a tag with it: readers expect steps in order.
+    failed write, or when the file was removed.
 
     Args:
         directory: Created if it is missing.
@@ -79,8 +77,6 @@ class LocalFiles:
         self._stamp = 0  # in the latest file's name
         self._is_begun = False
         self._to_repeat: deque[bytes] = deque()
-        self._limit = math.inf  # bytes; the disk has no room for events of this size
-        self._errno = errno.ENOSPC  # the reason
 
     def write(self, events: deque[bytes], *, urgent: bool = False) -> None:
         """Write events in order, and remove each that the operating system has accepted.
@@ -97,64 +93,24 @@ class LocalFiles:
                 self.close()
             if not self._is_begun:
                 self._open(0)
-            if self._limit < math.inf and _has_room(self._directory, int(self._limit)):
-                self._limit = math.inf
-            while not self._write_below_limit(events):
-                pass
+            for queue in (self._to_repeat, events):
+                while queue:
+                    self._append(self._file or self._open(len(queue[0])), queue)
         except OSError:
             self.close()
             raise
-        if events or self._to_repeat:
-            raise self._no_room()
 
     @property
     def path(self) -> str | None:
         """Path of the current file."""
         return None if self._file is None else str(self._file.name)
 
-    def _write_below_limit(self, events: deque[bytes]) -> bool:
-        """Write events below the limit; return False if one did not fit and lowered it."""
-        tags_that_wait: set[str] = set()
-        for queue in (self._to_repeat, events):
-            passed_over: list[bytes] = []
-            try:
-                while queue:
-                    if self._limit < math.inf and self._has_to_wait(queue, tags_that_wait):
-                        passed_over.append(queue.popleft())
-                    else:
-                        file = self._file or self._open(len(queue[0]))
-                        self._append(file, queue, most=1 if self._limit < math.inf else None)
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                self._limit, self._errno = len(queue[0]), error.errno
-                self.close()
-                return False
-            finally:
-                queue.extendleft(reversed(passed_over))
-        return True
-
-    def _has_to_wait(self, queue: deque[bytes], tags_that_wait: set[str]) -> bool:
-        """Whether the first event does not fit, or follows one of its tag that does not."""
-        if len(queue[0]) >= self._limit:
-            parts = _curves_apart(queue.popleft())
-            queue.extendleft(reversed(parts))
-            self._limit = min(self._limit, max(map(len, parts)))
-        tags = {value.tag for value in Event.FromString(queue[0]).summary.value}
-        if len(queue[0]) < self._limit and tags_that_wait.isdisjoint(tags):
-            return False
-        tags_that_wait |= tags
-        return True
-
-    def _no_room(self) -> OSError:
-        return OSError(self._errno, os.strerror(self._errno), self._directory)
-
     def _open(self, first_bytes: int) -> FileIO:
         os.makedirs(self._directory, exist_ok=True)
         # Otherwise each attempt would leave an empty file, and removing it is risky: TensorBoard's
         # slow loader blocks forever on a file that it has seen and that was removed.
         if self._is_begun and not _has_room(self._directory, _HEADER_BYTES + first_bytes):
-            raise self._no_room()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._directory)
         self._file = file = self._create()
         self._size, self._least_size = 0, 1
         self._full_size = self._max_file_bytes + sum(map(len, self._to_repeat))
@@ -186,11 +142,11 @@ class LocalFiles:
             return True
         return False
 
-    def _append(self, file: FileIO, events: deque[bytes], most: int | None = None) -> None:
+    def _append(self, file: FileIO, events: deque[bytes]) -> None:
         """Write some of the events with one call, which releases the interpreter lock."""
         frames: list[bytes] = []
         ends = [0]
-        for event in itertools.islice(events, most):
+        for event in events:
             frames.append(frame(event))
             ends.append(ends[-1] + len(frames[-1]))
             if ends[-1] >= _CHUNK_BYTES:
@@ -236,24 +192,6 @@ def _has_room(directory: str, size: int) -> bool:
             return probe.write(bytes(size)) == size
     except OSError as error:
         return error.errno not in _NO_ROOM  # the real write will report anything else
-
-
-def _curves_apart(data: bytes) -> list[bytes]:
-    """Split an event into one of scalars and one of other values, if it has both kinds.
-
-    Readers identify values by tag and step, so the result is equivalent.
-    """
-    event = Event.FromString(data)
-    kinds: tuple[list[Summary.Value], ...] = [], []
-    for value in event.summary.value:
-        kinds[not value.HasField("simple_value")].append(value)
-    if not all(kinds):
-        return [data]
-    parts = (
-        Event(wall_time=event.wall_time, step=event.step, summary=Summary(value=values))
-        for values in kinds
-    )
-    return [part.SerializeToString() for part in parts]
 
 
 def _version() -> bytes:
