@@ -1,6 +1,6 @@
 """Cost of a run of many ranks on rank 0: CPU time, bytes and memory of its exchange.
 
-Rank 0 is this process, with its channel; all other ranks are simulated by another process, which
+Rank 0 is this process, with its exchange; all other ranks are simulated by another process, which
 sends their measurements of GPT-2 under DDP: over real connections of this machine, each step
 when rank 0 has the one before. CPU times are those of this process, the kernel's share included. A
 real network adds its latency, and other ranks their waiting.
@@ -15,7 +15,7 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,9 +27,9 @@ from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from telemetry.failures import Failures
-from telemetry.ranks.channel import Channel
 from telemetry.ranks.codec import encode
 from telemetry.ranks.connection import RECORDS, Address, Client, Rendezvous
+from telemetry.ranks.exchange import CLOSE_S, RankExchange
 from telemetry.ranks.merged_records import MergedRecords
 from telemetry.ranks.merging import MergedStep
 from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable
@@ -209,24 +209,30 @@ def simulate_ranks(commands: Connection, address: Address, world: int, blocks: i
     asyncio.run(run())
 
 
+def exchange_of(name: str, world: int, put: Callable[[MergedStep], None]) -> RankExchange:
+    """Return the exchange of rank 0."""
+    return RankExchange(
+        name=name, rank=0, size=world, put=put, ask=lambda step: None, current_step=lambda: 0,
+        failures=Failures(), timeout_s=120.0,
+    )  # fmt: skip
+
+
 class RankZero:
     """Receives merged steps and makes their records, as the worker thread does."""
 
     def __init__(self, world: int) -> None:
         self._records = MergedRecords()
         self._done = threading.Event()
-        self.channel = Channel(
-            name="benchmark", rank=0, world_size=world, deliver=self._record,
-            on_announcement=lambda announcement: None, failures=Failures(), timeout_s=120.0,
-        )  # fmt: skip
-        while self.channel._server is None:
+        self.exchange = exchange_of("benchmark", world, self._record)
+        while self.exchange._server is None:
             time.sleep(0.01)
-        host, port = self.channel._server._listening.getsockname()[:2]
-        self.address = Address(host, port, self.channel._server._token)
+        host, port = self.exchange._server._listening.getsockname()[:2]
+        self.address = Address(host, port, self.exchange._server._token)
         self.held = 0
 
     def _record(self, merged: MergedStep) -> None:
         assert self._records.record(merged) is not None
+        self.exchange.note_recorded(merged)
         self.held = len(merged.parts)
         self._done.set()
 
@@ -235,7 +241,7 @@ class RankZero:
         self._done.clear()
         began = time.process_time()
         commands.send((part.step, part.full))
-        self.channel.send(part)
+        self.exchange.send_part(part)
         assert self._done.wait(600)
         spent_s = time.process_time() - began
         size, encode_s = commands.recv()
@@ -260,7 +266,7 @@ def measure(world: int, blocks: int, rounds: int) -> Cost:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     commands.send(None)
     simulation.join()
-    zero.channel.close()
+    zero.exchange.close(CLOSE_S)
     distributed.destroy_process_group()
     full_s, sizes, encode_s = zip(*costs[True], strict=True)
     light_s, light_sizes, _ = zip(*costs[False], strict=True)
@@ -277,15 +283,12 @@ def measure(world: int, blocks: int, rounds: int) -> Cost:
 
 def training_thread_us(steps: int) -> float:
     """CPU microseconds per step of the training thread: the check whether to raise."""
-    channel = Channel(
-        name="idle", rank=0, world_size=1, deliver=lambda merged: None,
-        on_announcement=lambda announcement: None, failures=Failures(),
-    )  # fmt: skip
+    exchange = exchange_of("idle", 1, lambda merged: None)
     began = time.thread_time()
     for step in range(steps):
-        channel.barrier.step_ended(step)
+        exchange.to_raise(step)
     spent_s = time.thread_time() - began
-    channel.close()
+    exchange.close(CLOSE_S)
     return spent_s / steps * 1e6
 
 

@@ -1,45 +1,48 @@
-"""Exchange of steps between ranks: partial records are sent, merged on rank 0 and recorded once."""
+"""Exchange of steps between ranks: partial records are sent, merged on rank 0 and recorded once.
+
+It calls no collective. Only background threads wait, each time for a bounded time and with bounded
+memory; the :class:`~telemetry.ranks.barrier.Barrier`, before an alert is raised, is the exception.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import itertools
 import json
 import math
-import socket
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
-from operator import attrgetter
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-import numpy as np
+from torch import distributed
 
 from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.capture import CapturedStep, LightStep
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.plain_text import ranks_in_words
-from telemetry.ranks.channel import CLOSE_S, Announcement, Channel
-from telemetry.ranks.merged_records import MergedRecords
-from telemetry.ranks.merging import MergedStep
-from telemetry.ranks.partial_record import (
-    Addend,
-    Floats,
-    Integers,
-    ParameterPart,
-    PartialRecord,
-    Row,
-    Shared,
-    TensorTable,
+from telemetry.ranks.barrier import Barrier
+from telemetry.ranks.codec import FORMAT, decode, encode
+from telemetry.ranks.connection import (
+    BARRIER,
+    ENDED,
+    RECORDS,
+    Client,
+    Rendezvous,
+    Server,
+    in_thread,
+    is_set_within,
 )
-from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankObserver, RankTopology
-from telemetry.records import Layout, Output, StepRecord
+from telemetry.ranks.merged_records import MergedRecords
+from telemetry.ranks.merging import LAST_SEQUENCE, Collector, MergedStep
+from telemetry.ranks.part_maker import PartMaker
+from telemetry.ranks.partial_record import PartialRecord
+from telemetry.ranks.topology import RankObserver
+from telemetry.records import StepRecord
 from telemetry.records.batches import Batch
-from telemetry.records.moments import nonfinite_of, norm_of
-from telemetry.records.rows import Rows
-from telemetry.records.tensor import Tensors, bad_among, figures_of
 
 # High-water mark of merged steps that are queued for the rules: above it, steps are dropped.
 MAX_BYTES = 128 * 2**20
@@ -51,7 +54,32 @@ _OWN_KEPT = 8
 _LEAD_STEPS = 16
 _LEAD_S = 2.0
 
+# Heartbeat timeout: a rank that sends no message for this time is unresponsive.
+TIMEOUT_S = 10.0
+
+CLOSE_S = 20.0
+TURN_S, IDLE_S = 0.02, 0.2
+"""Time in which records gather to travel together, and interval of checks for timeouts."""
+_SEARCH_S = 5.0
+_LAST_S = 2.0
+
+# A longer pause between two turns was a stop of this process, and no other rank was late.
+_LONGEST_TURN_S = 1.0
+
+# Time for ranks to answer at which step they stop.
+ANSWER_S = 10.0
+
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """State that rank 0 broadcasts; each version replaces the one before."""
+
+    first_step: int | None = None  # of rank 0; None: not connected
+    full_step: int = -1  # latest full step that is not in the schedule
+    message: str = ""  # alert that all ranks raise: it closes their barriers ...
+    raise_at: int | None = None  # ... and this decides
 
 
 class Exchange:
@@ -111,11 +139,14 @@ class Exchange:
 class RankExchange(Exchange):
     """Sends the steps of this rank to rank 0, and makes records of merged steps there.
 
-    Several loggers are paired by the order in which each process makes them.
+    A separate thread connects the ranks as soon as there is a default process group; until then,
+    records are queued. A forked child does nothing.
 
     Args:
         put: Queues a merged step, on rank 0.
         ask: Has this rank measure a step in full.
+        name: The same on all ranks, and for no other logger; by default the number of the logger
+            in the order in which each process makes them.
     """
 
     def __init__(
@@ -127,36 +158,54 @@ class RankExchange(Exchange):
         ask: Callable[[int], None],
         current_step: Callable[[], int],
         failures: Failures,
+        name: str | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.observer = RankObserver(rank=rank, size=size)
         self.records = rank == 0
         self._rank = rank
-        self._batches: list[Batch] = []  # not sent yet
-        self._maker = PartMaker(self.observer.topology)
         self._put = put
         self._ask = ask
         self._current_step = current_step
         self._first_step = current_step()
+        self._failures = failures
+        self._pid = os.getpid()
+        # The worker uses these:
+        self._maker = PartMaker(self.observer.topology)
+        self._batches: list[Batch] = []  # not sent yet
+        self._merged_records = MergedRecords()
+        self._own: dict[tuple[int, str], StepRecord] = {}
         self._announced: set[int] = set()  # full steps, of which a late rank has only the norms
         self._last: tuple[int, float] = (-1, 0.0)  # step and time of the latest record
         self._step_s = 0.0
-        self._failures = failures
-        self._merged_records = MergedRecords()
-        self._own: dict[tuple[int, str], StepRecord] = {}
+        # All threads:
         self._changed = threading.Condition()
         self._queued_bytes = 0  # of merged steps
         self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
-        self._channel = Channel(
-            name=str(next(_numbers)),
-            rank=rank,
-            world_size=size,
-            deliver=self.take,
-            on_announcement=self._on_announcement,
-            failures=failures,
-            first_step=self._first_step,
-        )
+        self.barrier = Barrier(self._first_step)
+        # The thread of the exchange:
+        self._now, self._turned_at = 0.0, time.monotonic()
+        self._parts: list[PartialRecord] = []  # to be sent or merged
+        self._announcement = Announcement(first_step=None if rank else self._first_step)
+        self._asked_at = math.inf  # to raise
+        self._answers: dict[int, int] = {}
+        self._closing, self._close_at = asyncio.Event(), math.inf
+        self._rendezvous = Rendezvous(f"{FORMAT}/{next(_numbers) if name is None else name}")
+        self._server: Server | None = None
+        self._client = Client(self._rendezvous, rank, self._on_frame) if rank else None
+        self._collector = Collector(world_size=size, timeout_s=timeout_s)
+        self._loop = asyncio.SelectorEventLoop()
+        self._wakeup = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="telemetry-ranks", daemon=True)
+        self._thread.start()
 
-    # --- on the background thread ----------------------------------------------------------------
+    def _submit(self, callback: Callable[[], None]) -> None:
+        """Have the thread of the exchange call this."""
+        if os.getpid() == self._pid:
+            with suppress(RuntimeError):  # the thread has ended
+                self._loop.call_soon_threadsafe(self._do, callback)
+
+    # --- on the worker ---------------------------------------------------------------------------
 
     def send(self, record: StepRecord, step: CapturedStep | LightStep) -> StepRecord | None:
         if self.records and (record.full or record.phase):
@@ -164,7 +213,7 @@ class RankExchange(Exchange):
             while len(self._own) > _OWN_KEPT:
                 del self._own[next(iter(self._own))]
         part = self._maker.part(record, step if isinstance(step, CapturedStep) else None)
-        self._send(replace(part, batches=tuple(self._batches)))
+        self.send_part(replace(part, batches=tuple(self._batches)))
         self._batches = []
         return None
 
@@ -178,11 +227,13 @@ class RankExchange(Exchange):
 
     def send_rest(self, logged: Mapping[int, Mapping[str, float]]) -> None:
         for step, values in sorted(logged.items()):
-            self._send(self._maker.logged(step, values))
+            self.send_part(self._maker.logged(step, values))
 
-    def _send(self, part: PartialRecord) -> None:
-        self._awaited = part.step, not part.phase  # phases of a step come before it
-        self._channel.send(part)
+    def send_part(self, part: PartialRecord) -> None:
+        """Send this rank's measurements; the phases of a step come before the step itself."""
+        self._awaited = part.step, not part.phase
+        numbered = self._maker.numbered(part)
+        self._submit(lambda: self._parts.append(numbered))
 
     def merged(self, merged: MergedStep) -> StepRecord | None:
         own = self._own.pop((merged.step, merged.phase), None)
@@ -201,8 +252,166 @@ class RankExchange(Exchange):
             )
         return record
 
+    def note_recorded(self, merged: MergedStep) -> None:
+        with self._changed:
+            self._queued_bytes -= merged.nbytes
+            if self._awaited is not None and (merged.step, not merged.phase) >= self._awaited:
+                self._awaited = None
+                self._changed.notify_all()
+
+    def request_full(self, step: int) -> bool:
+        """Announce a full step; not if a later one is announced, or a step's time is unknown."""
+        if step > max(self._announced, default=-1) and self._step_s > 0:
+            now, step_s, (last, wall_time) = self._current_step(), self._step_s, self._last
+            if now > last + 1:  # the first steps are slow
+                step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
+            at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
+            self._announced.add(at)
+            self._submit(lambda: self._broadcast(full_step=at))
+        return True
+
+    def raise_on_all(self, alert: Alert) -> None:
+        self._submit(lambda: self._request_answers(alert))
+
+    # --- on the training thread ------------------------------------------------------------------
+
+    def to_raise(self, step: int | None) -> Alert | None:
+        return self._alert if self.barrier.step_ended(step) else None
+
+    def wait(self, timeout_s: float) -> None:
+        if self.records and os.getpid() == self._pid:
+            with self._changed:
+                self._changed.wait_for(lambda: self._awaited is None, timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        each_within(min(CLOSE_S, timeout_s), self.wait, self._close)
+
+    def _close(self, timeout_s: float) -> None:
+        """Send queued records and end; this takes two more seconds at most. Idempotent."""
+        self._close_at = min(self._close_at, time.monotonic() + timeout_s)
+        self._submit(self._closing.set)
+        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s + _LAST_S)
+
+    # --- on the thread of the exchange -----------------------------------------------------------
+
+    def _run(self) -> None:
+        with self._failures.contained("to end the exchange with other ranks"):
+            self._loop.run_until_complete(self._live())
+        self.barrier.decide(self._announcement.raise_at)
+        self._loop.close()
+
+    async def _live(self) -> None:
+        connection = asyncio.create_task(self._connect())
+        while not self._closing.is_set():
+            await self._turn()
+        await self._end(connection)
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+    async def _connect(self) -> None:
+        with self._failures.contained("to connect to the other ranks"):
+            if self._client is not None:
+                await self._client.run()
+                return
+            while not distributed.is_initialized():
+                await asyncio.sleep(IDLE_S)
+            with suppress(RuntimeError, OSError, ValueError):  # the collector logs who is missing
+                listening, token = await in_thread(self._rendezvous.publish)
+                self._server = Server(listening, token, self._receive, encode(self._announcement))
+                await self._server.run()
+
+    def _do(self, callback: Callable[[], None]) -> None:
+        with self._failures.contained("to exchange records with other ranks"):
+            callback()
+        self._wakeup.set()
+
+    async def _turn(self, *, hurry: bool = False) -> None:
+        """Send or merge queued records, after a moment in which more may come."""
+        await is_set_within(0 if hurry else IDLE_S, self._wakeup)
+        await asyncio.sleep(0 if self._closing.is_set() else TURN_S)
+        self._wakeup.clear()
+        with self._failures.contained("to exchange records with other ranks"):
+            turned_at, self._turned_at = self._turned_at, time.monotonic()
+            self._now += min(self._turned_at - turned_at, _LONGEST_TURN_S)
+            parts, self._parts = self._parts, []
+            if self._client is not None:
+                if parts:
+                    self._client.put(RECORDS, encode(tuple(parts)))
+                return
+            for part in parts:
+                self._collector.add(part, self._now)
+            while (step := self._collector.take(self._now, hurry=hurry)) is not None:
+                if not step.phase:
+                    self._collector.log_missing(step, self._server.refused if self._server else ())
+                self.take(step)
+            self._decide()
+
+    async def _end(self, connection: asyncio.Task[None]) -> None:
+        """Send queued records; on rank 0, wait for late ranks."""
+        if self._client is not None:
+            await self._turn(hurry=True)
+            self._client.finish()
+            await asyncio.wait({connection}, timeout=min(_SEARCH_S, self._left_s()))
+            if self._client.is_known:
+                await asyncio.wait({connection}, timeout=self._left_s())
+            return
+        while self._collector.open_steps and self._left_s():
+            await self._turn()
+        await self._turn(hurry=True)
+        if self._server is not None:
+            self._server.close()
+            with suppress(asyncio.TimeoutError):  # the store may block
+                await asyncio.wait_for(in_thread(self._rendezvous.delete), _LAST_S / 2)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._close_at - time.monotonic())
+
+    def _on_frame(self, payload: bytes) -> None:
+        announcement: Announcement = decode(Announcement, payload)
+        if announcement != self._announcement:
+            self._do(lambda: self._follow(announcement))
+
+    def _follow(self, announcement: Announcement) -> None:
+        """Follow rank 0's announcement; log a first step that differs from this rank's."""
+        self._announcement = announcement
+        if announcement.first_step not in (None, self._first_step):
+            self._failures.log_once(
+                f"this rank counts its steps from {self._first_step} and rank 0 from "
+                f"{announcement.first_step}, so their records do not meet; give all ranks the same "
+                'first_step (with "auto", each needs to read the directory of the run)',
+                kind="first step",
+            )
+        if announcement.full_step > self._current_step():  # else this rank is too late
+            self._ask(announcement.full_step)
+        if announcement.message:
+            self._alert = self._alert or parse_alert(json.loads(announcement.message))
+            step = self.barrier.close()
+            if self._client is None:
+                self._answers[0] = step
+            elif announcement.raise_at is None:
+                self._client.put(BARRIER, str(step).encode())
+        if announcement.raise_at is not None:
+            self.barrier.decide(announcement.raise_at)
+
+    # --- there, on rank 0 ------------------------------------------------------------------------
+
+    def _receive(self, kind: bytes, payload: bytes, rank: int) -> None:
+        """Take a frame of another rank; a damaged one is reported and dropped."""
+        self._do(lambda: self._collect(kind, payload, rank))
+
+    def _collect(self, kind: bytes, payload: bytes, rank: int) -> None:
+        self._collector.note(rank, self._now, LAST_SEQUENCE if kind == ENDED else -1)
+        if kind == RECORDS:
+            for part in decode(tuple[PartialRecord, ...], payload):
+                self._collector.add(part, self._now)
+        elif kind == BARRIER:
+            self._answers[rank] = int(payload)
+
     def take(self, merged: MergedStep) -> None:
-        """Queue a merged step, on the thread of the channel; drop it above the high-water mark."""
+        """Queue a merged step; drop it above the high-water mark."""
         with self._changed:
             fits = self._queued_bytes <= MAX_BYTES
             self._queued_bytes += merged.nbytes
@@ -216,240 +425,20 @@ class RankExchange(Exchange):
         )
         self.note_recorded(merged)
 
-    def note_recorded(self, merged: MergedStep) -> None:
-        with self._changed:
-            self._queued_bytes -= merged.nbytes
-            if self._awaited is not None and (merged.step, not merged.phase) >= self._awaited:
-                self._awaited = None
-                self._changed.notify_all()
+    def _broadcast(self, **changes: object) -> None:
+        announcement = replace(self._announcement, **changes)  # type: ignore[arg-type]
+        if self._server is not None:
+            self._server.announce(encode(announcement))
+        self._follow(announcement)
 
-    # --- announcements ---------------------------------------------------------------------------
+    def _request_answers(self, alert: Alert) -> None:
+        if not self._announcement.message:
+            self._asked_at = self._now
+            self._broadcast(message=json.dumps(alert_fields(alert)))
 
-    def request_full(self, step: int) -> bool:
-        """Announce a full step; not if a later one is announced, or a step's time is unknown."""
-        if step > max(self._announced, default=-1) and self._step_s > 0:
-            now, step_s, (last, wall_time) = self._current_step(), self._step_s, self._last
-            if now > last + 1:  # the first steps are slow
-                step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
-            at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
-            self._announced.add(at)
-            self._channel.announce(at)
-        return True
-
-    def _on_announcement(self, announcement: Announcement) -> None:
-        """Follow rank 0's announcement; log a first step that differs from this rank's."""
-        if announcement.first_step not in (None, self._first_step):
-            self._failures.log_once(
-                f"this rank counts its steps from {self._first_step} and rank 0 from "
-                f"{announcement.first_step}, so their records do not meet; give all ranks the same "
-                'first_step (with "auto", each needs to read the directory of the run)',
-                kind="first step",
-            )
-        if announcement.full_step > self._current_step():  # else this rank is too late
-            self._ask(announcement.full_step)
-        if announcement.message and self._alert is None:
-            self._alert = parse_alert(json.loads(announcement.message))
-
-    # --- on the training thread ------------------------------------------------------------------
-
-    def raise_on_all(self, alert: Alert) -> None:
-        self._channel.raise_on_all(json.dumps(alert_fields(alert)))
-
-    def to_raise(self, step: int | None) -> Alert | None:
-        return self._alert if self._channel.barrier.step_ended(step) else None
-
-    def wait(self, timeout_s: float) -> None:
-        if self.records and self._channel.is_in_own_process:
-            with self._changed:
-                self._changed.wait_for(lambda: self._awaited is None, timeout_s)
-
-    def close(self, timeout_s: float) -> None:
-        each_within(min(CLOSE_S, timeout_s), self.wait, self._channel.close)
-
-
-class PartMaker:
-    """Makes the partial records of one rank, in the order of its steps; on the worker thread."""
-
-    def __init__(self, topology: RankTopology) -> None:
-        self._topology = topology
-        self._host = socket.gethostname()
-        self._sent_layout: Layout | None = None
-        self._layout_id = ""
-        self._last: tuple[int, float] | None = None
-
-    def part(self, record: StepRecord, captured: CapturedStep | None = None) -> PartialRecord:
-        """Return the partial record of a step; ``captured`` is None at a light step."""
-        notes = RankNotes() if captured is None else captured.ranks
-        unknown_sums = notes.unknown_sums.union(
-            f"the gradient of {record.layout.parameters[index].name}"
-            for index, shard in notes.grads.items()
-            if shard.reduction == "unknown"
-        )
-        return PartialRecord(
-            rank=self._topology.rank,
-            size=self._topology.size,
-            step=record.step,
-            wall_time=record.wall_time,
-            phase=record.phase,
-            full=record.full,
-            shared=Shared(**{f.name: getattr(record, f.name) for f in fields(Shared)}),
-            parameters=self._parameters(record, captured, notes),
-            tensors=_tensors(record, notes, self._topology),
-            attention=record.attention,
-            scalars=record.scalars,
-            usage=record.usage,
-            expert_loads=record.expert_loads,
-            step_s=self._step_s(record),
-            host=self._host if record.full or record.phase else "",
-            batch=self._batch(record),
-            nonfinite=self._nonfinite(record),
-            unknown_sums=tuple(sorted(unknown_sums)),
-        )
-
-    def logged(self, step: int, scalars: Mapping[str, float]) -> PartialRecord:
-        """Return the partial record of a step that did not end: its logged scalars."""
-        rank, size = self._topology.rank, self._topology.size
-        return PartialRecord(
-            rank=rank, size=size, step=step, wall_time=time.time(), scalars=scalars
-        )
-
-    def _parameters(
-        self, record: StepRecord, captured: CapturedStep | None, notes: RankNotes
-    ) -> ParameterPart:
-        layout, topology = record.layout, self._topology
-        is_new = layout is not self._sent_layout
-        if is_new:
-            names = "\n".join(parameter.name for parameter in layout.parameters)
-            self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-            self._sent_layout = layout
-        before = parameter_copies = moved = sizes = None
-        if captured is not None and record.full:
-            parameter_copies = _copies(layout, notes.parameters, topology)
-            moved, sizes = _updates(captured, record)
-        # The schedule of a pipeline divides gradients by the number of micro-batches later.
-        if captured is not None and not topology.is_in_pipeline:
-            before = captured.norms_before_clipping(record.grad_norms, record.grad_present)
-        checks = [
-            (index, notes.parameters[index].shard, total)
-            for indices, totals in notes.bit_sums
-            for index, total in zip(indices, totals.wait().tolist(), strict=True)
-        ]
-        return ParameterPart(
-            stage=topology.stage,
-            layout_id=self._layout_id,
-            layout=layout if record.full or record.phase or is_new else None,
-            copies=_copies(layout, notes.grads, topology),
-            norms=record.grad_norms,
-            present=record.grad_present,
-            finite=record.grad_finite,
-            before=before,
-            parameter_copies=parameter_copies,
-            moved=moved,
-            sizes=sizes,
-            addends=_addends(record, notes),
-            checks=np.array(checks, np.int64).T if checks else None,
-            nan_buffers=tuple(record.nan_buffers),
-            nonfinite_parameters=tuple(record.nonfinite_parameters),
-        )
-
-    def _step_s(self, record: StepRecord) -> float | None:
-        """Return the seconds since the step before, if that is known."""
-        if record.phase:
-            return None
-        last, self._last = self._last, (record.step, record.wall_time)
-        return record.wall_time - last[1] if last and last[0] == record.step - 1 else None
-
-    def _batch(self, record: StepRecord) -> str:
-        """Return a digest of the batch, equal on ranks of one group with the same batch."""
-        group = self._topology.data_group
-        if group is None or not record.fingerprints:
-            return ""
-        values = hashlib.blake2b(repr(record.fingerprints).encode(), digest_size=8).hexdigest()
-        return f"{group}/{values}"
-
-    def _nonfinite(self, record: StepRecord) -> str:
-        """Return the first NaN or infinity of this rank alone.
-
-        Ranks with the same data, and stages of a pipeline, receive their values from each other.
-        """
-        if self._topology.same_data.copies > 1 or self._topology.is_in_pipeline:
-            return ""
-        found = [f"the parameter {name}" for name in record.nonfinite_parameters]
-        found += [f"the output of {output}" for output in bad_among(record.outputs)]
-        if record.loss is not None and not math.isfinite(record.loss):
-            found.append("the loss")
-        return found[0] if found else ""
-
-
-def _tensors(record: StepRecord, notes: RankNotes, topology: RankTopology) -> TensorTable | None:
-    found: dict[Row, LocalShard] = {}
-    shards_of: dict[str, Mapping[Any, LocalShard]] = {
-        "inputs": notes.outputs,
-        "outputs": notes.outputs,
-        "output_grads": notes.output_grads,
-        "grads": notes.grads,
-        "weights": notes.parameters,
-        "second_moments": notes.parameters,
-    }
-    for kind, shards in shards_of.items():
-        for name in getattr(record, kind):
-            if kind == "inputs":
-                found[Row(0, kind, name)] = shards.get(name, UNSPLIT)
-            elif isinstance(name, Output):
-                row = Row(topology.stage, kind, name.module_name, name.place)
-                found[row] = shards.get(name, UNSPLIT)
-            else:
-                index = record.layout.parameter_position[name]
-                shard = shards.get(index) or topology.of_plain(index)
-                found[Row(topology.stage, kind, name)] = shard
-    if not found:
-        return None
-    return TensorTable.of(
-        found, Rows.concatenate([Tensors.of(getattr(record, kind)).rows for kind in shards_of])
-    )
-
-
-def _copies(layout: Layout, shards: Mapping[int, LocalShard], topology: RankTopology) -> Integers:
-    copies = topology.plain_copies(len(layout.parameters))
-    for index, shard in shards.items():
-        copies[index] = shard.copy
-    return copies
-
-
-def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats]:
-    """Return the norms of parameters' updates, and of the parameters before; NaN: not measured.
-
-    Of a large parameter only a sample's ratio of the two is known; the update is the whole norm
-    times that, or the sample's update if that norm is zero.
-    """
-    count = len(record.layout.parameters)
-    moved, sizes = np.full(count, np.nan), np.full(count, np.nan)
-    norms = figures_of(record.weights, _norm_if_finite)
-    for update in captured.detail.updates:
-        for index, moved_norm, _, _ in update.read():
-            name = record.layout.parameters[index].name
-            if name in norms:
-                size = sizes[index] = norms[name]
-                ratio = record.update_ratios.get(name, math.nan)
-                moved[index] = ratio * size if size else moved_norm
-    for name, elements in figures_of(record.weights, attrgetter("count")).items():
-        if elements == 0:  # an empty shard
-            index = record.layout.parameter_position[name]
-            moved[index] = sizes[index] = 0.0
-    return moved, sizes
-
-
-def _norm_if_finite(rows: Rows) -> Floats:
-    return np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
-
-
-def _addends(record: StepRecord, notes: RankNotes) -> dict[Addend, Floats]:
-    """Return this rank's addends of gradients, as the optimizer used them."""
-    addends = {}
-    for index, copy in notes.addends.items():
-        values = copy.wait().double().numpy().reshape(-1)
-        norm, used = float(np.linalg.norm(values)), float(record.grad_norms[index])
-        # Without a scaler's factor.
-        factor = used / norm if norm > 0 and math.isfinite(norm) and math.isfinite(used) else 1.0
-        addends[Addend(index, notes.grads[index].copy, values.size)] = values * factor
-    return addends
+    def _decide(self) -> None:
+        """Broadcast the step at which all raise, once all ranks have answered or timed out."""
+        if self._asked_at < math.inf and self._announcement.raise_at is None:
+            late = self._now - self._asked_at > ANSWER_S
+            if late or self._collector.members <= self._answers.keys():
+                self._broadcast(raise_at=max(self._answers.values()))

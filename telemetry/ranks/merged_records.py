@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import nan
 from operator import attrgetter
 from typing import Any
 
@@ -12,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.ranks.merging import (
+    OF_OUTPUTS,
     Array,
     MergedStep,
     Placed,
     merge_parameters,
-    spreads,
+    over_ranks,
     sum_addends,
 )
 from telemetry.ranks.partial_record import Floats, Row, TensorTable
@@ -36,7 +36,6 @@ from telemetry.records.sketch import sketch_array
 from telemetry.records.step import OF_PARAMETERS, ClippedFraction
 from telemetry.records.tensor import Tensors
 
-_OF_OUTPUTS = ("outputs", "output_grads")
 # Values of rank 0 that are not merged, and OF_PARAMETERS where its layout is that of all.
 _OF_RANK_0 = ("feature_maps", "filters", "input", "random_states", "fingerprints")
 # A pipeline stage may have this in the place of other stages' modules.
@@ -126,7 +125,7 @@ class JoinedLayouts:
         if row.kind == "inputs":
             return row.name
         name = self.name(row.stage, row.name)
-        if row.kind not in _OF_OUTPUTS:
+        if row.kind not in OF_OUTPUTS:
             return name
         return Output(name, row.place) if self._stage_of.get(name) == row.stage else None
 
@@ -228,7 +227,7 @@ def _tensors(
     of_kind: dict[str, Tensors[Any]] = {}
     for kind, places in found.items():
         order = list(places)
-        if kind in _OF_OUTPUTS:
+        if kind in OF_OUTPUTS:
             order.sort(key=lambda o: (position.get(o.module_name, last), o.place))
         elif kind != "inputs":
             order.sort(key=layout.parameter_position.__getitem__)
@@ -239,8 +238,11 @@ def _tensors(
 
 def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
     parts = sorted(merged.parts, key=attrgetter("rank"))
-    rms = _rms_spreads(merged, joined)
-    step_s = np.array([[nan if part.step_s is None else part.step_s] for part in parts])
+    rms: dict[str, dict[Output, Spread]] = {kind: {} for kind in OF_OUTPUTS}
+    for row, spread in over_ranks(merged.rms)[1].items():
+        if (output := joined.key_of(row)) is not None:
+            rms[row.kind][output] = spread
+    step_s = {o.rank: {"step_s": o.step_s} for o in parts if o.step_s is not None}
     batches: dict[str, set[int]] = {}
     for part in parts:
         if part.batch:
@@ -252,7 +254,7 @@ def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
         measured=merged.measured,
         scalars=merged.scalars()[1],
         usage=merged.usage()[1],
-        step_s=spreads(step_s, [part.rank for part in parts])[0],
+        step_s=over_ranks(step_s)[1].get("step_s"),
         activation_rms=rms["outputs"],
         activation_grad_rms=rms["output_grads"],
         diverged=differing(_checks(merged, joined), joined.layout.parameters),
@@ -261,26 +263,6 @@ def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
         first_nonfinite=min(nonfinite, default=None),
         not_known=tuple(sorted({name for part in parts for name in part.unknown_sums})),
     )
-
-
-def _rms_spreads(merged: MergedStep, joined: JoinedLayouts) -> dict[str, dict[Output, Spread]]:
-    """Spreads of the root mean squares of outputs and their gradients, by kind and output."""
-    ranks = sorted(merged.ranks)
-    column: dict[Row, int] = {}
-    for _, rows, _ in merged.rms:
-        for row in rows:
-            if row.kind in _OF_OUTPUTS:
-                column.setdefault(row, len(column))
-    values = np.full((len(ranks), len(column)), nan)
-    for rank, rows, rms in merged.rms:
-        at = [(column[row], n) for n, row in enumerate(rows) if row in column]
-        columns, places = np.array(at, np.intp).reshape(-1, 2).T
-        values[ranks.index(rank), columns] = rms[places]
-    found: dict[str, dict[Output, Spread]] = {kind: {} for kind in _OF_OUTPUTS}
-    for row, spread in zip(column, spreads(values, ranks), strict=True):
-        if spread is not None and (output := joined.key_of(row)) is not None:
-            found[row.kind][output] = spread
-    return found
 
 
 def _checks(merged: MergedStep, joined: JoinedLayouts) -> NDArray[np.int64]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,9 @@ NOWHERE = np.iinfo(np.int64).max
 # Tables of tensors that are merged at once: more are faster, and take more memory.
 _TABLES_AT_ONCE = 8
 
+OF_OUTPUTS = ("outputs", "output_grads")
+
+Key = TypeVar("Key", bound=Hashable)
 Array: TypeAlias = NDArray[Any]
 Placed: TypeAlias = tuple[ParameterPart, NDArray[np.intp]]
 """The parameters of a rank's part of the model, and their positions in the whole."""
@@ -127,20 +130,27 @@ def sum_addends(parts: Iterable[Placed]) -> dict[int, Floats]:
     return {index: reduce(np.add, found[addend]) for index, addend in lowest.items()}
 
 
-def spreads(values: Array, ranks: Sequence[int]) -> list[Spread | None]:
-    """The smallest and the largest value of each column, ``[ranks, columns]``; None: all are NaN.
+def over_ranks(
+    of_ranks: Mapping[int, Mapping[Key, float]],
+) -> tuple[dict[Key, float], dict[Key, Spread]]:
+    """Return means of values over the ranks that have them, and their extremes except for NaN.
 
-    Of equal values the lowest rank's counts; ``ranks`` ascend.
+    Of equal extremes the lowest rank's counts.
     """
-    known: Any = ~np.isnan(values).all(axis=0)
+    ranks = sorted(of_ranks)
+    names = list(dict.fromkeys([name for rank in ranks for name in of_ranks[rank]]))
+    if not names:
+        return {}, {}
+    logged = np.array([[name in of_ranks[rank] for name in names] for rank in ranks])
+    values = np.array([[of_ranks[rank].get(n, np.nan) for n in names] for rank in ranks])
+    means = np.add.reduce(values, axis=0, where=logged) / logged.sum(axis=0)
     least = values.argsort(axis=0, kind="stable")[0]  # NaN comes last
     most = (-values).argsort(axis=0, kind="stable")[0]
-    return [
-        Spread(low=float(own[a]), low_rank=ranks[a], high=float(own[b]), high_rank=ranks[b])
-        if is_known
-        else None
-        for is_known, a, b, own in zip(known, least, most, values.T, strict=True)
-    ]
+    return dict(zip(names, means.tolist(), strict=True)), {
+        name: Spread(low=float(own[a]), low_rank=ranks[a], high=float(own[b]), high_rank=ranks[b])
+        for name, own, a, b in zip(names, values.T, least, most, strict=True)
+        if not np.isnan(own[a])
+    }
 
 
 class MergedStep:
@@ -150,14 +160,14 @@ class MergedStep:
 
     Attributes:
         parts: Of the ranks, without tensors.
-        rms: Of each table of tensors the rank, the rows and their root mean squares.
+        rms: Root mean squares of outputs and of their gradients, by rank.
         nbytes: Bytes of the large arrays.
     """
 
     def __init__(self, first: PartialRecord) -> None:
         self.step, self.phase, self.sequence = first.step, first.phase, first.sequence
         self.parts: list[PartialRecord] = []
-        self.rms: list[tuple[int, tuple[Row, ...], Floats]] = []
+        self.rms: dict[int, dict[Row, float]] = {}
         self._tables: list[TensorTable] = []
         self._ranks: set[int] = set()
         self.nbytes = 0
@@ -175,7 +185,8 @@ class MergedStep:
         self.nbytes += part.nbytes
         self.parts.append(replace(part, tensors=None))
         if part.tensors is not None:
-            self.rms.append((part.rank, part.tensors.rows, rms_of(part.tensors.content)))
+            rms = zip(part.tensors.rows, rms_of(part.tensors.content).tolist(), strict=True)
+            self.rms[part.rank] = {row: value for row, value in rms if row.kind in OF_OUTPUTS}
             self._tables.append(part.tensors)
         if len(self._tables) == _TABLES_AT_ONCE:
             self.nbytes -= sum(table.nbytes for table in self._tables)
@@ -203,26 +214,11 @@ class MergedStep:
 
     def scalars(self) -> tuple[dict[str, float], dict[str, Spread]]:
         """Means of logged scalars over the ranks that logged them, and their spreads."""
-        return self._means({part.rank: part.scalars for part in self.parts})
+        return over_ranks({part.rank: part.scalars for part in self.parts})
 
     def usage(self) -> tuple[dict[str, float], dict[str, Spread]]:
         """Means of times and memory over the ranks that measured them, and their spreads."""
-        return self._means({part.rank: part.usage for part in self.parts})
-
-    def _means(
-        self, of_ranks: Mapping[int, Mapping[str, float]]
-    ) -> tuple[dict[str, float], dict[str, Spread]]:
-        ranks = sorted(of_ranks)
-        names = list(dict.fromkeys([name for rank in ranks for name in of_ranks[rank]]))
-        logged = np.array([[name in of_ranks[rank] for name in names] for rank in ranks])
-        values = np.array([[of_ranks[rank].get(n, np.nan) for n in names] for rank in ranks])
-        if not names:
-            return {}, {}
-        means = np.add.reduce(values, axis=0, where=logged) / logged.sum(axis=0)
-        found = spreads(values, ranks)
-        return dict(zip(names, means.tolist(), strict=True)), {
-            name: spread for name, spread in zip(names, found, strict=True) if spread is not None
-        }
+        return over_ranks({part.rank: part.usage for part in self.parts})
 
 
 class Collector:

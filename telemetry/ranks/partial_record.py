@@ -138,7 +138,7 @@ class PartialRecord:
     step: int
     wall_time: float
     phase: str = ""
-    sequence: int = 0  # sequence number of the step or phase: see Channel.send
+    sequence: int = 0  # sequence number of the step or phase: see PartMaker.numbered
     full: bool = False  # whether this is a full step on this rank
     shared: Shared = Shared()
     parameters: ParameterPart | None = None  # None: the step did not end

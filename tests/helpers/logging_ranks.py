@@ -25,12 +25,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry import Alert, HookLogger, Rule, TelemetryAlert
-from telemetry.failures import Failures
-from telemetry.ranks.channel import Channel
 from telemetry.ranks.connection import Address, Rendezvous
+from telemetry.ranks.exchange import RankExchange
 from telemetry.ranks.partial_record import PartialRecord
 from telemetry.records import StepRecord
 from tests.helpers import training
+from tests.helpers.members import exchange_of
 from tests.helpers.twins import Recorder, draw, seed
 
 
@@ -293,8 +293,8 @@ def begin(
     rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2, timeout_s: float = 3.0
 ) -> None:
     """Start a loner whose timeout exceeds every pause of a test."""
-    assert Channel.__init__.__kwdefaults__ is not None
-    Channel.__init__.__kwdefaults__["timeout_s"] = timeout_s
+    assert RankExchange.__init__.__kwdefaults__ is not None
+    RankExchange.__init__.__kwdefaults__["timeout_s"] = timeout_s
     loners.append(Loner(log_dir, every_n_steps=every_n_steps))
 
 
@@ -309,8 +309,8 @@ def wait_until_expecting(rank: int, size: int, other: int) -> None:
     """Wait until rank 0 expects measurements of another rank."""
     logger = loners[-1].logger
     assert logger is not None
-    channel = logger._run._ranks._channel  # type: ignore[union-attr]
-    while other not in channel._collector.members:  # type: ignore[union-attr]
+    exchange = logger._run._ranks  # type: ignore[union-attr]
+    while other not in exchange._collector.members:  # type: ignore[union-attr]
         time.sleep(0.01)
 
 
@@ -332,7 +332,7 @@ def end(rank: int, size: int) -> dict[str, Any]:
 
 # --- more ranks than files ------------------------------------------------------------------------
 
-simulated: list[Channel] = []
+simulated: list[RankExchange] = []
 
 
 def begin_with_few_files(
@@ -344,10 +344,11 @@ def begin_with_few_files(
     begin(rank, world, log_dir, timeout_s=15.0)  # 150 ranks connect before the first step
     logger = loners[-1].logger
     assert logger is not None
-    channel = logger._run._ranks._channel  # type: ignore[attr-defined]
-    while channel._server is None:
+    exchange = logger._run._ranks  # type: ignore[union-attr]
+    while exchange._server is None:  # type: ignore[union-attr]
         time.sleep(0.01)
-    return (*channel._server._listening.getsockname()[:2], channel._server._token)
+    server = exchange._server  # type: ignore[union-attr]
+    return (*server._listening.getsockname()[:2], server._token)
 
 
 def simulate(rank: int, size: int, address: tuple[str, int, str], world: int) -> None:
@@ -357,23 +358,20 @@ def simulate(rank: int, size: int, address: tuple[str, int, str], world: int) ->
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world)
     Rendezvous.find = lambda self: Address(*address)  # type: ignore[method-assign]
     for other in range(1, world):
-        channel = Channel(
-            name="0", rank=other, world_size=world, deliver=print, on_announcement=str,
-            failures=Failures(),
-        )  # fmt: skip
-        simulated.append(channel)
+        exchange = exchange_of("0", other, world)
+        simulated.append(exchange)
         for step in range(6):
-            channel.send(
+            exchange.send_part(
                 PartialRecord(
                     rank=other, size=world, step=step, wall_time=0.0, scalars={"number": 1.0}
                 )
             )
     connected = 0
     while connected < 150:
-        connected = sum(channel._client.is_known for channel in simulated)  # type: ignore[union-attr]
+        connected = sum(exchange._client.is_known for exchange in simulated)  # type: ignore[union-attr]
         time.sleep(0.05)
 
 
 def end_simulation(rank: int, size: int) -> None:
-    for channel in simulated:
-        channel.close(0.01)
+    for exchange in simulated:
+        exchange._close(0.01)

@@ -26,8 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from telemetry.alert import Alert
 from telemetry.failures import Failures
-from telemetry.ranks.channel import Announcement, Channel
+from telemetry.ranks.exchange import RankExchange
 from telemetry.ranks.merging import MergedStep
 from telemetry.ranks.partial_record import PartialRecord
 
@@ -56,22 +57,43 @@ def total(ranks: Sequence[int], step: int) -> dict[str, float]:
     return {str(rank): step + 1.0 for rank in ranks}
 
 
+ALERT = Alert(
+    kind="loss_spike", severity="error", step=0, module_name=None, value=1.0, threshold=0.0,
+    summary="The loss rose",
+)  # fmt: skip
+
+
+def exchange_of(
+    name: str,
+    rank: int,
+    size: int,
+    put: Callable[[MergedStep], object] = print,
+    ask: Callable[[int], object] = print,
+    **options: Any,
+) -> RankExchange:
+    """Return an exchange whose process never is beyond an announced step."""
+    return RankExchange(
+        name=name, rank=rank, size=size, put=put, ask=ask, current_step=lambda: 0,
+        failures=Failures(), **options,
+    )  # fmt: skip
+
+
 @dataclass(kw_only=True, eq=False)
 class Received:
-    """Steps and announcements of one channel."""
+    """Steps and announced full steps of one exchange."""
 
     merged: list[MergedStep] = field(default_factory=list)
-    announcement: Announcement = field(default_factory=Announcement)
+    full_step: int = -1
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def deliver(self, merged: MergedStep) -> None:
+    def put(self, merged: MergedStep) -> None:
         with self.changed:
             self.merged.append(merged)
             self.changed.notify_all()
 
-    def on_announcement(self, announcement: Announcement) -> None:
+    def ask(self, step: int) -> None:
         with self.changed:
-            self.announcement = announcement
+            self.full_step = step
             self.changed.notify_all()
 
 
@@ -81,7 +103,7 @@ class Member:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.channels: dict[str, Channel] = {}
+        self.exchanges: dict[str, RankExchange] = {}
         self.received: dict[str, Received] = {}
         self.raised: int | None = None
 
@@ -96,19 +118,13 @@ class Member:
 
     def open(self, name: str = "run", timeout_s: float = 3.0) -> None:
         received = self.received[name] = Received()
-        self.channels[name] = Channel(
-            name=name,
-            rank=self.rank,
-            world_size=self.world_size,
-            deliver=received.deliver,
-            on_announcement=received.on_announcement,
-            failures=Failures(),
-            timeout_s=timeout_s,
+        self.exchanges[name] = exchange_of(
+            name, self.rank, self.world_size, received.put, received.ask, timeout_s=timeout_s
         )
 
     def send(self, steps: Sequence[int], name: str = "run", phase: str = "") -> None:
         for step in steps:
-            self.channels[name].send(measured(self.rank, step, phase))
+            self.exchanges[name].send_part(measured(self.rank, step, phase))
 
     def got(
         self, step: int, name: str = "run", count: int = 1
@@ -120,15 +136,16 @@ class Member:
             return [(m.step, sorted(m.ranks), m.scalars()[0]) for m in received.merged]
 
     def announce(self, step: int) -> None:
-        self.channels["run"].announce(step)
+        exchange = self.exchanges["run"]
+        exchange._submit(lambda: exchange._broadcast(full_step=step))
 
     def await_announcement(self, step: int, name: str = "run") -> None:
         received = self.received[name]
         with received.changed:
-            received.changed.wait_for(lambda: step == received.announcement.full_step)
+            received.changed.wait_for(lambda: step == received.full_step)
 
     def alert(self) -> None:
-        self.channels["run"].raise_on_all("alert")
+        self.exchanges["run"].raise_on_all(ALERT)
 
     def train(self, steps: int, pause_s: float, *, together: bool) -> None:
         """Steps in the background until one raises."""
@@ -138,7 +155,7 @@ class Member:
                 if together:
                     dist.barrier()
                 time.sleep(pause_s)
-                if self.channels["run"].barrier.step_ended(step):
+                if self.exchanges["run"].to_raise(step):
                     self.raised = step
                     return
 
@@ -151,21 +168,18 @@ class Member:
         return self.raised
 
     def close(self, name: str = "run", timeout_s: float = 20.0) -> float:
-        """Close the channel; return the duration in seconds."""
+        """Close the exchange; return the duration in seconds."""
         began = time.monotonic()
-        self.channels.pop(name).close(timeout_s)
+        self.exchanges.pop(name)._close(timeout_s)
         return time.monotonic() - began
 
     def leave_behind(self, name: str = "run") -> None:
         """Write the stale address that a dead run leaves in a store."""
-        channel = Channel(
-            name=name, rank=0, world_size=self.world_size, deliver=print, on_announcement=print,
-            failures=Failures(),
-        )  # fmt: skip
+        exchange = exchange_of(name, 0, self.world_size)
         store = dist.distributed_c10d._get_default_store()
-        store.wait([key := channel._rendezvous.key])
+        store.wait([key := exchange._rendezvous.key])
         left = store.get(key)
-        channel.close()
+        exchange._close(20.0)
         store.set(key, left)
 
     def keys(self) -> int:
@@ -174,20 +188,20 @@ class Member:
 
     def has_tried(self) -> None:
         """Wait until this rank has failed to connect to rank 0."""
-        client = self.channels["run"]._client
+        client = self.exchanges["run"]._client
         while client is None or client.is_known or not client.attempts:
             time.sleep(0.01)
 
     def address(self) -> tuple[str, int]:
         """Wait until rank 0 listens; return its address."""
-        while (server := self.channels["run"]._server) is None:
+        while (server := self.exchanges["run"]._server) is None:
             time.sleep(0.01)
         host, port, *_ = server._listening.getsockname()
         return host, port
 
     def disconnected(self, rank: int) -> None:
         """Wait until another rank is no longer connected to rank 0."""
-        server = self.channels["run"]._server
+        server = self.exchanges["run"]._server
         while server is None or rank in server._writers:
             time.sleep(0.01)
 
@@ -204,7 +218,7 @@ class Member:
 
     def wait_until_expecting(self, rank: int) -> None:
         """Wait until this rank waits for another one's measurements."""
-        collector = self.channels["run"]._collector
+        collector = self.exchanges["run"]._collector
         while rank not in collector.members:
             time.sleep(0.01)
 

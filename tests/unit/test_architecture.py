@@ -24,7 +24,7 @@ LAYERS = [
     {"measure"},
     {"events", "ranks"},
     {"alerts", "capture", "flight", "reading", "writing"},
-    {"checking", "interventions"},
+    {"checking", "interventions", "ranks.part_maker"},
     {"ranks.exchange"},
     {"pipeline"},
     {"run"},

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from queue import SimpleQueue
 
 import pytest
 
-from telemetry.failures import Failures
-from telemetry.ranks import channel
-from telemetry.ranks.channel import Announcement, Barrier, Channel
+from telemetry.ranks import barrier, exchange
+from telemetry.ranks.barrier import Barrier
 from telemetry.ranks.codec import encode
 from telemetry.ranks.connection import BARRIER, ENDED, RECORDS
+from telemetry.ranks.exchange import RankExchange
+from tests.helpers.members import ALERT, exchange_of
 
 NOTHING = encode(())
 
@@ -51,7 +51,9 @@ def test_a_rank_that_waits_at_the_decided_step_raises() -> None:
     assert raises == [True]
 
 
-def arrives(first: Channel, rank: int, kind: bytes = RECORDS, payload: bytes = NOTHING) -> None:
+def arrives(
+    first: RankExchange, rank: int, kind: bytes = RECORDS, payload: bytes = NOTHING
+) -> None:
     """Deliver a frame of another rank to rank 0."""
     first._submit(lambda: first._collect(kind, payload, rank))
 
@@ -59,35 +61,25 @@ def arrives(first: Channel, rank: int, kind: bytes = RECORDS, payload: bytes = N
 def test_a_rank_that_does_not_answer_does_not_block_the_barrier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(channel, "ANSWER_S", 0.1)
-    announced: SimpleQueue[Announcement] = SimpleQueue()
-    first = Channel(
-        name="run", rank=0, world_size=2, deliver=print, on_announcement=announced.put,
-        failures=Failures(), first_step=7,
-    )  # fmt: skip
+    monkeypatch.setattr(exchange, "ANSWER_S", 0.1)
+    first = exchange_of("run", 0, 2)
     arrives(first, 1)
-    first.raise_on_all("alert")
-    assert announced.get(timeout=30).raise_at is None
-    assert announced.get(timeout=30).raise_at == 7
-    assert first.barrier.step_ended(7)
+    first.raise_on_all(ALERT)
+    assert first.barrier._decided.wait(30)
+    assert first.to_raise(0) == ALERT
     first.close(0.1)
 
 
 def test_the_latest_step_of_all_connected_ranks_is_the_step_at_which_to_raise() -> None:
-    announced: SimpleQueue[Announcement] = SimpleQueue()
-    first = Channel(
-        name="run", rank=0, world_size=4, deliver=print, on_announcement=announced.put,
-        failures=Failures(),
-    )  # fmt: skip
-
+    first = exchange_of("run", 0, 4)
     for rank in range(1, 4):
         arrives(first, rank)
     arrives(first, 3, ENDED)
-    first.raise_on_all("alert")
-    assert announced.get(timeout=30).raise_at is None
-    arrives(first, 1, BARRIER, b"7")
-    arrives(first, 2, BARRIER, b"6")
-    assert announced.get(timeout=30).raise_at == 7
+    first.raise_on_all(ALERT)
+    arrives(first, 1, BARRIER, b"6")
+    arrives(first, 2, BARRIER, b"7")
+    assert first.barrier._decided.wait(30)
+    assert [first.to_raise(step) for step in (6, 7)] == [None, ALERT]
     first.close(0.1)
 
 
@@ -102,7 +94,7 @@ def test_a_rank_beyond_the_decided_step_raises_at_the_end_of_its_step() -> None:
 def test_training_continues_without_a_decision_of_rank_0(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(channel, "BARRIER_S", 0.01)
+    monkeypatch.setattr(barrier, "BARRIER_S", 0.01)
     silent, closed = Barrier(), Barrier()
     silent.close()
     assert not silent.step_ended(3)

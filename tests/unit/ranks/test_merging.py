@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from telemetry.ranks.codec import decode, encode
 from telemetry.ranks.merged_records import MergedRecords, differing, with_whole_units
-from telemetry.ranks.merging import MergedStep, merge_parameters, merge_tensors, spreads
+from telemetry.ranks.merging import MergedStep, merge_parameters, merge_tensors, over_ranks
 from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import (
@@ -133,7 +133,9 @@ def test_figures_become_means_and_spreads_of_the_ranks_that_have_them(kind: Any)
     )
 )
 def test_spreads_name_the_lowest_rank_of_each_extreme(values: NDArray[np.float64]) -> None:
-    for found, column in zip(spreads(values, range(len(values))), values.T, strict=True):
+    of_ranks = {rank: dict(enumerate(row)) for rank, row in enumerate(values.tolist())}
+    for place, column in enumerate(values.T):
+        found = over_ranks(of_ranks)[1].get(place)
         pairs = [(value, rank) for rank, value in enumerate(column) if not math.isnan(value)]
         if not pairs:
             assert found is None

@@ -1,4 +1,4 @@
-"""Channel between ranks in real processes: records are merged, a faulty rank blocks no other."""
+"""Exchange between ranks in real processes: records are merged, a faulty rank blocks no other."""
 
 from __future__ import annotations
 

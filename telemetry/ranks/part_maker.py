@@ -1,0 +1,235 @@
+"""Makes the partial records that one rank sends, from its own records."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+
+from telemetry.capture import CapturedStep
+from telemetry.ranks.partial_record import (
+    Addend,
+    Floats,
+    Integers,
+    ParameterPart,
+    PartialRecord,
+    Row,
+    Shared,
+    TensorTable,
+)
+from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankTopology
+from telemetry.records import Layout, Output, StepRecord
+from telemetry.records.moments import nonfinite_of, norm_of
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import Tensors, bad_among, figures_of
+
+# A step's sequence number is the last of its block; the others are of phases before it. The next
+# epoch begins when a run goes back to an earlier step.
+PER_STEP = 2**10
+EPOCH = PER_STEP * 2**34
+
+
+class PartMaker:
+    """Makes the partial records of one rank, in the order of its steps; on the worker thread."""
+
+    def __init__(self, topology: RankTopology) -> None:
+        self._topology = topology
+        self._host = socket.gethostname()
+        self._sent_layout: Layout | None = None
+        self._layout_id = ""
+        self._last: tuple[int, float] | None = None
+        self._epoch, self._sequence = 0, -1
+
+    def part(self, record: StepRecord, captured: CapturedStep | None = None) -> PartialRecord:
+        """Return the partial record of a step; ``captured`` is None at a light step."""
+        notes = RankNotes() if captured is None else captured.ranks
+        unknown_sums = notes.unknown_sums.union(
+            f"the gradient of {record.layout.parameters[index].name}"
+            for index, shard in notes.grads.items()
+            if shard.reduction == "unknown"
+        )
+        return PartialRecord(
+            rank=self._topology.rank,
+            size=self._topology.size,
+            step=record.step,
+            wall_time=record.wall_time,
+            phase=record.phase,
+            full=record.full,
+            shared=Shared(**{f.name: getattr(record, f.name) for f in fields(Shared)}),
+            parameters=self._parameters(record, captured, notes),
+            tensors=_tensors(record, notes, self._topology),
+            attention=record.attention,
+            scalars=record.scalars,
+            usage=record.usage,
+            expert_loads=record.expert_loads,
+            step_s=self._step_s(record),
+            host=self._host if record.full or record.phase else "",
+            batch=self._batch(record),
+            nonfinite=self._nonfinite(record),
+            unknown_sums=tuple(sorted(unknown_sums)),
+        )
+
+    def logged(self, step: int, scalars: Mapping[str, float]) -> PartialRecord:
+        """Return the partial record of a step that did not end: its logged scalars."""
+        rank, size = self._topology.rank, self._topology.size
+        return PartialRecord(
+            rank=rank, size=size, step=step, wall_time=time.time(), scalars=scalars
+        )
+
+    def numbered(self, part: PartialRecord) -> PartialRecord:
+        """Return a partial record with its sequence number."""
+        last_of_step = self._epoch + (part.step + 1) * PER_STEP - 1
+        if last_of_step <= self._sequence:  # the run goes back to an earlier step
+            self._epoch += EPOCH
+            last_of_step += EPOCH
+        first_of_step = last_of_step - PER_STEP + 1
+        self._sequence = max(first_of_step, self._sequence + 1) if part.phase else last_of_step
+        return replace(part, sequence=self._sequence)
+
+    def _parameters(
+        self, record: StepRecord, captured: CapturedStep | None, notes: RankNotes
+    ) -> ParameterPart:
+        layout, topology = record.layout, self._topology
+        is_new = layout is not self._sent_layout
+        if is_new:
+            names = "\n".join(parameter.name for parameter in layout.parameters)
+            self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
+            self._sent_layout = layout
+        before = parameter_copies = moved = sizes = None
+        if captured is not None and record.full:
+            parameter_copies = _copies(layout, notes.parameters, topology)
+            moved, sizes = _updates(captured, record)
+        # The schedule of a pipeline divides gradients by the number of micro-batches later.
+        if captured is not None and not topology.is_in_pipeline:
+            before = captured.norms_before_clipping(record.grad_norms, record.grad_present)
+        checks = [
+            (index, notes.parameters[index].shard, total)
+            for indices, totals in notes.bit_sums
+            for index, total in zip(indices, totals.wait().tolist(), strict=True)
+        ]
+        return ParameterPart(
+            stage=topology.stage,
+            layout_id=self._layout_id,
+            layout=layout if record.full or record.phase or is_new else None,
+            copies=_copies(layout, notes.grads, topology),
+            norms=record.grad_norms,
+            present=record.grad_present,
+            finite=record.grad_finite,
+            before=before,
+            parameter_copies=parameter_copies,
+            moved=moved,
+            sizes=sizes,
+            addends=_addends(record, notes),
+            checks=np.array(checks, np.int64).T if checks else None,
+            nan_buffers=tuple(record.nan_buffers),
+            nonfinite_parameters=tuple(record.nonfinite_parameters),
+        )
+
+    def _step_s(self, record: StepRecord) -> float | None:
+        """Return the seconds since the step before, if that is known."""
+        if record.phase:
+            return None
+        last, self._last = self._last, (record.step, record.wall_time)
+        return record.wall_time - last[1] if last and last[0] == record.step - 1 else None
+
+    def _batch(self, record: StepRecord) -> str:
+        """Return a digest of the batch, equal on ranks of one group with the same batch."""
+        group = self._topology.data_group
+        if group is None or not record.fingerprints:
+            return ""
+        values = hashlib.blake2b(repr(record.fingerprints).encode(), digest_size=8).hexdigest()
+        return f"{group}/{values}"
+
+    def _nonfinite(self, record: StepRecord) -> str:
+        """Return the first NaN or infinity of this rank alone.
+
+        Ranks with the same data, and stages of a pipeline, receive their values from each other.
+        """
+        if self._topology.same_data.copies > 1 or self._topology.is_in_pipeline:
+            return ""
+        found = [f"the parameter {name}" for name in record.nonfinite_parameters]
+        found += [f"the output of {output}" for output in bad_among(record.outputs)]
+        if record.loss is not None and not math.isfinite(record.loss):
+            found.append("the loss")
+        return found[0] if found else ""
+
+
+def _tensors(record: StepRecord, notes: RankNotes, topology: RankTopology) -> TensorTable | None:
+    found: dict[Row, LocalShard] = {}
+    shards_of: dict[str, Mapping[Any, LocalShard]] = {
+        "inputs": notes.outputs,
+        "outputs": notes.outputs,
+        "output_grads": notes.output_grads,
+        "grads": notes.grads,
+        "weights": notes.parameters,
+        "second_moments": notes.parameters,
+    }
+    for kind, shards in shards_of.items():
+        for name in getattr(record, kind):
+            if kind == "inputs":
+                found[Row(0, kind, name)] = shards.get(name, UNSPLIT)
+            elif isinstance(name, Output):
+                row = Row(topology.stage, kind, name.module_name, name.place)
+                found[row] = shards.get(name, UNSPLIT)
+            else:
+                index = record.layout.parameter_position[name]
+                shard = shards.get(index) or topology.of_plain(index)
+                found[Row(topology.stage, kind, name)] = shard
+    if not found:
+        return None
+    return TensorTable.of(
+        found, Rows.concatenate([Tensors.of(getattr(record, kind)).rows for kind in shards_of])
+    )
+
+
+def _copies(layout: Layout, shards: Mapping[int, LocalShard], topology: RankTopology) -> Integers:
+    copies = topology.plain_copies(len(layout.parameters))
+    for index, shard in shards.items():
+        copies[index] = shard.copy
+    return copies
+
+
+def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats]:
+    """Return the norms of parameters' updates, and of the parameters before; NaN: not measured.
+
+    Of a large parameter only a sample's ratio of the two is known; the update is the whole norm
+    times that, or the sample's update if that norm is zero.
+    """
+    count = len(record.layout.parameters)
+    moved, sizes = np.full(count, np.nan), np.full(count, np.nan)
+    norms = figures_of(record.weights, _norm_if_finite)
+    for update in captured.detail.updates:
+        for index, moved_norm, _, _ in update.read():
+            name = record.layout.parameters[index].name
+            if name in norms:
+                size = sizes[index] = norms[name]
+                ratio = record.update_ratios.get(name, math.nan)
+                moved[index] = ratio * size if size else moved_norm
+    for name, elements in figures_of(record.weights, attrgetter("count")).items():
+        if elements == 0:  # an empty shard
+            index = record.layout.parameter_position[name]
+            moved[index] = sizes[index] = 0.0
+    return moved, sizes
+
+
+def _norm_if_finite(rows: Rows) -> Floats:
+    return np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
+
+
+def _addends(record: StepRecord, notes: RankNotes) -> dict[Addend, Floats]:
+    """Return this rank's addends of gradients, as the optimizer used them."""
+    addends = {}
+    for index, copy in notes.addends.items():
+        values = copy.wait().double().numpy().reshape(-1)
+        norm, used = float(np.linalg.norm(values)), float(record.grad_norms[index])
+        # Without a scaler's factor.
+        factor = used / norm if norm > 0 and math.isfinite(norm) and math.isfinite(used) else 1.0
+        addends[Addend(index, notes.grads[index].copy, values.size)] = values * factor
+    return addends
