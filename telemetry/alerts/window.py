@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median_high
 from typing import NamedTuple
 
@@ -151,8 +152,7 @@ class Loss:
 
     def median_of(self, count: int) -> float:
         """Return the median of the last ``count`` losses; NaN before the first."""
-        size = len(self.latest)
-        latest = sorted([self.latest[place].loss for place in range(max(size - count, 0), size)])
+        latest = sorted([logged.loss for logged in islice(reversed(self.latest), count)])
         return latest[len(latest) // 2] if latest else math.nan
 
     def is_floor(self, loss: float) -> bool:
