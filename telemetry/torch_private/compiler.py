@@ -118,11 +118,15 @@ def drop_compiled_code() -> None:
 
 
 class BeforeCompilations:
-    """Calls ``callback`` before each compilation by torch.compile in this process."""
+    """Calls ``callback`` before each compilation by torch.compile in this process.
+
+    PyTorch holds a lock meanwhile. It compiles what a compiled function calls, and would wait for
+    that lock forever if the callback were compiled, too.
+    """
 
     def __init__(self, callback: Callable[[], None]) -> None:
         # PyTorch passes arguments that differ between versions.
-        self._callback: Callable[..., None] = lambda *args: callback()
+        self._callback: Callable[..., None] = not_compiled(lambda *args: callback())
 
     def install(self) -> None:
         """Register the callback, also again after ``torch._dynamo.reset``, which removes all.

@@ -310,8 +310,12 @@ def test_checkpointing_inside_of_a_compiled_region_is_logged_once(tmp_path: Path
         assert record.activation_grads["head"].calls == 1
 
 
-def test_a_compiled_training_step_is_left_alone(tmp_path: Path) -> None:
-    """The compiler sees the backward pass and the optimizer, and ends its graphs there."""
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_training_step_is_left_alone(backend: str, tmp_path: Path) -> None:
+    """The compiler sees the backward pass and the optimizer, and ends its graphs there.
+
+    ``aot_eager`` compiles the backward pass when it runs, which is inside of the compiled step.
+    """
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         torch._dynamo.reset_code_caches()
@@ -324,7 +328,7 @@ def test_a_compiled_training_step_is_left_alone(tmp_path: Path) -> None:
             optimizer.step()
             return loss
 
-        compiled = torch.compile(step, backend="eager")
+        compiled = torch.compile(step, backend=backend)
         for _ in range(7):
             yield compiled(torch.randn(5, 4))
 
