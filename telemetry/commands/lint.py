@@ -19,7 +19,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.configuration import DETECTORS
 from telemetry.alerts.engine import Engine
 from telemetry.commands.alerts import print_alerts
-from telemetry.commands.output import LogDirs, reason, report_problems
+from telemetry.commands.output import LogDirs, report_problems
 from telemetry.reading.files import FileSource
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import loss_among
@@ -44,23 +44,19 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 def lint(args: argparse.Namespace, console: Console) -> int:
     files = [path for path in args.paths if path.is_file()]
     log_dirs = LogDirs([path for path in args.paths if path not in files])
-    status = log_dirs.status
 
     def of_paths() -> Iterator[tuple[str, Sequence[Alert]]]:
-        nonlocal status
         for path in [*files, *log_dirs.found]:
             try:
                 yield str(path), judge(read_series(path), loss=args.loss, norm=args.norm)
             except OSError as error:
-                report_problems([reason(error)])
-                status = 2
+                log_dirs.fail(error)
             except ValueError as error:
-                report_problems([f"{path}: {error}"])
-                status = 2
+                log_dirs.fail(ValueError(f"{path}: {error}"))
 
     count = len(files) + len(log_dirs.found)
     fails = print_alerts(of_paths(), args, console, name_runs=count > 1)
-    return status or fails
+    return log_dirs.status or fails
 
 
 def read_series(path: Path) -> Series:

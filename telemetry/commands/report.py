@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from telemetry.commands.output import LogDirs, report_problems
-from telemetry.flight import explain, flight_files
+from telemetry.flight import explanation_of, flight_files
 from telemetry.plain_text import printable
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_entry import read_row
@@ -61,7 +61,7 @@ def _faults(log_dir: Path, name: str) -> str:
     if not flight_files(log_dir):
         return ""
     try:
-        text = explain(log_dir)
+        text = explanation_of(log_dir).text
     except (OSError, ValueError) as error:
         text = str(error)
     return (

@@ -35,11 +35,6 @@ class Explanation(NamedTuple):
     kinds: tuple[str, ...] = ()
 
 
-def explain(path_or_run: str | os.PathLike[str]) -> str:
-    """Return the text of :func:`explanation_of`, in lines of any width."""
-    return explanation_of(path_or_run).text
-
-
 def explanation_of(path_or_run: str | os.PathLike[str], width: int = _ANY_WIDTH) -> Explanation:
     """Return the report of a flight file, or of those in a run's directory, earliest fault first.
 

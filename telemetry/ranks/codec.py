@@ -24,7 +24,7 @@ from telemetry.records.rows import COLUMNS
 Reader: TypeAlias = Callable[[Any, "_Arrays"], Any]
 
 # Version of the messages; ranks with different ones do not connect.
-FORMAT = "17"
+FORMAT = "18"
 
 _SIZE_BYTES = 4
 _SCALARS: dict[Any, tuple[type, ...]] = {

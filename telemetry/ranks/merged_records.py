@@ -199,7 +199,7 @@ def _take_sums(columns: dict[str, Array], added: Mapping[int, Floats]) -> None:
 
 def with_whole_units(tensors: TensorTable) -> Tensors[Row]:
     """The merged tensors; units only where the table has those of all ranks."""
-    rows = tensors.content.having(calls=tensors.calls)
+    rows = tensors.content
     if (missing := (rows.units == NO_VALUES).all(axis=1)).any():
         of_row = np.arange(len(rows)).repeat(rows.unit_count)
         kept = ~np.isin(of_row, of_row[missing])

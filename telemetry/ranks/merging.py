@@ -108,14 +108,13 @@ def merge_tensors(tables: Sequence[TensorTable]) -> TensorTable:
         copies[places] = np.minimum(copies[places], table.copies)
     for n, (table, places) in enumerate(zip(tables, at, strict=True)):
         counts = table.copies == copies[places]
-        calls[places] = np.maximum(calls[places], np.where(counts, table.calls, 0))
+        calls[places] = np.maximum(calls[places], np.where(counts, table.content.calls, 0))
         at[n] = np.where(counts, places, -1)
     content = Rows.concatenate([table.content for table in tables])
     return TensorTable(
         rows=tuple(index),
         copies=copies,
-        calls=calls,
-        content=content.merged(np.concatenate(at), len(index)),
+        content=content.merged(np.concatenate(at), len(index)).having(calls=calls),
     )
 
 

@@ -45,11 +45,10 @@ class TensorTable:
 
     rows: tuple[Row, ...]
     copies: Integers
-    calls: Integers
     content: Rows
 
     def __post_init__(self) -> None:
-        content, sizes = self.content, {len(self.rows), len(self.copies), len(self.calls)}
+        content, sizes = self.content, {len(self.rows), len(self.copies)}
         fits = sizes == {len(content)} and content.units.shape[1:] == (2,)
         fits &= len(content.units) == content.unit_count.sum()
         fits &= len(content.buckets) == len(content.counts) == content.bucket_count.sum()
@@ -69,7 +68,7 @@ class TensorTable:
                     units.append(whole.reshape(-1, 2))
             rows = rows.having(np.concatenate(units), unit_count=rows.unit_count * pieces)
         copies = np.array([shard.copy for shard in shards.values()], np.int64)
-        return TensorTable(rows=tuple(shards), copies=copies, calls=rows.calls, content=rows)
+        return TensorTable(rows=tuple(shards), copies=copies, content=rows)
 
     @property
     def nbytes(self) -> int:

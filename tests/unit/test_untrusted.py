@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from telemetry import untrusted
 from telemetry.events.page_format import decode_alert, decode_layout
-from telemetry.flight import explain
+from telemetry.flight import explanation_of
 from tests.helpers import hostile_runs
 
 json_values = st.recursive(
@@ -84,7 +84,7 @@ def test_a_changed_flight_file_is_explained_or_skipped(
     log_dir = tmp_path_factory.getbasetemp() / "flights"
     log_dir.mkdir(exist_ok=True)
     (log_dir / "flight-3.json").write_bytes(text)
-    explained = explain(log_dir)
+    explained = explanation_of(log_dir).text
     assert explained.startswith((f"{log_dir}", "skipped"))
 
 

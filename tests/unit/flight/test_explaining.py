@@ -11,10 +11,14 @@ import pytest
 
 from telemetry.alert import Alert, Consequence
 from telemetry.commands.cli import main
-from telemetry.flight import FlightRecorder, explain
+from telemetry.flight import FlightRecorder, explanation_of
 from telemetry.flight.explaining import NO_FLIGHT
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
+
+
+def explain(path: Path) -> str:
+    return explanation_of(path).text
 
 
 def fly(
@@ -166,7 +170,8 @@ def test_a_missing_run_is_named(tmp_path: Path) -> None:
 def test_flight_files_are_read_without_torch(tmp_path: Path) -> None:
     fly(tmp_path).close()
     code = (
-        "import sys; from telemetry.flight import explain; text = explain(sys.argv[1]); "
+        "import sys; from telemetry.flight import explanation_of; "
+        "text = explanation_of(sys.argv[1]).text; "
         "print('torch' in sys.modules, 'block.2' in text)"
     )
     done = subprocess.run(
