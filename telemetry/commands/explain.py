@@ -1,23 +1,47 @@
-"""``telemetry explain``: the flight records around faults."""
+"""``telemetry explain``: the flight records around faults, as text, curves and tables."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
 from telemetry.alert import alert_fields
 from telemetry.commands.help import help_line
-from telemetry.commands.output import LogDirs, print_records, report_problems
-from telemetry.flight import NO_FLIGHT, explanation_of, flight_files, read_flight
+from telemetry.commands.output import (
+    Column,
+    LogDirs,
+    print_records,
+    print_table,
+    reason,
+    report_problems,
+)
+from telemetry.flight import flight_files, read_flight
+from telemetry.flight.file import earliest_onsets
 from telemetry.layers import STATISTICS
-from telemetry.plain_text import printable
+from telemetry.layers.onset import Onset
+from telemetry.plain_text import called, called_all, printable, sparkline
 from telemetry.reading.run import has_event_files
 
+# Four times the files of one run.
+MAX_FILES = 32
+MAX_ROWS = 30
+MAX_POINTS = 60
+
+NO_FLIGHT = "has no flight file: no alert of severity error, no loss spike and no exception"
+
+_CELL_WIDTH = 7  # "1.2e-05"
+_AROUND = 60  # characters around a curve
+_MANY_DEAD = 0.5
+_MOST_NAMES = 5
+_SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_ratio": "update"}
 _RECORD = (
     "file", "complete", "step", "batch", "batches", "first_bad_module", "alerts", "exception",
     "random", "steps", "modules", "profiles",
@@ -34,7 +58,7 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
     healthy = [path for path in runs.found if path not in paths and runs.open(path) is not None]
     report_problems(f"{path}: {NO_FLIGHT}" for path in healthy)
     if args.form == "csv":
-        rows = (row for flight in _flights(paths, runs) for row in _rows(flight))
+        rows = (row for flight in _flights(paths, runs) for row in _profile_rows(flight))
         print_records("csv", _ROW, rows)
     elif args.form == "json":
         print_records("json", _RECORD, _flights(paths, runs))
@@ -42,13 +66,9 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
         kinds: list[str] = []
         for path in paths:
             try:
-                explained = explanation_of(path, console.width)
+                kinds += print_faults(path, console)
             except (OSError, ValueError) as error:
                 runs.fail(error)
-                continue
-            kinds += explained.kinds
-            for line in explained.text.splitlines():
-                console.print(printable(line))
         if (line_of_help := help_line(kinds)) is not None:
             console.print(line_of_help)
     return runs.status if paths else 2
@@ -68,7 +88,7 @@ def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:
                 yield {**flight, "file": str(file), "alerts": alerts, "batches": batches}
 
 
-def _rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _profile_rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a row for each profile and module."""
     modules = flight["modules"]
     for profile in flight["profiles"]:
@@ -83,3 +103,161 @@ def _rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 "code": modules["code"][place],
                 **{name: profile[name][place] for name in _STATISTICS},
             }
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def print_faults(path: Path, console: Console) -> list[str]:
+    """Print a flight file, or those of a run's directory, earliest fault first.
+
+    An unreadable file in a directory is reported in one line.
+
+    Returns:
+        The kinds of their alerts.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is not a flight file.
+    """
+    if not path.is_dir():
+        return _print_fault(path, console)
+    files, kinds = flight_files(path), list[str]()
+    for number, file in enumerate(files[:MAX_FILES]):
+        if number:
+            console.print()
+        try:
+            kinds += _print_fault(file, console)
+        except (OSError, ValueError) as error:
+            console.print(printable(f"skipped {reason(error)}"))
+    if len(files) > MAX_FILES:
+        console.print(f"\nand {len(files) - MAX_FILES} more flight files")
+    return kinds
+
+
+def _print_fault(path: Path, console: Console) -> list[str]:
+    flight = read_flight(path)
+    console.print(printable(str(path)))
+    _print_lines([*_story(flight), *_curves(flight, console.width)], console)
+    _print_table(flight, console)
+    return [alert.kind for alert in flight["alerts"]]
+
+
+def _print_lines(lines: Iterator[str] | Sequence[str], console: Console) -> None:
+    """Print lines; those that are too long continue with the same indentation."""
+    for line in lines:
+        text = line.lstrip(" ")
+        indented = Padding.indent(Text(printable(text)), len(line) - len(text))
+        console.print(indented if text else "", soft_wrap=False)
+
+
+def _story(flight: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the origin, the alerts, the exception, and the batch."""
+    module = flight["first_bad_module"]
+    where = "" if module is None else f"; first bad module: {called(module)}"
+    complete = flight["complete"]
+    missing = "" if complete else " (not complete: the run is still going on or was killed)"
+    exception, what = flight["exception"], "Something went wrong"
+    if exception is not None and not flight["alerts"]:
+        what = f"{exception['type']} ended the training"
+    yield f"{what} at step {flight['step']}{where}{missing}"
+    modules = flight["modules"]
+    code = dict(zip(modules["name"], modules["code"], strict=True)).get(module)
+    if code and not any(
+        alert.location for alert in flight["alerts"] if alert.module_name == module
+    ):
+        yield f"In the code: {code}"
+    for alert in flight["alerts"]:
+        stage = "" if alert.stage == "started" else f", {alert.stage}"
+        yield ""
+        yield f"{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"
+        yield from (f"  {line}" for line in alert.message.splitlines())
+    if exception is not None:
+        yield ""
+        yield f"The training ended in {exception['type']}: {exception['message']}"
+        yield from (f"  {line}" for line in exception["traceback"].splitlines())
+    seed, step = flight["random"]["seed"], flight["random"]["step"]
+    seeded = "" if seed is None else f"; torch was seeded with {seed}"
+    state = "" if step is None else f"; the file holds the random state at step {step}"
+    yield ""
+    yield f"Batch {flight['batch']} of a loop with one batch per step{seeded}{state}"
+    yield from map(str, flight["batches"])
+
+
+def _curves(flight: Mapping[str, Any], width: int) -> Iterator[str]:
+    steps = flight["steps"]
+    if not steps["step"]:
+        return
+    yield ""
+    yield f"Steps {steps['step'][0]} to {steps['step'][-1]}"
+    rates = [groups[0] if groups else None for groups in steps["learning_rates"]]
+    columns = {"loss": steps["loss"], "gradient norm": steps["grad_norm"], "learning rate": rates}
+    for name, column in columns.items():
+        values = [value for value in column if value is not None]
+        if values:
+            log = min(filter(math.isfinite, values), default=0) > 0
+            curve = sparkline(values, width=min(MAX_POINTS, max(width - _AROUND, 8)), log=log)
+            ends = f"from {values[0]:.3g} to {values[-1]:.3g}"
+            highest = max(filter(math.isfinite, values), default=math.nan)
+            most = f", at most {highest:.3g}" if highest > max(values[0], values[-1]) else ""
+            yield f"  {name:14}{curve}  {ends}{most}"
+
+
+def _print_table(flight: Mapping[str, Any], console: Console) -> None:
+    """Print the depth profiles in columns, one row per module, and what is unusual in modules."""
+    profiles, modules = flight["profiles"], flight["modules"]
+    shown = [key for key in _SHOWN if any(v is not None for p in profiles for v in p[key])]
+    if not shown:
+        return
+    moments = " → ".join(f"{p['when']} (step {p['step']})" for p in profiles)
+    names, culprit = modules["name"], flight["first_bad_module"]
+    marked = "; » is the first bad module" if culprit in names else ""
+    _print_lines(["", f"By depth, {moments}; – was not measured{marked}"], console)
+    steps = flight["steps"]["step"]
+    moved = {m.name: m for m in earliest_onsets(names, steps, flight["grad_norms"], flight["step"])}
+    center = culprit if culprit in names else next(iter(moved), names[0])
+    rows = _rows(names.index(center), len(names), [names.index(name) for name in moved])
+    labels: list[str] = []
+    cells: dict[str, list[Text]] = {key: [] for key in shown}
+    for before, row in zip([rows[0], *rows], rows, strict=False):
+        if row > before + 1:
+            labels.append("  …")
+            for column in cells.values():
+                column.append(Text())
+        mark = "»" if names[row] == culprit else " "
+        labels.append(f"{mark} {printable(names[row] or modules['type'][row])}")
+        for key, column in cells.items():
+            column.append(Text(_cells(profiles, key, row)))
+    columns = [Column(_SHOWN[key], cells[key], -place) for place, key in enumerate(shown)]
+    print_table(console, "  module", labels, columns)
+    notes: dict[str, list[str]] = {}
+    for row in rows:
+        for note in _notes(profiles, row, moved.get(names[row])):
+            notes.setdefault(note, []).append(names[row])
+    of_note = {note: called_all(those, _MOST_NAMES) for note, those in notes.items()}
+    _print_lines([f"  {note}: {those}" for note, those in of_note.items()], console)
+    if left_out := modules["left_out"] + len(names) - len(rows):
+        console.print(f"  and {left_out} more modules")
+
+
+def _rows(center: int, count: int, always: Sequence[int]) -> list[int]:
+    """Return the rows around ``center``, and those to show always."""
+    most = MAX_ROWS - len(always)
+    first = max(0, min(center - most // 2, count - most))
+    return sorted({*range(first, min(count, first + most)), *always})
+
+
+def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
+    values = [profile[key][row] for profile in profiles]
+    shown = ["–" if value is None else f"{value:.2g}" for value in values]
+    return " → ".join(f"{text:>{_CELL_WIDTH}}" for text in shown)
+
+
+def _notes(profiles: Sequence[Mapping[str, Any]], row: int, moved: Onset | None) -> Iterator[str]:
+    """Yield notes about a module, each with its first value."""
+    if moved is not None:
+        yield f"gradient norm unusual from step {moved.step} on"
+    counts = [profile["nonfinite"][row] or 0 for profile in profiles]
+    yield from [f"{count:.0f} values not finite" for count in counts if count][:1]
+    shares = [profile["dead_units"][row] or 0 for profile in profiles]
+    yield from [f"{share:.0%} of units dead" for share in shares if share >= _MANY_DEAD][:1]

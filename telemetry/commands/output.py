@@ -34,9 +34,11 @@ class Column:
     is_number: bool = False  # aligned to the right
 
 
-def new_console() -> Console:
-    """Return a console without markup; only a terminal limits the width."""
-    console = partial(Console, highlight=False, emoji=False, markup=False, soft_wrap=True)
+def new_console(file: TextIO | None = None) -> Console:
+    """Return a console without markup, by default on stdout; only a terminal limits the width."""
+    console = partial(
+        Console, file=file, highlight=False, emoji=False, markup=False, soft_wrap=True
+    )
     return found if (found := console()).is_terminal else console(width=1 << 20)
 
 

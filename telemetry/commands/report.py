@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import io
 import os
 import time
 from collections.abc import Mapping
@@ -11,8 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from telemetry.commands.output import LogDirs, report_problems
-from telemetry.flight import explanation_of, flight_files
+from telemetry.commands.explain import print_faults
+from telemetry.commands.output import LogDirs, new_console, report_problems
+from telemetry.flight import flight_files
 from telemetry.plain_text import printable
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_entry import read_row
@@ -60,11 +62,8 @@ def _faults(log_dir: Path, name: str) -> str:
     """Return the section of the flight files; empty without any."""
     if not flight_files(log_dir):
         return ""
-    try:
-        text = explanation_of(log_dir).text
-    except (OSError, ValueError) as error:
-        text = str(error)
+    print_faults(log_dir, new_console(text := io.StringIO()))
     return (
         '<section class="faults" aria-label="Flight records"><h2>Around alerts and exceptions'
-        f" of {html.escape(name)}</h2><pre>{html.escape(text)}</pre></section>"
+        f" of {html.escape(name)}</h2><pre>{html.escape(text.getvalue())}</pre></section>"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from copy import deepcopy
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry import untrusted
+from telemetry.commands.explain import print_faults
+from telemetry.commands.output import new_console
 from telemetry.events.page_format import decode_alert, decode_layout
-from telemetry.flight import explanation_of
 from tests.helpers import hostile_runs
 
 json_values = st.recursive(
@@ -84,8 +86,8 @@ def test_a_changed_flight_file_is_explained_or_skipped(
     log_dir = tmp_path_factory.getbasetemp() / "flights"
     log_dir.mkdir(exist_ok=True)
     (log_dir / "flight-3.json").write_bytes(text)
-    explained = explanation_of(log_dir).text
-    assert explained.startswith((f"{log_dir}", "skipped"))
+    print_faults(log_dir, new_console(text := io.StringIO()))
+    assert text.getvalue().startswith((f"{log_dir}", "skipped"))
 
 
 def test_the_error_names_the_location_of_an_invalid_value() -> None:
