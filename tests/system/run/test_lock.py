@@ -95,10 +95,10 @@ def test_a_logger_is_still_replaced_after_the_code_is_reloaded(tmp_path: Path) -
         """
         import importlib, sys
         from torch import nn
-        import telemetry.run.lock, telemetry.run.logger
+        import telemetry.run.files, telemetry.run.logger
         model = nn.Linear(3, 2)
         old = telemetry.run.logger.HookLogger(model, sys.argv[1])
-        importlib.reload(telemetry.run.lock)
+        importlib.reload(telemetry.run.files)
         importlib.reload(telemetry.run.logger)
         new = telemetry.run.logger.HookLogger(model, sys.argv[1])
         print(old)
@@ -233,7 +233,7 @@ def test_without_locks_no_conflict_is_reported(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("telemetry.run.lock.fcntl", None)
+    monkeypatch.setattr("telemetry.run.files.fcntl", None)
     other = nn.Linear(3, 2)
     with HookLogger(model, tmp_path), HookLogger(other, tmp_path):
         pass
