@@ -59,30 +59,30 @@ def print_alerts(
     found: set[str] = set()
     kinds: list[str] = []
 
-    def of_runs() -> Iterator[tuple[str, Alert | None]]:
-        """Yield the alerts of each run; None for a run without alerts."""
+    def noted() -> Iterator[tuple[str, Sequence[Alert]]]:
         for name, of_run in runs:
             found.update(alert.severity for alert in of_run if alert.stage != "resolved")
-            yield from ((name, alert) for alert in of_run)
-            if not of_run:
-                yield name, None
+            yield name, of_run
 
     if args.form:
-        records = ({"run": run, **alert_fields(alert)} for run, alert in of_runs() if alert)
+        records = (
+            {"run": run, **alert_fields(alert)} for run, of_run in noted() for alert in of_run
+        )
         print_records(args.form, _RECORD, records)
     else:
-        for run, alert in of_runs():
-            _print_alert(f"{printable(run)}: " if name_runs else "", alert, console)
-            kinds += [alert.kind] if alert else []
+        for run, of_run in noted():
+            head = f"{printable(run)}: " if name_runs else ""
+            if not of_run:
+                console.print(f"{head}no alerts")
+            for alert in of_run:
+                _print_alert(head, alert, console)
+                kinds.append(alert.kind)
         if (line := help_line(kinds)) is not None:
             console.print(line)
     return bool(found & FAIL_ON[args.fail_on])
 
 
-def _print_alert(head: str, alert: Alert | None, console: Console) -> None:
-    if alert is None:
-        console.print(f"{head}no alerts")
-        return
+def _print_alert(head: str, alert: Alert, console: Console) -> None:
     stage = {"escalated": ", escalated", "resolved": ", resolved"}.get(alert.stage, "")
     line = Text(f"{head}step {alert.step}: ")
     line.append(alert.severity, style=_STYLES[alert.severity])

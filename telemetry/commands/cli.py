@@ -176,10 +176,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(
-    commands: Commands,
-    name: str,
-    run: Callable[[argparse.Namespace, Console], int],
-    does: str,
+    commands: Commands, name: str, run: Callable[[argparse.Namespace, Console], int], does: str
 ) -> argparse.ArgumentParser:
     """Add a parser for a command; ``does`` has no capital letter and no full stop."""
     parser: argparse.ArgumentParser = commands.add_parser(

@@ -19,7 +19,7 @@ from telemetry.alert import Alert
 from telemetry.alerts.configuration import DETECTORS
 from telemetry.alerts.engine import Engine
 from telemetry.commands.alerts import print_alerts
-from telemetry.commands.output import LogDirs, report_problems
+from telemetry.commands.output import LogDirs, as_number, report_problems
 from telemetry.reading.files import FileSource
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import loss_among
@@ -87,21 +87,13 @@ def _series(rows: Iterable[Mapping[str, Any]]) -> Series:
     """Return the series of rows with a ``step``; the last value of a step counts."""
     values: dict[str, dict[int, float]] = {}
     for row in rows:
-        step = _number(row.get("step"))
+        step = as_number(row.get("step"))
         if step is None or not math.isfinite(step):
             continue
         for tag, value in row.items():
-            if (number := _number(value)) is not None:
+            if (number := as_number(value)) is not None:
                 values.setdefault(tag, {})[int(step)] = number
     return {tag: sorted(of_tag.items()) for tag, of_tag in values.items()}
-
-
-def _number(value: object) -> float | None:
-    """Return a number or the text of one; None for an empty cell and everything else."""
-    try:
-        return float(value) if isinstance(value, (int, float, str)) else None
-    except (ValueError, OverflowError):
-        return None
 
 
 def judge(series: Series, *, loss: str | None = None, norm: str | None = None) -> list[Alert]:

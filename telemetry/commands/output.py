@@ -100,6 +100,14 @@ def number(value: float) -> Text:
     return Text(f"{value:.3g}", style="" if math.isfinite(value) else "bold red")
 
 
+def as_number(value: object) -> float | None:
+    """Return a number or the text of one; None for an empty cell and everything else."""
+    try:
+        return float(value) if isinstance(value, (int, float, str)) else None
+    except (ValueError, OverflowError):
+        return None
+
+
 def report_problems(problems: Iterable[str]) -> None:
     for problem in problems:
         print(f"telemetry: {printable(problem)}", file=sys.stderr)

@@ -17,6 +17,7 @@ from rich.text import Text
 from telemetry.commands.output import (
     Column,
     LogDirs,
+    as_number,
     number,
     print_records,
     print_table,
@@ -117,7 +118,7 @@ def _matches(row: Mapping[str, Any], term: str) -> bool:
     value = {**hparams, **named, **_record(row)}.get(name)
     if value is None or value != value:
         return operator == "!="
-    number = None if isinstance(value, str | bool) else _number(wanted)
+    number = None if isinstance(value, str | bool) else as_number(wanted)
     if number is None:
         is_same = str(value).lower() == wanted
     else:
@@ -127,13 +128,6 @@ def _matches(row: Mapping[str, Any], term: str) -> bool:
     if number is None or is_same:
         return number is not None and operator.endswith("=")
     return bool(value < number if operator.startswith("<") else value > number)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _sorted(records: list[dict[str, Any]], column: str, is_reversed: bool) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import distributed
 
@@ -199,11 +200,11 @@ class RankExchange(Exchange):
         self._thread = threading.Thread(target=self._run, name="telemetry-ranks", daemon=True)
         self._thread.start()
 
-    def _submit(self, callback: Callable[[], None]) -> None:
+    def _submit(self, callback: Callable[..., None], *arguments: object) -> None:
         """Have the thread of the exchange call this."""
         if os.getpid() == self._pid:
             with suppress(RuntimeError):  # the thread has ended
-                self._loop.call_soon_threadsafe(self._do, callback)
+                self._loop.call_soon_threadsafe(self._do, callback, *arguments)
 
     # --- on the worker ---------------------------------------------------------------------------
 
@@ -232,8 +233,7 @@ class RankExchange(Exchange):
     def send_part(self, part: PartialRecord) -> None:
         """Send this rank's measurements; the phases of a step come before the step itself."""
         self._awaited = part.step, not part.phase
-        numbered = self._maker.numbered(part)
-        self._submit(lambda: self._parts.append(numbered))
+        self._submit(self._parts.append, self._maker.numbered(part))
 
     def merged(self, merged: MergedStep) -> StepRecord | None:
         own = self._own.pop((merged.step, merged.phase), None)
@@ -271,7 +271,7 @@ class RankExchange(Exchange):
         return True
 
     def raise_on_all(self, alert: Alert) -> None:
-        self._submit(lambda: self._request_answers(alert))
+        self._submit(self._request_answers, alert)
 
     # --- on the training thread ------------------------------------------------------------------
 
@@ -320,12 +320,14 @@ class RankExchange(Exchange):
                 await asyncio.sleep(IDLE_S)
             with suppress(RuntimeError, OSError, ValueError):  # the collector logs who is missing
                 listening, token = await in_thread(self._rendezvous.publish)
-                self._server = Server(listening, token, self._receive, encode(self._announcement))
+                self._server = Server(
+                    listening, token, partial(self._do, self._receive), encode(self._announcement)
+                )
                 await self._server.run()
 
-    def _do(self, callback: Callable[[], None]) -> None:
+    def _do(self, callback: Callable[..., None], *arguments: object) -> None:
         with self._failures.contained("to exchange records with other ranks"):
-            callback()
+            callback(*arguments)
         self._wakeup.set()
 
     async def _turn(self, *, hurry: bool = False) -> None:
@@ -336,7 +338,8 @@ class RankExchange(Exchange):
         with self._failures.contained("to exchange records with other ranks"):
             turned_at, self._turned_at = self._turned_at, time.monotonic()
             self._now += min(self._turned_at - turned_at, _LONGEST_TURN_S)
-            parts, self._parts = self._parts, []
+            parts = self._parts.copy()
+            self._parts.clear()
             if self._client is not None:
                 if parts:
                     self._client.put(RECORDS, encode(tuple(parts)))
@@ -372,7 +375,7 @@ class RankExchange(Exchange):
     def _on_frame(self, payload: bytes) -> None:
         announcement: Announcement = decode(Announcement, payload)
         if announcement != self._announcement:
-            self._do(lambda: self._follow(announcement))
+            self._do(self._follow, announcement)
 
     def _follow(self, announcement: Announcement) -> None:
         """Follow rank 0's announcement; log a first step that differs from this rank's."""
@@ -400,9 +403,6 @@ class RankExchange(Exchange):
 
     def _receive(self, kind: bytes, payload: bytes, rank: int) -> None:
         """Take a frame of another rank; a damaged one is reported and dropped."""
-        self._do(lambda: self._collect(kind, payload, rank))
-
-    def _collect(self, kind: bytes, payload: bytes, rank: int) -> None:
         self._collector.note(rank, self._now, LAST_SEQUENCE if kind == ENDED else -1)
         if kind == RECORDS:
             for part in decode(tuple[PartialRecord, ...], payload):

@@ -150,10 +150,7 @@ class UnitExtremes:
         for row, step in enumerate(steps):
             extremes[row, : len(found[step])] = found[step]
         return UnitExtremes(
-            type_name=type_name,
-            steps=np.array(steps, np.int64),
-            extremes=extremes,
-            sampled=sampled,
+            type_name=type_name, steps=np.array(steps, np.int64), extremes=extremes, sampled=sampled
         )
 
     def thin(self, max_cells: int) -> UnitExtremes:

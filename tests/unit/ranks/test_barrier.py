@@ -55,7 +55,7 @@ def arrives(
     first: RankExchange, rank: int, kind: bytes = RECORDS, payload: bytes = NOTHING
 ) -> None:
     """Deliver a frame of another rank to rank 0."""
-    first._submit(lambda: first._collect(kind, payload, rank))
+    first._submit(first._receive, kind, payload, rank)
 
 
 def test_a_rank_that_does_not_answer_does_not_block_the_barrier(
