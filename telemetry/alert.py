@@ -75,7 +75,7 @@ class Alert:
 
     @property
     def where(self) -> str:
-        """The module, to follow the kind in a sentence: `` in fc1``; empty if there is none."""
+        """The module, to follow the kind in a sentence: `` in fc1``; empty for the whole model."""
         return f" in {called(self.module_name)}" if self.module_name else ""
 
     @property
@@ -97,7 +97,7 @@ class Alert:
 
 
 def _sentences(*parts: str) -> str:
-    """Join sentences, each with a period unless it has a mark of its own."""
+    """Join sentences, each with a period unless it ends with a mark."""
     return " ".join(p if p.endswith((".", "!", "?")) else f"{p}." for p in parts if p)
 
 

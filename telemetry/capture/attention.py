@@ -71,7 +71,7 @@ class AttentionMode(TorchFunctionMode):
     def _with_own_attention(self, func: Any) -> Any:
         """Return a copy of a function whose calls of ``scaled_dot_product_attention`` are observed.
 
-        The mode is not active inside of its own handler. If it were, ``func`` would call the
+        The mode is not active inside of its handler. If it were, ``func`` would call the
         handler again, and not itself.
         """
         if not isinstance(func, FunctionType):

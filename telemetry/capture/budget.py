@@ -32,9 +32,9 @@ class Budget:
     until the account covers its usual cost; the first is taken on credit. Norms are taken at every
     other step, or at every k-th if they alone took more than :data:`NORMS_SHARE` of the earnings.
 
-    On the CPU, the cost is the CPU time of the training thread inside of ``with`` blocks of the
-    budget, which may be nested, and that of the worker thread, because they share the interpreter
-    lock. Scalars that the user logs are always processed; their cost leaves less for norms.
+    On the CPU, the cost is the CPU time of two threads, which share the interpreter lock: the
+    worker, and the training thread inside of ``with`` blocks of the budget, which may be nested.
+    Scalars that the user logs are always processed; their cost leaves less for norms.
 
     A CUDA device queues work. There an event is recorded at the end of each step, and a full step
     costs the time that it takes longer than usual. Its cost enters the account later, when the

@@ -117,7 +117,7 @@ def tokens_per_expert(output: Tensor, router: Router) -> Tensor | None:
 
     Args:
         output: Logits ``[..., experts]``, a mask of that shape, or indices ``[..., chosen]`` of
-            any integer dtype. Indices outside of the experts stand for dropped tokens.
+            any integer dtype. Other indices are those of dropped tokens.
         router: Module that returned it.
 
     Returns:

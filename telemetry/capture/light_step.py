@@ -109,7 +109,7 @@ class LightReader:
         """Read the gradients and learning rates of a step; whether that was possible."""
         if self._parameters is not self._table.parameters:
             return False
-        # The search costs about as much as reading gradients. A scaler that is missed leaves the
+        # The search takes about the time of reading gradients. A scaler that is missed leaves the
         # gradients unscaled, unless the optimizer is to divide by its factor.
         if self._since_check == 0 and calling_scaler() is not None:
             return False

@@ -513,7 +513,7 @@ class Step:
         if names:
             self.guard.failures.log_once(
                 f"activation gradients of {called_all(names, _NAMES_IN_MESSAGE)} are not measured: "
-                "these modules run inside of the backward pass, in passes of their own that reach "
+                "these modules run inside of the backward pass, in separate passes that reach "
                 "no parameter, as those of torchdiffeq.odeint_adjoint",
                 kind="adjoint",
             )

@@ -17,7 +17,7 @@ from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, HOST_OWN_BYTES, PEA
 from telemetry.torch_private.host_copy import relaxed_capture
 
 # Parts of a step, the first four as in TIMES. APART: the logger's own work, and calls of the model
-# that are not training. GAP: after a backward pass, until the next part shows what it was.
+# that are not training. GAP: after a backward pass, until the next part shows which it was.
 WAIT, FORWARD, BACKWARD, OPTIMIZER, APART, GAP = range(6)
 
 
