@@ -958,20 +958,20 @@ def test_environment_variables_set_what_the_code_leaves_out(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "value"),
     [
-        ("EVERY_N_STEPS", "0", r"HookLogger\(every_n_steps=0\): must be"),
-        ("EVERY_N_STEPS", "often", "TELEMETRY_EVERY_N_STEPS='often': must be"),
-        ("MAX_OVERHEAD", "2", r"HookLogger\(max_overhead=2.0\): must be"),
-        ("ON_ALERT", "stopp", r"HookLogger\(on_alert='stopp'\): must be"),
-        ("DISABLED", "perhaps", "TELEMETRY_DISABLED='perhaps': must be"),
+        ("EVERY_N_STEPS", "0"),
+        ("EVERY_N_STEPS", "often"),
+        ("MAX_OVERHEAD", "2"),
+        ("ON_ALERT", "stopp"),
+        ("DISABLED", "perhaps"),
     ],
 )
-def test_a_wrong_environment_variable_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+def test_a_wrong_environment_variable_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(f"TELEMETRY_{name}", value)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"TELEMETRY_{name}='{value}': must be "):
         HookLogger(mlp(), tmp_path)
 
 
