@@ -26,7 +26,6 @@ from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.barrier import Barrier
-from telemetry.ranks.codec import FORMAT, decode, encode
 from telemetry.ranks.connection import (
     BARRIER,
     ENDED,
@@ -40,7 +39,7 @@ from telemetry.ranks.connection import (
 from telemetry.ranks.merged_records import MergedRecords
 from telemetry.ranks.merging import LAST_SEQUENCE, Collector, MergedStep
 from telemetry.ranks.part_maker import PartMaker
-from telemetry.ranks.partial_record import PartialRecord
+from telemetry.ranks.partial_record import FORMAT, PartialRecord, decode, encode
 from telemetry.ranks.topology import RankObserver
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch

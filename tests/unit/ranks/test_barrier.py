@@ -8,9 +8,9 @@ import pytest
 
 from telemetry.ranks import barrier, exchange
 from telemetry.ranks.barrier import Barrier
-from telemetry.ranks.codec import encode
 from telemetry.ranks.connection import BARRIER, ENDED, RECORDS
 from telemetry.ranks.exchange import RankExchange
+from telemetry.ranks.partial_record import encode
 from tests.helpers.members import ALERT, exchange_of
 
 NOTHING = encode(())

@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from telemetry.ranks.codec import decode, encode
 from telemetry.ranks.merged_records import MergedRecords, differing, with_whole_units
 from telemetry.ranks.merging import MergedStep, merge_parameters, merge_tensors, over_ranks
-from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable
+from telemetry.ranks.partial_record import (
+    ParameterPart,
+    PartialRecord,
+    Row,
+    TensorTable,
+    decode,
+    encode,
+)
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import (
     AttentionHeads,

@@ -15,9 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from telemetry.ranks.codec import decode, encode
 from telemetry.ranks.exchange import Announcement
-from telemetry.ranks.partial_record import Addend, ParameterPart, PartialRecord, Row, TensorTable
+from telemetry.ranks.partial_record import (
+    Addend,
+    ParameterPart,
+    PartialRecord,
+    Row,
+    TensorTable,
+    decode,
+    encode,
+)
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import Layout, Module, Parameter, TensorRecord
 from telemetry.records.batches import Batch
