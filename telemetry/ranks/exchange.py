@@ -171,7 +171,7 @@ class RankExchange(Exchange):
         self._failures = failures
         self._pid = os.getpid()
         # The worker uses these:
-        self._maker = PartMaker(self.observer.topology)
+        self._maker = PartMaker(self.observer)
         self._batches: list[Batch] = []  # not sent yet
         self._merged_records = MergedRecords()
         self._own: dict[tuple[int, str], StepRecord] = {}

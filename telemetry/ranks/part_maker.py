@@ -24,7 +24,7 @@ from telemetry.ranks.partial_record import (
     Shared,
     TensorTable,
 )
-from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankTopology
+from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankObserver
 from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.moments import nonfinite_of, norm_of
 from telemetry.records.rows import Rows
@@ -39,8 +39,8 @@ EPOCH = PER_STEP * 2**34
 class PartMaker:
     """Makes the partial records of one rank, in the order of its steps; on the worker thread."""
 
-    def __init__(self, topology: RankTopology) -> None:
-        self._topology = topology
+    def __init__(self, ranks: RankObserver) -> None:
+        self._ranks = ranks
         self._host = socket.gethostname()
         self._sent_layout: Layout | None = None
         self._layout_id = ""
@@ -56,15 +56,15 @@ class PartMaker:
             if shard.reduction == "unknown"
         )
         return PartialRecord(
-            rank=self._topology.rank,
-            size=self._topology.size,
+            rank=self._ranks.rank,
+            size=self._ranks.size,
             step=record.step,
             wall_time=record.wall_time,
             phase=record.phase,
             full=record.full,
             shared=Shared(**{f.name: getattr(record, f.name) for f in fields(Shared)}),
             parameters=self._parameters(record, captured, notes),
-            tensors=_tensors(record, notes, self._topology),
+            tensors=_tensors(record, notes, self._ranks),
             attention=record.attention,
             scalars=record.scalars,
             usage=record.usage,
@@ -78,7 +78,7 @@ class PartMaker:
 
     def logged(self, step: int, scalars: Mapping[str, float]) -> PartialRecord:
         """Return the partial record of a step that did not end: its logged scalars."""
-        rank, size = self._topology.rank, self._topology.size
+        rank, size = self._ranks.rank, self._ranks.size
         return PartialRecord(
             rank=rank, size=size, step=step, wall_time=time.time(), scalars=scalars
         )
@@ -96,7 +96,7 @@ class PartMaker:
     def _parameters(
         self, record: StepRecord, captured: CapturedStep | None, notes: RankNotes
     ) -> ParameterPart:
-        layout, topology = record.layout, self._topology
+        layout, ranks = record.layout, self._ranks
         is_new = layout is not self._sent_layout
         if is_new:
             names = "\n".join(parameter.name for parameter in layout.parameters)
@@ -104,10 +104,10 @@ class PartMaker:
             self._sent_layout = layout
         before = parameter_copies = moved = sizes = None
         if captured is not None and record.full:
-            parameter_copies = _copies(layout, notes.parameters, topology)
+            parameter_copies = _copies(layout, notes.parameters, ranks)
             moved, sizes = _updates(captured, record)
         # The schedule of a pipeline divides gradients by the number of micro-batches later.
-        if captured is not None and not topology.is_in_pipeline:
+        if captured is not None and not ranks.is_in_pipeline:
             before = captured.norms_before_clipping(record.grad_norms, record.grad_present)
         checks = [
             (index, notes.parameters[index].shard, total)
@@ -115,10 +115,10 @@ class PartMaker:
             for index, total in zip(indices, totals.wait().tolist(), strict=True)
         ]
         return ParameterPart(
-            stage=topology.stage,
+            stage=ranks.stage,
             layout_id=self._layout_id,
             layout=layout if record.full or record.phase or is_new else None,
-            copies=_copies(layout, notes.grads, topology),
+            copies=_copies(layout, notes.grads, ranks),
             norms=record.grad_norms,
             present=record.grad_present,
             finite=record.grad_finite,
@@ -141,7 +141,7 @@ class PartMaker:
 
     def _batch(self, record: StepRecord) -> str:
         """Return a digest of the batch, equal on ranks of one group with the same batch."""
-        group = self._topology.data_group
+        group = self._ranks.data_group
         if group is None or not record.fingerprints:
             return ""
         values = hashlib.blake2b(repr(record.fingerprints).encode(), digest_size=8).hexdigest()
@@ -152,7 +152,7 @@ class PartMaker:
 
         Ranks with the same data, and stages of a pipeline, receive their values from each other.
         """
-        if self._topology.same_data.copies > 1 or self._topology.is_in_pipeline:
+        if self._ranks.same_data.copies > 1 or self._ranks.is_in_pipeline:
             return ""
         found = [f"the parameter {name}" for name in record.nonfinite_parameters]
         found += [f"the output of {output}" for output in bad_among(record.outputs)]
@@ -161,7 +161,7 @@ class PartMaker:
         return found[0] if found else ""
 
 
-def _tensors(record: StepRecord, notes: RankNotes, topology: RankTopology) -> TensorTable | None:
+def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> TensorTable | None:
     found: dict[Row, LocalShard] = {}
     shards_of: dict[str, Mapping[Any, LocalShard]] = {
         "inputs": notes.outputs,
@@ -176,12 +176,12 @@ def _tensors(record: StepRecord, notes: RankNotes, topology: RankTopology) -> Te
             if kind == "inputs":
                 found[Row(0, kind, name)] = shards.get(name, UNSPLIT)
             elif isinstance(name, Output):
-                row = Row(topology.stage, kind, name.module_name, name.place)
+                row = Row(ranks.stage, kind, name.module_name, name.place)
                 found[row] = shards.get(name, UNSPLIT)
             else:
                 index = record.layout.parameter_position[name]
-                shard = shards.get(index) or topology.of_plain(index)
-                found[Row(topology.stage, kind, name)] = shard
+                shard = shards.get(index) or ranks.of_plain(index)
+                found[Row(ranks.stage, kind, name)] = shard
     if not found:
         return None
     return TensorTable.of(
@@ -189,8 +189,8 @@ def _tensors(record: StepRecord, notes: RankNotes, topology: RankTopology) -> Te
     )
 
 
-def _copies(layout: Layout, shards: Mapping[int, LocalShard], topology: RankTopology) -> Integers:
-    copies = topology.plain_copies(len(layout.parameters))
+def _copies(layout: Layout, shards: Mapping[int, LocalShard], ranks: RankObserver) -> Integers:
+    copies = ranks.plain_copies(len(layout.parameters))
     for index, shard in shards.items():
         copies[index] = shard.copy
     return copies

@@ -127,8 +127,24 @@ def local_values(tensor: Any) -> Tensor:
 
 
 @dataclass(kw_only=True, eq=False)
-class RankTopology:
-    """Position of this rank among those that train together."""
+class RankNotes:
+    """Local shards of one step, by output or by index of the parameter."""
+
+    outputs: dict[str | Output, LocalShard] = field(default_factory=dict)  # and inputs, by name
+    output_grads: dict[Output, LocalShard] = field(default_factory=dict)
+    grads: dict[int, LocalShard] = field(default_factory=dict)  # of those that are a DTensor
+    parameters: dict[int, LocalShard] = field(default_factory=dict)  # empty: not measured
+    addends: dict[int, HostCopy] = field(default_factory=dict)  # of gradients that are sums
+    # Of parameters with copies on other ranks, for each device: their indices and the sums of their
+    # elements' bits read as whole numbers, modulo 2**64, int64 [k]. These do not depend on the
+    # order of addition, so they are equal on different hardware, too.
+    bit_sums: list[tuple[list[int], HostCopy]] = field(default_factory=list)
+    unknown_sums: set[str] = field(default_factory=set)  # tensors whose addends are not sent
+
+
+@dataclass(kw_only=True, eq=False)
+class RankObserver:
+    """Position of this rank among those that train together, and its shard of each tensor."""
 
     rank: int
     size: int  # number of ranks
@@ -143,6 +159,8 @@ class RankTopology:
     has_flat_shards: bool = False  # of FullyShardedDataParallel
     _known: dict[Hashable, LocalShard] = field(default_factory=dict)
     _plain: dict[int, LocalShard] = field(default_factory=dict)  # of plain parameters, exceptions
+    # For passes without gradients, which have no graph.
+    _outputs: dict[Output, LocalShard] = field(default_factory=dict)
     _ignored: set[int] = field(default_factory=set)
     _meshes: dict[int, Any] = field(default_factory=dict)
 
@@ -234,30 +252,7 @@ class RankTopology:
         ranks = sorted(distributed.get_process_group_ranks(group))
         self.replicas = LocalShard(copy=distributed.get_rank(group), copies=len(ranks)), ranks[0]
 
-
-@dataclass(kw_only=True, eq=False)
-class RankNotes:
-    """Local shards of one step, by output or by index of the parameter."""
-
-    outputs: dict[str | Output, LocalShard] = field(default_factory=dict)  # and inputs, by name
-    output_grads: dict[Output, LocalShard] = field(default_factory=dict)
-    grads: dict[int, LocalShard] = field(default_factory=dict)  # of those that are a DTensor
-    parameters: dict[int, LocalShard] = field(default_factory=dict)  # empty: not measured
-    addends: dict[int, HostCopy] = field(default_factory=dict)  # of gradients that are sums
-    # Of parameters with copies on other ranks, for each device: their indices and the sums of their
-    # elements' bits read as whole numbers, modulo 2**64, int64 [k]. These do not depend on the
-    # order of addition, so they are equal on different hardware, too.
-    bit_sums: list[tuple[list[int], HostCopy]] = field(default_factory=list)
-    unknown_sums: set[str] = field(default_factory=set)  # tensors whose addends are not sent
-
-
-class RankObserver:
-    """Finds out, on the training thread, which shard of the whole a tensor is."""
-
-    def __init__(self, *, rank: int, size: int) -> None:
-        self.topology = RankTopology(rank=rank, size=size)
-        # For passes without gradients, which have no graph.
-        self._known: dict[Output, LocalShard] = {}
+    # --- on the training thread ------------------------------------------------------------------
 
     def takes_inputs(self, notes: RankNotes, name: str, model: nn.Module | None) -> bool:
         """Note the shard of a module's input; return whether to measure it here.
@@ -265,12 +260,12 @@ class RankObserver:
         To be called while the module is called, before its output is noted.
         """
         if model is not None and not notes.outputs:
-            self.topology.read_model(model)
-        self.topology.read_call()
-        if name and self.topology.same_data.copies > 1:
+            self.read_model(model)
+        self.read_call()
+        if name and self.same_data.copies > 1:
             return False  # nothing says which part of the model's input this is
-        stage = self.topology.stage  # the first stage's inputs are the model's
-        shard = self.topology.same_data.numbered(first=stage * self.topology.size)
+        stage = self.stage  # the first stage's inputs are the model's
+        shard = self.same_data.numbered(first=stage * self.size)
         notes.outputs[name] = shard
         return shard.counts
 
@@ -293,11 +288,11 @@ class RankObserver:
         if is_dtensor(tensor):
             found = placed(spec_of(tensor))
         elif tensor.grad_fn is None:
-            return self._known.get(output, self.topology.same_data)
+            return self._outputs.get(output, self.same_data)
         else:
             node: Any = tensor.grad_fn
-            found = node.metadata[_NOTE] = _together(_origins(node), self.topology.same_data)
-        self._known[output] = found
+            found = node.metadata[_NOTE] = _together(_origins(node), self.same_data)
+        self._outputs[output] = found
         return found
 
     def takes_output_grad(self, notes: RankNotes, output: Output, grad: Tensor) -> bool:
@@ -312,8 +307,8 @@ class RankObserver:
         """Note the shards of gradients, and copy the addends of gradients that are sums."""
         for index, grad in grads:
             if type(grad) is Tensor:
-                continue  # see :meth:`RankTopology.of_plain`; this runs at every step
-            shard = notes.grads[index] = self.topology.of_parameter(grad, index)
+                continue  # see :meth:`of_plain`; this runs at every step
+            shard = notes.grads[index] = self.of_parameter(grad, index)
             if shard.reduction:
                 values = local_values(grad)
                 if shard.reduction == "unknown" or values.numel() > MOST_ADDED:
@@ -324,14 +319,14 @@ class RankObserver:
     def note_parameters(self, notes: RankNotes, parameters: Indexed) -> None:
         """Note the shards of parameters, and sum the bits of those with copies on other ranks."""
         for index, parameter in parameters:
-            notes.parameters[index] = self.topology.of_parameter(parameter, index)
-        if not self.topology.averages:
+            notes.parameters[index] = self.of_parameter(parameter, index)
+        if not self.averages:
             copied = ((i, p) for i, p in parameters if notes.parameters[i].copies != 1)
             notes.bit_sums += _bit_sums((i, local_values(p)) for i, p in copied)
 
     def counting(self, tensors: Indexed) -> Indexed:
         """Select the parameters, or tensors of parameters, that this rank measures."""
-        of = self.topology.of_parameter
+        of = self.of_parameter
         return [(i, t) for i, t in tensors if (s := of(t, i)).counts and not s.reduction]
 
 

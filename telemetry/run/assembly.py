@@ -156,7 +156,7 @@ class ActiveRun:
         if role_is_final:
             self._join_ranks()
             if self._ranks.observer is not None:
-                self._ranks.observer.topology.read_model(model)
+                self._ranks.observer.read_model(model)
         # Priority 10: before the finalizer of the writer, which has priority 0.
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self.attach()

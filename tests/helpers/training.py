@@ -341,7 +341,7 @@ def train(
     if watch:
         with watched(made.watched, rank, size, taken.append) as (_, ranks):
             loop()
-        maker = None if ranks is None else PartMaker(ranks.topology)
+        maker = None if ranks is None else PartMaker(ranks)
         scalars = [{} if loss is None else {"loss": loss} for loss in losses]
         for captured in taken:
             record = captured.record(scalars[captured.step])
