@@ -6,10 +6,12 @@ Environment variables set some arguments for one run; an argument in the code ha
 
 from __future__ import annotations
 
+import math
 import os
 import reprlib
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -280,41 +282,24 @@ def _scalar(name: str, value: object) -> float | HostCopy:
 # --- environment variables -----------------------------------------------------------------------
 
 
-def _interval(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+def _is_given(value: object) -> bool:
+    return value is not None
 
 
-def _share(text: str) -> float:
-    share = float(text)
-    if not (0 < share <= 1 or share == float("inf")):
-        raise ValueError
-    return share
+_SWITCHES = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 
-
-def _reaction(text: str) -> str:
-    if text not in ("raise", "stop"):
-        raise ValueError
-    return text
-
-
-def _switch(text: str) -> bool:
-    switches = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
-    try:
-        return switches[text.lower()]
-    except KeyError:
-        raise ValueError from None
-
-
-# What reads each variable, and its valid values.
-_VARIABLES: Mapping[str, tuple[Callable[[str], Any], str]] = {
-    "TELEMETRY_DISABLED": (_switch, "0 or 1"),
-    "TELEMETRY_EVERY_N_STEPS": (_interval, "an int of at least 1"),
-    "TELEMETRY_LOG_DIR": (str, "a directory or URL"),
-    "TELEMETRY_LOSS_TAG": (str, "the tag of a logged scalar"),
-    "TELEMETRY_MAX_OVERHEAD": (_share, "a number above 0 and at most 1, or inf"),
-    "TELEMETRY_ON_ALERT": (_reaction, "raise or stop"),
+# What reads the variable of each argument, whether a value is valid, and the valid values.
+_VARIABLES: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
+    "disabled": (lambda text: _SWITCHES.get(text.lower()), _is_given, "0 or 1"),
+    "every_n_steps": (int, lambda steps: steps >= 1, "an int of at least 1"),
+    "log_dir": (str, _is_given, "a directory or URL"),
+    "loss_tag": (str, _is_given, "the tag of a logged scalar"),
+    "max_overhead": (
+        float,
+        lambda share: 0 < share <= 1 or share == math.inf,
+        "a number above 0 and at most 1, or inf",
+    ),
+    "on_alert": (str, lambda text: text in ("raise", "stop"), "raise or stop"),
 }
 
 
@@ -327,11 +312,11 @@ def setting(argument: str, given: Any = None, default: Any = None) -> Any:
     if given is not None:
         return given
     variable = f"TELEMETRY_{argument.upper()}"
-    read, valid = _VARIABLES[variable]
+    read, is_valid, valid = _VARIABLES[argument]
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
-    try:
-        return read(text)
-    except ValueError:
-        raise ValueError(f"{variable}={text!r}: must be {valid}") from None
+    with suppress(ValueError):
+        if is_valid(value := read(text)):
+            return value
+    raise ValueError(f"{variable}={text!r}: must be {valid}")
