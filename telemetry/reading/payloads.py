@@ -60,7 +60,6 @@ def overview(run: Overview, hparams: Mapping[str, Any], source: RunSource) -> di
                 "title": statistic.title,
                 "unit": statistic.unit,
                 "log": statistic.log,
-                "everyStep": statistic.every_step,
                 "description": statistic.description,
                 "usual": statistic.usual,
                 "tooLittle": statistic.too_little,
@@ -69,9 +68,7 @@ def overview(run: Overview, hparams: Mapping[str, Any], source: RunSource) -> di
             for statistic in PAGE_STATISTICS
             if statistic.measured_in is None or statistic.name in run.statistics
         ],
-        "firstStep": run.first_step,
         "lastStep": run.last_step,
-        "sessions": run.session_count,
         "alerts": [{**alert_fields(alert), "message": alert.message} for alert in run.alerts],
         "hparams": hparams,
     }

@@ -64,7 +64,6 @@ class Overview:
     first_step: int
     last_step: int
     alerts: tuple[Alert, ...]  # by step
-    session_count: int
     started_s: float | None  # of the newest session, seconds since the epoch; None if unknown
     statistics: frozenset[str]  # names of those that are written at full steps
 
@@ -110,7 +109,6 @@ class RunData:
                 first_step=first,
                 last_step=max(lasts.values(), default=first),
                 alerts=tuple(sorted(alerts, key=lambda alert: alert.step)),
-                session_count=len(sessions.begins),
                 started_s=session_start_s(max(sessions.begins, default="")),
                 statistics=frozenset().union(*(s.statistic_names for s in structure.segments)),
             )
