@@ -18,8 +18,7 @@ from telemetry.layers import PAGE_STATISTICS
 from telemetry.layers.units import ranges
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
-from telemetry.reading.matrix import Matrix, UnitExtremes
-from telemetry.reading.numbers import Numbers
+from telemetry.reading.matrix import Matrix, Numbers, UnitExtremes
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource

@@ -26,13 +26,17 @@ from telemetry.events.page_format import (
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.onset import FEWEST_TO_SHOW, LOOK_BACK, Onset, onsets
 from telemetry.layers.units import decode_units
-from telemetry.reading.matrix import WHOLE, Matrix, Region, UnitExtremes, in_order
-from telemetry.reading.numbers import (
+from telemetry.reading.matrix import (
     CALL_TAGS,
     EVERY_STEP,
     READ_BYTES,
+    WHOLE,
+    Matrix,
     NumberCache,
     Numbers,
+    Region,
+    UnitExtremes,
+    in_order,
     of_modules,
     within_limit,
 )
