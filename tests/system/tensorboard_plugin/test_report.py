@@ -181,7 +181,10 @@ def test_records_around_a_fault_are_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("telemetry.commands.report.flight_files", lambda _: [tmp_path])
-    monkeypatch.setattr("telemetry.commands.report.explain", lambda _: HOSTILE)
+    monkeypatch.setattr(
+        "telemetry.commands.report.print_faults",
+        lambda _, console: console.print(HOSTILE, markup=False),
+    )
     write_demo(tmp_path / "demo")
     write_report(tmp_path / "demo", tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
