@@ -116,8 +116,7 @@ def events_from_end(
 ) -> Iterator[bytes]:
     """Yield serialized events before byte ``end`` that contain one of ``marks``, last one first.
 
-    Torn and damaged frames are skipped. Parts of the file without a mark are not parsed. Reading
-    stops after about ``max_bytes``.
+    Torn and damaged frames are skipped. Reading stops after about ``max_bytes``.
 
     Raises:
         OSError: The file cannot be read.
@@ -127,17 +126,11 @@ def events_from_end(
         max_bytes -= size
         start = max(0, end - size)
         file.seek(start)
-        window = file.read(end - start)
+        frames = list(_intact(file.read(end - start)))
         size *= 2
-        is_marked = any(mark in window for mark in marks)
-        if not is_marked and start > 0 and size <= _LARGE_WINDOW_BYTES:
-            continue
-        frames = list(_intact(window))
         if not frames and start > 0 and size <= _LARGEST_EVENT_BYTES:
             continue  # a frame is larger than the window
-        for _, data in reversed(frames if is_marked else []):
-            if any(mark in data for mark in marks):
-                yield data
+        yield from (data for _, data in reversed(frames) if any(mark in data for mark in marks))
         # The next window includes the frame that this one has cut off.
         end = start + frames[0][0] if frames and start > 0 else start
         size = min(size, _LARGE_WINDOW_BYTES)
