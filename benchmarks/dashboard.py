@@ -50,7 +50,7 @@ from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
-from telemetry.tag_names import HISTOGRAMS, numbered
+from telemetry.tag_names import TENSORS, numbered
 from telemetry.writing.dashboard import Dashboard
 
 # TensorBoard with the plugin, Chromium and the layout of a model: those of the page's tests.
@@ -260,8 +260,7 @@ def measure_page(logdir: Path, size: Size, chromium: Any) -> dict[str, float]:
         }
         if not size.is_huge:
             tags = [
-                f"{HISTOGRAMS}activation/{numbered(i, m.name)}"
-                for i, m in enumerate(layout.modules)
+                f"{TENSORS}activation/{numbered(i, m.name)}" for i, m in enumerate(layout.modules)
             ]
             times["histograms_s"] = seconds(lambda: server.get_tags("histograms", tags))
         if chromium is not None:

@@ -6,9 +6,9 @@ import re
 
 from telemetry.plain_text import printable
 
-RUN, LAYERS, HISTOGRAMS, IMAGES = "~run/", "~layers/", "~histograms/", "~images/"
-"""Groups of our tags. TensorBoard sorts groups, the first part of tags, by ASCII: these follow the
-user's."""
+RUN, LAYERS, TENSORS = "~run/", "~statistics/", "~tensors/"
+"""Groups of our tags. TensorBoard sorts groups, the first part of tags, by ASCII and opens the
+first two. The many pictures and histograms of tensors are last, so that they stay folded."""
 # Group of our texts.
 ALERTS = "~alerts/"
 
@@ -24,7 +24,7 @@ ALLOCATED_BYTES, PEAK_BYTES = "memory/allocated_bytes", "memory/peak_bytes"
 HOST_BYTES, HOST_OWN_BYTES = "memory/host_rss_bytes", "memory/host_own_bytes"
 MEMORY = {ALLOCATED_BYTES: "allocated", PEAK_BYTES: "peak", HOST_BYTES: "host memory"}
 
-_GROUP = re.compile(f"{RUN}|{LAYERS}|{HISTOGRAMS}|{IMAGES}")
+_GROUP = re.compile(f"{RUN}|{LAYERS}|{TENSORS}")
 _NUMBERED = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)
 
 

@@ -22,7 +22,7 @@ from telemetry.layers.heat_map import heat_map
 from telemetry.plain_text import printable
 from telemetry.records import Layout, RankFacts, StepRecord
 from telemetry.records.loss import LOSS_TAGS
-from telemetry.tag_names import FULL_STEPS, IMAGES, RUN, TIMES, TOKENS_PER_S, plain
+from telemetry.tag_names import FULL_STEPS, RUN, TIMES, TOKENS_PER_S, plain
 from telemetry.writing import tags
 from telemetry.writing.page import PageWriter
 from telemetry.writing.size_budget import SizeBudget
@@ -392,7 +392,7 @@ def _margins(name: str) -> layout_pb2.Chart:
 
 # --- picture -------------------------------------------------------------------------------------
 
-HEATMAP_TAG = f"{IMAGES}telemetry_heatmap"
+HEATMAP_TAG = f"{RUN}telemetry_heatmap"
 _MAX_COLUMNS = 512
 _MAX_ROWS = 512
 _FIRST_PICTURE = 8  # full steps

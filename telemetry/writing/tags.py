@@ -19,7 +19,7 @@ from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import TensorRecord, Tensors
 from telemetry.selection import evenly
-from telemetry.tag_names import ALERTS, HISTOGRAMS, IMAGES, LAYERS, RUN, TOTAL_GRAD_NORM
+from telemetry.tag_names import ALERTS, LAYERS, RUN, TENSORS, TOTAL_GRAD_NORM
 from telemetry.writing.size_budget import SizeBudget, Tagged
 
 # Models with more parameters or modules have curves of some layers only, because TensorBoard shows
@@ -50,8 +50,8 @@ def values_of(
         yield summaries.scalars(points)
         return
     yield summaries.scalars(points + _curves_of_layers(record, f"{LAYERS}{prefix}"))
-    pictures = [(f"{IMAGES}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
-    histograms = _histograms(record, f"{HISTOGRAMS}{prefix}")
+    pictures = [(f"{TENSORS}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
+    histograms = _histograms(record, f"{TENSORS}{prefix}")
     yield from (size_budget or SizeBudget()).values_of(pictures, *histograms)
 
 

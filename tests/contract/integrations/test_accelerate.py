@@ -76,6 +76,15 @@ def test_an_alert_sets_should_stop(tmp_path: Path) -> None:
     assert tracker.should_stop
 
 
+def test_without_a_directory_the_run_is_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path, TelemetryTracker())
+    [run] = (tmp_path / "runs").iterdir()
+    assert list(curve(run, "loss")) == [0, 1, 2]
+
+
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = mlp()

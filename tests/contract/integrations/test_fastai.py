@@ -72,6 +72,15 @@ def test_an_alert_cancels_the_fit(tmp_path: Path) -> None:
     assert 2 < callback.hook_logger.current_step < 60_000
 
 
+def test_without_a_directory_the_run_is_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    learner(Adam, TelemetryCallback()).fit(1)
+    [run] = (tmp_path / "runs").iterdir()
+    assert list(curve(run, "loss")) == list(range(6))
+
+
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = {"Learner": Learner, "loaders": DataLoaders(batches(), batches()), "model": mlp()}

@@ -78,6 +78,18 @@ def test_an_alert_terminates_the_engine(tmp_path: Path) -> None:
     assert 2 < state.iteration < 60_000
 
 
+def test_without_a_directory_the_run_is_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    trainer = trainer_of(model)
+    TelemetryHandler().attach(trainer, model)
+    trainer.run(batches())
+    [run] = (tmp_path / "runs").iterdir()
+    assert list(curve(run, "loss")) == list(range(1, 7))
+
+
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = mlp()

@@ -62,6 +62,15 @@ def test_an_alert_stops_the_training(tmp_path: Path) -> None:
     assert 2 < int(model.optimizer.iterations) < 50_000
 
 
+def test_without_a_directory_the_run_is_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit(model_of(), TelemetryCallback())
+    [run] = (tmp_path / "runs").iterdir()
+    assert list(curve(run, "loss")) == list(range(5))
+
+
 def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_example("Keras", model=model_of(), x=X, y=X[:, :2])

@@ -60,21 +60,21 @@ def classic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tensorboards_accumulator_finds_histograms_and_images(classic: Path) -> None:
     found = EventAccumulator(str(classic), size_guidance={"histograms": 0}).Reload()
-    assert {
-        f"~histograms/{tag}" for tag in ("activation/0000.0", "grad_log10/0000.0.weight")
-    } <= set(found.Tags()["histograms"])
-    weights = found.Histograms("~histograms/weight/0003.3.weight")
+    assert {f"~tensors/{tag}" for tag in ("activation/0000.0", "grad_log10/0000.0.weight")} <= set(
+        found.Tags()["histograms"]
+    )
+    weights = found.Histograms("~tensors/weight/0003.3.weight")
     assert [event.step for event in weights] == [0, 1, 2]
     assert weights[0].histogram_value.num == sum(weights[0].histogram_value.bucket) == 432
     assert weights[0].histogram_value.bucket_limit[-1] == weights[0].histogram_value.max
-    image = found.Images("~images/feature_maps/0000.0")[0]
+    image = found.Images("~tensors/feature_maps/0000.0")[0]
     assert image.encoded_image_string.startswith(b"\x89PNG")
-    assert "~images/input" in found.Tags()["images"]
+    assert "~tensors/input" in found.Tags()["images"]
 
 
 def test_tbparse_finds_histograms(classic: Path) -> None:
     frame = tbparse.SummaryReader(str(classic)).histograms
-    of_weights = frame[frame.tag == "~histograms/weight/0003.3.weight"]
+    of_weights = frame[frame.tag == "~tensors/weight/0003.3.weight"]
     assert of_weights.step.tolist() == [0, 1, 2]
     assert sum(of_weights.counts.iloc[0]) == 432
 
@@ -100,9 +100,9 @@ def test_wandb_syncs_a_run_offline(tmp_path: Path) -> None:
     for content in wandb_records(file.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(content)
         found |= {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
-    assert json.loads(found["~histograms/grad/0003.3.weight/_type"]) == "histogram"
-    assert sum(json.loads(found["~histograms/grad/0003.3.weight/values"])) == 432
-    assert json.loads(found["~images/feature_maps/0000.0/_type"]) == "images/separated"
+    assert json.loads(found["~tensors/grad/0003.3.weight/_type"]) == "histogram"
+    assert sum(json.loads(found["~tensors/grad/0003.3.weight/values"])) == 432
+    assert json.loads(found["~tensors/feature_maps/0000.0/_type"]) == "images/separated"
     assert {"loss", "~run/grad_norm/total"} <= set(found)
 
 

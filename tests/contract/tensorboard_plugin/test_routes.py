@@ -54,7 +54,7 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
         buckets = serialized.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
         picture = summaries.image("feature_maps/0000.a", [PNG], 1, 1)
         no_picture = summaries.image("filters/0000.a", [b"<svg onload=alert(1)>"], 1, 1)
-        given = summaries.image("~images/input", [PNG], 1, 1)
+        given = summaries.image("~tensors/input", [PNG], 1, 1)
         writer.write_values([buckets, picture, no_picture, given], step)
     tag = Chunk(kind="u", session="20260101-000000.000-aaaa", layout=0, number=0).tag
     extremes = np.array([[0, 0], [-1, 2], [-10, 10]], np.float32)

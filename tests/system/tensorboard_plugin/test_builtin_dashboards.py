@@ -75,14 +75,12 @@ def tags_of(locator: Any) -> list[str]:
 @pytest.mark.parametrize("kind", ["histogram", "distribution"])
 def test_histograms_and_distributions_have_our_tags(dashboard: Any, kind: str) -> None:
     tags = tags_of(dashboard(f"{kind}s", f"tf-{kind}-loader"))
-    assert "~histograms/activation/0000.layer0" in tags
+    assert "~tensors/activation/0000.layer0" in tags
 
 
 def test_images_and_the_heatmap_are_shown(dashboard: Any) -> None:
     loaders = dashboard("images", "tf-image-loader")
-    assert {"~images/feature_maps/0000.layer0", "~images/telemetry_heatmap"} <= set(
-        tags_of(loaders)
-    )
+    assert {"~tensors/feature_maps/0000.layer0", "~run/telemetry_heatmap"} <= set(tags_of(loaders))
     loaders.first.locator("img").first.wait_for(state="attached")
 
 
@@ -115,7 +113,7 @@ def test_curves_are_shown_in_a_few_groups_behind_the_users(
     dashboard: Any, page: TelemetryPage
 ) -> None:
     groups = dashboard("timeseries", "metrics-card-groups .group-title")
-    ours = ["~histograms", "~images", "~layers", "~run"]
+    ours = ["~run", "~statistics", "~tensors"]
     assert groups.all_inner_texts() == ["loss", "valid", *ours]
     page.page.goto(f"{page.address}?tagFilter=grad_norm%2Ftotal#timeseries")
     page.page.locator('[title="~run/grad_norm/total"]').first.wait_for(state="attached")

@@ -44,7 +44,7 @@ OTHERS = [
         "lossless",
         "loss_scale",
         "~run/loss",
-        "~layers/weight_rms/0000.loss",
+        "~statistics/weight_rms/0000.loss",
         "",
         "eval_loss",
     ),

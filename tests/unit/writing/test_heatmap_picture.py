@@ -80,4 +80,4 @@ def test_only_full_training_steps_count_and_another_layout_restarts_the_picture(
     other = type(LAYOUT)(modules=LAYOUT.modules, parameters=LAYOUT.parameters)
     list(picture.values_of(full_record(1, layout=other)))
     assert picture._steps == [1]
-    assert HEATMAP_TAG == "~images/telemetry_heatmap"
+    assert HEATMAP_TAG == "~run/telemetry_heatmap"

@@ -54,22 +54,22 @@ def test_a_light_step_has_only_the_total_norm() -> None:
 
 def test_parameters_are_tagged_by_the_index_of_their_module() -> None:
     curves = scalars(record(full=True))
-    assert curves["~layers/grad_norm/0002.out.weight"] == 3.0
-    assert curves["~layers/grad_norm/0000.position"] == 4.0
+    assert curves["~statistics/grad_norm/0002.out.weight"] == 3.0
+    assert curves["~statistics/grad_norm/0000.position"] == 4.0
 
 
 def test_a_parameter_without_gradient_has_no_point() -> None:
     curves = scalars(record(full=True, grad_present=np.array([True, False])))
-    assert "~layers/grad_norm/0000.position" not in curves
+    assert "~statistics/grad_norm/0000.position" not in curves
 
 
 def test_outputs_have_separate_histograms_and_common_curves() -> None:
     outputs = {Output(""): tensor(1.0), Output("lstm"): tensor(2.0), Output("lstm", 1): tensor(3.0)}
     curves = scalars(record(full=True, outputs=outputs))
-    assert curves["~layers/activation_mean/0000.Net"] == 1.0
-    assert curves["~layers/activation_mean/0001.lstm"] == 2.5, "of all outputs"
+    assert curves["~statistics/activation_mean/0000.Net"] == 1.0
+    assert curves["~statistics/activation_mean/0001.lstm"] == 2.5, "of all outputs"
     tags = tags_of(joined(values_of(record(full=True, outputs=outputs))))
-    assert {"~histograms/activation/0001.lstm", "~histograms/activation/0001.lstm[1]"} <= tags
+    assert {"~tensors/activation/0001.lstm", "~tensors/activation/0001.lstm[1]"} <= tags
 
 
 def test_each_tag_has_the_histogram_of_its_own_tensor() -> None:
@@ -78,9 +78,9 @@ def test_each_tag_has_the_histogram_of_its_own_tensor() -> None:
     grads = {"position": tensor(3.0), "out.weight": tensor(4.0)}
     step = record(full=True, outputs=outputs, output_grads=outputs, grads=grads, weights=grads)
     smallest = {
-        value.tag.removeprefix("~histograms/"): make_ndarray(value.tensor)[0, 0]
+        value.tag.removeprefix("~tensors/"): make_ndarray(value.tensor)[0, 0]
         for value in summary_of(joined(values_of(step))).value
-        if value.tag.startswith("~histograms/") and "log10" not in value.tag
+        if value.tag.startswith("~tensors/") and "log10" not in value.tag
     }
     assert smallest == {
         "activation/0002.out": 1.0,
@@ -97,14 +97,14 @@ def test_each_tag_has_the_histogram_of_its_own_tensor() -> None:
 def test_a_tensor_without_a_finite_value_has_no_histogram() -> None:
     outputs = {Output("lstm"): tensor(np.nan, np.inf), Output("out"): tensor(1.0, np.nan)}
     tags = tags_of(joined(values_of(record(full=True, outputs=outputs))))
-    assert {tag for tag in tags if "/activation/" in tag} == {"~histograms/activation/0002.out"}
+    assert {tag for tag in tags if "/activation/" in tag} == {"~tensors/activation/0002.out"}
 
 
 def test_nonfinite_values_are_counted_where_there_are_any() -> None:
     outputs = {Output("lstm"): tensor(1.0, np.nan, np.inf), Output("out"): tensor(1.0)}
     curves = scalars(record(full=True, outputs=outputs))
-    assert curves["~layers/nonfinite/0001.lstm"] == 2
-    assert "~layers/nonfinite/0002.out" not in curves
+    assert curves["~statistics/nonfinite/0001.lstm"] == 2
+    assert "~statistics/nonfinite/0002.out" not in curves
 
 
 def test_scaler_and_clipping_have_curves() -> None:
@@ -143,7 +143,7 @@ def test_a_large_model_has_a_limited_number_of_curves_of_each_statistic() -> Non
             weights=weights,
         )
     )
-    layers = [tag.split("/")[1] for tag in curves if tag.startswith("~layers/")]
+    layers = [tag.split("/")[1] for tag in curves if tag.startswith("~statistics/")]
     counts = {statistic: layers.count(statistic) for statistic in layers}
     assert {"grad_norm", "weight_norm", "weight_rms", "activation_rms"} <= set(counts)
     assert set(counts.values()) == {12 + 3}
@@ -152,7 +152,7 @@ def test_a_large_model_has_a_limited_number_of_curves_of_each_statistic() -> Non
 def test_a_phase_has_only_activations_under_its_name() -> None:
     step = record(phase="validation", full=True, outputs={Output("out"): tensor(1.0)})
     tags = tags_of(joined(values_of(step)))
-    assert "~histograms/validation/activation/0002.out" in tags
+    assert "~tensors/validation/activation/0002.out" in tags
     assert all(plain(tag).startswith("validation/") for tag in tags)
     assert not any("grad" in tag for tag in tags)
 
