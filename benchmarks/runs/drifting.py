@@ -200,18 +200,24 @@ def optimizer_rebuilt_without_trunk(log: Log) -> None:
     _second_stage(log, freeze=False)
 
 
-def _routed(log: Log, *, weighted: bool) -> None:
+def _routed(log: Log, *, weighted: bool, balanced: bool = False) -> None:
     model, data = Experts(weighted=weighted), batches(log, 64, *digits())
 
     def loss() -> Tensor:
         images, classes = next(data)
-        return F.cross_entropy(model(images.flatten(1)), classes)
+        error = F.cross_entropy(model(images.flatten(1)), classes)
+        return error + 0.1 * model.balance if balanced else error
 
     fit(log, model, Adam(model.parameters(), 2e-3), loss, 300)
 
 
 @run
 def router_learns(log: Log) -> None:
+    _routed(log, weighted=True, balanced=True)
+
+
+@run
+def router_without_balance(log: Log) -> None:
     _routed(log, weighted=True)
 
 

@@ -59,7 +59,7 @@ LABELS = {
     "values_discounted": Label(why="TD(0), discount 0.95: values and the loss rise at first"),
     "rates_fall_by_layer": Label(why="by 0.65 in each of nine layers, as in fine-tuning"),
     "second_stage_freezes_trunk": Label(why="requires_grad_(False), and an optimizer of the head"),
-    "router_learns": Label(why="experts weighted by their share; some are chosen rarely"),
+    "router_learns": Label(why="experts weighted by their share, with a balancing loss"),
     "siamese_kept_apart": Label(why="a term for the variance of each unit"),
     "batch_norms_train": Label(why="a small CNN"),
     "hard_batch_every_40": Label(why="one batch of noise every 40 steps; its loss is high"),
@@ -174,6 +174,10 @@ LABELS = {
     "optimizer_rebuilt_without_trunk": Label(
         kinds=frozenset({"untrained_parameters", "layers_not_learning"}), layers=("0",),
         onset=137, by=317, why="from step 137 on only the head is stepped",
+    ),
+    "router_without_balance": Label(
+        kinds=frozenset({"expert_collapse"}), layers=("router",), by=250,
+        why="the best of four experts without a balancing loss: most get no tokens",
     ),
     "router_behind_argmax": Label(
         kinds=frozenset({"untrained_parameters", "layers_not_learning"}), layers=("router",),

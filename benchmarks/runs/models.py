@@ -516,12 +516,13 @@ class Experts(nn.Module):
         self.router = nn.Linear(64, 4)
         self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
         self.head = nn.Linear(64, 10)
-        self.weighted = weighted
+        self.weighted, self.balance = weighted, torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.inside(x))
         shares = self.router(h).softmax(1)
         best = shares.argmax(1)
+        self.balance = 4 * F.one_hot(best, 4).float().mean(0) @ shares.mean(0)
         outputs = torch.stack([expert(h) for expert in self.experts], 1)
         chosen = outputs[torch.arange(len(x)), best]
         if self.weighted:

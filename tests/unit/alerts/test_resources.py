@@ -153,6 +153,22 @@ def test_steps_that_are_slow_for_a_reason_or_briefly_are_no_fault(run: Run) -> N
     assert found(SlowSteps(), run) == []
 
 
+def shared_machine(until: int) -> Run:
+    """Yield steps of a second, of which other programs make all parts slower from step 300 on."""
+    for step in range(1000):
+        busy = 300 <= step < until
+        times = zip((0.1, 0.2, 0.5, 0.2), (2.0, 2.2, 3.4, 2.8), strict=True)
+        yield record(step, tuple(noise(step) * s * (by if busy else 1) for s, by in times))
+
+
+def test_programs_beside_the_run_are_no_fault_unless_they_stay() -> None:
+    assert found(SlowSteps(), shared_machine(until=450)) == []  # for seven minutes
+    [alert] = found(SlowSteps(), shared_machine(until=1000))
+    assert alert.step > 450
+    assert alert.cause is not None
+    assert "pass" not in alert.cause
+
+
 def test_steps_that_are_fast_again_resolve() -> None:
     run = slowed(lambda step: 4.0 if 200 <= step < 400 else 1.0)
     assert [alert.stage for alert in found(SlowSteps(), run)] == ["started", "resolved"]
