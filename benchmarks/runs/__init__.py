@@ -11,6 +11,7 @@ from runs import (  # noqa: F401
     fused_attention,
     healthy,
     low_precision,
+    resources,
     uncommon,
     unfamiliar,
 )
