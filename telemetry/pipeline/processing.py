@@ -195,9 +195,14 @@ class Processor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> list[str]:
-        """Restore the state, with ``step`` in progress; return what does not fit."""
+        """Restore the state, with ``step`` in progress; return what does not fit.
+
+        Readers hide what was logged for ``step`` before the checkpoint, so it is written again.
+        """
         logged = state.get("logged")
         self._scalars = {step: dict(logged)} if isinstance(logged, Mapping) else {}
+        with self._failures.contained("to write the scalars of a checkpoint"):
+            self._write_logged(step, time.time(), self.ranks.logged(self._scalars.get(step, {})))
         self._batches.clear()
         self._loss.load_state_dict(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
@@ -226,14 +231,16 @@ class Processor:
 
     def _record_logged(self, step: int, wall_time: float, values: dict[str, float]) -> None:
         """Write the logged scalars of a step, and judge the loss if it is one of them."""
-        if not values:
-            return
-        points = [summaries.scalar(name, value) for name, value in values.items()]
         try:
-            self._sink.write_values(points, step, wall_time)
+            self._write_logged(step, wall_time, values)
         finally:
             if (tag := self._loss.tag) in values:
                 self._report(self._judge.judge_loss(step, values[tag]), wall_time)
+
+    def _write_logged(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
+        if values:
+            points = [summaries.scalar(name, value) for name, value in values.items()]
+            self._sink.write_values(points, step, wall_time)
 
     def send_rest(self) -> None:
         """Send rank 0 the scalars that were logged for a step that did not end."""

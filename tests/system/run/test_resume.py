@@ -197,6 +197,23 @@ def test_a_loss_of_the_step_in_progress_is_restored(tmp_path: Path) -> None:
     assert recorder.records[0].loss == 0.25
 
 
+def test_a_loss_that_is_logged_after_the_last_step_stays_in_the_curve(tmp_path: Path) -> None:
+    """The optimizer has ended the step, so that it is a loss of the next, which is repeated."""
+    loop, state = Loop(), dict[str, Any]()
+    for _ in range(2):
+        with HookLogger(loop.model, tmp_path) as logger:
+            if state:
+                logger.load_state_dict(state)
+            for _ in range(3):
+                loop(1)
+                logger.log(loss=1.5)
+            state = state or logger.state_dict()
+            loop(2)
+    board = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in board.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+    assert {event.value for event in board.Scalars("loss")} == {1.5}
+
+
 def test_taking_the_state_changes_no_random_number(tmp_path: Path) -> None:
     loop = Loop()
     with HookLogger(loop.model, tmp_path) as logger:
