@@ -111,19 +111,16 @@ class InputBound(_OfSteps):
 
 
 class SlowSteps(_OfSteps):
-    """The median of 50 steps takes twice as long as the first 200, for half a minute together; for
-    ten minutes if forward pass, backward pass and optimizer all became slower.
+    """The median of 50 steps takes twice as long as the first 200, for half a minute together.
 
-    Evidence: both times, and the part of the step that became slower.
+    Evidence: both times, and the part of the step that became slower, or that all parts did.
     Causes: another program, a throttled device, a slow disk, a list that grows, longer inputs.
-    Remedies: look at the machine; at what the named part does.
-    Silent: steps with more tokens in proportion, steps of a few milliseconds, programs of others
-        that take the cores for some minutes.
+    Remedies: check the machine, and what the named part does.
+    Silent: steps with more tokens in proportion, and steps of a few milliseconds.
     Example: mean = sum(history) / len(history)  # of all losses, at each step
     Args:
         factor: Times the usual step.
         seconds: Least time of the slow steps together. Shorter ones are noise of the machine.
-        machine_seconds: The same if all parts became slower.
 
     It resolves below three quarters of the factor.
     """
@@ -132,11 +129,9 @@ class SlowSteps(_OfSteps):
     severity = "note"
     factor = 2.0
     seconds = 30.0
-    machine_seconds = 600.0
 
     def set_up(self) -> None:
         super().set_up()
-        self._slow_s = 0.0
         self._latest = deque[_Times](maxlen=_STEPS)
         self._usual = list[_Times]()  # the first: a window would follow a slow rise
 
@@ -147,37 +142,24 @@ class SlowSteps(_OfSteps):
         if len(self._usual) < _STEPS:
             return None
         growth = self._growth()
-        self._slow_s = self._slow_s + times.step_s if growth >= self.factor else 0.0
         if growth < self.factor or sum(t.step_s for t in self._latest) < self.seconds:
             return None
         now, before = (median(t.step_s for t in of) for of in (self._latest, self._usual))
         parts = [
-            [median([t.parts[n] for t in of]) for n in range(len(TIMES))]
-            for of in (self._latest, self._usual)
+            [median([t.parts[n] for t in of]) for of in (self._usual, self._latest)]
+            for n in range(len(TIMES))
         ]
-        added = [late - early for late, early in zip(*parts, strict=True)]
+        added = [late - early for early, late in parts]
         part = added.index(max(added))
-        # Another program or a throttled device slows all parts that compute; a fault of the loop
-        # slows one, or the two passes. Parts below a twentieth of a step are mostly noise.
-        is_machine = all(
-            late > _ALL_SLOWER * early
-            for late, early in zip(*(of[1:] for of in parts), strict=True)
-            if early > before / 20
-        )
-        if is_machine and self._slow_s < self.machine_seconds:
-            return None
-        most = (
-            "All parts that compute are slower"
-            if is_machine
-            else f"Most of it is {_IN_WORDS[part]}"
-        )
+        # Parts below a twentieth of a step are mostly noise.
+        computing = [late / early for early, late in parts[1:] if early > before / 20]
+        most, advice = f"Most of it is {_IN_WORDS[part]}", [_ADVICE[part]]
+        if len(computing) > 1 and min(computing) > _ALL_SLOWER:
+            most, advice = "All parts that compute are slower", []
         return Finding(
             summary=f"Steps take {figure(now)} s instead of {figure(before)} s",
             cause=slowest_rank(ranks) or most,
-            advice=(
-                *(() if is_machine else (_ADVICE[part],)),
-                "Check for other programs on the machine, and for its clock",
-            ),
+            advice=(*advice, "Check for other programs on the machine, and for its clock"),
             value=growth,
             threshold=self.factor,
         )
@@ -194,7 +176,7 @@ class SlowSteps(_OfSteps):
 
 
 _STEPS = 50
-_ALL_SLOWER = 1.5  # chosen manually: a program beside a run slows its parts by unequal factors
+_ALL_SLOWER = 1.5  # chosen manually: times its usual, of each part
 _CLEARED = 0.75  # of a threshold, below which an alert resolves
 _IN_WORDS = ("waiting for data", "the forward pass", "the backward pass", "the optimizer")
 _ADVICE = (
