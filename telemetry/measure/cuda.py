@@ -302,8 +302,11 @@ class _Buffer:
             self._streams[stream] = current
         return self._handle
 
-    def take(self) -> _Sent | None:
+    def take(self) -> tuple[HostCopy, int, int] | None:
         """Start the copy of the rows to the host, and free the buffer; None if it is empty.
+
+        Returns:
+            The copy, and its numbers of rows and of units, which come first.
 
         Raises:
             RuntimeError: The current stream is captured, or the copy lacks memory.
@@ -324,28 +327,13 @@ class _Buffer:
         finally:
             self._clear(filled)
         send(filled.device)
-        return _Sent(copy, rows, units)
+        return copy, rows, units
 
     def _clear(self, memory: Tensor) -> None:
         memory.zero_()
         current = current_stream(memory.device)
         self._cleared = current.record_event()
         self._streams: dict[int, Any] = {raw_stream(self._index): current}
-
-
-class _Sent:
-    """Rows on their way to the host."""
-
-    def __init__(self, copy: HostCopy, rows: int, units: int) -> None:
-        self._copy, self._rows, self._units = copy, rows, units
-        self.nbytes = copy.nbytes
-
-    def decode(self) -> Rows:
-        """Wait for the rows and return them."""
-        values = self._copy.wait()
-        found = host.HostRows()
-        found.add_compacted(values.data_ptr() + self._units * UNIT.itemsize, self._rows)
-        return found.decode()
 
 
 # Replaced by tests without a GPU.
@@ -376,7 +364,7 @@ class GpuRows:
         self.numbers: list[int] = []  # index of the tensor of each row; -1 without a tensor
         self._gpu = gpu
         self._buffer: _Buffer | None = None
-        self._sent: list[_Sent] = []
+        self._sent: list[tuple[HostCopy, int, int]] = []  # with numbers of rows and of units
 
     def add(self, tensor: Tensor, unit_axis: int | None, powers: int, number: int) -> bool:
         """Queue the measurement in the current stream; False if no kernel takes the tensor.
@@ -386,67 +374,48 @@ class GpuRows:
             torch.cuda.OutOfMemoryError, MemoryError: Memory is lacking; later tensors are tried.
         """
         given = tensor if host.TENSORS and not tensor.is_neg() else _given([tensor], unit_axis)[0]
-        index, taken = self._gpu.index, 0
+        stream = raw_stream(self._gpu.index)
         try:
-            while (buffer := self._buffer or self._lent()) is not None:
-                stream = raw_stream(index)
-                handle = buffer.enter(stream)
-                if handle is None:
-                    break
-                taken = _cuda.measure(handle, given, unit_axis, powers, stream)
-                if taken != _FULL:
-                    break
+            handle = self._entered(stream)
+            taken = handle and _cuda.measure(handle, given, unit_axis, powers, stream)
+            if taken == _FULL:
                 self._send_buffer()
-        except RuntimeError as error:
-            _failed(index, error)
-            raise
-        if taken > 0:
-            self.numbers.append(number)
-        return taken > 0
-
-    def add_all(
-        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int, number: int
-    ) -> list[bool]:
-        """Measure many tensors; those that kernels take are numbered from ``number`` on."""
-        if len(tensors) == 1 or unit_axis is not None:
-            taken: list[bool] = []
-            for tensor in tensors:
-                taken.append(self.add(tensor, unit_axis, powers, number + sum(taken)))
-            return taken
-        try:
-            return self._add_many(tensors, powers, number)
         except RuntimeError as error:
             _failed(self._gpu.index, error)
             raise
+        if taken == _FULL:  # the next buffer is empty
+            return self.add(tensor, unit_axis, powers, number)
+        if taken:
+            self.numbers.append(number)
+        return bool(taken)
 
-    def _add_many(self, tensors: Sequence[Tensor], powers: int, number: int) -> list[bool]:
+    def add_all(self, tensors: Sequence[Tensor], powers: int, number: int) -> list[bool]:
+        """Measure many tensors; those that kernels take are numbered from ``number`` on."""
         found: list[bool] = []
-        rest = _given(tensors, None)
-        while len(found) < len(tensors) and (buffer := self._lent()) is not None:
-            stream = raw_stream(self._gpu.index)
-            handle = buffer.enter(stream)
-            if handle is None:
-                break
-            taken, tables = _cuda.plan(self._gpu.handle, handle, rest, stream)
-            known = taken[: taken.index(_FULL)] if _FULL in taken else taken
-            try:
+        rest, stream = _given(tensors, None), raw_stream(self._gpu.index)
+        try:
+            while rest and (handle := self._entered(stream)) is not None:
+                taken, tables = _cuda.plan(self._gpu.handle, handle, rest, stream)
+                known = taken[: taken.index(_FULL)] if _FULL in taken else taken
+                self.numbers += [-1] * sum(known)  # if memory is lacking, other tensors may follow
                 for table in tables:
                     _launch(self._gpu, handle, table, 0, powers, stream)
-            except (torch.cuda.OutOfMemoryError, MemoryError):
-                self.numbers += [-1] * sum(known)  # other tensors may follow
-                raise
-            self.numbers += range(number, number + sum(known))
-            number += sum(known)
-            found += map(bool, known)
-            rest = rest[len(known) :]
-            if rest:
-                self._send_buffer()
+                self.numbers[len(self.numbers) - sum(known) :] = range(number, number + sum(known))
+                number += sum(known)
+                found += map(bool, known)
+                rest = rest[len(known) :]
+                if rest:
+                    self._send_buffer()
+        except RuntimeError as error:
+            _failed(self._gpu.index, error)
+            raise
         return found + [False] * len(rest)
 
-    def _lent(self) -> _Buffer | None:
+    def _entered(self, stream: int) -> Any:
+        """Return the handle of the step's buffer for this stream; None: nothing can be measured."""
         if self._buffer is None:
             self._buffer = self._gpu.lend(self)
-        return self._buffer
+        return None if self._buffer is None else self._buffer.enter(stream)
 
     def _send_buffer(self) -> None:
         buffer, self._buffer = self._buffer, None
@@ -457,12 +426,14 @@ class GpuRows:
     def send(self) -> int:
         """Start the copy to the host; return the bytes of all copies of the step."""
         self._send_buffer()
-        return sum([sent.nbytes for sent in self._sent])
+        return sum([copy.nbytes for copy, _, _ in self._sent])
 
     def decode(self) -> Rows:
         """Wait for the rows and return them."""
-        rows = Rows.concatenate([Rows.of(()), *(sent.decode() for sent in self._sent)])
-        return rows.take(np.arange(len(self.numbers)))  # without rows of failed launches
+        found = host.HostRows()
+        for copy, rows, units in self._sent:
+            found.add_compacted(copy.wait().data_ptr() + units * UNIT.itemsize, rows)
+        return found.decode().take(np.arange(len(self.numbers)))  # without rows of failed launches
 
 
 def _given(tensors: Sequence[Tensor], unit_axis: int | None) -> list[Any]:

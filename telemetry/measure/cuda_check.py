@@ -78,7 +78,7 @@ def _by_operations(tensor: Tensor, axis: int | None) -> Rows:
 
 def _compare(gpu: cuda.Gpu, tensors: list[Tensor], axis: int | None, expected: Rows) -> None:
     rows = cuda.GpuRows(gpu)
-    taken = rows.add_all(tensors, axis, 4, 0)
+    taken = rows.add_all(tensors, 4, 0) if axis is None else [rows.add(tensors[0], axis, 4, 0)]
     rows.send()
     if not all(taken) or (different := _different(rows.decode(), expected)):
         what = f"{tensors[-1].dtype} {[list(tensor.shape) for tensor in tensors]}, axis {axis}"

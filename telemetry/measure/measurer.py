@@ -52,16 +52,26 @@ class Measurer:
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
-        return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
+        if not tensor.is_cuda:
+            return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
+        with self._lock:
+            step = self._step
+            rows = step.on_gpu(tensor.get_device())
+            if rows is not None and rows.add(tensor, unit_axis, powers, step.count):
+                return step.next_number()
+        return self._add_other(tensor, unit_axis, powers)
 
     def add_all(
         self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
     ) -> list[int | None]:
         """Measure many tensors in one call, which is faster; see :meth:`add`."""
+        on_gpu = bool(tensors) and tensors[0].is_cuda
+        if on_gpu and (len(tensors) == 1 or unit_axis is not None):
+            return [self.add(tensor, unit_axis=unit_axis, powers=powers) for tensor in tensors]
         with self._lock:
             step = self._step
-            if tensors and tensors[0].is_cuda:
-                found = self._add_on_gpus(tensors, unit_axis, powers)
+            if on_gpu:
+                found = self._add_on_gpus(tensors, powers)
             else:
                 measured = step.host.add_plain(tensors, unit_axis, powers)
                 first, step.count = step.count, step.count + sum(measured)
@@ -76,9 +86,7 @@ class Measurer:
             for tensor, number in zip(tensors, found, strict=True)
         ]
 
-    def _add_on_gpus(
-        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
-    ) -> list[int | None]:
+    def _add_on_gpus(self, tensors: Sequence[Tensor], powers: int) -> list[int | None]:
         step = self._step
         found: list[int | None] = [None] * len(tensors)
         places: dict[int, list[int]] = {}
@@ -89,7 +97,7 @@ class Measurer:
             rows = step.on_gpu(index)
             if rows is not None:
                 those = [tensors[place] for place in some]
-                taken = rows.add_all(those, unit_axis, powers, step.count)
+                taken = rows.add_all(those, powers, step.count)
                 for place in itertools.compress(some, taken):
                     found[place] = step.next_number()
         return found
