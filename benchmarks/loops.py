@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine, write_json
+from machine import describe_machine, keep_freed_memory, write_json
 from recordings import start_wandb
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -227,4 +227,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()

@@ -1,4 +1,4 @@
-"""Describes the machine of a benchmark: a line to print, and fields of its JSON."""
+"""Describes the machine of a benchmark, and keeps chance out of its memory."""
 
 from __future__ import annotations
 
@@ -89,3 +89,14 @@ def _version(library: str) -> str | None:
         return version(library)
     except PackageNotFoundError:
         return None
+
+
+def keep_freed_memory() -> None:
+    """Start this program again with a glibc that does not return freed memory to the system.
+
+    It does so by chance, after one variant and not another; the page faults then take up to a third
+    of a step.
+    """
+    settings = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+    if sys.platform == "linux" and not os.environ.keys() >= settings.keys():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **settings})

@@ -25,7 +25,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 import torch
-from machine import describe_machine, write_json
+from machine import describe_machine, keep_freed_memory, write_json
 from recordings import Record, installed_recordings
 from workloads import WORKLOADS, Loop, Workload
 
@@ -195,4 +195,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()
     main()
