@@ -163,7 +163,7 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
     replay. It is a class because entering a generator takes longer than most bodies.
     """
 
-    __slots__ = ("_autocast", "_grad_enabled", "_stack")
+    __slots__ = ("_autocast", "_grad_enabled", "_modes")
 
     def __enter__(self) -> bool:
         self._grad_enabled = torch.is_grad_enabled()
@@ -175,8 +175,10 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
             in_mode = _in_dispatch_mode() or torch.is_inference_mode_enabled()
             in_functions, casts = in_function_mode(), True
         # First: torch-function modes would see the calls below.
-        self._stack = _without_modes(all_modes=in_mode) if in_mode or in_functions else None
-        if self._grad_enabled or self._stack is not None:  # leaving inference mode enables them
+        self._modes = _without_modes(all_modes=in_mode) if in_mode or in_functions else None
+        if self._modes is not None:
+            self._modes.__enter__()
+        if self._grad_enabled or self._modes is not None:  # leaving inference mode enables them
             _set_grad_enabled(False)
         types = _device_types() if casts else ()
         self._autocast = tuple(filter(torch.is_autocast_enabled, types))
@@ -191,8 +193,8 @@ class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
             torch.set_autocast_enabled(device_type, True)
         if self._grad_enabled:
             _set_grad_enabled(True)
-        if self._stack is not None:
-            self._stack.close()
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
 
 
 def _in_dispatch_mode() -> bool:
@@ -244,14 +246,17 @@ def _leave_dispatch_modes() -> Callable[[], contextlib.AbstractContextManager[ob
     return find(_python_dispatch, "_disable_current_modes", consequence)  # type: ignore[no-any-return]
 
 
-def _without_modes(*, all_modes: bool) -> contextlib.ExitStack:
-    """Leave torch-function modes, and of ``all_modes`` the slower ones to leave."""
-    stack = contextlib.ExitStack()
+def _without_modes(*, all_modes: bool) -> contextlib.AbstractContextManager[object]:
+    """Return a context without torch-function modes, and without ``all_modes``, which take longer.
+
+    The latter are left before it is entered.
+    """
     functions_off = find(torch._C, "DisableTorchFunction", "torch-function modes see measurements")
-    if functions_off is not None:
-        stack.enter_context(functions_off())
+    off = contextlib.nullcontext() if functions_off is None else functions_off()
     if not all_modes:
-        return stack
+        return off
+    stack = contextlib.ExitStack()
+    stack.enter_context(off)
     leave = _leave_dispatch_modes()
     if leave is not None:
         stack.enter_context(leave())
