@@ -102,6 +102,8 @@ class RunFiles:
         self._failures = failures
         self._lock = DirectoryLock(model, self.log_dir, close)
         self.first_step = resolved(first_step, self.log_dir)
+        # A loss that was logged after the last step belongs to the first, which is not repeated.
+        self._hidden_from = self.first_step + (first_step == "auto")
         self._has_ended = False
         self._writer: FileWriter | GivenWriter | NoFiles = HeldValues()
         if not may_be_any_rank():
@@ -128,9 +130,9 @@ class RunFiles:
         if self._given is not None:
             self._lock.acquire(self._given)
             return GivenWriter(self._given, self._before_flush)
-        first = self.first_step or None
+        purge_step = self._hidden_from if self.first_step else None
         try:
-            opened = SummaryWriter(self.log_dir, purge_step=first, flush_secs=_FLUSH_S)
+            opened = SummaryWriter(self.log_dir, purge_step=purge_step, flush_secs=_FLUSH_S)
         except OSError as error:
             raise type(error)(
                 f"HookLogger(writer={self.log_dir!r}): the log directory cannot be written: {error}"

@@ -453,6 +453,17 @@ def test_auto_continues_after_the_last_step(tmp_path: Path) -> None:
     assert auto_step(tmp_path) == 9  # the newest file holds no step
 
 
+def test_auto_keeps_a_loss_that_was_logged_after_the_last_step(tmp_path: Path) -> None:
+    for _ in range(2):
+        loop = Loop()
+        with HookLogger(loop.model, tmp_path, first_step="auto") as logger:
+            for _ in range(3):
+                loop(1)
+                logger.log(loss=1.5)
+    board = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in board.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("content", ["gradients", "activations"])
 def test_auto_continues_runs_that_record_only_gradients_or_activations(
     tmp_path: Path, content: str
