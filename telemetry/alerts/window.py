@@ -47,7 +47,7 @@ class Window:
             values.append(value)
             if extremes is None or oldest is None or oldest in extremes:
                 self._extremes = None
-            else:
+            else:  # one value enters the window, and none of its extremes leaves it
                 entering = values[LENGTH - 1]
                 self._extremes = min(extremes[0], entering), max(extremes[1], entering)
         self._unusual.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def _print_fault(path: Path, console: Console) -> list[str]:
     return [alert.kind for alert in flight["alerts"]]
 
 
-def _print_lines(lines: Iterator[str] | Sequence[str], console: Console) -> None:
+def _print_lines(lines: Iterable[str], console: Console) -> None:
     """Print lines; those that are too long continue with the same indentation."""
     for line in lines:
         text = line.lstrip(" ")

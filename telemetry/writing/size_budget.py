@@ -196,7 +196,7 @@ class _Cells(NamedTuple):
     gaps: NDArray[np.intp]  # cells behind which the row has empty buckets
 
     @staticmethod
-    def of(rows: Rows, widths: NDArray[np.intp] | int, merged: int = 1) -> _Cells:
+    def of(rows: Rows, widths: NDArray[np.intp], merged: int = 1) -> _Cells:
         """Return the cells, of which each is as wide as its buckets say, at least ``merged``.
 
         Bucket 0 stays alone; cell ``k > 0`` begins at bucket ``(k - 1) * width + 1``.
@@ -211,8 +211,7 @@ class _Cells(NamedTuple):
         begins[row_ends] = True
         begins[0] = True
         starts = np.flatnonzero(begins[:-1])
-        near = edges().take(first[starts])
-        far = edges().take(np.minimum(last[starts], LAST_BUCKET) + 1)
+        near, far = _limits(first[starts], last[starts])
         left = np.where(signed[starts] > 0, near, -far)
         right = np.where(signed[starts] < 0, -near, far)
         ends = np.searchsorted(starts, row_ends)
@@ -225,6 +224,11 @@ class _Cells(NamedTuple):
     def row_count(self) -> int:
         """Number of rows that :func:`histograms` returns."""
         return len(self.starts) + len(self.gaps)
+
+
+def _limits(first: NDArray[np.intp], last: NDArray[np.intp]) -> tuple[NDArray[np.float32], ...]:
+    """Return the limits of the magnitudes in buckets ``first`` to ``last``."""
+    return edges().take(first), edges().take(np.minimum(last, LAST_BUCKET) + 1)
 
 
 def joined_widths(rows: Rows) -> NDArray[np.intp]:
@@ -248,8 +252,7 @@ def joined_widths(rows: Rows) -> NDArray[np.intp]:
         is_joined = counts <= most[which]
         if width > 2:
             last = np.abs(cells) * width
-            near = edges().take(np.maximum(last - width + 1, 0))
-            far = edges().take(np.minimum(last, LAST_BUCKET) + 1)
+            near, far = _limits(np.maximum(last - width + 1, 0), last)
             is_joined &= far - near <= widest[which]
         counts[~is_joined] = math.inf
         widths[is_joined[place]] = width
