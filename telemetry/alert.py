@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from telemetry import untrusted
 from telemetry.plain_text import called, printable
 from telemetry.records import CodeLocation, Layout
 from telemetry.records.batches import Batch
 
-Severity = Literal["note", "warning", "error"]
+Severity = Literal["warning", "note", "error"]
 Stage = Literal["started", "escalated", "resolved"]
+
+# Lines of a message.
+_MAX_BATCHES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,23 +113,6 @@ def located(alert: Alert, layout: Layout | None) -> Alert:
     return replace(alert, location=layout.modules[place].user_code)
 
 
-def parse_alert(content: Any) -> Alert:
-    """Return the alert of a JSON object.
-
-    An unknown severity becomes ``warning``, an unknown stage ``started``.
-
-    Raises:
-        ValueError: A field is missing or has a wrong value; the message names it.
-    """
-    known = _ALERT_FIELDS(content)
-    severity, stage = known["severity"], known["stage"]
-    known["advice"] = tuple(known["advice"])
-    known["consequences"] = tuple([Consequence(**fields) for fields in known["consequences"]])
-    known["severity"] = severity if severity in _SEVERITIES else "warning"
-    known["stage"] = stage if stage in _STAGES else "started"
-    return Alert(**known)
-
-
 def alert_fields(alert: Alert) -> dict[str, Any]:
     """Return the alert as a JSON object, which :func:`parse_alert` reads.
 
@@ -136,56 +123,9 @@ def alert_fields(alert: Alert) -> dict[str, Any]:
     return asdict(alert) | plain
 
 
-def parse_location(content: Any) -> CodeLocation:
-    """Return the code location of a JSON object.
-
-    Raises:
-        ValueError: A field is missing or has a wrong value; the message names it.
-    """
-    return CodeLocation(**_LOCATION_FIELDS(content))
-
-
-def parse_batches(content: Any) -> tuple[Batch, ...]:
-    """Return the batches of a JSON list.
-
-    Raises:
-        ValueError: A field is missing or has a wrong value; the message names it.
-    """
-    return tuple([Batch(**{**batch, "ids": tuple(batch["ids"])}) for batch in _BATCHES(content)])
-
-
-# Lines of a message.
-_MAX_BATCHES = 5
-_BATCHES = untrusted.list_of(
-    untrusted.fields(
-        step=untrusted.non_negative_int,
-        rank=untrusted.non_negative_int,
-        ids=untrusted.list_of(untrusted.text_or_int),
-    )
-)
-_SEVERITIES, _STAGES = get_args(Severity), get_args(Stage)
-_LOCATION_FIELDS = untrusted.fields(
-    file=untrusted.name, line=untrusted.non_negative_int, class_name=untrusted.name
-)
-_ALERT_FIELDS = untrusted.fields(
-    kind=untrusted.name,
-    severity=untrusted.text,
-    step=untrusted.non_negative_int,
-    module_name=untrusted.optional(untrusted.name),
-    value=untrusted.number,
-    threshold=untrusted.number,
-    summary=untrusted.text,
-    cause=untrusted.optional(untrusted.text),
-    advice=untrusted.list_of(untrusted.text, most=20),
-    location=untrusted.optional(parse_location),
-    consequences=untrusted.list_of(
-        untrusted.fields(kind=untrusted.name, module_name=untrusted.optional(untrusted.name)),
-        most=1000,
-    ),
-    stage=untrusted.text,
-    observed_in=untrusted.optional(untrusted.name),
-    batches=parse_batches,
-)
+# Return the alert of a JSON object, with "warning" for an unknown severity and "started" for an
+# unknown stage; raise ValueError with the name of a field that is missing or has a wrong value.
+parse_alert: Callable[[Any], Alert] = untrusted.check_of(Alert)
 
 
 class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert

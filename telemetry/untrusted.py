@@ -1,9 +1,9 @@
 """Validate files and JSON texts from untrusted sources.
 
-A check takes a value of any type and returns it, or raises :class:`ValueError` with the path and
-the expected type. Checks of single values combine to checks of lists and objects::
+:func:`check_of` makes a function that returns a JSON value as a type, or raises
+:class:`ValueError` with the path and what is expected there::
 
-    fields(step=non_negative_int, names=list_of(name))(json_value)
+    check_of({"step": int, "loss": [float | None], "alerts": [Alert]})(json_value)
 
 Strings are not changed and may hold control characters and lone surrogates; use
 :func:`telemetry.plain_text.printable` to show them.
@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, TypeVar
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from types import FunctionType, UnionType
+from typing import Any, BinaryIO, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-Checked = TypeVar("Checked")
-Check = Callable[[Any], Checked]
+Check: TypeAlias = Callable[[Any], Any]
 
 # Python's objects take up to twenty times the size of their text, so this stays below 1 GB. A
 # layout of 20,000 modules has 2 MB, and so has a large flight file.
@@ -34,6 +36,9 @@ MAX_NAME = 10_000
 
 # Characters of a message for people; longer ones are truncated.
 MAX_TEXT = 8000
+
+# Items of a field of a dataclass.
+_MAX_ITEMS = 4096
 
 _NOT_FINITE = {"nan", "inf", "-inf"}
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
@@ -82,100 +87,142 @@ def parse_json(text: bytes) -> Any:
 # --- single values -----------------------------------------------------------------------------
 
 
-def non_negative_int(value: Any) -> int:
-    """Check a step, a size or an index."""
-    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
-        raise ValueError("must be an integer from 0 to 2**53")
-    return value
+def _that_fits(what: str, fits: Callable[[Any], bool]) -> Check:
+    def check(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(f"must be {what}")
+        return value
+
+    return check
 
 
-def integer(value: Any) -> int:
-    """Check a seed of torch: signed or unsigned 64 bits."""
-    if type(value) is not int or not -(2**63) <= value < 2**64:
-        raise ValueError("must be an integer of 64 bits")
-    return value
-
-
-def number(value: Any) -> float:
-    """Check a number, or ``"nan"``, ``"inf"`` or ``"-inf"``, which JSON has no numbers for."""
+def _number(value: Any) -> float:
     if type(value) in (int, float) or (type(value) is str and value in _NOT_FINITE):
         with suppress(OverflowError):  # an integer may be larger than any float
             return float(value)
     raise ValueError("must be a number")
 
 
-def flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError("must be true or false")
-    return value
-
-
-def name(value: Any) -> str:
-    """Check the name of a module, a parameter or a class."""
-    if type(value) is not str or len(value) > MAX_NAME:
-        raise ValueError(f"must be a name of at most {MAX_NAME} characters")
-    return value
-
-
-def text(value: Any) -> str:
-    """Check a text for people; a long one is truncated."""
+def _text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError("must be a text")
     return value[:MAX_TEXT]
 
 
-def text_or_int(value: Any) -> str | int:
-    """Check an id; a long text is truncated."""
-    return value if type(value) is int else text(value)
+_SIMPLE: dict[Any, Check] = {
+    int: _that_fits(
+        "an integer from 0 to 2**53", lambda n: type(n) is int and 0 <= n <= MAX_INTEGER
+    ),
+    float: _number,
+    bool: _that_fits("true or false", lambda flag: type(flag) is bool),
+    str: _text,
+    int | str: lambda value: value if type(value) is int else _text(value),
+}
+
+# Seed of torch: signed or unsigned 64 bits.
+seed = _that_fits("an integer of 64 bits", lambda n: type(n) is int and -(2**63) <= n < 2**64)
+
+# Name of a module, a parameter or a class, which is not truncated.
+name = _that_fits(
+    f"a name of at most {MAX_NAME} characters", lambda n: type(n) is str and len(n) <= MAX_NAME
+)
 
 
 # --- lists and objects -------------------------------------------------------------------------
 
 
-def optional(check: Check[Checked]) -> Check[Checked | None]:
-    """Accept null and any value that passes the check."""
+@dataclass(frozen=True)
+class Most:
+    """List of at most ``count`` items of a kind."""
+
+    count: int
+    kind: Any
+
+
+def check_of(kind: Any) -> Check:
+    """Return a function that checks a JSON value and returns it as a kind.
+
+    ==========================  ================================================================
+    ``int``, ``float``          a step, size or index; a number, ``"nan"``, ``"inf"``, ``"-inf"``
+    ``str``, ``int | str``      a text, which is truncated if it is long; an id
+    ``X | None``                null, or an X
+    a ``Literal``               one of its texts; the first for any other text
+    a dataclass                 an object with a value for each field without a default
+    ``{"name": X}``             an object with these fields; other fields are dropped
+    ``[X]``, ``Most(n, X)``     a list of X; at most n
+    ``(X, Y)``                  a list of an X and a Y
+    a function                  the value that it returns, or a ValueError
+    ==========================  ================================================================
+    """
+    origin, args = get_origin(kind), get_args(kind)
+    if isinstance(kind, dict):
+        return _object(kind, kind)
+    if is_dataclass(kind) and isinstance(kind, type):
+        required = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
+        check = _object(get_type_hints(kind), required)
+        return lambda value: kind(**check(value))
+    if isinstance(kind, list):
+        return _list(*kind)
+    if isinstance(kind, Most):
+        return _list(kind.kind, kind.count)
+    if isinstance(kind, tuple):
+        return _fixed_list(kind)
+    if isinstance(kind, FunctionType):
+        return kind
+    if kind in _SIMPLE:
+        return _SIMPLE[kind]
+    if origin is Literal:
+        return lambda value: value if _text(value) in args else args[0]
+    if origin is tuple:
+        check_items = _list(args[0], _MAX_ITEMS)
+        return lambda value: tuple(check_items(value))
+    assert origin is UnionType
+    return optional(args[0])
+
+
+def optional(kind: Any) -> Check:
+    """Accept null and any value of this kind."""
+    check = check_of(kind)
     return lambda value: None if value is None else check(value)
 
 
-def list_of(check: Check[Checked], *, most: int | None = None) -> Check[list[Checked]]:
-    """Check a list of at most ``most`` items."""
+def _list(kind: Any, most: float = math.inf) -> Check:
+    check = check_of(kind)
 
-    def check_all(value: Any) -> list[Checked]:
-        if type(value) is not list:
-            raise ValueError("must be a list")
-        if most is not None and len(value) > most:
-            raise ValueError(f"must have at most {most} items, not {len(value)}")
+    def check_all(value: Any) -> list[Any]:
+        if type(value) is not list or len(value) > most:
+            raise ValueError("must be a list" + f" of at most {most} items" * (most < math.inf))
         return [_at(f"[{i}]", check, item) for i, item in enumerate(value)]
 
     return check_all
 
 
-def fixed_array(*checks: Check[Any]) -> Check[list[Any]]:
-    """Check a list with one item per check."""
+def _fixed_list(kinds: Sequence[Any]) -> Check:
+    checks = [check_of(kind) for kind in kinds]
 
-    def check_array(value: Any) -> list[Any]:
+    def check_each(value: Any) -> list[Any]:
         if type(value) is not list or len(value) != len(checks):
             raise ValueError(f"must be a list of {len(checks)} items")
         return [_at(f"[{i}]", checks[i], item) for i, item in enumerate(value)]
 
-    return check_array
+    return check_each
 
 
-def fields(**checks: Check[Any]) -> Check[dict[str, Any]]:
-    """Check an object with these fields; other fields are dropped."""
+def _object(kinds: dict[str, Any], required: Collection[str]) -> Check:
+    checks = {key: check_of(kind) for key, kind in kinds.items()}
 
     def check_fields(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
             raise ValueError("must be an object")
-        missing = [key for key in checks if key not in value]
-        if missing:
+        if missing := [key for key in required if key not in value]:
             raise ValueError(f"{missing[0]} is missing")
-        return {key: _at(f".{key}", check, value[key]) for key, check in checks.items()}
+        found = [key for key in checks if key in value]
+        return {key: _at(f".{key}", checks[key], value[key]) for key in found}
 
     return check_fields
 
 
-def _at(path: str, check: Check[Checked], value: Any) -> Checked:
+def _at(path: str, check: Check, value: Any) -> Any:
     try:
         return check(value)
     except ValueError as error:

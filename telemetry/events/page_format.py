@@ -33,7 +33,7 @@ from datetime import datetime, timezone
 from typing import Any, Literal, cast
 
 from telemetry import untrusted
-from telemetry.alert import Alert, alert_fields, parse_alert, parse_location
+from telemetry.alert import Alert, alert_fields, parse_alert
 from telemetry.layers import MISSING, Statistic
 from telemetry.records import CodeLocation, Layout, Module, Parameter
 
@@ -170,7 +170,7 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
         NewerFormatError: It has a later format.
         ValueError: The text is not a layout.
     """
-    content = _LAYOUT_FIELDS(_parse(text, "layout"))
+    content = _LAYOUT(_parse(text, "layout"))
     names = [name for name, _ in content["modules"]]
     if len(set(names)) < len(names):
         raise ValueError("modules: two of them have the same name")
@@ -193,18 +193,16 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
     return layout, tuple([statistic["name"] for statistic in content["statistics"]])
 
 
-_SHAPE = untrusted.list_of(untrusted.non_negative_int, most=_MAX_DIMENSIONS)
-_PLACES = untrusted.list_of(untrusted.non_negative_int)
-_LAYOUT_FIELDS = untrusted.fields(
-    modules=untrusted.list_of(untrusted.fixed_array(untrusted.name, untrusted.name)),
-    parameters=untrusted.list_of(
-        untrusted.fixed_array(untrusted.name, untrusted.non_negative_int, _SHAPE)
-    ),
-    statistics=untrusted.list_of(untrusted.fields(name=untrusted.name)),
-    code=untrusted.list_of(
-        untrusted.fixed_array(untrusted.name, untrusted.optional(parse_location), _PLACES)
-    ),
+_LAYOUT = untrusted.check_of(
+    {
+        "modules": [(untrusted.name, untrusted.name)],
+        "parameters": [(untrusted.name, int, untrusted.Most(_MAX_DIMENSIONS, int))],
+        "statistics": [{"name": untrusted.name}],
+        "code": [(untrusted.name, CodeLocation | None, [int])],
+    }
 )
+_END = untrusted.check_of({"exception": str | None})
+_FORMAT = untrusted.check_of({"format": int})
 
 
 def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) -> bytes:
@@ -236,14 +234,13 @@ def decode_end(text: bytes) -> str | None:
         NewerFormatError: It has a later format.
         ValueError: The text is not an end.
     """
-    known = untrusted.fields(exception=untrusted.optional(untrusted.name))(_parse(text, "end"))
-    name: str | None = known["exception"]
+    name: str | None = _END(_parse(text, "end"))["exception"]
     return name
 
 
 def _parse(text: bytes, what: str) -> Any:
     content = untrusted.parse_json(text)
-    version = untrusted.fields(format=untrusted.non_negative_int)(content)["format"]
+    version = _FORMAT(content)["format"]
     if version > FORMAT_VERSION:
         raise NewerFormatError(
             f"the {what} has format {version}, this version of telemetry reads {FORMAT_VERSION}; "

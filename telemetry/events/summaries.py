@@ -1,16 +1,12 @@
 """Values of an event: scalars, histograms, images, texts and plain tensors.
 
-Each is a serialized ``Summary`` of one ``Summary.Value``; concatenated, they are the summary of
-all. Every tensor has a data class in its metadata, without which TensorBoard's fast loader does not
-show it.
+Each is a serialized ``Summary`` of one value; concatenated, they are the summary of all. Every
+tensor has a data class in its metadata, without which TensorBoard's fast loader does not show it.
 """
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -28,13 +24,6 @@ from tensorboard.compat.proto.summary_pb2 import (
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 
-# Tags, dtypes, shapes and lengths recur at every step, so their bytes are cached. Only those of the
-# numbers are new, and are put between them in protobuf's wire format.
-_CACHED = 1 << 15
-# First byte of a field: its number and the type of data with a length.
-_VALUE, _CONTENT, _SUMMARY, _TENSOR = (bytes([number << 3 | 2]) for number in (1, 4, 5, 8))
-
-_FLOAT = struct.Struct("<f")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _DTYPES = {
     np.dtype(np.float32): types_pb2.DT_FLOAT,
@@ -53,8 +42,8 @@ def event_of(values: Iterable[bytes], step: int | None, walltime: float) -> byte
         ValueError: The step is beyond 64 bits.
     """
     event = Event(wall_time=walltime, step=0 if step is None else int(step))
-    summary = b"".join(values)
-    return b"".join([event.SerializeToString(), _SUMMARY, _length(len(summary)), summary])
+    event.summary.MergeFromString(b"".join(values))
+    return bytes(event.SerializeToString())
 
 
 def scalar(tag: str, value: float) -> bytes:
@@ -65,20 +54,7 @@ def scalar(tag: str, value: float) -> bytes:
     Raises:
         TypeError: The value is no number.
     """
-    try:
-        return _scalar_head(tag) + _FLOAT.pack(value)
-    except OverflowError:  # beyond float32
-        return _scalar_head(tag) + _FLOAT.pack(math.copysign(math.inf, value))
-    except struct.error:
-        raise TypeError(f"{tag}: {value!r} is no number") from None
-
-
-def scalars(points: Sequence[tuple[str, float]]) -> list[bytes]:
-    """Return :func:`scalar` of each tag and value."""
-    try:
-        return [_scalar_head(tag) + _FLOAT.pack(value) for tag, value in points]
-    except OverflowError:
-        return [scalar(tag, value) for tag, value in points]
+    return _value(tag, simple_value=value)
 
 
 def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Sequence[int]) -> list[bytes]:
@@ -94,8 +70,8 @@ def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Sequence[int]) -> 
     Returns:
         Tensors of shape ``[buckets, 3]``, readable by ``EventAccumulator.Tensors``.
     """
-    parts = [rows[begin:end] for begin, end in pairwise((0, *ends))]
-    return _values(tags, _arrays(parts), _metadata("histograms"))
+    spans = zip(tags, pairwise((0, *ends)), strict=True)
+    return [tensor(tag, rows[begin:end], "histograms") for tag, (begin, end) in spans]
 
 
 def histogram_dtype(counts: NDArray[np.float64], largest: float) -> type[np.floating[Any]]:
@@ -139,20 +115,21 @@ def classic_histograms(
 
 def histogram_proto(tag: str, histogram: HistogramProto) -> bytes:
     """Return a histogram in torch's format."""
-    return _serialized(tag=tag, histo=histogram)
+    return _value(tag, histo=histogram)
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
     """Return one or more PNGs of the same size; TensorBoard shows them all."""
     strings = [str(width).encode(), str(height).encode(), *png]
-    metadata = _metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE)
-    return _values([tag], [_strings(strings)], metadata)[0]
+    return _value(
+        tag, tensor=_strings(strings), metadata=_metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE)
+    )
 
 
 def classic_image(tag: str, png: bytes, width: int, height: int) -> bytes:
     """Return a PNG in torch's format, for readers that support no other."""
     picture = {"width": width, "height": height, "colorspace": 3, "encoded_image_string": png}
-    return _serialized(tag=tag, image=picture)
+    return _value(tag, image=picture)
 
 
 def text(tag: str, markdown: str) -> bytes:
@@ -173,67 +150,32 @@ def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: byt
     Raises:
         KeyError: The array's dtype is not one of these.
     """
-    if isinstance(array, bytes):
-        return _values([tag], [_strings([array])], _metadata(plugin_name, content))[0]
-    return _values([tag], _arrays([array]), _metadata(plugin_name, content))[0]
+    data = _strings([array]) if isinstance(array, bytes) else _array(array)
+    return _value(tag, tensor=data, metadata=_metadata(plugin_name, content))
 
 
-def _values(tags: Iterable[str], tensors: Iterable[bytes], metadata: bytes) -> list[bytes]:
-    """Return values of tags from their ``TensorProto``."""
-    values = []
-    for tag, data in zip(tags, tensors, strict=True):
-        value = _tag(tag) + _TENSOR + _length(len(data)) + data + metadata
-        values.append(_VALUE + _length(len(value)) + value)
-    return values
+def _value(tag: str, **fields: Any) -> bytes:
+    summary = Summary()
+    summary.value.add(tag=tag, **fields)
+    return bytes(summary.SerializeToString())
 
 
-def _arrays(arrays: Iterable[NDArray[Any]]) -> list[bytes]:
-    """Return arrays as ``TensorProto``; protobuf omits empty contents."""
-    return [
-        _tensor_head(array.dtype, array.shape)
-        + (_CONTENT + _length(array.nbytes) + array.tobytes() if array.size else b"")
-        for array in arrays
-    ]
+def _array(array: NDArray[Any]) -> TensorProto:
+    shape, content = _shape(*array.shape), array.tobytes()
+    return TensorProto(dtype=_DTYPES[array.dtype], tensor_shape=shape, tensor_content=content)
 
 
-def _serialized(**value: Any) -> bytes:
-    """Serialize the fields of a ``Summary.Value``: nested messages would be built and copied."""
-    return bytes(Summary(value=[value]).SerializeToString())
+def _strings(strings: Sequence[bytes]) -> TensorProto:
+    shape = _shape(len(strings))
+    return TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
 
 
-def _strings(strings: Sequence[bytes]) -> bytes:
-    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(strings))])
-    data = TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
-    return bytes(data.SerializeToString())
+def _shape(*sizes: int) -> TensorShapeProto:
+    return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
 
 
-@lru_cache(maxsize=_CACHED)
-def _length(size: int) -> bytes:
-    """Return the length of a field as a varint: 7 bits in each byte, the lowest first."""
-    low, rest = size & 0x7F, size >> 7
-    return bytes([low | 0x80]) + _length(rest) if rest else bytes([low])
-
-
-@lru_cache(maxsize=_CACHED)
-def _tag(tag: str) -> bytes:
-    return bytes(Summary.Value(tag=tag).SerializeToString())
-
-
-@lru_cache(maxsize=_CACHED)
-def _scalar_head(tag: str) -> bytes:
-    """Return the bytes of a point before those of its value."""
-    return _serialized(tag=tag, simple_value=0.0)[: -_FLOAT.size]
-
-
-@lru_cache(maxsize=_CACHED)
-def _tensor_head(dtype: np.dtype[Any], sizes: tuple[int, ...]) -> bytes:
-    """Return the bytes of a ``TensorProto`` before its content."""
-    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
-    return bytes(TensorProto(dtype=_DTYPES[dtype], tensor_shape=shape).SerializeToString())
-
-
-@lru_cache(maxsize=256)
-def _metadata(plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR) -> bytes:
+def _metadata(
+    plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR
+) -> SummaryMetadata:
     plugin_data = SummaryMetadata.PluginData(plugin_name=plugin_name, content=content)
-    metadata = SummaryMetadata(plugin_data=plugin_data, data_class=data_class)
-    return bytes(Summary.Value(metadata=metadata).SerializeToString())
+    return SummaryMetadata(plugin_data=plugin_data, data_class=data_class)

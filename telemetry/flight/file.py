@@ -27,8 +27,8 @@ A flight file is one JSON object. NaN and infinities are ``"nan"``, ``"inf"`` an
     ``[steps][modules]``: norm of the gradients of each module's own parameters.
 ``profiles``
     ``before``, ``at`` and ``after`` the fault (``when``), if these steps exist: ``step``, and a
-    list over the modules for each of :data:`telemetry.layers.STATISTICS`; without a full step only
-    ``grad_norm``.
+    list over the modules for each of :data:`telemetry.layers.STATISTICS`; without a full step all
+    but ``grad_norm`` are null.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry import untrusted
-from telemetry.alert import Alert, alert_fields, parse_alert, parse_batches
+from telemetry.alert import Alert, alert_fields
 from telemetry.layers import STATISTICS, LayerTable
 from telemetry.layers.onset import FEWEST_TO_SHOW, Onset, onsets
 from telemetry.plain_text import json_plain
@@ -103,11 +103,11 @@ class KeptStep(NamedTuple):
         places = [self.layout.position.get(name) for name in names]
         return [None if place is None else norms[place] for place in places]
 
-    def profile(self, names: Sequence[str]) -> dict[str, list[float | None]]:
-        """Return the known statistics, each a list over modules."""
+    def profile(self, names: Sequence[str]) -> dict[str, list[float | None] | None]:
+        """Return all statistics, each a list over modules; None if it was not measured."""
         table = self.table
         if table is None:
-            return {"grad_norm": self.norms_of(names)}
+            return dict.fromkeys(_COLUMNS) | {"grad_norm": self.norms_of(names)}
         rows = [self.layout.position.get(name) for name in names]
         return {
             column: [None if row is None else table.value(row, column) for row in rows]
@@ -252,7 +252,7 @@ def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
         with untrusted.open_file(path) as file:
             # One byte more than it may have shows whether it is too large.
             contents = untrusted.parse_json(file.read(untrusted.MAX_JSON_BYTES + 1))
-        found = untrusted.fields(format=untrusted.name)(contents)["format"]
+        found = _FORMAT(contents)["format"]
     except ValueError as error:
         raise ValueError(
             f"{name}: not a flight file: {error}; give a flight-<step>.json, "
@@ -266,52 +266,40 @@ def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{name}: {error}") from None
 
 
-_NUMBER = untrusted.optional(untrusted.number)
-_NUMBERS = untrusted.list_of(_NUMBER)
-_NAMES = untrusted.list_of(untrusted.name, most=MAX_MODULES)
-_PROFILE = untrusted.fields(
-    when=untrusted.name,
-    step=untrusted.non_negative_int,
-    **dict.fromkeys(_COLUMNS, untrusted.optional(_NUMBERS)),
-)
-
-
-def _profile(content: Any) -> dict[str, Any]:
-    """Return a profile, with None for missing statistics."""
-    absent = dict.fromkeys(_COLUMNS)
-    return _PROFILE({**absent, **content} if type(content) is dict else content)
-
-
-_FLIGHT = untrusted.fields(
-    complete=untrusted.flag,
-    step=untrusted.non_negative_int,
-    batch=untrusted.non_negative_int,
-    batches=parse_batches,
-    first_bad_module=untrusted.optional(untrusted.name),
-    alerts=untrusted.list_of(parse_alert, most=MAX_ALERTS),
-    exception=untrusted.optional(
-        untrusted.fields(type=untrusted.name, message=untrusted.text, traceback=untrusted.text)
-    ),
-    random=untrusted.fields(
-        seed=untrusted.optional(untrusted.integer),
-        step=untrusted.optional(untrusted.non_negative_int),
-    ),
-    steps=untrusted.fields(
-        step=untrusted.list_of(untrusted.non_negative_int),
-        loss=_NUMBERS,
-        grad_norm=_NUMBERS,
-        learning_rates=untrusted.list_of(_NUMBERS),
-    ),
-    modules=untrusted.fields(
-        name=_NAMES, type=_NAMES, code=_NAMES, left_out=untrusted.non_negative_int
-    ),
-    grad_norms=untrusted.list_of(_NUMBERS),
-    profiles=untrusted.list_of(_profile, most=3),
+_NAMES = untrusted.Most(MAX_MODULES, untrusted.name)
+_FORMAT = untrusted.check_of({"format": str})
+_FLIGHT = untrusted.check_of(
+    {
+        "complete": bool,
+        "step": int,
+        "batch": int,
+        "batches": [Batch],
+        "first_bad_module": str | None,
+        "alerts": untrusted.Most(MAX_ALERTS, Alert),
+        "exception": untrusted.optional({"type": str, "message": str, "traceback": str}),
+        "random": {"seed": untrusted.optional(untrusted.seed), "step": int | None},
+        "steps": {
+            "step": [int],
+            "loss": [float | None],
+            "grad_norm": [float | None],
+            "learning_rates": [[float | None]],
+        },
+        "modules": {"name": _NAMES, "type": _NAMES, "code": _NAMES, "left_out": int},
+        "grad_norms": [[float | None]],
+        "profiles": untrusted.Most(
+            3,
+            {
+                "when": str,
+                "step": int,
+                **dict.fromkeys(_COLUMNS, untrusted.optional([float | None])),
+            },
+        ),
+    }
 )
 
 
 def _checked(contents: Any) -> dict[str, Any]:
-    flight = _FLIGHT(contents)
+    flight: dict[str, Any] = _FLIGHT(contents)
     names, profiles = flight["modules"]["name"], flight["profiles"]
     for profile, column in itertools.product(profiles, _COLUMNS):
         profile[column] = profile[column] or [None] * len(names)

@@ -64,21 +64,26 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         )
 
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "/static/*": answer(self._serve_static),
-            "/runs": answer(self._serve_runs),
-            "/run_table": answer(self._serve_run_table),
-            "/run": answer(self._serve_run),
-            "/onsets": answer(self._serve_onsets),
-            "/matrix": answer(self._serve_matrix),
-            "/scalars": answer(self._serve_scalars),
-            "/units": answer(self._serve_units),
-            "/layer": answer(self._serve_layer),
-            "/histograms": answer(self._serve_histograms),
-            "/images": answer(self._serve_images),
-            "/image": answer(self._serve_image),
-            "/report": answer(self._serve_report),
+        routes: dict[str, Callable[[wrappers.Request], Any]] = {
+            "/static/*": self._serve_static,
+            "/runs": self._serve_runs,
+            "/run_table": self._serve_run_table,
+            "/run": self._serve_run,
+            "/onsets": lambda r: payloads.onsets(self._run(r), number(r, "step")),
+            "/matrix": self._serve_matrix,
+            "/scalars": lambda r: payloads.scalars(self._run(r).source),
+            "/units": self._serve_units,
+            "/layer": self._of_layer(
+                lambda run, layer: payloads.layer_series(*run.layer_series(layer.name))
+            ),
+            "/histograms": self._of_layer(
+                lambda run, layer: payloads.histograms(run.source, layer)
+            ),
+            "/images": self._of_layer(lambda run, layer: payloads.images(run.source, layer)),
+            "/image": self._serve_image,
+            "/report": self._serve_report,
         }
+        return {path: answer(respond) for path, respond in routes.items()}
 
     def _serve_static(self, request: wrappers.Request) -> wrappers.Response:
         name = request.path.rpartition("/static/")[2]
@@ -109,10 +114,6 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         except NewerFormatError as error:
             return {"newerFormat": str(error)}
 
-    def _serve_onsets(self, request: wrappers.Request) -> dict[str, Any]:
-        step = number(request, "step")
-        return payloads.onsets(self._run(request), step)
-
     def _serve_matrix(self, request: wrappers.Request) -> bytes:
         ends = {name: number(request, name, end) for name, end in asdict(WHOLE).items()}
         statistic = text(request, "statistic")
@@ -124,25 +125,10 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_units(self, request: wrappers.Request) -> bytes:
         """``run``, ``layer`` and, if not all steps, ``first_step`` and ``last_step``."""
-        run, layer = self._layer(request)
         names = ("first_step", "last_step")
         ends = {name: number(request, name, getattr(WHOLE, name)) for name in names}
+        run, layer = self._layer(request)
         return payloads.units(run.units(layer.name, Region(**ends)).thin(MAX_CELLS // 4))
-
-    def _serve_scalars(self, request: wrappers.Request) -> bytes:
-        return payloads.scalars(self._run(request).source)
-
-    def _serve_layer(self, request: wrappers.Request) -> bytes:
-        run, layer = self._layer(request)
-        return payloads.layer_series(*run.layer_series(layer.name))
-
-    def _serve_histograms(self, request: wrappers.Request) -> bytes:
-        run, layer = self._layer(request)
-        return payloads.histograms(run.source, layer)
-
-    def _serve_images(self, request: wrappers.Request) -> list[dict[str, Any]]:
-        run, layer = self._layer(request)
-        return payloads.images(run.source, layer)
 
     def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
         tag, step = text(request, "tag"), number(request, "step")
@@ -183,6 +169,11 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             if len(self._runs) > _MAX_RUNS_KEPT:
                 self._runs.popitem(last=False)
         return known
+
+    def _of_layer(
+        self, respond: Callable[[RunData, Layer], Any]
+    ) -> Callable[[wrappers.Request], Any]:
+        return lambda request: respond(*self._layer(request))
 
     def _layer(self, request: wrappers.Request) -> tuple[RunData, Layer]:
         run, name = self._run(request), text(request, "layer")

@@ -258,7 +258,7 @@ class Usage:
         if not means.count:
             means.add(record)
         points = {**means.times(), **self._memory}
-        return summaries.scalars([(f"{RUN}{tag}", value) for tag, value in points.items()])
+        return [summaries.scalar(f"{RUN}{tag}", value) for tag, value in points.items()]
 
 
 class StepMeans:
@@ -314,7 +314,7 @@ def depth_values(record: StepRecord) -> list[bytes]:
             quantiles = np.interp(np.multiply(shares, last), np.arange(last + 1), scaled)
             tags = [f"{RUN}depth/{name}/{quantile}" for quantile in QUANTILES]
             points += zip(tags, quantiles.tolist(), strict=True)
-    return summaries.scalars(points)
+    return [summaries.scalar(*point) for point in points]
 
 
 def rank_values(facts: RankFacts) -> list[bytes]:
@@ -333,7 +333,7 @@ def rank_values(facts: RankFacts) -> list[bytes]:
             points.append((f"{prefix}/min_rank", spread.low_rank))
             points.append((f"{prefix}/max", spread.high))
             points.append((f"{prefix}/max_rank", spread.high_rank))
-    return summaries.scalars(points)
+    return [summaries.scalar(*point) for point in points]
 
 
 def custom_scalars_value(loss: str | None = None) -> bytes:

@@ -47,9 +47,10 @@ def values_of(
     prefix = f"{record.phase}/" if record.phase else ""
     points = [] if prefix else list(_curves_of_run(record))
     if not (prefix or record.full):
-        yield summaries.scalars(points)
+        yield [summaries.scalar(*point) for point in points]
         return
-    yield summaries.scalars(points + _curves_of_layers(record, f"{LAYERS}{prefix}"))
+    points += _curves_of_layers(record, f"{LAYERS}{prefix}")
+    yield [summaries.scalar(*point) for point in points]
     pictures = [(f"{TENSORS}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
     histograms = _histograms(record, f"{TENSORS}{prefix}")
     yield from (size_budget or SizeBudget()).values_of(pictures, *histograms)

@@ -177,14 +177,6 @@ def test_a_scalar_is_serialized_as_by_protobuf(tag: str, value: float) -> None:
     assert summaries.scalar(tag, value) == serialized(tag, simple_value=value)
 
 
-@given(st.lists(st.tuples(TAGS, st.floats())))
-@example([("loss", 0.5), ("beyond float32", 3.5e38)])
-def test_scalars_serialized_together_equal_scalars_serialized_one_by_one(
-    points: list[tuple[str, float]],
-) -> None:
-    assert summaries.scalars(points) == [summaries.scalar(*point) for point in points]
-
-
 @pytest.mark.parametrize("size", [1, 100, 5_000, 600_000])
 def test_tensors_of_any_length_are_serialized_as_by_protobuf(size: int) -> None:
     array = np.arange(size, dtype=np.float32)

@@ -245,7 +245,7 @@ def test_phases_of_a_step_are_stacked_as_shares(tmp_path: Path, browser: Browser
     for i, step in enumerate((0, 20, 39)):
         times = [(f"~run/time/{name}", values[i]) for name, values in seconds.items()]
         memory = ("~run/memory/host_rss_bytes", (i + 1) * 2**30)
-        writer.write_values(summaries.scalars([*times, memory]), step)
+        writer.write_values([summaries.scalar(*point) for point in [*times, memory]], step)
     writer.close()
     write_report(tmp_path / "demo", tmp_path / "report.html")
     page = browser.new_page(viewport={"width": 1300, "height": 800})
