@@ -19,6 +19,7 @@ most :data:`EVENTS_PER_TAG` events, so that TensorBoard's sampling keeps every s
 
 Numbers are 0 or more, NaN or infinite; :data:`~telemetry.layers.MISSING` marks values that were
 not measured. Sessions sort by age. From its first step on, a session replaces all earlier ones.
+Decoders raise NewerFormatError for the data of later versions, and ValueError for damaged data.
 """
 
 from __future__ import annotations
@@ -48,10 +49,9 @@ LAYOUT_PREFIX = "telemetry/layout/"
 ALERT_PREFIX = "telemetry/a/"
 END_PREFIX = "telemetry/end/"
 LOSS_PREFIX = "telemetry/loss/"
-_MAX_DIGITS = 15
-_NUMBER = rf"([0-9]{{1,{_MAX_DIGITS}}})"
+_NUMBER = "([0-9]{1,15})"
+_LAYOUT_TAG = re.compile(rf"{LAYOUT_PREFIX}([^/]+)/{_NUMBER}")
 _CHUNK = re.compile(rf"telemetry/([mnu])/([^/]+)/{_NUMBER}/{_NUMBER}")
-_STAMP = re.compile(r"(\d{8}-\d{6})(\.\d{1,6})?", re.ASCII)
 _MAX_DIMENSIONS = 64  # torch's own limit
 
 ChunkKind = Literal["m", "n", "u"]
@@ -93,12 +93,8 @@ def new_session_id() -> str:
 
 def session_start_s(session: str) -> float | None:
     """Return the begin of a session in seconds since the epoch; None for other ids."""
-    found = _STAMP.match(session)
-    if found is None:
-        return None
     try:
-        stamp = datetime.strptime(f"{found[1]}{found[2] or '.0'}Z", "%Y%m%d-%H%M%S.%f%z")
-        return stamp.timestamp()
+        return datetime.strptime(f"{session.rpartition('-')[0]}Z", "%Y%m%d-%H%M%S.%f%z").timestamp()
     except ValueError:
         return None
 
@@ -119,26 +115,23 @@ def loss_tag(session: str, tag: str) -> str:
     return f"{LOSS_PREFIX}{session}/{tag}"
 
 
+def session_of(tag: str) -> str:
+    """Return the session in a tag of the page's data."""
+    return (tag.split("/", 3) + [""] * 3)[2]
+
+
 def chosen_loss(page_tags: Iterable[str]) -> str | None:
     """Return the tag of the loss in the newest session that has one, or None."""
-    found = [
-        tag.removeprefix(LOSS_PREFIX).partition("/")
-        for tag in page_tags
-        if tag.startswith(LOSS_PREFIX)
-    ]
-    return max(found, default=("", "", None))[2]
+    found = [tag.split("/", 3)[2:] for tag in page_tags if tag.startswith(LOSS_PREFIX)]
+    return max(found)[-1] if found else None
 
 
 def parse_layout_tag(tag: str) -> tuple[str, int]:
-    """Return session and number.
-
-    Raises:
-        ValueError: The tag does not end in a number.
-    """
-    session, _, number = tag.removeprefix(LAYOUT_PREFIX).rpartition("/")
-    if not (number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS):
+    """Return session and number; raise ValueError if the tag does not end in a number."""
+    found = _LAYOUT_TAG.fullmatch(tag)
+    if found is None:
         raise ValueError("the tag does not end in a number")
-    return session, int(number)
+    return found[1], int(found[2])
 
 
 def encode_layout(layout: Layout, statistics: Sequence[Statistic]) -> bytes:
@@ -164,12 +157,7 @@ def encode_layout(layout: Layout, statistics: Sequence[Statistic]) -> bytes:
 
 
 def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout, and the names of the statistics.
-
-    Raises:
-        NewerFormatError: It has a later format.
-        ValueError: The text is not a layout.
-    """
+    """Return the layout, and the names of the statistics."""
     content = _LAYOUT(_parse(text, "layout"))
     names = [name for name, _ in content["modules"]]
     if len(set(names)) < len(names):
@@ -212,12 +200,7 @@ def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) 
 
 
 def decode_alert(text: bytes) -> Alert:
-    """Return the alert of a JSON text.
-
-    Raises:
-        NewerFormatError: It has a later format.
-        ValueError: The text is not an alert.
-    """
+    """Return the alert of a JSON text."""
     return parse_alert(_parse(text, "alert"))
 
 
@@ -228,12 +211,7 @@ def encode_end(exception: BaseException | None) -> bytes:
 
 
 def decode_end(text: bytes) -> str | None:
-    """Return the class name of the exception that ended the training; None without one.
-
-    Raises:
-        NewerFormatError: It has a later format.
-        ValueError: The text is not an end.
-    """
+    """Return the class name of the exception that ended the training; None without one."""
     name: str | None = _END(_parse(text, "end"))["exception"]
     return name
 

@@ -12,17 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.events.page_format import (
-    ALERT_PREFIX,
-    LAYOUT_PREFIX,
-    PLUGIN_NAME,
-    ChunkKind,
-    NewerFormatError,
-    decode_alert,
-    decode_layout,
-    parse_layout_tag,
-    session_start_s,
-)
+from telemetry.events import page_format
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.onset import FEWEST_TO_SHOW, LOOK_BACK, Onset, onsets
 from telemetry.layers.units import decode_units
@@ -47,7 +37,6 @@ from telemetry.reading.sessions import (
     Structure,
     WrittenLayout,
     assemble,
-    session_of,
 )
 from telemetry.reading.sources import RunSource
 from telemetry.records import Layout
@@ -99,13 +88,13 @@ class RunData:
             self._refresh()
             structure, sessions = self._structure, self._structure.sessions
             if self._newer is not None and not structure.layers:
-                raise NewerFormatError(self._newer)
+                raise page_format.NewerFormatError(self._newer)
             lasts = {(t.segment, t.kind): min(t.last, t.segment.end - 1) for t in structure.tags}
             first = min(sessions.begins.values(), default=0)
             alerts = [
                 alert
                 for tag, alert in self._alerts.items()
-                if alert.step < sessions.end_of(session_of(tag, ALERT_PREFIX))
+                if alert.step < sessions.end_of(page_format.session_of(tag))
             ]
             return Overview(
                 version=self._version(),
@@ -113,7 +102,7 @@ class RunData:
                 first_step=first,
                 last_step=max(lasts.values(), default=first),
                 alerts=tuple(sorted(alerts, key=lambda alert: alert.step)),
-                started_s=session_start_s(max(sessions.begins, default="")),
+                started_s=page_format.session_start_s(max(sessions.begins, default="")),
                 statistics=frozenset().union(*(s.statistic_names for s in structure.segments)),
             )
 
@@ -223,17 +212,17 @@ class RunData:
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
     def _refresh(self) -> None:
-        last_steps = dict(self.source.tags(PLUGIN_NAME))
+        last_steps = dict(self.source.tags(page_format.PLUGIN_NAME))
         if last_steps == self._last_steps:
             return
         if self._last_steps.keys() - last_steps.keys():  # another run in the same directory
             self._forget()
         new = [tag for tag in last_steps if tag not in self._last_steps]
-        alerts = [tag for tag in new if tag.startswith(ALERT_PREFIX)]
+        alerts = [tag for tag in new if tag.startswith(page_format.ALERT_PREFIX)]
         room = MAX_ALERTS - len(self._alerts)
         if len(alerts) > room:
             self.source.problems.add("the rest of the alerts", f"there are more than {MAX_ALERTS}")
-        self._parse([tag for tag in new if tag.startswith(LAYOUT_PREFIX)])
+        self._parse([tag for tag in new if tag.startswith(page_format.LAYOUT_PREFIX)])
         self._parse(alerts[:room])
         self._structure = assemble(self._layouts.values(), last_steps, self.source.problems)
         self._last_steps = last_steps
@@ -255,12 +244,12 @@ class RunData:
                 self._parse_text(tag, step, text)
             except ValueError as error:
                 self.source.problems.add(tag, error)
-                if isinstance(error, NewerFormatError):
+                if isinstance(error, page_format.NewerFormatError):
                     self._newer = str(error)
 
     def _parse_text(self, tag: str, step: int, text: object) -> None:
-        is_layout = tag.startswith(LAYOUT_PREFIX)
-        session, number = parse_layout_tag(tag) if is_layout else ("", 0)
+        is_layout = tag.startswith(page_format.LAYOUT_PREFIX)
+        session, number = page_format.parse_layout_tag(tag) if is_layout else ("", 0)
         if not isinstance(text, bytes):
             raise ValueError("it is not a text")
         if is_layout and not 0 <= step <= MAX_INTEGER:
@@ -271,20 +260,22 @@ class RunData:
                 raise ValueError(f"the texts of the run take more than {limit} MiB")
             self._text_room -= len(text)
         if not is_layout:
-            self._alerts[tag] = decode_alert(text)
+            self._alerts[tag] = page_format.decode_alert(text)
             return
         if text not in self._decoded:
-            self._decoded[text] = decode_layout(text)
+            self._decoded[text] = page_format.decode_layout(text)
         self._layouts[tag] = WrittenLayout(session, number, step, *self._decoded[text])
 
     def _events(self, tags: Sequence[str], sampled: bool) -> Iterator[tuple[str, int, object]]:
         """Yield tag, step and content of each event."""
         for start in range(0, len(tags), CALL_TAGS):
             batch = tags[start : start + CALL_TAGS]
-            read = self.source.read(PLUGIN_NAME, batch, sampled=sampled)
+            read = self.source.read(page_format.PLUGIN_NAME, batch, sampled=sampled)
             yield from ((tag, step, data) for tag in batch for step, data in read.get(tag, ()))
 
-    def _wanted(self, kind: ChunkKind, region: Region) -> tuple[bool, Sequence[NumberTag]]:
+    def _wanted(
+        self, kind: page_format.ChunkKind, region: Region
+    ) -> tuple[bool, Sequence[NumberTag]]:
         """Return whether to omit steps, and the tags to read for a region."""
         return within_limit(
             [
@@ -298,7 +289,7 @@ class RunData:
         )
 
     def _read(
-        self, kind: ChunkKind, region: Region
+        self, kind: page_format.ChunkKind, region: Region
     ) -> tuple[bool, Iterator[tuple[Segment, Numbers]]]:
         """Return whether steps are omitted, and the numbers in the region."""
         sampled, wanted = self._wanted(kind, region)

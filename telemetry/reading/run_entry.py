@@ -15,22 +15,11 @@ from tensorboard.plugins.hparams import error as hparams_error
 from tensorboard.plugins.hparams import metadata
 
 from telemetry.alert import Alert
-from telemetry.events.page_format import (
-    ALERT_PREFIX,
-    END_PREFIX,
-    LAYOUT_PREFIX,
-    PLUGIN_NAME,
-    chosen_loss,
-    decode_alert,
-    decode_end,
-    end_tag,
-    parse_chunk,
-    session_start_s,
-)
+from telemetry.events import page_format
 from telemetry.plain_text import natural_key
 from telemetry.reading.builtin_tags import loss_of
 from telemetry.reading.files import FileSource
-from telemetry.reading.sessions import Sessions, session_of
+from telemetry.reading.sessions import Sessions
 from telemetry.reading.sources import RunSource
 from telemetry.tag_names import LAYERS
 from telemetry.untrusted import MAX_INTEGER
@@ -106,33 +95,36 @@ class RunEntry:
 
 def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
     """Make the entry of a run with these tags of the page's data, at least one."""
-    layouts = {tag: series for tag, series in tags.items() if tag.startswith(LAYOUT_PREFIX)}
-    starts = [(session_of(tag, LAYOUT_PREFIX), series) for tag, series in layouts.items()]
+    starts = [
+        (page_format.session_of(tag), series)
+        for tag, series in tags.items()
+        if tag.startswith(page_format.LAYOUT_PREFIX)
+    ]
     sessions = Sessions((session, series.max_step) for session, series in starts)
-    lasts, alerts = [], []
+    lasts, alerts, alerting = [], [], []
     for tag, series in tags.items():
-        if (chunk := parse_chunk(tag)) is not None:
-            lasts.append(min(series.max_step, sessions.end_of(chunk.session) - 1))
-        elif tag.startswith(ALERT_PREFIX):
-            end = sessions.end_of(session_of(tag, ALERT_PREFIX))
-            alerts += [(series.max_step, tag)] if series.max_step < end else []
+        session = page_format.session_of(tag)
+        if page_format.parse_chunk(tag) is not None:
+            lasts.append(min(series.max_step, sessions.end_of(session) - 1))
+        elif tag.startswith(page_format.ALERT_PREFIX):
+            alerting.append(session)
+            alerts += [(series.max_step, tag)] * (series.max_step < sessions.end_of(session))
     # A session that ended before its first step may have alerts and no layout.
-    alerting = {session_of(tag, ALERT_PREFIX) for tag in tags if tag.startswith(ALERT_PREFIX)}
     newest = max(sessions.begins or alerting, default="")
     first_step, last_step = sessions.begins.get(newest, 0), max(lasts, default=0)
     laid_out_s = [_time(series) for session, series in starts if session == newest]
     started_s, written_s = min(laid_out_s, default=0.0), max(map(_time, tags.values()))
-    closed = tags.get(end_tag(newest))
+    closed = tags.get(page_format.end_tag(newest))
     has_ended = closed is not None and closed.max_step >= last_step
     return RunEntry(
         name=name,
         last_step=last_step,
-        started_s=session_start_s(newest) or started_s,
+        started_s=page_format.session_start_s(newest) or started_s,
         written_s=written_s,
         step_s=max(0.0, written_s - started_s) / max(1, last_step - first_step),
         alert_tags=tuple([tag for _, tag in sorted(alerts)]),
-        loss_tag=chosen_loss(tags),
-        end_tag=end_tag(newest) if has_ended else None,
+        loss_tag=page_format.chosen_loss(tags),
+        end_tag=page_format.end_tag(newest) if has_ended else None,
     )
 
 
@@ -154,7 +146,9 @@ def read_row(log_dir: Path, name: str, now_s: float) -> dict[str, Any] | None:
     tag = loss_of(source.tags("scalars"), entry.loss_tag)
     read = source.read("scalars", [tag] if tag else [])
     losses = [loss_summary(tag, [value for _, value in points]) for tag, points in read.items()]
-    texts = {t: data[-1][1] for t, data in source.read(PLUGIN_NAME, entry.texts).items()}
+    texts = {
+        t: data[-1][1] for t, data in source.read(page_format.PLUGIN_NAME, entry.texts).items()
+    }
     row = entry.row(now_s, texts, hparams_content(source), next(iter(losses), None))
     return {**row, "problems": list(source.problems)}
 
@@ -162,7 +156,7 @@ def read_row(log_dir: Path, name: str, now_s: float) -> dict[str, Any] | None:
 def _is_read(plugin_name: str, tag: str) -> bool:
     if plugin_name in ("scalars", metadata.PLUGIN_NAME):
         return not tag.startswith(LAYERS)  # most of the scalars; the loss is not among them
-    return tag.startswith((ALERT_PREFIX, END_PREFIX))
+    return tag.startswith((page_format.ALERT_PREFIX, page_format.END_PREFIX))
 
 
 def differing(rows: Collection[Mapping[str, Any]]) -> list[str]:
@@ -184,7 +178,7 @@ def loss_summary(tag: str, data: Sequence[object]) -> dict[str, Any]:
 
 def _exception(text: object) -> str | None:
     with suppress(ValueError):
-        return decode_end(text) if isinstance(text, bytes) else None
+        return page_format.decode_end(text) if isinstance(text, bytes) else None
     return None
 
 
@@ -193,7 +187,7 @@ def _first_alert(texts: Iterable[object]) -> dict[str, Any] | None:
     alerts: list[Alert] = []
     for text in texts:
         with suppress(ValueError):  # the page of the run reports it
-            alerts += [decode_alert(text)] if isinstance(text, bytes) else []
+            alerts += [page_format.decode_alert(text)] if isinstance(text, bytes) else []
     loud = next((alert.step for alert in alerts if alert.severity != "note"), None)
     since = -math.inf if loud is None else loud - _NAMES_CAUSE
     found = next((alert for alert in alerts if alert.step >= since), None)

@@ -112,11 +112,6 @@ class Sessions:
         return self._ends[bisect_right(self._sorted, session)]
 
 
-def session_of(tag: str, prefix: str) -> str:
-    """Return the session in a tag of a layout or an alert."""
-    return tag.removeprefix(prefix).rpartition("/")[0]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Structure:
     """All layers, segments and tags of numbers of a run, oldest segment first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import reprlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -244,44 +245,25 @@ class Usage:
 
     def __init__(self) -> None:
         self._memory: dict[str, float] = {}
-        self._means = StepMeans()
+        self._sums = defaultdict[str, float](float)  # over measured steps, by tag; their number
 
     def values_of(self, record: StepRecord) -> list[bytes]:
         """Return the values to write in an event with the record's step."""
         if record.phase:
             return []
         self._memory |= {tag: v for tag, v in record.usage.items() if tag not in TIMES}
+        if record.bare_step_s and not (record.full and self._sums):
+            parts = {tag: record.usage[tag] for tag in TIMES}
+            for tag, value in {**parts, "tokens": record.tokens, "steps": 1}.items():
+                self._sums[tag] += value
         if not record.full:
-            self._means.add(record)
             return []
-        means, self._means = self._means, StepMeans()
-        if not means.count:
-            means.add(record)
-        points = {**means.times(), **self._memory}
+        sums, self._sums = self._sums, defaultdict(float)
+        points = {tag: sums[tag] / sums["steps"] for tag in TIMES if sums}
+        if sums["tokens"]:
+            points[TOKENS_PER_S] = sums["tokens"] / sum(sums[tag] for tag in TIMES)
+        points |= self._memory
         return [summaries.scalar(f"{RUN}{tag}", value) for tag, value in points.items()]
-
-
-class StepMeans:
-    """Sums over steps whose parts are known."""
-
-    def __init__(self) -> None:
-        self.count, self._tokens = 0, 0.0
-        self._sums = dict.fromkeys(TIMES, 0.0)
-
-    def add(self, record: StepRecord) -> None:
-        """Add a step, if its parts are known."""
-        if record.bare_step_s:
-            self.count, self._tokens = self.count + 1, self._tokens + record.tokens
-            for tag in TIMES:
-                self._sums[tag] += record.usage[tag]
-
-    def times(self) -> dict[str, float]:
-        """Return means by tag, and ``time/tokens_per_s``."""
-        if not self.count:
-            return {}
-        means = {tag: total / self.count for tag, total in self._sums.items()}
-        rate = self._tokens / sum(self._sums.values())
-        return means | ({TOKENS_PER_S: rate} if rate else {})
 
 
 QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}

@@ -8,22 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
-from telemetry.events import summaries
-from telemetry.events.page_format import (
-    EVENTS_PER_TAG,
-    NORM_BLOCK_BYTES,
-    PLUGIN_NAME,
-    Chunk,
-    ChunkKind,
-    alert_tag,
-    encode_alert,
-    encode_end,
-    encode_layout,
-    end_tag,
-    layout_tag,
-    loss_tag,
-    new_session_id,
-)
+from telemetry.events import page_format, summaries
 from telemetry.events.summaries import FLOAT32_MAX
 from telemetry.layers import MATRIX_STATISTICS, MISSING, OPTIONAL_STATISTICS, Statistic, table
 from telemetry.layers.table import PLACES
@@ -50,13 +35,13 @@ class PageWriter:
     """
 
     def __init__(self, session_id: str | None = None) -> None:
-        self._first_session = self._session = session_id or new_session_id()
+        self._first_session = self._session = session_id or page_format.new_session_id()
         self._restarts = 0
         self.layout: Layout | None = None
         self._has_alerts = False
         self._columns = MATRIX_STATISTICS
         self._layout_number = -1
-        self._written: dict[ChunkKind, int] = {}
+        self._written: dict[page_format.ChunkKind, int] = {}
         self._block = _NormBlock()
         self.last_step = 0
 
@@ -102,14 +87,14 @@ class PageWriter:
     def alert_value(self, alert: Alert, number: int) -> bytes:
         """Return an alert, under its own tag."""
         self._has_alerts = True
-        tag = alert_tag(self._session, number)
-        return summaries.tensor(tag, encode_alert(alert), PLUGIN_NAME)
+        tag = page_format.alert_tag(self._session, number)
+        return _value(tag, page_format.encode_alert(alert))
 
     def loss_value(self, tag: str) -> bytes | None:
         """Return the tag of the loss as a value of any event; None before the first record."""
         if self.layout is None:
             return None
-        return summaries.tensor(loss_tag(self._session, tag), b"", PLUGIN_NAME)
+        return _value(page_format.loss_tag(self._session, tag), b"")
 
     def end_value(self, exception: BaseException | None) -> bytes | None:
         """Return the end of the run, to write in an event with :attr:`last_step`.
@@ -118,13 +103,13 @@ class PageWriter:
         """
         if self.layout is None and not self._has_alerts:
             return None
-        return summaries.tensor(end_tag(self._session), encode_end(exception), PLUGIN_NAME)
+        return _value(page_format.end_tag(self._session), page_format.encode_end(exception))
 
     def _pending(self, step: int, *, in_new_tag: bool = False) -> Iterator[bytes]:
         if not self._block:
             return
         if in_new_tag:  # steps must ascend within a tag
-            self._written["n"] += EVENTS_PER_TAG
+            self._written["n"] += page_format.EVENTS_PER_TAG
         yield self._numbers("n", self._block.take(step))
 
     def _restart(self) -> None:
@@ -137,19 +122,19 @@ class PageWriter:
         self.layout = layout
         self._layout_number += 1
         self._written = {"m": 0, "n": 0, "u": 0}
-        content = encode_layout(layout, self._columns)
-        tag = layout_tag(self._session, self._layout_number)
-        return summaries.tensor(tag, content, PLUGIN_NAME)
+        content = page_format.encode_layout(layout, self._columns)
+        tag = page_format.layout_tag(self._session, self._layout_number)
+        return _value(tag, content)
 
-    def _numbers(self, kind: ChunkKind, values: NDArray[np.float32] | bytes) -> bytes:
-        chunk = Chunk(
+    def _numbers(self, kind: page_format.ChunkKind, values: NDArray[np.float32] | bytes) -> bytes:
+        chunk = page_format.Chunk(
             kind=kind,
             session=self._session,
             layout=self._layout_number,
-            number=self._written[kind] // EVENTS_PER_TAG,
+            number=self._written[kind] // page_format.EVENTS_PER_TAG,
         )
         self._written[kind] += 1
-        return summaries.tensor(chunk.tag, values, PLUGIN_NAME)
+        return _value(chunk.tag, values)
 
 
 class _NormBlock:
@@ -167,7 +152,7 @@ class _NormBlock:
         self._nbytes += record.grad_norms.size * np.dtype(np.float32).itemsize
 
     def is_due(self, wall_time: float) -> bool:
-        return self._nbytes >= NORM_BLOCK_BYTES or self.left_s(wall_time) == 0
+        return self._nbytes >= page_format.NORM_BLOCK_BYTES or self.left_s(wall_time) == 0
 
     def left_s(self, now: float) -> float:
         """Return the seconds until the block is due; 0 if the clock was set back."""
@@ -187,6 +172,10 @@ class _NormBlock:
         present = np.stack([record.grad_present & (not record.skipped) for record in records])
         distance = np.array([record.step - step for record in records], np.float32)
         return np.column_stack([distance, as_float32(np.where(present, norms, MISSING))])
+
+
+def _value(tag: str, content: NDArray[np.float32] | bytes) -> bytes:
+    return summaries.tensor(tag, content, page_format.PLUGIN_NAME)
 
 
 def _matrix(record: StepRecord, columns: Sequence[Statistic]) -> NDArray[np.float32]:

@@ -42,7 +42,7 @@ from telemetry.events.page_format import (
     LAYOUT_PREFIX,
     PLUGIN_NAME,
     decode_end,
-    parse_layout_tag,
+    session_of,
 )
 from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
@@ -757,7 +757,7 @@ def test_lines_of_alerts_have_the_session_of_the_page_and_the_time_of_the_step(
     lines = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
     assert [line["wall_time"] for line in lines] == [r.wall_time for r in records if r.step == 1]
     tags = FileSource(tmp_path).tags(PLUGIN_NAME)
-    sessions = sorted(parse_layout_tag(tag)[0] for tag in tags if tag.startswith(LAYOUT_PREFIX))
+    sessions = sorted(session_of(tag) for tag in tags if tag.startswith(LAYOUT_PREFIX))
     assert [line["session"] for line in lines] == sessions
     assert len(set(sessions)) == 2
 
