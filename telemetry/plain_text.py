@@ -84,12 +84,7 @@ def json_plain(value: Any) -> Any:
 
 
 def check_text(what: str, text: object) -> None:
-    """Check that a text can be encoded; ``what`` begins the message of the error.
-
-    Raises:
-        TypeError: It is not a string.
-        ValueError: It cannot be encoded in UTF-8.
-    """
+    """Raise TypeError or ValueError if it is not a text that UTF-8 can encode, about ``what``."""
     if not isinstance(text, str):
         raise TypeError(f"{what} must be a string")
     try:

@@ -88,11 +88,7 @@ AnyRule = Rule | Callable[[StepRecord], Iterable[Alert]]
 
 
 def as_rule(rule: AnyRule) -> Rule:
-    """Return the rule itself, or a plain callable as a rule.
-
-    Raises:
-        TypeError: It cannot be called, or is a class.
-    """
+    """Return the rule itself, or a plain callable as a rule; TypeError: it cannot be called."""
     if isinstance(rule, Rule):
         return rule
     if isinstance(rule, str):

@@ -102,11 +102,7 @@ class Selection:
         return found
 
     def check(self, model: nn.Module) -> None:
-        """Check that the selection fits this model.
-
-        Raises:
-            ValueError: A glob matches no module, or no module is selected.
-        """
+        """Raise ValueError if a glob matches no module of this model, or no module is selected."""
         candidates = _candidates(model)
         _check_globs("HookLogger(modules", self.modules or (), candidates)
         _check_globs("HookLogger(exclude", self.exclude, candidates)
@@ -122,13 +118,8 @@ def select_modules(
 ) -> dict[str, nn.Module]:
     """Return modules of ``model`` by clean name, as ``HookLogger(modules=...)`` selects them.
 
-    Args:
-        select: See :meth:`Selection.parse`; None: every leaf module.
-        caller: The public function, for error messages.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: A glob matches no module, or nothing is selected.
+    None selects every leaf module. ``caller`` is the public function, for error messages. It raises
+    TypeError or ValueError if an argument is wrong, matches nothing or selects nothing.
     """
     check_model(model, caller)
     wanted = None if select is None else _parse(f"{caller}(select", select)

@@ -45,12 +45,9 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading.
+    """Open a regular file, or a link to one, for reading; raise OSError for any other file.
 
     Other files may be endless (``/dev/zero``), block forever (a pipe), or have side effects.
-
-    Raises:
-        OSError: It is not a regular file, or cannot be opened.
     """
     _require_regular(path, os.stat(path))
     # The file may have become a pipe; opening it must not block until there is a writer.
@@ -69,11 +66,7 @@ def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> No
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse a JSON text.
-
-    Raises:
-        ValueError: It is not JSON, too large, or nested too deeply for Python.
-    """
+    """Parse a JSON text; raise ValueError if it is none, too large, or nested too deeply."""
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"larger than {MAX_JSON_BYTES >> 20} MiB")
     try:

@@ -111,14 +111,8 @@ def _profile_rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def print_faults(path: Path, console: Console) -> list[str]:
     """Print a flight file, or those of a run's directory, earliest fault first.
 
-    An unreadable file in a directory is reported in one line.
-
-    Returns:
-        The kinds of their alerts.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not a flight file.
+    Return the kinds of their alerts. An unreadable file in a directory is reported in one line; one
+    that was given raises OSError or ValueError.
     """
     if not path.is_dir():
         return _print_fault(path, console)

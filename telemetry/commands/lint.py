@@ -60,12 +60,7 @@ def lint(args: argparse.Namespace, console: Console) -> int:
 
 
 def read_series(path: Path) -> Series:
-    """Return the scalars of a TensorBoard directory, a ``trainer_state.json`` or a CSV file.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It has another format.
-    """
+    """Return the scalars of a TensorBoard directory, a ``trainer_state.json`` or a CSV file."""
     if path.is_dir():
         source = FileSource(path, lambda plugin_name, tag: plugin_name == "scalars")
         report_problems(source.problems)
@@ -99,14 +94,8 @@ def _series(rows: Iterable[Mapping[str, Any]]) -> Series:
 def judge(series: Series, *, loss: str | None = None, norm: str | None = None) -> list[Alert]:
     """Return the alerts of a logged loss and gradient norm.
 
-    The windows of the detectors count logged points, whatever the interval of logging.
-
-    Args:
-        series: Steps and values of each tag.
-        loss, norm: Tags; None: those whose names say it.
-
-    Raises:
-        ValueError: There is neither a loss nor a gradient norm, or no series has a given tag.
+    The windows of the detectors count logged points, whatever the interval of logging. Without a
+    tag, the names of the series decide. It raises ValueError if there is neither, or no such tag.
     """
     for option, tag in (("--loss", loss), ("--norm", norm)):
         if tag is not None and tag not in series:

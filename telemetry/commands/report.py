@@ -32,16 +32,9 @@ def report(args: argparse.Namespace, console: Console) -> int:
 
 
 def write_report(runs: Mapping[Path, RunData], path: str | os.PathLike[str]) -> list[str]:
-    """Write the report of runs, by directory, into an HTML file.
+    """Write the report of runs, by directory, into an HTML file; return problems of pictures.
 
-    The others are compared with the first.
-
-    Returns:
-        A line for each skipped picture.
-
-    Raises:
-        ValueError: There are more than ``MAX_RUNS`` runs.
-        OSError: The file cannot be written.
+    The others are compared with the first. More than ``MAX_RUNS`` raise ValueError.
     """
     if len(runs) > MAX_RUNS:
         raise ValueError(f"a report is of at most {MAX_RUNS} runs, not of {len(runs)}")

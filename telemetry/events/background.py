@@ -39,8 +39,7 @@ class BackgroundWriter(Generic[Item]):
     retried every ``flush_s``. In a forked child, all calls do nothing.
 
     Args:
-        name: Name of this writer in log messages.
-        what: Name of its items in log messages.
+        name, what: Names of this writer and of its items in log messages.
         flush_s: Longest time in seconds that an item stays queued.
         max_pending_bytes: High-water mark. Above it, droppable items are dropped; above four times
             as many bytes, all items. An empty queue accepts an item of any size.

@@ -22,7 +22,7 @@ _MAX_REPEATED_BYTES = 4 << 20
 
 
 class FileWriter(BackgroundWriter[bytes]):
-    """Writer of events to a new file in a log directory.
+    """Writer of events to a new file in a log directory, or at a URL that fsspec understands.
 
     Adding an event never blocks on the disk and never fails because of it. After a failed write,
     events stay in memory and the write is retried every ``flush_s``; lost events are counted. An
@@ -32,14 +32,7 @@ class FileWriter(BackgroundWriter[bytes]):
     In a forked child, and as an unpickled or deep copy, a writer is inert: it writes nothing and
     logs that once. The original writer is not affected.
 
-    Args:
-        log_dir: Directory of the run, created if it is missing; or a URL that fsspec understands.
-        flush_s: Longest time in seconds that an event stays queued.
-        filename_suffix: Suffix of the file's name.
-        max_pending_bytes: High-water mark: droppable events are dropped above it.
-
-    Raises:
-        ValueError: The path holds a NUL character, or the URL's protocol is unknown.
+    A path with a NUL character or an unknown protocol raises ValueError.
     """
 
     _process_id = -1  # of a copy: no process has this id
@@ -73,11 +66,7 @@ class FileWriter(BackgroundWriter[bytes]):
     def add_event(
         self, event: Event, step: int | None = None, walltime: float | None = None
     ) -> None:
-        """Add a copy of an event; ``walltime`` is now if omitted.
-
-        Raises:
-            OSError: The writer is closed.
-        """
+        """Add a copy of an event; ``walltime`` is now if omitted. OSError: the writer is closed."""
         event.wall_time = time.time() if walltime is None else walltime
         if step is not None:
             event.step = int(step)
@@ -103,9 +92,6 @@ class FileWriter(BackgroundWriter[bytes]):
             flush: Whether to write at once; the call still does not block.
             repeat: Values that readers need in every file. Each later file, such as one after the
                 directory was removed, begins with the latest of each tag, with its step and time.
-
-        Raises:
-            OSError: The writer is closed.
         """
         walltime = time.time() if walltime is None else walltime
         for value in repeat if self.is_here else ():

@@ -46,14 +46,8 @@ class LocalFiles:
     """Event files that one writer creates in a directory.
 
     Each writer begins a new file, because readers stop at a torn event. It begins another after a
-    failed write, or when the file was removed.
-
-    Args:
-        directory: Created if it is missing.
-        filename_suffix: Suffix of every file's name.
-        repeated: Events that readers need in every file after the first.
-        max_file_bytes: Size after which another file begins.
-        names_elsewhere: Names of other files; new files must sort behind them.
+    failed write, after ``max_file_bytes``, or when the file was removed. New files sort behind
+    ``names_elsewhere``. Each later file begins with the events ``repeated``.
     """
 
     def __init__(
@@ -81,10 +75,8 @@ class LocalFiles:
     def write(self, events: deque[bytes], *, urgent: bool = False) -> None:
         """Write events in order, and remove each that the operating system has accepted.
 
-        The first call creates a file even without events.
-
-        Raises:
-            OSError: The remaining events could not be written.
+        The first call creates a file even without events. If the rest cannot be written, it raises
+        OSError.
         """
         if self._is_begun and not events and not self._to_repeat:
             return

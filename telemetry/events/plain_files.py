@@ -15,10 +15,8 @@ from telemetry.events.background import BackgroundWriter
 def append_line(path: Path, line: bytes) -> None:
     """Append a line in one call, so that lines of several writers do not mix.
 
-    An unfinished last line of another writer is ended first.
-
-    Raises:
-        OSError: The line cannot be written; no part of it is in the file.
+    An unfinished last line of another writer is ended first. If it raises OSError, no part of the
+    line is in the file.
     """
     with path.open("ab+", buffering=0) as file:
         line += b"\n"
@@ -33,11 +31,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file; an existing one is replaced atomically.
-
-    Raises:
-        OSError: It cannot be written; an existing file is unchanged.
-    """
+    """Write a file; an existing one is replaced atomically, and unchanged after an OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)

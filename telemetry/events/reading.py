@@ -117,9 +117,6 @@ def events_from_end(
     """Yield serialized events before byte ``end`` that contain one of ``marks``, last one first.
 
     Torn and damaged frames are skipped. Reading stops after about ``max_bytes``.
-
-    Raises:
-        OSError: The file cannot be read.
     """
     size = _WINDOW_BYTES
     while end > 0 and max_bytes > 0:

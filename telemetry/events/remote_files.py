@@ -53,10 +53,8 @@ class RemoteFiles:
     def write(self, events: deque[bytes], *, urgent: bool = False) -> None:
         """Write events to the local file; upload it every few seconds, or now if urgent.
 
-        Raises:
-            OSError: The local file could not be written.
-            Exception: The store could not be reached; every store has its own errors. All events
-                are in the local file, and the next call retries the upload.
+        It raises the error of the disk or of the store. After that of the store, all events are in
+        the local file, and the next call retries the upload.
         """
         self._local.write(events)
         if urgent or time.monotonic() >= self._next_sync_s:

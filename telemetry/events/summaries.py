@@ -35,12 +35,7 @@ _DTYPES = {
 
 
 def event_of(values: Iterable[bytes], step: int | None, walltime: float) -> bytes:
-    """Return a serialized ``Event`` of the values that the functions below return.
-
-    Raises:
-        TypeError: The step or the time is no number.
-        ValueError: The step is beyond 64 bits.
-    """
+    """Return a serialized ``Event`` of the values that the functions below return."""
     event = Event(wall_time=walltime, step=0 if step is None else int(step))
     event.summary.MergeFromString(b"".join(values))
     return bytes(event.SerializeToString())
@@ -50,9 +45,6 @@ def scalar(tag: str, value: float) -> bytes:
     """Return one point of a curve, in float32 as from ``SummaryWriter.add_scalar``.
 
     It has no metadata: all readers accept a bare ``simple_value``, which has a third of the size.
-
-    Raises:
-        TypeError: The value is no number.
     """
     return _value(tag, simple_value=value)
 

@@ -52,15 +52,19 @@ from telemetry.alert import Alert, alert_fields
 from telemetry.layers import STATISTICS, LayerTable
 from telemetry.layers.onset import FEWEST_TO_SHOW, Onset, onsets
 from telemetry.plain_text import json_plain
-from telemetry.records import Layout
+from telemetry.records import Layout, StepRecord
 from telemetry.records.batches import Batch
+from telemetry.records.tensor import bad_among
 
 FORMAT = "telemetry-flight-1"
 MAX_ALERTS = 32
 MAX_MODULES = 256
-FACTS = (
-    "step", "wall_time", "loss", "grad_norm", "learning_rates", "loss_scale", "skipped", "full",
-)  # fmt: skip
+# Lists of ``steps``, by the attribute of a record.
+_FACTS = {
+    "step": "step", "wall_time": "wall_time", "loss": "loss", "total_grad_norm": "grad_norm",
+    "learning_rates": "learning_rates", "loss_scale": "loss_scale", "skipped": "skipped",
+    "full": "full",
+}  # fmt: skip
 _MAX_GROUPS = 16
 _MAX_ONSETS = 8
 _STEP_BYTES = 1000  # without its arrays
@@ -72,19 +76,28 @@ class KeptStep(NamedTuple):
     """One step, from which the fields of a file are derived when it is written."""
 
     step: int
-    wall_time: float
-    layout: Layout
-    loss: float | None
-    grad_norm: float
-    learning_rates: tuple[float, ...]
-    loss_scale: float | None
-    skipped: bool
     full: bool
+    facts: Mapping[str, Any]  # of each list of ``steps``
+    layout: Layout
     grad_present: NDArray[np.bool_]
     module_grad_norms: NDArray[np.float64]
     nonfinite_module: str | None  # the first with NaN or infinity in its output, if measured
     table: LayerTable | None = None  # of a full step
     random_states: Mapping[str, bytes] | None = None  # of a full step
+
+    @staticmethod
+    def of(record: StepRecord) -> KeptStep:
+        """Return a step without the table of a full one."""
+        bad = (output.module_name for output in bad_among(record.outputs))
+        return KeptStep(
+            step=record.step,
+            full=record.full,
+            facts={fact: getattr(record, name) for name, fact in _FACTS.items()},
+            layout=record.layout,
+            grad_present=record.grad_present,
+            module_grad_norms=record.module_grad_norms,
+            nonfinite_module=next(bad, None),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +178,7 @@ def encode_flight(
     at, full = fault.at, fault.last_full
     after = latest if latest is not None and (at is None or latest.step > at.step) else None
     states = (full.random_states if full is not None else None) or {}
-    facts: dict[str, list[Any]] = {fact: [getattr(s, fact) for s in steps] for fact in FACTS}
+    facts: dict[str, list[Any]] = {fact: [s.facts[fact] for s in steps] for fact in _FACTS.values()}
     facts["wall_time"] = [round(wall_time, 3) for wall_time in facts["wall_time"]]
     facts["learning_rates"] = [rates[:_MAX_GROUPS] for rates in facts["learning_rates"]]
     moments = {"before": fault.before, "at": at, "after": after}

@@ -18,7 +18,6 @@ from telemetry.flight.file import MAX_ALERTS, Fault, KeptStep, encode_flight
 from telemetry.layers import table
 from telemetry.records import StepRecord
 from telemetry.records.batches import RecentBatches
-from telemetry.records.tensor import bad_among
 from telemetry.untrusted import MAX_TEXT
 
 log = logging.getLogger("telemetry")
@@ -89,7 +88,7 @@ class FlightRecorder:
     def on_step(self, record: StepRecord) -> None:
         """Record a step."""
         with self._contained():
-            self._steps.append(kept := _kept(record))
+            self._steps.append(kept := KeptStep.of(record))
             _shrink(self._steps, MAX_STEP_BYTES)
             if record.full:
                 states = record.random_states
@@ -213,24 +212,6 @@ class FlightRecorder:
                 self._fault.step,
                 path,
             )
-
-
-def _kept(record: StepRecord) -> KeptStep:
-    bad = (output.module_name for output in bad_among(record.outputs))
-    return KeptStep(
-        record.step,
-        record.wall_time,
-        record.layout,
-        record.loss,
-        record.total_grad_norm,
-        record.learning_rates,
-        record.loss_scale,
-        record.skipped,
-        record.full,
-        record.grad_present,
-        record.module_grad_norms,
-        next(bad, None),
-    )
 
 
 def _described(exception: BaseException) -> dict[str, str]:

@@ -127,10 +127,7 @@ def heat_map(
     """Lay out the matrix with names at the side, and steps and the color scale below.
 
     Args:
-        matrix: ``[rows, columns]``, at least 0; -1 is missing.
-        names: Name of each row, without control characters.
-        steps: Step of each column.
-        title: Name of the statistic.
+        matrix: ``[rows, columns]``, at least 0; -1 is missing. Names are of rows, steps of columns.
         log: Whether the scale is logarithmic; else the numbers are shares.
         least_width: Minimum width of all cells, in pixels.
         text_height: In pixels; default: readable where TensorBoard shows the picture 350 pixels

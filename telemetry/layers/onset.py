@@ -45,18 +45,14 @@ def onsets(
 ) -> list[Onset] | None:
     """Return the layers whose norm left its baseline at step ``since`` or later, earliest first.
 
-    The baseline is the median of the steps more than ten before ``since``, within four standard
-    deviations and a factor of two. If a norm rises and then falls below it, the onset is the rise.
+    The baseline is the median of the steps more than ``lead`` before ``since``, within four
+    standard deviations and a factor of two. If a norm rises and then falls below it, the onset is
+    the rise. None if the baseline has fewer than ``fewest`` steps, or no step follows it.
 
     Args:
         steps: Ascending, shape ``[k]``.
         norms: Norm of each layer at each step, ``[k, layers]``; NaN where unknown. Layers with
             unknown norms in the baseline are omitted.
-        fewest: Steps that the baseline needs.
-        lead: Steps before ``since`` that the baseline excludes.
-
-    Returns:
-        None if the baseline has fewer steps, or no step follows it.
     """
     steps = np.asarray(steps)
     is_past = steps < since - lead

@@ -113,12 +113,8 @@ class Layers:
 def figure(x: Any, of_finite: Callable[[Any], Values]) -> Column:
     """Return a mean or norm over all elements; formulas alone are over the finite ones.
 
-    Args:
-        x: Columns with the fields of :class:`~telemetry.records.sketch.Sketch`.
-        of_finite: Formula for columns without NaN and infinity.
-
-    Returns:
-        NaN if an element is NaN, infinity if one is infinite; unknown without elements.
+    NaN if an element is NaN, infinity if one is infinite; unknown without elements. ``x`` has
+    columns with the fields of :class:`~telemetry.records.sketch.Sketch`.
     """
     values, are_lost = of_finite(x), nonfinite_of(x) > 0
     if are_lost.any():

@@ -84,10 +84,7 @@ def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
     """Decode the extremes of each unit of a module, ``[units, 2]``; None without units.
 
     Both are 0 for a dead unit, and :data:`~telemetry.records.rows.NO_VALUES` for an omitted one.
-    They are up to 0.8 % further from zero than measured.
-
-    Raises:
-        ValueError: The data has another format.
+    They are up to 0.8 % further from zero than measured. Data of another format raises ValueError.
     """
     try:
         content = zlib.decompressobj().decompress(data, MOST_BYTES + 1)  # type: ignore[arg-type]
@@ -116,12 +113,7 @@ def decode_units(data: object, module: int) -> NDArray[np.float32] | None:
 
 
 def saturated_units(type_name: str, units: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Whether all values of each unit are at one flat end of its activation function, ``[...]``.
-
-    Args:
-        type_name: Class of the module that returned them.
-        units: Smallest and largest value of each unit, ``[..., 2]``.
-    """
+    """Whether each unit, extremes ``[..., 2]``, is always at one flat end of its function."""
     low, high = units[..., 0], units[..., 1]
     if type_name not in BOUNDED:
         return np.zeros(low.shape, bool)

@@ -39,11 +39,7 @@ class Distribution:
 
 
 def histogram_table(value: object) -> NDArray[np.float64]:
-    """Return left edges, right edges and counts of a histogram, float64, ``[buckets, 3]``.
-
-    Raises:
-        ValueError: ``value`` is not a histogram.
-    """
+    """Return left edges, right edges and counts, ``[buckets, 3]``; else raise ValueError."""
     if not isinstance(value, np.ndarray) or value.ndim != 2 or value.shape[1] != 3:
         raise ValueError("not a histogram of left edges, right edges and counts")
     table = value.astype(np.float64)

@@ -52,17 +52,9 @@ class FileSource:
     """All values of one run, read once into memory: a :class:`RunSource`.
 
     Values that a later session replaces (``purge_step``) are omitted, as in TensorBoard.
-
-    Args:
-        log_dir: The run's directory.
-        is_read: Selects the values to read by plugin name and tag; default: all.
-
-    Attributes:
-        problems: One line for each file or tag that could not be read completely.
-        series: Last step and time of all tags of the page, including those not read.
-
-    Raises:
-        FileNotFoundError: ``log_dir`` holds no event files.
+    ``is_read`` selects the values to read by plugin name and tag; default: all. ``series`` has the
+    last step and time of all tags of the page, including those not read. A directory without event
+    files raises FileNotFoundError.
     """
 
     def __init__(
@@ -151,11 +143,7 @@ class FileSource:
 
 
 def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | None]:
-    """Return the plugin and the content of a value; None if the plugin is not shown.
-
-    Raises:
-        ValueError: The value does not have the format of the plugin.
-    """
+    """Return plugin and content of a value, None if not shown; ValueError if damaged."""
     if value.HasField("simple_value"):
         return "scalars", value.simple_value
     if value.WhichOneof("value") in ("histo", "image"):  # in the form of torch
@@ -178,11 +166,7 @@ def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | 
 
 
 def _decode(tensor: TensorProto) -> NDArray[Any] | bytes:
-    """Return the array in a tensor, or the first of its strings.
-
-    Raises:
-        ValueError: Type, shape and content do not fit together, or the type is not supported.
-    """
+    """Return the array in a tensor, or its first string; raise ValueError if it is damaged."""
     if tensor.dtype == types_pb2.DT_STRING:
         if not tensor.string_val:
             raise ValueError("it has no text")

@@ -255,8 +255,7 @@ def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems)
 def _event_numbers(kind: ChunkKind, step: int, array: object, shape: tuple[int, ...]) -> Numbers:
     """Return steps and numbers of one event; an event of norms has several steps.
 
-    Raises:
-        ValueError: It does not fit the layout.
+    It raises ValueError if the event does not fit the layout.
     """
     if not isinstance(array, np.ndarray) or array.dtype != np.float32:
         raise ValueError("it does not hold float32 numbers")

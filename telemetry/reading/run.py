@@ -201,10 +201,8 @@ def find_log_dirs(
 ) -> Iterator[Path]:
     """Yield the directories of runs at and below ``path``, in natural order; links are followed.
 
-    ``skipped`` is called with the reason for each directory that cannot be read.
-
-    Raises:
-        OSError: ``path`` is not a directory, or cannot be read.
+    ``skipped`` is called with the reason for each directory that cannot be read. It raises OSError
+    if ``path`` is not a directory, or cannot be read.
     """
     if path.is_file():
         raise NotADirectoryError(f"{path} is a file; give the directory of the run: {path.parent}")
@@ -243,9 +241,7 @@ def open_run(log_dir: str | os.PathLike[str]) -> RunData:
 def only_log_dir(path: Path, skipped: Callable[[OSError], object] = lambda error: None) -> Path:
     """Return the directory of a run: ``path``, or the only one below it.
 
-    Raises:
-        OSError: ``path`` cannot be read, or has no run.
-        ValueError: There are several runs.
+    It raises OSError if there is no run, and ValueError if there are several.
     """
     found = list(find_log_dirs(path, skipped=skipped))
     if not found:

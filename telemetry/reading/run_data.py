@@ -79,11 +79,7 @@ class RunData:
         self._forget()
 
     def overview(self) -> Overview:
-        """Return layers, steps and alerts, as of now.
-
-        Raises:
-            NewerFormatError: The run has a later format, and nothing in it can be read.
-        """
+        """Return layers, steps and alerts; raise NewerFormatError if nothing can be read."""
         with self._lock:
             self._refresh()
             structure, sessions = self._structure, self._structure.sessions
@@ -107,11 +103,7 @@ class RunData:
             )
 
     def matrix(self, statistic: str, region: Region = WHOLE) -> Matrix:
-        """Return one statistic of all layers at all steps, or of a region.
-
-        Raises:
-            KeyError: The page has no statistic of this name.
-        """
+        """Return one statistic of all layers and steps, or a region; KeyError: no statistic."""
         if statistic not in {known.name for known in PAGE_STATISTICS}:
             raise KeyError(statistic)
         with self._lock:
@@ -163,11 +155,7 @@ class RunData:
         return _measured(found), _measured(joined)
 
     def units(self, name: str, region: Region = WHOLE) -> UnitExtremes:
-        """Return the units of a layer at the recorded steps of a region.
-
-        Raises:
-            KeyError: The run does not have the layer.
-        """
+        """Return the units of a layer at recorded steps of a region; KeyError: not in the run."""
         with self._lock:
             self._refresh()
             type_name = {one.name: one.type_name for one in self._structure.layers}[name]

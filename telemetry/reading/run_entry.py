@@ -74,11 +74,8 @@ class RunEntry:
     ) -> dict[str, Any]:
         """Return the row of the run table.
 
-        Args:
-            now_s: Seconds since the epoch.
-            texts: Contents of the tags :attr:`texts` that can be read.
-            hparams: Hyperparameters in TensorBoard's encoding.
-            loss: Result of :func:`loss_summary`; None without a loss.
+        ``texts`` are the contents of the tags :attr:`texts` that can be read, ``hparams`` are in
+        TensorBoard's encoding, ``loss`` is the result of :func:`loss_summary`.
         """
         return {
             "name": self.name,
@@ -134,11 +131,7 @@ def _time(series: Any) -> float:
 
 
 def read_row(log_dir: Path, name: str, now_s: float) -> dict[str, Any] | None:
-    """Return the row of a run in event files, with its problems; None without telemetry data.
-
-    Raises:
-        OSError: There are no event files, or they cannot be read.
-    """
+    """Return the row of a run in event files, with its problems; None without telemetry data."""
     source = FileSource(log_dir, _is_read)
     if not source.series:
         return None

@@ -46,23 +46,14 @@ class WrittenLayout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """Records of one session with one layout.
-
-    Attributes:
-        layout: Its modules and parameters.
-        statistic_names: Columns of its ``m`` tags.
-        begin: First step of its session.
-        end: First step that a later session replaces.
-        rows: The row of each module among all layers of the run, shape ``[modules]``.
-        layer_count: Layers of the run.
-    """
+    """Records of one session with one layout."""
 
     layout: Layout
-    statistic_names: tuple[str, ...]
-    begin: int
-    end: int
-    rows: NDArray[np.intp]
-    layer_count: int
+    statistic_names: tuple[str, ...]  # columns of its ``m`` tags
+    begin: int  # first step of its session
+    end: int  # first step that a later session replaces
+    rows: NDArray[np.intp]  # row of each module among all layers of the run, ``[modules]``
+    layer_count: int  # of the run
 
     def shape(self, kind: ChunkKind) -> tuple[int, ...]:
         """Shape of one step's numbers."""

@@ -46,11 +46,7 @@ def _order(tag: str) -> tuple[bool, bool, bool, int, str]:
 
 
 class LossChoice:
-    """Choice of the loss of one run: the best tag of the first step with one.
-
-    Args:
-        given: Its tag, if the user has named it.
-    """
+    """Choice of the loss of one run: the best tag of the first step with one, or a given tag."""
 
     def __init__(self, given: str | None = None) -> None:
         self.tag = given  # None: no loss was logged up to now
@@ -77,10 +73,9 @@ class LossChoice:
         return self._chosen_at is not None and (step is None or step >= self._chosen_at)
 
     def missing(self, step: int | None) -> str | None:
-        """Return a message if no loss was logged; None if one was, or may still be.
+        """Return a message if no loss was logged up to the end of ``step``; None: the last step.
 
-        Args:
-            step: Step that has ended; None: the last one.
+        None if one was logged, or may still be.
         """
         may_follow = False
         if step is not None:

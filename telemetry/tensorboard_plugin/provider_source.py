@@ -50,10 +50,8 @@ def read_tags(
     """Return at most ``most`` values of each tag, without those that cannot be decoded.
 
     ``wanted`` has tags by run; another run's tag of the same name may come along. Values that
-    cannot be decoded go to ``problems``, else to the log.
-
-    Raises:
-        grpc.RpcError: There is no server any more.
+    cannot be decoded go to ``problems``, else to the log. Without a server, it raises
+    ``grpc.RpcError``.
     """
     if not any(wanted.values()):
         return {}

@@ -59,13 +59,10 @@ script-src data:; style-src 'unsafe-inline'">
 def report_html(
     runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]], faults: str = ""
 ) -> str:
-    """Return the report of runs by name; ``faults`` is HTML for its end.
+    """Return the report of runs by name, with their rows of the run table in the same order.
 
-    In large runs, each cell is the largest of several.
-
-    Args:
-        runs: At most ``MAX_RUNS``. The others are compared with the first.
-        rows: Their rows of the run table, in the same order.
+    The others are compared with the first. ``faults`` is HTML for its end. In large runs, each cell
+    is the largest of several.
     """
     overviews = {name: run.overview() for name, run in runs.items()}
     files = read_static_files()

@@ -78,9 +78,7 @@ class RunTable:
 class _ReadScalars(Generic[Figures]):
     """Figures of each run's scalars, which are read again only after they have grown.
 
-    Args:
-        figures_of: Makes them of the points of each tag, for one run.
-        most: Points to read of each tag; None: all that TensorBoard keeps.
+    ``most`` is the number of points of each tag; None: all that TensorBoard keeps.
     """
 
     def __init__(

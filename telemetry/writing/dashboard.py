@@ -156,11 +156,7 @@ class LearningRates:
         self._drawn: dict[int, int] = {}  # step of each curve's last point
 
     def late_values(self, record: StepRecord) -> tuple[int, float, Sequence[bytes]]:
-        """Return late points of the step before; call this before :meth:`values_of`.
-
-        Returns:
-            Step, wall time and values of an event to write first.
-        """
+        """Return step, time and values of an event to write before that of :meth:`values_of`."""
         if record.step <= self._step:
             self._rates = ()  # back to a checkpoint
         late = [

@@ -26,12 +26,7 @@ def values_of(hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[s
 
 
 def session_value(hyperparameters: Mapping[str, Hyperparameter]) -> bytes:
-    """Return the hyperparameters of this run, to write once.
-
-    Raises:
-        TypeError: The mapping or a value has another type.
-        ValueError: A name or a string cannot be encoded in UTF-8.
-    """
+    """Return the hyperparameters of this run, to write once; raise TypeError or ValueError."""
     _check(hyperparameters)
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for name, value in hyperparameters.items():
@@ -43,11 +38,7 @@ def session_value(hyperparameters: Mapping[str, Hyperparameter]) -> bytes:
 def experiment_value(
     hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str]
 ) -> bytes:
-    """Return the columns of the dashboard's table, to write once; parameters must be checked.
-
-    Raises:
-        TypeError: ``metrics`` is a single tag.
-    """
+    """Return the columns of the dashboard's table, to write once; parameters must be checked."""
     if isinstance(metrics, str):
         raise TypeError(
             f"hparams(metrics={metrics!r}): must be several tags, such as [{metrics!r}]"
