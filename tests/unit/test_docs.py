@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = [ROOT, ROOT / "telemetry", ROOT / "benchmarks"]
 MADE_BY_A_RUN = {"alerts.jsonl", "cases.py", "report.html"}
 
@@ -36,11 +36,8 @@ def test_linked_files_exist(page: Path) -> None:
 
 
 def test_each_question_of_a_newcomer_has_one_file_as_its_answer() -> None:
-    table = (
-        (ROOT / "docs" / "contributing" / "architecture.md")
-        .read_text(encoding="utf-8")
-        .partition("| question |")[2]
-    )
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("| question |")[2]
     answers = re.findall(r"^\| [^|]+\? \| `([\w/.]+)` \|$", table, re.MULTILINE)
     assert len(answers) == 12
     assert [name for name in answers if not (ROOT / "telemetry" / name).is_file()] == []

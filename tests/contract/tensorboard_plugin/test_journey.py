@@ -1,4 +1,4 @@
-"""The functions on the path of an activation run in the documented order (architecture.md)."""
+"""The functions on the path of an activation run in the documented order (CONTRIBUTING.md)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGE = ROOT / "telemetry"
 
 def stations(heading: str) -> list[tuple[str, str]]:
     """File and function of each station on the way, as the page numbers them."""
-    page = (ROOT / "docs" / "contributing" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     way = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     found = re.findall(r"^\d+\. `([\w/.]+)`, `([\w.]+)`", way, re.MULTILINE)
     assert len(found) >= 10
