@@ -111,7 +111,8 @@ def capture_run(
             two steps later, as in a :class:`~telemetry.HookLogger` without delay.
         rules: As in :func:`alerts_of`.
         images: Whether records hold pictures.
-        model, optimizer, modules, exclude: As in :class:`~telemetry.HookLogger`.
+
+    The other arguments are those of :class:`~telemetry.HookLogger`.
     """
     run = CapturedRun(rules)
     run._full_steps = FullSteps(every_n_steps)

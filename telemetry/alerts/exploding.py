@@ -27,7 +27,7 @@ from telemetry.records.tensor import figures_of
 
 
 class ExplodingActivation(Detector):
-    """Outputs of a module vary 100 times more than ever before and the loss has risen, or
+    """Outputs of a module vary 100 times more than ever before, and the loss has risen. Or
     activations multiply through the network in the first steps.
 
     Evidence: the module, its variation, and the largest RMS before.
@@ -103,8 +103,8 @@ class ExplodingActivation(Detector):
 
 
 class ExplodingGradient(Detector):
-    """Gradients have a total norm far above the highest of the last 100 steps, or grow together
-    with activations from layer to layer in the first steps.
+    """Gradients have a total norm far above the highest of the last 100 steps. Or they grow with
+    the activations from layer to layer in the first steps.
 
     Evidence: the norm and its baseline; the layer with most of the growth, its range, or the batch.
     Causes: a learning rate that is too large, a bad batch, large initial weights, no clipping.

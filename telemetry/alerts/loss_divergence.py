@@ -27,8 +27,8 @@ from telemetry.records.tensor import figures_of
 
 
 class LossDivergence(Detector):
-    """Steps move the weights by too large a share of their norm, and the loss stays far above its
-    past, or half of the progress is lost. Or gradients are never zeroed and add up.
+    """Steps move the weights by too large a share of their norm. The loss stays far above its past
+    or loses half of its progress. Or gradients are never zeroed and add up.
 
     Evidence: the learning rate, and the value before it rose.
     Causes: a learning rate that is too large; a missing ``optimizer.zero_grad()``.

@@ -17,8 +17,8 @@ _UNDERFLOW = {"fp8_underflow": "activations", "weight_fp8_underflow": "weights"}
 
 
 class LowPrecision(Detector):
-    """Activations or weights of a layer spread so far that 8-bit floats (e4m3) round a share of
-    them to zero, or one unit is far larger than the median unit. Neither was so in the first steps.
+    """Activations or weights of a layer spread so far that 8-bit floats (e4m3) round many to zero.
+    Or one unit is far larger than the median unit. Neither was so in the first steps.
 
     Evidence: the layer, the share or the ratio, and its highest value in the first steps.
     Causes: a unit or a weight that grows without bound, such as a massive activation.

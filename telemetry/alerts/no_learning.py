@@ -30,8 +30,8 @@ from telemetry.records import Layout, StepRecord
 
 
 class NoLearning(Detector):
-    """Steps from the first on move no weight noticeably; or all gradients are exactly 0 for 50
-    steps; or losses are logged and no optimizer of this model steps.
+    """Steps from the first on move no weight noticeably. Or all gradients are exactly 0 for 50
+    steps. Or losses are logged and no optimizer of this model steps.
 
     Evidence: the largest update ratio, or the number of steps or losses.
     Causes: a tiny learning rate, a mask that hides all targets, an optimizer of another model.

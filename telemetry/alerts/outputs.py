@@ -19,8 +19,8 @@ from telemetry.records.tensor import Tensors
 
 
 class AttentionCollapse(Detector):
-    """Attention weights have less than a tenth of the entropy of uniform ones: training becomes
-    unstable, unless sharp attention is what the task needs.
+    """Attention weights have less than a tenth of the entropy of uniform ones. Training becomes
+    unstable, unless the task needs sharp attention.
 
     Evidence: the module, the head in a fused kernel, its entropy, how many heads or layers have it.
     Causes: logits that are too large, or a task with sharp attention.

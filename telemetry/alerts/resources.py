@@ -208,9 +208,9 @@ def slowest_rank(facts: RankFacts | None) -> str | None:
 
 
 class MemoryGrowth(Detector):
-    """Memory rises steadily over 300 steps or more, and does not slow down: on a CUDA device the
-    allocated bytes at the end of a step, by 4 MiB or more; else the memory of the process without
-    mapped files, by 64 MiB or more and a twentieth.
+    """Memory rises steadily over 300 steps or more, and does not slow down. On a CUDA device, the
+    allocated bytes at the end of a step rise by 4 MiB or more. Otherwise the memory of the process
+    without mapped files rises by 64 MiB or more and a twentieth.
 
     Evidence: the rise, and its steps.
     Causes: ``total += loss`` and lists of tensors, which keep graphs; a cache without a limit.

@@ -200,8 +200,8 @@ _LEARNED = 0.1  # of the first loss: text_decay_x1000 comes down by 6 % before i
 
 
 class UnboundedLoss(Detector):
-    """Loss below zero that falls since the outputs become larger: it begins at -ln C for C classes,
-    or falls no slower than before while the last layer's output became 20 times as large.
+    """Loss below zero falls because the outputs become larger. It begins at -ln C for C classes, or
+    keeps falling while the last layer's output becomes 20 times as large.
 
     Evidence: the loss, and the growth of the output.
     Causes: a wrong sign, ``nll_loss`` without ``log_softmax``.
