@@ -37,9 +37,6 @@ MAX_NAME = 10_000
 # Characters of a message for people; longer ones are truncated.
 MAX_TEXT = 8000
 
-# Items of a field of a dataclass.
-_MAX_ITEMS = 4096
-
 _NOT_FINITE = {"nan", "inf", "-inf"}
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
@@ -143,6 +140,7 @@ def check_of(kind: Any) -> Check:
     a dataclass                 an object with a value for each field without a default
     ``{"name": X}``             an object with these fields; other fields are dropped
     ``[X]``, ``Most(n, X)``     a list of X; at most n
+    ``tuple[X, ...]``           the same, as a tuple
     ``(X, Y)``                  a list of an X and a Y
     a function                  the value that it returns, or a ValueError
     ==========================  ================================================================
@@ -167,7 +165,7 @@ def check_of(kind: Any) -> Check:
     if origin is Literal:
         return lambda value: value if _text(value) in args else args[0]
     if origin is tuple:
-        check_items = _list(args[0], _MAX_ITEMS)
+        check_items = _list(args[0])
         return lambda value: tuple(check_items(value))
     assert origin is UnionType
     return optional(args[0])

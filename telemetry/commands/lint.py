@@ -95,7 +95,7 @@ def judge(series: Series, *, loss: str | None = None, norm: str | None = None) -
     """Return the alerts of a logged loss and gradient norm.
 
     The windows of the detectors count logged points, whatever the interval of logging. Without a
-    tag, the names of the series decide. It raises ValueError if there is neither, or no such tag.
+    tag, the names of the series decide. It raises ValueError if neither is found.
     """
     for option, tag in (("--loss", loss), ("--norm", norm)):
         if tag is not None and tag not in series:

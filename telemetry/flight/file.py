@@ -286,7 +286,7 @@ _FLIGHT = untrusted.check_of(
         "complete": bool,
         "step": int,
         "batch": int,
-        "batches": [Batch],
+        "batches": tuple[Batch, ...],
         "first_bad_module": str | None,
         "alerts": untrusted.Most(MAX_ALERTS, Alert),
         "exception": untrusted.optional({"type": str, "message": str, "traceback": str}),
