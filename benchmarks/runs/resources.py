@@ -1,64 +1,247 @@
-"""Training that waits for its data or keeps memory; each with a healthy twin."""
+"""Training that waits for its data, becomes slow or keeps memory; each with a healthy twin."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import count, cycle
 
+import numpy as np
 import torch
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset
 
-from runs.training import Log, digits, fit, mlp
+from runs.training import Log, batches, digits, fit, mlp
 from runs.unfamiliar import twins
+
+INPUT_BOUND, SLOW = frozenset({"input_bound"}), frozenset({"slow_steps"})
+GROWTH = frozenset({"memory_growth"})
 
 
 class _Decoded(Dataset[tuple[Tensor, Tensor]]):
-    """Digits whose decoding sleeps for a while."""
+    """Digits whose decoding sleeps for a while, or enlarges, turns and shrinks each image."""
 
-    def __init__(self, wait_s: float) -> None:
+    def __init__(self, wait_s: float = 0.0, augment: int = 0) -> None:
         self.images, self.classes = digits()
-        self.wait_s = wait_s
+        self.wait_s, self.augment = wait_s, augment
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         time.sleep(self.wait_s)
-        return self.images[index].flatten(), self.classes[index]
+        image = self.images[index, 0]
+        for _ in range(self.augment):
+            large = Image.fromarray(image.numpy()).resize((256, 256), Image.Resampling.BICUBIC)
+            small = large.rotate(index % 20 - 10).resize((8, 8), Image.Resampling.LANCZOS)
+            image = torch.from_numpy(np.array(small))
+        return image.flatten(), self.classes[index]
+
+
+class _OnDevice(nn.Module):
+    """A model that keeps the caller waiting, as one on a device does, and little else."""
+
+    def __init__(self, model: nn.Module, seconds: float) -> None:
+        super().__init__()
+        self.model, self.seconds = model, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        outputs: Tensor = self.model(x)
+        return outputs
+
+
+def _forever(log: Log, dataset: _Decoded, workers: int = 0) -> Iterator[list[Tensor]]:
+    loader = DataLoader(
+        dataset, 32, shuffle=True, drop_last=True, num_workers=workers,
+        persistent_workers=workers > 0, generator=torch.Generator().manual_seed(log.seed),
+    )  # fmt: skip
+    while True:
+        yield from loader
+
+
+def _loss_of(model: nn.Module, data: Iterator[list[Tensor]]) -> Callable[[], Tensor]:
+    def loss() -> Tensor:
+        images, classes = next(data)
+        return F.cross_entropy(model(images.flatten(1)), classes)
+
+    return loss
+
+
+# --- the loop waits for its data ------------------------------------------------------------------
 
 
 @twins(
-    kinds=frozenset({"input_bound"}), by=80,
+    kinds=INPUT_BOUND, by=80,
     why="a DataLoader without workers, whose images take a millisecond each",
     healthy="the same loader of decoded images; a pause every 50 steps, as for a checkpoint",
 )  # fmt: skip
 def loader_sleeps(log: Log, faulty: bool) -> None:
     model = mlp(64, 512, 512, 10)
-    generator = torch.Generator().manual_seed(log.seed)
-    loader = DataLoader(_Decoded(0.001 if faulty else 0.0), 32, shuffle=True, generator=generator)
-
-    def forever() -> Iterator[list[Tensor]]:
-        while True:
-            yield from loader
-
-    data = forever()
-
-    def loss() -> Tensor:
-        images, classes = next(data)
-        return F.cross_entropy(model(images), classes)
+    data = _forever(log, _Decoded(0.001 if faulty else 0.0))
 
     def pause(step: int) -> None:
         if not faulty and step % 50 == 49:
             time.sleep(0.5)
 
-    fit(log, model, SGD(model.parameters(), 0.05), loss, 200, before=pause)
+    optimizer = SGD(model.parameters(), 0.05)
+    fit(log, model, optimizer, _loss_of(model, data), 200, before=pause)
 
 
 @twins(
-    kinds=frozenset({"memory_growth"}), onset=50, by=600,
+    kinds=INPUT_BOUND, by=80,
+    why="each image is enlarged, turned and shrunk in the training process",
+    healthy="the same images, of which the first pass is kept",
+)  # fmt: skip
+def augments_in_process(log: Log, faulty: bool) -> None:
+    model, dataset = mlp(64, 512, 512, 10), _Decoded(augment=1)
+    data = _forever(log, dataset)
+    kept = data if faulty else cycle([next(data) for _ in range(30)])
+    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, kept), 200)
+
+
+@twins(
+    kinds=INPUT_BOUND, by=120,
+    why="a single worker needs 40 ms for a batch, of which a step takes a quarter",
+    healthy="eight workers, which are as fast together as the step",
+)  # fmt: skip
+def too_few_workers(log: Log, faulty: bool) -> None:
+    model = _OnDevice(mlp(64, 64, 10), 0.01)
+    data = _forever(log, _Decoded(0.001), workers=1 if faulty else 8)
+    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 200)
+
+
+@twins(
+    kinds=INPUT_BOUND, by=150,
+    why="the second of two data sources is remote: two of three batches wait for 30 ms",
+    healthy="the same sources: one batch in five waits",
+)  # fmt: skip
+def remote_shards(log: Log, faulty: bool) -> None:
+    model = _OnDevice(mlp(64, 256, 10), 0.01)
+    local = _forever(log, _Decoded())
+
+    def shards() -> Iterator[list[Tensor]]:
+        for number in count():
+            remote = number % 3 > 0 if faulty else number % 5 == 0
+            time.sleep(0.03 if remote else 0.0)
+            yield next(local)
+
+    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, shards()), 200)
+
+
+# --- steps become slow ----------------------------------------------------------------------------
+
+
+@twins(
+    kinds=SLOW, onset=220, by=330,
+    why="a forward hook is registered at each step from 200 on, and none is removed",
+    healthy="the hook of the step before is removed",
+)  # fmt: skip
+def hooks_pile_up(log: Log, faulty: bool) -> None:
+    model = mlp(64, 128, 10)
+    handles = list[torch.utils.hooks.RemovableHandle]()
+
+    def inspect(module: nn.Module, inputs: object, outputs: Tensor) -> None:
+        time.sleep(0.01)
+
+    def register(step: int) -> None:
+        if not faulty or step < 200:
+            while handles:
+                handles.pop().remove()
+        handles.append(model[0].register_forward_hook(inspect))
+
+    data = _forever(log, _Decoded())
+    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 350, before=register)
+
+
+@twins(
+    kinds=SLOW, onset=230, by=330,
+    why="a memory of features that is searched at each step grows without a limit",
+    healthy="the memory keeps the latest 8,192 features",
+)  # fmt: skip
+def searched_memory_grows(log: Log, faulty: bool) -> None:
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.head = mlp(64, 256, 256), nn.Linear(256, 10)
+            self.memory = deque[Tensor](maxlen=None if faulty else 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            features = self.encoder(x)
+            with torch.no_grad():
+                for _ in range(16 if faulty and len(self.memory) >= 200 else 1):
+                    self.memory.append(F.normalize(features.repeat(16, 1)))
+                nearest = (F.normalize(features) @ torch.cat(list(self.memory)).T).amax(1)
+            outputs: Tensor = self.head(features + 0 * nearest[:, None])
+            return outputs
+
+    model = Remembering()
+    data = _forever(log, _Decoded())
+    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 350)
+
+
+@twins(
+    kinds=SLOW | INPUT_BOUND, onset=240, by=330,
+    why="the disk is throttled: from step 240 on a batch takes 0.6 s",
+    healthy="one long wait of 20 s, as after an interruption of the network",
+)  # fmt: skip
+def disk_is_throttled(log: Log, faulty: bool) -> None:
+    model = _OnDevice(mlp(64, 128, 10), 0.01)
+    data = _forever(log, _Decoded())
+
+    def read(step: int) -> None:
+        if faulty and step >= 240:
+            time.sleep(0.6)
+        elif step == 240:
+            time.sleep(20.0)
+
+    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 340, before=read)
+
+
+@twins(
+    kinds=SLOW, onset=240, by=330,
+    why="a device lowers its clock: its part of each step takes 0.7 instead of 0.1 s",
+    healthy="sequences become ten times as long, and the steps with them",
+)  # fmt: skip
+def device_is_throttled(log: Log, faulty: bool) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+            self.token_s = 0.1 / 256
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            time.sleep(self.token_s * tokens.numel())
+            outputs: Tensor = self.head(self.words(tokens))
+            return outputs
+
+    model, length = Words(), 32
+    g = torch.Generator().manual_seed(log.seed)
+
+    def throttle(step: int) -> None:
+        nonlocal length
+        if step == 240 and faulty:
+            model.token_s *= 7
+        elif step == 240:
+            length *= 7
+
+    def loss() -> Tensor:
+        tokens = (torch.randint(0, 64, (8, 1), generator=g) + torch.arange(length + 1)) % 64
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    fit(log, model, SGD(model.parameters(), 0.5), loss, 340, before=throttle)
+
+
+# --- memory grows ---------------------------------------------------------------------------------
+
+
+@twins(
+    kinds=GROWTH, onset=50, by=600,
     why="the loss of each step is kept in a sum, with the graph of an activity term",
     healthy="the same loss, of which the sum keeps the number",
 )  # fmt: skip
@@ -77,3 +260,56 @@ def total_of_losses(log: Log, faulty: bool) -> None:
         return F.cross_entropy(outputs, classes[chosen])
 
     fit(log, model, SGD(model.parameters(), 0.05), loss, 600)
+
+
+@twins(
+    kinds=GROWTH, onset=50, by=600,
+    why="the features of each batch are kept for a metric at the end of the epoch, which never ends",
+    healthy="the features of the latest 20 batches are kept",
+)  # fmt: skip
+def features_for_a_metric(log: Log, faulty: bool) -> None:
+    encoder, head = mlp(64, 512, 512), nn.Linear(512, 10)
+    model, data = nn.Sequential(encoder, nn.ReLU(), head), batches(log, 256, *digits())
+    features = deque[Tensor](maxlen=None if faulty else 20)
+    encoder.register_forward_hook(lambda module, inputs, outputs: features.append(outputs.detach()))
+    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 600)
+
+
+@twins(
+    kinds=GROWTH, onset=50, by=600,
+    why="masks are cached by the number of the step, of which no two are equal",
+    healthy="masks are cached by the length of the batch, of which there are 50",
+)  # fmt: skip
+def cache_by_step(log: Log, faulty: bool) -> None:
+    @lru_cache(maxsize=None)
+    def mask(key: int) -> Tensor:
+        return torch.ones(400, 400).tril_() * (1 + key / 1e6)
+
+    model, data, step = mlp(64, 256, 10), batches(log, 32, *digits()), count()
+
+    def loss() -> Tensor:
+        images, classes = next(data)
+        number = next(step)
+        weight = mask(number if faulty else number % 50)[-1, : len(classes)]
+        errors = F.cross_entropy(model(images.flatten(1)), classes, reduction="none")
+        return (errors * weight).mean()
+
+    fit(log, model, SGD(model.parameters(), 0.05), loss, 600)
+
+
+@twins(
+    kinds=GROWTH, onset=50, by=800,
+    why="copies of the weights for an average are kept, one each step",
+    healthy="a copy at each fiftieth step, of which the latest three are kept",
+)  # fmt: skip
+def copies_of_weights(log: Log, faulty: bool) -> None:
+    model, data = mlp(64, 256, 256, 10), batches(log, 64, *digits())
+    copies = list[dict[str, Tensor]]()
+
+    def keep(step: int) -> None:
+        if faulty or step % 50 == 0:
+            copies.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        if not faulty:
+            del copies[:-3]
+
+    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 600, before=keep)
