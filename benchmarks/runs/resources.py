@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from itertools import count, cycle
 
 import numpy as np
@@ -264,7 +264,7 @@ def total_of_losses(log: Log, faulty: bool) -> None:
 
 @twins(
     kinds=GROWTH, onset=50, by=600,
-    why="the features of each batch are kept for a metric at the end of the epoch, which never ends",
+    why="the features of all batches are kept for a metric at the end",
     healthy="the features of the latest 20 batches are kept",
 )  # fmt: skip
 def features_for_a_metric(log: Log, faulty: bool) -> None:
@@ -281,7 +281,7 @@ def features_for_a_metric(log: Log, faulty: bool) -> None:
     healthy="masks are cached by the length of the batch, of which there are 50",
 )  # fmt: skip
 def cache_by_step(log: Log, faulty: bool) -> None:
-    @lru_cache(maxsize=None)
+    @cache
     def mask(key: int) -> Tensor:
         return torch.ones(400, 400).tril_() * (1 + key / 1e6)
 
