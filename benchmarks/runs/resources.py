@@ -77,7 +77,7 @@ def _loss_of(model: nn.Module, data: Iterator[list[Tensor]]) -> Callable[[], Ten
 
 
 @twins(
-    kinds=INPUT_BOUND, by=80,
+    kinds=INPUT_BOUND, by=120,
     why="a DataLoader without workers, whose images take a millisecond each",
     healthy="the same loader of decoded images; a pause every 50 steps, as for a checkpoint",
 )  # fmt: skip
@@ -94,7 +94,7 @@ def loader_sleeps(log: Log, faulty: bool) -> None:
 
 
 @twins(
-    kinds=INPUT_BOUND, by=80,
+    kinds=INPUT_BOUND, by=120,
     why="each image is enlarged, turned and shrunk in the training process",
     healthy="the same images, of which the first pass is kept",
 )  # fmt: skip

@@ -21,6 +21,7 @@ from telemetry.capture.usage import (
     WAIT,
     Laps,
     device_memory,
+    no_cpu_s,
 )
 from telemetry.failures import Failures
 from telemetry.torch_private import (
@@ -73,11 +74,13 @@ class LoopClock:
         self._running = self._on = False
         self._part, self._since, self._began = APART, 0.0, 0.0
         self._thread = self._calls = self._count = 0
+        self._no_cpu_before: float | None = None  # when the step began; None if they are short
         self._reset()
 
     def _reset(self) -> None:
         self._seconds, self._marks = [0.0] * 6, list[tuple[int, torch.cuda.Event]]()
         self._steps = self._tokens = self._calls = 0
+        self._no_cpu_s = 0.0
 
     # --- on and off -------------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class LoopClock:
             memory = device_memory(self._device)
         if not self._steps and memory is None:
             return None
-        laps = Laps(self._seconds, self._marks, self._steps, self._tokens, memory)
+        laps = Laps(self._seconds, self._marks, self._steps, self._tokens, memory, self._no_cpu_s)
         self._reset()
         # The wait of the first step began before training.
         return laps if self._count > 1 else None
@@ -167,13 +170,15 @@ class LoopClock:
             return
         now, began = perf_counter(), self._began
         self._began, self._count = now, self._count + 1
-        if now - began < _SHORT_S and self._device is None and not full and self._count % _ONE_IN:
+        short = now - began < _SHORT_S
+        if short and self._device is None and not full and self._count % _ONE_IN:
             self._on = False
             self._global.disarm()
             return
         if not self._on:
             self._on, self._part, self._since = True, APART, now
         self._thread = threading.get_ident()
+        self._no_cpu_before = None if short else no_cpu_s()
         self.wait()
 
     def measure(self, device: torch.device) -> None:
@@ -208,6 +213,8 @@ class LoopClock:
                 self._part = APART
                 self.lap(WAIT)
             return
+        if self._no_cpu_before is not None:
+            self._no_cpu_s, self._no_cpu_before = no_cpu_s() - self._no_cpu_before, None
         self.lap(FORWARD)
         self._global.disarm()
         self._calls += 1

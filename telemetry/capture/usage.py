@@ -29,6 +29,7 @@ class Laps(NamedTuple):
         marks: On a CUDA device instead: the part that ended, and an event at its end.
         tokens: Sum over the steps.
         memory: Bytes allocated on the CUDA device, and their highest number up to now.
+        no_cpu_s: Seconds of the waits for which the thread was ready, but others had the CPUs.
     """
 
     seconds: list[float]
@@ -36,6 +37,7 @@ class Laps(NamedTuple):
     steps: int
     tokens: int
     memory: tuple[int, int] | None
+    no_cpu_s: float = 0.0
 
     def usage(self) -> dict[str, float]:
         """Return means per step by tag; waits for an accelerator."""
@@ -45,6 +47,8 @@ class Laps(NamedTuple):
                 self.marks[-1][1].synchronize()
                 for (_, before), (part, after) in pairwise(self.marks):
                     seconds[part] += before.elapsed_time(after) * 1e-3
+        # On a busy machine, a loader that needs little time waits, too.
+        seconds[WAIT] = max(seconds[WAIT] - self.no_cpu_s, 0.0)
         parts = zip(TIMES, seconds, strict=False)
         found = {tag: spent / self.steps for tag, spent in parts} if self.steps else {}
         if self.memory is not None:
@@ -57,6 +61,16 @@ def usage_of(laps: Laps | None) -> dict[str, Any]:
     if laps is None:
         return {"usage": host_memory()}
     return {"usage": {**laps.usage(), **host_memory()}, "tokens": laps.tokens / max(laps.steps, 1)}
+
+
+def no_cpu_s() -> float:
+    """Return for how long this thread was ready, but had no CPU; 0 where Linux does not count it.
+
+    10 us. From "Scheduler Statistics" of the Linux kernel: time running, and time on a run queue.
+    """
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) * 1e-9
+    return 0.0
 
 
 def host_memory() -> Mapping[str, float]:

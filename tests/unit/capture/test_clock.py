@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +21,7 @@ import telemetry
 from telemetry import HookLogger
 from telemetry.capture import clock as clock_module
 from telemetry.capture.clock import LoopClock
-from telemetry.capture.usage import Laps
+from telemetry.capture.usage import Laps, no_cpu_s
 from telemetry.commands.cli import main
 from telemetry.failures import Failures
 from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, HOST_OWN_BYTES, PEAK_BYTES, TIMES
@@ -44,6 +47,7 @@ class Time:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
     monkeypatch.setattr(clock_module, "perf_counter", clock)
+    monkeypatch.setattr(clock_module, "no_cpu_s", lambda: 0.0)
     return clock
 
 
@@ -339,18 +343,14 @@ def test_training_is_left_alone(tmp_path: Path) -> None:
 def test_waits_of_a_sleeping_loader_are_found(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer, recorder = torch.optim.SGD(model.parameters(), lr=0.01), Recorder()
-    slept_s = 0.0
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=100):
-        for step in range(30):
-            began_s = time.perf_counter()
+        for _ in range(30):
             time.sleep(0.03)
-            slept_s += (time.perf_counter() - began_s) if step > 0 else 0.0
             model(torch.rand(8, 4)).sum().backward()
             optimizer.step()
     waits = [record.usage[TIMES[0]] for record in recorder.records[1:]]
     assert len(waits) == 29
-    assert sum(waits) == pytest.approx(slept_s, rel=0.2)  # drawing a batch is part of the wait
-    assert sum(waits) >= slept_s
+    assert sum(waits) == pytest.approx(29 * 0.03, rel=0.2)  # drawing a batch is part of the wait
 
 
 def test_memory_follows_what_the_loop_keeps(tmp_path: Path) -> None:
@@ -440,6 +440,48 @@ def test_a_failing_event_ends_no_training(
 def test_laps_without_steps_have_no_times() -> None:
     laps = Laps([1.0] * 6, [], 0, 0, (5, 6))
     assert laps.usage() == {ALLOCATED_BYTES: 5, PEAK_BYTES: 6}
+
+
+def test_waiting_for_a_cpu_is_not_waiting_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    # At the begin of each step and of its forward pass.
+    without_cpu = iter([1.0, 1.001, 3.0, 3.004, 3.1, 3.12, 4.0])
+    monkeypatch.setattr(clock_module, "no_cpu_s", lambda: next(without_cpu))
+    model, waits = nn.Linear(4, 4), []
+    clock = LoopClock(model, Failures())
+    clock.start()
+    for _ in range(3):
+        time.sleep(0.05)
+        clock.before_call(model, (torch.ones(2, 4),))
+        clock.end_step()
+        laps = clock.take()
+        waits.append(0.0 if laps is None else laps.seconds[0] - laps.usage()[TIMES[0]])
+        clock.begin_step()
+    clock.stop()
+    assert waits == [0.0, pytest.approx(0.004), pytest.approx(0.020)]
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="Linux counts it")
+def test_a_thread_that_shares_a_cpu_waits_for_it() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    other = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nprint(flush=True)\nwhile True: pass"
+    measured = list[float]()
+
+    def share_the_cpu() -> None:
+        os.sched_setaffinity(0, {cpu})  # of this thread
+        before, end = no_cpu_s(), time.monotonic() + 0.5
+        while time.monotonic() < end:
+            pass
+        measured.append(no_cpu_s() - before)
+
+    process = subprocess.Popen([sys.executable, "-c", other], stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        thread = threading.Thread(target=share_the_cpu)
+        thread.start()
+        thread.join()
+        process.kill()
+    assert measured[0] > 0.1
 
 
 def test_a_summary_tells_the_parts_of_a_step(
