@@ -49,10 +49,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return (config.option.markexpr == "not slow" and _is_slow(collection_path)) or None
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Distribute files in their order, so that the short unit tests come last and fill gaps."""
+    config.option.loadscopereorder = False
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """For ``-n auto``: one more than cores, as many tests wait for other processes and disks."""
-    return (os.cpu_count() or 1) + 1
+    """For ``-n auto``: twice the cores, up to 8, as many tests wait for processes and disks."""
+    cores = os.cpu_count() or 1
+    return max(cores, min(2 * cores, 8))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
