@@ -50,16 +50,10 @@ class Selection:
 
     @staticmethod
     def parse(modules: Selectors | None = None, exclude: Selectors | None = None) -> Selection:
-        """Return a selection from the arguments of ``HookLogger``.
+        """Return a selection from the arguments of ``HookLogger``; raise TypeError for others.
 
-        Args:
-            modules: A glob over the names in ``named_modules()`` (case-sensitive, ``*`` matches
-                dots, parts that wrappers add may be left out), a module class, a
-                ``predicate(name, module) -> bool``, or several of these.
-            exclude: Modules to omit, in the same form.
-
-        Raises:
-            TypeError: An argument has the wrong type.
+        A selector is a glob over the names in ``named_modules()`` (case-sensitive, ``*`` matches
+        dots, parts that wrappers add may be left out), a module class, or a predicate.
         """
         return Selection(
             modules=None if modules is None else _parse("HookLogger(modules", modules),

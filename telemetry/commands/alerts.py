@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -56,21 +56,13 @@ def print_alerts(
     name_runs: bool,
 ) -> bool:
     """Print the alerts of each run; return whether one of them counts for ``--fail-on``."""
-    found: set[str] = set()
-    kinds: list[str] = []
-
-    def noted() -> Iterator[tuple[str, Sequence[Alert]]]:
-        for name, of_run in runs:
-            found.update(alert.severity for alert in of_run if alert.stage != "resolved")
-            yield name, of_run
-
+    runs, kinds = list(runs), list[str]()
+    found = {a.severity for _, of_run in runs for a in of_run if a.stage != "resolved"}
     if args.form:
-        records = (
-            {"run": run, **alert_fields(alert)} for run, of_run in noted() for alert in of_run
-        )
+        records = ({"run": run, **alert_fields(alert)} for run, of_run in runs for alert in of_run)
         print_records(args.form, _RECORD, records)
     else:
-        for run, of_run in noted():
+        for run, of_run in runs:
             head = f"{printable(run)}: " if name_runs else ""
             if not of_run:
                 console.print(f"{head}no alerts")

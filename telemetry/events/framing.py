@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 
 import google_crc32c
 
@@ -31,7 +30,6 @@ def is_intact(data: bytes, footer: bytes) -> bool:
     return footer == _checksum(data)
 
 
-@lru_cache(maxsize=1024)  # the events of a run have few different lengths
 def _header(length: int) -> bytes:
     packed = _LENGTH.pack(length)
     return packed + _checksum(packed)

@@ -50,17 +50,11 @@ def scalar(tag: str, value: float) -> bytes:
 
 
 def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Sequence[int]) -> list[bytes]:
-    """Return histograms for the Histograms and Distributions dashboards.
+    """Return histograms for the Histograms and Distributions dashboards, as ``[buckets, 3]``.
 
-    Args:
-        tags: Names of the charts.
-        rows: Left edge, right edge and count of each bucket, one histogram after the other, shape
-            ``[buckets, 3]`` and :func:`histogram_dtype`. Edges ascend within a histogram, which may
-            have no buckets.
-        ends: End of each chart's rows.
-
-    Returns:
-        Tensors of shape ``[buckets, 3]``, readable by ``EventAccumulator.Tensors``.
+    ``rows`` are left edge, right edge and count of each bucket, one histogram after the other, of
+    :func:`histogram_dtype`; ``ends`` are the ends of each chart's rows. Edges ascend within a
+    histogram, which may have no buckets.
     """
     spans = zip(tags, pairwise((0, *ends)), strict=True)
     return [tensor(tag, rows[begin:end], "histograms") for tag, (begin, end) in spans]
@@ -130,17 +124,10 @@ def text(tag: str, markdown: str) -> bytes:
 
 
 def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: bytes = b"") -> bytes:
-    """Return data of any plugin.
+    """Return data of any plugin; ``bytes`` become a string tensor of shape ``[1]``.
 
-    Args:
-        tag: Name of the data.
-        array: float32, float64, int32, int64 or uint8, any shape; or ``bytes``, which becomes
-            a string tensor of shape ``[1]``.
-        plugin_name: Plugin that reads it.
-        content: The plugin's own metadata; readers keep only that of a tag's first value.
-
-    Raises:
-        KeyError: The array's dtype is not one of these.
+    Arrays of any shape are float32, float64, int32, int64 or uint8. ``content`` is the plugin's own
+    metadata, of which readers keep only that of a tag's first value.
     """
     data = _strings([array]) if isinstance(array, bytes) else _array(array)
     return _value(tag, tensor=data, metadata=_metadata(plugin_name, content))

@@ -249,17 +249,13 @@ _REPLACED = ("flush", "close")
 
 
 class GivenWriter:
-    """Adds events to the file of a writer that its user continues to use.
+    """Adds events to the file of a writer, torch's or ours, that its user continues to use.
 
     Frameworks flush and close their writer when the training ends, before the logger is closed.
     Queued values are written first: until :meth:`close`, these two methods of that writer are
-    replaced. Values added after a close are written to a new file.
+    replaced, and call ``before``, with True for a close. Later values are written to a new file.
 
     Torch's writer blocks its callers on the disk, so a background thread passes events to it.
-
-    Args:
-        writer: Torch's or ours, open or closed. It is left open.
-        before: Called before the writer is flushed or, with True, closed.
     """
 
     def __init__(self, writer: tensorboard.SummaryWriter, before: Callable[[bool], None]) -> None:

@@ -250,10 +250,9 @@ def flight_files(run: str | os.PathLike[str]) -> list[Path]:
 def read_flight(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the contents of a flight file, which may be damaged or forged.
 
-    Returns:
-        The keys of the module's description except ``format`` and random states; of ``steps`` the
-        printed fields. Each alert is an :class:`~telemetry.alert.Alert`, numbers are floats, and
-        profiles have all statistics, None for one that was not measured.
+    They are the keys of the module's description except ``format`` and random states; of ``steps``
+    the printed fields. Alerts and batches are objects, and profiles have all statistics, None for
+    one that was not measured.
 
     Raises:
         OSError: The file cannot be read.

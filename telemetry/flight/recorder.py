@@ -43,20 +43,12 @@ class FlightRecorder:
 
     An alert of severity ``error``, a loss spike, or an exception that ends training writes a file.
     It is completed with the next steps after a quarter of ``steps``, or at :meth:`close`; errors
-    until then are added to it. A run writes 8 files at most, for its first faults.
+    until then are added to it. A run writes 8 files at most, for its first faults, and none into a
+    remote directory.
 
     Call :meth:`on_step` with each record before the rules judge it. Methods do not raise; failures
-    are logged once. Calls may come from several threads.
-
-    Args:
-        log_dir: Directory of the files; nothing is written to a remote one (``"s3://..."``).
-        steps: Number of steps that are kept.
-        seed: Seed of torch's generator, to be written to the file.
-        failures: Reports failures.
-        write: Writes a whole file; by default at once, on the caller's thread.
-
-    Attributes:
-        batches: Ids of the batches of the last steps, which the worker adds.
+    are logged once. Calls may come from several threads. ``batches`` are those of the last steps,
+    which the worker adds.
     """
 
     def __init__(

@@ -61,17 +61,12 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeatMap:
-    """Layout of a heat map; all sizes are in pixels.
-
-    Attributes:
-        text_height: Height of all texts, which are vertically centered at their points.
-        cells: Matrix and color scale.
-    """
+    """Layout of a heat map; all sizes are in pixels."""
 
     width: int
     height: int
-    text_height: int
-    cells: Sequence[Cells]
+    text_height: int  # of all texts, which are vertically centered at their points
+    cells: Sequence[Cells]  # matrix and color scale
     texts: Sequence[Text]
 
     def pixels(self) -> NDArray[np.uint8]:

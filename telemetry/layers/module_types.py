@@ -44,16 +44,13 @@ def _beyond(buckets: NDArray[np.int16], low: Any, high: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded:
-    """An activation function with a flat end.
+    """An activation function with a flat end."""
 
-    Attributes:
-        flat: Range where the slope is at most about a quarter of the largest: four such functions
-            in a row pass less than 1 % of a gradient.
-        flattest: Range where the slope is close to zero; None if it equals ``flat``. A gate that
-            begins nearly closed (sigmoid of -5) is flat, but not at its flattest.
-    """
-
+    # Range where the slope is at most about a quarter of the largest: four such functions in a row
+    # pass less than 1 % of a gradient.
     flat: Flat
+    # Range where the slope is close to zero; None if it equals ``flat``. A gate that begins nearly
+    # closed (sigmoid of -5) is flat, but not at its flattest.
     flattest: Flat | None = None
 
 

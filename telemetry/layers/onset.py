@@ -22,16 +22,11 @@ _DECADES = 0.3  # a factor of two
 
 @dataclass(frozen=True, kw_only=True)
 class Onset:
-    """Onset of a layer.
-
-    Attributes:
-        step: Step at which the gradient norm left its baseline.
-        factor: Farthest norm on that side, as a multiple of the usual one; below 1 if it fell.
-    """
+    """Onset of a layer."""
 
     name: str
-    step: int
-    factor: float
+    step: int  # at which the gradient norm left its baseline
+    factor: float  # farthest norm on that side, as a multiple of the usual one; below 1 if it fell
 
 
 def onsets(

@@ -22,10 +22,8 @@ def lost_in_fp8(rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Count the values that a scaling of each tensor to the largest number of e4m3 rounds to zero.
 
     They follow from the histogram: its buckets are an eighth of an octave, and values within the
-    bucket of the threshold count as evenly spread.
-
-    Returns:
-        Numbers of lost values, and of finite values other than zero, float64 ``[rows]`` each.
+    bucket of the threshold count as evenly spread. Returned with the numbers of finite values other
+    than zero, float64 ``[rows]`` each.
     """
     threshold = np.fmax(-rows.min, rows.max) * (_LARGEST_LOST / LARGEST_E4M3)
     which, magnitudes = np.arange(len(rows)).repeat(rows.bucket_count), np.abs(rows.buckets)

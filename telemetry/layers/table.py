@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -29,42 +30,27 @@ MISSING = -1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Statistic:
-    """One number per layer and step.
+    """One number per layer and step."""
 
-    Attributes:
-        name: Name in tags, links and commands.
-        title: Label on the page.
-        unit: Unit of counts; empty for ratios.
-        log: Whether magnitudes matter rather than differences.
-        description: One sentence.
-        usual: Usual value in all models, if there is one.
-        too_little: Possible causes of values far below the usual.
-        too_much: Possible causes of values far above it.
-        of: Formula for all layers at once.
-        every_step: Whether it is also known at other than full steps.
-        on_page: Whether the Telemetry page and the commands show it. Then it must not be negative.
-        as_curve: Whether each layer has a curve of it in TensorBoard.
-        over_depth: Whether its quantiles over all layers are curves there, under ``depth/``.
-        zero_is_silent: Whether the curves omit zeros.
-        measured_in: Whether a layout's first record has it. Runs without it do not write or show
-            it. None: all runs have it.
-    """
-
-    name: str
-    title: str
-    unit: str = ""
-    log: bool = True
-    description: str
-    usual: float | None = None
-    too_little: str = ""
-    too_much: str = ""
-    of: Callable[[Layers], Column]
-    every_step: bool = False
-    on_page: bool = True
-    as_curve: bool = False
-    over_depth: bool = False
-    zero_is_silent: bool = False
+    name: str  # in tags, links and commands
+    title: str  # label on the page
+    unit: str = ""  # of counts; empty for ratios
+    log: bool = True  # whether magnitudes matter rather than differences
+    description: str  # one sentence
+    usual: float | None = None  # usual value in all models, if there is one
+    too_little: str = ""  # possible causes of values far below the usual
+    too_much: str = ""  # possible causes of values far above it
+    of: Callable[[Layers], Column]  # formula for all layers at once
+    every_step: bool = False  # whether it is also known at other than full steps
+    on_page: bool = True  # whether page and commands show it; then it must not be negative
+    as_curve: bool = False  # whether each layer has a curve of it in TensorBoard
+    over_depth: bool = False  # whether quantiles over all layers are curves, under ``depth/``
+    zero_is_silent: bool = False  # whether the curves omit zeros
+    # Whether a layout's first record has it; else the run does not write or show it. None: always.
     measured_in: Callable[[StepRecord], bool] | None = None
+
+
+_share = partial(Statistic, unit="share", log=False)
 
 
 def _of_output(of_finite: Callable[[Rows], Values]) -> Callable[[Layers], Column]:
@@ -134,10 +120,6 @@ def _of_heads(of: Callable[[AttentionHeads], float]) -> Callable[[Layers], Colum
     )
 
 
-def _has_attention(record: StepRecord) -> bool:
-    return bool(record.attention)
-
-
 def _mean_entropy(heads: AttentionHeads) -> float:
     known = heads.entropy[~np.isnan(heads.entropy)]
     return float(known.mean()) if known.size else math.nan
@@ -163,11 +145,9 @@ def _underflow(
         lost, values = group.total(np.array(lost_in_fp8(group.rows)))
         return Column(lost / values, values > 0)
 
-    return Statistic(
+    return _share(
         name=name,
         title=title,
-        unit="share",
-        log=False,
         description=description,
         too_much="8-bit floats lose small values: scale blocks of the tensor, or keep the layer in "
         "bfloat16",
@@ -194,10 +174,6 @@ def _of_loads(of: Callable[[NDArray[np.float64]], float]) -> Callable[[Layers], 
         return _by_module(layers, {name: of(load / load.sum()) for name, load in some.items()})
 
     return column
-
-
-def _has_experts(record: StepRecord) -> bool:
-    return bool(record.expert_loads)
 
 
 def _effective(shares: NDArray[np.float64]) -> float:
@@ -229,11 +205,9 @@ STATISTICS = (
         of=_grad_rms,
         every_step=True,
     ),
-    Statistic(
+    _share(
         name="grad_share",
         title="Gradient share",
-        unit="share",
-        log=False,
         description="Part of the squared gradient norm of all watched parameters that is the "
         "layer's; all layers together have 1.",
         too_much="one layer dominates the step, and clipping by the norm scales down all others",
@@ -321,32 +295,26 @@ STATISTICS = (
         too_much=_STRONG,
         of=lambda layers: figure(layers.output_grads.totals, moments.rms_of),
     ),
-    Statistic(
+    _share(
         name="zero_fraction",
         title="Zero fraction",
-        unit="share",
-        log=False,
         description="Share of exact zeros in what the layer returned.",
         too_much="ReLU units that seldom fire, or a mask",
         of=_of_known(moments.zero_fraction_of),
         as_curve=True,
     ),
-    Statistic(
+    _share(
         name="dead_units",
         title="Dead units",
-        unit="share",
-        log=False,
         description="Share of units or channels that returned zero for the whole batch.",
         too_much="units that will not recover: a learning rate too large, or a large negative bias",
         of=_of_known(attrgetter("dead_fraction")),
         as_curve=True,
         over_depth=True,
     ),
-    Statistic(
+    _share(
         name="saturation",
         title="Saturation",
-        unit="share",
-        log=False,
         description="Share of outputs where the activation function's slope is at most about a "
         "quarter of its largest (Sigmoid, Tanh, Hardtanh, Softsign, Hardsigmoid, ReLU6).",
         too_much="hardly any gradient comes through: large weights, or inputs that are not scaled",
@@ -362,19 +330,17 @@ STATISTICS = (
         "missing 1 / sqrt(d)",
         of=_of_heads(lambda heads: float(np.maximum(heads.logit_max, 0.0).max())),
         as_curve=True,
-        measured_in=_has_attention,
+        measured_in=attrgetter("attention"),
     ),
-    Statistic(
+    _share(
         name="attention_entropy",
         title="Attention entropy",
-        unit="share",
-        log=False,
         description="Mean entropy of the attention weights over heads and queries, as a share of "
         "that of uniform weights.",
         too_little="each query attends to a single key: logits that are too large",
         of=_of_heads(_mean_entropy),
         as_curve=True,
-        measured_in=_has_attention,
+        measured_in=attrgetter("attention"),
     ),
     Statistic(
         name="expert_load_cv",
@@ -385,7 +351,7 @@ STATISTICS = (
         too_much="the router prefers few experts: no load balancing, or one that is too weak",
         of=_of_loads(lambda shares: float(shares.std() / shares.mean())),
         as_curve=True,
-        measured_in=_has_experts,
+        measured_in=attrgetter("expert_loads"),
     ),
     Statistic(
         name="effective_experts",
@@ -397,18 +363,16 @@ STATISTICS = (
         too_little="the router prefers few experts: no load balancing, or one that is too weak",
         of=_of_loads(_effective),
         as_curve=True,
-        measured_in=_has_experts,
+        measured_in=attrgetter("expert_loads"),
     ),
-    Statistic(
+    _share(
         name="dead_experts",
         title="Dead experts",
-        unit="share",
-        log=False,
         description="Share of the router's experts that got no token in the step.",
         too_much="experts that will not recover without load balancing, or few tokens per step",
         of=_of_loads(lambda shares: float(np.mean(shares == 0))),
         as_curve=True,
-        measured_in=_has_experts,
+        measured_in=attrgetter("expert_loads"),
     ),
     Statistic(
         name="weight_norm",
@@ -456,11 +420,9 @@ STATISTICS = (
         "The same of the layer's parameters before the step.",
         attrgetter("weights"),
     ),
-    Statistic(
+    _share(
         name="rank_spread",
         title="Spread over ranks",
-        unit="share",
-        log=False,
         description="How much smaller the activation RMS is on one of several ranks than on "
         "another: 0 where all are alike.",
         of=_rank_spread,
@@ -495,18 +457,13 @@ OPTIONAL_STATISTICS = tuple([s for s in PAGE_STATISTICS if s.measured_in])
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerTable:
-    """All statistics of all layers at one step.
+    """All statistics of all layers at one step."""
 
-    Attributes:
-        values: float64 ``[modules, statistics]`` in the order of ``record.layout.modules`` and of
-            :data:`STATISTICS`. May be NaN or infinite; NaN if not measured.
-        known: Whether each value was measured, bool, same shape.
-        outputs: Outputs of the layers.
-    """
-
+    # float64 ``[modules, statistics]`` in the order of ``record.layout.modules`` and of
+    # :data:`STATISTICS`. May be NaN or infinite; NaN if not measured.
     values: NDArray[np.float64]
-    known: NDArray[np.bool_]
-    outputs: Group
+    known: NDArray[np.bool_]  # whether each value was measured, same shape
+    outputs: Group  # of the layers
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return one statistic of all layers, ``[modules]``; NaN if it was not measured."""

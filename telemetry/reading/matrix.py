@@ -280,9 +280,8 @@ def of_modules(
 ) -> NDArray[np.float32] | None:
     """Return one statistic of some modules of a segment, ``[k, modules]``; None without it.
 
-    Args:
-        values: Numbers of an ``n`` tag for a statistic of :data:`EVERY_STEP`, else of an ``m`` tag.
-        modules: Indices in the segment's layout, ascending.
+    ``values`` are of an ``n`` tag for a statistic of :data:`EVERY_STEP`, else of an ``m`` tag;
+    ``modules`` are indices in the segment's layout, ascending.
     """
     if name not in EVERY_STEP:
         names = segment.statistic_names

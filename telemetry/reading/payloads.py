@@ -32,6 +32,9 @@ MAX_PICTURE_BYTES = 4 * MAX_PICTURE_PIXELS
 MAX_ONSETS = 100
 
 _ALIGNMENT = 8
+_OF_STATISTIC = (
+    "name", "title", "unit", "log", "description", "usual", "too_little", "too_much",
+)  # fmt: skip
 
 _Item: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Header and arrays."""
@@ -54,16 +57,7 @@ def overview(run: Overview, hparams: Mapping[str, Any], source: RunSource) -> di
             for layer in run.layers
         ],
         "statistics": [
-            {
-                "name": statistic.name,
-                "title": statistic.title,
-                "unit": statistic.unit,
-                "log": statistic.log,
-                "description": statistic.description,
-                "usual": statistic.usual,
-                "tooLittle": statistic.too_little,
-                "tooMuch": statistic.too_much,
-            }
+            {key: getattr(statistic, key) for key in _OF_STATISTIC}
             for statistic in PAGE_STATISTICS
             if statistic.measured_in is None or statistic.name in run.statistics
         ],

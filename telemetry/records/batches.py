@@ -19,15 +19,11 @@ _SHOWN, _WIDTH = 8, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Batch of one step on one rank.
-
-    Attributes:
-        ids: Ids that ``HookLogger.batch`` received, of all micro-batches; empty without a call.
-    """
+    """Batch of one step on one rank."""
 
     step: int
     rank: int = 0
-    ids: tuple[BatchId, ...] = ()
+    ids: tuple[BatchId, ...] = ()  # of all micro-batches; empty if the user gave none
 
     def __str__(self) -> str:
         """Return step, rank and the first ids, for messages."""

@@ -108,11 +108,9 @@ def zero_fraction_of(x: Any) -> Any:
 
 @np.errstate(all="ignore")
 def merge_figures(columns: NDArray[Any], starts: NDArray[np.intp]) -> NDArray[Any]:
-    """Merge the fields :data:`FIGURES` over groups of rows; other fields are zero.
+    """Merge the fields :data:`FIGURES` over groups of adjacent rows; other fields are zero.
 
-    Args:
-        columns: ``[rows]``; the rows of a group are adjacent.
-        starts: First row of each group, ``[groups]``, ascending; no group is empty.
+    ``starts`` are the first rows of the groups, ascending; no group is empty.
     """
     merged = np.zeros(len(starts), columns.dtype)
     reductions = {"min": np.fmin, "max": np.fmax}

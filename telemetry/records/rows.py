@@ -54,18 +54,12 @@ class Rows:
     Each column is an attribute, int64 or float64 ``[rows]``: the figures of
     :class:`~telemetry.records.sketch.Sketch`; ``calls``, the number of merged tensors;
     ``bucket_count`` and ``unit_count``, the numbers of filled buckets and of units.
-
-    Attributes:
-        columns: All columns, :data:`COLUMNS` ``[rows]``.
-        buckets: Filled buckets, row after row and ascending in each, int16.
-        counts: Finite values in each bucket, float64; fractional if a sample was scaled up.
-        units: Smallest and largest value of each unit, row after row, float32 ``[..., 2]``.
     """
 
-    columns: NDArray[Any]
-    buckets: NDArray[np.int16]
-    counts: NDArray[np.float64]
-    units: NDArray[np.float32]
+    columns: NDArray[Any]  # :data:`COLUMNS` ``[rows]``
+    buckets: NDArray[np.int16]  # filled buckets, row after row and ascending in each
+    counts: NDArray[np.float64]  # values in each; fractional if a sample was scaled up
+    units: NDArray[np.float32]  # extremes of each unit, row after row, ``[..., 2]``
 
     def __getattr__(self, name: str) -> Column:
         if name not in (COLUMNS.names or ()):
@@ -203,9 +197,8 @@ class Rows:
     def merged(self, places: NDArray[np.int64], size: int) -> Rows:
         """Merge rows, as if their tensors had been one; units only if their numbers are equal.
 
-        Args:
-            places: Index of each row's new row, ``[rows]``; negative: omitted.
-            size: Number of new rows; each has a part.
+        ``places`` are the indices of each row's new row, ``[rows]``, negative if it is omitted.
+        Each of the ``size`` new rows has a part.
         """
         kept = np.flatnonzero(places >= 0)
         order = kept[np.argsort(places[kept], kind="stable")]

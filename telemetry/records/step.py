@@ -60,56 +60,37 @@ class AttentionHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """A parameter that should be equal on several ranks and is not.
-
-    Attributes:
-        rank, other: Lowest rank whose parameter differs, and a rank of the majority.
-        declared: Whether a ``DTensor`` or DDP declares them as copies; else only the name is equal.
-    """
+    """A parameter that should be equal on several ranks and is not."""
 
     parameter: str
-    rank: int
-    other: int
+    rank: int  # lowest one whose parameter differs
+    other: int  # a rank of the majority
+    # Whether a ``DTensor`` or DDP declares them as copies; else only the name is equal.
     declared: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """Facts of a merged record of several ranks.
+    """Facts of a merged record of several ranks; each spread is over the ranks."""
 
-    Attributes:
-        size: Number of ranks that train together.
-        held: Ranks that are merged in this record.
-        measured: Ranks for which it is a full step.
-        hosts: Known names of the ranks' hosts.
-        scalars: Spread of logged scalars.
-        usage: Spread of times and memory, as in :attr:`StepRecord.usage`.
-        step_s: Spread of the seconds since the step before; None if unknown.
-        activation_rms: Spread of each module's activation RMS.
-        activation_grad_rms: Spread of its gradient's RMS.
-        diverged: Parameters that differ; at full steps.
-        same_batch: Largest group of ranks that received the same batch, though each should receive
-            another one; empty if unknown.
-        nonfinite: Number of ranks with NaN or infinity that no collective has spread: in their
-            loss, outputs or parameters.
-        first_nonfinite: Lowest of these ranks, and the location as a text.
-        not_known: Tensors of which each rank has an addend of an unknown sum.
-    """
-
-    size: int
-    held: frozenset[int]
-    measured: frozenset[int] = frozenset()
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    scalars: Mapping[str, Spread] = field(default_factory=dict)
-    usage: Mapping[str, Spread] = field(default_factory=dict)
-    step_s: Spread | None = None
+    size: int  # number of ranks that train together
+    held: frozenset[int]  # ranks that are merged in this record
+    measured: frozenset[int] = frozenset()  # ranks for which it is a full step
+    hosts: Mapping[int, str] = field(default_factory=dict)  # known names of the ranks' hosts
+    scalars: Mapping[str, Spread] = field(default_factory=dict)  # logged by the user
+    usage: Mapping[str, Spread] = field(default_factory=dict)  # as :attr:`StepRecord.usage`
+    step_s: Spread | None = None  # seconds since the step before; None if unknown
     activation_rms: Mapping[Output, Spread] = field(default_factory=dict)
     activation_grad_rms: Mapping[Output, Spread] = field(default_factory=dict)
-    diverged: tuple[Divergence, ...] = ()
+    diverged: tuple[Divergence, ...] = ()  # parameters that differ; at full steps
+    # Largest group of ranks that received the same batch, though each should receive another one;
+    # empty if unknown.
     same_batch: frozenset[int] = frozenset()
+    # Number of ranks with NaN or infinity in their loss, outputs or parameters that no collective
+    # has spread; the lowest of these ranks, and the location as a text.
     nonfinite: int = 0
     first_nonfinite: tuple[int, str] | None = None
-    not_known: tuple[str, ...] = ()
+    not_known: tuple[str, ...] = ()  # tensors of which each rank has an addend of an unknown sum
 
     @property
     def missing(self) -> tuple[int, ...]:

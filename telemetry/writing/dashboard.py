@@ -48,12 +48,7 @@ def _is_needed(serialized: bytes) -> bool:
 class Dashboard:
     """Turns records and alerts into values for TensorBoard's dashboards and the Telemetry page.
 
-    Args:
-        pictures: Whether to draw the layers × steps picture from time to time.
-        loss: Tag of the loss, if the user has named it.
-
-    Attributes:
-        rates: Curves of learning rates, which may need a point before a record's own.
+    ``loss`` is its tag, if the user has named it. ``rates`` may need a point before a record's own.
     """
 
     def __init__(

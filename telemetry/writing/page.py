@@ -24,14 +24,7 @@ class PageWriter:
 
     The gradient norms of other than full steps are collected, and yielded as one block after
     0.75 s. If no step arrives by then, the caller requests the rest: see :meth:`pending_s` and
-    :meth:`pending_values`.
-
-    Args:
-        session_id: Id of this data; by default a new one that sorts behind older ones.
-
-    Attributes:
-        layout: Layout of the latest record; None before the first.
-        last_step: Step of the latest record, and of the event with :meth:`pending_values`.
+    :meth:`pending_values`. ``layout`` and ``last_step`` are those of the latest record.
     """
 
     def __init__(self, session_id: str | None = None) -> None:

@@ -50,11 +50,7 @@ class SizeBudget:
     with the others; a picture that does not fit alone is written at half its size, or less.
     Histograms that do not fit get wider buckets: up to 32 neighbors, four octaves, become one.
     Those of magnitudes are then omitted, which is logged once. If that is not enough, tags take
-    turns.
-
-    Args:
-        max_bytes: Limit per step; None: no limit.
-        classic: Use torch's format.
+    turns. ``classic`` is torch's format.
     """
 
     def __init__(self, *, max_bytes: int | None = None, classic: bool = False) -> None:
@@ -169,7 +165,9 @@ def _values(
     classic: bool,
     at_once: int = _AT_ONCE,
 ) -> Iterator[Sequence[bytes]]:
-    for some, part in _parts(tags, rows, at_once):
+    for first in range(0, len(tags), at_once):
+        some = tags[first : first + at_once]
+        part = rows.take(np.arange(first, first + len(some)))
         buckets, ends = charts_of(part)
         if buckets.dtype == np.float64 and len(some) > 1:  # one of them may be the reason
             yield from _values(some, part, charts_of, classic, at_once=1)
@@ -178,12 +176,6 @@ def _values(
             yield summaries.classic_histograms(some, buckets, ends, sums)
         else:
             yield summaries.histograms(some, buckets, ends)
-
-
-def _parts(tags: Sequence[str], rows: Rows, at_once: int = _AT_ONCE) -> Iterator[Tagged]:
-    for first in range(0, len(tags), at_once):
-        some = slice(first, first + at_once)
-        yield tags[some], rows.take(np.arange(len(tags))[some])
 
 
 class _Cells(NamedTuple):

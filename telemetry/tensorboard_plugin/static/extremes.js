@@ -38,8 +38,8 @@ export class Extremes {
       this.node,
       element("h2", {}, statistic.title, element("span", { class: "count" }, `at step ${formatStep(field.steps[column])}`)),
       element("p", { class: "muted" }, text),
-      list("Unusually small", statistic.tooLittle, small),
-      list("Unusually large", statistic.tooMuch, large),
+      list("Unusually small", statistic.too_little, small),
+      list("Unusually large", statistic.too_much, large),
     );
   }
 
