@@ -45,11 +45,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from telemetry import Alert, Rule, StepRecord
-from telemetry.alert import alert_fields
 from telemetry.alerts import default_rules
 from telemetry.failures import RaisingFailures
 from telemetry.pipeline import FullSteps
 from telemetry.pipeline.schedule import Judge
+from telemetry.plain_text import json_plain
 from telemetry.records import Layout, Module, Output, Parameter, TensorRecord
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records.sketch import Sketch
@@ -330,7 +330,7 @@ class Replay:
         began = time.perf_counter()
         found = [*judge()]
         took_s = time.perf_counter() - began
-        self.alerts += [json.loads(json.dumps(alert_fields(alert))) for alert in found]
+        self.alerts += [json.loads(json.dumps(json_plain(alert))) for alert in found]
         return took_s
 
 

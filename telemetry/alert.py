@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from telemetry import untrusted
@@ -113,18 +112,9 @@ def located(alert: Alert, layout: Layout | None) -> Alert:
     return replace(alert, location=layout.modules[place].user_code)
 
 
-def alert_fields(alert: Alert) -> dict[str, Any]:
-    """Return the alert as a JSON object, which :func:`parse_alert` reads.
-
-    ``value`` and ``threshold`` are ``"nan"``, ``"inf"`` or ``"-inf"`` where JSON has no number.
-    """
-    numbers = {"value": alert.value, "threshold": alert.threshold}
-    plain = {name: n if math.isfinite(n) else str(float(n)) for name, n in numbers.items()}
-    return asdict(alert) | plain
-
-
-# Return the alert of a JSON object, with "warning" for an unknown severity and "started" for an
-# unknown stage; raise ValueError with the name of a field that is missing or has a wrong value.
+# Return the alert of the JSON object that json_plain makes of one, with "warning" for an unknown
+# severity and "started" for an unknown stage; raise ValueError with the name of a field that is
+# missing or has a wrong value.
 parse_alert: Callable[[Any], Alert] = untrusted.check_of(Alert)
 
 

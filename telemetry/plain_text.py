@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import groupby
 from typing import Any
 
@@ -75,7 +76,9 @@ def natural_key(text: str) -> list[str | int]:
 
 
 def json_plain(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by texts that ``float`` reads."""
+    """Return a value for JSON, with NaN and infinities as texts that ``float`` reads."""
+    if is_dataclass(value):
+        return {field.name: json_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {key: json_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -37,16 +37,13 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 class Selection:
     """Selection of the modules to watch, for any model.
 
-    Attributes:
-        modules: A module is watched if one of these is true for it; None: if it is a leaf.
-        exclude: A module is not watched if one of these is true for it.
-
     The parameters inside of a watched module are recorded, and those inside of an excluded one are
     not. If such modules contain each other, the innermost decides.
     """
 
+    # A module is watched if one of these is true for it; None: if it is a leaf.
     modules: tuple[Predicate, ...] | None = None
-    exclude: tuple[Predicate, ...] = ()
+    exclude: tuple[Predicate, ...] = ()  # it is not watched if one of these is true for it
 
     @staticmethod
     def parse(modules: Selectors | None = None, exclude: Selectors | None = None) -> Selection:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.alert import Alert, alert_fields
+from telemetry.alert import Alert
 from telemetry.commands.help import help_line
 from telemetry.commands.output import LogDirs, print_records
 from telemetry.plain_text import printable
@@ -38,7 +37,7 @@ def batches(args: argparse.Namespace, console: Console) -> int:
             "run": str(log_dir),
             "kind": alert.kind,
             "severity": alert.severity,
-            **asdict(batch),
+            **vars(batch),
         }
         for log_dir, run in runs.opened()
         for alert in run.overview().alerts
@@ -59,7 +58,7 @@ def print_alerts(
     runs, kinds = list(runs), list[str]()
     found = {a.severity for _, of_run in runs for a in of_run if a.stage != "resolved"}
     if args.form:
-        records = ({"run": run, **alert_fields(alert)} for run, of_run in runs for alert in of_run)
+        records = ({"run": run, **vars(alert)} for run, of_run in runs for alert in of_run)
         print_records(args.form, _RECORD, records)
     else:
         for run, of_run in runs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from telemetry.alert import alert_fields
 from telemetry.commands.help import help_line
 from telemetry.commands.output import (
     Column,
@@ -83,9 +81,7 @@ def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:
             except (OSError, ValueError) as error:
                 runs.fail(error)
             else:
-                alerts = [alert_fields(alert) for alert in flight["alerts"]]
-                batches = [asdict(batch) for batch in flight["batches"]]
-                yield {**flight, "file": str(file), "alerts": alerts, "batches": batches}
+                yield {**flight, "file": str(file)}
 
 
 def _profile_rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -79,7 +79,7 @@ def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[s
     JSON has no NaN and infinities: they are ``"nan"``, ``"inf"`` and ``"-inf"``.
     """
     if form == "csv":
-        rows = ([_cell(record[column]) for column in columns] for record in records)
+        rows = ([_cell(json_plain(record[column])) for column in columns] for record in records)
         write_csv(sys.stdout, columns, rows)
         return
     before = "["

@@ -29,13 +29,14 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from telemetry import untrusted
-from telemetry.alert import Alert, alert_fields, parse_alert
-from telemetry.layers import MISSING, Statistic
+from telemetry.alert import Alert, parse_alert
+from telemetry.layers import Statistic
+from telemetry.plain_text import json_plain
 from telemetry.records import CodeLocation, Layout, Module, Parameter
 
 PLUGIN_NAME = "telemetry"
@@ -61,8 +62,7 @@ class NewerFormatError(ValueError):
     """Data of a later version of telemetry, which this one cannot read."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Parts of a tag of numbers."""
 
     kind: ChunkKind
@@ -80,8 +80,7 @@ def parse_chunk(tag: str) -> Chunk | None:
     found = _CHUNK.fullmatch(tag)
     if found is None:
         return None
-    kind = cast(ChunkKind, found[1])
-    return Chunk(kind=kind, session=found[2], layout=int(found[3]), number=int(found[4]))
+    return Chunk(cast(ChunkKind, found[1]), found[2], int(found[3]), int(found[4]))
 
 
 def new_session_id() -> str:
@@ -150,8 +149,7 @@ def encode_layout(layout: Layout, statistics: Sequence[Statistic]) -> bytes:
         "parameters": [
             [p.name, layout.position[p.module_name], p.shape] for p in layout.parameters
         ],
-        "statistics": [{"name": s.name, "unit": s.unit} for s in statistics],
-        "missing": MISSING,
+        "statistics": [statistic.name for statistic in statistics],
     }
     return json.dumps(content, separators=(",", ":")).encode()
 
@@ -178,14 +176,14 @@ def decode_layout(text: bytes) -> tuple[Layout, tuple[str, ...]]:
         ),
         parameters=tuple(parameters),
     )
-    return layout, tuple([statistic["name"] for statistic in content["statistics"]])
+    return layout, tuple(content["statistics"])
 
 
 _LAYOUT = untrusted.check_of(
     {
         "modules": [(untrusted.name, untrusted.name)],
         "parameters": [(untrusted.name, int, untrusted.Most(_MAX_DIMENSIONS, int))],
-        "statistics": [{"name": untrusted.name}],
+        "statistics": [untrusted.name],
         "code": [(untrusted.name, CodeLocation | None, [int])],
     }
 )
@@ -195,7 +193,7 @@ _FORMAT = untrusted.check_of({"format": int})
 
 def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) -> bytes:
     """Return the JSON text of an alert in one line; ``origin`` adds fields."""
-    content = {**alert_fields(alert), "format": FORMAT_VERSION, **(origin or {})}
+    content = {**json_plain(alert), "format": FORMAT_VERSION, **(origin or {})}
     return json.dumps(content, separators=(",", ":")).encode()
 
 

@@ -40,7 +40,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry import untrusted
-from telemetry.alert import Alert, alert_fields
+from telemetry.alert import Alert
 from telemetry.layers import STATISTICS, LayerTable
 from telemetry.layers.onset import FEWEST_TO_SHOW, Onset, onsets
 from telemetry.plain_text import json_plain
@@ -187,9 +187,9 @@ def encode_flight(
         "complete": complete,
         "step": fault.step,
         "batch": fault.step,
-        "batches": [asdict(batch) for batch in fault.batches],
+        "batches": fault.batches,
         "first_bad_module": culprit,
-        "alerts": [alert_fields(alert) for alert in fault.alerts[:MAX_ALERTS]],
+        "alerts": fault.alerts[:MAX_ALERTS],
         "exception": fault.exception,
         "random": {
             "seed": seed,

@@ -20,11 +20,11 @@ from functools import partial
 
 from torch import distributed
 
-from telemetry.alert import Alert, alert_fields, parse_alert
+from telemetry.alert import Alert, parse_alert
 from telemetry.capture import CapturedStep, LightStep
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.plain_text import ranks_in_words
+from telemetry.plain_text import json_plain, ranks_in_words
 from telemetry.ranks.barrier import Barrier
 from telemetry.ranks.connection import (
     BARRIER,
@@ -433,7 +433,7 @@ class RankExchange(Exchange):
     def _request_answers(self, alert: Alert) -> None:
         if not self._announcement.message:
             self._asked_at = self._now
-            self._broadcast(message=json.dumps(alert_fields(alert)))
+            self._broadcast(message=json.dumps(json_plain(alert)))
 
     def _decide(self) -> None:
         """Broadcast the step at which all raise, once all ranks have answered or timed out."""

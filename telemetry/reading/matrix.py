@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.events.page_format import EVENTS_PER_TAG, PLUGIN_NAME, ChunkKind
+from telemetry.events.page_format import PLUGIN_NAME, ChunkKind
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.layers.units import saturated_units
 from telemetry.reading.sessions import NumberTag, Segment
@@ -18,8 +18,6 @@ from telemetry.reading.sources import Problems, RunSource
 from telemetry.records.rows import NO_VALUES
 from telemetry.untrusted import MAX_INTEGER
 
-# Limit of one answer; beyond it, steps are omitted.
-READ_BYTES = 256 << 20
 # Tags per call.
 CALL_TAGS = 100
 _CACHE_BYTES = 512 << 20
@@ -114,19 +112,16 @@ def _largest(values: NDArray[np.float32], factor: int, axis: int) -> NDArray[np.
 class UnitExtremes:
     """Extremes of the units or channels of a layer's output at full steps.
 
-    Attributes:
-        type_name: The layer's class.
-        steps: int64 ``[steps]``, ascending.
-        extremes: Smallest and largest value of each unit, float32 ``[steps, units, 2]``, up to
-            0.8 % further from zero than measured; NaN if the unit had one. Of units that were
-            omitted, because a step is limited to 64 KiB: infinity and minus infinity.
-        sampled: Whether steps are omitted to limit the bytes to read.
+    Of units that were omitted, because a step is limited to 64 KiB, the extremes are infinity and
+    minus infinity.
     """
 
-    type_name: str
-    steps: NDArray[np.int64]
+    type_name: str  # the layer's class
+    steps: NDArray[np.int64]  # ascending
+    # Smallest and largest value of each unit, ``[steps, units, 2]``, up to 0.8 % further from zero
+    # than measured; NaN if the unit had one.
     extremes: NDArray[np.float32]
-    sampled: bool = False
+    sampled: bool = False  # whether steps are omitted to limit the bytes to read
 
     @property
     def min(self) -> NDArray[np.float32]:
@@ -194,10 +189,6 @@ class NumberCache:
         # By tag and ``sampled``: the tag's last step at that time, and the numbers.
         self._known: OrderedDict[tuple[str, bool], tuple[int, Numbers]] = OrderedDict()
 
-    def clear(self) -> None:
-        self._known.clear()
-        self.nbytes = 0
-
     def read(
         self, source: RunSource, wanted: Sequence[NumberTag], sampled: bool
     ) -> Iterator[tuple[NumberTag, Numbers]]:
@@ -226,15 +217,6 @@ class NumberCache:
         self.nbytes += numbers[1].nbytes
         while self.nbytes > _CACHE_BYTES:
             self.nbytes -= self._known.popitem(last=False)[1][1][1].nbytes
-
-
-def within_limit(wanted: Sequence[NumberTag]) -> tuple[bool, Sequence[NumberTag]]:
-    """Return whether to omit steps, and the tags to read."""
-    total = sum(tag.estimated_bytes for tag in wanted)
-    if total <= READ_BYTES:
-        return False, wanted
-    # Only one event of each tag is read: about a tenth.
-    return True, wanted[:: max(1, -(-total // (EVENTS_PER_TAG * READ_BYTES)))]
 
 
 def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems) -> Numbers:

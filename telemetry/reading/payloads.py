@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alert import alert_fields
 from telemetry.events.page_format import FORMAT_VERSION
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.layers.units import ranges
+from telemetry.plain_text import json_plain
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix, Numbers, UnitExtremes
@@ -62,7 +62,7 @@ def overview(run: Overview, hparams: Mapping[str, Any], source: RunSource) -> di
             if statistic.measured_in is None or statistic.name in run.statistics
         ],
         "lastStep": run.last_step,
-        "alerts": [{**alert_fields(alert), "message": alert.message} for alert in run.alerts],
+        "alerts": [{**json_plain(alert), "message": alert.message} for alert in run.alerts],
         "hparams": hparams,
     }
 

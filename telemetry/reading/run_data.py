@@ -19,7 +19,6 @@ from telemetry.layers.units import decode_units
 from telemetry.reading.matrix import (
     CALL_TAGS,
     EVERY_STEP,
-    READ_BYTES,
     WHOLE,
     Matrix,
     NumberCache,
@@ -28,7 +27,6 @@ from telemetry.reading.matrix import (
     UnitExtremes,
     in_order,
     of_modules,
-    within_limit,
 )
 from telemetry.reading.sessions import (
     Layer,
@@ -42,6 +40,9 @@ from telemetry.reading.sources import RunSource
 from telemetry.records import Layout
 from telemetry.untrusted import MAX_INTEGER
 
+# Limit of one answer; beyond it, steps are omitted.
+READ_BYTES = 256 << 20
+MAX_UNITS = READ_BYTES // 8
 # Alerts of one run; the page lists every one.
 MAX_ALERTS = 10_000
 # All alerts and distinct layouts of a run together: fifteen layouts of 20,000 modules.
@@ -74,7 +75,6 @@ class RunData:
     def __init__(self, source: RunSource) -> None:
         self.source = source
         self._lock = threading.RLock()
-        self._numbers = NumberCache()
         self._last_steps: dict[str, int] = {}
         self._forget()
 
@@ -173,7 +173,7 @@ class RunData:
                     continue
                 if units is not None:
                     found[step] = units
-                    if max(map(len, found.values())) * len(found) > READ_BYTES // 8:
+                    if max(map(len, found.values())) * len(found) > MAX_UNITS:
                         found, sampled = dict(list(found.items())[::2]), True
         return UnitExtremes.of(type_name, found, sampled)
 
@@ -223,36 +223,32 @@ class RunData:
         self._text_room = MAX_TEXT_BYTES
         self._newer: str | None = None
         self._structure = Structure()
-        self._numbers.clear()
+        self._numbers = NumberCache()
 
     def _parse(self, tags: Sequence[str]) -> None:
         """Read and decode layouts and alerts."""
         for tag, step, text in self._events(tags, sampled=True):
             try:
-                self._parse_text(tag, step, text)
+                if not isinstance(text, bytes):
+                    raise ValueError("it is not a text")
+                if text not in self._decoded:
+                    if len(text) > self._text_room:
+                        limit = MAX_TEXT_BYTES >> 20
+                        raise ValueError(f"the texts of the run take more than {limit} MiB")
+                    self._text_room -= len(text)
+                if tag.startswith(page_format.ALERT_PREFIX):
+                    self._alerts[tag] = page_format.decode_alert(text)
+                    continue
+                session, number = page_format.parse_layout_tag(tag)
+                if not 0 <= step <= MAX_INTEGER:
+                    raise ValueError("its step must be from 0 to 2**53")
+                if text not in self._decoded:
+                    self._decoded[text] = page_format.decode_layout(text)
+                self._layouts[tag] = WrittenLayout(session, number, step, *self._decoded[text])
             except ValueError as error:
                 self.source.problems.add(tag, error)
                 if isinstance(error, page_format.NewerFormatError):
                     self._newer = str(error)
-
-    def _parse_text(self, tag: str, step: int, text: object) -> None:
-        is_layout = tag.startswith(page_format.LAYOUT_PREFIX)
-        session, number = page_format.parse_layout_tag(tag) if is_layout else ("", 0)
-        if not isinstance(text, bytes):
-            raise ValueError("it is not a text")
-        if is_layout and not 0 <= step <= MAX_INTEGER:
-            raise ValueError("its step must be from 0 to 2**53")
-        if text not in self._decoded:
-            if len(text) > self._text_room:
-                limit = MAX_TEXT_BYTES >> 20
-                raise ValueError(f"the texts of the run take more than {limit} MiB")
-            self._text_room -= len(text)
-        if not is_layout:
-            self._alerts[tag] = page_format.decode_alert(text)
-            return
-        if text not in self._decoded:
-            self._decoded[text] = page_format.decode_layout(text)
-        self._layouts[tag] = WrittenLayout(session, number, step, *self._decoded[text])
 
     def _events(self, tags: Sequence[str], sampled: bool) -> Iterator[tuple[str, int, object]]:
         """Yield tag, step and content of each event."""
@@ -265,16 +261,19 @@ class RunData:
         self, kind: page_format.ChunkKind, region: Region
     ) -> tuple[bool, Sequence[NumberTag]]:
         """Return whether to omit steps, and the tags to read for a region."""
-        return within_limit(
-            [
-                tag
-                for tag in self._structure.tags
-                if tag.kind == kind
-                and tag.after + 1 < tag.segment.end
-                and tag.last >= region.first_step
-                and tag.after < region.last_step
-            ]
-        )
+        wanted = [
+            tag
+            for tag in self._structure.tags
+            if tag.kind == kind
+            and tag.after + 1 < tag.segment.end
+            and tag.last >= region.first_step
+            and tag.after < region.last_step
+        ]
+        total = sum(tag.estimated_bytes for tag in wanted)
+        if total <= READ_BYTES:
+            return False, wanted
+        # Only one event of each tag is read: about a tenth.
+        return True, wanted[:: max(1, -(-total // (page_format.EVENTS_PER_TAG * READ_BYTES)))]
 
     def _read(
         self, kind: page_format.ChunkKind, region: Region
@@ -315,9 +314,8 @@ def _cut(
 
 
 def _measured(curves: dict[str, Numbers]) -> dict[str, Numbers]:
-    known = {name: values != MISSING for name, (_, values) in curves.items()}
     return {
-        name: (steps[known[name]], values[known[name]])
+        name: (steps[known], values[known])
         for name, (steps, values) in curves.items()
-        if known[name].any()
+        if (known := values != MISSING).any()
     }

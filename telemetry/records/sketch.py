@@ -129,16 +129,10 @@ class Sketch:
         if not left.size:
             return left, right, self.counts
         left[0], right[-1] = self.min, self.max
-        ends_before_gap = left[1:] > right[:-1]
-        # Index of each bucket in the result; numpy.insert takes ten times as long.
-        places = np.arange(left.size)
-        places[1:] += np.cumsum(ends_before_gap)
-        gaps = places[:-1][ends_before_gap] + 1
-        size = left.size + gaps.size
-        all_left, all_right, all_counts = np.empty(size), np.empty(size), np.zeros(size)
-        all_left[places], all_right[places], all_counts[places] = left, right, self.counts
-        all_left[gaps], all_right[gaps] = right[:-1][ends_before_gap], left[1:][ends_before_gap]
-        return all_left, all_right, all_counts
+        gaps = np.flatnonzero(left[1:] > right[:-1]) + 1
+        begins, ends = right[gaps - 1], left[gaps]
+        counts = np.insert(self.counts, gaps, 0.0)
+        return np.insert(left, gaps, begins), np.insert(right, gaps, ends), counts
 
 
 def sketch_array(x: NDArray[Any]) -> Sketch:

@@ -128,10 +128,6 @@ class Tensors(Mapping[Name, TensorRecord]):
         parts = [record.rows.take(np.array([record.row])) for record in records.values()]
         return Tensors(tuple(records), Rows.concatenate([Rows.of(()), *parts]))
 
-    def row(self, name: Name) -> int | None:
-        """Return the row of a name; None if it was not measured."""
-        return self._rows.get(name)
-
     def only(self, names: Collection[Name]) -> Tensors[Name]:
         """Return the tensors with one of these names."""
         found = {name: row for name, row in self._rows.items() if name in names}

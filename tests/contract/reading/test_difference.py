@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from telemetry.commands.export import cells
 from telemetry.layers import PAGE_STATISTICS
-from telemetry.reading import matrix
+from telemetry.reading import run_data
 from telemetry.reading.comparison import ARISES, compare
 from telemetry.reading.run import open_run
 from telemetry.reading.run_data import windows
@@ -44,7 +44,7 @@ def write(
 @pytest.fixture(params=["at once", "in pieces"])
 def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in pieces":
-        monkeypatch.setattr(matrix, "READ_BYTES", 1 << 11)
+        monkeypatch.setattr(run_data, "READ_BYTES", 1 << 11)
 
 
 @pytest.mark.usefixtures("_pieces")
@@ -75,7 +75,7 @@ def test_cells_have_a_row_for_each_step_and_layer(tmp_path: Path) -> None:
 
 def test_windows_cover_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    monkeypatch.setattr(matrix, "READ_BYTES", 1 << 11)
+    monkeypatch.setattr(run_data, "READ_BYTES", 1 << 11)
     run = open_run(tmp_path)
     assert run.matrix("grad_norm").sampled
     found = [matrix for [[matrix]] in windows([run], ["grad_norm"])]

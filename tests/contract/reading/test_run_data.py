@@ -11,7 +11,7 @@ import pytest
 from telemetry.events import FileWriter, summaries
 from telemetry.events.page_format import PLUGIN_NAME, NewerFormatError, alert_tag, layout_tag
 from telemetry.layers import MATRIX_STATISTICS, MISSING
-from telemetry.reading import matrix
+from telemetry.reading import matrix, run_data
 from telemetry.reading.files import FileSource
 from telemetry.reading.matrix import Region
 from telemetry.reading.run_data import RunData
@@ -205,7 +205,7 @@ def test_steps_beyond_the_limit_are_omitted_until_a_window_is_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_run(tmp_path, LAYOUT, steps=range(200), norms=norms, matrices=matrices)
-    monkeypatch.setattr(matrix, "READ_BYTES", 250 * len(MATRIX_STATISTICS))
+    monkeypatch.setattr(run_data, "READ_BYTES", 250 * len(MATRIX_STATISTICS))
     run = RunData(FileSource(tmp_path))
     whole = run.matrix("weight_norm")
     assert whole.sampled

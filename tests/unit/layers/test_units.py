@@ -202,7 +202,7 @@ def test_every_second_step_of_units_is_omitted_beyond_the_limit(
     log_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for steps, found in ((3, [0, 10, 20]), (2, [0, 20])):
-        monkeypatch.setattr(run_data, "READ_BYTES", 8 * 64 * steps)
+        monkeypatch.setattr(run_data, "MAX_UNITS", 64 * steps)
         units = open_run(log_dir).units("1")
         assert units.steps.tolist() == found
         assert units.sampled == (steps == 2)
