@@ -26,15 +26,14 @@ from telemetry.alerts.mistakes import EvalMode, WrongLossInput
 from telemetry.alerts.no_learning import UntrainedParameters
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.vanishing_gradient import VanishingGradient
-from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.capture.probe import call, unchanged
-from telemetry.failures import RaisingFailures
 from telemetry.layers import table
 from telemetry.plain_text import called, figure, printable, type_of
 from telemetry.records import StepRecord
 from telemetry.records.moments import norm_of
 from telemetry.records.tensor import figures_of
-from telemetry.selection import Selection, check_model
+from telemetry.selection import check_model
+from telemetry.testing import capture_run
 
 __all__ = ["CheckResult", "check"]
 
@@ -201,26 +200,13 @@ def _measured(model: nn.Module, run: Callable[[], Tensor]) -> tuple[StepRecord, 
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("check(): the model has no parameter that requires a gradient")
-    optimizer, steps = _NoOptimizer(trainable, {}), list[CapturedStep | LightStep]()
-    capture = Capture(
-        model,
-        selection=Selection(),
-        is_full=lambda step: True,
-        content=Content(images=False),
-        deliver=steps.append,
-        safe_point=lambda: None,
-        primary=optimizer,
-        failures=RaisingFailures(),
-    )
-    capture.attach()
-    try:
+    optimizer = _NoOptimizer(trainable, {})
+    with capture_run(model, optimizer=optimizer, rules=()) as captured:
         loss = run()
+        captured.log(loss=loss)
         loss.backward(inputs=trainable)  # a loss may have parameters, as a discriminator has
         optimizer.step()
-    finally:
-        capture.detach()
-    value = loss.item()
-    return steps[0].record({"loss": value}, "loss"), value
+    return captured.records[0], loss.item()
 
 
 def _of_training(record: StepRecord) -> Iterator[Alert]:

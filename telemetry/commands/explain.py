@@ -12,15 +12,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from telemetry.commands import output
 from telemetry.commands.help import help_line
-from telemetry.commands.output import (
-    Column,
-    LogDirs,
-    print_records,
-    print_table,
-    reason,
-    report_problems,
-)
 from telemetry.flight import flight_files, read_flight
 from telemetry.flight.file import earliest_onsets
 from telemetry.layers import STATISTICS
@@ -51,15 +44,15 @@ _ROW = ("file", "fault_step", "when", "step", "module_name", "type_name", "code"
 def explain_faults(args: argparse.Namespace, console: Console) -> int:
     files = [path for path in args.runs if path.exists() and not path.is_dir()]
     others = [path for path in args.runs if path not in files]
-    runs = LogDirs(others, lambda path: has_event_files(path) or bool(flight_files(path)))
+    runs = output.LogDirs(others, lambda path: has_event_files(path) or bool(flight_files(path)))
     paths = [*files, *(path for path in runs.found if flight_files(path))]
     healthy = [path for path in runs.found if path not in paths and runs.open(path) is not None]
-    report_problems(f"{path}: {NO_FLIGHT}" for path in healthy)
+    output.report_problems(f"{path}: {NO_FLIGHT}" for path in healthy)
     if args.form == "csv":
         rows = (row for flight in _flights(paths, runs) for row in _profile_rows(flight))
-        print_records("csv", _ROW, rows)
+        output.print_records("csv", _ROW, rows)
     elif args.form == "json":
-        print_records("json", _RECORD, _flights(paths, runs))
+        output.print_records("json", _RECORD, _flights(paths, runs))
     else:
         kinds: list[str] = []
         for path in paths:
@@ -72,7 +65,7 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
     return runs.status if paths else 2
 
 
-def _flights(paths: list[Path], runs: LogDirs) -> Iterator[dict[str, Any]]:
+def _flights(paths: list[Path], runs: output.LogDirs) -> Iterator[dict[str, Any]]:
     """Yield the contents of all flight files."""
     for path in paths:
         for file in flight_files(path) if path.is_dir() else [path]:
@@ -119,7 +112,7 @@ def print_faults(path: Path, console: Console) -> list[str]:
         try:
             kinds += _print_fault(file, console)
         except (OSError, ValueError) as error:
-            console.print(printable(f"skipped {reason(error)}"))
+            console.print(printable(f"skipped {output.reason(error)}"))
     if len(files) > MAX_FILES:
         console.print(f"\nand {len(files) - MAX_FILES} more flight files")
     return kinds
@@ -218,8 +211,8 @@ def _print_table(flight: Mapping[str, Any], console: Console) -> None:
         labels.append(f"{mark} {printable(names[row] or modules['type'][row])}")
         for key, column in cells.items():
             column.append(Text(_cells(profiles, key, row)))
-    columns = [Column(_SHOWN[key], cells[key], -place) for place, key in enumerate(shown)]
-    print_table(console, "  module", labels, columns)
+    columns = [output.Column(_SHOWN[key], cells[key], -place) for place, key in enumerate(shown)]
+    output.print_table(console, "  module", labels, columns)
     notes: dict[str, list[str]] = {}
     for row in rows:
         for note in _notes(profiles, row, moved.get(names[row])):

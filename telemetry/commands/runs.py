@@ -14,16 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from telemetry.commands.output import (
-    Column,
-    LogDirs,
-    as_number,
-    number,
-    print_records,
-    print_table,
-    report_problems,
-    report_skipped,
-)
+from telemetry.commands import output
 from telemetry.plain_text import called, natural_key, printable
 from telemetry.reading.run import NoTelemetryError
 from telemetry.reading.run_entry import differing, read_row
@@ -34,7 +25,7 @@ _STYLES = {"live": "green", "died": "bold red"}
 
 
 def runs(args: argparse.Namespace, console: Console) -> int:
-    found = LogDirs(args.runs)
+    found = output.LogDirs(args.runs)
     rows = list(_rows(found, args.runs))
     terms = (args.filter or "").lower().split()
     rows = [row for row in rows if all(_matches(row, term) for term in terms)]
@@ -50,19 +41,19 @@ def runs(args: argparse.Namespace, console: Console) -> int:
         raise ValueError(f"--sort {args.sort}: must be one of {', '.join(columns)}")
     records = _sorted(records, args.sort, args.reverse)
     if args.form:
-        print_records(args.form, columns, records)
+        output.print_records(args.form, columns, records)
     elif records:
         shown = [title for title in columns if any(r[title] not in (None, "") for r in records)]
         # On a narrow terminal, the last hyperparameters are hidden first.
         order = [*_MOST_WANTED, *columns]
         table = [_column(title, records, -order.index(title)) for title in shown]
-        print_table(console, "run", [printable(r["run"]) for r in records], table[1:])
+        output.print_table(console, "run", [printable(r["run"]) for r in records], table[1:])
     elif found.found and terms:
         console.print(f"no run matches --filter {printable(args.filter)!r}")
     return found.status
 
 
-def _rows(found: LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any]]:
+def _rows(found: output.LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any]]:
     now_s = time.time()
     for log_dir in found.found:
         is_below = len(given) == 1 and log_dir != given[0]
@@ -73,9 +64,9 @@ def _rows(found: LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any]]:
             found.fail(error)
             continue
         if row is None:
-            report_skipped(NoTelemetryError(log_dir))
+            output.report_skipped(NoTelemetryError(log_dir))
         else:
-            report_problems(row["problems"])
+            output.report_problems(row["problems"])
             yield row
 
 
@@ -118,7 +109,7 @@ def _matches(row: Mapping[str, Any], term: str) -> bool:
     value = {**hparams, **named, **_record(row)}.get(name)
     if value is None or value != value:
         return operator == "!="
-    number = None if isinstance(value, str | bool) else as_number(wanted)
+    number = None if isinstance(value, str | bool) else output.as_number(wanted)
     if number is None:
         is_same = str(value).lower() == wanted
     else:
@@ -143,14 +134,14 @@ def _sorted(records: list[dict[str, Any]], column: str, is_reversed: bool) -> li
     return [*sorted(has_value, key=key, reverse=is_reversed != newest_first), *has_none]
 
 
-def _column(title: str, records: Sequence[Mapping[str, Any]], weight: int) -> Column:
+def _column(title: str, records: Sequence[Mapping[str, Any]], weight: int) -> output.Column:
     values = [record[title] for record in records]
     if title in ("last_loss", "best_loss"):
-        cells = [Text() if value is None else number(value) for value in values]
+        cells = [Text() if value is None else output.number(value) for value in values]
     else:
         cells = [Text(printable(_text(value)), _STYLES.get(value, "")) for value in values]
     is_number = not any(isinstance(value, str | bool) for value in values)
-    return Column(printable(title).replace("_", " "), cells, weight, is_number)
+    return output.Column(printable(title).replace("_", " "), cells, weight, is_number)
 
 
 def _text(value: object) -> str:

@@ -199,11 +199,7 @@ class FlightRecorder:
         self._write_file(path, text)
         if path not in self._files:
             self._files.add(path)
-            log.warning(
-                "telemetry: the last steps up to step %d are in %s",
-                self._fault.step,
-                path,
-            )
+            log.warning("telemetry: the last steps up to step %d are in %s", self._fault.step, path)
 
 
 def _described(exception: BaseException) -> dict[str, str]:

@@ -16,14 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.layers.module_types import (
-    CONVOLUTIONS,
-    DROPOUTS,
-    NORMALIZATIONS,
-    POOLING,
-    RESHAPING,
-    UNBOUNDED,
-)
+from telemetry.layers import module_types
 from telemetry.records import Output, StepRecord, TensorRecord, once
 from telemetry.records.moments import COUNTS, POWER_SUMS, nonfinite_of
 from telemetry.records.rows import Rows
@@ -123,7 +116,13 @@ def figure(x: Any, of_finite: Callable[[Any], Values]) -> Column:
 
 
 # Modules that return no more positions than their inputs have.
-_KEEP_POSITIONS = CONVOLUTIONS | {"Linear"} | NORMALIZATIONS | UNBOUNDED | DROPOUTS
+_KEEP_POSITIONS = (
+    module_types.CONVOLUTIONS
+    | {"Linear"}
+    | module_types.NORMALIZATIONS
+    | module_types.UNBOUNDED
+    | module_types.DROPOUTS
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +171,13 @@ class ForwardOutputs:
             return True
         # The last maps of a network may have a single position.
         before = [self.types[i] for i in range(index - 1, -1, -1)]
-        since_pooling = next((i for i, kind in enumerate(before) if kind in POOLING), None)
+        since_pooling = next(
+            (i for i, kind in enumerate(before) if kind in module_types.POOLING), None
+        )
         return (
             since_pooling is not None
-            and self.types[after] in CONVOLUTIONS
-            and all(kind in _KEEP_POSITIONS | RESHAPING for kind in before[:since_pooling])
+            and self.types[after] in module_types.CONVOLUTIONS
+            and all(
+                kind in _KEEP_POSITIONS | module_types.RESHAPING for kind in before[:since_pooling]
+            )
         )

@@ -28,14 +28,7 @@ from telemetry.reading.matrix import (
     in_order,
     of_modules,
 )
-from telemetry.reading.sessions import (
-    Layer,
-    NumberTag,
-    Segment,
-    Structure,
-    WrittenLayout,
-    assemble,
-)
+from telemetry.reading.sessions import Layer, NumberTag, Segment, Structure, WrittenLayout, assemble
 from telemetry.reading.sources import RunSource
 from telemetry.records import Layout
 from telemetry.untrusted import MAX_INTEGER

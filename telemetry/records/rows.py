@@ -14,22 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from telemetry.records import moments
 from telemetry.records.buckets import BUCKETS_PER_OCTAVE, LAST_BUCKET
-from telemetry.records.moments import (
-    COUNTS,
-    EXTREMES,
-    FIGURES,
-    POWER_SUMS,
-    finite_of,
-    merge_figures,
-    std_of,
-)
 
 # Figures of :class:`~telemetry.records.sketch.Sketch` of each row, and its numbers of merged
 # tensors, buckets and units.
 COLUMNS = np.dtype(
-    [(name, "i8") for name in COUNTS]
-    + [(name, "f8") for name in (*EXTREMES, *POWER_SUMS)]
+    [(name, "i8") for name in moments.COUNTS]
+    + [(name, "f8") for name in (*moments.EXTREMES, *moments.POWER_SUMS)]
     + [(name, "i8") for name in ("calls", "bucket_count", "unit_count")]
 )
 # The same for one submitted tensor. Instead of ``calls`` it has ``sampled``: -1 if the pairs count
@@ -82,7 +74,7 @@ class Rows:
         if (sampled >= 0).any():
             some = np.flatnonzero(sampled > 0)
             scale = np.ones(len(rows))
-            scale[some] = (finite_of(rows) - rows.zero_count)[some] / sampled[some]
+            scale[some] = (moments.finite_of(rows) - rows.zero_count)[some] / sampled[some]
             counts *= scale.repeat(rows.bucket_count)
             zeros = np.where(sampled >= 0, rows.zero_count, 0).repeat(rows.bucket_count)
             np.copyto(counts, zeros, where=(buckets == 0) & (zeros > 0))
@@ -104,7 +96,7 @@ class Rows:
         none = np.empty((0, 2), np.float32)
         units = [none if one is None else one for one in units or [None] * len(histograms)]
         columns = np.empty(len(histograms), COLUMNS)
-        for name in FIGURES:
+        for name in moments.FIGURES:
             columns[name] = [getattr(one, name) for one in histograms]
         columns["calls"] = calls or 1
         columns["bucket_count"] = [len(one.buckets) for one in histograms]
@@ -129,7 +121,7 @@ class Rows:
 
     def moments(self, row: int) -> dict[str, Any]:
         """Return the figures of one row, arguments of ``Sketch``."""
-        return dict(zip(FIGURES, self.columns[row].item(), strict=False))
+        return dict(zip(moments.FIGURES, self.columns[row].item(), strict=False))
 
     def span(self, row: int) -> slice:
         """Return the slice of one row in :attr:`buckets` and :attr:`counts`."""
@@ -161,7 +153,7 @@ class Rows:
         if that is less. It bounds each unit's standard deviation (Popoviciu's inequality), so a
         unit with the same value for every input adds nothing. NaN if no value is finite.
         """
-        std: NDArray[np.float64] = std_of(self)
+        std: NDArray[np.float64] = moments.std_of(self)
         with np.errstate(all="ignore"):
             ranges = np.subtract(self.units[:, 1], self.units[:, 0], dtype=np.float64)
             within = np.sqrt(self._mean_of_units(ranges**2)) / 2
@@ -213,7 +205,7 @@ class Rows:
             self.counts[pairs],
             size,
         )
-        columns = merge_figures(self.columns[order], starts)
+        columns = moments.merge_figures(self.columns[order], starts)
         columns["calls"] = np.add.reduceat(self.calls[order], starts)
         columns["bucket_count"] = np.bincount(of_group, minlength=size)
         columns["unit_count"], units = self._merged_units(order, groups, starts)
@@ -250,9 +242,9 @@ class Rows:
         columns = self.columns.copy()
         columns["bucket_count"] = np.bincount(of_row, minlength=len(self))
         with np.errstate(all="ignore"):
-            for name in EXTREMES:
+            for name in moments.EXTREMES:
                 columns[name] *= factors
-            for power, name in enumerate(POWER_SUMS, 1):
+            for power, name in enumerate(moments.POWER_SUMS, 1):
                 columns[name] *= factors**power
             units = self.units * factors.repeat(self.unit_count).astype(np.float32)[:, None]
         return Rows(columns, buckets, counts, units)

@@ -61,10 +61,7 @@ class SizeBudget:
         self._logs_omitted = True
 
     def values_of(
-        self,
-        pictures: Sequence[Picture],
-        tensors: Tagged,
-        magnitudes: Tagged,
+        self, pictures: Sequence[Picture], tensors: Tagged, magnitudes: Tagged
     ) -> Iterator[Sequence[bytes]]:
         """Yield pictures, histograms, and histograms of magnitudes of one step, some at a time."""
         drawn = list(self._fitting(pictures, self._max_bytes * _PICTURES_SHARE))
