@@ -7,6 +7,7 @@ tensor has a data class in its metadata, without which TensorBoard's fast loader
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -149,10 +150,12 @@ def _strings(strings: Sequence[bytes]) -> TensorProto:
     return TensorProto(dtype=types_pb2.DT_STRING, tensor_shape=shape, string_val=strings)
 
 
+@lru_cache(maxsize=256)
 def _shape(*sizes: int) -> TensorShapeProto:
     return TensorShapeProto(dim=[TensorShapeProto.Dim(size=size) for size in sizes])
 
 
+@lru_cache(maxsize=256)
 def _metadata(
     plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR
 ) -> SummaryMetadata:
