@@ -195,20 +195,17 @@ class NumberCache:
         """Yield the readable tags and their numbers."""
         for start in range(0, len(wanted), CALL_TAGS):
             batch = wanted[start : start + CALL_TAGS]
-            found: dict[str, Numbers] = {}
-            for tag in batch:
-                last, numbers = self._known.get((tag.tag, sampled), (None, None))
-                if numbers is not None and last == tag.last:
-                    self._known.move_to_end((tag.tag, sampled))
-                    found[tag.tag] = numbers
-            missing = [tag for tag in batch if tag.tag not in found]
-            names = [tag.tag for tag in missing]
+            known = {tag.tag: self._known.get((tag.tag, sampled), (-1, None)) for tag in batch}
+            names = [tag.tag for tag in batch if known[tag.tag][0] != tag.last]
             read = source.read(PLUGIN_NAME, names, sampled=sampled) if names else {}
-            for tag in missing:
-                if read.get(tag.tag):
-                    found[tag.tag] = _join(tag, read[tag.tag], source.problems)
-                    self._remember((tag.tag, sampled), tag.last, found[tag.tag])
-            yield from ((tag, found[tag.tag]) for tag in batch if tag.tag in found)
+            for tag in batch:
+                numbers = known[tag.tag][1]
+                if tag.tag in names:
+                    points = read.get(tag.tag)
+                    numbers = _join(tag, points, source.problems) if points else None
+                if numbers is not None:
+                    self._remember((tag.tag, sampled), tag.last, numbers)
+                    yield tag, numbers
 
     def _remember(self, key: tuple[str, bool], last: int, numbers: Numbers) -> None:
         if key in self._known:
@@ -257,6 +254,7 @@ def _event_numbers(kind: ChunkKind, step: int, array: object, shape: tuple[int, 
     return step + distances.astype(np.int64), values
 
 
+@np.errstate(all="ignore")
 def of_modules(
     segment: Segment, values: NDArray[np.float32], name: str, modules: NDArray[np.intp]
 ) -> NDArray[np.float32] | None:
@@ -282,15 +280,13 @@ def of_modules(
     norms = values[:, own]
     present = norms != MISSING
     total = sums(np.where(present, np.square(norms, dtype=np.float64), 0.0))
-    if name == "grad_rms":
-        with np.errstate(invalid="ignore", divide="ignore"):
-            total = total / sums(np.where(present, segment.layout.sizes[own], 0.0))
     known = sums(present.astype(np.float64)) > 0
+    if name == "grad_rms":
+        total = total / sums(np.where(present, segment.layout.sizes[own], 0.0))
     if name == "grad_share":
         all_norms = np.where(values != MISSING, values, 0.0).astype(np.float64)
         of_model = np.square(all_norms).sum(axis=1, keepdims=True)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            share = total / of_model
-        return np.where(known & (of_model != 0), share, MISSING).astype(np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.where(known, np.sqrt(total), MISSING).astype(np.float32)
+        result, known = total / of_model, known & (of_model != 0)
+    else:
+        result = np.sqrt(total)
+    return np.where(known, result, MISSING).astype(np.float32)

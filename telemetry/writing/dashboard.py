@@ -195,36 +195,27 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._begun: tuple[int, float] | None = None  # step and wall time
-        self._last = -1, 0.0
+        self._last: tuple[int, float] | None = None  # step and wall time
         self._steps, self._taken_s = 0, 0.0
-
-    def pause(self) -> None:
-        """Exclude the time until the next step."""
-        if self._begun is not None:
-            self._steps += self._last[0] - self._begun[0]
-            self._taken_s += self._last[1] - self._begun[1]
-            self._begun = None
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
         """Yield ``~run/time/step_s`` of a full step, and ``examples_per_s`` of a known batch."""
         if record.phase:
-            self.pause()
+            self._last = None
             return
-        if record.step < self._last[0]:  # back to a checkpoint
-            self._begun, self._steps, self._taken_s = None, 0, 0.0
+        if self._last is not None:
+            self._steps += record.step - self._last[0]
+            self._taken_s += record.wall_time - self._last[1]
+            if record.step < self._last[0]:  # back to a checkpoint
+                self._steps, self._taken_s = 0, 0.0
         self._last = record.step, record.wall_time
-        if self._begun is None:
-            self._begun = self._last
         if not record.full:
             return
-        self.pause()
         if self._steps > 0 and self._taken_s > 0:  # a clock may be set back
             step_s = self._taken_s / self._steps
             yield summaries.scalar(f"{RUN}time/step_s", step_s)
             if record.examples:
                 yield summaries.scalar(f"{RUN}time/examples_per_s", record.examples / step_s)
-        self._begun = self._last
         self._steps, self._taken_s = 0, 0.0
 
 
@@ -388,7 +379,6 @@ class HeatmapPicture:
         self._columns: list[NDArray[np.float64]] = []
         self._stride = 1  # full steps per column
         self._taken = 0
-        self._next_picture = float(_FIRST_PICTURE)
         self._drawn, self._drawn_at_s = 0, 0.0  # full steps in the last picture, and its time
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
@@ -399,8 +389,9 @@ class HeatmapPicture:
             self._begin()
             self._layout = record.layout
         self._add(record)
-        if self._taken >= self._next_picture and record.wall_time > self._drawn_at_s + _PAUSE_S:
-            self._next_picture, self._drawn_at_s = self._taken * _GROWTH, record.wall_time
+        is_due = self._taken >= max(_FIRST_PICTURE, self._drawn * _GROWTH)
+        if is_due and record.wall_time > self._drawn_at_s + _PAUSE_S:
+            self._drawn_at_s = record.wall_time
             yield self._picture()
 
     def last_values(self) -> Iterator[bytes]:

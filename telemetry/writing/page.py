@@ -35,7 +35,7 @@ class PageWriter:
         self._columns = MATRIX_STATISTICS
         self._layout_number = -1
         self._written: dict[page_format.ChunkKind, int] = {}
-        self._block = _NormBlock()
+        self._pending: list[StepRecord] = []  # whose gradient norms are not written yet
         self.last_step = 0
 
     def pending_s(self, now: float) -> float | None:
@@ -43,7 +43,10 @@ class PageWriter:
 
         ``now`` is in seconds since the epoch.
         """
-        return self._block.left_s(now) if self._block else None
+        if not self._pending:
+            return None
+        # 0 if the clock was set back.
+        return max(0.0, _BLOCK_S - abs(now - self._pending[0].wall_time))
 
     def begins_layout(self, record: StepRecord) -> bool:
         """Whether the record's event includes a layout, which all later values need."""
@@ -58,15 +61,17 @@ class PageWriter:
             return
         restarted = self.layout is not None and record.step <= self.last_step
         if restarted or record.layout is not self.layout:
-            yield from self._pending(record.step, in_new_tag=restarted)
+            yield from self._norms(record.step, in_new_tag=restarted)
             if restarted:
                 self._restart()
             optional = [s for s in OPTIONAL_STATISTICS if s.measured_in and s.measured_in(record)]
             self._columns = MATRIX_STATISTICS + tuple(optional)
             yield self._begin_layout(record.layout)
         self.last_step = record.step
-        self._block.add(record)
-        if record.full or self._block.is_due(record.wall_time):
+        self._pending.append(record)
+        nbytes = len(self._pending) * record.grad_norms.size * np.dtype(np.float32).itemsize
+        is_large = nbytes >= page_format.NORM_BLOCK_BYTES
+        if record.full or is_large or self.pending_s(record.wall_time) == 0:
             yield from self.pending_values()
         if record.full:
             yield self._numbers("m", _matrix(record, self._columns))
@@ -75,7 +80,7 @@ class PageWriter:
 
     def pending_values(self) -> Iterator[bytes]:
         """Yield the values that were held back, to write in an event with :attr:`last_step`."""
-        return self._pending(self.last_step)
+        return self._norms(self.last_step)
 
     def alert_value(self, alert: Alert, number: int) -> bytes:
         """Return an alert, under its own tag."""
@@ -98,12 +103,13 @@ class PageWriter:
             return None
         return _value(page_format.end_tag(self._session), page_format.encode_end(exception))
 
-    def _pending(self, step: int, *, in_new_tag: bool = False) -> Iterator[bytes]:
-        if not self._block:
+    def _norms(self, step: int, *, in_new_tag: bool = False) -> Iterator[bytes]:
+        if not self._pending:
             return
         if in_new_tag:  # steps must ascend within a tag
             self._written["n"] += page_format.EVENTS_PER_TAG
-        yield self._numbers("n", self._block.take(step))
+        records, self._pending = self._pending, []
+        yield self._numbers("n", _norm_block(records, step))
 
     def _restart(self) -> None:
         self._restarts += 1
@@ -130,41 +136,18 @@ class PageWriter:
         return _value(chunk.tag, values)
 
 
-class _NormBlock:
-    """Gradient norms of successive steps."""
+def _norm_block(records: Sequence[StepRecord], step: int) -> NDArray[np.float32]:
+    """Return a row for each record: its step minus ``step``, then the norm of each gradient.
 
-    def __init__(self) -> None:
-        self._records: list[StepRecord] = []
-        self._nbytes = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._records)
-
-    def add(self, record: StepRecord) -> None:
-        self._records.append(record)
-        self._nbytes += record.grad_norms.size * np.dtype(np.float32).itemsize
-
-    def is_due(self, wall_time: float) -> bool:
-        return self._nbytes >= page_format.NORM_BLOCK_BYTES or self.left_s(wall_time) == 0
-
-    def left_s(self, now: float) -> float:
-        """Return the seconds until the block is due; 0 if the clock was set back."""
-        return max(0.0, _BLOCK_S - abs(now - self._records[0].wall_time))
-
-    def take(self, step: int) -> NDArray[np.float32]:
-        """Return a row for each step, and empty the block.
-
-        A row is the step minus ``step``, then the norm of each parameter's gradient, or
-        :data:`MISSING` without a gradient and at a step that a ``GradScaler`` skipped.
-        """
-        records, self._records, self._nbytes = self._records, [], 0
-        norms = np.stack([record.grad_norms for record in records])
-        # A finite gradient whose norm is beyond float32 must not look infinite.
-        finite = np.stack([record.grad_finite for record in records])
-        norms = np.where(finite, np.minimum(norms, FLOAT32_MAX), norms)
-        present = np.stack([record.grad_present & (not record.skipped) for record in records])
-        distance = np.array([record.step - step for record in records], np.float32)
-        return np.column_stack([distance, as_float32(np.where(present, norms, MISSING))])
+    :data:`MISSING` without a gradient and at a step that a ``GradScaler`` skipped.
+    """
+    norms = np.stack([record.grad_norms for record in records])
+    # A finite gradient whose norm is beyond float32 must not look infinite.
+    finite = np.stack([record.grad_finite for record in records])
+    norms = np.where(finite, np.minimum(norms, FLOAT32_MAX), norms)
+    present = np.stack([record.grad_present & (not record.skipped) for record in records])
+    distance = np.array([record.step - step for record in records], np.float32)
+    return np.column_stack([distance, as_float32(np.where(present, norms, MISSING))])
 
 
 def _value(tag: str, content: NDArray[np.float32] | bytes) -> bytes:
