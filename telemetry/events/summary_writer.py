@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import HistogramProto
@@ -204,14 +203,6 @@ class SummaryWriter(tensorboard.SummaryWriter):
 
 
 def _scalar(tag: str, value: Any) -> bytes:
-    """Return the value of ``add_scalar`` for a number, or an array with one element."""
-    if type(tag) is str:
-        if type(value) is float or isinstance(value, (float, int, np.floating)):
-            return summaries.scalar(tag, float(value))
-        # Other dtypes are left to torch, which rounds bfloat16 to float16, for instance.
-        is_usual = type(value) is torch.Tensor and value.dtype == torch.float32
-        if is_usual and value.numel() == 1 and not value.is_meta:
-            return summaries.scalar(tag, value.item())
     return bytes(summary.scalar(tag, value).SerializeToString())
 
 
