@@ -96,11 +96,9 @@ class LayerNorms:
         self._begin(())
 
     def _begin(self, names: tuple[str, ...]) -> None:
-        self.names, self.levels = names, np.zeros((0, len(names)))
-        self.steps = []
+        self.names, self.levels, self.steps = names, np.zeros((0, len(names))), []
         self.usual = self.growth = self._limit = np.full(len(names), np.nan)
-        self._unusual_steps = np.zeros(len(names))
-        self._since = 0
+        self._unusual_steps, self._since = np.zeros(len(names)), 0
 
     @np.errstate(invalid="ignore")  # of -inf
     def add(self, record: StepRecord) -> None:
@@ -118,14 +116,12 @@ class LayerNorms:
         self.are_unusual = bool((lasting | (off & np.isneginf(growth))).any())
         self.steps = [*self.steps[1 - _ROWS :], record.step]
         self._since += 1
-        if self._since == (LATEST if len(self.steps) > LATEST else FEWEST):
-            self._refresh()
-            self.growth = self.levels[-1] - self.usual
-
-    def _refresh(self) -> None:
+        if self._since < (LATEST if len(self.steps) > LATEST else FEWEST):
+            return
         self._since, window = 0, self.levels[-LENGTH:]
         ordered = np.sort(window, axis=0)
         self.usual = ordered[len(window) // 2]
+        self.growth = self.levels[-1] - self.usual
         off = np.sort(np.abs(window - self.usual), axis=0)[len(window) // 2]
         self._limit = np.maximum(TENFOLD, WORSE * NORMAL_CONSISTENT * off)
         self._limit[ordered[0] == -np.inf] = np.nan
@@ -174,7 +170,7 @@ class Baseline:
     _survived_rate: float = 0.0
     _rates: deque[float]
     _of_groups: tuple[float, ...] = ()
-    _groups: dict[str, list[int]]
+    _groups: dict[str, set[int]]  # of each module's own parameters, in forward order
     _step: int = 0  # the latest
 
     def __init__(self, interval: float = 1) -> None:
@@ -207,19 +203,13 @@ class Baseline:
             if self.step_ratio >= LARGE_STEP:
                 self.since_large_step = 0
         if record.weights and self.too_large is None:
-            sized = _sizes_beside_he(record)
-            self.too_large, self.began_small = _too_large(sized), _small(sized)
+            self.too_large, self.began_small = _first_sizes(record)
 
     @property
     def loss_limit(self) -> float | None:
         """The limit of a usual loss, where all other figures are usual; else None."""
         usual = self.norm.is_usual and not self.layers.are_unusual and not self.loss.high
         return self.loss.limit if usual and not self.follows_rate_jump else None
-
-    @property
-    def requests_full_step(self) -> bool:
-        """Whether the norms are so unusual that a full step is needed."""
-        return self.layers.are_unusual
 
     @property
     def is_young(self) -> bool:
@@ -293,16 +283,16 @@ class Baseline:
         if len(self._rates) >= RECENT and rate > JUMP * before:
             self.since_rate_jump = 0
             self.rate_before_jump, self.rate_after_jump = before, rate
-            rose = {
-                group
-                for group, (a, b) in enumerate(zip(earlier, rates, strict=False))
-                if b > JUMP * a
-            }
-            names = tuple([name for name, groups in self._groups.items() if rose & {*groups}])
+            pairs = enumerate(zip(earlier, rates, strict=False))
+            rose = {group for group, (before, after) in pairs if after > JUMP * before}
+            names = tuple([name for name, groups in self._groups.items() if rose & groups])
             self.jumped = names if len(names) < len(self._groups) else ()
         self._of_groups = rates
         if record.groups.size:
-            self._groups = _groups_of_modules(record)
+            self._groups, layout = {}, record.layout
+            for index in layout.depth_order[record.groups[layout.depth_order] >= 0].tolist():
+                groups = self._groups.setdefault(layout.parameters[index].module_name, set())
+                groups.add(int(record.groups[index]))
         if len(self._rates) >= FEWEST and not self.loss.high and not self.loss.is_worse:
             self._survived_rate = max(self._survived_rate, self._rates[-FEWEST])
         self._rates.append(rate)
@@ -314,16 +304,6 @@ LARGE_STEP = 0.2
 # Requested full steps show the effect of a jump some steps later. By then a momentum of 0.9 has
 # decayed.
 AFTER_JUMP = LATEST
-
-
-def _groups_of_modules(record: StepRecord) -> dict[str, list[int]]:
-    """Return the parameter groups of each module's own parameters, in forward order."""
-    groups: dict[str, list[int]] = {}
-    layout = record.layout
-    for index in layout.depth_order.tolist():
-        if (group := int(record.groups[index])) >= 0:
-            groups.setdefault(layout.parameters[index].module_name, []).append(group)
-    return groups
 
 
 def finite_loss(record: StepRecord) -> float | None:
@@ -344,33 +324,24 @@ def matrix_sizes(record: StepRecord) -> dict[str, float]:
     return {name: size for name, size in sizes.items() if name in record.layout.matrices}
 
 
-def _sizes_beside_he(record: StepRecord) -> list[tuple[float, str]]:
-    """Return the size of each weight matrix relative to He initialization, and its module.
+def _first_sizes(record: StepRecord) -> tuple[tuple[str, float], tuple[str, ...]]:
+    """Return module and size of the one matrix that is far too large, and modules of small ones.
 
-    With He initialization the root mean square of a matrix is ``sqrt(2 / fan_in)`` (He et al.,
-    "Delving Deep into Rectifiers", 2015).
+    Sizes are relative to He initialization, where the root mean square is ``sqrt(2 / fan_in)`` (He
+    et al., "Delving Deep into Rectifiers", 2015).
     """
-    layout, sized = record.layout, list[tuple[float, str]]()
+    layout, sizes = record.layout, list[tuple[float, str]]()
     for name, size in matrix_sizes(record).items():
         parameter = layout.parameters[layout.parameter_position[name]]
         module = layout.modules[layout.position[parameter.module_name]]
         if module.type_name not in LOOKUPS:
-            sized.append((size * math.sqrt(math.prod(parameter.shape[1:]) / 2), module.name))
-    return sized
-
-
-def _too_large(sized: Sequence[tuple[float, str]]) -> tuple[str, float]:
-    """Return the module of the one matrix that stands out, and its relative size."""
-    largest = max(sized, default=(0.0, ""))
-    others = [size for size, name in sized if name != largest[1]]
-    stands_out = others and largest[0] >= _FAR_TOO_LARGE * max(1.0, max(others))
-    return (largest[1], largest[0]) if stands_out else ("", 0.0)
-
-
-def _small(sized: Sequence[tuple[float, str]]) -> tuple[str, ...]:
-    """Return the modules of matrices that are far smaller than most."""
-    usual = median([size for size, _ in sized] or [0.0])
-    return tuple([name for size, name in sized if size * _FAR_TOO_LARGE < usual])
+            sizes.append((size * math.sqrt(math.prod(parameter.shape[1:]) / 2), module.name))
+    largest, where = max(sizes, default=(0.0, ""))
+    others = [size for size, name in sizes if name != where]
+    stands_out = others and largest >= _FAR_TOO_LARGE * max(1.0, max(others))
+    usual = median([size for size, _ in sizes] or [0.0])
+    small = tuple([name for size, name in sizes if size * _FAR_TOO_LARGE < usual])
+    return (where, largest) if stands_out else ("", 0.0), small
 
 
 # Compared with He initialization, and with any other matrix; PyTorch's defaults are 0.4.

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-from telemetry.alert import Alert, Severity
+from telemetry.alert import Alert
+from telemetry.alerts.detector import Detector
 
 
-class CheckKind:
-    """One kind: its documentation, and what its alerts have in common."""
+class CheckKind(Detector):
+    """A kind that no step of a run is judged for."""
 
-    kind: ClassVar[str]
-    severity: ClassVar[Severity] = "warning"
     threshold: ClassVar[float] = 0.0
     advice: ClassVar[tuple[str, ...]]
-    explained_by: ClassVar[frozenset[str]] = frozenset()
-    explained_by_rate_jump: ClassVar[bool] = False
-
-    @classmethod
-    def limits(cls) -> Sequence[str]:
-        """Return the names of settings: none, as a check is no rule of a run."""
-        return ()
 
     @classmethod
     def alert(cls, summary: str, value: float, *, threshold: float | None = None) -> Alert:

@@ -8,76 +8,45 @@ from numbers import Real
 from typing import Any, get_args
 
 from telemetry.alert import Severity
-from telemetry.alerts.check_kinds import CHECK_KINDS, CheckKind
+from telemetry.alerts import (
+    exploding,
+    inactive_units,
+    losses,
+    mistakes,
+    no_learning,
+    nonfinite,
+    outputs,
+    ranks_diverge,
+    resources,
+    trends,
+    vanishing_gradient,
+    weights,
+)
+from telemetry.alerts.check_kinds import CHECK_KINDS
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
-from telemetry.alerts.experts import ExpertCollapse
-from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
-from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
-from telemetry.alerts.loss_divergence import LossDivergence
-from telemetry.alerts.loss_spike import LossBurst, LossSpike
-from telemetry.alerts.low_precision import LowPrecision
-from telemetry.alerts.mistakes import (
-    EvalMode,
-    LearningRateZero,
-    SameBatch,
-    TargetsBroadcast,
-    WrongLossInput,
-)
-from telemetry.alerts.no_learning import LossStuck, NoLearning, UntrainedParameters
-from telemetry.alerts.nonfinite import Nonfinite
-from telemetry.alerts.outputs import AttentionCollapse, LogitGrowth, OutputCollapse
-from telemetry.alerts.ranks_diverge import RanksDiverge, RanksSameBatch
-from telemetry.alerts.resources import InputBound, MemoryGrowth, SlowSteps
-from telemetry.alerts.trends import ExponentialTrend, UnboundedLoss
-from telemetry.alerts.vanishing_gradient import VanishingGradient
-from telemetry.alerts.weights import LayersNotLearning, RoundedUpdates, WeightJump
 from telemetry.rule import Rule
 
 Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
 
 # Causes before consequences: if several faults begin at one step, the first is reported.
-DETECTORS: Mapping[str, type[Detector]] = {
-    rule.kind: rule
-    for rule in (
-        UntrainedParameters,
-        WrongLossInput,
-        TargetsBroadcast,
-        LossSpike,
-        LossDivergence,
-        SaturatedUnits,
-        ExplodingGradient,
-        DeadUnits,
-        ExplodingActivation,
-        VanishingGradient,
-        RanksDiverge,
-        RanksSameBatch,
-        Nonfinite,
-        WeightJump,
-        NoLearning,
-        LearningRateZero,
-        RoundedUpdates,
-        EvalMode,
-        SameBatch,
-        LogitGrowth,
-        AttentionCollapse,
-        ExpertCollapse,
-        UnboundedLoss,
-        ExponentialTrend,
-        OutputCollapse,
-        LowPrecision,
-        LayersNotLearning,
-        LossBurst,
-        LossStuck,
-        MemoryGrowth,
-        InputBound,
-        SlowSteps,
-    )
-}
+_IN_ORDER: tuple[type[Detector], ...] = (
+    no_learning.UntrainedParameters, mistakes.WrongLossInput, mistakes.TargetsBroadcast,
+    losses.LossSpike, losses.LossDivergence, inactive_units.SaturatedUnits,
+    exploding.ExplodingGradient, inactive_units.DeadUnits, exploding.ExplodingActivation,
+    vanishing_gradient.VanishingGradient, ranks_diverge.RanksDiverge, ranks_diverge.RanksSameBatch,
+    nonfinite.Nonfinite, weights.WeightJump, no_learning.NoLearning, mistakes.LearningRateZero,
+    weights.RoundedUpdates, mistakes.EvalMode, mistakes.SameBatch, outputs.LogitGrowth,
+    outputs.AttentionCollapse, outputs.ExpertCollapse, trends.UnboundedLoss,
+    trends.ExponentialTrend, outputs.OutputCollapse, outputs.LowPrecision,
+    weights.LayersNotLearning, losses.LossBurst, no_learning.LossStuck, resources.MemoryGrowth,
+    resources.InputBound, resources.SlowSteps,
+)  # fmt: skip
+DETECTORS: Mapping[str, type[Detector]] = {detector.kind: detector for detector in _IN_ORDER}
 
 # All kinds of alerts that the package reports.
-KINDS: Mapping[str, type[Detector] | type[CheckKind]] = {**DETECTORS, **CHECK_KINDS}
+KINDS: Mapping[str, type[Detector]] = {**DETECTORS, **CHECK_KINDS}
 
 
 def default_rules() -> tuple[Rule, ...]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline, finite_loss
-from telemetry.alerts.state import restore, to_plain
+from telemetry.alerts.state import empty, restore, state_hints, to_plain
 from telemetry.alerts.window import LATEST
 from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
@@ -54,7 +54,8 @@ class Detector(Rule):
     The engine does the rest: it requests full steps until a finding is confirmed, reports that a
     fault started, escalated or resolved, and suppresses faults that another one explains. Public
     numbers of the class are its limits, which ``alerts={kind: {...}}`` may set. Annotated
-    attributes are its state, which is saved with a run (see :mod:`telemetry.alerts.state`).
+    attributes are its state, which is saved with a run (see :mod:`telemetry.alerts.state`); those
+    without a value start empty.
 
     Args:
         limits: Other values for some limits.
@@ -91,6 +92,9 @@ class Detector(Rule):
             setattr(self, name, value)
         self._own_baseline = Baseline()
         self.set_up()
+        for name, hint in state_hints(type(self)).items():
+            if not hasattr(self, name):
+                setattr(self, name, empty(hint))
 
     @classmethod
     def limits(cls) -> list[str]:
@@ -102,6 +106,11 @@ class Detector(Rule):
             for name, value in values.items()
             if name[0] != "_" and type(value) in (int, float) and name not in others
         ]
+
+    @property
+    def active_module(self) -> str:
+        """Module that the active alert names; empty if it names none."""
+        return (self.active_alert and self.active_alert.module_name) or ""
 
     def set_up(self) -> None:
         """Create state that instances must not share."""

@@ -58,9 +58,7 @@ class Engine(Rule):
         self._every_step = every_step
         self._severities = dict(severities or {})
         self._baseline = Baseline(interval)
-        self._reported = {}
-        self._suppressed = {}
-        self._requests = {}
+        self._reported, self._suppressed, self._requests = {}, {}, {}
 
     def __repr__(self) -> str:
         return f"<{self.name}: {', '.join(self._detectors)}>"
@@ -88,7 +86,7 @@ class Engine(Rule):
         needed = {
             kind: d.full_steps_needed for kind, d in self._detectors.items() if d.requests_full_step
         }
-        if self._baseline.requests_full_step:
+        if self._baseline.layers.are_unusual:
             needed[_NORMS] = 1
         self.requests_full_step, step = False, record.step
         for kind, in_a_row in needed.items():
@@ -102,7 +100,6 @@ class Engine(Rule):
             self._requests[kind] = _Requests(began, pause, made)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the engine and its detectors: numbers, strings, lists and dicts."""
         return {name: to_plain(part) for name, part in self._parts().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -164,13 +161,12 @@ class Engine(Rule):
         if self._reported.pop(alert.kind, None) is None:
             return []
         left = [s.alert for s in self._suppressed.values() if s.suppressed_by == alert.kind]
-        for survivor in left:
-            del self._suppressed[survivor.kind]
-        persistent = [found for found in left if self._detectors[found.kind].persistent]
-        survivors = [
-            replace(s, step=alert.step, summary=f"{s.summary} (measured at step {s.step})")
-            for s in persistent
-        ]
+        survivors = list[Alert]()
+        for found in left:
+            del self._suppressed[found.kind]
+            if self._detectors[found.kind].persistent:
+                summary = f"{found.summary} (measured at step {found.step})"
+                survivors.append(replace(found, step=alert.step, summary=summary))
         return [alert, *self._reportable(survivors)]
 
     def _cause_of(self, alert: Alert) -> _Reported | None:
@@ -179,43 +175,47 @@ class Engine(Rule):
         if alert.stage != "started":
             return None
         explaining = self._detectors[alert.kind].explained_by
-        known = [
-            reported
-            for kind, reported in self._reported.items()
-            if kind in explaining and _may_explain(reported, alert, self._baseline.interval)
-        ]
+        known = [reported for kind, reported in self._reported.items() if kind in explaining]
+        known = [r for r in known if _may_explain(r, alert, self._baseline.interval)]
         return min(known, key=lambda reported: reported.alert.step, default=None)
 
     def _add_consequence(
         self, cause: _Reported, alert: Alert, reported: list[Alert]
     ) -> list[Alert]:
-        before = after = cause.alert
+        before, after = cause.alert, cause.alert
         consequence = Consequence(kind=alert.kind, module_name=alert.module_name)
         is_new = consequence not in before.consequences
-        persists = self._detectors[alert.kind].persistent and alert.severity != "note"
+        is_note = alert.severity == "note"
         rises = (before.severity, alert.severity) == ("warning", "error")
         if is_new:
-            batches = before.batches or alert.batches
             consequences = (*before.consequences, consequence)
-            after = replace(before, consequences=consequences, batches=batches)
+            after = replace(
+                before, consequences=consequences, batches=before.batches or alert.batches
+            )
         if rises:
             after = replace(after, severity="error")
         self._suppressed[alert.kind] = _Suppressed(alert=alert, suppressed_by=before.kind)
         self._reported[before.kind] = replace(cause, alert=after, last=alert.step)
+        figures: dict[str, Any] = {
+            name: getattr(alert, name) for name in ("step", "value", "threshold", "summary")
+        }
         for index, item in enumerate(reported):
             if item.kind == before.kind and item.stage != "resolved":
-                changes: dict[str, Any] = {}
-                if is_new and item.stage == "escalated" and alert.severity != "note":
-                    changes = _figures(alert) | {"summary": f"{alert.summary}; {item.summary}"}
-                changes |= {"severity": after.severity, "consequences": after.consequences}
-                changes["batches"] = after.batches
-                reported[index] = replace(item, **changes)
+                if is_new and item.stage == "escalated" and not is_note:
+                    item = replace(
+                        item, **figures | {"summary": f"{alert.summary}; {item.summary}"}
+                    )
+                reported[index] = replace(
+                    item,
+                    severity=after.severity,
+                    consequences=after.consequences,
+                    batches=after.batches,
+                )
                 return reported
-        if rises or (persists and is_new):
+        if rises or (is_new and not is_note and self._detectors[alert.kind].persistent):
             root = Consequence(kind=before.kind, module_name=before.module_name)
             since = f"Follows from {root}, which started at step {before.step}"
-            escalated = replace(after, stage="escalated", cause=since, **_figures(alert))
-            return [*reported, replace(escalated, summary=alert.summary)]
+            return [*reported, replace(after, stage="escalated", cause=since, **figures)]
         return reported
 
 
@@ -223,8 +223,7 @@ def _found_by(
     judges: Iterable[Callable[..., Iterable[Alert]]], *judged: Any
 ) -> tuple[list[Alert], list[Exception]]:
     """Return the alerts of detectors; one that raises does not stop the others."""
-    alerts: list[Alert] = []
-    errors: list[Exception] = []
+    alerts, errors = list[Alert](), list[Exception]()
     for judge in judges:
         try:
             alerts.extend(judge(*judged))
@@ -251,10 +250,10 @@ class _Suppressed:
 
 
 class _Requests(NamedTuple):
-    """Back-off of one detector: when its requests began, the pause after it, and their number."""
+    """Back-off of one detector."""
 
-    began: int
-    pause: int
+    began: int  # step of the first request after the last pause
+    pause: int  # steps
     made: int
 
 
@@ -275,10 +274,6 @@ def _may_explain(reported: _Reported, alert: Alert, interval: float) -> bool:
         return True
     inner, outer = sorted((cause.module_name or "", alert.module_name or ""), key=len)[::-1]
     return is_inside(inner, outer)
-
-
-def _figures(alert: Alert) -> dict[str, Any]:
-    return {"step": alert.step, "value": alert.value, "threshold": alert.threshold}
 
 
 _REACH = 200  # steps; chosen manually; tried 40 and 1000

@@ -12,7 +12,6 @@ from telemetry.alerts.baseline import FAR_ABOVE, TENFOLD, Baseline
 from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.growth import (
     Blame,
-    Growth,
     Stretch,
     backward_growth,
     confined_growth,
@@ -50,56 +49,50 @@ class ExplodingActivation(Detector):
     _highest: dict[Output, float]
     _began_deep: bool | None = None
 
-    def set_up(self) -> None:
-        self._highest = {}
-
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        found = None
+        grown = list[tuple[str, float]]()
         sizes = figures_of(record.outputs, rms_of)
         for output, now in figures_of(record.outputs, attrgetter("variation")).items():
             highest = self._highest.get(output, 0.0)
             if highest and now > self.factor * highest and baseline.loss.is_worse:
-                found = found or self._grown(output.module_name, now / highest)
+                grown.append((output.module_name, now / highest))
             elif highest < sizes[output] < math.inf:
                 self._highest[output] = sizes[output]
         deep = self._is_deep(record)
         self._began_deep = deep if self._began_deep is None else self._began_deep
-        if found is None and baseline.is_young and deep and self._began_deep:
-            found = self._deep(forward_growth(record), baseline)
         # After non-finite gradients there is no second evaluation.
         certain = not record.all_grads_finite
-        return replace(found, confirmed=certain) if found is not None else None
+        if grown:
+            name, times = grown[0]
+            return Finding(
+                summary=f"The output of {called(name)} is {figure(times, 2)}x as large as ever "
+                "before",
+                advice=(_WARM_UP, "Clip gradients", "Add normalization"),
+                value=times,
+                threshold=self.factor,
+                module_name=name,
+                confirmed=certain,
+            )
+        if not (baseline.is_young and deep and self._began_deep):
+            return None
+        growth = forward_growth(record)
+        where, times = _began_large(baseline) or growth.stretch, 10**growth.decades
+        assert where is not None
+        return Finding(
+            summary=f"Activations grow {figure(times, 2)}-fold through the network",
+            cause=where.growth,
+            advice=(_INITIALIZE, "Scale the inputs", "Add normalization"),
+            value=times,
+            threshold=self.depth_factor,
+            module_name=where.first,
+            confirmed=certain,
+        )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return bool(self._began_deep) and self._is_deep(record)
 
     def _is_deep(self, record: StepRecord) -> bool:
         return forward_growth(record).decades > math.log10(self.depth_factor)
-
-    def _grown(self, name: str, times: float) -> Finding:
-        return Finding(
-            summary=f"The output of {called(name)} is {figure(times, 2)}x as large as ever before",
-            advice=("Lower the learning rate or warm it up", "Clip gradients", "Add normalization"),
-            value=times,
-            threshold=self.factor,
-            module_name=name,
-        )
-
-    def _deep(self, growth: Growth, baseline: Baseline) -> Finding:
-        where, times = _began_large(baseline) or growth.stretch, 10**growth.decades
-        assert where is not None
-        return Finding(
-            summary=f"Activations grow {figure(times, 2)}-fold through the network",
-            cause=where.growth,
-            advice=(
-                "Make the initial weights smaller (He or Xavier initialization)",
-                "Scale the inputs",
-                "Add normalization",
-            ),
-            value=times,
-            threshold=self.depth_factor,
-            module_name=where.first,
-        )
 
 
 class ExplodingGradient(Detector):
@@ -156,7 +149,6 @@ class ExplodingGradient(Detector):
     def set_up(self) -> None:
         self._depths, self._gains = deque(maxlen=50), deque(maxlen=10)
         self._amplified = deque(maxlen=LENGTH)
-        self._blame = Blame()
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.all_grads_finite:
@@ -168,13 +160,8 @@ class ExplodingGradient(Detector):
                 or self._before_clipping(record, baseline)
                 or self._over_depth(record, baseline)
             )
-        just_jumped = baseline.norm.since_jump < _LASTING and not record.full
-        is_candidate = (
-            just_jumped
-            or self._amplified_steps == 1
-            or self._deep_steps > 0
-            or self._may_be_from_loss
-        )
+        is_candidate = baseline.norm.since_jump < _LASTING and not record.full
+        is_candidate |= self._amplified_steps == 1 or self._deep_steps > 0 or self._may_be_from_loss
         self.needs_full_step = self.active_alert is None and is_candidate
         blamed, alert = self._blame.stretch, self.active_alert
         if found is None or alert is None or not self._blame.is_corrected:
@@ -213,10 +200,10 @@ class ExplodingGradient(Detector):
         falls = ", while the loss falls without bound" if is_unbounded else ""
         return self._found(
             baseline,
-            value=total,
-            threshold=norm.usual * self.lasting_factor,
-            summary=f"The gradient norm is {figure(total)}, {figure(total / norm.usual)}x above "
-            f"usual{falls}",
+            f"The gradient norm is {figure(total)}, {figure(total / norm.usual)}x above usual"
+            f"{falls}",
+            total,
+            norm.usual * self.lasting_factor,
             confined=confined_growth(record, norm.usual),
             advice=_UNBOUNDED if is_unbounded else (),
         )
@@ -238,10 +225,10 @@ class ExplodingGradient(Detector):
         what = "Before clipping the gradient norm" if scale > _IS_CLIPPED else "The gradient norm"
         return self._found(
             baseline,
-            value=norm,
-            threshold=norm / times * self.factor,
-            summary=f"{what} is {figure(norm)}, {figure(times, 2)}x the usual for such a gradient "
-            "of the loss",
+            f"{what} is {figure(norm)}, {figure(times, 2)}x the usual for such a gradient of the "
+            "loss",
+            norm,
+            norm / times * self.factor,
             confined=confined_growth(record, norm / times, scale),
         )
 
@@ -277,10 +264,10 @@ class ExplodingGradient(Detector):
             return None
         return self._found(
             baseline,
-            value=10**product,
-            threshold=self.depth_factor,
-            summary=f"Activations grow {figure(10**forward.decades, 2)}-fold in the forward pass, "
-            f"and gradients {figure(10**backward.decades, 2)}-fold in the backward pass",
+            f"Activations grow {figure(10**forward.decades, 2)}-fold in the forward pass, and "
+            f"gradients {figure(10**backward.decades, 2)}-fold in the backward pass",
+            10**product,
+            self.depth_factor,
             where=_began_large(baseline) or forward.stretch,
             advice=_WEIGHTS if baseline.is_young else _STEPS_TOO_LARGE,
         )
@@ -290,27 +277,22 @@ class ExplodingGradient(Detector):
         just_jumped = baseline.gradients_led and baseline.norm.since_jump < _LASTING
         if self.active_alert is not None or not (self._deep_steps or just_jumped):
             return None
-        return self._found(
-            baseline,
-            value=math.inf,
-            threshold=self.depth_factor,
-            summary="The gradients grew until they overflowed",
-        )
+        summary = "The gradients grew until they overflowed"
+        return self._found(baseline, summary, math.inf, self.depth_factor)
 
     def _found(
         self,
         baseline: Baseline,
-        *,
+        summary: str,
         value: float,
         threshold: float,
-        summary: str,
+        *,
         where: Stretch | None = None,
         confined: Stretch | None = None,
-        cause: str | None = None,
         advice: tuple[str, ...] = (),
     ) -> Finding:
         """Return a finding that blames ``where``, else the batch or the first growth."""
-        batch, batch_steps = 0.0, list[int]()
+        cause, batch, batch_steps = None, 0.0, list[int]()
         if where is None and not baseline.follows_rate_jump:
             where, batch = self._blame.stretch, self._blame.batch
             if where is None and confined is None and baseline.norm.since_jump <= LATEST:
@@ -350,13 +332,11 @@ _LOSSES = 2  # tried 1 and 4
 _CERTAIN = 1.5  # a factor of 30: resnet_nonorm_explodes overflows before a second full step
 _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 
-_WEIGHTS = (
-    "Make the initial weights smaller (He or Xavier initialization)",
-    "Scale down the branches of residual blocks",
-    "Add normalization",
-)
+_WARM_UP = "Lower the learning rate or warm it up"
+_INITIALIZE = "Make the initial weights smaller (He or Xavier initialization)"
+_WEIGHTS = (_INITIALIZE, "Scale down the branches of residual blocks", "Add normalization")
 _CLIP = "Clip gradients (clip_grad_norm_)"
 _BATCH = ("Check the data and the normalization of that batch", _CLIP)
 _UNBOUNDED = ("Check for a term of the loss with the wrong sign, or without a lower limit",)
 _ONE_LAYER = ("Check for a term of the loss, a backward function or a hook of this layer", _CLIP)
-_STEPS_TOO_LARGE = (_CLIP, "Lower the learning rate or warm it up", "Check the batch")
+_STEPS_TOO_LARGE = (_CLIP, _WARM_UP, "Check the batch")

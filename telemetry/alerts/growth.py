@@ -202,11 +202,11 @@ class Blame:
     def _grown_outputs(self, record: StepRecord) -> Growth | None:
         """Return the growth of the batch and then of each output; None if none has grown."""
         given, rows = record.inputs.get(""), record.activations.rows
-        batch = math.nan if given is None else given.variation
-        batch_size = math.nan if given is None else rms_of(given.rows)[given.row]
+        batch, batch_size = math.nan, math.nan
+        if given is not None:
+            batch, batch_size = given.variation, rms_of(given.rows)[given.row]
         names = [_BATCH_KEY, *record.activations]
-        now = np.concatenate([[batch], rows.variation])
-        sizes = np.concatenate([[batch_size], rms_of(rows)])
+        now, sizes = np.append(batch, rows.variation), np.append(batch_size, rms_of(rows))
         usual = np.array([self._outputs.get(name, math.nan) for name in names])
         with np.errstate(all="ignore"):
             levels = np.where((now > 0) & (now < math.inf) & (usual > 0), np.log10(now / usual), 0)

@@ -1,4 +1,4 @@
-"""Outputs that collapse: attention to single tokens, huge logits, one vector for all inputs."""
+"""Outputs that collapse or spread: attention, logits, experts, one vector, 8-bit floats."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import re
 
 import numpy as np
 
-from telemetry.alerts.baseline import FEW_SAMPLES, Baseline
+from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Figures, Marks
 from telemetry.alerts.detector import EXPLOSIONS, INACTIVE, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.window import LATEST
+from telemetry.layers import table
 from telemetry.layers.module_types import AFFINE
+from telemetry.layers.units import ranges
 from telemetry.plain_text import called, figure
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import edges
@@ -183,9 +185,6 @@ class OutputCollapse(Detector):
     share = 0.02  # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     _highest: dict[Output, float]
 
-    def set_up(self) -> None:
-        self._highest = {}
-
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         outputs, rows = [*record.outputs], Tensors.of(record.outputs).rows
         sizes, counts, collapsed = rms_of(rows), rows.unit_count, []
@@ -246,3 +245,158 @@ def _alike(record: StepRecord) -> Finding | None:
 _ROUNDING = 1e-4  # of their range
 _UNITS = 8
 _VARIES = 0.3
+
+
+class ExpertCollapse(Detector):
+    """Experts that had an even load or more get no tokens any more. A warning if they are half of
+    the router's experts; also a note if half of all experts get none, whatever they had.
+
+    Evidence: the router, its experts without tokens, and how many tokens even loads would give.
+    Causes: load balancing that is missing, weak or of the wrong sign; a high rate of the router.
+    Remedies: a balancing loss or bias, a lower learning rate of the router, noise in its logits.
+    Silent: experts that are rare from the start, routers that are not recognized.
+    Example: model.router.bias.data[0] += 100.0
+    Args:
+        tokens: Tokens that even loads would have given each of these experts meanwhile.
+        share: Share of a router's experts.
+
+    An expert has none if it gets at most 1 % of an even load. If it had a tenth of one, it would
+    have none among 100 expected tokens in 5 of 100,000 cases.
+    """
+
+    kind = "expert_collapse"
+    on = "full"
+    severity = "note"
+    confirm_after = 2
+    clear_after = 3
+    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "weight_jump"}
+    explained_by_rate_jump = True
+    tokens = 100.0
+    share = 0.5
+    # For each router: expected tokens since an expert's last ones, and its highest share of an
+    # even load, [2, experts].
+    _seen: dict[str, Figures]
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        self.needs_full_step = False
+        findings: list[Finding] = []
+        for name, load in record.expert_loads.items():
+            even = load.sum() / len(load)
+            seen = self._seen.get(name)
+            if seen is None or seen.shape[1] != len(load):
+                seen = np.zeros((2, len(load)))
+            missed = np.where(load <= _NONE * even, seen[0] + even, 0.0)
+            highest = np.maximum(seen[1], load / max(even, 1.0))
+            self._seen[name] = np.stack([missed, highest])
+            idle, had = missed >= self.tokens, highest >= _HAD
+            are_half = idle.mean() >= self.share
+            might = not are_half and (had & (missed > 0)).mean() >= self.share
+            self.needs_full_step |= bool(might and self.active_alert is None)
+            chosen = idle if are_half else idle & had
+            if chosen.any():
+                is_warning = bool((idle & had).mean() >= self.share)
+                findings.append(self._found(name, chosen, missed[chosen].min(), is_warning))
+        return max(findings, key=lambda found: found.severity == "warning", default=None)
+
+    def _found(self, name: str, idle: Marks, missed: float, is_warning: bool) -> Finding:
+        active = self.active_alert
+        return Finding(
+            summary=f"{int(idle.sum())} of {len(idle)} experts of {called(name)} get no tokens: "
+            f"{ranges(idle)}. Even loads would have given each {missed:,.0f}",
+            advice=(
+                "Check the sign and the weight of the balancing loss or bias",
+                "Lower the learning rate of the router, or add noise to its logits",
+            ),
+            value=float(idle.mean()),
+            threshold=self.share,
+            module_name=name,
+            severity="warning" if is_warning else "note",
+            escalates=is_warning and active is not None and active.severity == "note",
+        )
+
+
+_NONE = 0.01  # of an even load
+_HAD = 1.0  # of an even load
+
+
+class LowPrecision(Detector):
+    """Activations or weights of a layer spread so far that 8-bit floats (e4m3) round many to zero.
+    Or one unit is far larger than the median unit. Neither was so in the first steps.
+
+    Evidence: the layer, the share or the ratio, and its highest value in the first steps.
+    Causes: a unit or a weight that grows without bound, such as a massive activation.
+    Remedies: scale blocks instead of whole tensors, keep the layer in bfloat16, normalize.
+    Silent: gradients, whose range widens as a model converges; layers without parameters.
+    Example: layer.bias.data[0] += 1e7
+    Args:
+        share: Share of the activations or weights that round to zero; a tenth of it at first.
+        outlier_ratio: Largest magnitude of a unit over the median unit's; a tenth of it at first.
+
+    Sources: Dettmers et al. 2022 (https://arxiv.org/abs/2208.07339) and Sun et al. 2024
+    (https://arxiv.org/abs/2402.17762) on single large units of language models.
+    """
+
+    kind = "low_precision"
+    on = "full"
+    severity = "note"
+    confirm_after = 2
+    clear_after = 3
+    explained_by = (
+        INACTIVE
+        | EXPLOSIONS
+        | RISEN_LOSSES
+        | {"exponential_trend", "weight_jump", "output_collapse", "no_learning"}
+    )
+    # No layer with parameters in 202 healthy recordings reaches a quarter of these limits.
+    share = 0.1
+    outlier_ratio = 100.0
+    _names: tuple[str, ...] = ()
+    _highest: Figures  # in the first steps, [statistics, modules]
+    _seen: int = 0
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        names = tuple(record.layout.position)
+        if names != self._names:
+            self._names, self._seen = names, 0
+            self._highest = np.full((len(_SPREADS), len(names)), -math.inf)
+        measured, owning = table(record), record.layout.owning
+        values = np.full(self._highest.shape, np.nan)
+        for row, (name, _) in enumerate(_SPREADS):
+            values[row, owning] = measured.column(name)[owning]
+        values[-1, measured.outputs.rows.unit_count < _UNITS] = np.nan
+        if self._seen < _FEWEST_STEPS or baseline.age < LATEST:
+            self._seen += 1
+            self._highest = np.fmax(self._highest, values)
+            return None
+        limits = np.array([self.share, self.share, self.outlier_ratio])
+        was_low = (self._highest >= 0) & (values >= _TIMES * self._highest)
+        exceeds = was_low & (values >= limits[:, None])
+        if not exceeds.any():
+            return None
+        place, row = map(int, np.argwhere(exceeds.T)[0])
+        value, highest = float(values[row, place]), max(float(self._highest[row, place]), 0.0)
+        where, before = called(names[place]), f"{highest:.1%}"
+        what = f"8-bit floats round {value:.0%} of the {_SPREADS[row][1]} of {where} to zero"
+        if row == len(_SPREADS) - 1:
+            what = f"One unit of {where} is {figure(value, 2)}x the median unit"
+            before = f"{figure(highest, 2)}x"
+        return Finding(
+            summary=f"{what}, at most {before} in the first steps",
+            cause="Single values are far larger than the others",
+            advice=(
+                "Ignore it unless you train or deploy in 8 bits",
+                "Scale blocks of the tensor, or keep this layer in bfloat16",
+            ),
+            value=value,
+            threshold=float(limits[row]),
+            module_name=names[place],
+        )
+
+
+_SPREADS = (
+    ("fp8_underflow", "activations"),
+    ("weight_fp8_underflow", "weights"),
+    ("outlier_ratio", "units"),
+)  # statistics of layers, and their values
+_TIMES = 10.0
+_FEWEST_STEPS = 3

@@ -124,10 +124,7 @@ def _alone(facts: RankFacts) -> Finding | None:
     rank, where = facts.first_nonfinite
     return Finding(
         summary=f"NaN or infinity on {facts.called(rank)} alone, first in {printable(where)}",
-        advice=(
-            "Check the samples of this rank",
-            "Exclude the host if it happens there again",
-        ),
+        advice=("Check the samples of this rank", "Exclude the host if it happens there again"),
         value=1.0,
         threshold=0.0,
     )

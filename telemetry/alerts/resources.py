@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -24,33 +25,32 @@ class _Times(NamedTuple):
     parts: tuple[float, ...]
     tokens: float
 
-    @staticmethod
-    def of(record: StepRecord) -> _Times:
-        parts = tuple([record.usage[tag] for tag in TIMES])
-        return _Times(record.bare_step_s, parts, record.tokens)
-
 
 class _OfSteps(Detector):
-    """Detector of the times of steps; full steps count only where no other was seen.
+    """Detector of the times of 50 steps; full steps count only where no other was seen.
 
     A resumed run may be on another machine, so that a checkpoint has none of them.
     """
 
-    _ONLY_FULL = 50  # full steps in a row without another step, after which they count
-
     def set_up(self) -> None:
         self._full_in_a_row = 0
+        self._latest = deque[_Times](maxlen=_STEPS)
+        self._usual = list[_Times]()  # the first 200: a window would follow a slow rise
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.bare_step_s:
             return None
         self._full_in_a_row = self._full_in_a_row + 1 if record.full else 0
-        if record.full and self._full_in_a_row < self._ONLY_FULL:
+        if record.full and self._full_in_a_row < _ONLY_FULL:
             return None
-        return self.find_in(_Times.of(record), record.ranks)
+        if len(self._latest) == _STEPS and len(self._usual) < 4 * _STEPS:
+            self._usual.append(self._latest[0])
+        parts = tuple([record.usage[tag] for tag in TIMES])
+        self._latest.append(_Times(record.bare_step_s, parts, record.tokens))
+        return self.find_in(record.ranks)
 
-    def find_in(self, times: _Times, ranks: RankFacts | None) -> Finding | None:
-        """Return the fault that the times of this step show together with earlier ones."""
+    def find_in(self, ranks: RankFacts | None) -> Finding | None:
+        """Return the fault that the latest steps show."""
         raise NotImplementedError
 
 
@@ -75,19 +75,14 @@ class InputBound(_OfSteps):
     share = 0.4
     seconds = 0.005  # chosen manually: index selects of healthy loops take up to a millisecond
 
-    def set_up(self) -> None:
-        super().set_up()
-        self._latest = deque[_Times](maxlen=_STEPS)
-
-    def find_in(self, times: _Times, ranks: RankFacts | None) -> Finding | None:
-        self._latest.append(times)
-        if len(self._latest) < _STEPS or self._share() <= self.share:
+    def find_in(self, ranks: RankFacts | None) -> Finding | None:
+        if len(self._latest) < _STEPS or (share := self._share()) <= self.share:
             return None
-        wait_s, step_s = (median(t.parts[0] for t in self._latest), self._step_s())
+        wait_s, step_s = _median_s(self._latest, part=0), _median_s(self._latest)
         if wait_s < self.seconds:
             return None
         return Finding(
-            summary=f"Half of the last {_STEPS} steps waited for data {self._share():.0%} of their "
+            summary=f"Half of the last {_STEPS} steps waited for data {share:.0%} of their "
             f"time or more ({figure(wait_s)} s of {figure(step_s)} s)",
             cause=slowest_rank(ranks),
             advice=(
@@ -97,7 +92,7 @@ class InputBound(_OfSteps):
                 "Decode and resize once, and store the result",
                 "Check what else the loop does between optimizer.step() and the next batch",
             ),
-            value=self._share(),
+            value=share,
             threshold=self.share,
         )
 
@@ -106,9 +101,6 @@ class InputBound(_OfSteps):
 
     def _share(self) -> float:
         return median([t.parts[0] / t.step_s for t in self._latest])
-
-    def _step_s(self) -> float:
-        return median(t.step_s for t in self._latest)
 
 
 class SlowSteps(_OfSteps):
@@ -131,25 +123,14 @@ class SlowSteps(_OfSteps):
     factor = 2.0
     seconds = 30.0
 
-    def set_up(self) -> None:
-        super().set_up()
-        self._latest = deque[_Times](maxlen=_STEPS)
-        self._usual = list[_Times]()  # the first: a window would follow a slow rise
-
-    def find_in(self, times: _Times, ranks: RankFacts | None) -> Finding | None:
-        if len(self._latest) == _STEPS and len(self._usual) < 4 * _STEPS:
-            self._usual.append(self._latest[0])
-        self._latest.append(times)
+    def find_in(self, ranks: RankFacts | None) -> Finding | None:
         if len(self._usual) < _STEPS:
             return None
         growth = self._growth()
         if growth < self.factor or sum(t.step_s for t in self._latest) < self.seconds:
             return None
-        now, before = (median(t.step_s for t in of) for of in (self._latest, self._usual))
-        parts = [
-            [median([t.parts[n] for t in of]) for of in (self._usual, self._latest)]
-            for n in range(len(TIMES))
-        ]
+        now, before = _median_s(self._latest), _median_s(self._usual)
+        parts = [(_median_s(self._usual, n), _median_s(self._latest, n)) for n in range(len(TIMES))]
         added = [late - early for early, late in parts]
         part = added.index(max(added))
         # Parts below a twentieth of a step are mostly noise.
@@ -170,13 +151,18 @@ class SlowSteps(_OfSteps):
 
     def _growth(self) -> float:
         """Return the growth of the median step, relative to that of its tokens."""
-        growth = median(t.step_s for t in self._latest) / median(t.step_s for t in self._usual)
         before = median(t.tokens for t in self._usual)
         longer = median(t.tokens for t in self._latest) / before if before else 1.0
-        return growth / max(longer, 1.0)
+        return _median_s(self._latest) / _median_s(self._usual) / max(longer, 1.0)
+
+
+def _median_s(steps: Iterable[_Times], part: int | None = None) -> float:
+    """Return the median of the steps' seconds, or of those of one part."""
+    return median([t.step_s if part is None else t.parts[part] for t in steps])
 
 
 _STEPS = 50
+_ONLY_FULL = 50  # full steps in a row without another step, after which they count
 _ALL_SLOWER = 1.5  # chosen manually: times its usual, of each part
 _CLEARED = 0.75  # of a threshold, below which an alert resolves
 _IN_WORDS = ("waiting for data", "the forward pass", "the backward pass", "the optimizer")

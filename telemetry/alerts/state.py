@@ -30,7 +30,7 @@ def to_plain(value: object) -> Any:
         return sorted(map(to_plain, value))
     if value is None or isinstance(value, int | float | str):
         return value
-    return {name: to_plain(getattr(value, name)) for name in _state_hints(type(value))}
+    return {name: to_plain(getattr(value, name)) for name in state_hints(type(value))}
 
 
 def restore(target: object, plain: object) -> None:
@@ -40,6 +40,12 @@ def restore(target: object, plain: object) -> None:
         TypeError, ValueError, KeyError: The plain values do not fit the object.
     """
     vars(target).update(vars(_restored(type(target), plain, target)))
+
+
+def empty(hint: Any) -> Any:
+    """Return the empty container of a type, or a new object of a class."""
+    kind = get_origin(hint) or hint
+    return np.zeros(0, _dtype(hint)) if kind is np.ndarray else kind()
 
 
 def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
@@ -67,7 +73,7 @@ def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
 def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is np.ndarray:
-        return np.array(plain, get_args(arguments[1])[0])
+        return np.array(plain, _dtype(hint))
     if origin is dict:
         return {_restored(arguments[0], k): _restored(arguments[1], v) for k, v in plain}
     if origin is None:  # a named tuple
@@ -79,7 +85,7 @@ def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
 
 
 def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
-    hints = _state_hints(hint)
+    hints = state_hints(hint)
     if is_dataclass(hint):
         fields = {name: _restored(hints[name], item) for name, item in plain.items()}
         return cast("Any", hint)(**fields)
@@ -89,7 +95,11 @@ def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
     return filled
 
 
-def _state_hints(kind: Any) -> dict[str, Any]:
+def _dtype(hint: Any) -> Any:
+    return get_args(get_args(hint)[1])[0]
+
+
+def state_hints(kind: Any) -> dict[str, Any]:
     """Return names and types of the state of a class."""
     hints = get_type_hints(kind)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}

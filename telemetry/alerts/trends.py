@@ -236,9 +236,7 @@ class UnboundedLoss(Detector):
         guess = -math.log(self._classes) if self._classes > 2 else math.nan
         if abs(first - guess) < _NEAR * -guess and recent < (1 + _FALLEN) * min(first, guess):
             return self._found(
-                recent,
-                guess,
-                f"started near -ln {self._classes} = {figure(guess, 4)} and falls",
+                recent, guess, f"started near -ln {self._classes} = {figure(guess, 4)} and falls"
             )
         if not recent < 0 or not measured or len(self._points) < _FEWEST_POINTS:
             return None

@@ -173,6 +173,10 @@ class Loss:
         usual = median_high(before) if before else math.nan
         return LossJump(before=usual, limit=limit, first=first, peak=peak)
 
+    def rise(self, peak: float) -> Rise:
+        """Return the rise from the window to the highest loss up to now."""
+        return Rise(first=self.first, usual=self.window.usual, peak=peak)
+
     @property
     def is_unbounded(self) -> bool:
         """Whether the loss is below -10 times the first one: it seems to have no lower limit."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from telemetry.alerts.check_kinds import CheckKind
 from telemetry.alerts.configuration import KINDS, closest
 from telemetry.alerts.detector import Detector
 
@@ -31,7 +30,7 @@ class Meaning:
     causes: tuple[str, ...]  # kinds, and a jump of the learning rate, that may be the root cause
 
 
-def meaning_of(detector: type[Detector] | type[CheckKind]) -> Meaning:
+def meaning_of(detector: type[Detector]) -> Meaning:
     """Return the part of a detector's docstring that is for users.
 
     That is the first paragraph and the fields after it. The reasons of the decision follow.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from telemetry import Alert
-from telemetry.alerts.experts import ExpertCollapse
+from telemetry.alerts.outputs import ExpertCollapse
 from telemetry.records import StepRecord
 from tests.helpers.small_records import full_record
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 
 from telemetry import HookLogger
 from telemetry.alerts.engine import Engine
-from telemetry.alerts.loss_spike import LossBurst, LossSpike
+from telemetry.alerts.losses import LossBurst, LossSpike
 from telemetry.reading.run import open_run
 from telemetry.testing import alerts_of, capture_run
 from tests.helpers.figures import figures

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from telemetry import Alert
-from telemetry.alerts.low_precision import LowPrecision
+from telemetry.alerts.outputs import LowPrecision
 from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
 

@@ -1,0 +1,497 @@
+"""Losses that rise: large steps, jumps of the loss, and bursts of high losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from telemetry.alerts.baseline import (
+    AFTER_JUMP,
+    FEW,
+    JUMP,
+    LARGE_STEP,
+    NEVER,
+    Baseline,
+    Figures,
+    finite_loss,
+)
+from telemetry.alerts.detector import EXPLOSIONS, RATE_ADVICE, Detector, Finding
+from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT, Logged, LossJump, Rise
+from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
+from telemetry.layers.onset import Onset
+from telemetry.plain_text import called, figure, steps_in_words
+from telemetry.records import StepRecord
+from telemetry.records.moments import mean_of, rms_of
+from telemetry.records.rows import Rows
+from telemetry.records.tensor import figures_of
+
+
+class LossDivergence(Detector):
+    """Steps move the weights by too large a share of their norm. The loss stays far above its past
+    or loses half of its progress. Or gradients are never zeroed and add up.
+
+    Evidence: the learning rate, and the value before it rose.
+    Causes: a learning rate that is too large; a missing ``optimizer.zero_grad()``.
+    Remedies: divide the learning rate by 3 to 10, warm it up; zero gradients in every step.
+    Silent: a harder task, an annealed term, gradients that jumped first.
+    Example: optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
+    Args:
+        update_ratio: Share of its norm by which a step moves the median weight matrix.
+        losses: Consecutive losses far above those before.
+
+    Healthy update ratios are 0.001 to 0.01, and larger in the first steps while the loss falls. The
+    losses must rise within 20 steps of a large one. One less suffices after a jump of the rate, or
+    in the first steps if the loss is several times as high. :class:`Rise` decides when it resolves,
+    :class:`SummedGradients` whether gradients add up.
+    """
+
+    kind = "loss_divergence"
+    clear_after = 10  # losses
+    explained_by = EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
+    update_ratio = LARGE_STEP
+    losses = 3  # at 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
+    _ratio: float = 0.0
+    _large_at: int = -NEVER
+    _sums: SummedGradients
+    _rise: Rise | None = None
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        self._sums.add(record)
+        ratio = baseline.step_ratio if record.update_ratios else baseline.ratio_now
+        if ratio >= self.update_ratio:
+            self._large_at, self._ratio = record.step, ratio
+        loss = baseline.loss
+        rises = loss.high or loss.losses_lost == RECENT
+        several = baseline.since_rate_jump <= _JUST or self._sums.needs_full_step
+        lasts = baseline.may_step_far or len(loss.high) != 1
+        is_candidate = several or (rises and lasts and not record.full)
+        self.needs_full_step = bool(is_candidate) and self.active_alert is None
+        self.full_steps_in_a_row = 3 if several else 1
+        if self._sums.is_sure:
+            norm = record.total_grad_norm
+            return Finding(
+                summary="Gradients add up from step to step: their norm is "
+                f"{figure(norm)}, and grows",
+                cause="They are never zeroed",
+                advice=(
+                    "Call optimizer.zero_grad() in every step, before backward()",
+                    "To accumulate gradients, step once for all of them, and zero them then",
+                ),
+                value=norm,
+                threshold=0.0,
+            )
+        now = finite_loss(record)
+        if self.active_alert is not None or now is None:
+            return None
+        is_new = baseline.is_young and loss.excess > _FAR
+        enough = self.losses - (is_new or baseline.follows_rate_jump)
+        # With fewer than a hundred steps, the best loss may be luck.
+        lost = loss.losses_lost >= RECENT and baseline.age > LENGTH
+        is_high = len(loss.high) >= enough or lost
+        if not is_high or record.step - self._large_at > AFTER_JUMP or baseline.gradients_led:
+            return None
+        self._rise = loss.rise(loss.window.usual)
+        rate, lowest = baseline.rate, baseline.lowest_rate
+        cause = f"The learning rate is {figure(rate)}" if rate > 0 else None
+        if 0 < lowest * JUMP <= rate:
+            cause = f"The learning rate rose from {figure(lowest)} to {figure(rate)}"
+        moved = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{figure(self._ratio, 2)}x"
+        name, too_large = baseline.large_start
+        return Finding(
+            summary=f"The loss rose to {figure(now, 4)}, and one optimizer step moves the "
+            f"weights by {moved} their norm",
+            cause=too_large or cause,
+            advice=_INITIALIZE if name else _LOWER,
+            value=self._ratio,
+            threshold=self.update_ratio,
+            module_name=name or None,
+        )
+
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
+        if (loss := finite_loss(record)) is None:
+            return True
+        return self._rise is not None and not self._rise.is_undone(loss)
+
+
+_LOWER = ("Divide the learning rate by 3 to 10", "Warm it up")
+_INITIALIZE = (
+    "Make these weights smaller: PyTorch's defaults start at 0.4x He initialization",
+    *_LOWER,
+)
+_JUST = 2  # full steps after a jump of the learning rate; tried 1 and 4
+_FAR = 3.0  # times the loss; meta_learning, which learns, has 2.4 in its first steps
+
+
+class SummedGradients:
+    """Test whether each step's gradients are added to those of the step before.
+
+    A bias is added to each output of its layer, so its gradient is the sum of the gradients of
+    these outputs (chain rule). Both sums are measured at full steps. At two consecutive full
+    steps, the gradient of a bias is
+
+    - that sum, if gradients are zeroed;
+    - that sum plus the bias's gradient of the step before, if they are not.
+
+    Clipping and loss scaling multiply all gradients by one factor, which is estimated if
+    there are several layers. If neither holds (gradients averaged over ranks, a second backward
+    pass, noise), the result is undecided.
+    """
+
+    is_sure: bool = False  # two consecutive pairs of steps show it, and none since contradicts
+    needs_full_step: bool = False  # two consecutive full steps would decide
+    _step: int = -2
+    _biases: dict[str, float]
+    _pairs: int = 0
+    _norms: tuple[float, ...] = ()
+    _requested: int = 0
+
+    def __init__(self) -> None:
+        self._biases = {}
+
+    def add(self, record: StepRecord) -> None:
+        if len(self._norms) <= _RISING:  # sums grow at each of the first steps
+            self._norms = (*self._norms, record.total_grad_norm)
+            rises = len(self._norms) > _RISING and bool(np.all(np.diff(self._norms) > 0))
+            self._request(rises and self._norms[-1] > _SUMMED * self._norms[0])
+        is_first = len(self._norms) == 1
+        if not record.full:
+            return
+        given, biases = _sums(record)
+        before = self._biases if record.step == self._step + 1 else {}
+        if given:
+            now, own = np.array([biases[name] for name in given]), np.array([*given.values()])
+            if _is_one_factor(now, own):
+                self._pairs, self.is_sure, self.needs_full_step = 0, False, False
+            elif before.keys() >= given.keys():
+                old = np.array([before[name] for name in given])
+                self._pairs = self._pairs + 1 if _is_one_factor(now, own + old) else 0
+                self.is_sure |= self._pairs >= _PAIRS
+                self.needs_full_step &= not self.is_sure and self._pairs > 0
+            elif is_first:  # there is nothing to add: the test does not work for this model
+                self._requested = _REQUESTED
+            else:
+                self._request(not self.is_sure)
+        self._step, self._biases = record.step, biases
+
+    def _request(self, might: bool) -> None:
+        if might and not self.needs_full_step and self._requested < _REQUESTED:
+            self.needs_full_step = True
+            self._requested += 1
+
+
+def _sums(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the sums of each layer's output gradients, and its bias's gradient.
+
+    Sums that cancel out are omitted, as for the logits of a cross entropy.
+    """
+    given, biases, layout = {}, {}, record.layout
+    of_biases, rows = figures_of(record.grads, _sum_of), record.activation_grads.rows
+    totals, limits = _sum_of(rows), _ROUNDING * rms_of(rows) * rows.count
+    for row, name in enumerate(record.activation_grads):
+        bias = of_biases.get(f"{name}.bias")
+        adds_bias = layout.modules[layout.position[name]].type_name in _ADD_BIAS
+        if bias is not None and adds_bias and rows.count[row]:
+            biases[name] = bias
+            if abs(totals[row]) > limits[row]:
+                given[name] = float(totals[row])
+    return given, biases
+
+
+def _sum_of(rows: Rows) -> Figures:
+    """Return the sums of the finite values, scaled to all values."""
+    return mean_of(rows) * rows.count  # type: ignore[no-any-return]
+
+
+def _is_one_factor(values: Figures, others: Figures) -> bool:
+    """Whether ``values == factor * others`` for one factor of at most 1; of one value, for 1."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = values / others
+    if np.isnan(ratios).any():
+        return False
+    factor = median(ratios.tolist()) if len(ratios) >= _FEW else 1.0
+    if factor > 1 + _NEAR:
+        return False
+    near = np.abs(ratios - factor) <= _NEAR * abs(factor)
+    return bool(np.count_nonzero(near) > _MOST * len(near))
+
+
+_ADD_BIAS = AFFINE | NORMALIZATIONS
+# Five random norms rise at each step once in 120 times: that costs full steps, no alert.
+_RISING = 4  # consecutive steps with a larger norm than the one before
+_SUMMED = 2.0  # times the first norm; five independent gradients add up to 2.2
+_PAIRS = 2  # one may be a coincidence
+_REQUESTED = 3  # times; more evaluations would show nothing
+_ROUNDING = 1e-4  # a thousand times float32's
+_NEAR = 0.01  # sums are exact to 1e-5, in bfloat16 to 0.004
+_MOST = 0.7  # of the layers: the user's hooks may change some
+_FEW = 2
+
+
+class LossSpike(Detector):
+    """Losses jump far above the last hundred, because the learning rate jumped, gradients left
+    their baseline first, or one batch is bad. A note without a reason.
+
+    Evidence: the step of the jump, the highest loss, the five layers that changed first.
+    Causes: a schedule, an optimizer state, a batch with a wrong unit, label or mask.
+    Remedies: cap the schedule, clip gradients, check that batch.
+    Silent: warm restarts, losses with heavy tails, jumps below 3 % of the first loss.
+    Args:
+        distance: Ranges above the window, where gradients changed first.
+        batch_distance: Ranges above the window, for a single batch.
+
+    A range is the highest minus the lowest of a hundred losses, without the latest. A harder task
+    also lets the loss jump: a note, once per hundred steps, as is a jump that stays for 20 steps
+    where half of the progress is lost. Reasons of a warning:
+
+    - The learning rate is three times the highest that the run survived, and two losses are far
+      above the window, or the last five are worse (the range is wide after a fast fall).
+    - Gradients changed before the loss, and three consecutive losses are ``distance`` above. A new
+      task changes both in one step, broken weights change gradients first.
+    - One to five losses are ``batch_distance`` above, and the next is usual. With tails without a
+      mean (Pareto, index 1), one loss exceeds the highest of ``n`` by ``k`` with probability
+      ``1 / (k n)``: fewer losses, and heavy tails, need more ranges.
+
+    It resolves when :class:`Rise` is undone, or at a usual loss while the rate is still high.
+    """
+
+    kind = "loss_spike"
+    on = "loss"
+    clear_after = RECENT
+    explained_by = EXPLOSIONS | {"loss_divergence", "dead_units", "saturated_units", "nonfinite"}
+    distance = 2.0  # GANs and PPO stay below 0.3
+    # A batch with one example of a rare class, weighted 100 times (rare_class_1to200), is 5 above;
+    # targets in a wrong unit (target_spike) are 80,000.
+    batch_distance = 100.0
+    _before: tuple[Logged, ...] = ()
+    _highest_batch: float = -math.inf
+    _jumped_at: int = -NEVER
+    _noted_at: int = -NEVER
+    _rise: Rise | None = None
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        high, before = tuple(baseline.loss.high), self._before
+        self._before = high
+        latest = (*before, *high, baseline.loss.latest[-1])
+        if baseline.loss.is_floor(max(loss for _, loss in latest)):
+            return None
+        jumped_at = record.step - baseline.since_rate_jump
+        is_new = baseline.since_rate_jump <= FEWEST and jumped_at != self._jumped_at
+        if is_new and (len(high) >= 2 or baseline.loss.is_worse):
+            self._jumped_at = jumped_at
+            jump = baseline.loss.jump_since(jumped_at + 1)
+            times = figure(baseline.rate_after_jump / baseline.rate_before_jump)
+            if self.active_alert is None:
+                self._rise = baseline.loss.rise(jump.peak.loss)
+            return _found(
+                jump,
+                baseline,
+                cause=f"The learning rate jumped {times}-fold to {baseline.new_rate_in_words} at "
+                f"step {jumped_at}",
+                module_name=baseline.jumped[0] if baseline.jumped else None,
+                advice=RATE_ADVICE,
+                escalates=self.active_alert is not None,
+            )
+        if before and not high:
+            return self._of_batch(before, record, baseline)
+        window = baseline.loss.window
+        if self.active_alert is not None or len(high) != _IN_A_ROW:
+            return self._for_good(record, baseline)
+        if (
+            min(window.ranges_above(loss) for _, loss in high) * len(window) / LENGTH
+            < self.distance
+        ):
+            return self._for_good(record, baseline)
+        since = high[0].step
+        jump = baseline.loss.jump_since(since)
+        # Falling gradients belong to a low loss.
+        onsets = baseline.layers.onsets(since)
+        early = [onset for onset in onsets if onset.step < since and onset.factor > 1]
+        if len(early) >= FEW * len(baseline.layers.names):
+            self._rise = baseline.loss.rise(jump.peak.loss)
+            ago = steps_in_words(since - early[0].step)
+            return _found(
+                jump,
+                baseline,
+                cause=f"Gradients left their baseline {ago} earlier",
+                advice=(
+                    "Clip gradients, or lower the learning rate or Adam's beta2",
+                    f"Resume from a checkpoint before step {since}, without the batches around it",
+                ),
+                batch_steps=range(early[0].step, since + 1),
+            )
+        return self._of_others(jump, record, baseline)
+
+    def _for_good(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        """Return a lasting loss of half of the progress."""
+        loss = baseline.loss
+        # With fewer losses, the best is luck.
+        is_lost = loss.losses_lost == LATEST and baseline.age > LENGTH
+        if self.active_alert is not None or not is_lost:
+            return None
+        jump = loss.jump_since(round(record.step - (LATEST + RECENT // 2) * baseline.interval))
+        # A GAN's loss drifts.
+        is_jump = loss.median_of(LATEST) > jump.limit
+        return self._of_others(jump, record, baseline) if is_jump else None
+
+    def _of_others(self, jump: LossJump, record: StepRecord, baseline: Baseline) -> Finding | None:
+        """Return a rise that only the inputs explain."""
+        is_known = record.step - self._noted_at <= LENGTH * baseline.interval
+        self._noted_at = record.step
+        if baseline.since_rate_jump <= FEWEST or is_known:
+            return None
+        return _found(
+            jump,
+            baseline,
+            cause="Something else changed: batches, targets, loss or weights",
+            advice=(
+                "Check inputs and labels from this step on, their order and their unit",
+                "Check whether something else than the optimizer wrote to the weights",
+                "Ignore it if the task or the loss changed on purpose",
+            ),
+            severity="note",
+            momentary=True,
+            batch_steps=[jump.first.step - record.loss_delay],
+        )
+
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
+        if self._rise is None or record.loss is None:
+            return False
+        is_undone = self._rise.is_undone(record.loss)
+        if baseline.rate >= baseline.rate_after_jump > 0:
+            return record.loss > self._rise.usual
+        return not is_undone
+
+    def _of_batch(
+        self, high: Sequence[Logged], record: StepRecord, baseline: Baseline
+    ) -> Finding | None:
+        """Return high losses of single batches: the loss is usual again."""
+        window, highest = baseline.loss.window, max(loss for _, loss in high)
+        above = window.ranges_above(highest)
+        if self.active_alert is not None or len(high) > RECENT or not above > 0:
+            return None
+        _, deviation = window.of_latest(LENGTH)
+        deviations = window.range / deviation if deviation else 0.0
+        least = max(self.batch_distance * LENGTH / len(window), deviations**2)
+        known = max(window.highest, self._highest_batch)
+        self._highest_batch = max(self._highest_batch, highest)
+        lowest = window.highest - window.range
+        if above < least or highest - known < least * (known - lowest):
+            return None
+        return _found(
+            baseline.loss.jump_since(high[0].step),
+            baseline,
+            cause=f"The batch: the loss was usual again {steps_in_words(len(high))} later",
+            advice=(
+                "Check that batch: inputs and targets in another unit, a wrong label or mask",
+                "Clip gradients (clip_grad_norm_)",
+            ),
+            resolved=True,
+            batch_steps=[step - record.loss_delay for step, _ in high],
+        )
+
+
+_IN_A_ROW = 3  # losses
+_NAMED = 5  # layers
+
+
+class LossBurst(Detector):
+    """Losses of 3 to 20 steps in a row were far above the hundred before, and then as before.
+
+    Evidence: the steps, and the highest loss.
+    Causes: a broken shard, a batch of another task, other masks.
+    Remedies: check the data of these steps.
+    Silent: single hard batches, and the third time and later.
+    Args:
+        losses: Consecutive high losses, at least; at most 20.
+
+    The loss jumps up and back at once, by half of the range of the hundred before: the weights are
+    not the cause. It is reported after ten losses below three quarters of that range.
+    """
+
+    kind = "loss_burst"
+    on = "loss"
+    severity = "note"
+    explained_by = EXPLOSIONS | {"loss_divergence", "loss_spike", "nonfinite"}
+    losses = 3  # three consecutive ones above a hundred independent losses are one in 200,000
+    _before: float = math.nan
+    _high: tuple[Logged, ...] = ()  # of consecutive bursts
+    _latest: tuple[Logged, ...] = ()
+    _longest: int = 0
+    _normal: int = 0
+    _bursts: int = 0
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        high, loss, window = tuple(baseline.loss.high), record.loss or 0.0, baseline.loss.window
+        if high:
+            self._latest, self._normal = high, 0
+            return None
+        self._normal += 1
+        if (latest := self._latest) and self._normal == 1:
+            jump = min(latest[0].loss - self._before, latest[-1].loss - loss)
+            is_abrupt = len(window) == LENGTH and jump >= window.range / 2
+            if is_abrupt and len(latest) <= LATEST:
+                self._high += latest
+                self._longest = max(self._longest, len(latest))
+            self._latest = ()
+        self._before = loss
+        if self._normal != FEWEST or not self._high:
+            return None
+        first, last = self._high[0].step, self._high[-1].step
+        steps = [step - record.loss_delay for step, _ in self._high]
+        highest, self._high = max(loss for _, loss in self._high), ()
+        longest, self._longest = self._longest, 0
+        usual = sorted(window.values)[3 * len(window) // 4]
+        is_over = baseline.loss.median_of(FEWEST) <= usual and not baseline.loss.is_floor(highest)
+        if longest < self.losses or not is_over:
+            return None
+        self._bursts += 1
+        if self._bursts > _REPORTED or baseline.since_rate_jump < record.step - first + FEWEST:
+            return None
+        return Finding(
+            summary=f"The loss was up to {figure(highest, 4)} from step {first} to {last}, and at "
+            f"most {figure(window.highest, 4)} in the hundred steps before",
+            cause="Other batches, targets or another loss: the loss is usual again",
+            advice=("Check these batches: a broken file, shuffled labels, another task",),
+            value=highest,
+            threshold=window.highest,
+            started_at=first,
+            momentary=True,
+            batch_steps=steps,
+        )
+
+
+_REPORTED = 2  # bursts; more are usual for the data
+
+
+def _found(jump: LossJump, baseline: Baseline, **more: Any) -> Finding:
+    (step, loss), peak = jump.first, jump.peak
+    rise = f", and to {figure(peak.loss, 4)} at step {peak.step}" if peak.loss > loss else ""
+    first = _in_words(baseline.layers.onsets(step), len(baseline.layers.names))
+    return Finding(
+        summary=f"The loss jumped from {figure(jump.before, 4)} to {figure(loss, 4)} at step "
+        f"{step}{rise}{first}",
+        value=peak.loss,
+        threshold=baseline.loss.window.highest,
+        started_at=step,
+        **more,
+    )
+
+
+def _in_words(onsets: Sequence[Onset], count: int) -> str:
+    """Return the first layers that left their baseline, to end a sentence."""
+    first = [onset for onset in onsets if onset.step == onsets[0].step]
+    if len(first) > max(FEW * count, _NAMED):
+        some = f"All {count}" if len(first) == count else f"{len(first)} of {count}"
+        return f". {some} layers left their baseline at step {first[0].step}"
+    named = [f"{called(o.name)} ({_ratio(o.factor)} at step {o.step})" for o in onsets[:_NAMED]]
+    return f". First layers out of their usual range: {', '.join(named)}" if named else ""
+
+
+def _ratio(factor: float) -> str:
+    if not factor < 1:
+        return f"{figure(factor)}x above usual"
+    return f"{figure(1 / factor)}x below usual" if factor else "no gradient"
