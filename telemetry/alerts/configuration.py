@@ -90,37 +90,34 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
 
 
 def _check(name: str, settings: Settings | Detector | None) -> None:
+    given = f"HookLogger(alerts={{{name!r}: "
     if isinstance(settings, Detector):
         if settings.kind != name:
             raise ValueError(
-                f"HookLogger(alerts={{{name!r}: {type(settings).__name__}()}}): its kind is "
-                f"{settings.kind!r}; that has to be the key"
+                f"{given}{type(settings).__name__}()}}): its kind is {settings.kind!r}; that has "
+                "to be the key"
             )
         return
     if isinstance(settings, type):
         called = settings.__name__
-        raise TypeError(
-            f"HookLogger(alerts={{{name!r}: {called}}}): is a class; pass an instance: {called}()"
-        )
+        raise TypeError(f"{given}{called}}}): is a class; pass an instance: {called}()")
     if name not in DETECTORS:
-        close = closest(name, DETECTORS)
-        raise ValueError(f"HookLogger(alerts={{{name!r}: ...}}): no rule has this name; {close}")
+        raise ValueError(f"{given}...}}): no rule has this name; {closest(name, DETECTORS)}")
     if settings is None:
         return
     if not isinstance(settings, Mapping):
         raise TypeError(
-            f"HookLogger(alerts={{{name!r}: {settings!r}}}): must be a dict of parameters, a "
-            "Detector of this kind, or None to omit the rule"
+            f"{given}{settings!r}}}): must be a dict of parameters, a Detector of this kind, or "
+            "None to omit the rule"
         )
-    known = DETECTORS[name].limits()
+    options = [*DETECTORS[name].limits(), "severity"]
     for parameter, value in settings.items():
-        where = f"HookLogger(alerts={{{name!r}: {{{parameter!r}: {value!r}}}}})"
+        where = f"{given}{{{parameter!r}: {value!r}}}}})"
+        if parameter not in options:
+            raise ValueError(f"{where}: no parameter has this name; {closest(parameter, options)}")
         if parameter == "severity":
             if value not in get_args(Severity):
                 raise ValueError(f"{where}: must be one of {', '.join(get_args(Severity))}")
-        elif parameter not in known:
-            options = [*known, "severity"]
-            raise ValueError(f"{where}: no parameter has this name; {closest(parameter, options)}")
         elif not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(f"{where}: must be a number")
         elif not value > 0:

@@ -46,6 +46,7 @@ RATE_ADVICE = (
 EXPLOSIONS = frozenset({"exploding_gradient", "exploding_activation"})
 RISEN_LOSSES = frozenset({"loss_divergence", "loss_spike"})
 INACTIVE = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
+LOST = EXPLOSIONS | RISEN_LOSSES | INACTIVE
 
 
 class Detector(Rule):
@@ -134,12 +135,10 @@ class Detector(Rule):
 
     def evaluate(self, record: StepRecord, baseline: Baseline) -> list[Alert]:
         """Judge a step."""
-        is_full_only = self.on == "full"
-        if is_full_only and not record.full:
+        is_full_only, alerts = self.on == "full", list[Alert]()
+        has_loss = self.on != "loss" or finite_loss(record) is not None
+        if not has_loss or (is_full_only and not record.full):
             return []
-        if self.on == "loss" and finite_loss(record) is None:
-            return []
-        alerts: list[Alert] = []
         if (found := self.find(record, baseline)) is not None:
             self._findings += 1
             self._evaluations_without, self._found_at = 0, record.step

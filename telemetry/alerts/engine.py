@@ -27,8 +27,7 @@ class Engine(Rule):
     A learning rate that has just jumped above all former ones is the cause of each fault that large
     steps may explain.
 
-    The engine requests the full steps that a detector needs, usually one, and another one if that
-    does not decide. Requests that confirm nothing pause for 20 steps, then for 40, 80 and so on
+    Requests for full steps that confirm nothing pause for 20 steps, then for 40, 80 and so on
     (exponential back-off), so that all detectors share the run's allowance. An alert resets that.
 
     Args:

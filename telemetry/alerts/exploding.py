@@ -108,17 +108,10 @@ class ExplodingGradient(Detector):
         lasting_factor: Multiple of the norm 20 steps before, if it stays.
         depth_factor: Growth through the network, forward times backward.
 
-    *Over time* it takes one of these (healthy runs stay within ten times their maximum):
-
-    - ``factor`` at three consecutive steps, or tenfold that at one;
-    - fivefold the maximum; then a step of a fifth of the weights' norm and a loss above all before;
-    - ``lasting_factor`` at ten more steps than not, and a risen loss; the norm is at least that of
-      the first steps, or half of the progress is lost. Fivefold suffices while the loss falls
-      without bound.
-
-    Growth that comes from the loss does not count: the first full step shows how much the gradient
-    of the network's output grew. After a jump of the learning rate ``loss_divergence`` decides
-    first.
+    *Over time* it takes ``factor`` at three consecutive steps, or tenfold that at one; or fivefold
+    the maximum, then a step of a fifth of the weights' norm and a loss above all before; or
+    ``lasting_factor`` at ten more steps than not, and a risen loss. Growth that comes from the loss
+    does not count: the first full step shows how much the gradient of the output grew.
 
     *Over depth*, either growth alone is common: each must have a third of the decades, at the first
     full step and one more, or be thirty times larger at one. Later, where clipping hides the norm,
@@ -321,7 +314,7 @@ class ExplodingGradient(Detector):
 
 def _began_large(baseline: Baseline) -> Stretch | None:
     name, _ = baseline.large_start
-    return Stretch(name, name) if name else None
+    return Stretch.of(name) if name else None
 
 
 _LASTING = FEWEST  # steps; tried 2 and 50

@@ -26,6 +26,10 @@ class Stretch(NamedTuple):
     first: str
     last: str
 
+    @classmethod
+    def of(cls, name: str) -> Stretch:
+        return cls(name, name)
+
     def __str__(self) -> str:
         if self.first == self.last:
             return called(self.first)
@@ -34,8 +38,7 @@ class Stretch(NamedTuple):
     @property
     def growth(self) -> str:
         """Sentence about the module or modules that grow."""
-        where = "is in" if self.first == self.last else "is spread over"
-        return f"The growth {where} {self}"
+        return f"The growth is {'in' if self.first == self.last else 'spread over'} {self}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,7 +62,7 @@ class Growth:
         share = (self.levels[: top + 1] - self.levels[0]) / self.decades
         steepest = int(np.diff(share).argmax()) + 1
         if share[steepest] - share[steepest - 1] >= _MOST:
-            return Stretch(self.names[steepest], self.names[steepest])
+            return Stretch.of(self.names[steepest])
         begin = int(np.flatnonzero(share <= _ENDS)[-1])
         end = begin + int(np.flatnonzero(share[begin:] >= 1 - _ENDS)[0])
         return Stretch(self.names[begin + 1], self.names[end])
@@ -99,16 +102,10 @@ def backward_growth(record: StepRecord) -> Growth:
 
 
 def gain(record: StepRecord, norm: float | None = None) -> float:
-    """Return the amplification of the loss's gradient by the network.
+    """Return the amplification of the loss's gradient by the network, whatever the loss's unit.
 
-    It does not depend on the unit or weight of the loss or the scale of the targets.
-
-    Args:
-        norm: Norm of all parameter gradients; None: as the optimizer used them.
-
-    Returns:
-        log10 of the norm of all parameter gradients over the RMS of the gradient of the last
-        module's output; NaN where that is zero or was not measured.
+    That is log10 of the norm of all parameter gradients (None: as the optimizer used them) over the
+    RMS of the gradient of the last module's output; NaN where that is zero or was not measured.
     """
     if not record.output_grads:  # as at most steps
         return math.nan
@@ -125,10 +122,7 @@ def _gradients(record: StepRecord) -> tuple[NDArray[np.intp], Figures]:
 
 
 def _with_scale(layout: Layout, sizes: Figures) -> NDArray[np.intp]:
-    """Return the indices of modules whose size, ``[modules]``, is positive and finite.
-
-    Embeddings are omitted, because their scale is arbitrary.
-    """
+    """Return the modules with a positive, finite size, but no embeddings: any scale suits them."""
     return ((sizes > 0) & (sizes < math.inf) & ~_lookups(layout)).nonzero()[0]
 
 
@@ -161,8 +155,7 @@ class Blame:
     If a module's weights grew, so did its outputs and all later ones, which a full step shows. The
     culprit has most of this growth: one module, several that grew alike, or the batch. The norms
     alone can show a single culprit, too: in a network of ReLUs all gradients grow except its own,
-    which does not contain its weight. If none stands out and the outputs are unknown, it is the
-    batch or all of them. A step or two later everything has changed.
+    which does not contain its weight. A step or two later everything has changed.
     """
 
     stretch: Stretch | None = None  # the culprits; None if nothing grows or they are unknown
@@ -179,14 +172,14 @@ class Blame:
     def add(self, record: StepRecord, baseline: Baseline) -> None:
         """Add a step whose gradients are finite."""
         outputs = self._grown_outputs(record) if record.inputs or record.outputs else None
-        growth, first = _common_growth(baseline), self._first_grown(record) if record.full else None
-        entered = _entered(baseline)
+        growth, entered = _common_growth(baseline), _entered(baseline)
+        first = self._first_grown(record) if record.full else None
         if growth is None and outputs is None and entered is None:
             self.stretch, self.batch, self.is_alike = None, 0.0, False
         elif self.by_norms and record.full and outputs is None and first is not None:
             # No output has grown, so no weight has: the growth came from later layers, and the
             # layer that did not grow is on another branch.
-            self.stretch, self.by_norms, self.is_corrected = Stretch(first, first), False, True
+            self.stretch, self.by_norms, self.is_corrected = Stretch.of(first), False, True
         elif self.stretch is None and not self.batch and not self.is_alike:
             self.stretch = entered
             if growth is not None:
@@ -243,8 +236,7 @@ def _entered(baseline: Baseline) -> Stretch | None:
     are_apart = not (known & (growth > TENFOLD / 2) & (growth <= 2 * TENFOLD)).any()
     if not 0 < 2 * len(grown) <= np.count_nonzero(known) or not are_apart:
         return None
-    name = baseline.layers.names[grown[-1]]
-    return Stretch(name, name)
+    return Stretch.of(baseline.layers.names[grown[-1]])
 
 
 def _all_but_one(names: Sequence[str], growth: Figures) -> Stretch | None:
@@ -253,19 +245,13 @@ def _all_but_one(names: Sequence[str], growth: Figures) -> Stretch | None:
     least, next_least = np.sort(growth[known])[:2]
     if next_least - least <= TENFOLD:
         return None
-    name = names[int(np.where(known, growth, np.inf).argmin())]
-    return Stretch(name, name)
+    return Stretch.of(names[int(np.where(known, growth, np.inf).argmin())])
 
 
 def confined_growth(record: StepRecord, usual: float, scale: float = 1.0) -> Stretch | None:
-    """Return the layer at which growth entered, if the norm is usual without few layers.
+    """Return the layer at which growth entered, if the norm is ``usual`` without few layers.
 
-    That is the last of them, where the backward pass starts.
-
-    Args:
-        record: A step whose gradients are finite and have grown.
-        usual: Their norm before.
-        scale: The factor by which clipping divided them.
+    That is the last of them, where the backward pass starts. Clipping divided norms by ``scale``.
     """
     norms = record.owner_grad_norms * scale
     order = norms.argsort()
@@ -273,8 +259,7 @@ def confined_growth(record: StepRecord, usual: float, scale: float = 1.0) -> Str
     grown = order[others > 10**TENFOLD * usual]
     if not 0 < len(grown) <= max(1, FEW * len(norms)) or len(norms) < _FEWEST:
         return None
-    name = record.layout.owner_names[int(grown.max())]
-    return Stretch(name, name)
+    return Stretch.of(record.layout.owner_names[int(grown.max())])
 
 
 _BATCH_KEY = "(batch)"

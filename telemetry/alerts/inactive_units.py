@@ -72,9 +72,6 @@ class DeadUnits(Detector):
     samples = 500.0
     _silence: dict[Output, _Silence]
 
-    def set_up(self) -> None:
-        self._silence = {}
-
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step, self.full_steps_in_a_row = False, 1
         units = _silent_units(record)
@@ -122,8 +119,8 @@ class DeadUnits(Detector):
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         """Whether most units of the reported layer are still silent."""
-        name = self.active_alert.module_name if self.active_alert is not None else None
-        shares = [s for output, s, _ in _silent_units(record) if output.module_name == name]
+        units = _silent_units(record)
+        shares = [share for output, share, _ in units if output.module_name == self.active_module]
         return max(shares, default=0.0) > _REVIVED
 
     def _is_zero(self, output: Output, record: StepRecord) -> bool:
@@ -152,10 +149,8 @@ class DeadUnits(Detector):
         if not enough:
             each = now.samples / now.batches * now.silent.sum() ** 0.5
             missing = max(self.batches, math.ceil(self.samples / each)) - now.batches
-            self.needs_full_step, self.full_steps_in_a_row = (
-                True,
-                min(max(self.full_steps_in_a_row, missing), _IN_A_ROW),
-            )
+            self.needs_full_step = True
+            self.full_steps_in_a_row = min(max(self.full_steps_in_a_row, missing), _IN_A_ROW)
         active = np.count_nonzero(~now.silent)
         is_nearly_complete = active <= max(1, (1 - _NEARLY_ALL) * silent.size)
         return enough and bool(is_nearly_complete or record.step - now.since >= _PARTLY)
@@ -275,9 +270,6 @@ class SaturatedUnits(Detector):
     _ranges: dict[Output, tuple[float, float]]
     _shares: dict[str, float]
 
-    def set_up(self) -> None:
-        self._layers, self._ranges, self._shares = {}, {}, {}
-
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step, self._shares, found = False, {}, None
         if not record.all_grads_finite:
@@ -291,25 +283,22 @@ class SaturatedUnits(Detector):
         return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        name = self.active_alert.module_name if self.active_alert is not None else None
-        return not record.all_grads_finite or self._shares.get(name or "", 0.0) >= _FINE
+        return not record.all_grads_finite or self._shares.get(self.active_module, 0.0) >= _FINE
 
     def _found(
         self, record: StepRecord, output: Output, share: float, baseline: Baseline
     ) -> Finding:
         name, layout = output.module_name, record.layout
-        where, advice = called(str(output)), _SMALLER
+        what, advice = f"{share:.0%} of the outputs of {called(str(output))}", _SMALLER
         if name in layout.owner_names:
-            summary = (
-                f"{share:.0%} of the outputs of {where} are large and pass hardly any gradient"
-            )
+            summary = f"{what} are large and pass hardly any gradient"
             cause = "The following activation is most likely flat there"
         else:
             kind = layout.modules[layout.position[name]].type_name
             units = record.outputs[output].rows.units_of(record.outputs[output].row)
             which = "" if units is None else ranges(saturated_units(kind, units))
             some = f" (units {which})" if which else ""
-            summary = f"{share:.0%} of the outputs of {where}{some} are saturated"
+            summary = f"{what}{some} are saturated"
             cause, advice = f"{printable(kind)} is flat there and passes no gradient", _CENTERED
         large, why = baseline.large_start
         if large and layout.position[large] <= layout.position[name]:

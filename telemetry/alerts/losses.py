@@ -44,9 +44,7 @@ class LossDivergence(Detector):
         losses: Consecutive losses far above those before.
 
     Healthy update ratios are 0.001 to 0.01, and larger in the first steps while the loss falls. The
-    losses must rise within 20 steps of a large one. One less suffices after a jump of the rate, or
-    in the first steps if the loss is several times as high. :class:`Rise` decides when it resolves,
-    :class:`SummedGradients` whether gradients add up.
+    losses must rise within 20 steps of a large one.
     """
 
     kind = "loss_divergence"
@@ -130,15 +128,10 @@ class SummedGradients:
     """Test whether each step's gradients are added to those of the step before.
 
     A bias is added to each output of its layer, so its gradient is the sum of the gradients of
-    these outputs (chain rule). Both sums are measured at full steps. At two consecutive full
-    steps, the gradient of a bias is
-
-    - that sum, if gradients are zeroed;
-    - that sum plus the bias's gradient of the step before, if they are not.
-
-    Clipping and loss scaling multiply all gradients by one factor, which is estimated if
-    there are several layers. If neither holds (gradients averaged over ranks, a second backward
-    pass, noise), the result is undecided.
+    these outputs (chain rule). If gradients are not zeroed, it is that sum plus the bias's gradient
+    of the step before, which two consecutive full steps show. Clipping and loss scaling multiply
+    all gradients by one factor, which is estimated if there are several layers. If neither holds
+    (gradients averaged over ranks, a second backward pass, noise), the result is undecided.
     """
 
     is_sure: bool = False  # two consecutive pairs of steps show it, and none since contradicts
@@ -245,17 +238,11 @@ class LossSpike(Detector):
 
     A range is the highest minus the lowest of a hundred losses, without the latest. A harder task
     also lets the loss jump: a note, once per hundred steps, as is a jump that stays for 20 steps
-    where half of the progress is lost. Reasons of a warning:
-
-    - The learning rate is three times the highest that the run survived, and two losses are far
-      above the window, or the last five are worse (the range is wide after a fast fall).
-    - Gradients changed before the loss, and three consecutive losses are ``distance`` above. A new
-      task changes both in one step, broken weights change gradients first.
-    - One to five losses are ``batch_distance`` above, and the next is usual. With tails without a
-      mean (Pareto, index 1), one loss exceeds the highest of ``n`` by ``k`` with probability
-      ``1 / (k n)``: fewer losses, and heavy tails, need more ranges.
-
-    It resolves when :class:`Rise` is undone, or at a usual loss while the rate is still high.
+    where half of the progress is lost. A new task changes gradients in the same step, broken
+    weights change them before. With tails without a mean (Pareto, index 1), one loss exceeds the
+    highest of ``n`` by ``k`` with probability ``1 / (k n)``: for a single batch, fewer losses and
+    heavy tails need more ranges. It resolves when :class:`Rise` is undone, or at a usual loss while
+    the rate is still high.
     """
 
     kind = "loss_spike"

@@ -47,13 +47,9 @@ class EvalMode(Detector):
     steps = 20  # chosen manually: a step or two may be intended
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        if (
-            baseline.age == 0
-            and not record.eval_mode
-            and (found := _idle_norms(record)) is not None
-        ):
-            return found
-        types = {m.type_name for m in record.layout.modules} if record.eval_mode else set()
+        if not record.eval_mode:
+            return _idle_norms(record) if baseline.age == 0 else None
+        types = {module.type_name for module in record.layout.modules}
         if not (differ := sorted(filter(_DIFFER.search, types))):
             return None
         return Finding(
@@ -67,17 +63,16 @@ class EvalMode(Detector):
 
 def _idle_norms(record: StepRecord) -> Finding | None:
     """Return the finding of new batch norms that ignore the batch."""
-    new, idle = 0, []
+    new, idle, before = 0, [], math.nan
     types = {module.name: module.type_name for module in record.layout.modules}
-    before = math.nan
     for name, rms in figures_of(record.activations, rms_of).items():
         gain, bias = (record.weights.get(f"{name}.{part}") for part in ("weight", "bias"))
         if _BATCH_NORM.search(types[name]) and gain and bias:
-            gains, biases = gain.sketch, bias.sketch
-            is_new = (gains.min, gains.max, biases.min, biases.max) == (1, 1, 0, 0)
-            new += is_new
-            if is_new and abs(rms - before) <= _SAME * rms and abs(rms - 1) > _SAME:
-                idle.append(name)
+            extremes = gain.sketch.min, gain.sketch.max, bias.sketch.min, bias.sketch.max
+            if extremes == (1, 1, 0, 0):
+                new += 1
+                if abs(rms - before) <= _SAME * rms and abs(rms - 1) > _SAME:
+                    idle.append(name)
         before = rms
     if not new or len(idle) <= new / 2:
         return None
@@ -145,12 +140,11 @@ class SameBatch(Detector):
         elif is_known:
             self._refuted, self._varied = self._refuted or self._divisor > 0, bool(self._inputs)
             self._inputs, self._since, self._divisor = inputs, record.step, 0
-        is_one = self._divisor == 1 and distance >= self.steps
         is_zero = is_known and not any(inputs)
-        may_report = self.active_alert is not None or self._varied or is_zero
         # It overfits if the loss has fallen to almost zero, or none is logged.
         overfits = not self._losses or median_high(self._losses) <= self.share * baseline.loss.first
-        is_one &= may_report or overfits
+        is_fault = self.active_alert is not None or self._varied or is_zero or overfits
+        is_one = self._divisor == 1 and distance >= self.steps and is_fault
         # One more full step distinguishes a loader's period from a single batch.
         self.needs_full_step = self._divisor > 1 and not self._refuted
         if not is_known and self.active_alert is None:
@@ -250,11 +244,9 @@ class WrongLossInput(Detector):
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         last = _last(record) if baseline.age >= self.steps else None
-        if last is None or last.type_name not in ("Softmax", *_BOUNDS) or not last.is_finite:
+        if last is None or (mistake := _mistake(last)) is None:
             return None
-        if (found := _mistake(last)) is None:
-            return None
-        taken, advice, severity = found
+        taken, advice, severity = mistake
         return Finding(
             summary=f"The loss gets {taken}",
             advice=advice,
@@ -271,6 +263,8 @@ class WrongLossInput(Detector):
 def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
     """Return what the loss gets, the advice and the severity; None if nothing is wrong."""
     type_name, p, g = last.type_name, last.outputs.sketch, last.grads.sketch
+    if type_name not in ("Softmax", *_BOUNDS):
+        return None
     name = f"{called(last.name)} ({type_name})"
     logits = (
         f"Give the loss the logits, without the {type_name}",
@@ -333,7 +327,7 @@ class TargetsBroadcast(Detector):
 
     def _compare(self, record: StepRecord) -> Finding | None:
         last = _last(record)
-        if last is None or not record.loss or last.units != 1 or not last.is_finite:
+        if last is None or not record.loss or last.units != 1:
             return None
         name, p, g = last.name, last.outputs.sketch, last.grads.sketch
         rows = p.count
@@ -370,19 +364,16 @@ class _Last(NamedTuple):
     grads: TensorRecord
     means: tuple[int, int]  # number of means over rows: one per rank, or per micro-batch
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether all values are finite, and a gradient is not zero."""
-        outputs, grads = self.outputs.sketch, self.grads.sketch
-        return not (outputs.nonfinite_count or grads.nonfinite_count) and grads.rms > 0
-
 
 @once
 def _last(record: StepRecord) -> _Last | None:
+    """Return the last module if all values are finite, and a gradient is not zero."""
     name = next(reversed(record.activations), "")
     if name not in record.activation_grads:
         return None
     outputs, grads = record.activations[name], record.activation_grads[name]
+    if outputs.sketch.nonfinite_count or grads.sketch.nonfinite_count or not grads.sketch.rms > 0:
+        return None
     ranks = 1 if record.ranks is None else len(record.ranks.measured)
     return _Last(
         name=name,

@@ -9,6 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
 from statistics import median_high
 
 import numpy as np
@@ -22,7 +23,7 @@ from telemetry.alerts.baseline import (
     matrix_ratios,
     matrix_sizes,
 )
-from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.detector import LOST, Detector, Finding
 from telemetry.alerts.window import FEWEST, RECENT
 from telemetry.layers import table
 from telemetry.plain_text import called_all, figure, steps_in_words
@@ -44,16 +45,11 @@ class NoLearning(Detector):
         zero_steps: Consecutive steps whose gradients are all zero.
         losses: Losses logged before any optimizer step.
 
-    Gradients must be as large as usual, and the learning rate must not have risen. It resolves as
-    soon as a weight moves. Rounding does not make all gradients zero.
+    It resolves as soon as a weight moves. Rounding does not make all gradients zero.
     """
 
     kind = "no_learning"
-    explained_by = (
-        EXPLOSIONS
-        | RISEN_LOSSES
-        | {"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"}
-    )
+    explained_by = LOST
     # A thousand such steps move a weight by 0.3 % of its size. At 3e-7 mlp_lr_low is missed;
     # tried 3e-5.
     update_ratio = 3e-6
@@ -98,7 +94,16 @@ class NoLearning(Detector):
         is_zero = record.total_grad_norm == 0 and bool(record.grad_present.any())
         self._zeros = self._zeros + 1 if is_zero else 0
         if self._zeros >= self.zero_steps:
-            return self._all_zero(record)
+            loss = "" if record.loss is None else f", at a loss of {figure(record.loss, 4)}"
+            return Finding(
+                summary=f"All gradients have been exactly 0 for {self._zeros} steps{loss}",
+                advice=(
+                    "Check masks and weights of the loss, and that it depends on the parameters",
+                    "End training if nothing is left to learn",
+                ),
+                value=self._zeros,
+                threshold=self.zero_steps,
+            )
         ratio, steps, now = self._largest_ratio, baseline.age + 1, median_high(self._norms)
         few = self._evaluations < _EVALUATIONS and ratio <= self.update_ratio
         self.needs_full_step = few and steps >= self.steps - _EVALUATIONS
@@ -106,8 +111,7 @@ class NoLearning(Detector):
             return None
         if not now >= _FADED * baseline.norm.usual or baseline.rate > baseline.lowest_rate:
             return None
-        summary, cause = "No parameter gets a gradient", None
-        advice: tuple[str, ...] = _GRADIENT
+        summary, cause, advice = "No parameter gets a gradient", None, _GRADIENT
         if now > 0:
             size = f" by more than {figure(ratio, 1)} of its size" if ratio else ""
             summary, advice = f"No step in {steps} steps moved any weight{size}", _RATE
@@ -123,25 +127,13 @@ class NoLearning(Detector):
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return self._largest_ratio <= self.update_ratio
 
-    def _all_zero(self, record: StepRecord) -> Finding:
-        loss = "" if record.loss is None else f", at a loss of {figure(record.loss, 4)}"
-        return Finding(
-            summary=f"All gradients have been exactly 0 for {self._zeros} steps{loss}",
-            advice=(
-                "Check masks and weights of the loss, and that it depends on the parameters",
-                "End training if nothing is left to learn",
-            ),
-            value=self._zeros,
-            threshold=self.zero_steps,
-        )
-
 
 # Chosen manually.
 _EVALUATIONS = 3  # tried 1 and 6
 _FADED = 0.3  # tried 0.15 and 0.6
 _CLIPPED = 1e-3
 
-_GRADIENT = (
+_GRADIENT: tuple[str, ...] = (
     "Check that the loss depends on the parameters of this model",
     "Check for detach(), no_grad(), item(), another copy of the model",
 )
@@ -181,9 +173,9 @@ class LossStuck(Detector):
     kind = "loss_stuck"
     severity = "note"
     clear_after = 2
-    explained_by = frozenset(
-        ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
-    ).union(["wrong_loss_input", "targets_broadcast", "rounded_updates"])
+    explained_by = frozenset({"learning_rate_zero", "no_learning", "dead_units"}) | {
+        *("vanishing_gradient", "wrong_loss_input", "targets_broadcast", "rounded_updates")
+    }
     reduction = 0.03
     steps = 100
     _losses: deque[float]
@@ -194,7 +186,7 @@ class LossStuck(Detector):
     _is_written_back: bool = False
 
     def set_up(self) -> None:
-        self._losses, self._sizes = deque(maxlen=int(2 * self.steps)), {}
+        self._losses = deque(maxlen=int(2 * self.steps))
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.update_ratios:
@@ -218,7 +210,7 @@ class LossStuck(Detector):
         losses, first = np.array(self._losses), baseline.loss.first
         latest = losses[-int(self.steps) :]
         now = float(latest.mean())
-        is_constant = bool(latest.std() <= _ROUNDING * abs(now))
+        is_constant = latest.std() <= _ROUNDING * abs(now)
         if self._varies and is_constant and now > _NOTHING * abs(first):
             return self._found(now, now, "the same at each step though the batches differ")
         if not (is_constant or _is_noise(latest)) or baseline.step_ratio <= _MOVES:
@@ -304,7 +296,6 @@ class UntrainedParameters(Detector):
 
     def set_up(self) -> None:
         self._begin(0)
-        self._trainable = self._reported = self._trained_before = np.zeros(0, bool)
 
     def _begin(self, count: int, *, is_new: bool = True) -> None:
         """Start a new observation of ``count`` parameters."""
@@ -329,11 +320,8 @@ class UntrainedParameters(Detector):
         (trained, reached, _, ran), trainable = self._marks, self._trainable
         late = abs(self._steps - self.steps) <= _LATE and self._evaluations < self.evaluations
         self.needs_full_step = late and bool((trainable & ~trained & ~self._reported).any())
-        if (
-            self._steps < self.steps
-            or self._evaluations < self.evaluations
-            or record.total_grad_norm == 0
-        ):
+        enough = self._steps >= self.steps and self._evaluations >= self.evaluations
+        if not enough or record.total_grad_norm == 0:
             return None
         left = trainable & ~trained & ~self._reported & (reached | ~self._trained_before)
         left &= reached | ran | ~_one_of_many(layout, trained)
@@ -346,17 +334,15 @@ class UntrainedParameters(Detector):
         (_, reached, held, _), trainable = self._marks, self._trainable
         share = float(layout.sizes[left].sum() / layout.sizes[trainable].sum())
         names = list(_groups(layout, left, trainable))
-        comes = bool((left & reached).any())
+        comes, steps = bool((left & reached).any()), steps_in_words(self._steps)
         if self._trained_before[left].all():
             severity: Severity = "note"
-            what = (
-                f"gets gradients, and no optimizer has stepped it for {steps_in_words(self._steps)}"
-            )
+            what = f"gets gradients, and no optimizer has stepped it for {steps}"
         elif comes:
             severity, what = "warning", "gets gradients, but no optimizer steps it"
         else:
             severity = "warning" if share >= self.share and (left & held).any() else "note"
-            what = f"requires a gradient, but got none in {steps_in_words(self._steps)}"
+            what = f"requires a gradient, but got none in {steps}"
         return Finding(
             summary=f"{called_all(names, _NAMED)} ({share:.1%} of the trainable elements) {what}",
             advice=_NOT_STEPPED if comes else _NOT_REACHED,
@@ -407,5 +393,4 @@ def _groups(layout: Layout, left: Marks, trainable: Marks) -> Iterable[str]:
 
 def _within(name: str) -> list[str]:
     """Return all modules that contain the module, the largest first, and itself."""
-    parts = name.split(".") if name else []
-    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+    return ["", *accumulate(name.split("."), "{}.{}".format)] if name else [""]

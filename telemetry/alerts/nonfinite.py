@@ -48,9 +48,6 @@ class Nonfinite(Detector):
     _calm_steps: int = 0
     _usual: set[str]
 
-    def set_up(self) -> None:
-        self._usual = set()
-
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step = False
         self._skipped = record.skipped
@@ -71,10 +68,8 @@ class Nonfinite(Detector):
         what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
         advice, how = found.advice, ""
         if growth >= _OVERFLOWS:
-            advice, how = (
-                _TOO_LARGE,
-                f": numbers overflowed after {what} grew {figure(growth, 1)}-fold",
-            )
+            advice = _TOO_LARGE
+            how = f": numbers overflowed after {what} grew {figure(growth, 1)}-fold"
         return Finding(
             module_name=found.module_name,
             value=(~record.grad_finite).sum(),
@@ -94,19 +89,17 @@ class Nonfinite(Detector):
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
         # Some steps have no record. Before the first record the optimizer is unknown.
         has_stepped = step != self._loss_step and not self._skipped
-        self._loss_step = step
-        self._bad_losses = 0 if has_stepped else self._bad_losses
-        self._bad_losses = 0 if math.isfinite(loss) else self._bad_losses + 1
+        before, self._loss_step = 0 if has_stepped else self._bad_losses, step
+        self._bad_losses = 0 if math.isfinite(loss) else before + 1
         if self._bad_losses < self.losses or self._skipped is None:
             return None
         self._calm_steps = 0
-        scaler = "The gradient scaler skips every step" if self._has_scaler else None
         return Finding(
             value=self._bad_losses,
             threshold=self.losses,
             summary=f"{self._bad_losses} consecutive losses are NaN or infinite, and the optimizer "
             "made no step",
-            cause=scaler,
+            cause="The gradient scaler skips every step" if self._has_scaler else None,
             advice=(
                 "Check the weights for NaN, and resume from a checkpoint",
                 "Use bfloat16 or a lower learning rate",
@@ -153,31 +146,18 @@ class Origin(NamedTuple):
 def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> Origin | None:
     """Return the origin of values that training cannot recover from; "bad" means not finite.
 
-    It is the first of these that applies:
-
-    - The optimizer: it broke a parameter though gradients were finite, at this step or before it.
-    - The inputs: the batch or the input of the first watched module is bad, unless a good step had
-      such values before.
-    - A buffer that is no running statistic: the first bad output is that of its module, or a later
-      one.
-    - The forward pass: the output of a module is bad.
-    - The targets or the loss: the loss is bad, and no output is.
-    - The backward pass: the loss is finite and gradients are not. A module is the origin if its
-      incoming gradients are finite and its outgoing ones are bad.
+    The optimizer is the origin if it broke a parameter though gradients were finite. Else it is the
+    first of these that is bad: the inputs, unless they are ``usual`` (bad at good steps, too); a
+    buffer that is no running statistic; the output of a module; the loss; the gradients that leave
+    a module whose incoming ones are finite.
 
     Inputs and outputs are known at full steps only. Otherwise the loss, the bad gradients and, if
     gradients are on the CPU, the running statistics of batch norms are known. If several modules
     may be the origin, none is named as the culprit.
-
-    Args:
-        record: The step.
-        usual: Inputs that were bad at good steps.
-        after_good: Whether all gradients of the step before were finite.
     """
     if (found := _in_parameters(record, after_good=after_good)) is not None:
         return found
-    is_lost = record.loss is not None and not math.isfinite(record.loss)
-    bad = bad_among(record.outputs)
+    is_lost, bad = not math.isfinite(record.loss or 0.0), bad_among(record.outputs)
     if not is_lost and record.all_grads_finite:
         for name in record.nan_buffers:
             what = f"the buffer {printable(name)}, which only evaluation mode uses"
@@ -190,16 +170,14 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
             given = record.inputs[name].sketch
             whose = f"the input of {called(name)}" if name else "the batch"
             what = f"the inputs: {given.nonfinite_count:,} of {given.count:,} values of {whose}"
-            what += f", which reach {called(entered)}" if entered is not None else ""
-            return Origin(entered, what, _BATCH)
-    for _, name in _constants(record) if record.outputs else ():
-        owner = name.rpartition(".")[0]
+            reached = f", which reach {called(entered)}" if entered is not None else ""
+            return Origin(entered, what + reached, _BATCH)
+    for _, name, owner in _constants(record) if record.outputs else ():
         if _may_begin_in(record, owner, entered):
             reached = f", which reaches {called(entered)}" if entered is not None else ""
             return Origin(owner, f"the buffer {printable(name)}{reached}", _BUFFER)
     if entered is not None:
-        what = f"the forward pass, in the output of {called(entered)}"
-        return Origin(entered, what, _FORWARD)
+        return Origin(entered, f"the forward pass, in the output of {called(entered)}", _FORWARD)
     if record.outputs and (is_lost or record.all_grads_finite):
         return Origin(None, "the targets or the loss: all outputs are finite", _TARGETS)
     if not record.outputs and (found := _by_statistics(record)) is not None:
@@ -237,17 +215,14 @@ def _broken_by_step(record: StepRecord) -> list[str]:
     ]
 
 
-def _constants(record: StepRecord) -> list[tuple[int, str]]:
-    """Return NaN buffers that are no statistics of a batch norm.
-
-    Each has the position of the last module that can use it.
-    """
-    found = []
+def _constants(record: StepRecord) -> list[tuple[int, str, str]]:
+    """Return NaN buffers that are no statistics of a batch norm: the last user, name, and owner."""
+    found, modules = [], record.layout.modules
     for name in record.nan_buffers:
         if not name.endswith(_STATISTICS):
-            owner, modules = name.rpartition(".")[0], record.layout.modules
-            inside = [i for i, m in enumerate(modules) if is_inside(m.name, owner)]
-            found.append((max(inside, default=len(modules)), name))
+            owner = name.rpartition(".")[0]
+            users = [i for i, module in enumerate(modules) if is_inside(module.name, owner)]
+            found.append((max(users, default=len(modules)), name, owner))
     return sorted(found)
 
 
@@ -268,9 +243,8 @@ def _by_statistics(record: StepRecord) -> Origin | None:
     modules = record.layout.modules
     noted = {name.rpartition(".")[0] for name in record.nan_buffers if name.endswith(_STATISTICS)}
     first = next((i for i, module in enumerate(modules) if module.name in noted), None)
-    for place, name in _constants(record)[:1]:
+    for place, name, owner in _constants(record)[:1]:
         if first is None or place < first:
-            owner = name.rpartition(".")[0]
             what = f"the forward pass, in or before {called(owner)}: its buffer {printable(name)} "
             return Origin(owner, f"{what}is NaN{_NOT_FULL}", _BUFFER)
     if first is None:
@@ -313,10 +287,8 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
     if culprit != last:
         return Origin(culprit, f"the backward pass of {called(culprit)}", _BACKWARD)
     if behind is None and not record.outputs:  # a NaN that the loss multiplies by 0 is still NaN
-        what = (
-            f"the gradient of the loss for {called(last)}, or in outputs that the loss does not use"
-        )
-        return Origin(last, f"{what}{_NOT_FULL}", _BACKWARD)
+        what = f"the gradient of the loss for {called(last)}, or in outputs that the loss does not"
+        return Origin(last, f"{what} use{_NOT_FULL}", _BACKWARD)
     beyond = called(behind) if behind is not None else "the loss"
     what = f"the backward pass, between {beyond} and {called(last)}{_perhaps(suspects)}"
     return Origin(last, what, _BACKWARD)
@@ -324,10 +296,9 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
 
 def _by_elimination(record: StepRecord) -> Origin:
     """Return the origin if all gradients are bad, or none is."""
-    other = "the inputs, the targets or the loss"
+    other = f"the inputs, the targets or the loss{_NOT_FULL}"
     if record.loss is not None and math.isinf(record.loss):
-        other = "the targets or the loss, which is not NaN"
-    other += _NOT_FULL
+        other = f"the targets or the loss, which is not NaN{_NOT_FULL}"
     suspects = _own(record, record.layout.modules)
     if not suspects:
         return Origin(None, f"a function between the modules, {other}", _TARGETS)
@@ -342,11 +313,7 @@ def _own(record: StepRecord, modules: Sequence[Module]) -> list[str]:
     """
     others = [m.name for m in modules if m.type_name not in STANDARD]
     owners = {parameter.module_name for parameter in record.layout.parameters}
-    functions = [name for name in others if name not in owners]
-    insides = {m.name.rpartition(".")[0] for m in record.layout.modules}
-    return functions or [
-        name for name in others if name and (name in owners or name not in insides)
-    ]
+    return [name for name in others if name not in owners] or [*filter(None, others)]
 
 
 def _perhaps(suspects: Sequence[str]) -> str:

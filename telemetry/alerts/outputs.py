@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 
 import numpy as np
 
 from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Figures, Marks
-from telemetry.alerts.detector import EXPLOSIONS, INACTIVE, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, LOST, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.window import LATEST
 from telemetry.layers import table
 from telemetry.layers.module_types import AFFINE
@@ -53,11 +54,8 @@ class AttentionCollapse(Detector):
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         shares = [(share, called(str(o)), o.module_name) for o, share in _entropies(record).items()]
-        shares += [
-            (share if logit > self.logit else 1.0, f"head {head} of {called(name)}", name)
-            for name, heads in record.attention.items()
-            for head, (logit, share) in enumerate(zip(heads.logit_max, heads.entropy, strict=True))
-        ]
+        for what, name, logit, share in _heads(record):
+            shares.append((share if logit > self.logit else 1.0, what, name))
         low = [found for found in shares if found[0] < self.fraction]
         if not low:
             return None
@@ -81,15 +79,23 @@ class AttentionCollapse(Detector):
         return not (_entropies(record) or record.attention)
 
 
+def _heads(record: StepRecord) -> Iterator[tuple[str, str, float, float]]:
+    """Yield name, module, largest logit and entropy of the heads in a fused kernel."""
+    for name, heads in record.attention.items():
+        for head, (logit, share) in enumerate(zip(heads.logit_max, heads.entropy, strict=True)):
+            yield f"head {head} of {called(name)}", name, float(logit), share
+
+
 def _entropies(record: StepRecord) -> dict[Output, float]:
     """Return the entropy share of each output that holds attention weights."""
-    layout, entropies = record.layout, {}
+    layout, entropies = record.layout, dict[Output, float]()
     for output in record.outputs:
         if _ATTENTION.search(output.module_name):
             module = layout.modules[layout.position[output.module_name]]
-            if module.type_name.startswith("Softmax") or output.place > 0:
-                entropies[output] = _entropy(record.outputs[output])
-    return {output: entropy for output, entropy in entropies.items() if entropy is not None}
+            is_softmax = module.type_name.startswith("Softmax") or output.place > 0
+            if is_softmax and (entropy := _entropy(record.outputs[output])) is not None:
+                entropies[output] = entropy
+    return entropies
 
 
 def _entropy(weights: TensorRecord) -> float | None:
@@ -138,11 +144,7 @@ class LogitGrowth(Detector):
             for row, name in enumerate(record.activations)
             if _LOGITS.search(name)
         ]
-        found += [
-            (float(logit), self.fused, f"head {head} of {called(name)}", name)
-            for name, heads in record.attention.items()
-            for head, logit in enumerate(heads.logit_max)
-        ]
+        found += [(logit, self.fused, what, name) for what, name, logit, _ in _heads(record)]
         high = [one for one in found if one[0] > one[1]]
         if not high:
             return None
@@ -179,9 +181,7 @@ class OutputCollapse(Detector):
     on = "full"
     confirm_after = 2
     clear_after = 3
-    explained_by = (
-        INACTIVE | EXPLOSIONS | RISEN_LOSSES | {"exponential_trend", "untrained_parameters"}
-    )
+    explained_by = LOST | {"exponential_trend", "untrained_parameters"}
     share = 0.02  # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     _highest: dict[Output, float]
 
@@ -341,12 +341,7 @@ class LowPrecision(Detector):
     severity = "note"
     confirm_after = 2
     clear_after = 3
-    explained_by = (
-        INACTIVE
-        | EXPLOSIONS
-        | RISEN_LOSSES
-        | {"exponential_trend", "weight_jump", "output_collapse", "no_learning"}
-    )
+    explained_by = LOST | {"exponential_trend", "weight_jump", "output_collapse", "no_learning"}
     # No layer with parameters in 202 healthy recordings reaches a quarter of these limits.
     share = 0.1
     outlier_ratio = 100.0

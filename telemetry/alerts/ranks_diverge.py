@@ -34,9 +34,6 @@ class RanksDiverge(Detector):
     _apart: set[str]  # parameters that may differ between ranks
     _reported: set[str]
 
-    def set_up(self) -> None:
-        self._apart, self._reported = set(), set()
-
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.ranks is None:
             return None

@@ -238,16 +238,14 @@ class MemoryGrowth(Detector):
         if place < len(self._lowest):
             self._lowest[-1] = min(self._lowest[-1], value)
             return None
-        found = self._judged()
-        if self._has_fallen():
+        found, low = self._judged(), self._lowest
+        if low and max(low) - low[-1] > max((max(low) - low[0]) / 2, self._least):
             self._begin(record.step)
         self._lowest.append(value)
         self._tokens.append(record.tokens)
         if len(self._lowest) == 2 * _INTERVALS:
             self._width *= 2
-            self._lowest = [
-                min(pair) for pair in zip(self._lowest[::2], self._lowest[1::2], strict=True)
-            ]
+            self._lowest = [*map(min, self._lowest[::2], self._lowest[1::2])]
             self._tokens = self._tokens[::2]
         return found
 
@@ -258,10 +256,6 @@ class MemoryGrowth(Detector):
     def _least(self) -> float:
         """Bytes of the least rise, and of a fall."""
         return (self.device_mebibytes if self._is_device else self.mebibytes) * _MIB
-
-    def _has_fallen(self) -> bool:
-        low = self._lowest
-        return bool(low) and max(low) - low[-1] > max((max(low) - low[0]) / 2, self._least)
 
     def _judged(self) -> Finding | None:
         """Judge the latest intervals that are over."""

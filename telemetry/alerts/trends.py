@@ -7,9 +7,8 @@ from collections import deque
 from statistics import median
 
 import numpy as np
-from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import LARGE_STEP, NEVER, Baseline, matrix_sizes
+from telemetry.alerts.baseline import LARGE_STEP, NEVER, Baseline, Figures, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.window import FEWEST, LENGTH
 from telemetry.plain_text import called, figure, steps_in_words
@@ -77,26 +76,23 @@ class ExponentialTrend(Detector):
         learns = not loss.recent > (1 - _LEARNED) * abs(loss.first)
         shrunk = -levels[-1] > math.log10(self.shrinkage) / 2
         self.needs_full_step = bool(shrunk and not learns and len(steps) < 2 * _FEWEST_POINTS)
-        shrinks = 0.0 if learns else _steady(steps, -levels, math.log10(self.shrinkage))
-        grows = 0.0
-        if not loss.is_better:
-            grows = _steady(steps, levels, math.log10(self.weight_growth), compound=_COMPOUND)
-        if shrinks:
+        now, least = 10 ** levels[-1], math.log10(self.weight_growth)
+        if not learns and (rate := _steady(steps, -levels, math.log10(self.shrinkage))):
             return self._found(
                 "weights",
-                f"The weights shrink by {figure(1 - 10**-shrinks, 2)} of their size at each step, "
-                f"to {figure(10 ** levels[-1], 2)} of their first size, and the loss does not fall",
+                f"The weights shrink by {figure(1 - 10**-rate, 2)} of their size at each step, "
+                f"to {figure(now, 2)} of their first size, and the loss does not fall",
                 ("Lower the weight decay; usual are 1e-6 to 1e-3, times the learning rate",),
-                10 ** levels[-1],
+                now,
                 1 / self.shrinkage,
             )
-        if grows:
+        if not loss.is_better and (rate := _steady(steps, levels, least, compound=_COMPOUND)):
             return self._found(
                 "weights",
-                f"The weights grow by {figure(10**grows - 1, 2)} of their size at each step, "
-                f"to {figure(10 ** levels[-1])}x their first size",
+                f"The weights grow by {figure(10**rate - 1, 2)} of their size at each step, "
+                f"to {figure(now)}x their first size",
                 ("Check the signs of weight decay, penalties and loss", "Check the learning rate"),
-                10 ** levels[-1],
+                now,
                 self.weight_growth,
             )
         return None
@@ -162,19 +158,11 @@ class ExponentialTrend(Detector):
         return Finding(summary=seen, advice=advice, value=value, threshold=limit, momentary=True)
 
 
-def _steady(
-    steps: NDArray[np.float64],
-    levels: NDArray[np.float64],
-    least: float,
-    *,
-    compound: float = -math.inf,
-) -> float:
-    """Return how fast levels rise per step: steadily up to the last, by ``least``; 0 if not so.
+def _steady(steps: Figures, levels: Figures, least: float, *, compound: float = -math.inf) -> float:
+    """Return how fast levels (log10) rise per step: steadily up to the last, by ``least``; else 0.
 
-    Args:
-        levels: Logarithms to baseline 10.
-        compound: How much faster the last quarter has to rise than the one before, as a power of
-            the figure: 1 if each step adds a share of it, 0 if each adds the same amount.
+    The last quarter has to rise faster than the one before, by the figure to the power of
+    ``compound``: 1 if each step adds a share of it, 0 if each adds the same amount.
     """
     for first in range(len(levels) - _FEWEST_POINTS, -1, -1):
         if levels[-1] - levels[first] < least:
@@ -266,10 +254,9 @@ class UnboundedLoss(Detector):
         return len(sizes) < 2 or sizes[-1] > _GROWS * sizes[0]
 
     def _add(self, record: StepRecord, loss: float) -> None:
-        rows = record.activations.rows
-        matrices = record.layout.matrices.values()
-        outputs = max([record.layout.parameters[i].shape[0] for i in matrices], default=0)
-        self._classes = int(rows.unit_count[-1]) or outputs
+        rows, layout = record.activations.rows, record.layout
+        widths = [layout.parameters[index].shape[0] for index in layout.matrices.values()]
+        self._classes = int(rows.unit_count[-1]) or max(widths, default=0)
         size = float(rms_of(rows)[-1])
         if math.isfinite(size + loss) and size > 0:
             self._points.append((record.step, size, loss))

@@ -98,23 +98,25 @@ class VanishingGradient(Detector):
         self._faint_steps = np.where(faint, self._faint_steps + 1, 0.0)
         self._zero_steps = np.where(zero, self._zero_steps + 1, 0.0)
         found = self._small(record, baseline, share, faint) if faint.any() else None
-        self.full_steps_in_a_row = (
-            _ZERO_FULL_STEPS if zero.any() and not self.needs_full_step else 1
-        )
-        gone = self._zero(record) if record.full else None
-        if found is not None or gone is not None or record.full or not zero.any():
-            return found or gone
+        two = zero.any() and not self.needs_full_step
+        self.full_steps_in_a_row = _ZERO_FULL_STEPS if two else 1
+        if record.full:
+            cut_off = self._zero(record)
+            return found or cut_off
         lasted = self._zero_steps - self.zero_steps
         is_new = (self._counted & (lasted >= 0) & (lasted < _ZERO_FULL_STEPS)).any()
-        if self.active_alert is None and is_new:
-            self.needs_full_step |= self._may_be_gone(record.layout, zero)
-        return None
+        if found is None and self.active_alert is None and zero.any() and is_new:
+            # Whether _zero() might find them, by the last full step.
+            gone, first = _cut_off(zero, self._counted)
+            sizes = _sizes(record.layout)
+            share = sizes[gone].sum() / sizes[self._counted].sum() if gone.any() else 0.0
+            self.needs_full_step |= bool(first.any() or share >= self.zero_share)
+        return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        name = self.active_alert.module_name if self.active_alert is not None else None
-        if not _is_known(record) or name not in self._names:
-            return name in self._names
-        at = self._names.index(name)
+        if not _is_known(record) or self.active_module not in self._names:
+            return self.active_module in self._names
+        at = self._names.index(self.active_module)
         moves = bool(-math.log10(self.update_factor) <= self._update_share[at] < math.inf)
         return bool(self._zero_steps[at] > 0 or (self._faint_steps[at] > 0 and not moves))
 
@@ -122,10 +124,10 @@ class VanishingGradient(Detector):
         self, record: StepRecord, baseline: Baseline, share: Figures, faint: Marks
     ) -> Finding | None:
         """Return modules whose gradients are small and not zero."""
-        update_limit, small = -math.log10(self.update_factor), baseline.began_small
-        updates = self._update_share
+        update_limit, updates = -math.log10(self.update_factor), self._update_share
         if record.update_ratios:  # one without a ratio now has none later
-            updates = np.nan_to_num(_update_share(record, small), nan=np.inf, neginf=-np.inf)
+            shares = _update_share(record, baseline.began_small)
+            updates = np.nan_to_num(shares, nan=np.inf, neginf=-np.inf)
         self._update_share = np.where(faint, updates, np.nan)
         levels = baseline.layers.levels
         faint = faint & ~(levels[-FEWEST:] == -np.inf).any(axis=0)
@@ -138,13 +140,12 @@ class VanishingGradient(Detector):
         if not fading.any():
             return None
         first = int(np.flatnonzero(fading)[0])
-        moves = bool(update_limit <= self._update_share[first] < math.inf)
-        cause = "The loss has not fallen" if moves else "The optimizer hardly moves it"
+        moves = update_limit <= self._update_share[first] < math.inf
         factor = figure(10 ** -share[first], 2)
         return Finding(
             summary=f"The gradient of {called(self._names[first])} is {factor}x "
             f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
-            cause=cause,
+            cause="The loss has not fallen" if moves else "The optimizer hardly moves it",
             advice=(
                 "Replace sigmoid and tanh by ReLU or GELU",
                 "Add normalization or skip connections",
@@ -182,15 +183,6 @@ class VanishingGradient(Detector):
         branch &= steady | ((self._first >= limit) & baseline.loss.is_worse)
         return fading | _unless_rising(branch, share, self._first)
 
-    def _may_be_gone(self, layout: Layout, zero: Marks) -> bool:
-        """Whether :meth:`_zero` might find them, by the last full step."""
-        gone = zero & self._counted
-        gone[np.flatnonzero(~zero)[-1] :] = False
-        first = gone & np.logical_and.accumulate(gone | ~self._counted)
-        sizes = np.bincount(layout.owners, layout.sizes)[layout.owning]
-        share = sizes[gone].sum() / sizes[self._counted].sum() if gone.any() else 0.0
-        return bool(first.any() or share >= self.zero_share)
-
     def _zero(self, record: StepRecord) -> Finding | None:
         """Return modules that ran without a gradient for long, though later layers have one."""
         if len(record.trainable) != len(record.grad_present):
@@ -207,23 +199,19 @@ class VanishingGradient(Detector):
         # Modules of another optimizer may train later, as the generator of a GAN.
         counts = self._counted = holds(record.trainable & record.held) & ran & ~idle
         zero = self._zero_steps >= self.zero_steps
-        if not zero.any():
+        nothing_learns = record.learning_rates and not any(record.learning_rates)
+        if not zero.any() or nothing_learns:
             return None
-        if record.learning_rates and not any(record.learning_rates):  # nothing can learn
-            return None
-        gone = zero & counts
-        gone[np.flatnonzero(~zero)[-1] :] = False
-        first = gone & np.logical_and.accumulate(gone | ~counts)
+        gone, first = _cut_off(zero, counts)
         branch = gone & ~first & ~holds(record.reached)
-        sizes = np.bincount(layout.owners, layout.sizes)[layout.owning]
+        sizes = _sizes(layout)
         if sizes[branch].sum() < self.zero_share * sizes[holds(record.trainable)].sum():
             branch[:] = False
         gone = first | branch
         self._full_steps_gone = self._full_steps_gone + 1 if gone.any() else 0
         self.needs_full_step |= self.active_alert is None and self._full_steps_gone == 1
-        if (
-            self._full_steps_gone < _ZERO_FULL_STEPS
-        ):  # dead units, which may be the cause, take as many
+        # Dead units, which may be the cause, take as many.
+        if self._full_steps_gone < _ZERO_FULL_STEPS:
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
@@ -257,6 +245,18 @@ _FALLEN = 0.03  # of the first loss, as in LossStuck
 _STEADY = 0.2
 _ZERO_FULL_STEPS = 2
 _SOON = 2  # steps until a requested full step
+
+
+def _cut_off(zero: Marks, counts: Marks) -> tuple[Marks, Marks]:
+    """Mark modules that count and have no gradient before later ones, and those from the first."""
+    gone = zero & counts
+    gone[np.flatnonzero(~zero)[-1] :] = False
+    return gone, gone & np.logical_and.accumulate(gone | ~counts)
+
+
+def _sizes(layout: Layout) -> Figures:
+    """Return the number of elements of the modules that own parameters."""
+    return np.bincount(layout.owners, layout.sizes)[layout.owning].astype(float)
 
 
 def _is_known(record: StepRecord) -> bool:

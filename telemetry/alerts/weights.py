@@ -42,9 +42,6 @@ class WeightJump(Detector):
     _levels: Figures
     _fastest: Figures
 
-    def set_up(self) -> None:
-        self._levels = self._fastest = np.zeros(0)
-
     @np.errstate(divide="ignore", invalid="ignore")  # of weights that are zero
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         sizes = matrix_sizes(record)
@@ -65,9 +62,8 @@ class WeightJump(Detector):
         judged = np.isfinite(changes) & (fastest > 0)
         (jumped,) = (judged & (np.abs(changes) > least)).nonzero()
         is_new = len(known) <= _FEWEST or known[-1] - known[0] < steps
-        if is_new or not len(jumped) or len(jumped) > max(1, len(names) / 3):
-            return None
-        if baseline.since_rate_jump <= steps:
+        is_several = len(jumped) > max(1, len(names) / 3)
+        if is_new or not len(jumped) or is_several or baseline.since_rate_jump <= steps:
             return None
         most = jumped[np.abs(changes[jumped]).argmax()]
         times, usual = math.exp(changes[most]), math.expm1(fastest[most] * steps)
@@ -126,15 +122,12 @@ class LayersNotLearning(Detector):
     _evaluations: Figures
     _is_left: bool = False
 
-    def set_up(self) -> None:
-        self._since, self._evaluations = np.zeros((2, 0))
-
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
         names = tuple(layout.matrices)
         if names != self._names:
-            self._names, self._evaluations = names, np.zeros(len(names))
-            self._since = np.zeros(len(names))
+            self._names = names
+            self._since, self._evaluations = np.zeros((2, len(names)))
         ratios = np.array([record.update_ratios.get(name, np.nan) for name in names])
         moved = ratios[np.isfinite(ratios) & (ratios > 0)]
         if not moved.size:
@@ -152,8 +145,8 @@ class LayersNotLearning(Detector):
         self.needs_full_step = bool((lasts & ~found).any())
         if not found.any():
             return None
-        owner = {p.name: p.module_name for p in layout.parameters}
-        layers = [owner[name] for name, is_slow in zip(names, found, strict=True) if is_slow]
+        slowest = np.array([*layout.matrices.values()])[found].tolist()
+        layers = [layout.parameters[index].module_name for index in slowest]
         ratio = float(ratios[found].max())
         return Finding(
             summary=f"A step moves {called_all(layers, RECENT)} by {figure(ratio, 2)} of their "
@@ -201,9 +194,6 @@ class RoundedUpdates(Detector):
     share = 0.01
     steps = 50  # chosen manually
     _largest: dict[str, float]
-
-    def set_up(self) -> None:
-        self._largest = {}
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         learning = dict(_in_half_precision(record))
