@@ -17,12 +17,18 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from telemetry.alert import Alert, located
-from telemetry.alerts.check_kinds import BatchLeak, CheckKind, InputIgnored, LossAtStart
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.inactive_units import DeadUnits, SaturatedUnits
-from telemetry.alerts.mistakes import EvalMode, WrongLossInput
+from telemetry.alerts.mistakes import (
+    BatchLeak,
+    CheckKind,
+    EvalMode,
+    InputIgnored,
+    LossAtStart,
+    WrongLossInput,
+)
 from telemetry.alerts.no_learning import UntrainedParameters
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.vanishing_gradient import VanishingGradient
@@ -43,7 +49,7 @@ class CheckResult:
     """Result of :func:`check`.
 
     Attributes:
-        findings: Alerts of step 0, causes first. :mod:`telemetry.alerts.check_kinds` has the kinds
+        findings: Alerts of step 0, causes first. :mod:`telemetry.alerts.mistakes` has the kinds
             that no rule reports.
         skipped: Checks that were not possible, and the reason; a sentence each.
         loss: Loss of the batch.

@@ -153,8 +153,10 @@ class Baseline:
     # Steps since the learning rate rose to three times the highest survived rate. A rate is
     # survived if the loss is not worse ten steps later.
     since_rate_jump: int = NEVER
+    rate_jump_step: int = -NEVER
     rate_before_jump: float = 0.0  # highest survived rate before the jump
     rate_after_jump: float = 0.0  # the rate after the rise
+    rate: float = 0.0  # the highest learning rate of this step; 0 without an optimizer
     jumped: tuple[str, ...] = ()  # modules whose rate jumped, in forward order, if not all
     since_large_step: int = NEVER  # since one moved the median weight matrix by a fifth of its norm
     step_ratio: float = 0.0  # median update ratio of the matrices at the last full step
@@ -237,16 +239,6 @@ class Baseline:
         return f"{figure(self.rate_after_jump)}{where}"
 
     @property
-    def rate_jump_step(self) -> int:
-        """The step of that jump."""
-        return self._step - self.since_rate_jump
-
-    @property
-    def rate(self) -> float:
-        """The highest learning rate of this step; 0 without an optimizer."""
-        return self._rates[-1] if self._rates else 0.0
-
-    @property
     def lowest_rate(self) -> float:
         """The lowest above zero of the last hundred steps."""
         return min((rate for rate in self._rates if rate > 0), default=0.0)
@@ -278,10 +270,10 @@ class Baseline:
 
     def _add_rates(self, record: StepRecord) -> None:
         rates, earlier = record.learning_rates, self._of_groups
-        rate = max(rates, default=0.0)
+        rate = self.rate = max(rates, default=0.0)
         before = max(self._survived_rate, *[*self._rates][-FEWEST:], 0.0)
         if len(self._rates) >= RECENT and rate > JUMP * before:
-            self.since_rate_jump = 0
+            self.since_rate_jump, self.rate_jump_step = 0, record.step
             self.rate_before_jump, self.rate_after_jump = before, rate
             pairs = enumerate(zip(earlier, rates, strict=False))
             rose = {group for group, (before, after) in pairs if after > JUMP * before}

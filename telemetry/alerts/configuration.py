@@ -18,11 +18,9 @@ from telemetry.alerts import (
     outputs,
     ranks_diverge,
     resources,
-    trends,
     vanishing_gradient,
     weights,
 )
-from telemetry.alerts.check_kinds import CHECK_KINDS
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
 from telemetry.rule import Rule
@@ -38,15 +36,15 @@ _IN_ORDER: tuple[type[Detector], ...] = (
     vanishing_gradient.VanishingGradient, ranks_diverge.RanksDiverge, ranks_diverge.RanksSameBatch,
     nonfinite.Nonfinite, weights.WeightJump, no_learning.NoLearning, mistakes.LearningRateZero,
     weights.RoundedUpdates, mistakes.EvalMode, mistakes.SameBatch, outputs.LogitGrowth,
-    outputs.AttentionCollapse, outputs.ExpertCollapse, trends.UnboundedLoss,
-    trends.ExponentialTrend, outputs.OutputCollapse, outputs.LowPrecision,
+    outputs.AttentionCollapse, outputs.ExpertCollapse, losses.UnboundedLoss,
+    weights.ExponentialTrend, outputs.OutputCollapse, outputs.LowPrecision,
     weights.LayersNotLearning, losses.LossBurst, no_learning.LossStuck, resources.MemoryGrowth,
     resources.InputBound, resources.SlowSteps,
 )  # fmt: skip
 DETECTORS: Mapping[str, type[Detector]] = {detector.kind: detector for detector in _IN_ORDER}
 
 # All kinds of alerts that the package reports.
-KINDS: Mapping[str, type[Detector]] = {**DETECTORS, **CHECK_KINDS}
+KINDS: Mapping[str, type[Detector]] = {**DETECTORS, **mistakes.CHECK_KINDS}
 
 
 def default_rules() -> tuple[Rule, ...]:

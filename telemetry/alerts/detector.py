@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline, finite_loss
-from telemetry.alerts.state import empty, restore, state_hints, to_plain
+from telemetry.alerts.state import fill, restore, to_plain
 from telemetry.alerts.window import LATEST
 from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
@@ -25,7 +25,7 @@ class Finding:
 
     summary: str
     value: float
-    threshold: float
+    threshold: float = 0.0
     cause: str | None = None
     advice: tuple[str, ...] = ()
     module_name: str | None = None
@@ -93,9 +93,7 @@ class Detector(Rule):
             setattr(self, name, value)
         self._own_baseline = Baseline()
         self.set_up()
-        for name, hint in state_hints(type(self)).items():
-            if not hasattr(self, name):
-                setattr(self, name, empty(hint))
+        fill(self)
 
     @classmethod
     def limits(cls) -> list[str]:
@@ -143,7 +141,7 @@ class Detector(Rule):
             self._findings += 1
             self._evaluations_without, self._found_at = 0, record.step
             if found.confirmed or self._findings >= self._required:
-                alerts = self._report(record.step, found)
+                alerts = self.report(record.step, found)
         elif self.active_alert is not None and self.still_present(record, baseline):
             self._evaluations_without, self._found_at = 0, record.step
         else:
@@ -162,7 +160,7 @@ class Detector(Rule):
         if (found := self.find_in_loss(step, loss)) is None:
             return ()
         self._evaluations_without = 0
-        return self._report(step, found)
+        return self.report(step, found)
 
     @property
     def judges_losses(self) -> bool:
@@ -201,7 +199,7 @@ class Detector(Rule):
 
     # ---------------------------------------------------------------------------------------------
 
-    def _report(self, step: int, found: Finding) -> list[Alert]:
+    def report(self, step: int, found: Finding) -> list[Alert]:
         """Return the alerts of a confirmed finding."""
         active = self.active_alert
         alert = Alert(

@@ -105,10 +105,9 @@ class DeadUnits(Detector):
         what = "are zero for every input" if is_zero else "get no gradient"
         in_batches = f"{batches} batches" if batches > 1 else "one batch"
         also = f"; also units of {', '.join(others)}" if others else ""
-        cause = f"{called(str(behind))} zeroes all they return" if observed_in else None
         return Finding(
             summary=f"{count} of {size} units of {first}{which} {what} in {in_batches}{also}",
-            cause=cause,
+            cause=f"{called(str(behind))} zeroes all they return" if observed_in else None,
             advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
             value=count / size,
             threshold=self.fraction,
@@ -151,9 +150,8 @@ class DeadUnits(Detector):
             missing = max(self.batches, math.ceil(self.samples / each)) - now.batches
             self.needs_full_step = True
             self.full_steps_in_a_row = min(max(self.full_steps_in_a_row, missing), _IN_A_ROW)
-        active = np.count_nonzero(~now.silent)
-        is_nearly_complete = active <= max(1, (1 - _NEARLY_ALL) * silent.size)
-        return enough and bool(is_nearly_complete or record.step - now.since >= _PARTLY)
+        are_nearly_all = (~now.silent).sum() <= max(1, (1 - _NEARLY_ALL) * silent.size)
+        return enough and bool(are_nearly_all or record.step - now.since >= _PARTLY)
 
 
 _ADVICE = (
@@ -220,19 +218,17 @@ def _negligible(rows: Rows) -> Marks:
     The input of the first output is itself.
     """
     sizes = rows.unit_count
-    as_many = np.concatenate([[True], sizes[1:] == sizes[:-1]]).repeat(sizes)
-    back = np.concatenate([[0], sizes[1:]]).repeat(sizes)
+    as_many = np.append(True, sizes[1:] == sizes[:-1]).repeat(sizes)
+    back = np.append(0, sizes[1:]).repeat(sizes)
     inputs = rows.units[np.arange(len(rows.units)) - back, 1]
     largest = np.maximum(*np.abs(rows.units.T))
-    negligible: Marks = (inputs < 0) & (largest <= -_NEGLIGIBLE * inputs)
-    return as_many & negligible
+    negligible: Marks = as_many & (inputs < 0) & (largest <= -_NEGLIGIBLE * inputs)
+    return negligible
 
 
 def _idle_modules(record: StepRecord) -> set[str]:
     """Return the modules all of whose gradients exist and are exactly zero."""
     zero, layout = record.grad_present & (record.grad_norms == 0), record.layout
-    if not zero.any():
-        return set()
     idle = set(layout.owners[zero].tolist()) - set(layout.owners[~zero].tolist())
     return {layout.modules[index].name for index in idle}
 
@@ -390,9 +386,8 @@ def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
     The share is the layer's ``saturation`` in :data:`telemetry.layers.STATISTICS`.
     """
     share = table(record).value(record.layout.position[output.module_name], "saturation") or 0.0
-    if function.flattest is None:
-        return share
-    return min(share, function.flattest.share(record.outputs[output].sketch) / _MOST)
+    flattest = function.flattest
+    return min(share, flattest.share(record.outputs[output].sketch) / _MOST) if flattest else share
 
 
 def _share_faint(sketch: Sketch) -> float:
@@ -420,10 +415,9 @@ def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
 
 def _received(record: StepRecord, output: Output) -> float | None:
     """Return the RMS of the input of an affine layer: ``rms_out * sqrt(out) / ||W||``."""
-    rms = record.outputs[output].sketch.rms
-    for parameter in record.layout.parameters:
-        if parameter.module_name == output.module_name and len(parameter.shape) > 1:
-            weight = record.weights.get(parameter.name)
-            norm = weight.sketch.norm if weight is not None else 0.0
-            return float(rms * parameter.shape[0] ** 0.5 / norm) if norm else None
+    rms, layout = record.outputs[output].sketch.rms, record.layout
+    for name, index in layout.matrices.items():
+        if layout.parameters[index].module_name == output.module_name and name in record.weights:
+            norm = record.weights[name].sketch.norm
+            return float(rms * layout.parameters[index].shape[0] ** 0.5 / norm) if norm else None
     return None

@@ -1,11 +1,12 @@
-"""Losses that rise: large steps, jumps of the loss, and bursts of high losses."""
+"""Losses that rise, jump, stay high for some steps, or fall without bound."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from telemetry.alerts.baseline import (
     Figures,
     finite_loss,
 )
-from telemetry.alerts.detector import EXPLOSIONS, RATE_ADVICE, Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, RATE_ADVICE, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT, Logged, LossJump, Rise
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.layers.onset import Onset
@@ -80,7 +81,6 @@ class LossDivergence(Detector):
                     "To accumulate gradients, step once for all of them, and zero them then",
                 ),
                 value=norm,
-                threshold=0.0,
             )
         now = finite_loss(record)
         if self.active_alert is not None or now is None:
@@ -265,7 +265,7 @@ class LossSpike(Detector):
         latest = (*before, *high, baseline.loss.latest[-1])
         if baseline.loss.is_floor(max(loss for _, loss in latest)):
             return None
-        jumped_at = record.step - baseline.since_rate_jump
+        jumped_at = baseline.rate_jump_step
         is_new = baseline.since_rate_jump <= FEWEST and jumped_at != self._jumped_at
         if is_new and (len(high) >= 2 or baseline.loss.is_worse):
             self._jumped_at = jumped_at
@@ -284,13 +284,9 @@ class LossSpike(Detector):
             )
         if before and not high:
             return self._of_batch(before, record, baseline)
-        window = baseline.loss.window
-        if self.active_alert is not None or len(high) != _IN_A_ROW:
-            return self._for_good(record, baseline)
-        if (
-            min(window.ranges_above(loss) for _, loss in high) * len(window) / LENGTH
-            < self.distance
-        ):
+        window, lowest = baseline.loss.window, min([loss for _, loss in high], default=-math.inf)
+        least = window.ranges_above(lowest) * len(window) / LENGTH
+        if self.active_alert is not None or len(high) != _IN_A_ROW or least < self.distance:
             return self._for_good(record, baseline)
         since = high[0].step
         jump = baseline.loss.jump_since(since)
@@ -482,3 +478,99 @@ def _ratio(factor: float) -> str:
     if not factor < 1:
         return f"{figure(factor)}x above usual"
     return f"{figure(1 / factor)}x below usual" if factor else "no gradient"
+
+
+class UnboundedLoss(Detector):
+    """Loss below zero falls because the outputs become larger. It begins at -ln C for C classes, or
+    keeps falling while the last layer's output becomes 20 times as large.
+
+    Evidence: the loss, and the growth of the output.
+    Causes: a wrong sign, ``nll_loss`` without ``log_softmax``.
+    Remedies: check the sign of each term.
+    Silent: densities, rewards and critics, which settle.
+    Example: loss = nn.functional.nll_loss(logits, targets)
+    Args:
+        growth: Growth of the last layer's output.
+
+    A loss of -ln C, a guess with the wrong sign, must have fallen by a tenth. Or the second half of
+    the run falls no slower than the first, while the output is above 10 and grows.
+    """
+
+    kind = "unbounded_loss"
+    on = "loss"
+    clear_after = NEVER
+    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite"}
+    growth = 20.0  # wgan_gradient_penalty, whose outputs settle, has 8
+    _points: Annotated[deque[tuple[int, float, float]], LENGTH]  # step, size of the outputs, loss
+    _classes: int = 0
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        first, recent = baseline.loss.first, baseline.loss.recent
+        measured = record.full and len(record.activations) > 0
+        if measured:
+            self._add(record, recent)
+        is_low = not measured and recent < 0 and recent < first
+        self.needs_full_step = is_low and self._needs_points(baseline.age)
+        guess = -math.log(self._classes) if self._classes > 2 else math.nan
+        if abs(first - guess) < _NEAR_GUESS * -guess and recent < (1 + _FALLEN) * min(first, guess):
+            return self._found(
+                recent, guess, f"started near -ln {self._classes} = {figure(guess, 4)} and falls"
+            )
+        if not recent < 0 or not measured or len(self._points) < _FEWEST_POINTS:
+            return None
+        steps, sizes, losses = np.array(self._points).T
+        middle = (steps[0] + steps[-1]) / 2
+        size, loss = np.interp(middle, steps, sizes), np.interp(middle, steps, losses)
+        grows = sizes[-1] > max(self.growth * sizes[0], _HALF * size, _LARGE)
+        falls = losses[0] > loss and loss - losses[-1] >= _UNDIMINISHED * (losses[0] - loss)
+        if not grows or not falls or steps[-1] - steps[0] < _STEPS:
+            return None
+        times, last = sizes[-1] / sizes[0], next(reversed(record.activations))
+        return self._found(
+            recent,
+            losses[0],
+            f"falls ever faster below zero, while the output of {called(last)} grows "
+            f"{figure(times)}-fold in {steps_in_words(int(steps[-1] - steps[0]))}",
+        )
+
+    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
+        return baseline.loss.recent < 0
+
+    def _needs_points(self, age: int) -> bool:
+        """Whether full steps might show that the outputs grow: in the middle of the steps first."""
+        if len(self._points) > _FEWEST_POINTS or age < _STEPS // 2 - _SOON:
+            return False
+        sizes = [size for _, size, _ in self._points]
+        return len(sizes) < 2 or sizes[-1] > _GROWS * sizes[0]
+
+    def _add(self, record: StepRecord, loss: float) -> None:
+        rows, layout = record.activations.rows, record.layout
+        widths = [layout.parameters[index].shape[0] for index in layout.matrices.values()]
+        self._classes = int(rows.unit_count[-1]) or max(widths, default=0)
+        size = float(rms_of(rows)[-1])
+        if math.isfinite(size + loss) and size > 0:
+            self._points.append((record.step, size, loss))
+
+    def _found(self, loss: float, limit: float, what: str) -> Finding:
+        return Finding(
+            summary=f"The loss is {figure(loss, 4)}: it {what}",
+            cause="Nothing limits the loss from below",
+            advice=(
+                "Check the sign of the loss and of each of its terms",
+                "Give nll_loss log-probabilities (log_softmax)",
+                "Limit each term that is maximized",
+            ),
+            value=loss,
+            threshold=limit,
+        )
+
+
+_NEAR_GUESS = 0.15  # of ln C: large first weights guess worse than all alike
+_FALLEN = 0.1
+_LARGE = 10.0  # log-probabilities and log-scales stay below; exp of it is 22,000
+_HALF = 1.5  # linear growth doubles in the second half; that of wgan_gradient_penalty is 1.3
+_UNDIMINISHED = 0.8  # text_loss_negated has 1.5
+_GROWS = 1.5  # of a twentieth of ``growth`` in the first steps
+_SOON = 2  # steps until a requested full step
+_FEWEST_POINTS = 5  # full steps
+_STEPS = 40  # by then a loss that settles has slowed down

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate
 from statistics import median_high
+from typing import Annotated
 
 import numpy as np
 
@@ -57,15 +58,12 @@ class NoLearning(Detector):
     zero_steps = 50  # triplet_siamese, which has fitted all examples, has 4
     losses = 100  # chosen manually: more micro-batches per step are unusual
     full_steps_in_a_row = 3
-    _norms: deque[float]
+    _norms: Annotated[deque[float], RECENT]
     _before: float = 0.0
     _largest_ratio: float = 0.0
     _evaluations: int = 0
     _losses: int = 0
     _zeros: int = 0
-
-    def set_up(self) -> None:
-        self._norms = deque(maxlen=RECENT)
 
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
         if self._norms:

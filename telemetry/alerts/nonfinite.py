@@ -73,7 +73,6 @@ class Nonfinite(Detector):
         return Finding(
             module_name=found.module_name,
             value=(~record.grad_finite).sum(),
-            threshold=0.0,
             summary=f"{_subject(record)} at step {record.step}{how}, first in {found.where}",
             advice=advice,
             batch_steps=_batch_steps(record, advice, after_good=after_good),

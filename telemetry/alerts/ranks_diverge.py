@@ -109,7 +109,6 @@ def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergenc
             "Resume from a checkpoint",
         ),
         value=count,
-        threshold=0.0,
         module_name=owner.get(first.parameter),
     )
 
@@ -123,5 +122,4 @@ def _alone(facts: RankFacts) -> Finding | None:
         summary=f"NaN or infinity on {facts.called(rank)} alone, first in {printable(where)}",
         advice=("Check the samples of this rank", "Exclude the host if it happens there again"),
         value=1.0,
-        threshold=0.0,
     )

@@ -3,7 +3,7 @@
 The state of an object is the attributes that its class annotates in its body; parameters belong to
 the new run. Attributes may be numbers, strings, arrays, lists, tuples, sets, dicts, deques, and
 objects of such classes. Dataclasses and named tuples are created, other objects are filled. A dict
-becomes a list of pairs, because JSON keys are strings.
+becomes a list of pairs, because JSON keys are strings. ``Annotated[deque[float], 5]`` holds five.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import is_dataclass
 from types import UnionType
-from typing import Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -30,7 +30,7 @@ def to_plain(value: object) -> Any:
         return sorted(map(to_plain, value))
     if value is None or isinstance(value, int | float | str):
         return value
-    return {name: to_plain(getattr(value, name)) for name in state_hints(type(value))}
+    return {name: to_plain(getattr(value, name)) for name in _state_hints(type(value))}
 
 
 def restore(target: object, plain: object) -> None:
@@ -42,50 +42,53 @@ def restore(target: object, plain: object) -> None:
     vars(target).update(vars(_restored(type(target), plain, target)))
 
 
-def empty(hint: Any) -> Any:
-    """Return the empty container of a type, or a new object of a class."""
-    kind = get_origin(hint) or hint
-    return np.zeros(0, _dtype(hint)) if kind is np.ndarray else kind()
+def fill(target: object) -> None:
+    """Create the empty state of attributes that are annotated and have no value."""
+    for name, hint in get_type_hints(type(target), include_extras=True).items():
+        kind = get_origin(hint) or hint
+        if kind is ClassVar or hasattr(target, name):
+            continue
+        if kind is Annotated:
+            setattr(target, name, deque(maxlen=hint.__metadata__[0]))
+        else:
+            setattr(target, name, np.zeros(0, _dtype(hint)) if kind is np.ndarray else kind())
 
 
 def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
     """Return a value of the type ``hint`` to replace ``current``."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is UnionType:  # with None
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if kind is Any:
+        return plain
+    if kind is UnionType:  # with None
         return None if plain is None else _restored(arguments[0], plain)
-    if origin is Literal or hint in _SCALARS:
-        fits = plain in arguments if origin is Literal else isinstance(plain, _SCALARS[hint])
+    if kind is Literal or kind in _SCALARS:
+        fits = plain in arguments if arguments else isinstance(plain, _SCALARS[kind])
         if not fits:
             raise TypeError(f"{plain!r} is not a {hint}")
         return plain
-    if hint in _BARE:  # of scalars
-        items = dict(plain) if hint is dict else plain
-        return deque(items, maxlen=current.maxlen) if hint is deque else hint(items)
-    if origin is not None or issubclass(hint, tuple):
-        if not isinstance(plain, list | tuple):
-            raise TypeError(f"{plain!r} is not a {hint}")
-        return _from_list(hint, plain, current)
-    if not isinstance(plain, Mapping):
+    is_list = kind in (np.ndarray, list, set, dict, deque) or issubclass(kind, tuple)
+    if not isinstance(plain, list | tuple if is_list else Mapping):
         raise TypeError(f"{plain!r} is not a {hint}")
-    return _from_attributes(hint, plain, current)
+    restored: Any = _from_list if is_list else _from_attributes
+    return restored(hint, plain, current)
 
 
 def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is np.ndarray:
+    kind, arguments = get_origin(hint) or hint, get_args(hint) or (Any, Any)
+    if kind is np.ndarray:
         return np.array(plain, _dtype(hint))
-    if origin is dict:
+    if kind is dict:
         return {_restored(arguments[0], k): _restored(arguments[1], v) for k, v in plain}
-    if origin is None:  # a named tuple
-        return hint(*map(_restored, get_type_hints(hint).values(), plain))
-    if origin is tuple and arguments[-1] is not Ellipsis:
-        return tuple([_restored(kind, item) for kind, item in zip(arguments, plain, strict=True)])
+    if hasattr(kind, "_fields"):  # a named tuple
+        return kind(*map(_restored, get_type_hints(kind).values(), plain))
+    if kind is tuple and get_args(hint) and arguments[-1] is not Ellipsis:
+        return tuple([_restored(part, item) for part, item in zip(arguments, plain, strict=True)])
     items = [_restored(arguments[0], item) for item in plain]
-    return deque(items, maxlen=current.maxlen) if origin is deque else origin(items)
+    return deque(items, maxlen=current.maxlen) if kind is deque else kind(items)
 
 
 def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
-    hints = state_hints(hint)
+    hints = _state_hints(hint)
     if is_dataclass(hint):
         fields = {name: _restored(hints[name], item) for name, item in plain.items()}
         return cast("Any", hint)(**fields)
@@ -99,11 +102,10 @@ def _dtype(hint: Any) -> Any:
     return get_args(get_args(hint)[1])[0]
 
 
-def state_hints(kind: Any) -> dict[str, Any]:
+def _state_hints(kind: Any) -> dict[str, Any]:
     """Return names and types of the state of a class."""
     hints = get_type_hints(kind)
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
 
-_BARE = (tuple, list, set, dict, deque)
 _SCALARS: Mapping[Any, Any] = {bool: bool, int: int, float: (int, float), str: str}

@@ -86,12 +86,8 @@ class Window:
     @property
     def range(self) -> float:
         """Highest minus lowest, at least a thousandth of the highest, also for a constant."""
-        return self.highest_and_range[1]
-
-    @property
-    def highest_and_range(self) -> tuple[float, float]:
         lowest, highest = self.extremes
-        return highest, max(highest - lowest, 1e-3 * abs(highest))
+        return max(highest - lowest, 1e-3 * abs(highest))
 
     def of_latest(self, count: int) -> tuple[float, float]:
         """Return median and standard deviation (from the median absolute one) of the latest."""
@@ -103,8 +99,7 @@ class Window:
         """Return the distance of a value above the highest, in ranges; -inf for a short window."""
         if len(self) < FEWEST:
             return -math.inf
-        highest, span = self.highest_and_range
-        return (value - highest) / span if span else -math.inf
+        return (value - self.highest) / self.range if self.range else -math.inf
 
 
 class Logged(NamedTuple):
@@ -208,10 +203,10 @@ class Loss:
     def _is_far_above(self, loss: float) -> bool:
         if not len(self.window):
             return False
-        highest, span = self.window.highest_and_range
+        highest = self.window.highest
         self.excess = (loss - highest) / abs(highest) if highest else 0.0
         few = _FAR_OF_FEW * abs(highest) if len(self.window) < FEWEST else 0.0
-        self.limit = highest + max(_FAR * span, few)
+        self.limit = highest + max(_FAR * self.window.range, few)
         return loss > self.limit
 
 

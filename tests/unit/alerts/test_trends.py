@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from telemetry import Alert, Rule
-from telemetry.alerts.trends import ExponentialTrend, UnboundedLoss
+from telemetry.alerts.losses import UnboundedLoss
+from telemetry.alerts.weights import ExponentialTrend
 from telemetry.testing import capture_run
 from tests.helpers.figures import figures
 from tests.helpers.small_runs import draw, net, train
