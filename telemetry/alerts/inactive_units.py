@@ -18,7 +18,6 @@ from telemetry.layers.module_types import (
     DROPOUTS,
     STANDARD,
     TWO_SIDED,
-    Bounded,
     Flat,
 )
 from telemetry.layers.record import ForwardOutputs
@@ -185,12 +184,15 @@ class _Silence:
 @once
 def _silent_units(record: StepRecord) -> Sequence[tuple[Output, float, Marks]]:
     """Return outputs that get a gradient, in forward order: the share and marks of silent units."""
-    forward, idle = ForwardOutputs.of(record), _idle_modules(record)
+    forward, layout = ForwardOutputs.of(record), record.layout
     if not forward.outputs:
         return ()
+    # Modules all of whose gradients exist and are exactly zero.
+    no_gradient = record.grad_present & (record.grad_norms == 0)
+    idle = {*layout.owners[no_gradient].tolist()} - {*layout.owners[~no_gradient].tolist()}
     units, sizes = forward.rows.units, forward.rows.unit_count
     two_sided = np.array([kind in TWO_SIDED for kind in forward.types])
-    is_idle = np.array([output.module_name in idle for output in forward.outputs])
+    is_idle = np.array([layout.position[o.module_name] in idle for o in forward.outputs])
     gradients = Tensors.of(record.output_grads)
     row_of = {output: row for row, output in enumerate(gradients)}
     places = np.array([row_of.get(output, -1) for output in forward.outputs])
@@ -224,13 +226,6 @@ def _negligible(rows: Rows) -> Marks:
     largest = np.maximum(*np.abs(rows.units.T))
     negligible: Marks = as_many & (inputs < 0) & (largest <= -_NEGLIGIBLE * inputs)
     return negligible
-
-
-def _idle_modules(record: StepRecord) -> set[str]:
-    """Return the modules all of whose gradients exist and are exactly zero."""
-    zero, layout = record.grad_present & (record.grad_norms == 0), record.layout
-    idle = set(layout.owners[zero].tolist()) - set(layout.owners[~zero].tolist())
-    return {layout.modules[index].name for index in idle}
 
 
 class SaturatedUnits(Detector):
@@ -323,25 +318,30 @@ class SaturatedUnits(Detector):
     def _flat_shares(self, record: StepRecord) -> list[tuple[Output, float]]:
         """Return the outputs of hidden layers and the flat share of each, in forward order."""
         forward, shares = ForwardOutputs.of(record), list[tuple[Output, float]]()
-        rms = rms_of(forward.rows).tolist()
+        rms, layout = rms_of(forward.rows).tolist(), record.layout
         for index in forward.hidden:
             output, type_name = forward.outputs[index], forward.types[index]
             if forward.positions[index] < FEW_SAMPLES:  # an expert that few tokens reach
                 continue
-            after = forward.outputs[index + 1]
             if type_name in BOUNDED:
                 # An RNN may have been made with ReLU, which shows by outputs above 1.
                 is_other = forward.owned[index] and forward.rows.max[index] > 1
-                if not is_other and not forward.is_gate(index):
-                    shares.append((output, _share_flat(record, output, BOUNDED[type_name])))
+                if is_other or forward.is_gate(index):
+                    continue
+                place, flattest = layout.position[output.module_name], BOUNDED[type_name].flattest
+                share = table(record).value(place, "saturation") or 0.0
+                if flattest is not None:  # most outputs have to be where it is flattest
+                    share = min(share, flattest.share(record.outputs[output].sketch) / _MOST)
             elif forward.owned[index]:
-                if forward.types[index + 1] in AFFINE:
-                    small = rms[index] < _LARGE
-                    lost = 0.0 if small else _share_lost(record, output, after)
-                    shares.append((output, lost))
+                if forward.types[index + 1] not in AFFINE:
+                    continue
+                after, is_small = forward.outputs[index + 1], rms[index] < _LARGE
+                share = 0.0 if is_small else _share_lost(record, output, after)
             elif type_name not in STANDARD and index > 0:
-                at_ends = self._share_at_ends(record, output, forward.outputs[index - 1])
-                shares.append((output, at_ends))
+                share = self._share_at_ends(record, output, forward.outputs[index - 1])
+            else:
+                continue
+            shares.append((output, share))
         return shares
 
     def _share_at_ends(self, record: StepRecord, output: Output, before: Output) -> float:
@@ -380,16 +380,6 @@ _LARGE = 10.0  # tanh has slope 1e-8 there; tried 2 and 50
 _SMALL = 2.0
 
 
-def _share_flat(record: StepRecord, output: Output, function: Bounded) -> float:
-    """Return the share of outputs where the function is flat, if most are where it is flattest.
-
-    The share is the layer's ``saturation`` in :data:`telemetry.layers.STATISTICS`.
-    """
-    share = table(record).value(record.layout.position[output.module_name], "saturation") or 0.0
-    flattest = function.flattest
-    return min(share, flattest.share(record.outputs[output].sketch) / _MOST) if flattest else share
-
-
 def _share_faint(sketch: Sketch) -> float:
     """Return the share of values below a thousandth of the RMS."""
     if not sketch.finite_count or sketch.sum_squares == 0:
@@ -401,23 +391,18 @@ def _share_faint(sketch: Sketch) -> float:
 def _share_lost(record: StepRecord, output: Output, after: Output) -> float:
     """Return the share of a layer's positive outputs without a gradient before a bounded function.
 
-    Negative outputs do not count, since a ReLU may follow. The input of the next layer is estimated
-    from its output and the norm of its weights.
+    Negative outputs do not count, since a ReLU may follow. The RMS of the next layer's input is
+    estimated from its output and its weights: ``rms_out * sqrt(out) / ||W||``.
     """
     sketch, gradient = record.outputs[output].sketch, record.output_grads.get(output)
-    received = _received(record, after)
-    if gradient is None or received is None or received > _SMALL:
+    layout, rms = record.layout, record.outputs[after].sketch.rms
+    owned = [layout.parameters[i] for i in layout.owned[layout.position[after.module_name]]]
+    matrix = next((p for p in owned if len(p.shape) > 1 and p.name in record.weights), None)
+    norm = 0.0 if matrix is None else record.weights[matrix.name].sketch.norm
+    if gradient is None or matrix is None or not norm:
+        return 0.0
+    if rms * matrix.shape[0] ** 0.5 / norm > _SMALL:
         return 0.0
     negative = Flat(low=-math.ulp(0.0)).share(sketch)
     faint = _share_faint(gradient.sketch)
     return max(faint - negative, 0.0) / (1 - negative) if negative < 1 else 0.0
-
-
-def _received(record: StepRecord, output: Output) -> float | None:
-    """Return the RMS of the input of an affine layer: ``rms_out * sqrt(out) / ||W||``."""
-    rms, layout = record.outputs[output].sketch.rms, record.layout
-    for name, index in layout.matrices.items():
-        if layout.parameters[index].module_name == output.module_name and name in record.weights:
-            norm = record.weights[name].sketch.norm
-            return float(rms * layout.parameters[index].shape[0] ** 0.5 / norm) if norm else None
-    return None

@@ -20,7 +20,6 @@ from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord, TensorRecord, once
 from telemetry.records.buckets import limits
 from telemetry.records.moments import rms_of
-from telemetry.records.sketch import Sketch
 from telemetry.records.tensor import figures_of
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -285,7 +284,10 @@ def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
     if type_name == "Sigmoid" and _are_errors(last, 1 / 2, e / (e + 1), 1):
         again = f"the output of {name} and applies sigmoid again"
         return f"{again}: the loss cannot fall below {figure(log(1 + 1 / e))}", logits, "warning"
-    if type_name in _BOUNDS and _is_of_cross_entropy(g, last.units):
+    # Of a cross entropy, gradients add up to 0 and one of each row is negative.
+    negative, others = (g.counts[of].sum() for of in (g.buckets < 0, g.buckets != 0))
+    is_one = last.units > 2 and abs(negative / max(1, others) * last.units - 1) < _ABOUT
+    if type_name in _BOUNDS and is_one and abs(g.mean) < _EXACT * _EXACT * g.rms:
         return f"the output of {name} as logits: {_BOUNDS[type_name]}", logits, "warning"
     return None
 
@@ -398,14 +400,6 @@ def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
         if above and below:
             return True
     return False
-
-
-def _is_of_cross_entropy(grads: Sketch, units: int) -> bool:
-    """Whether gradients add up to 0 and one of each row is negative, for three units or more."""
-    negative = grads.counts[grads.buckets < 0].sum()
-    of_each = negative / max(1, grads.counts[grads.buckets != 0].sum()) * units
-    is_balanced = abs(grads.mean) < _EXACT * _EXACT * grads.rms
-    return bool(units > 2 and is_balanced and abs(of_each - 1) < _ABOUT)
 
 
 _DIMENSION = ("Use dim=1 or dim=-1", "Remove the softmax before CrossEntropyLoss")

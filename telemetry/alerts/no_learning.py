@@ -9,7 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, compress
 from statistics import median_high
 from typing import Annotated
 
@@ -171,9 +171,9 @@ class LossStuck(Detector):
     kind = "loss_stuck"
     severity = "note"
     clear_after = 2
-    explained_by = frozenset({"learning_rate_zero", "no_learning", "dead_units"}) | {
-        *("vanishing_gradient", "wrong_loss_input", "targets_broadcast", "rounded_updates")
-    }
+    explained_by = frozenset(
+        ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
+    ).union(["wrong_loss_input", "targets_broadcast", "rounded_updates"])
     reduction = 0.03
     steps = 100
     _losses: deque[float]
@@ -209,23 +209,23 @@ class LossStuck(Detector):
         latest = losses[-int(self.steps) :]
         now = float(latest.mean())
         is_constant = latest.std() <= _ROUNDING * abs(now)
+        guess, cause = math.log(self._classes) if self._classes > 2 else math.nan, None
         if self._varies and is_constant and now > _NOTHING * abs(first):
-            return self._found(now, now, "the same at each step though the batches differ")
-        if not (is_constant or _is_noise(latest)) or baseline.step_ratio <= _MOVES:
+            reference, what = now, "the same at each step though the batches differ"
+        elif not (is_constant or _is_noise(latest)) or baseline.step_ratio <= _MOVES:
             return None
-        least = min(map(np.median, np.array_split(losses, FEWEST)))
-        guess = math.log(self._classes) if self._classes > 2 else math.nan
-        cause = f"Each step moves the weights by {figure(baseline.step_ratio, 1)} of their norm"
-        if self._is_written_back:
-            cause += ", and something else writes the old weights back"
-        if abs(now - guess) < self.reduction * guess:
-            what = f"as high as for a guess among {self._classes} classes (ln {self._classes})"
-            return self._found(now, guess, what, cause)
-        if least > (1 - self.reduction) * first and now < (1 + self.reduction) * first:
-            return self._found(now, first, "as high as in the first steps", cause)
-        return None
-
-    def _found(self, now: float, reference: float, what: str, cause: str | None = None) -> Finding:
+        else:
+            cause = f"Each step moves the weights by {figure(baseline.step_ratio, 1)} of their norm"
+            if self._is_written_back:
+                cause += ", and something else writes the old weights back"
+            least = min(map(np.median, np.array_split(losses, FEWEST)))
+            if abs(now - guess) < self.reduction * guess:
+                of = self._classes
+                reference, what = guess, f"as high as for a guess among {of} classes (ln {of})"
+            elif least > (1 - self.reduction) * first and now < (1 + self.reduction) * first:
+                reference, what = first, "as high as in the first steps"
+            else:
+                return None
         return Finding(
             summary=f"The loss of the last {self.steps} steps is {figure(now, 4)}, {what}",
             cause=cause,
@@ -322,7 +322,10 @@ class UntrainedParameters(Detector):
         if not enough or record.total_grad_norm == 0:
             return None
         left = trainable & ~trained & ~self._reported & (reached | ~self._trained_before)
-        left &= reached | ran | ~_one_of_many(layout, trained)
+        # Names that differ from a trained one only in numbers.
+        kinds = [(_NUMBER.sub(".*", f".{p.name}"), p.shape) for p in layout.parameters]
+        known = {*compress(kinds, trained)}
+        left &= reached | ran | np.array([kind not in known for kind in kinds], bool)
         found = self._found(layout, left) if left.any() else None
         self._reported, self._trained_before = self._reported | left, self._trained_before | trained
         self._begin(count, is_new=False)
@@ -365,13 +368,6 @@ _NOT_REACHED = (
 _LATE = 9  # steps around the last one in which it requests a full step
 _NAMED = 5
 _NUMBER = re.compile(r"\.\d+(?=\.)")
-
-
-def _one_of_many(layout: Layout, trained: Marks) -> Marks:
-    """Mark parameters whose names differ from a trained one only in numbers."""
-    kinds = [(_NUMBER.sub(".*", f".{p.name}"), p.shape) for p in layout.parameters]
-    known = {kind for kind, is_trained in zip(kinds, trained, strict=True) if is_trained}
-    return np.array([kind in known for kind in kinds])
 
 
 def _groups(layout: Layout, left: Marks, trainable: Marks) -> Iterable[str]:

@@ -66,14 +66,17 @@ class Nonfinite(Detector):
         levels = levels[levels > -np.inf]
         known = [("the gradient norm", 10 ** (levels[-1] - levels[0]))] if len(levels) else []
         what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
-        advice, how = found.advice, ""
+        loss, advice, how = record.loss or 0.0, found.advice, ""
+        bad = "NaN or infinity" if record.all_grads_finite else "Gradients are NaN or infinite"
+        if not math.isfinite(loss):
+            bad = f"The loss is {'NaN' if math.isnan(loss) else 'infinite'}"
         if growth >= _OVERFLOWS:
             advice = _TOO_LARGE
             how = f": numbers overflowed after {what} grew {figure(growth, 1)}-fold"
         return Finding(
             module_name=found.module_name,
             value=(~record.grad_finite).sum(),
-            summary=f"{_subject(record)} at step {record.step}{how}, first in {found.where}",
+            summary=f"{bad} at step {record.step}{how}, first in {found.where}",
             advice=advice,
             batch_steps=_batch_steps(record, advice, after_good=after_good),
         )
@@ -114,13 +117,6 @@ _TOO_LARGE = (
     "Check the initial weights and custom backward functions",
     "Use bfloat16: float16 ends at 65504",
 )
-
-
-def _subject(record: StepRecord) -> str:
-    loss = record.loss
-    if loss is not None and not math.isfinite(loss):
-        return "The loss is NaN" if math.isnan(loss) else "The loss is infinite"
-    return "NaN or infinity" if record.all_grads_finite else "Gradients are NaN or infinite"
 
 
 def _batch_steps(record: StepRecord, advice: Sequence[str], *, after_good: bool) -> list[int]:

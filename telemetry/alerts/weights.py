@@ -71,8 +71,9 @@ class WeightJump(Detector):
         most = jumped[np.abs(changes[jumped]).argmax()]
         times, usual = math.exp(changes[most]), math.expm1(fastest[most] * steps)
         parameter = record.layout.parameters[record.layout.parameter_position[names[most]]]
+        size = f"{figure(times)}x larger" if times > 1 else f"{figure(1 / times)}x smaller"
         return Finding(
-            summary=f"{called(parameter.name)} is {_times(times)} than at step {known[-1]}, after "
+            summary=f"{called(parameter.name)} is {size} than at step {known[-1]}, after "
             f"changes of {figure(usual, 2)} of its size at most in as many steps",
             advice=(
                 "Check for code that writes to it: a copy, a reset, a checkpoint, another unit",
@@ -84,10 +85,6 @@ class WeightJump(Detector):
             severity=None if times > 1 else "note",
             momentary=True,
         )
-
-
-def _times(factor: float) -> str:
-    return f"{figure(factor)}x larger" if factor > 1 else f"{figure(1 / factor)}x smaller"
 
 
 _TIMES = 30  # overwritten matrices (cnn_overwrite_big, block_weight_scaled) have 230 and more
