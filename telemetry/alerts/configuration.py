@@ -115,7 +115,7 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
             raise ValueError(f"{where}: no parameter has this name; {closest(parameter, options)}")
         if parameter == "severity":
             if value not in get_args(Severity):
-                raise ValueError(f"{where}: must be one of {', '.join(get_args(Severity))}")
+                raise ValueError(f"{where}: must be one of note, warning, error")
         elif not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(f"{where}: must be a number")
         elif not value > 0:

@@ -107,7 +107,7 @@ class Detector(Rule):
         ]
 
     @property
-    def active_module(self) -> str:
+    def _active_module(self) -> str:
         """Module that the active alert names; empty if it names none."""
         return (self.active_alert and self.active_alert.module_name) or ""
 
@@ -141,7 +141,7 @@ class Detector(Rule):
             self._findings += 1
             self._evaluations_without, self._found_at = 0, record.step
             if found.confirmed or self._findings >= self._required:
-                alerts = self.report(record.step, found)
+                alerts = self._report(record.step, found)
         elif self.active_alert is not None and self.still_present(record, baseline):
             self._evaluations_without, self._found_at = 0, record.step
         else:
@@ -160,7 +160,7 @@ class Detector(Rule):
         if (found := self.find_in_loss(step, loss)) is None:
             return ()
         self._evaluations_without = 0
-        return self.report(step, found)
+        return self._report(step, found)
 
     @property
     def judges_losses(self) -> bool:
@@ -199,7 +199,7 @@ class Detector(Rule):
 
     # ---------------------------------------------------------------------------------------------
 
-    def report(self, step: int, found: Finding) -> list[Alert]:
+    def _report(self, step: int, found: Finding) -> list[Alert]:
         """Return the alerts of a confirmed finding."""
         active = self.active_alert
         alert = Alert(

@@ -118,7 +118,7 @@ class DeadUnits(Detector):
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         """Whether most units of the reported layer are still silent."""
         units = _silent_units(record)
-        shares = [share for output, share, _ in units if output.module_name == self.active_module]
+        shares = [share for output, share, _ in units if output.module_name == self._active_module]
         return max(shares, default=0.0) > _REVIVED
 
     def _is_zero(self, output: Output, record: StepRecord) -> bool:
@@ -274,7 +274,7 @@ class SaturatedUnits(Detector):
         return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return not record.all_grads_finite or self._shares.get(self.active_module, 0.0) >= _FINE
+        return not record.all_grads_finite or self._shares.get(self._active_module, 0.0) >= _FINE
 
     def _found(
         self, record: StepRecord, output: Output, share: float, baseline: Baseline

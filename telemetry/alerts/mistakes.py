@@ -429,7 +429,7 @@ class CheckKind(Detector):
         """Return the alert of the model at step 0."""
         limit = cls.threshold if threshold is None else threshold
         found = Finding(summary=summary, value=value, threshold=limit, advice=cls.advice)
-        return cls().report(0, found)[0]
+        return cls()._report(0, found)[0]
 
 
 class LossAtStart(CheckKind):

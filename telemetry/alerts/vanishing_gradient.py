@@ -114,9 +114,9 @@ class VanishingGradient(Detector):
         return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        if not _is_known(record) or self.active_module not in self._names:
-            return self.active_module in self._names
-        at = self._names.index(self.active_module)
+        if not _is_known(record) or self._active_module not in self._names:
+            return self._active_module in self._names
+        at = self._names.index(self._active_module)
         moves = bool(-math.log10(self.update_factor) <= self._update_share[at] < math.inf)
         return bool(self._zero_steps[at] > 0 or (self._faint_steps[at] > 0 and not moves))
 
