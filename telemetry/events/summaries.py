@@ -29,9 +29,6 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 _DTYPES = {
     np.dtype(np.float32): types_pb2.DT_FLOAT,
     np.dtype(np.float64): types_pb2.DT_DOUBLE,
-    np.dtype(np.int32): types_pb2.DT_INT32,
-    np.dtype(np.int64): types_pb2.DT_INT64,
-    np.dtype(np.uint8): types_pb2.DT_UINT8,
 }
 
 
@@ -109,7 +106,7 @@ def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
     """Return one or more PNGs of the same size; TensorBoard shows them all."""
     strings = [str(width).encode(), str(height).encode(), *png]
     return _value(
-        tag, tensor=_strings(strings), metadata=_metadata("images", b"", DATA_CLASS_BLOB_SEQUENCE)
+        tag, tensor=_strings(strings), metadata=_metadata("images", DATA_CLASS_BLOB_SEQUENCE)
     )
 
 
@@ -124,14 +121,13 @@ def text(tag: str, markdown: str) -> bytes:
     return tensor(tag, markdown.encode(), "text")
 
 
-def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str, content: bytes = b"") -> bytes:
-    """Return data of any plugin; ``bytes`` become a string tensor of shape ``[1]``.
+def tensor(tag: str, array: NDArray[Any] | bytes, plugin_name: str) -> bytes:
+    """Return data of any plugin: float32 or float64 of any shape.
 
-    Arrays of any shape are float32, float64, int32, int64 or uint8. ``content`` is the plugin's own
-    metadata, of which readers keep only that of a tag's first value.
+    ``bytes`` become a string tensor of shape ``[1]``.
     """
     data = _strings([array]) if isinstance(array, bytes) else _array(array)
-    return _value(tag, tensor=data, metadata=_metadata(plugin_name, content))
+    return _value(tag, tensor=data, metadata=_metadata(plugin_name))
 
 
 def _value(tag: str, **fields: Any) -> bytes:
@@ -156,8 +152,6 @@ def _shape(*sizes: int) -> TensorShapeProto:
 
 
 @lru_cache(maxsize=256)
-def _metadata(
-    plugin_name: str, content: bytes = b"", data_class: int = DATA_CLASS_TENSOR
-) -> SummaryMetadata:
-    plugin_data = SummaryMetadata.PluginData(plugin_name=plugin_name, content=content)
+def _metadata(plugin_name: str, data_class: int = DATA_CLASS_TENSOR) -> SummaryMetadata:
+    plugin_data = SummaryMetadata.PluginData(plugin_name=plugin_name)
     return SummaryMetadata(plugin_data=plugin_data, data_class=data_class)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import lru_cache
 
 from telemetry.plain_text import printable
 from telemetry.tag_names import RUN
@@ -37,7 +36,6 @@ def loss_among(tags: Iterable[str]) -> str | None:
     return min((tag for tag in tags if _LOSS_TAG.match(tag)), key=_order, default=None)
 
 
-@lru_cache(maxsize=256)
 def _order(tag: str) -> tuple[bool, bool, bool, int, str]:
     words = tag.lower()
     of_one_step = any(word in words for word in _OF_ONE_STEP)

@@ -130,19 +130,18 @@ def test_texts_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
     assert [string.decode() for string in strings] == ["loss is **NaN** ↯"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_tensors_of_a_plugin_come_back_bit_for_bit(
     tmp_path: Path, read_board: ReadBoard, dtype: str
 ) -> None:
     array = np.arange(24).reshape(2, 3, 4).astype(dtype)[:, ::-1]
-    write(tmp_path / "run", summaries.tensor("m/0", array, "telemetry", b"layout 1"))
+    write(tmp_path / "run", summaries.tensor("m/0", array, "telemetry"))
 
     board = read_board(tmp_path)
 
     ((_, shown),) = board.tensors("telemetry")["run"]["m/0"]
     assert shown.dtype == dtype
     np.testing.assert_array_equal(shown, array)
-    assert board.plugin_content("telemetry", "run", "m/0") == b"layout 1"
 
 
 def test_bytes_of_a_plugin_come_back_with_trailing_zeros(
@@ -164,7 +163,7 @@ def test_an_unsupported_dtype_is_refused() -> None:
 
 TAGS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 ARRAYS = arrays(
-    st.sampled_from([np.float32, np.float64, np.int32, np.int64, np.uint8]),
+    st.sampled_from([np.float32, np.float64]),
     array_shapes(min_dims=0, min_side=0, max_side=9),
 )
 
@@ -189,17 +188,15 @@ def test_tensors_of_any_length_are_serialized_as_by_protobuf(size: int) -> None:
     assert summaries.tensor("m", array, "telemetry") == value
 
 
-@given(TAGS, ARRAYS, TAGS.filter(bool), st.binary(max_size=200))
-def test_a_tensor_is_serialized_as_by_protobuf(
-    tag: str, array: np.ndarray, plugin: str, content: bytes
-) -> None:
+@given(TAGS, ARRAYS, TAGS.filter(bool))
+def test_a_tensor_is_serialized_as_by_protobuf(tag: str, array: np.ndarray, plugin: str) -> None:
     tensor = TensorProto(
         dtype=tensor_util.make_tensor_proto(array).dtype,
         tensor_shape={"dim": [{"size": size} for size in array.shape]},
         tensor_content=array.tobytes(),
     )
-    value = serialized(tag, tensor=tensor, metadata=metadata_of(plugin, content))
-    assert summaries.tensor(tag, array, plugin, content) == value
+    value = serialized(tag, tensor=tensor, metadata=metadata_of(plugin))
+    assert summaries.tensor(tag, array, plugin) == value
 
 
 @given(TAGS, st.lists(st.binary(max_size=300), min_size=1, max_size=3), st.integers(0, 9999))
