@@ -66,7 +66,6 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
 
 
 def _flights(paths: list[Path], runs: output.LogDirs) -> Iterator[dict[str, Any]]:
-    """Yield the contents of all flight files."""
     for path in paths:
         for file in flight_files(path) if path.is_dir() else [path]:
             try:
@@ -78,7 +77,6 @@ def _flights(paths: list[Path], runs: output.LogDirs) -> Iterator[dict[str, Any]
 
 
 def _profile_rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each profile and module."""
     modules = flight["modules"]
     for profile in flight["profiles"]:
         for place, module_name in enumerate(modules["name"]):

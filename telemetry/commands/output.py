@@ -26,8 +26,6 @@ _NARROWEST = 24  # cells of the first column, unless it needs less
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table for terminals."""
-
     title: str
     cells: Sequence[Text]
     weight: int  # columns of the smallest weights are hidden on a narrow terminal

@@ -97,15 +97,16 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
         values = matrix.values[is_known, row].astype(np.float64)
         sizes = np.where(np.isnan(values), math.inf, values)
         finite, largest = values[np.isfinite(values)], int(sizes.argmax())
+        first, last = _ends(sizes)
         yield {
             "module_name": layers[row].name,
             "type_name": layers[row].type_name,
             "last": float(values[-1]),
             "median": float(np.median(finite)) if finite.size else math.nan,
-            "trend": _trend(sizes),
+            "trend": last / first if sizes.size >= 4 and 0 < first < math.inf else math.nan,
             "largest": float(values[largest]),
             "largest_step": int(matrix.steps[is_known][largest]),
-            "is_peak": bool(sizes[largest] > _PEAK * max(_ends(sizes))),
+            "is_peak": bool(sizes[largest] > _PEAK * max(first, last)),
             "curve": sparkline(values, width=_CURVE_WIDTH, log=statistic.log),
             "alert_count": alerts[layers[row].name],
         }
@@ -115,11 +116,6 @@ def _ends(sizes: NDArray[np.float64]) -> tuple[float, float]:
     """Return the medians of the first and the last quarter of some values."""
     quarter = max(1, sizes.size // 4)
     return float(np.median(sizes[:quarter])), float(np.median(sizes[-quarter:]))
-
-
-def _trend(sizes: NDArray[np.float64]) -> float:
-    first, last = _ends(sizes)
-    return last / first if sizes.size >= 4 and 0 < first < math.inf else math.nan
 
 
 def _full_steps(run: RunData) -> str:
@@ -177,7 +173,12 @@ def _print_run(
             Column("median", [number(layer["median"]) for layer in layers], 1, True),
             Column("trend", [_arrow(layer) for layer in layers], 2, True),
             Column("over time", [Text(layer["curve"], "cyan") for layer in layers], 3),
-            Column("alerts", [_count(layer["alert_count"]) for layer in layers], 4, True),
+            Column(
+                "alerts",
+                [Text(str(layer["alert_count"] or ""), "bold red") for layer in layers],
+                4,
+                True,
+            ),
         ],
     )
 
@@ -190,7 +191,3 @@ def _arrow(layer: Mapping[str, Any]) -> Text:
     if not layer["is_peak"]:
         return text
     return Text.assemble("peak ", number(peak), f" at {layer['largest_step']}, then ", text)
-
-
-def _count(alerts: int) -> Text:
-    return Text(str(alerts or ""), style="bold red")

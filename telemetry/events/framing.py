@@ -15,7 +15,6 @@ _CHECKSUM = struct.Struct("<I")
 
 
 def frame(data: bytes) -> bytes:
-    """Return the frame of one event's data."""
     return b"".join((_header(len(data)), data, _checksum(data)))
 
 
@@ -26,7 +25,6 @@ def data_length(header: bytes) -> int | None:
 
 
 def is_intact(data: bytes, footer: bytes) -> bool:
-    """Whether the data has the checksum in its footer."""
     return footer == _checksum(data)
 
 

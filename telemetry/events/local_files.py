@@ -94,7 +94,6 @@ class LocalFiles:
 
     @property
     def path(self) -> str | None:
-        """Path of the current file."""
         return None if self._file is None else str(self._file.name)
 
     def _open(self, first_bytes: int) -> FileIO:

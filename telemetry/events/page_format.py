@@ -63,8 +63,6 @@ class NewerFormatError(ValueError):
 
 
 class Chunk(NamedTuple):
-    """Parts of a tag of numbers."""
-
     kind: ChunkKind
     session: str
     layout: int
@@ -115,7 +113,6 @@ def loss_tag(session: str, tag: str) -> str:
 
 
 def session_of(tag: str) -> str:
-    """Return the session in a tag of the page's data."""
     return (tag.split("/", 3) + [""] * 3)[2]
 
 
@@ -198,7 +195,6 @@ def encode_alert(alert: Alert, origin: Mapping[str, str | float] | None = None) 
 
 
 def decode_alert(text: bytes) -> Alert:
-    """Return the alert of a JSON text."""
     return parse_alert(_parse(text, "alert"))
 
 

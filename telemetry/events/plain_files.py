@@ -44,8 +44,6 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class _Change:
-    """Queued change of a file."""
-
     path: Path
     content: bytes
     is_line: bool

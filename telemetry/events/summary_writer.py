@@ -110,7 +110,6 @@ class SummaryWriter(tensorboard.SummaryWriter):
     def _write_values(
         self, values: Sequence[bytes], step: int | None, walltime: float | None, **how: Any
     ) -> None:
-        """Call ``FileWriter.write_values``."""
         while True:
             file_writer = self._get_file_writer()
             try:

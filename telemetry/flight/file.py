@@ -101,7 +101,6 @@ class KeptStep(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory."""
         nbytes = _STEP_BYTES + self.grad_present.nbytes + self.module_grad_norms.nbytes
         if self.table is not None:
             nbytes += self.table.values.nbytes + self.table.known.nbytes
@@ -130,8 +129,6 @@ class KeptStep(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Fault:
-    """One fault that is being recorded."""
-
     step: int
     before: KeptStep | None  # a full step well before it if there is one, else the oldest step
     at: KeptStep | None  # that step, or the last recorded one before it

@@ -78,7 +78,6 @@ class FlightRecorder:
     # --- events --------------------------------------------------------------------------------
 
     def on_step(self, record: StepRecord) -> None:
-        """Record a step."""
         with self._contained():
             self._steps.append(kept := KeptStep.of(record))
             _shrink(self._steps, MAX_STEP_BYTES)
@@ -121,7 +120,6 @@ class FlightRecorder:
 
     @property
     def nbytes(self) -> int:
-        """Approximate memory."""
         return sum(step.nbytes for step in (*self._steps, *self._full))
 
     # --- under the lock ------------------------------------------------------------------------

@@ -167,7 +167,6 @@ def _short(name: str) -> str:
 
 
 def _range(matrix: NDArray[np.floating], log: bool) -> tuple[float, float]:
-    """Return the values of the first and the last color."""
     positive = matrix[np.isfinite(matrix) & (matrix > 0)]
     if not log:
         return 0.0, float(positive.max(initial=0.01))

@@ -129,7 +129,6 @@ def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:
 
 
 def _of_curves(first: RunData, second: RunData, tolerance: float) -> Iterator[Difference]:
-    """Yield the first difference of the loss and of each learning rate."""
     read = [_curves(run) for run in (first, second)]
     for name in read[0]:
         one, other = (curves.get(name, {}) for curves in read)

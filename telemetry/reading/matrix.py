@@ -40,7 +40,6 @@ class Region:
     last_layer: int = MAX_INTEGER
 
     def holds(self, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether each step is inside."""
         inside: NDArray[np.bool_] = (steps >= self.first_step) & (steps <= self.last_step)
         return inside
 
@@ -192,7 +191,6 @@ class NumberCache:
     def read(
         self, source: RunSource, wanted: Sequence[NumberTag], sampled: bool
     ) -> Iterator[tuple[NumberTag, Numbers]]:
-        """Yield the readable tags and their numbers."""
         for start in range(0, len(wanted), CALL_TAGS):
             batch = wanted[start : start + CALL_TAGS]
             known = {tag.tag: self._known.get((tag.tag, sampled), (-1, None)) for tag in batch}
@@ -217,7 +215,6 @@ class NumberCache:
 
 
 def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems) -> Numbers:
-    """Concatenate all events of a tag."""
     shape = tag.segment.shape(tag.kind)
     steps, values = [np.empty(0, np.int64)], [np.empty((0, *shape), np.float32)]
     for step, value in points:

@@ -219,7 +219,6 @@ class RunData:
         self._numbers = NumberCache()
 
     def _parse(self, tags: Sequence[str]) -> None:
-        """Read and decode layouts and alerts."""
         for tag, step, text in self._events(tags, sampled=True):
             try:
                 if not isinstance(text, bytes):
@@ -244,7 +243,6 @@ class RunData:
                     self._newer = str(error)
 
     def _events(self, tags: Sequence[str], sampled: bool) -> Iterator[tuple[str, int, object]]:
-        """Yield tag, step and content of each event."""
         for start in range(0, len(tags), CALL_TAGS):
             batch = tags[start : start + CALL_TAGS]
             read = self.source.read(page_format.PLUGIN_NAME, batch, sampled=sampled)

@@ -35,8 +35,6 @@ class Layer(Module):
 
 
 class WrittenLayout(NamedTuple):
-    """Decoded layout tag."""
-
     session: str
     number: int
     step: int
@@ -56,7 +54,6 @@ class Segment:
     layer_count: int  # of the run
 
     def shape(self, kind: ChunkKind) -> tuple[int, ...]:
-        """Shape of one step's numbers."""
         if kind == "n":
             return (len(self.layout.parameters),)
         return (len(self.layout.modules), len(self.statistic_names))

@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 
 class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
-    """Serve the page and the data of runs."""
-
     plugin_name = PLUGIN_NAME
 
     def __init__(self, context: base_plugin.TBContext) -> None:
@@ -67,7 +65,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         routes: dict[str, Callable[[wrappers.Request], Any]] = {
             "/static/*": self._serve_static,
             "/runs": self._serve_runs,
-            "/run_table": self._serve_run_table,
+            "/run_table": lambda r: self._table.rows(_experiment(r), time.time()),
             "/run": self._serve_run,
             "/onsets": lambda r: payloads.onsets(self._run(r), number(r, "step")),
             "/matrix": self._serve_matrix,
@@ -92,7 +90,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return send(request, self._static[name], CONTENT_TYPES[PurePath(name).suffix])
 
     def _serve_runs(self, request: wrappers.Request) -> list[dict[str, Any]]:
-        entries = list_runs(self._provider, plugin_util.experiment_id(request.environ))
+        entries = list_runs(self._provider, _experiment(request))
         return [
             {
                 "name": entry.name,
@@ -102,9 +100,6 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             }
             for entry in entries
         ]
-
-    def _serve_run_table(self, request: wrappers.Request) -> list[dict[str, Any]]:
-        return self._table.rows(plugin_util.experiment_id(request.environ), time.time())
 
     def _serve_run(self, request: wrappers.Request) -> dict[str, Any]:
         try:
@@ -139,7 +134,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def _serve_report(self, request: wrappers.Request) -> wrappers.Response:
         """``run`` may be given several times."""
-        experiment = plugin_util.experiment_id(request.environ)
+        experiment = _experiment(request)
         names = list(dict.fromkeys([text(request, "run"), *request.args.getlist("run")]))
         if len(names) > MAX_RUNS:
             raise BadRequest(f"a report is of at most {MAX_RUNS} runs")
@@ -152,7 +147,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return send(request, page, "application/octet-stream", headers=attached)
 
     def _key(self, request: wrappers.Request) -> tuple[str, str]:
-        return plugin_util.experiment_id(request.environ), text(request, "run")
+        return _experiment(request), text(request, "run")
 
     def _run(self, request: wrappers.Request) -> RunData:
         return self._read(*self._key(request))
@@ -181,6 +176,10 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
             if layer.name == name:
                 return run, layer
         raise NotFound(f"the run does not have the layer {name}")
+
+
+def _experiment(request: wrappers.Request) -> str:
+    return str(plugin_util.experiment_id(request.environ))
 
 
 def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:

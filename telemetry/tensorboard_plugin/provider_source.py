@@ -92,7 +92,6 @@ def read_tags(
 def _methods(
     provider: DataProvider, plugin_name: str
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the methods that list and read a plugin's tags."""
     if plugin_name == "scalars":
         return provider.list_scalars, provider.read_scalars
     if plugin_name == "images":

@@ -34,8 +34,6 @@ def read_hparams_content(provider: DataProvider, experiment: str, run: str) -> b
 
 
 class RunTable:
-    """Table of all runs."""
-
     def __init__(self, provider: DataProvider) -> None:
         self._provider = provider
         self._losses = _ReadScalars(provider, _loss)
@@ -114,11 +112,9 @@ class _ReadScalars(Generic[Figures]):
 
 
 def _loss(points: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Return tag, last and smallest loss."""
     ((tag, data),) = points.items()
     return loss_summary(tag, [datum.value for datum in data])
 
 
 def _last_values(points: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-    """Return the last value of each metric that the user logged."""
     return {tag: data[-1].value for tag, data in points.items() if data}

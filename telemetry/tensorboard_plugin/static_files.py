@@ -57,7 +57,6 @@ def _variable(name: str) -> str:
 
 
 def _colors() -> bytes:
-    """Return a module with the colors of :mod:`telemetry.layers.heat_map`."""
     constants = {
         "VIRIDIS": VIRIDIS,
         "NAN_COLORS": NAN_COLORS,

@@ -162,7 +162,6 @@ class LearningRates:
         return self._step, self._wall_time, late
 
     def values_of(self, record: StepRecord) -> Iterator[bytes]:
-        """Yield the values to write in an event with the record's step."""
         if not record.learning_rates:
             return
         changed = range(len(record.learning_rates)) if record.full else self._changed(record)
@@ -173,7 +172,6 @@ class LearningRates:
             yield _value(group, record.learning_rates[group])
 
     def _changed(self, record: StepRecord) -> Sequence[int]:
-        """Return the groups whose rate differs from that of the step before."""
         before, now = self._rates, record.learning_rates
         if now == before:
             return ()
@@ -230,7 +228,6 @@ class Usage:
         self._sums = defaultdict[str, float](float)  # over measured steps, by tag; their number
 
     def values_of(self, record: StepRecord) -> list[bytes]:
-        """Return the values to write in an event with the record's step."""
         if record.phase:
             return []
         self._memory |= {tag: v for tag, v in record.usage.items() if tag not in TIMES}
@@ -313,7 +310,12 @@ def custom_scalars_value(loss: str | None = None) -> bytes:
                     _curves("Loss", *losses),
                     _curves("Alerts", f"^({RUN})?alerts/count$"),
                     _curves("Seconds per step", f"^{RUN}time/step_s$"),
-                    *map(_median, DEPTH_CURVES),
+                    *(
+                        _curves(
+                            f"{_title(name)}: median over all layers", f"^{RUN}depth/{name}/median$"
+                        )
+                        for name in DEPTH_CURVES
+                    ),
                 ],
             ),
             # Bands of several runs hide each other.
@@ -331,10 +333,6 @@ def custom_scalars_value(loss: str | None = None) -> bytes:
 
 def _curves(title: str, *patterns: str) -> layout_pb2.Chart:
     return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
-
-
-def _median(name: str) -> layout_pb2.Chart:
-    return _curves(f"{_title(name)}: median over all layers", f"^{RUN}depth/{name}/median$")
 
 
 def _title(name: str) -> str:

@@ -20,7 +20,6 @@ _KINDS = {
 
 
 def values_of(hyperparameters: Mapping[str, Hyperparameter], metrics: Iterable[str]) -> list[bytes]:
-    """Return the values of :func:`experiment_value` and :func:`session_value`."""
     session = session_value(hyperparameters)
     return [experiment_value(hyperparameters, metrics), session]
 

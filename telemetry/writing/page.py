@@ -83,7 +83,6 @@ class PageWriter:
         return self._norms(self.last_step)
 
     def alert_value(self, alert: Alert, number: int) -> bytes:
-        """Return an alert, under its own tag."""
         self._has_alerts = True
         tag = page_format.alert_tag(self._session, number)
         return _value(tag, page_format.encode_alert(alert))
@@ -155,7 +154,6 @@ def _value(tag: str, content: NDArray[np.float32] | bytes) -> bytes:
 
 
 def _matrix(record: StepRecord, columns: Sequence[Statistic]) -> NDArray[np.float32]:
-    """Return some statistics, shape ``[modules, statistics]``."""
     layers = table(record)
     places = [PLACES[statistic.name] for statistic in columns]
     return as_float32(np.where(layers.known, layers.values, MISSING)[:, places])

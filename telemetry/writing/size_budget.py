@@ -69,7 +69,6 @@ class SizeBudget:
         yield from self._coarse(*tensors, magnitudes, self._max_bytes - sum(map(len, drawn)))
 
     def picture(self, tag: str, pixels: NDArray[np.uint8]) -> bytes:
-        """Return one picture."""
         png, (height, width, _) = encode_png(pixels), pixels.shape
         if self._classic:
             return summaries.classic_image(tag, png, width, height)
@@ -216,7 +215,6 @@ class _Cells(NamedTuple):
 
 
 def _limits(first: NDArray[np.intp], last: NDArray[np.intp]) -> tuple[NDArray[np.float32], ...]:
-    """Return the limits of the magnitudes in buckets ``first`` to ``last``."""
     return edges().take(first), edges().take(np.minimum(last, LAST_BUCKET) + 1)
 
 
