@@ -31,6 +31,10 @@ PICTURED_MODULES = 12
 
 _NAMES_IN_MESSAGE = 8
 
+# Measured calls of a model in which attention is looked for, unless a class is named after it. The
+# mode takes some microseconds of each operation.
+_CALLS_WITHOUT_ATTENTION = 10
+
 # In evaluation mode and without gradients, one kernel computes the whole module.
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 
@@ -61,6 +65,7 @@ class WatchedModules:
         self._modes = AfterModeChanges(self._mode_changed)
         self._attention = AttentionMode(observer)
         self._callers: dict[int, str] = {}  # names of the modules whose attention is measured
+        self._has_attention, self._calls_without = False, 0
         self._set_aside: set[ForwardHook] = set()  # while their layers are in evaluation mode
         model = target.model()
         assert model is not None
@@ -142,6 +147,9 @@ class WatchedModules:
         model = self._target.model()
         if model is None or not (self._observing and self._target.content.activations):
             return
+        if not self._has_attention and self._calls_without >= _CALLS_WITHOUT_ATTENTION:
+            return
+        self._calls_without += 1
         modules = list(model.modules())
         reason = ""
         if self._compiling() or is_compiled(*modules):
@@ -150,14 +158,15 @@ class WatchedModules:
             reason = "frozen modules with a fused path would leave it"
         if not reason:
             self._attention.enter(model)
-        elif any("attention" in type(module).__name__.lower() for module in modules):
+        elif self._has_attention:
             self._target.guard.failures.log_once(
                 f"the logits and the entropy of attention are not measured: {reason}",
                 level=logging.INFO,
             )
 
     def calling_module(self) -> str | None:
-        """Return the name of the innermost running module that is selected; None without one."""
+        """Return the name of the selected module that calls attention; None without one."""
+        self._has_attention = True
         names = (self._callers.get(id(module)) for module in running_modules())
         return next((name for name in names if name is not None), None)
 
@@ -211,6 +220,8 @@ class WatchedModules:
         self._identities = _identities(model)
         callers = cleaned(self._target.selection.callers(model).items())
         self._callers = {id(module): name for name, module in callers.items()}
+        types = {type(module).__name__.lower() for module in model.modules()}
+        self._has_attention, self._calls_without = any("attention" in n for n in types), 0
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
                 self._target.guard.failures.log_once(

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from telemetry.capture.captured_step import CapturedStep, read_scaler
-from telemetry.capture.experts import ExpertLoads
+from telemetry.capture.experts import ExpertLoads, Router
 from telemetry.capture.hooks import ForwardHook, Inert
 from telemetry.capture.nested import tensors_in
 from telemetry.capture.observations import Kind, Observation
@@ -177,7 +177,8 @@ class Step:
                 )
                 return
             self._add_output(hook, tensor, place)
-            self._add_load(hook, tensor, place)
+            if hook.router is not None:
+                self._add_load(hook, hook.router, tensor, place)
             # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
             if tensor.grad_fn is not None and self._state.output_grads and not self.captured.phase:
                 tensor.register_hook(_GradHook(self, hook, place))
@@ -189,7 +190,8 @@ class Step:
         self._awaits_input = False
         self.order.setdefault(hook.name)
         observation = self._add_output(hook, tensor, place)
-        self._add_load(hook, tensor, place)
+        if hook.router is not None:
+            self._add_load(hook, hook.router, tensor, place)
         self._check(observation, tensor)
         if hook.convolves and place == 0:
             self._take_images(hook, (), tensor)
@@ -221,10 +223,10 @@ class Step:
             return None
         return self._tensors.add("outputs", output, values, self._tensors.all, unit_axis=axis)
 
-    def _add_load(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
-        """Count the tokens of each expert, if the module is a router."""
-        if hook.router is not None and self._content.activations:
-            self._loads.add(hook.name, hook.router, local(tensor), place)
+    def _add_load(self, hook: ForwardHook, router: Router, tensor: Tensor, place: int) -> None:
+        """Count the tokens of each expert."""
+        if self._content.activations:
+            self._loads.add(hook.name, router, local(tensor), place)
 
     def _unit_axis(self, hook: ForwardHook, tensor: Tensor) -> int | None:
         """Return the axis that counts units or channels.

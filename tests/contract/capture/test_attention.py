@@ -365,6 +365,25 @@ def test_attention_outside_of_the_selection_is_not_measured(selected: str) -> No
     assert [*run.records[0].attention] == (["attn"] if selected == "attn" else [])
 
 
+@pytest.mark.parametrize(("name", "seen"), [("SelfAttention", True), ("Mixer", False)])
+def test_models_without_attention_are_soon_left_alone(name: str, seen: bool) -> None:
+    modes: list[int] = []
+
+    class AttendsLate(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            modes.append(len(_get_current_function_mode_stack()))
+            return super().forward(x) if len(modes) > 15 else self.embed(x)
+
+    model = AttendsLate(type(name, (Attention,), {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture_run(model, every_n_steps=1) as run:
+        for _ in range(20):
+            model(batch()).square().mean().backward()
+            optimizer.step()
+    assert modes == [1] * 20 if seen else [1] * 10 + [0] * 10
+    assert ("attn" in run.records[-1].attention) is seen
+
+
 def test_a_forward_that_raises_leaves_no_mode() -> None:
     class Fails(Net):
         fails = True
