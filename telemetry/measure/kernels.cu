@@ -5,12 +5,10 @@
  * bytes were set to 0 before the first launch that writes there. No block waits for another.
  *
  *   measure_2, measure_4 (const void *values, u32 elements, Row *row, double *partials)
- *   measure_wide_2, _4   (const void *values, u32 elements, Row *row, double *partials,
- *                         u32 *extremes, u32 units)
- *   measure_last_2, _4   (the same)
- *   measure_middle_2, _4 (the same, and u32 inner)
- *       One tensor; 2 or 4 says how many powers are summed. "wide" and "last" take it as
- *       [outer, units], "middle" as [outer, units, inner].
+ *   measure_wide_2, _4, measure_last_2, _4, measure_middle_2, _4
+ *                        (the same, and u32 *extremes, u32 units, u32 inner)
+ *       One tensor; 2 or 4 says how many powers are summed. Those with units take it as
+ *       [outer, units, inner]; "wide" and "last" where inner is 1.
  *       values    Aligned to the size of an element, for "wide" to 16 bytes; contiguous.
  *       elements  1 to 2^31 - 16.
  *       row       Zeroed, aligned to 16 bytes, for this launch alone.
@@ -592,24 +590,19 @@ INLINE void measure(const char *values, u32 elements, Row *row, double *partials
 }
 
 #define ONE const char *values, u32 elements, Row *row, double *partials
-#define UNITS ONE, u32 *extremes, u32 units
+#define OF_UNITS(NAME, LAYOUT, POWERS)                                                             \
+    KERNEL measure_##NAME##_##POWERS(ONE, u32 *extremes, u32 units, u32 inner)                     \
+    {                                                                                              \
+        measure<POWERS, LAYOUT>(values, elements, row, partials, extremes, units, inner);          \
+    }
 #define VARIANTS(POWERS)                                                                           \
     KERNEL measure_##POWERS(ONE)                                                                   \
     {                                                                                              \
         measure<POWERS, FLAT>(values, elements, row, partials, 0, 0, 0);                           \
     }                                                                                              \
-    KERNEL measure_wide_##POWERS(UNITS)                                                            \
-    {                                                                                              \
-        measure<POWERS, WIDE>(values, elements, row, partials, extremes, units, 1);                \
-    }                                                                                              \
-    KERNEL measure_last_##POWERS(UNITS)                                                            \
-    {                                                                                              \
-        measure<POWERS, LAST>(values, elements, row, partials, extremes, units, 1);                \
-    }                                                                                              \
-    KERNEL measure_middle_##POWERS(UNITS, u32 inner)                                               \
-    {                                                                                              \
-        measure<POWERS, MIDDLE>(values, elements, row, partials, extremes, units, inner);          \
-    }                                                                                              \
+    OF_UNITS(wide, WIDE, POWERS)                                                                   \
+    OF_UNITS(last, LAST, POWERS)                                                                   \
+    OF_UNITS(middle, MIDDLE, POWERS)                                                               \
     KERNEL measure_many_##POWERS(const Chunk *chunks, Row *rows, double *partials)                 \
     {                                                                                              \
         measure_many<POWERS>(chunks[blockIdx.x], rows, partials);                                  \

@@ -241,7 +241,7 @@ def check_measure(
     for order in (seed, seed + 1):
         step, partials = Step(1, units=unit_count), Memory(32 * grid)
         arguments = [memory, size, step.rows, partials, step.codes, units, inner]
-        arguments = arguments[: {"none": 4, "last": 6, "wide": 6, "middle": 7}[axis]]
+        arguments = arguments[:4] if axis == "none" else arguments
         launch(libraries(*variant), name, arguments, grid=grid, seed=order, tensors=[memory])
         results.append(step.decoded())
         partials.view(np.float64)
