@@ -2,8 +2,7 @@
 
     python .ci/alert_pages.py
 
-The text of a page before its first section is written by hand. The evidence is omitted, because
-each alert shows its own; ``telemetry help`` prints it. A test compares the pages with the
+The text of a page before its first section is written by hand. A test compares the pages with the
 docstrings.
 """
 
@@ -56,8 +55,7 @@ def _section(meaning: Meaning, page: str) -> str:
     lines = [f"## {meaning.kind}", ""]
     lines += [*_wrapped(f"**{meaning.severity.title()}.** {meaning.summary}"), ""]
     for name, text in meaning.sections.items():
-        if name != "Evidence":
-            lines += _wrapped(f"- **{name}**: {text}", "  ")
+        lines += _wrapped(f"- **{name}**: {text}", "  ")
     if meaning.causes:
         causes = ", ".join(_link(cause, page) for cause in meaning.causes)
         lines += _wrapped(f"- **May follow from**: {causes}.", "  ")
