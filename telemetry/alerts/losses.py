@@ -226,7 +226,7 @@ _FEW = 2
 
 class LossSpike(Detector):
     """Losses jump far above the last hundred, because the learning rate jumped, gradients left
-    their baseline first, or one batch is bad. A note without a reason.
+    their baseline first, or one batch is bad. A note without a reason, or for a loss around 0.
 
     Evidence: the step of the jump, the highest loss, the five layers that changed first.
     Causes: a schedule, an optimizer state, a batch with a wrong unit, label or mask.
@@ -300,6 +300,8 @@ class LossSpike(Detector):
                 jump,
                 baseline,
                 cause=f"Gradients left their baseline {ago} earlier",
+                # A loss around 0, as of a policy, need not fall, and rises with new rewards.
+                severity="note" if window.extremes[0] < 0 < window.highest else None,
                 advice=(
                     "Clip gradients, or lower the learning rate or Adam's beta2",
                     f"Resume from a checkpoint before step {since}, without the batches around it",
