@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -25,7 +25,7 @@ _BATCH = ("run", "kind", "severity", "step", "rank", "ids")
 
 def alerts(args: argparse.Namespace, console: Console) -> int:
     runs = LogDirs(args.runs)
-    of_runs = ((str(log_dir), run.overview().alerts) for log_dir, run in runs.opened())
+    of_runs = [(str(log_dir), run.overview().alerts) for log_dir, run in runs.opened()]
     fails = print_alerts(of_runs, args, console, name_runs=len(runs.found) > 1)
     return runs.status or fails
 
@@ -48,14 +48,14 @@ def batches(args: argparse.Namespace, console: Console) -> int:
 
 
 def print_alerts(
-    runs: Iterable[tuple[str, Sequence[Alert]]],
+    runs: Sequence[tuple[str, Sequence[Alert]]],
     args: argparse.Namespace,
     console: Console,
     *,
     name_runs: bool,
 ) -> bool:
     """Print the alerts of each run; return whether one of them counts for ``--fail-on``."""
-    runs, kinds = list(runs), list[str]()
+    kinds: list[str] = []
     found = {a.severity for _, of_run in runs for a in of_run if a.stage != "resolved"}
     if args.form:
         records = ({"run": run, **vars(alert)} for run, of_run in runs for alert in of_run)

@@ -14,12 +14,12 @@ from rich.text import Text
 
 from telemetry.commands import output
 from telemetry.commands.help import help_line
+from telemetry.events import list_event_files
 from telemetry.flight import flight_files, read_flight
 from telemetry.flight.file import earliest_onsets
 from telemetry.layers import STATISTICS
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, called_all, printable, sparkline
-from telemetry.reading.run import has_event_files
 
 # Four times the files of one run.
 MAX_FILES = 32
@@ -44,7 +44,7 @@ _ROW = ("file", "fault_step", "when", "step", "module_name", "type_name", "code"
 def explain_faults(args: argparse.Namespace, console: Console) -> int:
     files = [path for path in args.runs if path.exists() and not path.is_dir()]
     others = [path for path in args.runs if path not in files]
-    runs = output.LogDirs(others, lambda path: has_event_files(path) or bool(flight_files(path)))
+    runs = output.LogDirs(others, lambda path: list_event_files(path) or flight_files(path))
     paths = [*files, *(path for path in runs.found if flight_files(path))]
     healthy = [path for path in runs.found if path not in paths and runs.open(path) is not None]
     output.report_problems(f"{path}: {NO_FLIGHT}" for path in healthy)

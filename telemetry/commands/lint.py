@@ -8,7 +8,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +44,16 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 def lint(args: argparse.Namespace, console: Console) -> int:
     files = [path for path in args.paths if path.is_file()]
     log_dirs = LogDirs([path for path in args.paths if path not in files])
-
-    def of_paths() -> Iterator[tuple[str, Sequence[Alert]]]:
-        for path in [*files, *log_dirs.found]:
-            try:
-                yield str(path), judge(read_series(path), loss=args.loss, norm=args.norm)
-            except OSError as error:
-                log_dirs.fail(error)
-            except ValueError as error:
-                log_dirs.fail(ValueError(f"{path}: {error}"))
-
-    count = len(files) + len(log_dirs.found)
-    fails = print_alerts(of_paths(), args, console, name_runs=count > 1)
+    paths, judged = [*files, *log_dirs.found], list[tuple[str, Sequence[Alert]]]()
+    for path in paths:
+        try:
+            found = judge(read_series(path), loss=args.loss, norm=args.norm)
+            judged.append((str(path), found))
+        except OSError as error:
+            log_dirs.fail(error)
+        except ValueError as error:
+            log_dirs.fail(ValueError(f"{path}: {error}"))
+    fails = print_alerts(judged, args, console, name_runs=len(paths) > 1)
     return log_dirs.status or fails
 
 

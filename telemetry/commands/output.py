@@ -17,8 +17,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from telemetry.events import list_event_files
 from telemetry.plain_text import json_plain, printable
-from telemetry.reading.run import NoTelemetryError, find_log_dirs, has_event_files, open_run
+from telemetry.reading.run import NoTelemetryError, find_log_dirs, open_run
 from telemetry.reading.run_data import RunData
 
 _NARROWEST = 24  # cells of the first column, unless it needs less
@@ -136,7 +137,7 @@ class LogDirs:
     """
 
     def __init__(
-        self, paths: Sequence[Path], is_log_dir: Callable[[Path], bool] = has_event_files
+        self, paths: Sequence[Path], is_log_dir: Callable[[Path], object] = list_event_files
     ) -> None:
         self.found: list[Path] = []
         self.status = 0

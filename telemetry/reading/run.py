@@ -189,14 +189,10 @@ class NoTelemetryError(ValueError):
         super().__init__(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
 
 
-def has_event_files(path: Path) -> bool:
-    return bool(list_event_files(path))
-
-
 def find_log_dirs(
     path: Path,
     *,
-    is_log_dir: Callable[[Path], bool] = has_event_files,
+    is_log_dir: Callable[[Path], object] = list_event_files,
     skipped: Callable[[OSError], object] = lambda error: None,
 ) -> Iterator[Path]:
     """Yield the directories of runs at and below ``path``, in natural order; links are followed.

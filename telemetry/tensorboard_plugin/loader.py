@@ -20,8 +20,7 @@ class TelemetryLoader(base_plugin.TBLoader):  # type: ignore[misc]
     def load(self, context: base_plugin.TBContext) -> base_plugin.TBPlugin | None:
         if context.data_provider is None:
             return None
-        from telemetry.tensorboard_plugin.plugin import (
-            TelemetryPlugin,
-        )  # late: TensorBoard starts faster
+        # Late, so that TensorBoard starts faster.
+        from telemetry.tensorboard_plugin.plugin import TelemetryPlugin
 
         return TelemetryPlugin(context)
