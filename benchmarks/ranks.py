@@ -43,6 +43,7 @@ WIDTH, TOKENS, CONTEXT = 768, 50257, 1024
 ELEMENTS = 2**16
 DIFFERENT = 8  # simulated ranks; the others send the same as one of these
 ROUNDS = 5
+LIGHT = ("copies", "norms", "present", "finite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +138,16 @@ def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
             stage=0,
             layout_id="0123456789abcdef",
             layout=layout,
-            copies=np.zeros(count, np.int64),
-            norms=norms,
-            present=np.ones(count, bool),
-            finite=np.ones(count, bool),
-            before=norms,
-            parameter_copies=(copies - rank) % world_size,
-            moved=np.where(copies == rank, norms, np.nan),
-            sizes=np.where(copies == rank, norms, np.nan),
+            columns={
+                "copies": np.zeros(count, np.int64),
+                "norms": norms,
+                "present": np.ones(count, bool),
+                "finite": np.ones(count, bool),
+                "before": norms,
+                "parameter_copies": (copies - rank) % world_size,
+                "moved": np.where(copies == rank, norms, np.nan),
+                "sizes": np.where(copies == rank, norms, np.nan),
+            },
             checks=np.stack(
                 [np.arange(count), np.zeros(count, np.int64), np.arange(count) * 2**50]
             ),
@@ -162,15 +165,8 @@ def step_of(part: PartialRecord, rank: int, step: int, *, full: bool) -> Partial
     """The same measurements at another step of another rank; of a light step the norms."""
     if not full:
         assert part.parameters is not None
-        parameters = replace(
-            part.parameters,
-            layout=None,
-            before=None,
-            parameter_copies=None,
-            moved=None,
-            sizes=None,
-            checks=None,
-        )
+        columns = {name: part.parameters.columns[name] for name in LIGHT}
+        parameters = replace(part.parameters, layout=None, columns=columns, checks=None)
         part = replace(part, full=False, parameters=parameters, tensors=None, host="")
     sequence = (step + 1) * 2**10 - 1
     return replace(part, rank=rank, step=step, sequence=sequence)

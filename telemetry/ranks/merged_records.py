@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -11,15 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.ranks.merging import (
-    OF_OUTPUTS,
-    Array,
     MergedStep,
-    Placed,
     merge_parameters,
     over_ranks,
     sum_addends,
 )
-from telemetry.ranks.partial_record import Floats, Row, TensorTable
+from telemetry.ranks.partial_record import Array, Floats, Row, TensorTable
 from telemetry.records import (
     AttentionHeads,
     Divergence,
@@ -28,7 +26,6 @@ from telemetry.records import (
     Output,
     Parameter,
     RankFacts,
-    Spread,
     StepRecord,
 )
 from telemetry.records.rows import NO_VALUES, Rows
@@ -38,6 +35,9 @@ from telemetry.records.tensor import Tensors
 
 # Values of rank 0 that are not merged, and OF_PARAMETERS where its layout is that of all.
 _OF_RANK_0 = ("feature_maps", "filters", "input", "random_states", "fingerprints")
+# Values that are alike on all ranks.
+_OF_LOWEST_RANK = ("learning_rates", "loss_scale", "skipped_steps", "skipped", "eval_mode")
+_OF_OUTPUTS = ("outputs", "output_grads")
 # A pipeline stage may have this in the place of other stages' modules.
 _PLACEHOLDER = "Identity"
 
@@ -71,17 +71,17 @@ class MergedRecords:
             return None
         if (layouts := {key: self._layouts[key] for key in keys}) != self._joined.layouts:
             self._joined = JoinedLayouts(layouts)
-        joined = self._joined
-        record = _record_of(merged, [(part, joined.positions[part.key]) for part in parts], joined)
-        names: tuple[str, ...] = _OF_RANK_0 if own is not None else ()
-        if own is not None and own.layout.parameters == joined.layout.parameters:
-            names += OF_PARAMETERS
+        record = _record_of(merged, self._joined)
+        names: list[str] = []
+        if own is not None:
+            same = own.layout.parameters == record.layout.parameters
+            names = [*_OF_RANK_0, *(OF_PARAMETERS if same else ())]
         return replace(
             record,
             clipped_fraction=self._clipped_fraction.after(
                 record.total_grad_norm_before_clipping, record.total_grad_norm
             ),
-            ranks=replace(_facts(merged, joined), hosts=self._host_of),
+            ranks=_facts(merged, self._joined, self._host_of),
             **{name: getattr(own, name) for name in names},
         )
 
@@ -125,37 +125,36 @@ class JoinedLayouts:
         if row.kind == "inputs":
             return row.name
         name = self.name(row.stage, row.name)
-        if row.kind not in OF_OUTPUTS:
+        if row.kind not in _OF_OUTPUTS:
             return name
         return Output(name, row.place) if self._stage_of.get(name) == row.stage else None
 
 
-def _record_of(merged: MergedStep, parts: Sequence[Placed], joined: JoinedLayouts) -> StepRecord:
+def _record_of(merged: MergedStep, joined: JoinedLayouts) -> StepRecord:
+    ended = [(part, part.parameters) for part in merged.parts if part.parameters is not None]
+    placed = [(own, joined.positions[own.key]) for _, own in ended]
     names = [parameter.name for parameter in joined.layout.parameters]
-    columns = merge_parameters(parts, len(names))
-    present = columns["present"]
-    added = sum_addends(parts)
+    columns, added = merge_parameters(placed, len(names)), sum_addends(placed)
     _take_sums(columns, added)
-    ratios: dict[str, float] = {}
+    present, ratios = columns["present"], {}
     if "moved" in columns:
         with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, else NaN
             of_all = (columns["moved"] / columns["sizes"]).tolist()
         known = np.flatnonzero(~np.isnan(columns["sizes"]))
         ratios = {names[index]: of_all[index] for index in known.tolist()}
-    listed = {
-        which: {joined.name(o.stage, name) for o, _ in parts for name in getattr(o, which)}
-        for which in ("nan_buffers", "nonfinite_parameters")
-    }
     heads: dict[str, list[AttentionHeads]] = {}
     loads: dict[str, NDArray[np.int64]] = {}
-    ended = [part for part in merged.parts if part.parameters is not None]
-    for part in merged.parts:
-        stage = 0 if part.parameters is None else part.parameters.stage
-        for name, own in part.attention.items():
-            heads.setdefault(joined.name(stage, name), []).append(own)
+    nan_buffers: set[str] = set()
+    nonfinite: set[str] = set()
+    for part, own in ended:
+        name_of = partial(joined.name, own.stage)
+        nan_buffers.update(map(name_of, part.nan_buffers))
+        nonfinite.update(map(name_of, part.nonfinite_parameters))
+        for name, of_heads in part.attention.items():
+            heads.setdefault(name_of(name), []).append(of_heads)
         for name, load in part.expert_loads.items():  # each rank routes tokens of its own
-            key = joined.name(stage, name)
-            loads[key] = load + loads[key] if key in loads else load
+            loads[name_of(name)] = load + loads.get(name_of(name), 0)
+    lowest = min((part for part, _ in ended), key=attrgetter("rank"))
     return StepRecord(
         step=merged.step,
         wall_time=merged.wall_time,
@@ -171,15 +170,15 @@ def _record_of(merged: MergedStep, parts: Sequence[Placed], joined: JoinedLayout
         total_grad_norm_before_clipping=(
             float(np.linalg.norm(columns["before"][present])) if "before" in columns else None
         ),
-        nan_buffers=tuple(sorted(listed["nan_buffers"])),
-        nonfinite_parameters=tuple([n for n in names if n in listed["nonfinite_parameters"]]),
+        nan_buffers=tuple(sorted(nan_buffers)),
+        nonfinite_parameters=tuple([name for name in names if name in nonfinite]),
         update_ratios=ratios,
         attention={
             name: AttentionHeads.merged(parts)
             for name, parts in heads.items()
             if name in joined.layout.position
         },
-        **vars(min(ended, key=attrgetter("rank")).shared),
+        **{name: getattr(lowest, name) for name in _OF_LOWEST_RANK},
         **_tensors(merged.tensors(), added if merged.measured else {}, joined),
     )
 
@@ -227,7 +226,7 @@ def _tensors(
     of_kind: dict[str, Tensors[Any]] = {}
     for kind, places in found.items():
         order = list(places)
-        if kind in OF_OUTPUTS:
+        if kind in _OF_OUTPUTS:
             order.sort(key=lambda o: (position.get(o.module_name, last), o.place))
         elif kind != "inputs":
             order.sort(key=layout.parameter_position.__getitem__)
@@ -236,32 +235,27 @@ def _tensors(
     return of_kind
 
 
-def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
-    parts = sorted(merged.parts, key=attrgetter("rank"))
-    rms: dict[str, dict[Output, Spread]] = {kind: {} for kind in OF_OUTPUTS}
-    for row, spread in over_ranks(merged.rms)[1].items():
-        if (output := joined.key_of(row)) is not None:
-            rms[row.kind][output] = spread
-    step_s = {o.rank: {"step_s": o.step_s} for o in parts if o.step_s is not None}
+def _facts(merged: MergedStep, joined: JoinedLayouts, hosts: Mapping[int, str]) -> RankFacts:
+    rms = {joined.key_of(row): spread for row, spread in over_ranks(merged.rms)[1].items()}
+    step_s = {o.rank: {"step_s": o.step_s} for o in merged.parts if o.step_s is not None}
     batches: dict[str, set[int]] = {}
-    for part in parts:
+    for part in sorted(merged.parts, key=attrgetter("rank")):
         if part.batch:
             batches.setdefault(part.batch, set()).add(part.rank)
-    nonfinite = [(part.rank, part.nonfinite) for part in parts if part.nonfinite]
+    nonfinite = [(part.rank, part.nonfinite) for part in merged.parts if part.nonfinite]
     return RankFacts(
-        size=max(part.size for part in parts),
+        size=max(part.size for part in merged.parts),
         held=merged.ranks,
         measured=merged.measured,
+        hosts=hosts,
         scalars=merged.scalars()[1],
         usage=merged.usage()[1],
         step_s=over_ranks(step_s)[1].get("step_s"),
-        activation_rms=rms["outputs"],
-        activation_grad_rms=rms["output_grads"],
+        activation_rms={output: spread for output, spread in rms.items() if output is not None},
         diverged=differing(_checks(merged, joined), joined.layout.parameters),
         same_batch=frozenset(max(batches.values(), key=len, default=())),
         nonfinite=len(nonfinite),
         first_nonfinite=min(nonfinite, default=None),
-        not_known=tuple(sorted({name for part in parts for name in part.unknown_sums})),
     )
 
 

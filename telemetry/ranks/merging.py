@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeAlias, TypeVar
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.partial_record import (
-    Addend,
+    FIGURES,
+    Array,
     Floats,
     ParameterPart,
     PartialRecord,
@@ -38,35 +39,9 @@ NOWHERE = np.iinfo(np.int64).max
 # Tables of tensors that are merged at once: more are faster, and take more memory.
 _TABLES_AT_ONCE = 8
 
-OF_OUTPUTS = ("outputs", "output_grads")
-
 Key = TypeVar("Key", bound=Hashable)
-Array: TypeAlias = NDArray[Any]
 Placed: TypeAlias = tuple[ParameterPart, NDArray[np.intp]]
 """The parameters of a rank's part of the model, and their positions in the whole."""
-
-
-def _norm(values: Array, counts: Array) -> Array:
-    """Roots of the sums of squares; NaN where any value is NaN, also next to infinity."""
-    nan = (np.isnan(values) & counts).any(axis=0)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.where(nan, np.nan, np.hypot.reduce(values, axis=0, where=counts, initial=0.0))
-
-
-def _logical(ufunc: np.ufunc) -> Callable[[Array, Array], Array]:
-    return lambda values, counts: ufunc.reduce(values, axis=0, where=counts)
-
-
-# Columns of ParameterPart: the column with their copies, their reduction over ranks, ``[parts,
-# parameters]`` to ``[parameters]``, and the value of a parameter that no rank has.
-_COLUMNS: Mapping[str, tuple[str, Callable[[Array, Array], Array], Any]] = {
-    "norms": ("copies", _norm, np.nan),
-    "present": ("copies", _logical(np.logical_or), False),
-    "finite": ("copies", _logical(np.logical_and), True),
-    "before": ("copies", _norm, np.nan),
-    "moved": ("parameter_copies", _norm, np.nan),
-    "sizes": ("parameter_copies", _norm, np.nan),
-}
 
 
 def merge_parameters(parts: Sequence[Placed], count: int) -> dict[str, Array]:
@@ -76,22 +51,21 @@ def merge_parameters(parts: Sequence[Placed], count: int) -> dict[str, Array]:
         parts: Each with the positions of its parameters in the whole.
         count: Number of parameters in the whole.
     """
+
+    def stack(name: str, missing: Any) -> Array:
+        stacked = np.full((len(some), count), missing)
+        for row, (part, at) in zip(stacked, some, strict=True):
+            row[at] = part.columns[name]
+        return stacked
+
     merged: dict[str, Array] = {}
-    for name, (copies, reduction, missing) in _COLUMNS.items():
-        if some := [(part, at) for part, at in parts if getattr(part, name) is not None]:
-            numbers = _stack(some, copies, count, NOWHERE)
+    for name, (copies, reduction, missing) in FIGURES.items():
+        if some := [(part, at) for part, at in parts if name in part.columns]:
+            numbers = stack(copies, NOWHERE)
             counts = (numbers == numbers.min(axis=0)) & (numbers < NOWHERE)
-            values = reduction(_stack(some, name, count, missing), counts)
+            values = reduction(stack(name, missing), where=counts)
             merged[name] = np.where(counts.any(axis=0), values, missing)
     return merged
-
-
-def _stack(parts: Sequence[Placed], name: str, count: int, missing: Any) -> Array:
-    """Return one column of all parts, ``[parts, parameters]``."""
-    stacked = np.full((len(parts), count), missing)
-    for row, (part, at) in zip(stacked, parts, strict=True):
-        row[at] = getattr(part, name)
-    return stacked
 
 
 def merge_tensors(tables: Sequence[TensorTable]) -> TensorTable:
@@ -120,13 +94,12 @@ def merge_tensors(tables: Sequence[TensorTable]) -> TensorTable:
 
 def sum_addends(parts: Iterable[Placed]) -> dict[int, Floats]:
     """Return sums of addends by position of the parameter; of several copies the lowest counts."""
-    found: dict[Addend, list[Floats]] = {}
+    found: dict[tuple[int, int, int], list[Floats]] = {}
     for part, at in parts:
-        for addend, values in part.addends.items():
-            key = addend._replace(parameter=int(at[addend.parameter]))
-            found.setdefault(key, []).append(values)
-    lowest = {addend.parameter: addend for addend in sorted(found, reverse=True)}
-    return {index: reduce(np.add, found[addend]) for index, addend in lowest.items()}
+        for index, copy, values in part.addends:
+            found.setdefault((int(at[index]), copy, values.size), []).append(values)
+    lowest = {key[0]: key for key in sorted(found, reverse=True)}
+    return {index: reduce(np.add, found[key]) for index, key in lowest.items()}
 
 
 def over_ranks(
@@ -159,7 +132,7 @@ class MergedStep:
 
     Attributes:
         parts: Of the ranks, without tensors.
-        rms: Root mean squares of outputs and of their gradients, by rank.
+        rms: Root mean squares of outputs, by rank.
         nbytes: Bytes of the large arrays.
     """
 
@@ -185,7 +158,7 @@ class MergedStep:
         self.parts.append(replace(part, tensors=None))
         if part.tensors is not None:
             rms = zip(part.tensors.rows, rms_of(part.tensors.content).tolist(), strict=True)
-            self.rms[part.rank] = {row: value for row, value in rms if row.kind in OF_OUTPUTS}
+            self.rms[part.rank] = {row: value for row, value in rms if row.kind == "outputs"}
             self._tables.append(part.tensors)
         if len(self._tables) == _TABLES_AT_ONCE:
             self.nbytes -= sum(table.nbytes for table in self._tables)

@@ -6,8 +6,8 @@ import hashlib
 import math
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -15,13 +15,14 @@ import numpy as np
 
 from telemetry.capture import CapturedStep
 from telemetry.ranks.partial_record import (
+    COPIED,
     Addend,
+    Array,
     Floats,
     Integers,
     ParameterPart,
     PartialRecord,
     Row,
-    Shared,
     TensorTable,
 )
 from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankObserver
@@ -50,30 +51,17 @@ class PartMaker:
     def part(self, record: StepRecord, captured: CapturedStep | None = None) -> PartialRecord:
         """Return the partial record of a step; ``captured`` is None at a light step."""
         notes = RankNotes() if captured is None else captured.ranks
-        unknown_sums = notes.unknown_sums.union(
-            f"the gradient of {record.layout.parameters[index].name}"
-            for index, shard in notes.grads.items()
-            if shard.reduction == "unknown"
-        )
+        copied: dict[str, Any] = {name: getattr(record, name) for name in COPIED}
         return PartialRecord(
             rank=self._ranks.rank,
             size=self._ranks.size,
-            step=record.step,
-            wall_time=record.wall_time,
-            phase=record.phase,
-            full=record.full,
-            shared=Shared(**{f.name: getattr(record, f.name) for f in fields(Shared)}),
             parameters=self._parameters(record, captured, notes),
             tensors=_tensors(record, notes, self._ranks),
-            attention=record.attention,
-            scalars=record.scalars,
-            usage=record.usage,
-            expert_loads=record.expert_loads,
             step_s=self._step_s(record),
             host=self._host if record.full or record.phase else "",
             batch=self._batch(record),
             nonfinite=self._nonfinite(record),
-            unknown_sums=tuple(sorted(unknown_sums)),
+            **copied,
         )
 
     def logged(self, step: int, scalars: Mapping[str, float]) -> PartialRecord:
@@ -102,13 +90,19 @@ class PartMaker:
             names = "\n".join(parameter.name for parameter in layout.parameters)
             self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
             self._sent_layout = layout
-        before = parameter_copies = moved = sizes = None
-        if captured is not None and record.full:
-            parameter_copies = _copies(layout, notes.parameters, ranks)
-            moved, sizes = _updates(captured, record)
+        columns: dict[str, Array] = {
+            "copies": _copies(layout, notes.grads, ranks),
+            "norms": record.grad_norms,
+            "present": record.grad_present,
+            "finite": record.grad_finite,
+        }
         # The schedule of a pipeline divides gradients by the number of micro-batches later.
         if captured is not None and not ranks.is_in_pipeline:
             before = captured.norms_before_clipping(record.grad_norms, record.grad_present)
+            columns |= {} if before is None else {"before": before}
+        if captured is not None and record.full:
+            columns["parameter_copies"] = _copies(layout, notes.parameters, ranks)
+            columns["moved"], columns["sizes"] = _updates(captured, record)
         checks = [
             (index, notes.parameters[index].shard, total)
             for indices, totals in notes.bit_sums
@@ -118,18 +112,9 @@ class PartMaker:
             stage=ranks.stage,
             layout_id=self._layout_id,
             layout=layout if record.full or record.phase or is_new else None,
-            copies=_copies(layout, notes.grads, ranks),
-            norms=record.grad_norms,
-            present=record.grad_present,
-            finite=record.grad_finite,
-            before=before,
-            parameter_copies=parameter_copies,
-            moved=moved,
-            sizes=sizes,
-            addends=_addends(record, notes),
+            columns=columns,
+            addends=tuple(_addends(record, notes)),
             checks=np.array(checks, np.int64).T if checks else None,
-            nan_buffers=tuple(record.nan_buffers),
-            nonfinite_parameters=tuple(record.nonfinite_parameters),
         )
 
     def _step_s(self, record: StepRecord) -> float | None:
@@ -176,17 +161,14 @@ def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> Tenso
             if kind == "inputs":
                 found[Row(0, kind, name)] = shards.get(name, UNSPLIT)
             elif isinstance(name, Output):
-                row = Row(ranks.stage, kind, name.module_name, name.place)
-                found[row] = shards.get(name, UNSPLIT)
+                found[Row(ranks.stage, kind, *name)] = shards.get(name, UNSPLIT)
             else:
                 index = record.layout.parameter_position[name]
-                shard = shards.get(index) or ranks.of_plain(index)
-                found[Row(ranks.stage, kind, name)] = shard
+                found[Row(ranks.stage, kind, name)] = shards.get(index) or ranks.of_plain(index)
     if not found:
         return None
-    return TensorTable.of(
-        found, Rows.concatenate([Tensors.of(getattr(record, kind)).rows for kind in shards_of])
-    )
+    rows = [Tensors.of(getattr(record, kind)).rows for kind in shards_of]
+    return TensorTable.of(found, Rows.concatenate(rows))
 
 
 def _copies(layout: Layout, shards: Mapping[int, LocalShard], ranks: RankObserver) -> Integers:
@@ -223,13 +205,11 @@ def _norm_if_finite(rows: Rows) -> Floats:
     return np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
 
 
-def _addends(record: StepRecord, notes: RankNotes) -> dict[Addend, Floats]:
-    """Return this rank's addends of gradients, as the optimizer used them."""
-    addends = {}
+def _addends(record: StepRecord, notes: RankNotes) -> Iterator[Addend]:
+    """Yield this rank's addends of gradients, as the optimizer used them."""
     for index, copy in notes.addends.items():
         values = copy.wait().double().numpy().reshape(-1)
         norm, used = float(np.linalg.norm(values)), float(record.grad_norms[index])
         # Without a scaler's factor.
         factor = used / norm if norm > 0 and math.isfinite(norm) and math.isfinite(used) else 1.0
-        addends[Addend(index, notes.grads[index].copy, values.size)] = values * factor
-    return addends
+        yield Addend(index, notes.grads[index].copy, values * factor)

@@ -1,6 +1,6 @@
 """Partial record: the measurements that one rank sends of one step, to be merged on rank 0.
 
-Messages are a JSON header, and raw arrays behind it. The header is checked against the types of a
+A message is a JSON header, and raw arrays behind it. The header is checked against the types of a
 class's fields; nothing else is created from it.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache, lru_cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache, lru_cache, partial
 from types import UnionType
 from typing import Any, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.ranks.topology import LocalShard
-from telemetry.records import AttentionHeads, Layout
+from telemetry.records import AttentionHeads, Layout, StepRecord
 from telemetry.records.batches import Batch, BatchId
 from telemetry.records.rows import COLUMNS, NO_VALUES, Rows
 
+Array: TypeAlias = NDArray[Any]
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
-Flags: TypeAlias = NDArray[np.bool_]
 
 
 class Row(NamedTuple):
@@ -34,14 +34,6 @@ class Row(NamedTuple):
     kind: str
     name: str
     place: int = 0
-
-
-class Addend(NamedTuple):
-    """Key of a gradient's addend: index of the parameter, copy, size. Equal keys add up."""
-
-    parameter: int
-    copy: int
-    size: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,11 +48,16 @@ class TensorTable:
     content: Rows
 
     def __post_init__(self) -> None:
-        content, sizes = self.content, {len(self.rows), len(self.copies)}
-        fits = sizes == {len(content)} and content.units.shape[1:] == (2,)
-        fits &= len(content.units) == content.unit_count.sum()
-        fits &= len(content.buckets) == len(content.counts) == content.bucket_count.sum()
-        if not fits or (content.unit_count < 0).any() or (content.bucket_count < 0).any():
+        content = self.content
+        fits = content.columns.dtype == COLUMNS and content.units.shape[1:] == (2,)
+        fits &= len(self.rows) == len(self.copies) == len(content)
+        for sizes, array in (
+            (content.unit_count, content.units),
+            (content.bucket_count, content.buckets),
+            (content.bucket_count, content.counts),
+        ):
+            fits &= sizes.sum() == len(array) and bool((sizes >= 0).all())
+        if not fits:
             raise ValueError("columns of tensors have different lengths")
 
     @staticmethod
@@ -85,39 +82,74 @@ class TensorTable:
         return sum(array.nbytes for array in arrays)
 
 
+class Figure(NamedTuple):
+    """Column of :class:`ParameterPart` and its reduction over ranks.
+
+    Attributes:
+        copies: Column with the numbers of copies; of several copies only the lowest counts.
+        reduce: From ``[parts, parameters]`` to ``[parameters]``, of the values that count.
+        missing: Value of a parameter that no rank has, of the dtype of the column.
+    """
+
+    copies: str
+    reduce: Callable[..., Array]
+    missing: float
+
+
+def _norm(values: Array, where: Array) -> Array:
+    """Roots of the sums of squares; NaN where any value is NaN, also next to infinity."""
+    nan = (np.isnan(values) & where).any(axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.where(nan, np.nan, np.hypot.reduce(values, axis=0, where=where, initial=0.0))
+
+
+FIGURES: Mapping[str, Figure] = {
+    # L2 norms of the gradients, and at the end of the backward pass.
+    "norms": Figure("copies", _norm, np.nan),
+    "before": Figure("copies", _norm, np.nan),
+    "present": Figure("copies", partial(np.logical_or.reduce, axis=0), False),
+    "finite": Figure("copies", partial(np.logical_and.reduce, axis=0), True),
+    # L2 norms of the step's update, and of the parameter before the step; NaN: not measured.
+    "moved": Figure("parameter_copies", _norm, np.nan),
+    "sizes": Figure("parameter_copies", _norm, np.nan),
+}
+
+
+class Addend(NamedTuple):
+    """One rank's addend of a gradient that is a sum; equal copies of equal size add up."""
+
+    parameter: int  # index
+    copy: int
+    values: Floats
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ParameterPart:
-    """Parameters of one rank's part of the model; arrays are in their order, None: unknown."""
+    """Parameters of one rank's part of the model."""
 
     stage: int  # of a pipeline; 0 without one
     layout_id: str  # equal where the names of the parameters are
     layout: Layout | None  # None where it was sent before
-    copies: Integers  # of several copies of a gradient only the lowest counts
-    norms: Floats  # L2 norms of the gradients
-    present: Flags
-    finite: Flags
-    before: Floats | None = None  # L2 norms at the end of the backward pass
-    parameter_copies: Integers | None = None  # of the parameters, for the next two
-    moved: Floats | None = None  # L2 norm of the step's update; NaN: not measured
-    sizes: Floats | None = None  # L2 norm before the step; NaN: not measured
-    # Gradients that are sums of the ranks' addends; ``norms`` and ``before`` are of the addends.
-    addends: Mapping[Addend, Floats] = field(default_factory=dict)
+    # FIGURES that are known, in the order of the parameters, and their copies.
+    columns: Mapping[str, Array]
+    # Gradients that are sums of the ranks' addends; the norms are those of the addends.
+    addends: tuple[Addend, ...] = ()
     # Sums of bits, equal where shards are: index of the parameter, shard, sum ``[3, checks]``.
     checks: Integers | None = None
-    # Names of buffers and parameters that have a NaN, or infinity.
-    nan_buffers: tuple[str, ...] = ()
-    nonfinite_parameters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        count = len(self.norms)
-        optional = (self.before, self.parameter_copies, self.moved, self.sizes)
-        columns = (self.copies, self.norms, self.present, self.finite, *optional)
+        shape = (len(self.columns["norms"]),)
+        fits = self.columns.keys() >= {"copies", "norms", "present", "finite"}
+        for name, column in self.columns.items():
+            figure = FIGURES.get(name)  # None: of copies
+            dtype = np.dtype(np.int64 if figure is None else type(figure.missing))
+            fits &= column.shape == shape and column.dtype == dtype
+            fits &= figure is None or figure.copies in self.columns
         checks = np.empty((3, 0), np.int64) if self.checks is None else self.checks
         indices = [*checks[0].tolist(), *(addend.parameter for addend in self.addends)]
-        fits = all(column.shape == (count,) for column in columns if column is not None)
         fits &= checks.ndim == 2 and len(checks) == 3
-        fits &= self.layout is None or len(self.layout.parameters) == count
-        if not fits or not all(0 <= index < count for index in indices):
+        fits &= self.layout is None or (len(self.layout.parameters),) == shape
+        if not fits or not all(0 <= index < shape[0] for index in indices):
             raise ValueError("columns of parameters have different lengths")
 
     @property
@@ -125,20 +157,9 @@ class ParameterPart:
         return self.stage, self.layout_id
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shared:
-    """Values of a StepRecord that are alike on all ranks; the lowest rank's count."""
-
-    learning_rates: tuple[float, ...] = ()
-    loss_scale: float | None = None
-    skipped_steps: int = 0
-    skipped: bool = False
-    eval_mode: bool = False
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartialRecord:
-    """Measurements of one rank at one step."""
+    """Measurements of one rank at one step; :data:`COPIED` fields are those of a StepRecord."""
 
     rank: int
     size: int  # number of ranks that train together
@@ -146,40 +167,47 @@ class PartialRecord:
     wall_time: float
     phase: str = ""
     sequence: int = 0  # sequence number of the step or phase: see PartMaker.numbered
-    full: bool = False  # whether this is a full step on this rank
-    shared: Shared = Shared()
+    full: bool = False
     parameters: ParameterPart | None = None  # None: the step did not end
     tensors: TensorTable | None = None
-    attention: Mapping[str, AttentionHeads] = field(default_factory=dict)  # by module
-    scalars: Mapping[str, float] = field(default_factory=dict)  # logged by the user
-    batches: tuple[Batch, ...] = ()  # since the last one, by the user's ids
-    usage: Mapping[str, float] = field(default_factory=dict)  # times and memory, by tag
-    # Tokens of each expert, by the module name of their router.
+    learning_rates: tuple[float, ...] = ()
+    loss_scale: float | None = None
+    skipped_steps: int = 0
+    skipped: bool = False
+    eval_mode: bool = False
+    attention: Mapping[str, AttentionHeads] = field(default_factory=dict)
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    usage: Mapping[str, float] = field(default_factory=dict)
     expert_loads: Mapping[str, Integers] = field(default_factory=dict)
+    nan_buffers: tuple[str, ...] = ()
+    nonfinite_parameters: tuple[str, ...] = ()
+    batches: tuple[Batch, ...] = ()  # since the last one, by the user's ids
     step_s: float | None = None  # seconds from the step before
     host: str = ""  # empty where it was sent before
     # Digest of the batch, with the group of ranks that should have different ones; or empty.
     batch: str = ""
     nonfinite: str = ""  # first NaN or infinity that this rank did not receive from others
-    unknown_sums: tuple[str, ...] = ()  # tensors whose addends are not sent
 
     @property
     def nbytes(self) -> int:
         """Bytes of the large arrays."""
-        norms = 0 if self.parameters is None else self.parameters.norms.nbytes
+        norms = 0 if self.parameters is None else self.parameters.columns["norms"].nbytes
         return norms + (0 if self.tensors is None else self.tensors.nbytes)
+
+
+COPIED = sorted({f.name for f in fields(PartialRecord)} & {f.name for f in fields(StepRecord)})
 
 
 # --- messages ------------------------------------------------------------------------------------
 
-Reader: TypeAlias = Callable[[Any, "_Arrays"], Any]
-
 # Version of the messages; ranks with different ones do not connect.
-FORMAT = "18"
+FORMAT = "19"
 
 _SIZE_BYTES = 4
+_ARRAY = {"dtype", "shape"}
+_DTYPES = {np.dtype(o).str: np.dtype(o) for o in ("i8", "f8", "?", "i2", "f4", COLUMNS)}
 _SCALARS: dict[Any, tuple[type, ...]] = {
-    int: (int,), float: (int, float), bool: (bool,), str: (str,),
+    int: (int,), bool: (bool,), str: (str,), BatchId: (int, str),
 }  # fmt: skip
 # Ranks send the same ones again and again: a text inside the header, parsed once.
 _REPEATED = (Layout, tuple[Row, ...])
@@ -189,7 +217,19 @@ _REPEATED_KEPT = 2048
 def encode(value: object) -> bytes:
     """Return bytes for :func:`decode`."""
     raw: list[bytes] = []
-    header = _dumps(_plain(value, raw)).encode()
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            raw.append(value.tobytes())
+            return {"dtype": value.dtype.str, "shape": value.shape}
+        if isinstance(value, Mapping):
+            return dict(value)
+        items = [getattr(value, field.name) for field in fields(value)]
+        if isinstance(value, TensorTable):
+            items[0] = _dumps(value.rows)
+        return _dumps(items, plain) if isinstance(value, Layout) else items
+
+    header = _dumps(value, plain).encode()
     return b"".join([len(header).to_bytes(_SIZE_BYTES, "big"), header, *raw])
 
 
@@ -199,100 +239,80 @@ def decode(kind: Any, data: bytes) -> Any:
     Raises:
         ValueError: The bytes are damaged, or of a value of another type.
     """
-    behind = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big")
-    arrays = _Arrays(data, behind)
+    at = behind = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big")
+
+    def read_array(found: dict[str, Any]) -> Any:
+        nonlocal at
+        if found.keys() != _ARRAY or type(found["dtype"]) is not str:
+            return found  # a mapping
+        dtype, shape = _DTYPES[found["dtype"]], found["shape"]
+        if any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError("an array has a wrong shape")
+        array = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
+        at += array.nbytes
+        # A small array must not keep all bytes in memory; a large one is not copied.
+        return array.copy() if 4 * array.nbytes < len(data) else array
+
     try:
-        value = _reader(kind)(json.loads(data[_SIZE_BYTES:behind]), arrays)
-        if arrays.at != len(data):
+        header = json.loads(data[_SIZE_BYTES:behind], object_hook=read_array)
+        value = _reader(kind)(header)
+        if at != len(data):
             raise ValueError("its length is wrong")
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"a message of another rank is damaged: {error}") from None
     return value
 
 
-class _Arrays:
-    """Reads arrays from the bytes behind a header, one after the other."""
-
-    def __init__(self, data: bytes, at: int) -> None:
-        self._data, self.at = data, at
-
-    def read(self, described: list[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-        name, *shape = described
-        if name != dtype.str or any(type(size) is not int or size < 0 for size in shape):
-            raise ValueError("an array has another type or shape")
-        array = np.frombuffer(self._data, dtype, math.prod(shape), self.at).reshape(shape)
-        self.at += array.nbytes
-        # A small array must not keep all bytes in memory; a large one is not copied.
-        return array.copy() if 4 * array.nbytes < len(self._data) else array
+def _dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+    return json.dumps(value, separators=(",", ":"), default=default)
 
 
-def _dumps(plain: Any) -> str:
-    return json.dumps(plain, separators=(",", ":"))
-
-
-def _plain(value: Any, raw: list[bytes]) -> Any:
-    """Return a value for JSON; append the bytes of its arrays to ``raw``."""
-    if isinstance(value, np.ndarray):
-        raw.append(value.tobytes())
-        return [value.dtype.str, *value.shape]
-    if isinstance(value, Mapping):
-        return [[_plain(key, raw), _plain(item, raw)] for key, item in value.items()]
-    items: Any = value
-    if is_dataclass(value):
-        items = [getattr(value, field.name) for field in fields(value)]
-    elif not isinstance(value, tuple):
-        return value
-    plain = [_plain(item, raw) for item in items]
-    is_repeated = isinstance(value, Layout) or (items and type(items[0]) is Row)
-    return _dumps(plain) if is_repeated else plain
-
-
-def _checked(value: Any, *types: type) -> Any:
+def _typed(value: Any, *types: type) -> Any:
     if type(value) not in types:
         raise ValueError(f"{types[0].__name__} is missing")
     return value
 
 
+def _array(value: Any, dtype: np.dtype[Any] | None) -> Array:
+    array: Array = _typed(value, np.ndarray)
+    if dtype not in (None, array.dtype):
+        raise ValueError(f"an array of {dtype} is missing")
+    return array
+
+
 @cache
-def _reader(hint: Any) -> Reader:
-    """Return a function that checks a header's value and makes a value of this type of it."""
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """Return a function that checks a value of a header and returns it as this type."""
     if hint not in _REPEATED:
         return _plain_reader(hint)
     read = _plain_reader(hint)
-    parse = lru_cache(_REPEATED_KEPT)(lambda text: read(json.loads(text), _Arrays(b"", 0)))
-    return lambda value, arrays: parse(_checked(value, str))
+    parse = lru_cache(_REPEATED_KEPT)(lambda text: read(json.loads(text)))
+    return lambda value: parse(_typed(value, str))
 
 
-def _plain_reader(hint: Any) -> Reader:
+def _plain_reader(hint: Any) -> Callable[[Any], Any]:
     origin, args = get_origin(hint), get_args(hint)
-    if hint in _SCALARS:
-        return lambda value, arrays: hint(_checked(value, *_SCALARS[hint]))
-    if hint == BatchId:
-        return lambda value, arrays: _checked(value, int, str)
+    if hint is float:
+        return lambda value: float(_typed(value, float, int))
+    if types := _SCALARS.get(hint):
+        return lambda value: _typed(value, *types)
     if origin in (Union, UnionType):  # with None
         read_some = _reader(args[0])
-        return lambda value, arrays: None if value is None else read_some(value, arrays)
+        return lambda value: None if value is None else read_some(value)
     if origin is np.ndarray:
         (of,) = get_args(args[1])
-        dtype = COLUMNS if of is Any else np.dtype(of)
-        return lambda value, arrays: arrays.read(_checked(value, list), dtype)
+        return lambda value: _array(value, None if of is Any else np.dtype(of))
     if origin is tuple:  # of any length
         read_item = _reader(args[0])
-        return lambda value, arrays: tuple([read_item(o, arrays) for o in _checked(value, list)])
+        return lambda value: tuple(map(read_item, _typed(value, list)))
     if origin is Mapping:
-        read_pair = _list_reader(args)
-        return lambda value, arrays: dict([read_pair(o, arrays) for o in _checked(value, list)])
-    hints = get_type_hints(hint)  # of a NamedTuple or a dataclass
-    read_fields = _list_reader(hints.values())
-    return lambda value, arrays: hint(**dict(zip(hints, read_fields(value, arrays), strict=True)))
+        read_value = _reader(args[1])
+        return lambda value: {k: read_value(v) for k, v in _typed(value, dict).items()}
+    readers = [(name, _reader(hint)) for name, hint in get_type_hints(hint).items()]
 
+    def read_fields(value: Any) -> Any:
+        """Read the fields of a NamedTuple or a dataclass."""
+        items = zip(readers, _typed(value, list), strict=True)
+        return hint(**{name: read(item) for (name, read), item in items})
 
-def _list_reader(hints: Iterable[Any]) -> Reader:
-    """Return a function that reads a list with one item of each type."""
-    readers = [_reader(hint) for hint in hints]
-
-    def read(value: Any, arrays: _Arrays) -> list[Any]:
-        items = zip(readers, _checked(value, list), strict=True)
-        return [read_item(item, arrays) for read_item, item in items]
-
-    return read
+    return read_fields

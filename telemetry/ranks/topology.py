@@ -139,7 +139,6 @@ class RankNotes:
     # elements' bits read as whole numbers, modulo 2**64, int64 [k]. These do not depend on the
     # order of addition, so they are equal on different hardware, too.
     bit_sums: list[tuple[list[int], HostCopy]] = field(default_factory=list)
-    unknown_sums: set[str] = field(default_factory=set)  # tensors whose addends are not sent
 
 
 @dataclass(kw_only=True, eq=False)
@@ -276,7 +275,7 @@ class RankObserver:
         axis = None if unit_axis is None else unit_axis % tensor.dim() - tensor.dim()
         shard = self._shard_of(output, tensor).numbered(turn=_turn(output), axis=axis)
         notes.outputs[output] = shard
-        return shard.counts and _is_known(notes, shard, f"the output of {output}")
+        return shard.counts and not shard.reduction
 
     def _shard_of(self, output: Output, tensor: Tensor) -> LocalShard:
         """Return the shard of an output, by the tensors from which it was computed.
@@ -301,7 +300,7 @@ class RankObserver:
         if is_dtensor(grad):
             shard = placed(spec_of(grad)).numbered(turn=_turn(output))
         notes.output_grads[output] = shard
-        return shard.counts and _is_known(notes, shard, f"the gradient of the output of {output}")
+        return shard.counts and not shard.reduction
 
     def note_grads(self, notes: RankNotes, grads: Iterable[tuple[int, Tensor]]) -> None:
         """Note the shards of gradients, and copy the addends of gradients that are sums."""
@@ -328,12 +327,6 @@ class RankObserver:
         """Select the parameters, or tensors of parameters, that this rank measures."""
         of = self.of_parameter
         return [(i, t) for i, t in tensors if (s := of(t, i)).counts and not s.reduction]
-
-
-def _is_known(notes: RankNotes, shard: LocalShard, name: str) -> bool:
-    if shard.reduction:
-        notes.unknown_sums.add(name)
-    return not shard.reduction
 
 
 def _turn(name: Hashable) -> int:

@@ -81,7 +81,6 @@ class RankFacts:
     usage: Mapping[str, Spread] = field(default_factory=dict)  # as :attr:`StepRecord.usage`
     step_s: Spread | None = None  # seconds since the step before; None if unknown
     activation_rms: Mapping[Output, Spread] = field(default_factory=dict)
-    activation_grad_rms: Mapping[Output, Spread] = field(default_factory=dict)
     diverged: tuple[Divergence, ...] = ()  # parameters that differ; at full steps
     # Largest group of ranks that received the same batch, though each should receive another one;
     # empty if unknown.
@@ -90,7 +89,6 @@ class RankFacts:
     # has spread; the lowest of these ranks, and the location as a text.
     nonfinite: int = 0
     first_nonfinite: tuple[int, str] | None = None
-    not_known: tuple[str, ...] = ()  # tensors of which each rank has an addend of an unknown sum
 
     @property
     def missing(self) -> tuple[int, ...]:

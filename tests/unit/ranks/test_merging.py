@@ -248,10 +248,12 @@ def part(
         stage=stage,
         layout_id="a",
         layout=layout,
-        copies=np.array([copy]),
-        norms=np.array([norm]),
-        present=np.ones(1, bool),
-        finite=np.isfinite([norm]),
+        columns={
+            "copies": np.array([copy]),
+            "norms": np.array([norm]),
+            "present": np.ones(1, bool),
+            "finite": np.isfinite([norm]),
+        },
     )
     return PartialRecord(
         rank=rank,

@@ -47,13 +47,14 @@ def part(norm: float = 1.0, tensors: TensorTable | None = None) -> PartialRecord
             modules=(Module(name="layer", type_name="Linear"),),
             parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4, 2)),),
         ),
-        copies=np.array([2**40]),
-        norms=np.array([norm]),
-        present=np.ones(1, bool),
-        finite=np.isfinite([norm]),
-        addends={Addend(0, 3, 2): np.array([0.1, norm])},
+        columns={
+            "copies": np.array([2**40]),
+            "norms": np.array([norm]),
+            "present": np.ones(1, bool),
+            "finite": np.isfinite([norm]),
+        },
+        addends=(Addend(0, 3, np.array([0.1, norm])),),
         checks=np.array([[0], [-1], [-(2**60) - 1]]),
-        nan_buffers=("a", "\ud800"),
     )
     return PartialRecord(
         rank=1,
@@ -65,6 +66,7 @@ def part(norm: float = 1.0, tensors: TensorTable | None = None) -> PartialRecord
         parameters=parameters,
         tensors=tensors,
         scalars={"loss": norm},
+        nan_buffers=("a", "\ud800"),
         batches=(Batch(step=5, rank=1, ids=(2**70, "a")),),
     )
 
@@ -120,7 +122,7 @@ def header(change: Any) -> bytes:
     return len(changed).to_bytes(4, "big") + changed + data[end:]
 
 
-def set_to(*path: int, value: Any) -> Any:
+def set_to(*path: int | str, value: Any) -> Any:
     def change(found: Any) -> Any:
         inner = found
         for at in path[:-1]:
@@ -131,7 +133,12 @@ def set_to(*path: int, value: Any) -> Any:
     return change
 
 
-COPIES = (8, 3)  # of the parameters, which have one byte of a u8 each
+PARAMETERS, TENSORS = 7, 8
+COPIES = (PARAMETERS, 3, "copies")
+
+
+def array(dtype: str, *shape: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape}
 
 
 @pytest.mark.parametrize(
@@ -148,12 +155,14 @@ COPIES = (8, 3)  # of the parameters, which have one byte of a u8 each
         header(set_to(0, value="1")),  # the rank
         header(set_to(2, value=1.5)),  # the step
         header(set_to(6, value=1)),  # full
-        header(set_to(*COPIES, value=["<i8", 2**61])),
-        header(set_to(*COPIES, value=["<i8", -1])),
-        header(set_to(*COPIES, value=["|O8", 1])),
-        header(set_to(*COPIES, value=["<i8", 1, 1])),
-        header(set_to(9, 0, value="[[0]]")),  # rows of tensors
-        header(set_to(9, 0, value="[" * 100_000)),
+        header(set_to(*COPIES, value=array("<i8", 2**61))),
+        header(set_to(*COPIES, value=array("<i8", -1))),
+        header(set_to(*COPIES, value=array("|O8", 1))),
+        header(set_to(*COPIES, value=array("<i8", 1, 1))),
+        header(set_to(*COPIES, value=array("<f8", 1))),
+        header(set_to(*COPIES, value=[1])),
+        header(set_to(TENSORS, 0, value="[[0]]")),  # rows of tensors
+        header(set_to(TENSORS, 0, value="[" * 100_000)),
     ],
 )
 def test_damaged_bytes_are_refused(data: bytes) -> None:
@@ -173,5 +182,16 @@ def test_tensor_columns_of_different_lengths_are_refused(name: str) -> None:
 def test_parameter_columns_of_different_lengths_are_refused(name: str) -> None:
     parameters = part().parameters
     assert parameters is not None
+    copies = {"parameter_copies": np.ones(1, np.int64)}
+    short = {name: np.ones(2, parameters.columns.get(name, np.ones(1)).dtype)}
     with pytest.raises(ValueError, match="different lengths"):
-        replace(parameters, **{name: np.ones(2)})
+        replace(parameters, columns={**parameters.columns, **copies, **short})
+
+
+@pytest.mark.parametrize("name", ["copies", "norms", "present"])
+def test_parameter_columns_of_another_type_or_without_copies_are_refused(name: str) -> None:
+    parameters = part().parameters
+    assert parameters is not None
+    for columns in ({name: np.ones(1, np.int16)}, {"moved": np.ones(1)}):
+        with pytest.raises(ValueError, match="different lengths"):
+            replace(parameters, columns={**parameters.columns, **columns})
