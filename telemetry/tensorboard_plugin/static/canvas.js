@@ -102,30 +102,28 @@ export function line(context, x0, y0, x1, y1) {
   context.stroke();
 }
 
-const LEAST_FRONT = 3;
+const IDENTIFIER = /^[A-Za-z_]\w*$/;
 
 /**
- * A text, shortened in the middle to what fits: both ends of a path identify it. The
- * kept end begins behind a dot if it can, so that no number of a block is cut.
+ * A text, shortened to what fits. Of a path, parts without a number go first, from the front:
+ * numbers and the end tell layers apart. Then both ends of the text are kept.
  */
 export function fitText(context, text, width) {
   const fits = (shown) => context.measureText(shown).width <= width;
-  if (fits(text)) return text;
-  const shortened = (front, tail) => `${text.slice(0, front)}…${text.slice(tail)}`;
-  const tailOf = (count) => text.length - Math.ceil(count * 0.6);
+  const parts = text.split(".");
+  for (let at = 0; at < parts.length; at++) {
+    const path = parts.join(".").replace(/\.?(…\.)+/g, "…");
+    if (fits(path)) return path;
+    if (at < parts.length - 1 && IDENTIFIER.test(parts[at])) parts[at] = "…";
+  }
+  const shortened = (count) =>
+    `${text.slice(0, Math.floor(count * 0.4))}…${text.slice(text.length - Math.ceil(count * 0.6))}`;
   let low = 0;
   let high = text.length;
   while (low < high) {
     const middle = (low + high + 1) >> 1;
-    if (fits(shortened(Math.floor(middle * 0.4), tailOf(middle)))) low = middle;
+    if (fits(shortened(middle))) low = middle;
     else high = middle - 1;
   }
-  if (low === 0) return "";
-  const tail = tailOf(low);
-  for (const part of [text.lastIndexOf(".", tail - 1) + 1, text.indexOf(".", tail) + 1]) {
-    let front = low - (text.length - part);
-    while (front >= LEAST_FRONT && !fits(shortened(front, part))) front--;
-    if (part > 0 && part < text.length && front >= LEAST_FRONT) return shortened(front, part);
-  }
-  return shortened(Math.floor(low * 0.4), tail);
+  return low === 0 ? "" : shortened(low);
 }
