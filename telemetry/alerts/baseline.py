@@ -191,7 +191,7 @@ class Baseline:
         for step, between in record.losses_between:
             if math.isfinite(between):
                 self.loss.add(step, between, judged=False)
-        if (loss := finite_loss(record)) is not None:
+        if (loss := record.finite_loss) is not None:
             self.loss.add(record.step, loss)
         if record.all_grads_finite:
             self.norm.add(record.total_grad_norm, round(steps / self.interval))
@@ -296,11 +296,6 @@ LARGE_STEP = 0.2
 # Requested full steps show the effect of a jump some steps later. By then a momentum of 0.9 has
 # decayed.
 AFTER_JUMP = LATEST
-
-
-def finite_loss(record: StepRecord) -> float | None:
-    """Return the loss of a step; None if none was logged or it is not finite."""
-    return record.loss if record.loss is not None and math.isfinite(record.loss) else None
 
 
 def matrix_ratios(record: StepRecord) -> dict[str, float]:

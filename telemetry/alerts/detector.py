@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from telemetry.alert import Alert, Severity
-from telemetry.alerts.baseline import Baseline, finite_loss
+from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.state import fill, restore, to_plain
 from telemetry.alerts.window import LATEST
 from telemetry.plain_text import steps_in_words
@@ -134,7 +134,7 @@ class Detector(Rule):
     def evaluate(self, record: StepRecord, baseline: Baseline) -> list[Alert]:
         """Judge a step."""
         is_full_only, alerts = self.on == "full", list[Alert]()
-        has_loss = self.on != "loss" or finite_loss(record) is not None
+        has_loss = self.on != "loss" or record.finite_loss is not None
         if not has_loss or (is_full_only and not record.full):
             return []
         if (found := self.find(record, baseline)) is not None:

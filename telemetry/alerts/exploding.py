@@ -386,8 +386,12 @@ class ExplodingGradient(Detector):
     _is_deep: bool = False
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        if not record.all_grads_finite:
-            found = self._cut_short(baseline)
+        found = None
+        if not record.all_grads_finite:  # it may have overflowed before it was confirmed
+            just_jumped = baseline.gradients_led and baseline.norm.since_jump < _LASTING
+            if self.active_alert is None and (self._deep_steps or just_jumped):
+                summary = "The gradients grew until they overflowed"
+                found = self._found(baseline, summary, math.inf, self.depth_factor)
         else:
             self._blame.add(record, baseline)
             found = (
@@ -506,14 +510,6 @@ class ExplodingGradient(Detector):
             where=_began_large(baseline) or forward.stretch,
             advice=_WEIGHTS if baseline.is_young else _STEPS_TOO_LARGE,
         )
-
-    def _cut_short(self, baseline: Baseline) -> Finding | None:
-        """Return an explosion that overflowed before it was confirmed."""
-        just_jumped = baseline.gradients_led and baseline.norm.since_jump < _LASTING
-        if self.active_alert is not None or not (self._deep_steps or just_jumped):
-            return None
-        summary = "The gradients grew until they overflowed"
-        return self._found(baseline, summary, math.inf, self.depth_factor)
 
     def _found(
         self,

@@ -12,14 +12,7 @@ from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Marks
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.window import LATEST
 from telemetry.layers import table
-from telemetry.layers.module_types import (
-    AFFINE,
-    BOUNDED,
-    DROPOUTS,
-    STANDARD,
-    TWO_SIDED,
-    Flat,
-)
+from telemetry.layers.module_types import AFFINE, BOUNDED, DROPOUTS, STANDARD, TWO_SIDED, Flat
 from telemetry.layers.record import ForwardOutputs
 from telemetry.layers.units import ranges, saturated_units
 from telemetry.plain_text import called, printable
@@ -267,8 +260,17 @@ class SaturatedUnits(Detector):
             return None
         for output, share in self._flat_shares(record):
             self._shares[output.module_name] = share
-            is_faulty = self._is_faulty(output, share, record.step, baseline)
-            if is_faulty and found is None:
+            layer = self._layers.setdefault(output, _Layer())
+            if share < self.fraction:
+                layer.evaluations, layer.is_candidate = 0, False
+                layer.fine_at = record.step if share < _FINE else layer.fine_at
+                continue
+            layer.evaluations += 1
+            sudden = layer.fine_at is None or record.step - layer.fine_at <= LATEST
+            layer.is_candidate |= baseline.loss.is_worse or (sudden and not baseline.loss.is_better)
+            is_sure = layer.evaluations >= self.evaluations
+            self.needs_full_step |= not is_sure
+            if layer.is_candidate and is_sure and found is None:
                 found = self._found(record, output, share, baseline)
         self.needs_full_step &= self.active_alert is None
         return found
@@ -302,18 +304,6 @@ class SaturatedUnits(Detector):
             threshold=self.fraction,
             module_name=name,
         )
-
-    def _is_faulty(self, output: Output, share: float, step: int, baseline: Baseline) -> bool:
-        layer = self._layers.setdefault(output, _Layer())
-        if share < self.fraction:
-            layer.evaluations, layer.is_candidate = 0, False
-            layer.fine_at = step if share < _FINE else layer.fine_at
-            return False
-        layer.evaluations += 1
-        sudden = layer.fine_at is None or step - layer.fine_at <= LATEST
-        layer.is_candidate |= baseline.loss.is_worse or (sudden and not baseline.loss.is_better)
-        self.needs_full_step |= layer.evaluations < self.evaluations
-        return layer.is_candidate and layer.evaluations >= self.evaluations
 
     def _flat_shares(self, record: StepRecord) -> list[tuple[Output, float]]:
         """Return the outputs of hidden layers and the flat share of each, in forward order."""

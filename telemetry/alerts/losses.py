@@ -10,16 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from telemetry.alerts.baseline import (
-    AFTER_JUMP,
-    FEW,
-    JUMP,
-    LARGE_STEP,
-    NEVER,
-    Baseline,
-    Figures,
-    finite_loss,
-)
+from telemetry.alerts.baseline import AFTER_JUMP, FEW, JUMP, LARGE_STEP, NEVER, Baseline, Figures
 from telemetry.alerts.detector import EXPLOSIONS, RATE_ADVICE, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT, Logged, LossJump, Rise
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
@@ -82,7 +73,7 @@ class LossDivergence(Detector):
                 ),
                 value=norm,
             )
-        now = finite_loss(record)
+        now = record.finite_loss
         if self.active_alert is not None or now is None:
             return None
         is_new = baseline.is_young and loss.excess > _FAR
@@ -110,7 +101,7 @@ class LossDivergence(Detector):
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        if (loss := finite_loss(record)) is None:
+        if (loss := record.finite_loss) is None:
             return True
         return self._rise is not None and not self._rise.is_undone(loss)
 
@@ -510,7 +501,12 @@ class UnboundedLoss(Detector):
         first, recent = baseline.loss.first, baseline.loss.recent
         measured = record.full and len(record.activations) > 0
         if measured:
-            self._add(record, recent)
+            rows, layout = record.activations.rows, record.layout
+            widths = [layout.parameters[index].shape[0] for index in layout.matrices.values()]
+            self._classes = int(rows.unit_count[-1]) or max(widths, default=0)
+            output = float(rms_of(rows)[-1])
+            if math.isfinite(output + recent) and output > 0:
+                self._points.append((record.step, output, recent))
         is_low = not measured and recent < 0 and recent < first
         self.needs_full_step = is_low and self._needs_points(baseline.age)
         guess = -math.log(self._classes) if self._classes > 2 else math.nan
@@ -544,14 +540,6 @@ class UnboundedLoss(Detector):
             return False
         sizes = [size for _, size, _ in self._points]
         return len(sizes) < 2 or sizes[-1] > _GROWS * sizes[0]
-
-    def _add(self, record: StepRecord, loss: float) -> None:
-        rows, layout = record.activations.rows, record.layout
-        widths = [layout.parameters[index].shape[0] for index in layout.matrices.values()]
-        self._classes = int(rows.unit_count[-1]) or max(widths, default=0)
-        size = float(rms_of(rows)[-1])
-        if math.isfinite(size + loss) and size > 0:
-            self._points.append((record.step, size, loss))
 
     def _found(self, loss: float, limit: float, what: str) -> Finding:
         return Finding(

@@ -13,7 +13,7 @@ from statistics import median_high
 from typing import Annotated, ClassVar, NamedTuple
 
 from telemetry.alert import Alert, Severity
-from telemetry.alerts.baseline import Baseline, finite_loss
+from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.alerts.window import FEWEST
 from telemetry.plain_text import called, figure, steps_in_words
@@ -127,7 +127,7 @@ class SameBatch(Detector):
     _losses: Annotated[deque[float], FEWEST]
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        if (loss := finite_loss(record)) is not None:
+        if (loss := record.finite_loss) is not None:
             self._losses.append(loss)
         inputs, distance = record.fingerprints, record.step - self._since
         is_known = len(inputs) > 0 and all(map(math.isfinite, inputs))

@@ -16,14 +16,7 @@ from typing import Annotated
 import numpy as np
 
 from telemetry.alert import Severity
-from telemetry.alerts.baseline import (
-    Baseline,
-    Figures,
-    Marks,
-    finite_loss,
-    matrix_ratios,
-    matrix_sizes,
-)
+from telemetry.alerts.baseline import Baseline, Figures, Marks, matrix_ratios, matrix_sizes
 from telemetry.alerts.detector import LOST, Detector, Finding
 from telemetry.alerts.window import FEWEST, RECENT
 from telemetry.layers import table
@@ -195,13 +188,13 @@ class LossStuck(Detector):
         if record.fingerprints:
             self._varies = self._given != () and record.fingerprints != self._given
             self._given = record.fingerprints
-        if (loss := finite_loss(record)) is not None:
+        if (loss := record.finite_loss) is not None:
             self._losses.append(loss)
         return None if self.still_present(record, baseline) else self._judge(baseline)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         """Whether this step is not evaluated: an evaluation is slow."""
-        known = finite_loss(record) is not None
+        known = record.finite_loss is not None
         return not known or len(self._losses) < 2 * self.steps or record.step % self.steps > 0
 
     def _judge(self, baseline: Baseline) -> Finding | None:

@@ -181,7 +181,17 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
 
 
 def _in_parameters(record: StepRecord, *, after_good: bool) -> Origin | None:
-    broken = [*record.nonfinite_parameters, *_broken_by_step(record)]
+    broken = [*record.nonfinite_parameters]
+    if record.all_grads_finite and not all(map(math.isfinite, record.update_ratios.values())):
+        # The sample of a larger parameter may be all zeros, which have no ratio.
+        broken += [
+            p.name
+            for p in record.layout.parameters
+            if p.size <= SAMPLE_ELEMENTS
+            and not math.isfinite(record.update_ratios.get(p.name, 0.0))
+            and p.name in record.weights
+            and record.weights[p.name].sketch.norm > 0
+        ]
     if not broken:
         return None
     name = printable(broken[0])
@@ -193,21 +203,6 @@ def _in_parameters(record: StepRecord, *, after_good: bool) -> Origin | None:
         what = f"the parameter {name}"
     owner = next(p.module_name for p in record.layout.parameters if p.name == broken[0])
     return Origin(owner, what, _OPTIMIZER)
-
-
-def _broken_by_step(record: StepRecord) -> list[str]:
-    """Return parameters that a step with finite gradients broke."""
-    if not record.all_grads_finite or all(map(math.isfinite, record.update_ratios.values())):
-        return []
-    # The sample of a larger parameter may be all zeros, which have no ratio.
-    return [
-        p.name
-        for p in record.layout.parameters
-        if p.size <= SAMPLE_ELEMENTS
-        and not math.isfinite(record.update_ratios.get(p.name, 0.0))
-        and p.name in record.weights
-        and record.weights[p.name].sketch.norm > 0
-    ]
 
 
 def _constants(record: StepRecord) -> list[tuple[int, str, str]]:

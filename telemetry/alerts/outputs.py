@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Figures, Marks
+from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Figures
 from telemetry.alerts.detector import EXPLOSIONS, LOST, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.window import LATEST
 from telemetry.layers import table
@@ -278,8 +278,8 @@ class ExpertCollapse(Detector):
     _seen: dict[str, Figures]
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        self.needs_full_step = False
-        findings: list[Finding] = []
+        self.needs_full_step, findings = False, list[Finding]()
+        was_note = self.active_alert is not None and self.active_alert.severity == "note"
         for name, load in record.expert_loads.items():
             even = load.sum() / len(load)
             seen = self._seen.get(name)
@@ -293,26 +293,25 @@ class ExpertCollapse(Detector):
             might = not are_half and (had & (missed > 0)).mean() >= self.share
             self.needs_full_step |= bool(might and self.active_alert is None)
             chosen = idle if are_half else idle & had
-            if chosen.any():
-                is_warning = bool((idle & had).mean() >= self.share)
-                findings.append(self._found(name, chosen, missed[chosen].min(), is_warning))
+            if not chosen.any():
+                continue
+            is_warning = bool((idle & had).mean() >= self.share)
+            found = Finding(
+                summary=f"{int(chosen.sum())} of {len(load)} experts of {called(name)} get no "
+                f"tokens: {ranges(chosen)}. Even loads would have given each "
+                f"{missed[chosen].min():,.0f}",
+                advice=(
+                    "Check the sign and the weight of the balancing loss or bias",
+                    "Lower the learning rate of the router, or add noise to its logits",
+                ),
+                value=float(chosen.mean()),
+                threshold=self.share,
+                module_name=name,
+                severity="warning" if is_warning else "note",
+                escalates=is_warning and was_note,
+            )
+            findings.append(found)
         return max(findings, key=lambda found: found.severity == "warning", default=None)
-
-    def _found(self, name: str, idle: Marks, missed: float, is_warning: bool) -> Finding:
-        active = self.active_alert
-        return Finding(
-            summary=f"{int(idle.sum())} of {len(idle)} experts of {called(name)} get no tokens: "
-            f"{ranges(idle)}. Even loads would have given each {missed:,.0f}",
-            advice=(
-                "Check the sign and the weight of the balancing loss or bias",
-                "Lower the learning rate of the router, or add noise to its logits",
-            ),
-            value=float(idle.mean()),
-            threshold=self.share,
-            module_name=name,
-            severity="warning" if is_warning else "note",
-            escalates=is_warning and active is not None and active.severity == "note",
-        )
 
 
 _NONE = 0.01  # of an even load

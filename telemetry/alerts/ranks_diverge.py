@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding
 from telemetry.plain_text import printable, ranks_in_words
-from telemetry.records import Divergence, RankFacts, StepRecord
+from telemetry.records import RankFacts, StepRecord
 
 _REQUESTED = 60  # steps: three times three in a row; chosen manually
 
@@ -61,7 +59,25 @@ class RanksDiverge(Detector):
         diverged = [found for found in facts.diverged if found.parameter not in self._apart]
         begins = bool(diverged and not self._reported)
         self._reported = {found.parameter for found in diverged}
-        return _diverged(record, facts, diverged) if begins else None
+        if not begins:
+            return None
+        first, count = diverged[0], len(diverged)
+        more = f" and {count - 1} more parameters differ" if count > 1 else " differs"
+        owner = {p.name: p.module_name for p in record.layout.parameters}
+        return Finding(
+            summary=f"{printable(first.parameter)}{more} between {facts.called(first.rank)} "
+            f"and {facts.called(first.other)}",
+            advice=(
+                "Ignore it if weights are averaged now and then: it resolves when they are equal",
+                "Check for passes under no_sync() or around DDP (model.module)",
+                "Check for code that only some ranks run and that changes parameters or random "
+                "numbers",
+                "Check for parameters that DDP does not know of, and for faulty memory",
+                "Resume from a checkpoint",
+            ),
+            value=count,
+            module_name=owner.get(first.parameter),
+        )
 
 
 class RanksSameBatch(Detector):
@@ -92,25 +108,6 @@ class RanksSameBatch(Detector):
             value=len(facts.same_batch),
             threshold=1.0,
         )
-
-
-def _diverged(record: StepRecord, facts: RankFacts, diverged: Sequence[Divergence]) -> Finding:
-    first, count = diverged[0], len(diverged)
-    more = f" and {count - 1} more parameters differ" if count > 1 else " differs"
-    owner = {p.name: p.module_name for p in record.layout.parameters}
-    return Finding(
-        summary=f"{printable(first.parameter)}{more} between {facts.called(first.rank)} "
-        f"and {facts.called(first.other)}",
-        advice=(
-            "Ignore it if weights are averaged now and then: it resolves when they are equal",
-            "Check for passes under no_sync() or around DDP (model.module)",
-            "Check for code that only some ranks run and that changes parameters or random numbers",
-            "Check for parameters that DDP does not know of, and for faulty memory",
-            "Resume from a checkpoint",
-        ),
-        value=count,
-        module_name=owner.get(first.parameter),
-    )
 
 
 def _alone(facts: RankFacts) -> Finding | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from operator import itemgetter
 from statistics import median
 from typing import Annotated
 
@@ -196,16 +194,20 @@ class RoundedUpdates(Detector):
     _largest: dict[str, float]
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        learning = dict(_in_half_precision(record))
-        for name, (dtype, ratio) in learning.items():
-            changed = (2 * ratio / _EPS[dtype]) ** 2
+        half = {p.name: p.dtype for p in record.layout.parameters if p.dtype in _EPS}
+        zeros = figures_of(record.grads, zero_fraction_of) if half else {}
+        ratios = matrix_ratios(record) if half else {}
+        learning = [n for n in half if n in ratios and zeros.get(n, 1.0) < _SPARSE]
+        for name in learning:
+            changed = (2 * ratios[name] / _EPS[half[name]]) ** 2
             self._largest[name] = max(changed, self._largest.get(name, 0.0))
         still = [name for name in learning if self._largest[name] <= self.share]
         if not still or 2 * len(still) < len(learning) or baseline.age < self.steps:
             return None
         if baseline.rate > baseline.lowest_rate:
             return None
-        dtype, ratio = max((learning[name] for name in still), key=itemgetter(1))
+        most = max(still, key=ratios.__getitem__)
+        dtype, ratio = half[most], ratios[most]
         return Finding(
             summary=f"{len(still)} of {len(learning)} weight matrices in {dtype} hardly change",
             cause=f"A step moves them by {figure(ratio, 1)} of their norm at most, and numbers in "
@@ -223,16 +225,6 @@ class RoundedUpdates(Detector):
 # Distance of the next number above 1, as in ``torch.finfo(dtype).eps``.
 _EPS = {"bfloat16": 2**-7, "float16": 2**-10}
 _SPARSE = 0.5  # of the gradient is zero: embeddings, experts that were not selected
-
-
-def _in_half_precision(record: StepRecord) -> Iterator[tuple[str, tuple[str, float]]]:
-    """Yield matrices with a gradient, their type, and their update ratio."""
-    half = {p.name: p.dtype for p in record.layout.parameters if p.dtype in _EPS}
-    zeros = figures_of(record.grads, zero_fraction_of) if half else {}
-    ratios = matrix_ratios(record) if half else {}
-    for name, dtype in half.items():
-        if name in ratios and zeros.get(name, 1.0) < _SPARSE:
-            yield name, (dtype, ratios[name])
 
 
 class ExponentialTrend(Detector):

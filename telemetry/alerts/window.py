@@ -191,7 +191,12 @@ class Loss:
             has_learned = self.first - self.best > NOISE * abs(self.first)
             is_lost = has_learned and recent > (self.first + self.best) / 2
             self.losses_lost = self.losses_lost + 1 if is_lost else 0
-        if self._is_far_above(loss):
+        if len(self.window):
+            highest = self.window.highest
+            self.excess = (loss - highest) / abs(highest) if highest else 0.0
+            few = _FAR_OF_FEW * abs(highest) if len(self.window) < FEWEST else 0.0
+            self.limit = highest + max(_FAR * self.window.range, few)
+        if loss > self.limit:
             self.high.append(Logged(step, loss))
         else:
             self.high.clear()
@@ -199,15 +204,6 @@ class Loss:
             self._firsts = (*self._firsts, loss)
             self.first = median_high(self._firsts)
         self.window.add(loss, unusual=bool(self.high))
-
-    def _is_far_above(self, loss: float) -> bool:
-        if not len(self.window):
-            return False
-        highest = self.window.highest
-        self.excess = (loss - highest) / abs(highest) if highest else 0.0
-        few = _FAR_OF_FEW * abs(highest) if len(self.window) < FEWEST else 0.0
-        self.limit = highest + max(_FAR * self.window.range, few)
-        return loss > self.limit
 
 
 # A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing

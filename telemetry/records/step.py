@@ -396,6 +396,11 @@ class StepRecord:
         """L2 norm of all gradients together: the root of the sum of their squared norms."""
         return math.sqrt(np.add.reduce(np.square(self.grad_norms)))
 
+    @property
+    def finite_loss(self) -> float | None:
+        """:attr:`loss`; None if it is not finite, too."""
+        return self.loss if math.isfinite(self.loss or 0.0) else None
+
     @cached_property
     def all_grads_finite(self) -> bool:
         """Whether every element of every gradient was finite."""
