@@ -145,9 +145,8 @@ class Engine(Rule):
         """Return the alert with the user's severity, and with a jump of the rate as its cause."""
         if alert.stage == "resolved":
             return alert
-        baseline = self._baseline
+        name, baseline = alert.module_name, self._baseline
         if self._detectors[alert.kind].explained_by_rate_jump and baseline.follows_rate_jump:
-            name = alert.module_name
             name = next(iter(baseline.jumped), None) if name is None else name
             rate, step = baseline.new_rate_in_words, baseline.rate_jump_step
             cause = f"The learning rate jumped to {rate} at step {step}"
@@ -181,40 +180,29 @@ class Engine(Rule):
     def _add_consequence(
         self, cause: _Reported, alert: Alert, reported: list[Alert]
     ) -> list[Alert]:
-        before, after = cause.alert, cause.alert
+        before, is_note = cause.alert, alert.severity == "note"
         consequence = Consequence(kind=alert.kind, module_name=alert.module_name)
         is_new = consequence not in before.consequences
-        is_note = alert.severity == "note"
         rises = (before.severity, alert.severity) == ("warning", "error")
+        changes: dict[str, Any] = {"severity": "error"} if rises else {}
         if is_new:
-            consequences = (*before.consequences, consequence)
-            after = replace(
-                before, consequences=consequences, batches=before.batches or alert.batches
-            )
-        if rises:
-            after = replace(after, severity="error")
+            changes["consequences"] = (*before.consequences, consequence)
+            changes["batches"] = before.batches or alert.batches
+        after = replace(before, **changes)
         self._suppressed[alert.kind] = _Suppressed(alert=alert, suppressed_by=before.kind)
         self._reported[before.kind] = replace(cause, alert=after, last=alert.step)
-        figures: dict[str, Any] = {
-            name: getattr(alert, name) for name in ("step", "value", "threshold", "summary")
-        }
+        figures = {"step": alert.step, "value": alert.value, "threshold": alert.threshold}
         for index, item in enumerate(reported):
             if item.kind == before.kind and item.stage != "resolved":
                 if is_new and item.stage == "escalated" and not is_note:
-                    item = replace(
-                        item, **figures | {"summary": f"{alert.summary}; {item.summary}"}
-                    )
-                reported[index] = replace(
-                    item,
-                    severity=after.severity,
-                    consequences=after.consequences,
-                    batches=after.batches,
-                )
+                    changes |= figures | {"summary": f"{alert.summary}; {item.summary}"}
+                reported[index] = replace(item, **changes)
                 return reported
         if rises or (is_new and not is_note and self._detectors[alert.kind].persistent):
             root = Consequence(kind=before.kind, module_name=before.module_name)
             since = f"Follows from {root}, which started at step {before.step}"
-            return [*reported, replace(after, stage="escalated", cause=since, **figures)]
+            changes = {"stage": "escalated", "cause": since, "summary": alert.summary, **figures}
+            return [*reported, replace(after, **changes)]
         return reported
 
 
