@@ -29,8 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from telemetry.failures import Failures
 from telemetry.ranks.connection import RECORDS, Address, Client, Rendezvous
 from telemetry.ranks.exchange import CLOSE_S, RankExchange
-from telemetry.ranks.merged_records import MergedRecords
-from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.merging import MergedRecords, MergedStep
 from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable, encode
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import Layout, Module, Parameter, TensorRecord

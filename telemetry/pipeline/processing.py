@@ -252,7 +252,7 @@ class Processor:
             if not merged.phase:
                 for part in merged.parts:
                     self._batches.add(part.batches)
-                means, _ = merged.scalars()
+                means, _ = merged.figures("scalars")
                 self._loss.add(merged.step, means)
                 self._record_logged(merged.step, merged.wall_time, means)
             if (record := self.ranks.merged(merged)) is not None:

@@ -26,6 +26,7 @@ from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.plain_text import json_plain, ranks_in_words
 from telemetry.ranks.barrier import Barrier
+from telemetry.ranks.collector import LAST_SEQUENCE, Collector
 from telemetry.ranks.connection import (
     BARRIER,
     ENDED,
@@ -36,8 +37,7 @@ from telemetry.ranks.connection import (
     in_thread,
     is_set_within,
 )
-from telemetry.ranks.merged_records import MergedRecords
-from telemetry.ranks.merging import LAST_SEQUENCE, Collector, MergedStep
+from telemetry.ranks.merging import MergedRecords, MergedStep
 from telemetry.ranks.part_maker import PartMaker
 from telemetry.ranks.partial_record import FORMAT, PartialRecord, decode, encode
 from telemetry.ranks.topology import RankObserver

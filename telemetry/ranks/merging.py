@@ -1,18 +1,16 @@
-"""Merging of the ranks' measurements of each step: each column has one reduction over ranks."""
+"""Merging of the ranks' measurements of one step into one record, as one process would make it."""
 
 from __future__ import annotations
 
-import logging
-from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.partial_record import (
     FIGURES,
     Array,
@@ -22,16 +20,30 @@ from telemetry.ranks.partial_record import (
     Row,
     TensorTable,
 )
-from telemetry.records import Spread
+from telemetry.records import (
+    AttentionHeads,
+    Divergence,
+    Layout,
+    Module,
+    Output,
+    Parameter,
+    RankFacts,
+    Spread,
+    StepRecord,
+)
 from telemetry.records.moments import rms_of
-from telemetry.records.rows import Rows
+from telemetry.records.rows import NO_VALUES, Rows
+from telemetry.records.sketch import sketch_array
+from telemetry.records.step import OF_PARAMETERS, ClippedFraction
+from telemetry.records.tensor import Tensors
 
-log = logging.getLogger("telemetry")
-
-MAX_BYTES = 256 * 2**20
-
-# Larger than the sequence number of any record: the rank has ended.
-LAST_SEQUENCE = 2**62
+# Values of rank 0 that are not merged, and OF_PARAMETERS where its layout is that of all.
+_OF_RANK_0 = ("feature_maps", "filters", "input", "random_states", "fingerprints")
+# Values that are alike on all ranks.
+_OF_LOWEST_RANK = ("learning_rates", "loss_scale", "skipped_steps", "skipped", "eval_mode")
+_OF_OUTPUTS = ("outputs", "output_grads")
+# A pipeline stage may have this in the place of other stages' modules.
+_PLACEHOLDER = "Identity"
 
 NOWHERE = np.iinfo(np.int64).max
 """Number of the copy where a rank has none."""
@@ -184,128 +196,254 @@ class MergedStep:
         """All tensors, merged; None: no rank has measured any."""
         return merge_tensors(self._tables) if self._tables else None
 
-    def scalars(self) -> tuple[dict[str, float], dict[str, Spread]]:
-        """Means of logged scalars over the ranks that logged them, and their spreads."""
-        return over_ranks({part.rank: part.scalars for part in self.parts})
-
-    def usage(self) -> tuple[dict[str, float], dict[str, Spread]]:
-        """Means of times and memory over the ranks that measured them, and their spreads."""
-        return over_ranks({part.rank: part.usage for part in self.parts})
+    def figures(self, name: str) -> tuple[dict[str, float], dict[str, Spread]]:
+        """Return means and spreads of ``scalars`` or ``usage``; see :func:`over_ranks`."""
+        return over_ranks({part.rank: getattr(part, name) for part in self.parts})
 
 
-class Collector:
-    """Merges the partial records of each step, in the order of the steps, each rank at most once.
+class MergedRecords:
+    """Makes the records of merged steps, in the order of the steps.
 
-    Each rank sends its records by ascending sequence numbers, so a step is complete when every rank
-    has sent it or a later one: ranks with different intervals do not delay each other. If a rank
-    sends nothing for ``timeout_s``, or above ``max_bytes``, the step ends without it. The rank is
-    then unresponsive, and later steps do not wait for it until it sends something.
-
-    Args:
-        timeout_s: Also the time after the first message during which each step waits for all ranks
-            of the world, because some may not have connected yet.
-        max_bytes: Limit of the collected measurements.
+    It keeps layouts and hosts, which ranks send only when they have changed.
     """
 
-    def __init__(self, *, world_size: int, timeout_s: float, max_bytes: int = MAX_BYTES) -> None:
-        self._timeout_s = timeout_s
-        self._start_ends = np.inf
-        self._max_bytes = max_bytes
-        self._open: dict[int, tuple[MergedStep, float]] = {}  # by sequence number; since when
-        self._ended = -1
-        self._last = np.full(world_size, -1, np.int64)  # sequence number
-        self._received = np.full(world_size, -np.inf)  # time of the latest message
-        self._unresponsive = np.zeros(world_size, np.bool_)
-        self._logged: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
+    def __init__(self) -> None:
+        self._layouts: dict[tuple[int, str], Layout] = {}
+        self._host_of: dict[int, str] = {}
+        self._joined = JoinedLayouts({})
+        self._clipped_fraction = ClippedFraction()
 
-    @property
-    def members(self) -> frozenset[int]:
-        """Ranks that sent something, have not ended and are responsive."""
-        return _ranks((self._received >= 0) & (self._last < LAST_SEQUENCE) & ~self._unresponsive)
+    def record(self, merged: MergedStep, own: StepRecord | None = None) -> StepRecord | None:
+        """Return the record of one step; values that are not merged come from rank 0's ``own``.
 
-    @property
-    def unresponsive(self) -> frozenset[int]:
-        """Ranks that have not ended and timed out."""
-        return _ranks((self._last < LAST_SEQUENCE) & self._unresponsive)
-
-    @property
-    def open_steps(self) -> int:
-        """Number of steps that are not complete."""
-        return len(self._open)
-
-    def note(self, rank: int, now: float, sequence: int = -1) -> None:
-        """Note that a rank sent something, and the sequence number of its record."""
-        self._received[rank] = now
-        self._unresponsive[rank] = False
-        self._last[rank] = max(self._last[rank], sequence)
-        self._start_ends = min(self._start_ends, now + self._timeout_s)
-
-    def add(self, part: PartialRecord, now: float) -> None:
-        """Add a partial record; drop it if the rank sent it before, or its step has ended."""
-        is_new = self._last[part.rank] < part.sequence > self._ended
-        self.note(part.rank, now, part.sequence)
-        if is_new and part.sequence in self._open:
-            self._open[part.sequence][0].add(part)
-        elif is_new:
-            self._open[part.sequence] = MergedStep(part), now
-
-    def take(self, now: float, *, hurry: bool = False) -> MergedStep | None:
-        """Return the next step that is complete or timed out; None: no step is.
-
-        Args:
-            now: Time of a clock that stands while this process is stopped, from 0.
-            hurry: Do not wait.
+        None if the step did not end, or the message with its layout was lost.
         """
-        if not self._open:
+        self._host_of = self._host_of | {o.rank: o.host for o in merged.parts if o.host}
+        parts = [o.parameters for o in merged.parts if o.parameters is not None]
+        for part in parts:
+            known = self._layouts.get(part.key)
+            # On some ranks not all modules have run yet.
+            if part.layout and not (known and len(part.layout.modules) <= len(known.modules)):
+                self._layouts[part.key] = part.layout
+        keys = sorted({part.key for part in parts})
+        if not keys or not self._layouts.keys() >= set(keys):
             return None
-        first = min(self._open)
-        step, since = self._open[first]
-        awaited = (self._last < first) & ~self._unresponsive
-        if now >= self._start_ends:
-            awaited &= self._received >= 0
-        waited_s = now - np.maximum(self._received[awaited], since)
-        is_awaited = not hurry and (waited_s < self._timeout_s).any()
-        if is_awaited and sum(o.nbytes for o, _ in self._open.values()) <= self._max_bytes:
-            return None
-        self._unresponsive |= awaited & (self._received >= 0)
-        self._ended = max(self._ended, first)
-        del self._open[first]
-        return step
-
-    def log_missing(self, step: MergedStep, refused: Collection[int] = ()) -> None:
-        """Log once which ranks a step lacks and why, and once which return."""
-        here, hold = step.ranks, f"from step {step.step} on, the records hold"
-        unknown = _ranks(self._received < 0)
-        for ranks, reason in (
-            (
-                unknown & frozenset(refused),
-                "cannot connect, as rank 0 may not open more files; raise ulimit -n there to twice "
-                'the number of ranks, or use ranks="each"',
+        if (layouts := {key: self._layouts[key] for key in keys}) != self._joined.layouts:
+            self._joined = JoinedLayouts(layouts)
+        record = _record_of(merged, self._joined, self._host_of)
+        names: list[str] = []
+        if own is not None:
+            same = own.layout.parameters == record.layout.parameters
+            names = [*_OF_RANK_0, *(OF_PARAMETERS if same else ())]
+        return replace(
+            record,
+            clipped_fraction=self._clipped_fraction.after(
+                record.total_grad_norm_before_clipping, record.total_grad_norm
             ),
-            (
-                unknown.difference(refused),
-                "made no HookLogger for this run, or have another version of telemetry",
-            ),
-            (
-                self.unresponsive,
-                "sent nothing in time: they ended with fewer batches, hang or died",
-            ),
-        ):
-            message = f"{hold} {len(here)} of {len(self._last)} ranks: %s {reason}"
-            self._log("missed", ranks - here, message)
-        self._log("back", self._logged["missed"] & here, f"{hold} what %s measured")
-        self._log(
-            "skipped",
-            self.members - here,
-            f"step {step.step} was measured by {ranks_in_words(here)}, and not by %s, which "
-            "skipped it or had too much to send",
+            **{name: getattr(own, name) for name in names},
         )
 
-    def _log(self, kind: str, ranks: frozenset[int], message: str) -> None:
-        if new := ranks - self._logged[kind]:
-            self._logged[kind] |= new
-            log.warning(f"telemetry: {message}", ranks_in_words(new))
+
+class JoinedLayouts:
+    """Layout of all pipeline stages together; names get their stage if stages share any."""
+
+    def __init__(self, layouts: Mapping[tuple[int, str], Layout]) -> None:
+        self.layouts = layouts
+        names_of: dict[int, set[str]] = {}
+        for (stage, _), layout in layouts.items():
+            names_of.setdefault(stage, set()).update(p.name for p in layout.parameters)
+        total = sum(map(len, names_of.values()))
+        self._prefixed = len(set().union(*names_of.values())) < total
+        modules: dict[str, Module] = {}
+        parameters: dict[str, Parameter] = {}
+        self._stage_of: dict[str, int] = {}
+        for (stage, _), layout in layouts.items():
+            for module in layout.modules:
+                name = self.name(stage, module.name)
+                if name not in modules or module.type_name != _PLACEHOLDER:
+                    modules[name] = replace(module, name=name)
+                    self._stage_of[name] = stage
+            for parameter in layout.parameters:
+                name = self.name(stage, parameter.name)
+                owner = self.name(stage, parameter.module_name)
+                parameters.setdefault(name, replace(parameter, name=name, module_name=owner))
+        self.layout = Layout(modules=tuple(modules.values()), parameters=tuple(parameters.values()))
+        at = self.layout.parameter_position
+        self.positions = {
+            key: np.array([at[self.name(key[0], p.name)] for p in layout.parameters], np.intp)
+            for key, layout in layouts.items()
+        }
+
+    def name(self, stage: int, name: str) -> str:
+        """Return the name of a module or parameter in all stages together."""
+        return f"stage{stage}.{name}".rstrip(".") if self._prefixed else name
+
+    def key_of(self, row: Row) -> Any:
+        """Return the key of a tensor in the record; None: the module is another stage's."""
+        if row.kind == "inputs":
+            return row.name
+        name = self.name(row.stage, row.name)
+        if row.kind not in _OF_OUTPUTS:
+            return name
+        return Output(name, row.place) if self._stage_of.get(name) == row.stage else None
 
 
-def _ranks(which: NDArray[np.bool_]) -> frozenset[int]:
-    return frozenset(np.flatnonzero(which).tolist())
+def _record_of(merged: MergedStep, joined: JoinedLayouts, hosts: Mapping[int, str]) -> StepRecord:
+    ended = [(part, part.parameters) for part in merged.parts if part.parameters is not None]
+    placed = [(own, joined.positions[own.key]) for _, own in ended]
+    names = [parameter.name for parameter in joined.layout.parameters]
+    columns, added = merge_parameters(placed, len(names)), sum_addends(placed)
+    _take_sums(columns, added)
+    present, ratios = columns["present"], {}
+    if "moved" in columns:
+        with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, else NaN
+            of_all = (columns["moved"] / columns["sizes"]).tolist()
+        known = np.flatnonzero(~np.isnan(columns["sizes"]))
+        ratios = {names[index]: of_all[index] for index in known.tolist()}
+    heads: dict[str, list[AttentionHeads]] = {}
+    loads: dict[str, NDArray[np.int64]] = {}
+    nan_buffers: set[str] = set()
+    nonfinite: set[str] = set()
+    for part, own in ended:
+        name_of = partial(joined.name, own.stage)
+        nan_buffers.update(map(name_of, part.nan_buffers))
+        nonfinite.update(map(name_of, part.nonfinite_parameters))
+        for name, of_heads in part.attention.items():
+            heads.setdefault(name_of(name), []).append(of_heads)
+        for name, load in part.expert_loads.items():  # each rank routes tokens of its own
+            loads[name_of(name)] = load + loads.get(name_of(name), 0)
+    lowest = min((part for part, _ in ended), key=attrgetter("rank"))
+    scalars, scalar_spreads = merged.figures("scalars")
+    usage, usage_spreads = merged.figures("usage")
+    return StepRecord(
+        step=merged.step,
+        wall_time=merged.wall_time,
+        layout=joined.layout,
+        grad_norms=np.where(present, columns["norms"], 0.0),
+        grad_present=present,
+        grad_finite=columns["finite"] | ~present,
+        phase=merged.phase,
+        scalars=scalars,
+        usage=usage,
+        ranks=replace(
+            _facts(merged, joined), hosts=hosts, scalars=scalar_spreads, usage=usage_spreads
+        ),
+        expert_loads=loads,
+        full=bool(merged.measured),
+        total_grad_norm_before_clipping=(
+            float(np.linalg.norm(columns["before"][present])) if "before" in columns else None
+        ),
+        nan_buffers=tuple(sorted(nan_buffers)),
+        nonfinite_parameters=tuple([name for name in names if name in nonfinite]),
+        update_ratios=ratios,
+        attention={
+            name: AttentionHeads.merged(parts)
+            for name, parts in heads.items()
+            if name in joined.layout.position
+        },
+        **{name: getattr(lowest, name) for name in _OF_LOWEST_RANK},
+        **_tensors(merged.tensors(), added if merged.measured else {}, joined),
+    )
+
+
+def _take_sums(columns: dict[str, Array], added: Mapping[int, Floats]) -> None:
+    """Put the norms of summed gradients in the place of those of their addends.
+
+    Of the sum only the norm after clipping is known; clipping scales all addends alike.
+    """
+    norms, before = columns["norms"], columns.get("before")
+    for index, values in added.items():
+        whole = float(np.linalg.norm(values))
+        if before is not None:
+            before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
+        norms[index] = whole
+
+
+def with_whole_units(tensors: TensorTable) -> Tensors[Row]:
+    """The merged tensors; units only where the table has those of all ranks."""
+    rows = tensors.content
+    if (missing := (rows.units == NO_VALUES).all(axis=1)).any():
+        of_row = np.arange(len(rows)).repeat(rows.unit_count)
+        kept = ~np.isin(of_row, of_row[missing])
+        counts = np.bincount(of_row[kept], minlength=len(rows))
+        rows = rows.having(rows.units[kept], unit_count=counts)
+    return Tensors(tensors.rows, rows)
+
+
+def _tensors(
+    merged: TensorTable | None, added: Mapping[int, Floats], joined: JoinedLayouts
+) -> dict[str, Any]:
+    """By kind and name the measured tensors, modules and parameters in the order of the layout."""
+    found: dict[str, dict[Any, int]] = {}
+    tensors: Tensors[Row] = Tensors((), Rows.of(()))
+    if merged is not None:
+        tensors = with_whole_units(merged)
+    layout = joined.layout
+    for at, row in enumerate(tensors):
+        if (key := joined.key_of(row)) is not None:
+            found.setdefault(row.kind, {})[key] = at
+    for at, index in enumerate(added, start=len(tensors)):
+        found.setdefault("grads", {})[layout.parameters[index].name] = at
+    rows = Rows.concatenate([tensors.rows, Rows.of([*map(sketch_array, added.values())])])
+    last, position = len(layout.modules), layout.position
+    of_kind: dict[str, Tensors[Any]] = {}
+    for kind, places in found.items():
+        order = list(places)
+        if kind in _OF_OUTPUTS:
+            order.sort(key=lambda o: (position.get(o.module_name, last), o.place))
+        elif kind != "inputs":
+            order.sort(key=layout.parameter_position.__getitem__)
+        some = rows.take(np.array([places[key] for key in order], np.intp))
+        of_kind[kind] = Tensors(tuple(order), some)
+    return of_kind
+
+
+def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
+    rms = {joined.key_of(row): spread for row, spread in over_ranks(merged.rms)[1].items()}
+    step_s = {o.rank: {"step_s": o.step_s} for o in merged.parts if o.step_s is not None}
+    batches: dict[str, set[int]] = {}
+    for part in sorted(merged.parts, key=attrgetter("rank")):
+        if part.batch:
+            batches.setdefault(part.batch, set()).add(part.rank)
+    nonfinite = [(part.rank, part.nonfinite) for part in merged.parts if part.nonfinite]
+    return RankFacts(
+        size=max(part.size for part in merged.parts),
+        held=merged.ranks,
+        measured=merged.measured,
+        step_s=over_ranks(step_s)[1].get("step_s"),
+        activation_rms={output: spread for output, spread in rms.items() if output is not None},
+        diverged=differing(_checks(merged, joined), joined.layout.parameters),
+        same_batch=frozenset(max(batches.values(), key=len, default=())),
+        nonfinite=len(nonfinite),
+        first_nonfinite=min(nonfinite, default=None),
+    )
+
+
+def _checks(merged: MergedStep, joined: JoinedLayouts) -> NDArray[np.int64]:
+    """Position of the parameter, shard, sum of bits and rank of each check, ``[4, checks]``."""
+    found = [np.empty((4, 0), np.int64)]
+    for part in merged.parts:
+        if (of := part.parameters) is not None and of.checks is not None:
+            indices, shards, sums = of.checks
+            ranks = np.full_like(indices, part.rank)
+            found.append(np.stack([joined.positions[of.key][indices], shards, sums, ranks]))
+    return np.concatenate(found, axis=1)
+
+
+def differing(checks: NDArray[np.int64], parameters: Sequence[Parameter]) -> tuple[Divergence, ...]:
+    """Copies that differ; the sum of most ranks is right, of several the lowest rank's."""
+    checks = checks[:, np.lexsort(checks[::-1])]
+    changes = (np.diff(checks[:3], prepend=-1) != 0).any(axis=0)  # no index is negative
+    starts = np.flatnonzero(changes)
+    counts = np.diff(starts, append=checks.shape[1])
+    sums_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for (index, shard, _, rank), count in zip(checks[:, starts].T.tolist(), counts, strict=True):
+        sums_of.setdefault((index, shard), []).append((-count, rank))
+    found: dict[int, Divergence] = {}
+    for (index, shard), sums in sums_of.items():
+        (_, right), *wrong = sorted(sums)
+        if wrong:
+            rank, name = min(rank for _, rank in wrong), parameters[index].name
+            new = Divergence(parameter=name, rank=rank, other=right, declared=shard >= 0)
+            found[index] = min(found.get(index, new), new, key=attrgetter("rank"))
+    return tuple(found.values())

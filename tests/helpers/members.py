@@ -133,7 +133,7 @@ class Member:
         received = self.received[name]
         with received.changed:
             received.changed.wait_for(lambda: sum(m.step == step for m in received.merged) >= count)
-            return [(m.step, sorted(m.ranks), m.scalars()[0]) for m in received.merged]
+            return [(m.step, sorted(m.ranks), m.figures("scalars")[0]) for m in received.merged]
 
     def announce(self, step: int) -> None:
         exchange = self.exchanges["run"]

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from telemetry.alerts.ranks_diverge import RanksDiverge
-from telemetry.ranks.merged_records import MergedRecords
-from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.merging import MergedRecords, MergedStep
 from telemetry.ranks.partial_record import PartialRecord, decode
 from telemetry.records import Output, StepRecord, TensorRecord
 from telemetry.records.buckets import LAST_BUCKET

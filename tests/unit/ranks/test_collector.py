@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry.plain_text import ranks_in_words
-from telemetry.ranks.merging import LAST_SEQUENCE, Collector
+from telemetry.ranks.collector import LAST_SEQUENCE, Collector
 from telemetry.ranks.partial_record import PartialRecord
 
 WORLD = 6
@@ -36,7 +36,7 @@ def complete_steps(collected: Collector, now: float) -> list[tuple[int, str]]:
     found = []
     while (step := collected.take(now)) is not None:
         ranks = "".join(map(str, sorted(step.ranks)))
-        assert step.scalars()[0] == dict.fromkeys(ranks, 1.0)
+        assert step.figures("scalars")[0] == dict.fromkeys(ranks, 1.0)
         found.append((step.sequence, ranks))
     return found
 

@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from telemetry.ranks.merged_records import MergedRecords, differing, with_whole_units
-from telemetry.ranks.merging import MergedStep, merge_parameters, merge_tensors, over_ranks
+from telemetry.ranks.merging import (
+    MergedRecords,
+    MergedStep,
+    differing,
+    merge_parameters,
+    merge_tensors,
+    over_ranks,
+    with_whole_units,
+)
 from telemetry.ranks.partial_record import (
     ParameterPart,
     PartialRecord,
@@ -124,7 +131,7 @@ def test_figures_become_means_and_spreads_of_the_ranks_that_have_them(kind: Any)
         PartialRecord(rank=rank, size=4, step=0, wall_time=0.0, **{kind: figures})
         for rank, figures in logged
     ]
-    assert getattr(merge(parts), kind)() == (
+    assert merge(parts).figures(kind) == (
         {"loss": 2.5, "other": 7.0, "none": pytest.approx(math.nan, nan_ok=True)},
         {
             "loss": Spread(low=1.0, low_rank=0, high=4.0, high_rank=2),

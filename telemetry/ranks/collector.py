@@ -1,0 +1,139 @@
+"""Collector of the ranks' partial records: decides when a step is complete, and who is missing."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.plain_text import ranks_in_words
+from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.partial_record import PartialRecord
+
+log = logging.getLogger("telemetry")
+
+MAX_BYTES = 256 * 2**20
+
+# Larger than the sequence number of any record: the rank has ended.
+LAST_SEQUENCE = 2**62
+
+
+class Collector:
+    """Merges the partial records of each step, in the order of the steps, each rank at most once.
+
+    Each rank sends its records by ascending sequence numbers, so a step is complete when every rank
+    has sent it or a later one: ranks with different intervals do not delay each other. If a rank
+    sends nothing for ``timeout_s``, or above ``max_bytes``, the step ends without it. The rank is
+    then unresponsive, and later steps do not wait for it until it sends something.
+
+    Args:
+        timeout_s: Also the time after the first message during which each step waits for all ranks
+            of the world, because some may not have connected yet.
+        max_bytes: Limit of the collected measurements.
+    """
+
+    def __init__(self, *, world_size: int, timeout_s: float, max_bytes: int = MAX_BYTES) -> None:
+        self._timeout_s = timeout_s
+        self._start_ends = np.inf
+        self._max_bytes = max_bytes
+        self._open: dict[int, tuple[MergedStep, float]] = {}  # by sequence number; since when
+        self._ended = -1
+        self._last = np.full(world_size, -1, np.int64)  # sequence number
+        self._received = np.full(world_size, -np.inf)  # time of the latest message
+        self._unresponsive = np.zeros(world_size, np.bool_)
+        self._logged: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
+
+    @property
+    def members(self) -> frozenset[int]:
+        """Ranks that sent something, have not ended and are responsive."""
+        return _ranks((self._received >= 0) & (self._last < LAST_SEQUENCE) & ~self._unresponsive)
+
+    @property
+    def unresponsive(self) -> frozenset[int]:
+        """Ranks that have not ended and timed out."""
+        return _ranks((self._last < LAST_SEQUENCE) & self._unresponsive)
+
+    @property
+    def open_steps(self) -> int:
+        """Number of steps that are not complete."""
+        return len(self._open)
+
+    def note(self, rank: int, now: float, sequence: int = -1) -> None:
+        """Note that a rank sent something, and the sequence number of its record."""
+        self._received[rank] = now
+        self._unresponsive[rank] = False
+        self._last[rank] = max(self._last[rank], sequence)
+        self._start_ends = min(self._start_ends, now + self._timeout_s)
+
+    def add(self, part: PartialRecord, now: float) -> None:
+        """Add a partial record; drop it if the rank sent it before, or its step has ended."""
+        is_new = self._last[part.rank] < part.sequence > self._ended
+        self.note(part.rank, now, part.sequence)
+        if is_new and part.sequence in self._open:
+            self._open[part.sequence][0].add(part)
+        elif is_new:
+            self._open[part.sequence] = MergedStep(part), now
+
+    def take(self, now: float, *, hurry: bool = False) -> MergedStep | None:
+        """Return the next step that is complete or timed out; None: no step is.
+
+        Args:
+            now: Time of a clock that stands while this process is stopped, from 0.
+            hurry: Do not wait.
+        """
+        if not self._open:
+            return None
+        first = min(self._open)
+        step, since = self._open[first]
+        awaited = (self._last < first) & ~self._unresponsive
+        if now >= self._start_ends:
+            awaited &= self._received >= 0
+        waited_s = now - np.maximum(self._received[awaited], since)
+        is_awaited = not hurry and (waited_s < self._timeout_s).any()
+        if is_awaited and sum(o.nbytes for o, _ in self._open.values()) <= self._max_bytes:
+            return None
+        self._unresponsive |= awaited & (self._received >= 0)
+        self._ended = max(self._ended, first)
+        del self._open[first]
+        return step
+
+    def log_missing(self, step: MergedStep, refused: Collection[int] = ()) -> None:
+        """Log once which ranks a step lacks and why, and once which return."""
+        here, hold = step.ranks, f"from step {step.step} on, the records hold"
+        unknown = _ranks(self._received < 0)
+        for ranks, reason in (
+            (
+                unknown & frozenset(refused),
+                "cannot connect, as rank 0 may not open more files; raise ulimit -n there to twice "
+                'the number of ranks, or use ranks="each"',
+            ),
+            (
+                unknown.difference(refused),
+                "made no HookLogger for this run, or have another version of telemetry",
+            ),
+            (
+                self.unresponsive,
+                "sent nothing in time: they ended with fewer batches, hang or died",
+            ),
+        ):
+            message = f"{hold} {len(here)} of {len(self._last)} ranks: %s {reason}"
+            self._log("missed", ranks - here, message)
+        self._log("back", self._logged["missed"] & here, f"{hold} what %s measured")
+        self._log(
+            "skipped",
+            self.members - here,
+            f"step {step.step} was measured by {ranks_in_words(here)}, and not by %s, which "
+            "skipped it or had too much to send",
+        )
+
+    def _log(self, kind: str, ranks: frozenset[int], message: str) -> None:
+        if new := ranks - self._logged[kind]:
+            self._logged[kind] |= new
+            log.warning(f"telemetry: {message}", ranks_in_words(new))
+
+
+def _ranks(which: NDArray[np.bool_]) -> frozenset[int]:
+    return frozenset(np.flatnonzero(which).tolist())
