@@ -249,11 +249,8 @@ class JoinedLayouts:
 
     def __init__(self, layouts: Mapping[tuple[int, str], Layout]) -> None:
         self.layouts = layouts
-        names_of: dict[int, set[str]] = {}
-        for (stage, _), layout in layouts.items():
-            names_of.setdefault(stage, set()).update(p.name for p in layout.parameters)
-        total = sum(map(len, names_of.values()))
-        self._prefixed = len(set().union(*names_of.values())) < total
+        names = {(stage, p.name) for (stage, _), own in layouts.items() for p in own.parameters}
+        self._prefixed = len({name for _, name in names}) < len(names)
         modules: dict[str, Module] = {}
         parameters: dict[str, Parameter] = {}
         self._stage_of: dict[str, int] = {}

@@ -85,8 +85,7 @@ class PartMaker:
         self, record: StepRecord, captured: CapturedStep | None, notes: RankNotes
     ) -> ParameterPart:
         layout, ranks = record.layout, self._ranks
-        is_new = layout is not self._sent_layout
-        if is_new:
+        if is_new := layout is not self._sent_layout:
             names = "\n".join(parameter.name for parameter in layout.parameters)
             self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
             self._sent_layout = layout

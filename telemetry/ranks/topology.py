@@ -33,7 +33,7 @@ from telemetry.torch_private.ranks import (
 
 log = logging.getLogger("telemetry")
 
-# Elements of a gradient that ranks send as an addend; the norm of a larger sum is unknown.
+# Elements of a gradient that ranks send as an addend.
 MOST_ADDED = 65_536
 
 _NOTE = "telemetry.ranks"
@@ -95,16 +95,15 @@ def placed(spec: Any) -> LocalShard:
     axes = list(zip(_coordinates(spec.mesh), spec.mesh.shape, spec.placements, strict=True))
     copy, copies = _flat((at, size) for at, size, o in axes if o.is_replicate())
     operations = {o.reduce_op for _, _, o in axes if o.is_partial()}
+    splits = [
+        (o.dim - len(spec.shape), at, size)
+        for at, size, o in axes
+        if size > 1 and not (o.is_replicate() or o.is_partial())
+    ]
     return LocalShard(
         copy=copy,
         copies=copies,
-        splits=tuple(
-            [
-                (o.dim - len(spec.shape), at, size)
-                for at, size, o in axes
-                if size > 1 and not (o.is_replicate() or o.is_partial())
-            ]
-        ),
+        splits=tuple(splits),
         reduction="" if not operations else "sum" if operations == {"sum"} else "unknown",
     )
 
@@ -156,6 +155,7 @@ class RankObserver:
     same_data: LocalShard = UNSPLIT  # the position among ranks with the same data
     shards_of: int | None = None  # lowest rank of those that ``fully_shard`` shards over
     has_flat_shards: bool = False  # of FullyShardedDataParallel
+    _has_unknown_sums: bool = False
     _known: dict[Hashable, LocalShard] = field(default_factory=dict)
     _plain: dict[int, LocalShard] = field(default_factory=dict)  # of plain parameters, exceptions
     # For passes without gradients, which have no graph.
@@ -308,12 +308,15 @@ class RankObserver:
             if type(grad) is Tensor:
                 continue  # see :meth:`of_plain`; this runs at every step
             shard = notes.grads[index] = self.of_parameter(grad, index)
-            if shard.reduction:
-                values = local_values(grad)
-                if shard.reduction == "unknown" or values.numel() > MOST_ADDED:
-                    notes.grads[index] = replace(shard, reduction="unknown")
-                else:
-                    notes.addends[index] = HostCopy(values)
+            if shard.reduction == "sum" and (values := local_values(grad)).numel() <= MOST_ADDED:
+                notes.addends[index] = HostCopy(values)
+            elif shard.reduction and self.rank == 0 and not self._has_unknown_sums:
+                self._has_unknown_sums = True
+                log.warning(
+                    "telemetry: ranks hold addends of a gradient, which are not added up above "
+                    "%d elements, or if it is no sum; its recorded norm is that of the addends",
+                    MOST_ADDED,
+                )
 
     def note_parameters(self, notes: RankNotes, parameters: Indexed) -> None:
         """Note the shards of parameters, and sum the bits of those with copies on other ranks."""
