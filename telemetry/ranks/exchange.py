@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import math
 import os
 import threading
@@ -20,11 +19,11 @@ from functools import partial
 
 from torch import distributed
 
-from telemetry.alert import Alert, parse_alert
+from telemetry.alert import Alert
 from telemetry.capture import CapturedStep, LightStep
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
-from telemetry.plain_text import json_plain, ranks_in_words
+from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.barrier import Barrier
 from telemetry.ranks.collector import LAST_SEQUENCE, Collector
 from telemetry.ranks.connection import (
@@ -78,7 +77,7 @@ class Announcement:
 
     first_step: int | None = None  # of rank 0; None: not connected
     full_step: int = -1  # latest full step that is not in the schedule
-    message: str = ""  # alert that all ranks raise: it closes their barriers ...
+    alert: Alert | None = None  # that all ranks raise: it closes their barriers ...
     raise_at: int | None = None  # ... and this decides
 
 
@@ -388,8 +387,8 @@ class RankExchange(Exchange):
             )
         if announcement.full_step > self._current_step():  # else this rank is too late
             self._ask(announcement.full_step)
-        if announcement.message:
-            self._alert = self._alert or parse_alert(json.loads(announcement.message))
+        if announcement.alert is not None:
+            self._alert = self._alert or announcement.alert
             step = self.barrier.close()
             if self._client is None:
                 self._answers[0] = step
@@ -431,9 +430,9 @@ class RankExchange(Exchange):
         self._follow(announcement)
 
     def _request_answers(self, alert: Alert) -> None:
-        if not self._announcement.message:
+        if self._announcement.alert is None:
             self._asked_at = self._now
-            self._broadcast(message=json.dumps(json_plain(alert)))
+            self._broadcast(alert=alert)
 
     def _decide(self) -> None:
         """Broadcast the step at which all raise, once all ranks have answered or timed out."""

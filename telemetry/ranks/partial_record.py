@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache, partial
 from types import UnionType
-from typing import Any, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -296,6 +296,8 @@ def _plain_reader(hint: Any) -> Callable[[Any], Any]:
         return lambda value: float(_typed(value, float, int))
     if types := _SCALARS.get(hint):
         return lambda value: _typed(value, *types)
+    if origin is Literal:  # the first for any other text, as in untrusted.check_of
+        return lambda value: value if value in args else args[0]
     if origin in (Union, UnionType):  # with None
         read_some = _reader(args[0])
         return lambda value: None if value is None else read_some(value)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
+from telemetry.alert import Consequence
 from telemetry.ranks.exchange import Announcement
 from telemetry.ranks.partial_record import (
     Addend,
@@ -26,9 +27,10 @@ from telemetry.ranks.partial_record import (
     encode,
 )
 from telemetry.ranks.topology import LocalShard
-from telemetry.records import Layout, Module, Parameter, TensorRecord
+from telemetry.records import CodeLocation, Layout, Module, Parameter, TensorRecord
 from telemetry.records.batches import Batch
 from telemetry.records.sketch import sketch_array
+from tests.helpers.members import ALERT
 
 ROW = Row(0, "weights", "layer.weight")
 
@@ -100,10 +102,21 @@ def test_encoding_and_decoding_returns_equal_records(
 
 def test_nan_and_announcements_are_encoded_and_decoded() -> None:
     assert math.isnan(decode(PartialRecord, encode(part(math.nan))).scalars["loss"])
-    announcement = Announcement(full_step=5, raise_at=7, message="x" * 20_000)
+    alert = replace(
+        ALERT,
+        summary="x" * 20_000,
+        location=CodeLocation(file="a.py", line=1, class_name="A"),
+        consequences=(Consequence(kind="dead_units"),),
+        batches=(Batch(step=5, ids=(2**70, "a")),),
+    )
+    announcement = Announcement(full_step=5, raise_at=7, alert=alert)
     assert decode(Announcement, encode(announcement)) == announcement
     with pytest.raises(ValueError, match="damaged"):
         decode(Row, encode(announcement))
+    other: Any = "other"  # of a user's rule
+    sent = replace(announcement, alert=replace(alert, severity=other, stage=other))
+    expected = replace(alert, severity="warning", stage="started")
+    assert decode(Announcement, encode(sent)).alert == expected
 
 
 def test_fractional_counts_are_encoded_and_decoded() -> None:
