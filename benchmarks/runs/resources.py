@@ -276,14 +276,14 @@ def features_for_a_metric(log: Log, faulty: bool) -> None:
 
 
 @twins(
-    kinds=GROWTH, onset=50, by=600,
+    kinds=GROWTH, onset=50, by=1900,
     why="masks are cached by the number of the step, of which no two are equal",
     healthy="masks are cached by the length of the batch, of which there are 50",
 )  # fmt: skip
 def cache_by_step(log: Log, faulty: bool) -> None:
     @cache
     def mask(key: int) -> Tensor:
-        return torch.ones(400, 400).tril_() * (1 + key / 1e6)
+        return torch.ones(200, 200).tril_() * (1 + key / 1e6)
 
     model, data, step = mlp(64, 256, 10), batches(log, 32, *digits()), count()
 
@@ -294,16 +294,16 @@ def cache_by_step(log: Log, faulty: bool) -> None:
         errors = F.cross_entropy(model(images.flatten(1)), classes, reduction="none")
         return (errors * weight).mean()
 
-    fit(log, model, SGD(model.parameters(), 0.05), loss, 600)
+    fit(log, model, SGD(model.parameters(), 0.05), loss, 2000)
 
 
 @twins(
-    kinds=GROWTH, onset=50, by=800,
+    kinds=GROWTH, onset=50, by=1900,
     why="copies of the weights for an average are kept, one each step",
     healthy="a copy at each fiftieth step, of which the latest three are kept",
 )  # fmt: skip
 def copies_of_weights(log: Log, faulty: bool) -> None:
-    model, data = mlp(64, 256, 256, 10), batches(log, 64, *digits())
+    model, data = mlp(64, 640, 10), batches(log, 64, *digits())
     copies = list[dict[str, Tensor]]()
 
     def keep(step: int) -> None:
@@ -312,4 +312,4 @@ def copies_of_weights(log: Log, faulty: bool) -> None:
         if not faulty:
             del copies[:-3]
 
-    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 600, before=keep)
+    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 2000, before=keep)

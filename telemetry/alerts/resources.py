@@ -220,33 +220,33 @@ class MemoryGrowth(Detector):
 
     def set_up(self) -> None:
         self._is_device = False
-        self._begin(0)
+        self._begin()
 
-    def _begin(self, step: int) -> None:
-        self._start, self._width = step, max(int(self.steps) // _INTERVALS, 1)
-        self._lowest = list[float]()  # of each interval
-        self._tokens = list[float]()
+    def _begin(self) -> None:
+        self._width = max(int(self.steps) // _INTERVALS, 1)  # of an interval, where steps are dense
+        self._first = list[int]()  # step of each interval
+        self._lowest, self._tokens = list[float](), list[float]()
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self._is_device |= ALLOCATED_BYTES in record.usage
         value = record.usage.get(ALLOCATED_BYTES if self._is_device else HOST_OWN_BYTES)
         if baseline.age < _STEPS:
-            self._begin(record.step)
+            self._begin()
         if baseline.age < _STEPS or value is None:
             return None
-        place = (record.step - self._start) // self._width
-        if place < len(self._lowest):
+        if self._first and 0 <= record.step - self._first[-1] < self._width:
             self._lowest[-1] = min(self._lowest[-1], value)
             return None
-        found, low = self._judged(), self._lowest
+        found, low = self._judged(record.step), self._lowest
         if low and max(low) - low[-1] > max((max(low) - low[0]) / 2, self._least):
-            self._begin(record.step)
+            self._begin()
+        self._first.append(record.step)
         self._lowest.append(value)
         self._tokens.append(record.tokens)
         if len(self._lowest) == 2 * _INTERVALS:
             self._width *= 2
             self._lowest = [*map(min, self._lowest[::2], self._lowest[1::2])]
-            self._tokens = self._tokens[::2]
+            self._first, self._tokens = self._first[::2], self._tokens[::2]
         return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
@@ -257,8 +257,8 @@ class MemoryGrowth(Detector):
         """Bytes of the least rise, and of a fall."""
         return (self.device_mebibytes if self._is_device else self.mebibytes) * _MIB
 
-    def _judged(self) -> Finding | None:
-        """Judge the latest intervals that are over."""
+    def _judged(self, step: int) -> Finding | None:
+        """Judge the latest intervals, which end before ``step``."""
         low, tokens = self._lowest[-_INTERVALS:], self._tokens[-_INTERVALS:]
         if len(low) < _INTERVALS:
             return None
@@ -270,7 +270,7 @@ class MemoryGrowth(Detector):
             return None
         if median(tokens[half:]) > 1.05 * median(tokens[:half]):
             return None
-        is_device, steps = self._is_device, len(low) * self._width
+        is_device, steps = self._is_device, step - self._first[-_INTERVALS]
         where = "allocated on the device" if is_device else "of the process"
         return Finding(
             summary=f"Memory {where} rose by {rise / _MIB:,.0f} MiB in {steps} steps, "
