@@ -11,7 +11,7 @@ from telemetry.plain_text import called, printable
 from telemetry.records import CodeLocation, Layout
 from telemetry.records.batches import Batch
 
-Severity = Literal["warning", "note", "error"]
+Severity = Literal["warning", "note", "error"]  # the first stands for any other text in a file
 Stage = Literal["started", "escalated", "resolved"]
 
 # Lines of a message.

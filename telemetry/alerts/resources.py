@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import pairwise
-from statistics import median
+from itertools import combinations
+from statistics import fmean, median
 from typing import NamedTuple
 
 from telemetry.alerts.baseline import Baseline
@@ -209,8 +209,9 @@ class MemoryGrowth(Detector):
         mebibytes: Least rise on the host.
         device_mebibytes: Least rise on a CUDA device.
 
-    The lowest values of twenty equal intervals count, and at least nine of ten have to rise. It is
-    a note on the host, where a cache that is still being filled looks the same.
+    The lowest values of twenty equal intervals count. Of any two, the later one has to be higher
+    nine times in ten (as for Kendall's tau), because allocators keep and return memory. It is a
+    note on the host, where a cache that is still being filled looks the same.
     """
 
     kind = "memory_growth"
@@ -264,9 +265,9 @@ class MemoryGrowth(Detector):
             return None
         half, quarter = len(low) // 2, len(low) // 4
         rise, late, last = (low[-1] - low[at] for at in (0, half, -1 - quarter))
-        rising = sum(b > a for a, b in pairwise(low))
+        rising = fmean([b > a for a, b in combinations(low, 2)])
         least = max(self._least, 0 if self._is_device else low[0] / 20)
-        if rise < least or rising < 0.9 * (len(low) - 1) or late < rise / 3 or last < rise / 8:
+        if rise < least or rising < 0.9 or late < rise / 3 or last < rise / 8:
             return None
         if median(tokens[half:]) > 1.05 * median(tokens[:half]):
             return None
