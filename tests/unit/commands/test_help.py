@@ -94,6 +94,6 @@ def test_each_kind_has_one_section_with_its_name() -> None:
     assert sorted(headings) == sorted(KINDS)
     index = (folder / "index.md").read_text(encoding="utf-8")
     for name, kinds in PAGES.items():
-        row = re.search(rf"^\|[^|]*\]\({name}\) \|(.*)\|$", index, re.MULTILINE)
+        row = re.search(rf"^\|[^|]*\]\({name}\)\|(.*)\|$", index, re.MULTILINE)
         assert row is not None
         assert tuple(re.findall(r"`(\w+)`", row[1])) == kinds
