@@ -240,7 +240,7 @@ def add_foreign_files(log_dir: Path) -> None:
 
 def add_many_sessions(log_dir: Path) -> None:
     records = (
-        record(text(f"telemetry/layout/0/{n:04d}/0000", layout()), step=n) for n in range(3000)
+        record(text(f"telemetry/layout/0-{n:04d}/0000", layout()), step=n) for n in range(3000)
     )
     file_at(log_dir, b"".join(records))
 

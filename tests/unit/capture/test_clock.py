@@ -396,6 +396,7 @@ device_time = Time()
 
 
 def test_a_gpu_is_measured_by_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock_module, "no_cpu_s", lambda: 0.0)
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: None)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
