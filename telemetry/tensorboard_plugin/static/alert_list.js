@@ -1,6 +1,6 @@
 // All alerts, newest first, with filters; a click jumps to the cell.
 
-import { dropDown, element, fill } from "./dom.js";
+import { dropDown, element, fill, layerName } from "./dom.js";
 import { formatStep } from "./format.js";
 
 export class AlertList {
@@ -94,7 +94,7 @@ export function alertText(alert, run = null) {
       element("span", {}, `step ${formatStep(alert.step)}`),
     ),
     run ? element("span", { class: "muted" }, run) : null,
-    alert.module_name ? element("span", { class: "alert-layer" }, alert.module_name) : null,
+    alert.module_name ? layerName(alert.module_name) : null,
     alert.observed_in ? element("span", { class: "alert-layer" }, `observed in ${alert.observed_in}`) : null,
     element("span", { class: "alert-message" }, alert.message),
   ].filter((part) => part !== null);

@@ -25,6 +25,11 @@ export function fill(node, ...children) {
   if (focused) node.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus({ preventScroll: true });
 }
 
+/** The name of a layer, which breaks behind its dots. */
+export function layerName(name) {
+  return element("span", { class: "alert-layer" }, ...name.split(/(?<=\.)/).flatMap((part) => [part, element("wbr")]));
+}
+
 /** A labelled drop-down list; `options` are `[value, text]`. */
 export function dropDown(label, options, value, onChange) {
   const select = element(

@@ -1,6 +1,6 @@
 // Layers in which a statistic is unusually small or large for their role.
 
-import { element, fill } from "./dom.js";
+import { element, fill, layerName } from "./dom.js";
 import { columnAt, valueAt } from "./field.js";
 import { formatNumber, formatStep, formatValue } from "./format.js";
 import { roleOf, titleOf } from "./rows.js";
@@ -60,8 +60,8 @@ export class Extremes {
 
 /** An entry of a list: a layer and a text; a click chooses the layer. */
 export function layerItem(title, text, onclick) {
-  const name = element("span", { class: "alert-layer" }, title);
-  return element("li", {}, element("button", { onclick }, name, element("span", { class: "number" }, text)));
+  const figure = element("span", { class: "number" }, text);
+  return element("li", {}, element("button", { onclick }, layerName(title), figure));
 }
 
 /** The layers that are far from their reference, and how they were chosen. */
