@@ -392,6 +392,7 @@ class Capture:
 
     def after_other_step(self) -> None:
         self._missed_steps.other_steps += 1
+        self._clock.restart_wait()
 
     def all_gradients_used(self) -> bool:
         return self._table.all_among(self._step.captured.stepped())

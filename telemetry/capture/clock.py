@@ -209,9 +209,7 @@ class LoopClock:
         if self._part not in (WAIT, GAP) or threading.get_ident() != self._thread:
             return
         if not torch.is_grad_enabled() or module.training is self.eval_mode:
-            if self._part == WAIT:  # not for this call
-                self._part = APART
-                self.lap(WAIT)
+            self.restart_wait()  # it was not for a batch of training
             return
         if self._no_cpu_before is not None:
             self._no_cpu_s, self._no_cpu_before = no_cpu_s() - self._no_cpu_before, None
@@ -229,12 +227,22 @@ class LoopClock:
         """Begin a backward pass, which may be another model's."""
         if self._part in (FORWARD, GAP):
             self.lap(BACKWARD)
+        elif threading.get_ident() == self._thread:  # as the other model of a GAN
+            self.restart_wait()
 
     def backward_ended(self) -> None:
         """End a backward pass; a training call may follow, or the optimizer."""
         if self._part == BACKWARD:
             self.lap(GAP)
             self._arm()
+        elif threading.get_ident() == self._thread:
+            self.restart_wait()
+
+    def restart_wait(self) -> None:
+        """Restart the wait in progress, if any: the time until now was for something else."""
+        if self._on and self._part == WAIT:
+            self._part = APART
+            self.lap(WAIT)
 
     def _choose(self) -> None:
         """Follow the parts of a model that the loop itself never calls, after a full step.

@@ -147,6 +147,20 @@ def test_micro_batches_add_up(tmp_path: Path, clock: Time, passes: int) -> None:
     assert times == [pytest.approx(expected)] * 9
 
 
+def test_another_model_that_trains_in_between_is_not_waited_for(
+    tmp_path: Path, clock: Time
+) -> None:
+    model, other = Model(clock), Model(clock)
+    optimizer = optimizer_of(other, clock)
+
+    def train_other(step: int) -> None:
+        loss_of(other, torch.rand(8, 4), clock).backward()
+        optimizer.step()
+
+    times = usage_of(tmp_path, model, lambda logger: train(model, clock, between=train_other))
+    assert times == [EXPECTED] * 9
+
+
 def test_two_models_of_a_gan_add_up(tmp_path: Path, clock: Time) -> None:
     parts = nn.ModuleDict({"g": Model(clock), "d": Model(clock)})
 
@@ -266,7 +280,6 @@ def test_another_thread_or_a_copy_is_no_training(tmp_path: Path, clock: Time) ->
 
     def elsewhere(step: int) -> None:
         twin(torch.rand(8, 4)).sum().backward()
-        clock.passes(-FORWARD_S - BACKWARD_S)
         thread = threading.Thread(target=model, args=(torch.rand(8, 4),))
         thread.start()
         thread.join()
