@@ -74,7 +74,7 @@ class LoopClock:
         self._running = self._on = False
         self._part, self._since, self._began = APART, 0.0, 0.0
         self._thread = self._calls = self._count = 0
-        self._no_cpu_before: float | None = None  # when the step began; None if they are short
+        self._no_cpu_before: float | None = None  # when the wait began; None in short steps
         self._reset()
 
     def _reset(self) -> None:
@@ -212,7 +212,8 @@ class LoopClock:
             self.restart_wait()  # it was not for a batch of training
             return
         if self._no_cpu_before is not None:
-            self._no_cpu_s, self._no_cpu_before = no_cpu_s() - self._no_cpu_before, None
+            self._no_cpu_s += no_cpu_s() - self._no_cpu_before
+            self._no_cpu_before = None
         self.lap(FORWARD)
         self._global.disarm()
         self._calls += 1
@@ -243,6 +244,8 @@ class LoopClock:
         if self._on and self._part == WAIT:
             self._part = APART
             self.lap(WAIT)
+            if self._no_cpu_before is not None:
+                self._no_cpu_before = no_cpu_s()
 
     def _choose(self) -> None:
         """Follow the parts of a model that the loop itself never calls, after a full step.

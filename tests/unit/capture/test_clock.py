@@ -457,13 +457,14 @@ def test_laps_without_steps_have_no_times() -> None:
 
 
 def test_waiting_for_a_cpu_is_not_waiting_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    # At the begin of each step and of its forward pass.
-    without_cpu = iter([1.0, 1.001, 3.0, 3.004, 3.1, 3.12, 4.0])
+    # At the begin of each step, after another model's pass, and at the begin of the forward pass.
+    without_cpu = iter([1.0, 1.001, 1.002, 2.0, 3.0, 3.004, 3.0, 3.1, 3.12, 4.0])
     monkeypatch.setattr(clock_module, "no_cpu_s", lambda: next(without_cpu))
     model, waits = nn.Linear(4, 4), []
     clock = LoopClock(model, Failures())
     clock.start()
     for _ in range(3):
+        clock.restart_wait()
         time.sleep(0.05)
         clock.before_call(model, (torch.ones(2, 4),))
         clock.end_step()
