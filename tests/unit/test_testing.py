@@ -152,7 +152,7 @@ def test_the_page_names_every_field(value: Any, name: str) -> None:
 def test_the_page_names_every_member(value: type[Rule]) -> None:
     members = {name for name in vars(value) if not name.startswith("_")}
     engine = {"evaluate", "limits", "full_steps_needed", "judges_losses", "is_unconfirmed"}
-    assert [name for name in members - engine if f"| `{name}" not in PAGE] == []
+    assert [name for name in members - engine if f"|`{name}" not in PAGE] == []
 
 
 def test_the_documented_members_of_the_baseline_exist() -> None:
