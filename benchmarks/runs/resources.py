@@ -26,9 +26,9 @@ GROWTH = frozenset({"memory_growth"})
 class _Decoded(Dataset[tuple[Tensor, Tensor]]):
     """Digits whose decoding sleeps for a while, or enlarges, turns and shrinks each image."""
 
-    def __init__(self, wait_s: float = 0.0, augment: int = 0) -> None:
+    def __init__(self, wait_s: float = 0.0, augments: bool = False) -> None:
         self.images, self.classes = digits()
-        self.wait_s, self.augment = wait_s, augment
+        self.wait_s, self.augments = wait_s, augments
 
     def __len__(self) -> int:
         return len(self.images)
@@ -36,7 +36,7 @@ class _Decoded(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         time.sleep(self.wait_s)
         image = self.images[index, 0]
-        for _ in range(self.augment):
+        if self.augments:
             large = Image.fromarray(image.numpy()).resize((256, 256), Image.Resampling.BICUBIC)
             small = large.rotate(index % 20 - 10).resize((8, 8), Image.Resampling.LANCZOS)
             image = torch.from_numpy(np.array(small))
@@ -99,7 +99,7 @@ def loader_sleeps(log: Log, faulty: bool) -> None:
     healthy="the same images, of which the first pass is kept",
 )  # fmt: skip
 def augments_in_process(log: Log, faulty: bool) -> None:
-    model, dataset = mlp(64, 512, 512, 10), _Decoded(augment=1)
+    model, dataset = mlp(64, 512, 512, 10), _Decoded(augments=True)
     data = _forever(log, dataset)
     kept = data if faulty else cycle([next(data) for _ in range(30)])
     fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, kept), 200)

@@ -267,10 +267,12 @@ def depth_values(record: StepRecord) -> list[bytes]:
     points: list[tuple[str, float]] = []
     for name, statistic in DEPTH_CURVES.items():
         known = layers.column(statistic.name)  # NaN if it was not measured
-        values = known[np.isfinite(known) & ((known > 0) | (not statistic.log))]
+        values = np.sort(known[np.isfinite(known) & ((known > 0) | (not statistic.log))])
         if values.size:
+            last = values.size - 1
             scaled = np.log10(values) if statistic.log else values
-            quantiles = np.quantile(scaled, shares)
+            # numpy.quantile returns the same and takes ten times as long for a few values.
+            quantiles = np.interp(np.multiply(shares, last), np.arange(last + 1), scaled)
             tags = [f"{RUN}depth/{name}/{quantile}" for quantile in QUANTILES]
             points += zip(tags, quantiles.tolist(), strict=True)
     return [summaries.scalar(*point) for point in points]

@@ -95,7 +95,7 @@ export function alertText(alert, run = null) {
     ),
     run ? element("span", { class: "muted" }, run) : null,
     alert.module_name ? layerName(alert.module_name) : null,
-    alert.observed_in ? element("span", { class: "alert-layer" }, `observed in ${alert.observed_in}`) : null,
+    alert.observed_in ? layerName(`observed in ${alert.observed_in}`) : null,
     element("span", { class: "alert-message" }, alert.message),
   ].filter((part) => part !== null);
 }
