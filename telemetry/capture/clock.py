@@ -24,13 +24,9 @@ from telemetry.capture.usage import (
     no_cpu_s,
 )
 from telemetry.failures import Failures
-from telemetry.torch_private import (
-    ArmedPreHook,
-    AroundBackward,
-    in_function_mode,
-    keywords_of_call,
-)
+from telemetry.torch_private import AroundBackward, in_function_mode
 from telemetry.torch_private.compiler import is_compiled, is_compiled_wrapper
+from telemetry.torch_private.module_calls import ArmedPreHook, keywords_of_call
 
 # Of shorter steps one in five is measured: the hook of a call costs about 2 us. Loaders with 2, 4
 # or 8 workers have batches ready in a rhythm that five does not share.
@@ -55,9 +51,9 @@ class LoopClock:
 
     A global hook sees the calls, and is removed while the model runs, so that its modules run at
     full speed. Hooks on modules would change what PyTorch does: see
-    :class:`~telemetry.torch_private.AroundModuleCalls`. A graph is valid without global hooks only:
-    once one was compiled that may contain the model, no call is seen. But a model that
-    ``torch.compile`` returned has the hook, which is outside of its graph.
+    :class:`~telemetry.torch_private.module_calls.AroundModuleCalls`. A graph is valid without
+    global hooks only: once one was compiled that may contain the model, no call is seen. But a
+    model that ``torch.compile`` returned has the hook, which is outside of its graph.
     """
 
     def __init__(self, model: nn.Module, failures: Failures) -> None:

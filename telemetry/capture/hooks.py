@@ -16,8 +16,8 @@ from telemetry.capture.experts import Router
 from telemetry.capture.nested import tensors_in
 from telemetry.capture.state import State
 from telemetry.records import Output
-from telemetry.torch_private import keywords_of_call
 from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, keep_in_graph
+from telemetry.torch_private.module_calls import keywords_of_call
 
 # Public names of the subclasses of nn.modules.conv._ConvNd and nn.modules.batchnorm._NormBase.
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -60,8 +60,8 @@ class Inert:
 class ModuleHook(Inert):
     """Hook of one module; the same object at every step, because compiled graphs refer to it.
 
-    The global hook of :class:`~telemetry.torch_private.AroundModuleCalls` calls it. After a
-    compilation, and behind hooks of the user's own, it is installed on its module instead.
+    The global hook of :class:`~telemetry.torch_private.module_calls.AroundModuleCalls` calls it.
+    After a compilation, and behind hooks of the user's own, it is installed on its module instead.
     """
 
     def __init__(self, observer: CallObserver, state: State, module: nn.Module) -> None:

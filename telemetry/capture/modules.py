@@ -18,12 +18,16 @@ from telemetry.capture.step import Step
 from telemetry.plain_text import called_all
 from telemetry.records.step import is_inside
 from telemetry.selection import clean_name, cleaned, evenly, owners
-from telemetry.torch_private import AfterModeChanges, AroundModuleCalls, running_modules
 from telemetry.torch_private.compiler import (
     GRAPHS_CAN_BE_OBSERVED,
     BeforeCompilations,
     graphs_compiled,
     is_compiled,
+)
+from telemetry.torch_private.module_calls import (
+    AfterModeChanges,
+    AroundModuleCalls,
+    running_modules,
 )
 
 # Convolutions whose feature maps are drawn; of more, evenly spaced ones are chosen.
