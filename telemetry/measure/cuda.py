@@ -7,18 +7,13 @@ them until a background thread reads the copy and drops the empty buckets.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import repeat
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -54,11 +49,6 @@ _RETRY_S = 60
 
 # The dtypes of the kernels, in the order of the modules of _cuda.c.
 DTYPES = tuple(nvrtc.DTYPES)
-
-# Timeout of the process that compares some hundred tensors, and its exit status where it cannot
-# compare them.
-_CHECK_S = 180
-NOT_CHECKED = 75
 
 # Tables of addresses in the cache: of gradients, parameters and moments, of a few dtypes.
 _TABLES = 16
@@ -173,7 +163,7 @@ class Gpu:
             images = tuple(pool.map(nvrtc.compile_kernels, DTYPES, architecture))
         self.kernels = b"".join(images)
         if not checked:
-            _check(index, self.kernels)
+            nvrtc.check(index, self.kernels)
         _cuda.load(_DRIVER, host.TYPES, host.TENSORS)
         self.index = index
         self.handle = _cuda.open(index, images)
@@ -225,53 +215,6 @@ class Gpu:
                 self._buffers.append(_Buffer(self, memory))
                 return self._buffers[-1:]
         return []
-
-
-def _check(index: int, kernels: bytes) -> None:
-    """Run :mod:`telemetry.measure.cuda_check` in a process, unless the kernels have passed.
-
-    Raises:
-        OSError: The kernels failed or could not be checked.
-    """
-    if _passed(index, kernels).exists():
-        return
-    home = str(Path(__file__).parents[2])
-    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
-    command = [sys.executable, "-m", "telemetry.measure.cuda_check", str(index)]
-    try:
-        done = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            timeout=_CHECK_S,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        status, reason = NOT_CHECKED, str(error)
-    else:
-        status = done.returncode
-        reason = (done.stderr.strip().splitlines() or [f"exit status {status}"])[-1]
-    if status == NOT_CHECKED:
-        raise OSError(
-            f"the kernels could not be compared with these before their first use: {reason}. Run "
-            f"'python {' '.join(command[1:])}' once while no other process uses the GPU"
-        )
-    if status:
-        raise OSError(f"compared with these, the kernels failed: {reason}")
-    note_passed(index, kernels)
-
-
-def note_passed(index: int, kernels: bytes) -> None:
-    """Record in the user's cache that the kernels are right on this model of GPU."""
-    passed = _passed(index, kernels)
-    with suppress(OSError):  # the next process compares again
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
-
-
-def _passed(index: int, kernels: bytes) -> Path:
-    what = f"{torch.cuda.get_device_name(index)} {torch.__version__}".encode() + kernels
-    return nvrtc.user_cache() / f"{hashlib.sha256(what).hexdigest()}.passed"
 
 
 def _nobody() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from telemetry.measure import cuda
+from telemetry.measure import cuda, nvrtc
 from telemetry.measure.device import DeviceRows
 from telemetry.measure.tensors import Values
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
@@ -111,13 +111,13 @@ def main(index: int) -> None:
         compare(gpu, put)
     except (torch.cuda.OutOfMemoryError, MemoryError) as error:
         impossible(error)
-    cuda.note_passed(index, gpu.kernels)
+    nvrtc.note_passed(index, gpu.kernels)
 
 
 def impossible(error: Exception) -> NoReturn:
     """Exit with the status of a check that could not be done."""
     print(error, file=sys.stderr)
-    sys.exit(cuda.NOT_CHECKED)
+    sys.exit(nvrtc.NOT_CHECKED)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compiles the CUDA kernels at run time, with the NVRTC that PyTorch brings.
+"""Compiles the CUDA kernels at run time, with the NVRTC that PyTorch brings, and has them checked.
 
 NVRTC is called through ctypes: its C interface has not changed since CUDA 11.2, while
 ``cuda.bindings`` is a dependency of the latest versions of PyTorch only. Compiling needs no GPU.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +25,11 @@ DTYPES = {torch.float32: "FLOAT32", torch.float16: "FLOAT16", torch.bfloat16: "B
 """Dtypes that the kernels measure, and their names in ``kernels.cu``."""
 
 SOURCE = Path(__file__).with_name("kernels.cu")
+
+# Timeout of the process that compares some hundred tensors, and its exit status where it cannot
+# compare them.
+_CHECK_S = 180
+NOT_CHECKED = 75
 
 
 class NvrtcError(RuntimeError):
@@ -140,3 +146,50 @@ def _write(file: Path, data: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
         temporary.write(data)
     os.replace(temporary.name, file)
+
+
+def check(index: int, kernels: bytes) -> None:
+    """Run :mod:`telemetry.measure.cuda_check` in a process, unless the kernels have passed.
+
+    Raises:
+        OSError: The kernels failed or could not be checked.
+    """
+    if _passed(index, kernels).exists():
+        return
+    home = str(Path(__file__).parents[2])
+    paths = [home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "telemetry.measure.cuda_check", str(index)]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        status, reason = NOT_CHECKED, str(error)
+    else:
+        status = done.returncode
+        reason = (done.stderr.strip().splitlines() or [f"exit status {status}"])[-1]
+    if status == NOT_CHECKED:
+        raise OSError(
+            f"the kernels could not be compared with these before their first use: {reason}. Run "
+            f"'python {' '.join(command[1:])}' once while no other process uses the GPU"
+        )
+    if status:
+        raise OSError(f"compared with these, the kernels failed: {reason}")
+    note_passed(index, kernels)
+
+
+def note_passed(index: int, kernels: bytes) -> None:
+    """Record in the user's cache that the kernels are right on this model of GPU."""
+    passed = _passed(index, kernels)
+    with suppress(OSError):  # the next process compares again
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+
+
+def _passed(index: int, kernels: bytes) -> Path:
+    what = f"{torch.cuda.get_device_name(index)} {torch.__version__}".encode() + kernels
+    return user_cache() / f"{hashlib.sha256(what).hexdigest()}.passed"

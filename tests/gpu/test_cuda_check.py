@@ -64,10 +64,10 @@ def test_a_gpu_model_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(nvrtc, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(subprocess, "run", run)
-    cuda._check(0, b"kernels")
-    cuda._check(0, b"kernels")
+    nvrtc.check(0, b"kernels")
+    nvrtc.check(0, b"kernels")
     assert len(ran) == 1
-    cuda._check(0, b"other kernels")
+    nvrtc.check(0, b"other kernels")
     assert len(ran) == 2
 
 
@@ -76,7 +76,7 @@ def test_a_gpu_model_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (1, "compared with these, the kernels failed: .*why"),
         (-11, "compared with these, the kernels failed: .*why"),  # a fault
-        (cuda.NOT_CHECKED, "could not be compared with these before their first use: why"),
+        (nvrtc.NOT_CHECKED, "could not be compared with these before their first use: why"),
     ],
 )
 def test_kernels_that_did_not_pass_are_not_used_and_checked_again(
@@ -90,7 +90,7 @@ def test_kernels_that_did_not_pass_are_not_used_and_checked_again(
     monkeypatch.setattr(subprocess, "run", run)
     for _ in range(2):
         with pytest.raises(OSError, match=reason):
-            cuda._check(0, b"kernels")
+            nvrtc.check(0, b"kernels")
     assert not [*tmp_path.iterdir()]
 
 
@@ -99,7 +99,7 @@ def test_an_impossible_check_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(nvrtc, "user_cache", lambda: tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     with pytest.raises(OSError, match="could not be compared with these before their first use: "):
-        cuda._check(0, b"kernels")
+        nvrtc.check(0, b"kernels")
 
 
 def test_a_check_without_memory_exits_as_not_checked(
@@ -112,7 +112,7 @@ def test_a_check_without_memory_exits_as_not_checked(
     monkeypatch.setattr(Tensor, "to", lambda tensor, target: tensor)
     with pytest.raises(SystemExit) as ended:
         cuda_check.main(0)
-    assert ended.value.code == cuda.NOT_CHECKED
+    assert ended.value.code == nvrtc.NOT_CHECKED
 
 
 def test_a_manual_check_is_recorded(

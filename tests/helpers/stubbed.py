@@ -249,7 +249,7 @@ def install(
     patches.setattr(native, "TENSORS", driver.exchange())
     patches.setattr(native, "TYPES", types)
     patches.setattr(cuda, "_DRIVER", driver.path)
-    patches.setattr(cuda, "_check", lambda index, kernels: None)
+    patches.setattr(nvrtc, "check", lambda index, kernels: None)
     patches.setattr(cuda, "_gpus", {})
     patches.setattr(cuda, "_reasons", {})
     patches.setattr(cuda, "raw_stream", lambda index: stream() if stream else driver.stream)
