@@ -20,9 +20,9 @@ from telemetry.capture.usage import Laps, usage_of
 from telemetry.failures import Failures
 from telemetry.measure import images
 from telemetry.ranks.topology import RankNotes
-from telemetry.records import Layout, StepRecord
+from telemetry.records import AttentionHeads, Layout, StepRecord
 from telemetry.records.moments import nonfinite_of
-from telemetry.records.step import AttentionHeads, ClippedFraction
+from telemetry.records.step import ClippedFraction
 from telemetry.records.tensor import Tensors
 from telemetry.torch_private import initial_scale, scaler_state
 from telemetry.torch_private.host_copy import HostCopy

@@ -1,7 +1,6 @@
 """Values that were measured at one training step."""
 
 from telemetry.records.moments import once as once
-from telemetry.records.step import AttentionHeads as AttentionHeads
 from telemetry.records.step import CodeLocation as CodeLocation
 from telemetry.records.step import Divergence as Divergence
 from telemetry.records.step import Layout as Layout
@@ -10,5 +9,6 @@ from telemetry.records.step import Parameter as Parameter
 from telemetry.records.step import RankFacts as RankFacts
 from telemetry.records.step import Spread as Spread
 from telemetry.records.step import StepRecord as StepRecord
+from telemetry.records.tensor import AttentionHeads as AttentionHeads
 from telemetry.records.tensor import Output as Output
 from telemetry.records.tensor import TensorRecord as TensorRecord

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from telemetry.plain_text import printable
 from telemetry.tag_names import RUN
@@ -34,6 +34,12 @@ def loss_among(tags: Iterable[str]) -> str | None:
     over many, and among these the shortest.
     """
     return min((tag for tag in tags if _LOSS_TAG.match(tag)), key=_order, default=None)
+
+
+def loss_of(scalars: Mapping[str, float], tag: str | None) -> float | None:
+    """Return the loss among scalars: that of this tag, or without one, the most likely."""
+    tag = loss_among(scalars) if tag is None else tag
+    return None if tag is None else scalars.get(tag)
 
 
 def _order(tag: str) -> tuple[bool, bool, bool, int, str]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.records.loss import loss_among
-from telemetry.records.tensor import Output, TensorRecord, Tensors
+from telemetry.records.loss import loss_of
+from telemetry.records.tensor import AttentionHeads, Output, TensorRecord, Tensors
 from telemetry.tag_names import TIMES, numbered
 
 
@@ -24,38 +24,6 @@ class Spread:
     low_rank: int
     high: float
     high_rank: int
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionHeads:
-    """Attention of one module at one step, where it calls ``scaled_dot_product_attention``.
-
-    At most 64 queries of the first sample of each call are measured, with all their keys.
-
-    Attributes:
-        logit_max: Largest logit of each head, float64 ``[heads]``: as the softmax receives it, of
-            the keys to which a query may attend.
-        entropy: Mean entropy of the weights of a query, as a share of ``ln n`` for ``n`` keys,
-            same dtype and shape; NaN if no query may attend to more than one.
-    """
-
-    logit_max: NDArray[np.float64]
-    entropy: NDArray[np.float64]
-
-    @staticmethod
-    def merged(parts: Sequence[AttentionHeads]) -> AttentionHeads:
-        """Return the largest logits and the mean entropies of several calls or ranks."""
-        most = max(len(part.logit_max) for part in parts)
-        logits, entropies = np.full((len(parts), most), -math.inf), np.zeros((len(parts), most))
-        known = np.zeros((len(parts), most), bool)
-        for row, part in enumerate(parts):
-            heads = slice(len(part.logit_max))
-            logits[row, heads] = part.logit_max
-            known[row, heads] = ~np.isnan(part.entropy)
-            entropies[row, heads] = np.where(known[row, heads], part.entropy, 0.0)
-        with np.errstate(invalid="ignore"):
-            mean = entropies.sum(axis=0) / known.sum(axis=0)
-        return AttentionHeads(logits.max(axis=0), mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,12 +426,6 @@ class ClippedFraction:
         # Clipping scales by at most 1, so less than a thousandth is rounding.
         self._clipped += norm < before * (1 - 1e-3)
         return self._clipped / self._full
-
-
-def loss_of(scalars: Mapping[str, float], tag: str | None) -> float | None:
-    """Return the loss among scalars: that of this tag, or without one, the most likely."""
-    tag = loss_among(scalars) if tag is None else tag
-    return None if tag is None else scalars.get(tag)
 
 
 def _first_of_each(outputs: Mapping[Output, TensorRecord]) -> Tensors[str]:

@@ -1,8 +1,10 @@
-"""Record of one tensor during one step: histogram, exact moments, extremes of units."""
+"""Records of a tensor (histogram, moments, extremes of units) and of attention during one step."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -149,3 +151,35 @@ class Tensors(Mapping[Name, TensorRecord]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionHeads:
+    """Attention of one module at one step, where it calls ``scaled_dot_product_attention``.
+
+    At most 64 queries of the first sample of each call are measured, with all their keys.
+
+    Attributes:
+        logit_max: Largest logit of each head, float64 ``[heads]``: as the softmax receives it, of
+            the keys to which a query may attend.
+        entropy: Mean entropy of the weights of a query, as a share of ``ln n`` for ``n`` keys,
+            same dtype and shape; NaN if no query may attend to more than one.
+    """
+
+    logit_max: NDArray[np.float64]
+    entropy: NDArray[np.float64]
+
+    @staticmethod
+    def merged(parts: Sequence[AttentionHeads]) -> AttentionHeads:
+        """Return the largest logits and the mean entropies of several calls or ranks."""
+        most = max(len(part.logit_max) for part in parts)
+        logits, entropies = np.full((len(parts), most), -math.inf), np.zeros((len(parts), most))
+        known = np.zeros((len(parts), most), bool)
+        for row, part in enumerate(parts):
+            heads = slice(len(part.logit_max))
+            logits[row, heads] = part.logit_max
+            known[row, heads] = ~np.isnan(part.entropy)
+            entropies[row, heads] = np.where(known[row, heads], part.entropy, 0.0)
+        with np.errstate(invalid="ignore"):
+            mean = entropies.sum(axis=0) / known.sum(axis=0)
+        return AttentionHeads(logits.max(axis=0), mean)
