@@ -23,7 +23,6 @@ from torch import Tensor
 
 from telemetry.measure import native as host
 from telemetry.measure import nvrtc
-from telemetry.measure.tensors import Values, in_memory_order, unit_shape
 from telemetry.records.rows import UNIT, Rows
 from telemetry.torch_private.host_copy import HostCopy, current_stream, raw_stream, send
 
@@ -316,7 +315,9 @@ class GpuRows:
             RuntimeError: The driver returned an error. PyTorch's operations measure later tensors.
             torch.cuda.OutOfMemoryError, MemoryError: Memory is lacking; later tensors are tried.
         """
-        given = tensor if host.TENSORS and not tensor.is_neg() else _given([tensor], unit_axis)[0]
+        given = (
+            tensor if host.TENSORS and not tensor.is_neg() else host.given([tensor], unit_axis)[0]
+        )
         stream = raw_stream(self._gpu.index)
         try:
             handle = self._entered(stream)
@@ -335,7 +336,7 @@ class GpuRows:
     def add_all(self, tensors: Sequence[Tensor], powers: int, number: int) -> list[bool]:
         """Measure many tensors; those that kernels take are numbered from ``number`` on."""
         found: list[bool] = []
-        rest, stream = _given(tensors, None), raw_stream(self._gpu.index)
+        rest, stream = host.given(tensors, None), raw_stream(self._gpu.index)
         try:
             while rest and (handle := self._entered(stream)) is not None:
                 taken, tables = _cuda.plan(self._gpu.handle, handle, rest, stream)
@@ -379,33 +380,6 @@ class GpuRows:
         return found.decode().take(np.arange(len(self.numbers)))  # without rows of failed launches
 
 
-def _given(tensors: Sequence[Tensor], unit_axis: int | None) -> list[Any]:
-    """Return each tensor as the extension takes it."""
-    # The memory of a tensor with the negative bit holds other values.
-    plain = [None if tensor.is_neg() else tensor for tensor in tensors]
-    return plain if host.TENSORS is not None else [_described(t, unit_axis) for t in plain]
-
-
-def _described(tensor: Tensor | None, unit_axis: int | None) -> tuple[int, ...] | None:
-    """Describe a dense tensor to C, as PyTorch itself does from 2.10 on; None if it is not dense.
-
-    Returns:
-        Address, elements, dtype, units, and adjacent elements of a unit.
-    """
-    if type(tensor) not in host.TYPES or tensor is None or tensor.layout is not torch.strided:
-        return None
-    if unit_axis is not None and not -tensor.ndim <= unit_axis < tensor.ndim:
-        return None
-    values = Values(tensor, None if unit_axis is None else unit_axis % tensor.ndim)
-    if not tensor.is_contiguous():
-        values = in_memory_order(*values[:2])
-    tensor, axis, _ = values
-    if not tensor.is_contiguous():
-        return None
-    units = (0, 1) if axis is None else unit_shape(tensor.shape, axis)[1:]
-    return tensor.data_ptr(), tensor.numel(), host.DTYPES.get(tensor.dtype, 0), *units
-
-
 def _launch(gpu: Gpu, buffer: Any, table: Any, norms: int, powers: int, stream: int) -> None:
     """Queue the measurement of one dtype's table of ``plan``."""
     module, data, count, partials = table
@@ -433,7 +407,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor | None:
         return None
     stream = raw_stream(index)
     try:
-        taken, tables = _cuda.plan(found.handle, None, _given(tensors, None), stream)
+        taken, tables = _cuda.plan(found.handle, None, host.given(tensors, None), stream)
         if not all(taken):
             return None
         # Of each: sum of squares, largest magnitude, number of finished blocks.
