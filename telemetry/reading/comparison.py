@@ -111,11 +111,9 @@ def _same(
     first: NDArray[np.float32], second: NDArray[np.float32], tolerance: float
 ) -> NDArray[np.bool_]:
     one, other = first.astype(np.float64), second.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        near = np.abs(one - other) <= tolerance * np.maximum(np.abs(one), np.abs(other))
-    finite = np.isfinite(one) & np.isfinite(other)
-    same: NDArray[np.bool_] = (one == other) | (np.isnan(one) & np.isnan(other)) | (near & finite)
-    return same
+    # The tolerance is relative to the second argument.
+    near = np.isclose(one, other, tolerance, 0.0, equal_nan=True)
+    return near | np.isclose(other, one, tolerance, 0.0, equal_nan=True)
 
 
 def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:

@@ -103,10 +103,14 @@ def _edges(low: float, high: float, unit: float) -> NDArray[np.float64]:
     if low == high:
         margin = abs(low) / 2 or 1.0
         low, high = low - margin, high + margin
+    return _evenly(low, high, BINS, unit)
+
+
+def _evenly(low: float, high: float, bins: int, unit: float) -> NDArray[np.float64]:
+    """Return the edges of bins that have equal width in ``asinh(x / unit)``."""
     with np.errstate(over="ignore"):
-        edges = unit * np.sinh(
-            np.linspace(np.arcsinh(low / unit), np.arcsinh(high / unit), BINS + 1)
-        )
+        ends = np.arcsinh(low / unit), np.arcsinh(high / unit)
+        edges: NDArray[np.float64] = unit * np.sinh(np.linspace(*ends, bins + 1))
     edges[0], edges[-1] = low, high
     return edges
 
@@ -124,10 +128,8 @@ def _edges_from_zero(end: float, share: float, unit: float) -> NDArray[np.float6
     """Return the edges of a share of the bins beyond zero; one edge if there are no values."""
     if end <= 2 * _ZERO:
         return np.array([_ZERO])
-    count = max(1, round(share * BINS))
-    with np.errstate(over="ignore"):
-        edges = unit * np.sinh(np.linspace(0.0, np.arcsinh(end / unit), count + 1))
-    edges[0], edges[-1] = _ZERO, end
+    edges = _evenly(0.0, end, max(1, round(share * BINS)), unit)
+    edges[0] = _ZERO
     return edges
 
 
