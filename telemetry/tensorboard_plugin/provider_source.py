@@ -14,7 +14,7 @@ from tensorboard.data.provider import DataProvider, RunTagFilter
 
 from telemetry.reading.sources import Problems
 
-_ALL = 10**9  # 0 would mean none
+ALL = 10**9  # all values of a tag; 0 would mean none
 _CONTEXT = context.RequestContext()
 # What tensor_util.make_ndarray raises if type, shape and content do not fit together.
 _UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
@@ -44,7 +44,7 @@ def read_tags(
     experiment: str,
     plugin_name: str,
     wanted: Mapping[str, Sequence[str]],
-    most: int = _ALL,
+    most: int = ALL,
     problems: Problems | None = None,
 ) -> dict[str, dict[str, Sequence[Any]]]:
     """Return at most ``most`` values of each tag, without those that cannot be decoded.
@@ -116,7 +116,7 @@ class ProviderSource:
         self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
     ) -> Mapping[str, Sequence[tuple[int, Any]]]:
         read: dict[str, list[tuple[int, Any]]] = {}
-        for tag, data in self._read(plugin_name, tags, 1 if sampled else _ALL).items():
+        for tag, data in self._read(plugin_name, tags, 1 if sampled else ALL).items():
             if plugin_name == "images":
                 read[tag] = [(datum.step, None) for datum in data]
             elif plugin_name == "scalars":
@@ -142,7 +142,7 @@ class ProviderSource:
         return None
 
     def _read(
-        self, plugin_name: str, tags: Sequence[str], most: int = _ALL
+        self, plugin_name: str, tags: Sequence[str], most: int = ALL
     ) -> Mapping[str, Sequence[Any]]:
         wanted = {self._run: tags}
         found = read_tags(

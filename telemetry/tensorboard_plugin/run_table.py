@@ -12,7 +12,7 @@ from tensorboard.plugins.hparams import metadata
 from telemetry.events.page_format import PLUGIN_NAME
 from telemetry.reading.builtin_tags import loss_of, metrics_among
 from telemetry.reading.run_entry import RunEntry, loss_summary, run_entry
-from telemetry.tensorboard_plugin.provider_source import content_of, list_tags, read_tags
+from telemetry.tensorboard_plugin.provider_source import ALL, content_of, list_tags, read_tags
 
 Figures = TypeVar("Figures")
 
@@ -26,11 +26,11 @@ def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
 
 def read_hparams_content(provider: DataProvider, experiment: str, run: str) -> bytes | None:
     """Return the hyperparameters of a run as TensorBoard keeps them; None without any."""
-    listing = list_tags(provider, experiment, metadata.PLUGIN_NAME, run).get(run, {})
-    found: bytes | None = getattr(
-        listing.get(metadata.SESSION_START_INFO_TAG), "plugin_content", None
-    )
-    return found
+    return _hparams_in(list_tags(provider, experiment, metadata.PLUGIN_NAME, run).get(run, {}))
+
+
+def _hparams_in(tags: Mapping[str, Any]) -> bytes | None:
+    return getattr(tags.get(metadata.SESSION_START_INFO_TAG), "plugin_content", None)
 
 
 class RunTable:
@@ -64,19 +64,18 @@ class RunTable:
             entry.row(
                 now_s,
                 {t: content_of(d[-1]) for t, d in texts.get(entry.name, {}).items() if d},
-                getattr(found, "plugin_content", None),
+                _hparams_in(hparams.get(entry.name, {})),
                 losses.get(entry.name),
             )
             | {"metrics": metrics.get(entry.name, {})}
             for entry in entries
-            for found in [hparams.get(entry.name, {}).get(metadata.SESSION_START_INFO_TAG)]
         ]
 
 
 class _ReadScalars(Generic[Figures]):
     """Figures of each run's scalars, which are read again only after they have grown.
 
-    ``most`` is the number of points of each tag; None: all that TensorBoard keeps.
+    ``most`` is the number of points of each tag; by default, all that TensorBoard keeps.
     """
 
     def __init__(
@@ -84,10 +83,9 @@ class _ReadScalars(Generic[Figures]):
         provider: DataProvider,
         figures_of: Callable[[Mapping[str, Sequence[Any]]], Figures],
         *,
-        most: int | None = None,
+        most: int = ALL,
     ) -> None:
-        self._provider, self._figures_of = provider, figures_of
-        self._limit = () if most is None else (most,)
+        self._provider, self._figures_of, self._most = provider, figures_of, most
         # By experiment and run: the listing at the last reading, and the figures.
         self._known: dict[tuple[str, str], tuple[object, Figures]] = {}
         self._lock = threading.Lock()
@@ -103,7 +101,7 @@ class _ReadScalars(Generic[Figures]):
         with self._lock:
             known = {run: self._known.get((experiment, run), (None,))[0] for run in states}
         stale = {run: [*listed[run]] for run, state in states.items() if known[run] != state}
-        found = read_tags(self._provider, experiment, "scalars", stale, *self._limit)
+        found = read_tags(self._provider, experiment, "scalars", stale, self._most)
         with self._lock:
             for run, tags in stale.items():
                 points = {tag: found.get(run, {}).get(tag, ()) for tag in tags}
