@@ -56,7 +56,7 @@ TORCH_FREE = {
     "untrusted",
     "version",
 }
-USES_TORCH = {f"telemetry.events.{name}" for name in ("given_writer", "summary_writer")}
+USES_TORCH = {"telemetry.events.summary_writer"}
 
 
 @dataclass(frozen=True, kw_only=True)
