@@ -19,9 +19,9 @@ from telemetry.capture.usage import (
     GAP,
     OPTIMIZER,
     WAIT,
+    CpuWaits,
     Laps,
     device_memory,
-    no_cpu_s,
 )
 from telemetry.failures import Failures
 from telemetry.torch_private import AroundBackward, in_function_mode
@@ -70,7 +70,8 @@ class LoopClock:
         self._running = self._on = False
         self._part, self._since, self._began = APART, 0.0, 0.0
         self._thread = self._calls = self._count = 0
-        self._no_cpu_before: float | None = None  # when the wait began; None in short steps
+        self._cpu_waits = CpuWaits()
+        self._no_cpu_before: float | None = None  # when the wait began; None: none is in progress
         self._reset()
 
     def _reset(self) -> None:
@@ -99,6 +100,7 @@ class LoopClock:
         if self._own_handle is not None:
             self._own_handle.remove()
             self._own_handle = None
+        self._cpu_waits.close()
         self._reset()
 
     def before_compilation(self) -> None:
@@ -174,7 +176,7 @@ class LoopClock:
         if not self._on:
             self._on, self._part, self._since = True, APART, now
         self._thread = threading.get_ident()
-        self._no_cpu_before = None if short else no_cpu_s()
+        self._no_cpu_before = self._cpu_waits.seconds()
         self.wait()
 
     def measure(self, device: torch.device) -> None:
@@ -208,7 +210,8 @@ class LoopClock:
             self.restart_wait()  # it was not for a batch of training
             return
         if self._no_cpu_before is not None:
-            self._no_cpu_s += no_cpu_s() - self._no_cpu_before
+            waited_s = self._cpu_waits.seconds() - self._no_cpu_before
+            self._no_cpu_s += max(waited_s, 0.0)
             self._no_cpu_before = None
         self.lap(FORWARD)
         self._global.disarm()
@@ -241,7 +244,7 @@ class LoopClock:
             self._part = APART
             self.lap(WAIT)
             if self._no_cpu_before is not None:
-                self._no_cpu_before = no_cpu_s()
+                self._no_cpu_before = self._cpu_waits.seconds()
 
     def _choose(self) -> None:
         """Follow the parts of a model that the loop itself never calls, after a full step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -63,14 +64,34 @@ def usage_of(laps: Laps | None) -> dict[str, Any]:
     return {"usage": {**laps.usage(), **host_memory()}, "tokens": laps.tokens / max(laps.steps, 1)}
 
 
-def no_cpu_s() -> float:
-    """Return for how long this thread was ready, but had no CPU; 0 where Linux does not count it.
+class CpuWaits:
+    """Clock of the time for which this thread was ready, but had no CPU; 1 us per reading.
 
-    10 us. From "Scheduler Statistics" of the Linux kernel: time running, and time on a run queue.
+    It stands at 0 where Linux does not count it. From "Scheduler Statistics" of the Linux kernel:
+    time running, and time on a run queue.
     """
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) * 1e-9
-    return 0.0
+
+    def __init__(self) -> None:
+        self._thread, self._file = 0, -1
+
+    def seconds(self) -> float:
+        """Read the clock of the calling thread."""
+        if self._thread != (thread := threading.get_ident()):
+            self.close()
+            with suppress(OSError):
+                self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            self._thread = thread
+        with suppress(OSError, ValueError, IndexError):
+            return int(os.pread(self._file, 64, 0).split()[1]) * 1e-9
+        return 0.0
+
+    def close(self) -> None:
+        """Close the file; the next reading opens it again."""
+        with suppress(OSError):
+            os.close(self._file)
+        self._thread, self._file = 0, -1
+
+    __del__ = close
 
 
 def host_memory() -> Mapping[str, float]:

@@ -82,7 +82,12 @@ def alerts(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     return json.loads(json.dumps(whole)), json.loads(done.stdout)
 
 
-STEP, STAGE = 2, 11  # in the list of an alert's fields
+KIND, STEP, STAGE = 0, 2, 11  # in the list of an alert's fields
+
+
+def of_training(alerts: list[Any]) -> list[Any]:
+    """Alerts that follow from what was computed, not from how busy the machine was."""
+    return [alert for alert in alerts if alert[KIND] not in ("input_bound", "slow_steps")]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +98,8 @@ def test_a_resumed_run_raises_the_alerts_of_an_uninterrupted_run(
 ) -> None:
     whole, resumed = alerts
     assert [alert[0] for alert in whole[name]] or name == "healthy"
-    assert resumed[f"{name} {step} True"] == [a for a in whole[name] if a[STEP] >= step]
+    after = [alert for alert in whole[name] if alert[STEP] >= step]
+    assert of_training(resumed[f"{name} {step} True"]) == of_training(after)
 
 
 @pytest.mark.parametrize("step", RUNS["healthy"].checkpoints)

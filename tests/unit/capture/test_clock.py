@@ -21,7 +21,7 @@ import telemetry
 from telemetry import HookLogger
 from telemetry.capture import clock as clock_module
 from telemetry.capture.clock import LoopClock
-from telemetry.capture.usage import Laps, no_cpu_s
+from telemetry.capture.usage import CpuWaits, Laps
 from telemetry.commands.cli import main
 from telemetry.failures import Failures
 from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, HOST_OWN_BYTES, PEAK_BYTES, TIMES
@@ -47,7 +47,7 @@ class Time:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     clock = Time()
     monkeypatch.setattr(clock_module, "perf_counter", clock)
-    monkeypatch.setattr(clock_module, "no_cpu_s", lambda: 0.0)
+    monkeypatch.setattr(CpuWaits, "seconds", lambda self: 0.0)
     return clock
 
 
@@ -409,7 +409,7 @@ device_time = Time()
 
 
 def test_a_gpu_is_measured_by_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock_module, "no_cpu_s", lambda: 0.0)
+    monkeypatch.setattr(CpuWaits, "seconds", lambda self: 0.0)
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: None)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
@@ -459,7 +459,7 @@ def test_laps_without_steps_have_no_times() -> None:
 def test_waiting_for_a_cpu_is_not_waiting_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
     # At the begin of each step, after another model's pass, and at the begin of the forward pass.
     without_cpu = iter([1.0, 1.001, 1.002, 2.0, 3.0, 3.004, 3.0, 3.1, 3.12, 4.0])
-    monkeypatch.setattr(clock_module, "no_cpu_s", lambda: next(without_cpu))
+    monkeypatch.setattr(CpuWaits, "seconds", lambda self: next(without_cpu))
     model, waits = nn.Linear(4, 4), []
     clock = LoopClock(model, Failures())
     clock.start()
@@ -483,10 +483,12 @@ def test_a_thread_that_shares_a_cpu_waits_for_it() -> None:
 
     def share_the_cpu() -> None:
         os.sched_setaffinity(0, {cpu})  # of this thread
-        before, end = no_cpu_s(), time.monotonic() + 0.5
+        waits = CpuWaits()
+        before, end = waits.seconds(), time.monotonic() + 0.5
         while time.monotonic() < end:
             pass
-        measured.append(no_cpu_s() - before)
+        measured.append(waits.seconds() - before)
+        waits.close()
 
     process = subprocess.Popen([sys.executable, "-c", other], stdout=subprocess.PIPE)
     with process:
