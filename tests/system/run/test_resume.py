@@ -318,7 +318,7 @@ def test_a_resumed_run_uses_its_own_thresholds(tmp_path: Path) -> None:
         state["rules"][0]["state"]["no_learning"]["_largest_ratio"] = 0.0
         logger.load_state_dict(state)
         loop(3)
-        assert [(alert.kind, alert.step) for alert in logger.alerts] == [("no_learning", 5)]
+    assert [(alert.kind, alert.step) for alert in logger.alerts] == [("no_learning", 5)]
 
 
 def test_a_state_of_another_model_raises_no_alert_and_no_failure(
