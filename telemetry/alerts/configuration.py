@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from telemetry.alert import Severity
 from telemetry.alerts import (
+    divergence,
     exploding,
     inactive_units,
     losses,
@@ -31,10 +32,10 @@ Settings = Mapping[str, "float | str"]
 # Causes before consequences: if several faults begin at one step, the first is reported.
 _IN_ORDER: tuple[type[Detector], ...] = (
     no_learning.UntrainedParameters, mistakes.WrongLossInput, mistakes.TargetsBroadcast,
-    losses.LossSpike, losses.LossDivergence, inactive_units.SaturatedUnits,
+    losses.LossSpike, divergence.LossDivergence, inactive_units.SaturatedUnits,
     exploding.ExplodingGradient, inactive_units.DeadUnits, exploding.ExplodingActivation,
     vanishing_gradient.VanishingGradient, ranks_diverge.RanksDiverge, ranks_diverge.RanksSameBatch,
-    nonfinite.Nonfinite, weights.WeightJump, no_learning.NoLearning, mistakes.LearningRateZero,
+    nonfinite.Nonfinite, weights.WeightJump, no_learning.NoLearning, no_learning.LearningRateZero,
     weights.RoundedUpdates, mistakes.EvalMode, mistakes.SameBatch, outputs.LogitGrowth,
     outputs.AttentionCollapse, outputs.ExpertCollapse, losses.UnboundedLoss,
     weights.ExponentialTrend, outputs.OutputCollapse, outputs.LowPrecision,

@@ -1,6 +1,7 @@
 """Runs and parameters that learn nothing.
 
-The weights do not move, the loss does not fall, or parameters get no gradient or no optimizer.
+The weights do not move, the loss does not fall, the learning rate is 0, or parameters get no
+gradient or no optimizer.
 """
 
 from __future__ import annotations
@@ -247,6 +248,48 @@ _MOVES = 1e-5  # ten thousand such steps move a weight by a tenth; no_learning c
 _ROUNDING = 1e-5
 _NOTHING = 0.05  # of the first loss: left where all examples are fitted; chosen manually
 _CORRELATED = 0.3  # three standard errors of the correlation of 100 independent losses
+
+
+class LearningRateZero(Detector):
+    """Steps continue though the learning rate of all groups is 0, or a millionth of the highest.
+
+    Evidence: the rate, its highest value, and the first of these steps.
+    Causes: a schedule made for fewer steps, or one made for epochs that advances at each step.
+    Remedies: check for how many steps the schedule was made.
+    Silent: the first steps of a warm-up, the last ones of a schedule.
+    Example: scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # at each step
+    Args:
+        fraction: Share of the highest learning rate that counts as zero.
+        steps: Consecutive steps at that rate.
+    """
+
+    kind = "learning_rate_zero"
+    severity = "note"
+    confirm_after = "steps"
+    # A million such steps equal one at the peak. Schedules usually end at 0.1 to 0.001 of it.
+    fraction = 1e-6
+    steps = 20  # chosen manually: a schedule that ends at 0 has one or two such steps
+    _highest: float = 0.0
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        rate = max(record.learning_rates, default=math.nan)
+        if not math.isfinite(sum(record.learning_rates, rate)):
+            return None  # the optimizer has no learning rate, or adapts it
+        self._highest = max(self._highest, rate)
+        limit = self.fraction * self._highest
+        if rate > limit:
+            return None
+        before = f", after up to {figure(self._highest)}" if self._highest else ""
+        return Finding(
+            summary=f"The learning rate is {figure(rate)} since step "
+            f"{record.step - int(self.steps) + 1}{before}",
+            advice=(
+                "Check the number of steps of the schedule",
+                "Advance the schedule once for each of its steps",
+            ),
+            value=rate,
+            threshold=limit,
+        )
 
 
 class UntrainedParameters(Detector):

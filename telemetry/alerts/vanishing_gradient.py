@@ -9,7 +9,7 @@ import numpy as np
 
 from telemetry.alerts.baseline import FAR_ABOVE, Baseline, Figures, Marks
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
-from telemetry.alerts.exploding import Stretch
+from telemetry.alerts.growth import Stretch
 from telemetry.alerts.window import FEWEST
 from telemetry.layers import table
 from telemetry.plain_text import called, figure

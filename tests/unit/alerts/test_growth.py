@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
-from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient, _common_growth
+from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
+from telemetry.alerts.growth import _common_growth
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.records import StepRecord
 from telemetry.testing import alerts_of, capture_run

@@ -6,7 +6,7 @@ import pytest
 from torch.optim import SGD
 
 from telemetry import Alert
-from telemetry.alerts.mistakes import LearningRateZero
+from telemetry.alerts.no_learning import LearningRateZero
 from tests.helpers.figures import figures
 from tests.helpers.small_runs import net, train
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
 
 from telemetry import Alert
-from telemetry.alerts.losses import LossDivergence
+from telemetry.alerts.divergence import LossDivergence
 from telemetry.testing import capture_run
 from tests.helpers.figures import figures
 from tests.helpers.small_runs import draw, net, train
