@@ -15,7 +15,7 @@ ENTRY = '''    Statistic(
         name="activation_span",
         title="Activation span",
         description="Largest less smallest of what the layer returned.",
-        of=_of_output(lambda sketch: sketch.max - sketch.min),
+        of=formulas.of_output(lambda sketch: sketch.max - sketch.min),
         as_curve=True,
         over_depth=True,
     ),
