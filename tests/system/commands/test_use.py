@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import io
 import json
 import os
 import pty
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import termios
 from collections import OrderedDict
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -83,6 +85,21 @@ def run(
     )  # fmt: skip
 
 
+def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, for tests of its results: a process takes half a second."""
+    command, output, errors = (
+        [str(argument) for argument in arguments],
+        io.StringIO(),
+        io.StringIO(),
+    )
+    with redirect_stdout(output), redirect_stderr(errors):
+        try:
+            status = main(command)
+        except SystemExit as ended:  # argparse
+            status = int(ended.code or 0)
+    return subprocess.CompletedProcess(command, status, output.getvalue(), errors.getvalue())
+
+
 def in_terminal(width: int, *arguments: str | Path) -> str:
     """Return the output on a terminal of this width."""
     ours, theirs = pty.openpty()
@@ -133,10 +150,11 @@ def test_the_exit_status_depends_on_alerts_and_fail_on(runs: Path) -> None:
     assert run("alerts", runs, "--fail-on", "never").returncode == 0
 
 
-def test_fifty_runs_are_in_natural_order(tmp_path: Path) -> None:
+def test_fifty_runs_are_in_natural_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(50):
         train(tmp_path / f"run{number}", steps=1)
-    done = run("alerts", ".", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = call("alerts", ".")
     assert done.stdout.splitlines() == [f"run{number}: no alerts" for number in range(50)]
     assert done.returncode == 0
 
@@ -144,7 +162,7 @@ def test_fifty_runs_are_in_natural_order(tmp_path: Path) -> None:
 def test_a_run_that_is_given_twice_or_linked_is_shown_once(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(runs / "good", target_is_directory=True)
     (tmp_path / "again").symlink_to(tmp_path, target_is_directory=True)
-    found = records(run("summary", tmp_path, tmp_path, "--json").stdout)
+    found = records(call("summary", tmp_path, tmp_path, "--json").stdout)
     assert {record["run"] for record in found} == {str(tmp_path / "link")}
     assert len(found) == 3
 
@@ -152,13 +170,13 @@ def test_a_run_that_is_given_twice_or_linked_is_shown_once(runs: Path, tmp_path:
 def test_unreadable_data_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "events.out.tfevents.1.x").touch()
-    done = run("alerts", tmp_path / "nothing", runs / "good", tmp_path)
+    done = call("alerts", tmp_path / "nothing", runs / "good", tmp_path)
     assert done.returncode == 2
     assert "no such directory" in done.stderr
     assert "skipped" in done.stderr
     assert f"{tmp_path}/others: has event files, but no telemetry data" in done.stderr
     assert "no alerts" in done.stdout
-    alone = run("alerts", tmp_path)
+    alone = call("alerts", tmp_path)
     assert (alone.returncode, alone.stdout) == (2, "")
 
 
@@ -241,12 +259,15 @@ def test_characters_that_the_terminal_lacks_are_escaped(strange: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["summary", "alerts", "explain"])
-def test_json_and_csv_contain_the_same_runs(runs: Path, command: str) -> None:
-    as_json, as_csv = run(command, ".", "--json", cwd=runs), run(command, ".", "--csv", cwd=runs)
+def test_json_and_csv_contain_the_same_runs(
+    runs: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs)
+    as_json, as_csv = call(command, ".", "--json"), call(command, ".", "--csv")
     of = "file" if command == "explain" else "run"
     assert {r[of] for r in records(as_json.stdout)} == {r[of] for r in table(as_csv.stdout)}
     assert as_json.returncode == as_csv.returncode == (command == "alerts")
-    assert run(command, runs, "--json", "--csv").returncode == 2
+    assert call(command, runs, "--json", "--csv").returncode == 2
 
 
 def test_json_and_csv_contain_unprintable_names_unchanged(strange: Path) -> None:
@@ -258,21 +279,21 @@ def test_json_and_csv_contain_unprintable_names_unchanged(strange: Path) -> None
 
 
 def test_nan_is_text_in_json(runs: Path) -> None:
-    [alert] = records(run("alerts", runs / "deep", "--json").stdout)
+    [alert] = records(call("alerts", runs / "deep", "--json").stdout)
     assert alert["kind"] == "nonfinite"
-    found = records(run("summary", runs / "deep", "--json").stdout)
+    found = records(call("summary", runs / "deep", "--json").stdout)
     assert [record["last"] for record in found] == ["nan"] * 3
 
 
 def test_an_empty_result_is_an_empty_list(runs: Path) -> None:
-    assert run("alerts", runs / "good", "--json").stdout == "[]\n"
-    assert table(run("explain", runs / "good", "--csv").stdout) == []
+    assert call("alerts", runs / "good", "--json").stdout == "[]\n"
+    assert table(call("explain", runs / "good", "--csv").stdout) == []
 
 
 def test_explained_faults_are_complete_in_json_and_a_row_per_module_in_csv(runs: Path) -> None:
-    [fault] = records(run("explain", runs / "deep", "--json").stdout)
+    [fault] = records(call("explain", runs / "deep", "--json").stdout)
     assert fault["alerts"][0]["kind"] == "nonfinite"
-    rows = table(run("explain", fault["file"], "--csv").stdout)
+    rows = table(call("explain", fault["file"], "--csv").stdout)
     assert {row["module_name"] for row in rows} == set(fault["modules"]["name"])
     assert len(rows) == len(fault["profiles"]) * 3
 
@@ -288,10 +309,10 @@ def test_equal_runs_do_not_differ(runs: Path) -> None:
 
 
 def test_the_first_step_and_layer_where_runs_diverge_are_named(runs: Path) -> None:
-    done = run("diff", runs / "good", runs / "deep" / "bad")
+    done = call("diff", runs / "good", runs / "deep" / "bad")
     assert done.returncode == 1
     assert "diverge at step 5 in loss, the layers at step 5 in last" in done.stdout
-    found = records(run("diff", runs / "good", runs / "faster", "--json").stdout)
+    found = records(call("diff", runs / "good", runs / "faster", "--json").stdout)
     assert [(d["statistic"], d["step"]) for d in found[:3]] == [
         ("learning_rate/0", 0), ("update_ratio", 0), ("loss", 1),
     ]  # fmt: skip
@@ -302,28 +323,31 @@ def test_the_first_step_and_layer_where_runs_diverge_are_named(runs: Path) -> No
 
 
 def test_a_tolerance_hides_small_differences(runs: Path) -> None:
-    assert run("diff", runs / "good", runs / "faster", "--tolerance", "1").returncode == 0
+    assert call("diff", runs / "good", runs / "faster", "--tolerance", "1").returncode == 0
 
 
 def test_runs_without_anything_in_common_are_an_error(runs: Path, tmp_path: Path) -> None:
     train(tmp_path, names=["other"], steps=2)
-    done = run("diff", runs / "good", tmp_path)
+    done = call("diff", runs / "good", tmp_path)
     assert done.returncode == 2
     assert "no layer or no step in common" in done.stderr
-    assert run("diff", runs, runs).returncode == 2
+    assert call("diff", runs, runs).returncode == 2
 
 
 def test_layers_of_only_one_run_are_reported(runs: Path, tmp_path: Path) -> None:
     train(tmp_path, names=["first", "second", "extra"])
-    done = run("diff", runs / "good", tmp_path)
+    done = call("diff", runs / "good", tmp_path)
     assert f"only in {runs / 'good'}: last\nonly in {tmp_path}: extra" in done.stdout
 
 
 # --- export, help, completion ------------------------------------------------------------------
 
 
-def test_the_export_has_a_row_per_layer_and_step(runs: Path, tmp_path: Path) -> None:
-    done = run("export", "good", "deep", "-o", tmp_path / "all.csv", cwd=runs)
+def test_the_export_has_a_row_per_layer_and_step(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs)
+    done = call("export", "good", "deep", "-o", tmp_path / "all.csv")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     rows = table((tmp_path / "all.csv").read_text(encoding="utf-8"))
     assert len(rows) == 2 * 12 * 3
@@ -332,10 +356,10 @@ def test_the_export_has_a_row_per_layer_and_step(runs: Path, tmp_path: Path) -> 
     assert rows[0]["activation_rms"] != "" == rows[3]["activation_rms"]
     assert {row["run"] for row in rows} == {"good", "deep/bad"}
     assert rows[-1]["grad_norm"] == "nan"
-    one = run("export", "good", "--statistic", "grad_norm", cwd=runs).stdout
+    one = call("export", "good", "--statistic", "grad_norm").stdout
     assert one.startswith("run,step,module_name,type_name,grad_norm\n")
     [norm] = [r["grad_norm"] for r in table(one) if (r["step"], r["module_name"]) == ("11", "last")]
-    [last] = [r for r in records(run("summary", "good", "--json", cwd=runs).stdout)
+    [last] = [r for r in records(call("summary", "good", "--json").stdout)
               if r["module_name"] == "last"]  # fmt: skip
     assert float(norm) == pytest.approx(last["last"], rel=1e-7)
 
@@ -361,7 +385,7 @@ def test_the_picture_of_one_run_is_written_as_png_and_svg(
 
 
 def test_an_export_of_nothing_writes_no_file(tmp_path: Path) -> None:
-    assert run("export", tmp_path, "-o", tmp_path / "all.csv").returncode == 2
+    assert call("export", tmp_path, "-o", tmp_path / "all.csv").returncode == 2
     assert not (tmp_path / "all.csv").exists()
 
 
@@ -369,7 +393,7 @@ def test_an_export_of_nothing_writes_no_file(tmp_path: Path) -> None:
 def test_explain_of_a_wrong_file_names_the_expected_file(tmp_path: Path, name: str) -> None:
     content = {"alerts.jsonl": b'{"a": 1}\n{"a": 2}\n', "x.png": b"\x89PNG\r\n\x1a\n\0\0"}
     (tmp_path / name).write_bytes(content.get(name, b""))
-    done = run("explain", tmp_path / name)
+    done = call("explain", tmp_path / name)
     assert done.returncode == 2
     assert "give a flight-<step>.json, or the directory of a run" in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -380,7 +404,7 @@ def test_a_directory_without_telemetry_data_is_an_error(tmp_path: Path) -> None:
     writer.write_values([summaries.scalar("loss", 1.0)], 0)
     writer.close()
     for command in ("explain", "summary", "alerts"):
-        done = run(command, tmp_path)
+        done = call(command, tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert "has event files, but no telemetry data" in done.stderr
 
@@ -409,7 +433,7 @@ def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> No
 
 def test_explain_of_devices_and_missing_files_prints_one_line() -> None:
     for wrong, said in (("/dev/zero", "not a regular file"), ("/no/such", "no such directory")):
-        done = run("explain", wrong)
+        done = call("explain", wrong)
         assert done.returncode == 2
         assert said in done.stderr
         assert len(done.stderr.splitlines()) == 1
@@ -417,7 +441,7 @@ def test_explain_of_devices_and_missing_files_prints_one_line() -> None:
 
 def test_summary_of_an_event_file_names_its_directory(runs: Path) -> None:
     [file] = (runs / "good").glob("events*")
-    done = run("summary", file)
+    done = call("summary", file)
     assert done.returncode == 2
     assert f"give the directory of the run: {runs / 'good'}" in done.stderr
 
