@@ -55,6 +55,15 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, str]:
     return found
 
 
+@pytest.fixture
+def small_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """One empty kernel, for tests of the cache and of options; the real ones take 1.5 s."""
+    source = tmp_path / "kernels.cu"
+    source.write_text('extern "C" __global__ void kernel() {}\n')
+    monkeypatch.setattr(nvrtc, "SOURCE", source)
+    return source
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nvrtc_compiles_every_kernel_without_spills_so_that_two_blocks_fit(
     architecture: str, tmp_path: Path, logs: dict[bytes, str]
@@ -77,7 +86,7 @@ def test_nvrtc_compiles_every_kernel_without_spills_so_that_two_blocks_fit(
 
 
 def test_nvrtc_compiles_once_per_source_and_architecture(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: dict[bytes, str]
+    tmp_path: Path, small_source: Path, logs: dict[bytes, str]
 ) -> None:
     def is_compiled(architecture: str = "sm_80") -> bool:
         logs.clear()
@@ -90,14 +99,13 @@ def test_nvrtc_compiles_once_per_source_and_architecture(
     assert not is_compiled()
     assert len(results["sm_80"]) == 1
     assert is_compiled("sm_90")
-    changed = tmp_path / "kernels.cu"
-    changed.write_bytes(nvrtc.SOURCE.read_bytes() + b"\n")
-    monkeypatch.setattr(nvrtc, "SOURCE", changed)
+    small_source.write_bytes(small_source.read_bytes() + b"\n")
     assert is_compiled()
     names = sorted(file.suffix for file in (tmp_path / "new").iterdir())
     assert names == [".cubin"] * 3  # and nothing half-written
 
 
+@pytest.mark.usefixtures("small_source")
 def test_nvrtc_compiles_a_known_architecture_for_a_later_minor_version(
     tmp_path: Path, logs: dict[bytes, str]
 ) -> None:
@@ -125,6 +133,7 @@ assert cubin.startswith(b"\x7fELF")
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True)
 
 
+@pytest.mark.usefixtures("small_source")
 def test_nvrtc_compiles_without_a_writable_cache(tmp_path: Path, logs: dict[bytes, str]) -> None:
     (tmp_path / "file").touch()
     for _ in range(2):
