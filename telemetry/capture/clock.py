@@ -71,7 +71,7 @@ class LoopClock:
         self._part, self._since, self._began = APART, 0.0, 0.0
         self._thread = self._calls = self._count = 0
         self._cpu_waits = CpuWaits()
-        self._no_cpu_before: float | None = None  # when the wait began; None: none is in progress
+        self._no_cpu_before = 0.0  # when the wait in progress began
         self._reset()
 
     def _reset(self) -> None:
@@ -124,6 +124,8 @@ class LoopClock:
             return
         if self._part == GAP:
             self._part = WAIT if part == FORWARD else OPTIMIZER
+        if self._part == WAIT:
+            self._no_cpu_s += max(self._cpu_waits.seconds() - self._no_cpu_before, 0.0)
         if self._device is None:
             now = perf_counter()
             self._seconds[self._part] += now - self._since
@@ -131,6 +133,8 @@ class LoopClock:
         else:
             self._mark(self._device)
         self._part = part
+        if part in (WAIT, GAP):  # a gap may turn out to be a wait
+            self._no_cpu_before = self._cpu_waits.seconds()
 
     def wait(self) -> None:
         """Begin to wait for the next call of the model."""
@@ -176,7 +180,6 @@ class LoopClock:
         if not self._on:
             self._on, self._part, self._since = True, APART, now
         self._thread = threading.get_ident()
-        self._no_cpu_before = self._cpu_waits.seconds()
         self.wait()
 
     def measure(self, device: torch.device) -> None:
@@ -209,10 +212,6 @@ class LoopClock:
         if not torch.is_grad_enabled() or module.training is self.eval_mode:
             self.restart_wait()  # it was not for a batch of training
             return
-        if self._no_cpu_before is not None:
-            waited_s = self._cpu_waits.seconds() - self._no_cpu_before
-            self._no_cpu_s += max(waited_s, 0.0)
-            self._no_cpu_before = None
         self.lap(FORWARD)
         self._global.disarm()
         self._calls += 1
@@ -243,8 +242,6 @@ class LoopClock:
         if self._on and self._part == WAIT:
             self._part = APART
             self.lap(WAIT)
-            if self._no_cpu_before is not None:
-                self._no_cpu_before = self._cpu_waits.seconds()
 
     def _choose(self) -> None:
         """Follow the parts of a model that the loop itself never calls, after a full step.

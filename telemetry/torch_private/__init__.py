@@ -2,8 +2,8 @@
 
 :mod:`module_calls` has those around calls of modules, :mod:`compiler` those of ``torch.compile``,
 :mod:`ranks` those of ``torch.distributed``, and :mod:`host_copy` copies tensors without blocking
-the training thread. A private name may be missing
-in another release of PyTorch; the functions here then work without it, and log the consequence.
+the training thread. A private name may be missing in another release of PyTorch; the functions here
+then work without it, and log the consequence.
 """
 
 from __future__ import annotations

@@ -87,11 +87,8 @@ def run(
 
 def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the command in this process, for tests of its results: a process takes half a second."""
-    command, output, errors = (
-        [str(argument) for argument in arguments],
-        io.StringIO(),
-        io.StringIO(),
-    )
+    command = [str(argument) for argument in arguments]
+    output, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
         try:
             status = main(command)

@@ -21,7 +21,7 @@ import telemetry
 from telemetry import HookLogger
 from telemetry.capture import clock as clock_module
 from telemetry.capture.clock import LoopClock
-from telemetry.capture.usage import CpuWaits, Laps
+from telemetry.capture.usage import APART, CpuWaits, Laps
 from telemetry.commands.cli import main
 from telemetry.failures import Failures
 from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, HOST_OWN_BYTES, PEAK_BYTES, TIMES
@@ -512,3 +512,26 @@ def test_a_summary_tells_the_parts_of_a_step(
     assert f"a step takes {total_s:.2g}" in printed
     assert f" {WAIT_S / total_s:.0%}, " in printed
     assert "MiB" in printed
+
+
+def test_waiting_for_a_cpu_apart_from_the_wait_does_not_shorten_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Begin and end of the first step; begin of the second, its evaluation, and its forward pass.
+    without_cpu = iter([0.0, 0.0, 0.0, 0.001, 1.0, 1.002])
+    monkeypatch.setattr(CpuWaits, "seconds", lambda self: next(without_cpu))
+    model = nn.Linear(4, 4)
+    clock = LoopClock(model, Failures())
+    clock.start()
+    clock.end_step()
+    clock.take()
+    clock.begin_step()
+    clock.lap(APART)
+    clock.wait()
+    time.sleep(0.05)
+    clock.before_call(model, (torch.ones(2, 4),))
+    clock.end_step()
+    laps = clock.take()
+    clock.stop()
+    assert laps is not None
+    assert laps.no_cpu_s == pytest.approx(0.003)
