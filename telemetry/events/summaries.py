@@ -93,13 +93,8 @@ def classic_histograms(
             bucket_limit=right,
             bucket=counts,
         )
-        values.append(histogram_proto(tag, histogram))
+        values.append(_value(tag, histo=histogram))
     return values
-
-
-def histogram_proto(tag: str, histogram: HistogramProto) -> bytes:
-    """Return a histogram in torch's format."""
-    return _value(tag, histo=histogram)
 
 
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:

@@ -1,8 +1,6 @@
 """Drop-in replacement of torch's ``SummaryWriter``: the same methods, a different file writer.
 
-The values equal torch's, byte for byte. Scalars and histograms are built in a fraction of the time;
-unusual arguments are passed to torch. :class:`GivenWriter` writes through a writer that its user
-continues to use.
+:class:`GivenWriter` writes through a writer that its user continues to use.
 """
 
 from __future__ import annotations
@@ -16,22 +14,32 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import HistogramProto
 from torch.utils import tensorboard
 from torch.utils.tensorboard import summary
-from torch.utils.tensorboard._convert_np import make_np
 
-from telemetry.events import summaries
 from telemetry.events.background import PATIENCE_S, BackgroundWriter, each_within
 from telemetry.events.file_writer import FileWriter
 from telemetry.events.summaries import event_of
 
+_logger = logging.getLogger(__name__)
+
 
 class _File(FileWriter, tensorboard.FileWriter):  # type: ignore[misc]  # says whether it flushed
-    """File writer of ours with torch's methods that build events."""
+    """File writer of ours with torch's methods that build events.
+
+    Events that are added while another thread closes it are added to ``successor()``.
+    """
+
+    successor: Callable[[], FileWriter] | None = None
+
+    def put(self, item: bytes, *, droppable: bool, flush: bool) -> None:
+        try:
+            super().put(item, droppable=droppable, flush=flush)
+        except OSError:
+            if self.successor is None or (successor := self.successor()) is self:
+                raise
+            successor.put(item, droppable=droppable, flush=flush)
 
 
 class SummaryWriter(tensorboard.SummaryWriter):
@@ -61,8 +69,8 @@ class SummaryWriter(tensorboard.SummaryWriter):
     """
 
     # In torch they are annotated as None only.
-    file_writer: FileWriter | None  # type: ignore[assignment]
-    all_writers: dict[str, FileWriter] | None  # type: ignore[assignment]
+    file_writer: _File | None  # type: ignore[assignment]
+    all_writers: dict[str, _File] | None  # type: ignore[assignment]
     _opening: AbstractContextManager[object] = nullcontext()  # of a copy, which writes nothing
 
     def __init__(
@@ -76,7 +84,6 @@ class SummaryWriter(tensorboard.SummaryWriter):
     ) -> None:
         self._opening = threading.RLock()
         super().__init__(log_dir, comment, purge_step, max_queue, flush_secs, filename_suffix)
-        self._edges = np.array(self.default_bins)
         # A directory that cannot be written must raise before the training, not after it.
         file_writer = self._get_file_writer()
         file_writer.flush()
@@ -84,12 +91,13 @@ class SummaryWriter(tensorboard.SummaryWriter):
             self.close()
             raise failure
 
-    def _get_file_writer(self) -> FileWriter:
+    def _get_file_writer(self) -> _File:
         if (file_writer := self.file_writer) is not None:  # until another thread closes it
             return file_writer
         with self._opening:
             if (file_writer := self.file_writer) is None:
                 file_writer = self._open(self.log_dir)
+                file_writer.successor = self._get_file_writer
                 self.all_writers = {file_writer.get_logdir(): file_writer}
                 if self.purge_step is not None:
                     step, self.purge_step = self.purge_step, None
@@ -100,23 +108,12 @@ class SummaryWriter(tensorboard.SummaryWriter):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_opening"}
 
-    def _open(self, log_dir: str | os.PathLike[str]) -> FileWriter:
+    def _open(self, log_dir: str | os.PathLike[str]) -> _File:
         return _File(log_dir, flush_s=self.flush_secs, filename_suffix=self.filename_suffix)
 
-    def _open_below(self, run_dir: str) -> FileWriter:
+    def _open_below(self, run_dir: str) -> _File:
         own = self._get_file_writer()
         return self._open(run_dir) if own.is_here else own
-
-    def _write_values(
-        self, values: Sequence[bytes], step: int | None, walltime: float | None, **how: Any
-    ) -> None:
-        while True:
-            file_writer = self._get_file_writer()
-            try:
-                return file_writer.write_values(values, step, walltime, **how)
-            except OSError:  # another thread has closed it just now
-                if self.file_writer is file_writer:
-                    raise
 
     def flush(self) -> None:
         """Block until all added values are in the files, at most 30 s."""
@@ -134,37 +131,6 @@ class SummaryWriter(tensorboard.SummaryWriter):
         self.file_writer = self.all_writers = None
         each_within(PATIENCE_S, *(writer.close for writer in writers.values()))
 
-    def add_scalar(
-        self,
-        tag: str,
-        scalar_value: Any,
-        global_step: int | None = None,
-        walltime: float | None = None,
-        new_style: bool = False,
-        double_precision: bool = False,
-    ) -> None:
-        if new_style:
-            super().add_scalar(tag, scalar_value, global_step, walltime, True, double_precision)
-        else:
-            self._write_values([_scalar(tag, scalar_value)], global_step, walltime)
-
-    def add_histogram(
-        self,
-        tag: str,
-        values: Any,
-        global_step: int | None = None,
-        bins: str | Any = "tensorflow",
-        walltime: float | None = None,
-        max_bins: int | None = None,
-    ) -> None:
-        value = None
-        if isinstance(bins, str) and bins == "tensorflow" and max_bins is None:
-            value = _histogram(tag, values, self._edges)
-        if value is None:
-            super().add_histogram(tag, values, global_step, bins, walltime, max_bins)
-        else:
-            self._write_values([value], global_step, walltime)
-
     def add_scalars(
         self,
         main_tag: str,
@@ -180,9 +146,8 @@ class SummaryWriter(tensorboard.SummaryWriter):
             run_dir = f"{log_dir}/{main_tag.replace('/', '_')}_{tag}"
             if run_dir not in self.all_writers:
                 self.all_writers[run_dir] = self._open_below(run_dir)
-            self.all_writers[run_dir].write_values(
-                [_scalar(main_tag, value)], global_step, walltime
-            )
+            scalar = summary.scalar(main_tag, value)
+            self.all_writers[run_dir].add_summary(scalar, global_step, walltime)
 
     def add_hparams(
         self,
@@ -192,48 +157,14 @@ class SummaryWriter(tensorboard.SummaryWriter):
         run_name: str | None = None,
         global_step: int | None = None,
     ) -> None:
-        descriptions = summary.hparams(hparam_dict, metric_dict, hparam_domain_discrete)
-        values = [description.SerializeToString() for description in descriptions]
-        values += [_scalar(tag, value) for tag, value in metric_dict.items()]
+        values = [*summary.hparams(hparam_dict, metric_dict, hparam_domain_discrete)]
+        values += [summary.scalar(tag, value) for tag, value in metric_dict.items()]
         log_dir = self._get_file_writer().get_logdir()
         file_writer = self._open_below(os.path.join(log_dir, run_name or str(time.time())))
-        file_writer.write_values(values, global_step)
+        for value in values:
+            file_writer.add_summary(value, global_step)
         file_writer.close()
 
-
-def _scalar(tag: str, value: Any) -> bytes:
-    return bytes(summary.scalar(tag, value).SerializeToString())
-
-
-def _histogram(tag: str, values: Any, edges: NDArray[np.float64]) -> bytes | None:
-    """Return the value of ``add_histogram``; None if torch must build it.
-
-    ``edges`` are the bins' edges, ascending.
-    """
-    found = make_np(values)
-    if type(tag) is not str or not found.size or found.dtype.kind not in "fiu":
-        return None
-    flat = found.astype(np.float64).reshape(-1)
-    low, high = np.minimum.reduce(flat), np.maximum.reduce(flat)
-    if not (edges[0] <= low and high < edges[-1]):  # or NaN
-        return None
-    places = edges.searchsorted(flat, "right")
-    counts = np.bincount(places, minlength=len(edges))[1:].astype(np.float64)
-    first, last = counts.nonzero()[0][[0, -1]].tolist()
-    histogram = HistogramProto(
-        min=low,
-        max=high,
-        num=flat.size,
-        sum=np.add.reduce(flat),
-        sum_squares=flat.dot(flat),
-        bucket_limit=edges[first : last + 2],
-        # Readers know right edges alone; that of an empty bucket is where the first one begins.
-        bucket=counts[first - 1 : last + 1] if first else np.append(0.0, counts[: last + 1]),
-    )
-    return summaries.histogram_proto(tag, histogram)
-
-
-_logger = logging.getLogger(__name__)
 
 _REPLACED = ("flush", "close")
 
@@ -274,7 +205,7 @@ class GivenWriter:
             self._background.put(event, droppable=droppable, flush=flush)
         else:
             how = {"droppable": droppable, "flush": flush, "repeat": repeat}
-            self._writer._write_values(values, step, walltime, **how)
+            self._writer._get_file_writer().write_values(values, step, walltime, **how)
 
     def hand_on(self, *, closing: bool) -> None:
         """Write queued values before the writer is flushed or closed."""
