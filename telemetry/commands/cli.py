@@ -13,17 +13,15 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from telemetry.commands.alerts import FAIL_ON, alerts, batches
+from telemetry.commands.alerts import FAIL_ON, alerts, batches, lint
 from telemetry.commands.diff import diff
 from telemetry.commands.explain import explain_faults
 from telemetry.commands.export import export
 from telemetry.commands.help import print_help
-from telemetry.commands.lint import lint
 from telemetry.commands.output import new_console, reason, report_problems
 from telemetry.commands.report import report
 from telemetry.commands.runs import runs
-from telemetry.commands.summary import summary
-from telemetry.commands.units import units
+from telemetry.commands.summary import summary, units
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.version import __version__
 

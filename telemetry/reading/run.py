@@ -17,10 +17,10 @@ from telemetry.events import list_event_files
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import natural_key
 from telemetry.reading.distributions import histogram_table
-from telemetry.reading.files import FileSource
 from telemetry.reading.matrix import UnitExtremes
 from telemetry.reading.run_data import RunData, windows
 from telemetry.reading.run_entry import hparams_content, read_hparams
+from telemetry.reading.sources import FileSource
 from telemetry.tag_names import plain
 
 Table: TypeAlias = Any

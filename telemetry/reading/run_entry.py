@@ -18,9 +18,8 @@ from telemetry.alert import Alert
 from telemetry.events import page_format
 from telemetry.plain_text import natural_key
 from telemetry.reading.builtin_tags import loss_of
-from telemetry.reading.files import FileSource
 from telemetry.reading.sessions import Sessions
-from telemetry.reading.sources import RunSource
+from telemetry.reading.sources import FileSource, RunSource
 from telemetry.tag_names import LAYERS
 from telemetry.untrusted import MAX_INTEGER
 

@@ -28,10 +28,19 @@ from telemetry.reading.matrix import WHOLE, Region, thin
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_entry import read_hparams
 from telemetry.reading.sessions import Layer
-from telemetry.tensorboard_plugin.provider_source import ProviderSource
-from telemetry.tensorboard_plugin.report import MAX_RUNS, report_html
-from telemetry.tensorboard_plugin.run_table import RunTable, list_runs, read_hparams_content
-from telemetry.tensorboard_plugin.static_files import CONTENT_TYPES, bundle, read_static_files
+from telemetry.tensorboard_plugin.provider_source import (
+    ProviderSource,
+    RunTable,
+    list_runs,
+    read_hparams_content,
+)
+from telemetry.tensorboard_plugin.report import (
+    CONTENT_TYPES,
+    MAX_RUNS,
+    bundle,
+    read_static_files,
+    report_html,
+)
 from telemetry.untrusted import MAX_INTEGER, MAX_NAME
 
 MAX_ROWS = 2048

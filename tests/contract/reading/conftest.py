@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import tensorboard_data_server
 
-from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
+from telemetry.reading.sources import FileSource
 from telemetry.tensorboard_plugin.provider_source import ProviderSource
 from tests.helpers.board import open_fast, open_slow
 from tests.helpers.known_runs import OpenRun

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from telemetry.events.page_format import loss_tag
 from telemetry.reading.builtin_tags import cost_curves, histogram_tags, image_tags, scalar_curves
-from telemetry.reading.files import FileSource
 from telemetry.reading.sessions import Layer
+from telemetry.reading.sources import FileSource
 from telemetry.records import Parameter
 
 LAYER = Layer(

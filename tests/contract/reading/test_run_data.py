@@ -12,9 +12,9 @@ from telemetry.events import FileWriter, summaries
 from telemetry.events.page_format import PLUGIN_NAME, NewerFormatError, alert_tag, layout_tag
 from telemetry.layers import MATRIX_STATISTICS, MISSING
 from telemetry.reading import matrix, run_data
-from telemetry.reading.files import FileSource
 from telemetry.reading.matrix import Region
 from telemetry.reading.run_data import RunData
+from telemetry.reading.sources import FileSource
 from tests.helpers.known_runs import COLUMN, OpenRun, alert_at, layout_of, write_run
 
 LAYOUT = layout_of(["a", "b.x", "b.y"])

@@ -22,9 +22,9 @@ from telemetry.commands.summary import summarize
 from telemetry.flight import flight_files
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
-from telemetry.reading.files import FileSource
 from telemetry.reading.run import open_run
 from telemetry.reading.run_data import RunData
+from telemetry.reading.sources import FileSource
 from tests.helpers.hostile_runs import KINDS, SCRIPT, STEPS, Kind, write_good_run
 from tests.helpers.paths import ROOT
 

@@ -21,8 +21,8 @@ from torch.utils import tensorboard
 import telemetry
 from telemetry import Alert, HookLogger
 from telemetry.events import list_event_files, read_events
-from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
+from telemetry.reading.sources import FileSource
 from telemetry.records import StepRecord
 from telemetry.tag_names import TOTAL_GRAD_NORM
 from tests.helpers.scripts import run_script, start_script

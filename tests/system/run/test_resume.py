@@ -21,8 +21,8 @@ from torch.utils.tensorboard import SummaryWriter as TorchWriter
 
 from telemetry import Alert, HookLogger, SummaryWriter
 from telemetry.alerts import default_rules
-from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
+from telemetry.reading.sources import FileSource
 from telemetry.records import StepRecord
 from telemetry.rule import Rule
 from tests.helpers.interrupted_runs import RUNS, train

@@ -44,9 +44,9 @@ from telemetry.events.page_format import (
     decode_end,
     session_of,
 )
-from telemetry.reading.files import FileSource
 from telemetry.reading.run import NoTelemetryError
 from telemetry.reading.run_data import RunData
+from telemetry.reading.sources import FileSource
 from telemetry.records import StepRecord
 from telemetry.tag_names import TOTAL_GRAD_NORM
 from tests.helpers.disks import FreezableDisk

@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from telemetry.tensorboard_plugin.static_files import read_static_files
+from telemetry.tensorboard_plugin.report import read_static_files
 
 IMPORT = re.compile(r'from "\./(\w+\.js)"')
 # Machado, Oliveira, Fernandes (2009), severity 1, for linear RGB.

@@ -19,8 +19,8 @@ from telemetry.events.page_format import (
     new_session_id,
 )
 from telemetry.layers import MATRIX_STATISTICS
-from telemetry.reading.files import FileSource
 from telemetry.reading.run_data import RunData
+from telemetry.reading.sources import FileSource
 from telemetry.records import Layout, StepRecord
 from telemetry.writing.page import PageWriter
 from tests.helpers.known_runs import alert_at, layout_of

@@ -11,8 +11,8 @@ from tensorboard.compat.proto.summary_pb2 import HistogramProto
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry.events import FileWriter, summaries
-from telemetry.reading import files
-from telemetry.reading.files import FileSource
+from telemetry.reading import sources
+from telemetry.reading.sources import FileSource
 from tests.helpers.serialized import histogram
 
 
@@ -85,7 +85,7 @@ def test_data_beyond_the_limit_is_omitted(tmp_path: Path, monkeypatch: pytest.Mo
     for step in range(10):
         writer.write_values([summaries.scalar("loss", step)], step)
     writer.close()
-    monkeypatch.setitem(files.MAX_KEPT_BYTES, "scalars", 2000)
+    monkeypatch.setitem(sources.MAX_KEPT_BYTES, "scalars", 2000)
     source = FileSource(tmp_path)
     assert [step for step, _ in source.read("scalars", ["loss"])["loss"]] == [0, 1, 2, 3]
     assert len(list(source.problems)) == 1
