@@ -216,8 +216,6 @@ class WrongLossInput(Detector):
 def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
     """Return what the loss gets, the advice and the severity; None if nothing is wrong."""
     type_name, p, g = last.type_name, last.outputs.sketch, last.grads.sketch
-    if type_name not in ("Softmax", *_BOUNDS):
-        return None
     name = f"{called(last.name)} ({type_name})"
     logits = (
         f"Give the loss the logits, without the {type_name}",
@@ -323,9 +321,13 @@ class _Last(NamedTuple):
 
 @once
 def _last(record: StepRecord) -> _Last | None:
-    """Return the last module if all values are finite, and a gradient is not zero."""
+    """Return the last module if it is judged, and its gradients are finite and not all zero."""
     name = next(reversed(record.activations), "")
     if name not in record.activation_grads:
+        return None
+    type_name = record.layout.modules[record.layout.position[name]].type_name
+    units = int(record.activations.rows.unit_count[-1])
+    if units != 1 and type_name not in ("Softmax", *_BOUNDS):
         return None
     outputs, grads = record.activations[name], record.activation_grads[name]
     if outputs.sketch.nonfinite_count or grads.sketch.nonfinite_count or not grads.sketch.rms > 0:
@@ -333,8 +335,8 @@ def _last(record: StepRecord) -> _Last | None:
     ranks = 1 if record.ranks is None else len(record.ranks.measured)
     return _Last(
         name=name,
-        type_name=record.layout.modules[record.layout.position[name]].type_name,
-        units=int(record.activations.rows.unit_count[-1]),
+        type_name=type_name,
+        units=units,
         outputs=outputs,
         grads=grads,
         means=(ranks, ranks * grads.calls),

@@ -124,10 +124,8 @@ class SlowSteps(_OfSteps):
     seconds = 30.0
 
     def find_in(self, ranks: RankFacts | None) -> Finding | None:
-        if len(self._usual) < _STEPS:
-            return None
-        growth = self._growth()
-        if growth < self.factor or sum(t.step_s for t in self._latest) < self.seconds:
+        is_long = sum([t.step_s for t in self._latest]) >= self.seconds
+        if len(self._usual) < _STEPS or not is_long or (growth := self._growth()) < self.factor:
             return None
         now, before = _median_s(self._latest), _median_s(self._usual)
         parts = [(_median_s(self._usual, n), _median_s(self._latest, n)) for n in range(len(TIMES))]

@@ -41,6 +41,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ _FACTS = {
     "learning_rates": "learning_rates", "loss_scale": "loss_scale", "skipped": "skipped",
     "full": "full",
 }  # fmt: skip
+_facts_of = attrgetter(*_FACTS)
 _MAX_GROUPS = 16
 _MAX_ONSETS = 8
 _STEP_BYTES = 1000  # without its arrays
@@ -77,7 +79,7 @@ class KeptStep(NamedTuple):
 
     step: int
     full: bool
-    facts: Mapping[str, Any]  # of each list of ``steps``
+    facts: tuple[Any, ...]  # of each list of ``steps``
     layout: Layout
     grad_present: NDArray[np.bool_]
     module_grad_norms: NDArray[np.float64]
@@ -92,7 +94,7 @@ class KeptStep(NamedTuple):
         return KeptStep(
             step=record.step,
             full=record.full,
-            facts={fact: getattr(record, name) for name, fact in _FACTS.items()},
+            facts=_facts_of(record),
             layout=record.layout,
             grad_present=record.grad_present,
             module_grad_norms=record.module_grad_norms,
@@ -175,7 +177,8 @@ def encode_flight(
     at, full = fault.at, fault.last_full
     after = latest if latest is not None and (at is None or latest.step > at.step) else None
     states = (full.random_states if full is not None else None) or {}
-    facts: dict[str, list[Any]] = {fact: [s.facts[fact] for s in steps] for fact in _FACTS.values()}
+    columns = enumerate(_FACTS.values())
+    facts: dict[str, list[Any]] = {fact: [s.facts[at] for s in steps] for at, fact in columns}
     facts["wall_time"] = [round(wall_time, 3) for wall_time in facts["wall_time"]]
     facts["learning_rates"] = [rates[:_MAX_GROUPS] for rates in facts["learning_rates"]]
     moments = {"before": fault.before, "at": at, "after": after}

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.layers.module_types import saturated_shares
-from telemetry.layers.record import Column, Group, Layers, Values, figure
-from telemetry.records import AttentionHeads, moments
+from telemetry.layers.record import KINDS, Column, Layers, Values, figure
+from telemetry.records import AttentionHeads, moments, once
 from telemetry.records.buckets import edges
 from telemetry.records.rows import Rows
 
@@ -28,11 +29,17 @@ def of_output(of_finite: Callable[[Rows], Values]) -> Callable[[Layers], Column]
     return lambda layers: figure(layers.outputs.rows, of_finite)
 
 
+def of_kind(kind: str, of_finite: Callable[[Any], Values]) -> Callable[[Layers], Column]:
+    """Return the column of a figure over all tensors of one kind."""
+    return lambda layers: layers.part(kind, figure(layers.tensors.totals, of_finite))
+
+
 def of_known(of: Callable[[Rows], Values]) -> Callable[[Layers], Column]:
     """Return the column of a figure over some of the outputs; unknown where it is NaN."""
     return lambda layers: Column(values := of(layers.outputs.rows), ~np.isnan(values))
 
 
+@once
 def grad_norm(layers: Layers) -> Column:
     record, norms = layers.record, layers.record.module_grad_norms
     present = np.bincount(record.layout.owners, record.grad_present, len(norms))
@@ -59,9 +66,9 @@ def update_ratio(layers: Layers) -> Column:
     ratios = np.array([record.update_ratios.get(name, math.nan) for name in record.weights])
     squares, _ = figure(weights.rows, lambda rows: rows.sum_squares)
     counts = (squares != 0) & ~(np.isnan(ratios) & np.isfinite(squares))
-    moved = weights.total(np.where(counts, ratios**2 * squares, 0.0))
-    size = weights.total(np.where(counts, squares, 0.0))
-    return Column(np.sqrt(moved / size), weights.total(counts) > 0)
+    parts = np.where(counts, [ratios**2 * squares, squares, counts], 0.0)
+    moved, size, count = weights.total(parts)
+    return Column(np.sqrt(moved / size), count > 0)
 
 
 def _by_module(layers: Layers, values: Mapping[str, float]) -> Column:
@@ -100,18 +107,17 @@ def saturation(layers: Layers) -> Column:
     return of_known(lambda rows: saturated_shares(types, rows))(layers)
 
 
-def underflow(group_of: Callable[[Layers], Group]) -> Callable[[Layers], Column]:
+def underflow(kind: str) -> Callable[[Layers], Column]:
     """Return the column of the share of values other than zero that 8-bit floats lose."""
-
-    def column(layers: Layers) -> Column:
-        group = group_of(layers)
-        lost, values = group.total(np.array(_lost_in_fp8(group.rows)))
-        return Column(lost / values, values > 0)
-
-    return column
+    return lambda layers: layers.part(kind, _underflow(layers))
 
 
-@np.errstate(all="ignore")
+@once
+def _underflow(layers: Layers) -> Column:
+    lost, values = layers.tensors.total(np.array(_lost_in_fp8(layers.tensors.rows)))
+    return Column(lost / values, values > 0)
+
+
 def _lost_in_fp8(rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Count the values that a scaling of each tensor to the largest number of e4m3 rounds to zero.
 
@@ -131,7 +137,6 @@ def _lost_in_fp8(rows: Rows) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return lost, (moments.finite_of(rows) - rows.zero_count).astype(np.float64)
 
 
-@np.errstate(all="ignore")
 def outlier_ratio(rows: Rows) -> Values:
     """Return the largest magnitude of any unit over that of the median unit, float64 ``[rows]``.
 
@@ -150,12 +155,10 @@ def outlier_ratio(rows: Rows) -> Values:
 
 
 def nonfinite(layers: Layers) -> Column:
-    groups = (layers.outputs, layers.output_grads, layers.weights, layers.grads)
-    modules = np.concatenate([group.modules for group in groups])
-    counts = np.concatenate([moments.nonfinite_of(group.rows) for group in groups])
-    size = layers.outputs.size
-    calls = np.concatenate([group.rows.calls for group in groups])
-    return Column(np.bincount(modules, counts, size), np.bincount(modules, calls, size) > 0)
+    totals = layers.tensors.totals
+    figures = np.array([moments.nonfinite_of(totals), totals.calls]).reshape(2, len(KINDS), -1)
+    counts, calls = figures[:, : KINDS.index("second_moments")].sum(axis=1)
+    return Column(counts, calls > 0)
 
 
 def of_loads(of: Callable[[NDArray[np.float64]], float]) -> Callable[[Layers], Column]:

@@ -85,11 +85,13 @@ def saturated_shares(type_names: Sequence[str], outputs: Rows) -> NDArray[np.flo
     :data:`BOUNDED`, or no output is finite.
     """
     found = [(i, *BOUNDED[name].flat.ends) for i, name in enumerate(type_names) if name in BOUNDED]
+    shares = np.full(len(outputs), math.nan)
+    if not found:
+        return shares
     places, low, high = np.array(found, np.intp).reshape(-1, 3).T
     rows = outputs.take(places)
     of_pair = np.arange(len(rows)).repeat(rows.bucket_count)
     beyond = _beyond(rows.buckets, low[of_pair], high[of_pair])
-    shares = np.full(len(outputs), math.nan)
     with np.errstate(invalid="ignore"):
         shares[places] = np.bincount(of_pair, rows.counts * beyond, len(rows)) / finite_of(rows)
     return shares

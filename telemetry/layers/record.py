@@ -25,6 +25,9 @@ from telemetry.records.tensor import Tensors
 
 Values: TypeAlias = NDArray[Any]
 
+# Tensors of a record, as its attributes.
+KINDS = ("outputs", "output_grads", "weights", "grads", "second_moments")
+
 
 class Column(NamedTuple):
     """Number for each layer or tensor, and whether it was measured; otherwise it is undefined."""
@@ -61,24 +64,19 @@ class Group:
     @cached_property
     def totals(self) -> SimpleNamespace:
         """Counts and power sums over each module's tensors, named as in :attr:`rows`."""
-        names = (*COUNTS, *POWER_SUMS)
+        names = (*COUNTS, *POWER_SUMS, "calls")
         columns = np.array([getattr(self.rows, name) for name in names], np.float64)
         return SimpleNamespace(**dict(zip(names, self.total(columns), strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layers:
-    """Measurements of the layers at one step, in the order of ``record.layout.modules``.
-
-    Each group has a row for each tensor in the record's mapping of that name.
-    """
+    """Measurements of the layers at one step, in the order of ``record.layout.modules``."""
 
     record: StepRecord
     outputs: Group  # all outputs of a module are merged into one row
-    output_grads: Group
-    weights: Group
-    grads: Group
-    second_moments: Group
+    weights: Group  # a row for each parameter
+    tensors: Group  # of all :data:`KINDS`, one after the other, and so are their modules
 
     @staticmethod
     def of(record: StepRecord) -> Layers:
@@ -93,14 +91,21 @@ class Layers:
             modules = np.array([module_of[name] for name in tensors], np.intp)
             return Group(rows=Tensors.of(tensors).rows, modules=modules, size=len(layout.modules))
 
-        return Layers(
-            record=record,
-            outputs=group(record.outputs).merged(),
-            output_grads=group(record.output_grads),
-            weights=group(record.weights),
-            grads=group(record.grads),
-            second_moments=group(record.second_moments),
+        groups = [group(getattr(record, kind)) for kind in KINDS]
+        groups[0] = groups[0].merged()
+        size = len(layout.modules)
+        tensors = Group(
+            rows=Rows.concatenate([group.rows for group in groups]),
+            modules=np.concatenate([of.modules + n * size for n, of in enumerate(groups)]),
+            size=size * len(KINDS),
         )
+        return Layers(record=record, outputs=groups[0], weights=groups[2], tensors=tensors)
+
+    def part(self, kind: str, column: Column) -> Column:
+        """Return the part of one kind of a column over the modules of :attr:`tensors`."""
+        first = KINDS.index(kind) * self.outputs.size
+        some = slice(first, first + self.outputs.size)
+        return Column(column.values[some], column.known[some])
 
 
 def figure(x: Any, of_finite: Callable[[Any], Values]) -> Column:
@@ -109,9 +114,9 @@ def figure(x: Any, of_finite: Callable[[Any], Values]) -> Column:
     NaN if an element is NaN, infinity if one is infinite; unknown without elements. ``x`` has
     columns with the fields of :class:`~telemetry.records.sketch.Sketch`.
     """
-    values, are_lost = of_finite(x), nonfinite_of(x) > 0
-    if are_lost.any():
-        values = np.where(are_lost, np.where(x.nan_count > 0, math.nan, math.inf), values)
+    values, lost = of_finite(x), nonfinite_of(x)
+    if lost.any():
+        values = np.where(lost > 0, np.where(x.nan_count > 0, math.nan, math.inf), values)
     return Column(values, x.count > 0)
 
 

@@ -168,7 +168,7 @@ STATISTICS = (
         description="Root mean square of the gradients with respect to what the layer returned.",
         too_little=_WEAK,
         too_much=_STRONG,
-        of=lambda layers: figure(layers.output_grads.totals, moments.rms_of),
+        of=formulas.of_kind("output_grads", moments.rms_of),
     ),
     _share(
         name="zero_fraction",
@@ -253,14 +253,14 @@ STATISTICS = (
         name="weight_norm",
         title="Weight norm",
         description="L2 norm of the layer's parameters before the step.",
-        of=lambda layers: figure(layers.weights.totals, moments.norm_of),
+        of=formulas.of_kind("weights", moments.norm_of),
     ),
     Statistic(
         name="weight_rms",
         title="Weight RMS",
         description="Root mean square of the layer's parameters before the step: comparable "
         "between layers of different size.",
-        of=lambda layers: figure(layers.weights.totals, moments.rms_of),
+        of=formulas.of_kind("weights", moments.rms_of),
         as_curve=True,
     ),
     Statistic(
@@ -270,8 +270,8 @@ STATISTICS = (
         "expects. A gradient far above it makes a step that is too large.",
         too_little=_WEAK,
         too_much=_STRONG,
-        of=lambda layers: figure(
-            layers.second_moments.totals, lambda x: np.sqrt(np.maximum(moments.mean_of(x), 0.0))
+        of=formulas.of_kind(
+            "second_moments", lambda x: np.sqrt(np.maximum(moments.mean_of(x), 0.0))
         ),
         as_curve=True,
     ),
@@ -280,20 +280,20 @@ STATISTICS = (
         title="FP8 underflow",
         description="Share of the activations other than zero that 8-bit floats (e4m3) round to "
         "zero, when a factor makes the largest one 448.",
-        of=formulas.underflow(attrgetter("outputs")),
+        of=formulas.underflow("outputs"),
         as_curve=True,
     ),
     _underflow(
         name="grad_fp8_underflow",
         title="FP8 underflow of gradients",
         description="The same of the gradients with respect to what the layer returned.",
-        of=formulas.underflow(attrgetter("output_grads")),
+        of=formulas.underflow("output_grads"),
     ),
     _underflow(
         name="weight_fp8_underflow",
         title="FP8 underflow of weights",
         description="The same of the layer's parameters before the step.",
-        of=formulas.underflow(attrgetter("weights")),
+        of=formulas.underflow("weights"),
     ),
     _share(
         name="rank_spread",
@@ -360,10 +360,12 @@ class LayerTable:
 @once
 def table(record: StepRecord) -> LayerTable:
     """Return all :data:`STATISTICS` of each layer."""
-    layers = Layers.of(record)
-    columns = [statistic.of(layers) for statistic in STATISTICS]
-    values, known = (np.array(parts).T for parts in zip(*columns, strict=True))
-    values = np.where(known, values, math.nan)
+    layers, shape = Layers.of(record), (len(record.layout.modules), len(STATISTICS))
+    values, known = np.empty(shape), np.zeros(shape, bool)
+    for place, statistic in enumerate(STATISTICS):
+        if statistic.measured_in is None or statistic.measured_in(record):
+            values[:, place], known[:, place] = statistic.of(layers)
+    values[~known] = math.nan
     return LayerTable(values=values, known=known, outputs=layers.outputs)
 
 
