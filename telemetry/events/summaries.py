@@ -1,7 +1,8 @@
 """Values of an event: scalars, histograms, images, texts and plain tensors.
 
-Each is a serialized ``Summary`` of one value; concatenated, they are the summary of all. Every
-tensor has a data class in its metadata, without which TensorBoard's fast loader does not show it.
+Each is a serialized ``Summary``, which has several values only if it is of :func:`scalars`;
+concatenated, they are the summary of all. Every tensor has a data class in its metadata, without
+which TensorBoard's fast loader does not show it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,15 @@ def scalar(tag: str, value: float) -> bytes:
 
     It has no metadata: all readers accept a bare ``simple_value``, which has a third of the size.
     """
-    return _value(tag, simple_value=value)
+    return scalars([(tag, value)])
+
+
+def scalars(points: Iterable[tuple[str, float]]) -> bytes:
+    """Return the points of several curves, by their tags: a summary of as many values."""
+    summary = Summary()
+    for tag, value in points:
+        summary.value.add(tag=tag, simple_value=value)
+    return bytes(summary.SerializeToString())
 
 
 def histograms(tags: Iterable[str], rows: NDArray[Any], ends: Sequence[int]) -> list[bytes]:

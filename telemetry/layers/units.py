@@ -61,7 +61,7 @@ def encode_units(outputs: Group) -> bytes:
     if not len(chosen):
         return b""
     rows = outputs.rows.take(chosen)
-    heads = np.column_stack([outputs.modules[chosen], rows.unit_count])
+    heads = np.array([outputs.modules[chosen], rows.unit_count]).T
     dead = (rows.units[:, 0] == 0) & (rows.units[:, 1] == 0)
     room = MOST_BYTES // 8 - 1 - len(heads)
     runs = _runs(dead)[:room]
@@ -75,7 +75,7 @@ def encode_units(outputs: Group) -> bytes:
         rank = np.arange(len(places)) - (np.cumsum(alive) - alive).repeat(alive)
         kept = np.sort(largest_first[np.argpartition(rank, room - len(runs))[: room - len(runs)]])
         places, low, high = places[kept], low[kept], high[kept]
-    extremes = np.column_stack([places, low >> 16 | high & 0xFFFF0000])
+    extremes = np.array([places, low >> 16 | high & 0xFFFF0000]).T
     pairs = np.concatenate([[[len(heads), len(runs)]], heads, runs, extremes])
     return zlib.compress(pairs.astype("<u4").T.tobytes(), _LEVEL)
 
@@ -132,8 +132,8 @@ def ranges(chosen: NDArray[np.bool_], most: int = 10) -> str:
 
 def _runs(chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the first index and the end of each run of chosen neighbors, ``[runs, 2]``."""
-    changes = np.diff(chosen, prepend=False, append=False)
-    return np.flatnonzero(changes).reshape(-1, 2)
+    padded = np.concatenate([[False], chosen, [False]])
+    return np.flatnonzero(padded[1:] != padded[:-1]).reshape(-1, 2)
 
 
 def _rounded(values: NDArray[np.float32]) -> NDArray[np.uint32]:

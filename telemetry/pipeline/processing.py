@@ -239,8 +239,7 @@ class Processor:
 
     def _write_logged(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
         if values:
-            points = [summaries.scalar(name, value) for name, value in values.items()]
-            self._sink.write_values(points, step, wall_time)
+            self._sink.write_values([summaries.scalars(values.items())], step, wall_time)
 
     def send_rest(self) -> None:
         """Send rank 0 the scalars that were logged for a step that did not end."""

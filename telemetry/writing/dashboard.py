@@ -40,9 +40,10 @@ def needed_in_every_file(values: Iterable[bytes]) -> list[bytes]:
 
 
 def _is_needed(serialized: bytes) -> bool:
-    (value,) = Summary.FromString(serialized).value
+    value, *others = Summary.FromString(serialized).value
     plugin_name = value.metadata.plugin_data.plugin_name
-    return value.tag.startswith((LAYOUT_PREFIX, LOSS_PREFIX)) or plugin_name in _SETTINGS
+    is_needed = value.tag.startswith((LAYOUT_PREFIX, LOSS_PREFIX)) or plugin_name in _SETTINGS
+    return is_needed and not others
 
 
 class Dashboard:
@@ -108,8 +109,8 @@ class Dashboard:
             return self.page.last_step, ()
         pictures = () if self._picture is None else self._picture.last_values()
         full_steps = zip(FULL_STEPS, (scheduled, requested), strict=True)
-        counts = [summaries.scalar(tag, count) for tag, count in full_steps]
-        return self.page.last_step, (value, self._alert_curve(), *pictures, *counts)
+        counts = summaries.scalars(full_steps)
+        return self.page.last_step, (value, self._alert_curve(), *pictures, counts)
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """Yield a text with the parameters that changed since the last step, if any did."""
@@ -242,7 +243,7 @@ class Usage:
         if sums["tokens"]:
             points[TOKENS_PER_S] = sums["tokens"] / sum(sums[tag] for tag in TIMES)
         points |= self._memory
-        return [summaries.scalar(f"{RUN}{tag}", value) for tag, value in points.items()]
+        return [summaries.scalars((f"{RUN}{tag}", value) for tag, value in points.items())]
 
 
 QUANTILES: Mapping[str, float] = {"p05": 0.05, "median": 0.5, "p95": 0.95}
@@ -275,7 +276,7 @@ def depth_values(record: StepRecord) -> list[bytes]:
             quantiles = np.interp(np.multiply(shares, last), np.arange(last + 1), scaled)
             tags = [f"{RUN}depth/{name}/{quantile}" for quantile in QUANTILES]
             points += zip(tags, quantiles.tolist(), strict=True)
-    return [summaries.scalar(*point) for point in points]
+    return [summaries.scalars(points)]
 
 
 def rank_values(facts: RankFacts) -> list[bytes]:
@@ -294,7 +295,7 @@ def rank_values(facts: RankFacts) -> list[bytes]:
             points.append((f"{prefix}/min_rank", spread.low_rank))
             points.append((f"{prefix}/max", spread.high))
             points.append((f"{prefix}/max_rank", spread.high_rank))
-    return [summaries.scalar(*point) for point in points]
+    return [summaries.scalars(points)]
 
 
 def custom_scalars_value(loss: str | None = None) -> bytes:

@@ -140,13 +140,13 @@ def _norm_block(records: Sequence[StepRecord], step: int) -> NDArray[np.float32]
 
     :data:`MISSING` without a gradient and at a step that a ``GradScaler`` skipped.
     """
-    norms = np.stack([record.grad_norms for record in records])
+    norms = np.array([record.grad_norms for record in records])
     # A finite gradient whose norm is beyond float32 must not look infinite.
-    finite = np.stack([record.grad_finite for record in records])
+    finite = np.array([record.grad_finite for record in records])
     norms = np.where(finite, np.minimum(norms, FLOAT32_MAX), norms)
-    present = np.stack([record.grad_present & (not record.skipped) for record in records])
-    distance = np.array([record.step - step for record in records], np.float32)
-    return np.column_stack([distance, as_float32(np.where(present, norms, MISSING))])
+    present = np.array([record.grad_present & (not record.skipped) for record in records])
+    distance = np.array([[record.step - step] for record in records], np.float32)
+    return np.concatenate([distance, as_float32(np.where(present, norms, MISSING))], axis=1)
 
 
 def _value(tag: str, content: NDArray[np.float32] | bytes) -> bytes:

@@ -150,7 +150,8 @@ def log10_histogram_values(
     tags: Sequence[str], rows: Rows, *, classic: bool = False
 ) -> Iterator[Sequence[bytes]]:
     """Yield histograms of log10 |x| of the tensors that have values other than zero."""
-    filled = np.unique(np.arange(len(rows)).repeat(rows.bucket_count)[rows.buckets != 0])
+    which = np.arange(len(rows)).repeat(rows.bucket_count)
+    filled = np.flatnonzero(np.bincount(which, rows.buckets != 0, len(rows)))
     return _values([tags[row] for row in filled], rows.take(filled), log10_histograms, classic)
 
 
@@ -233,7 +234,8 @@ def joined_widths(rows: Rows) -> NDArray[np.intp]:
     widths = np.ones(len(which), np.intp)
     for width in _WIDTHS[1:] if len(which) else ():
         cells = (cells + (cells > 0)) >> 1  # away from zero
-        begins = np.append(True, (cells[1:] != cells[:-1]) | (which[1:] != which[:-1]))
+        begins = np.ones(len(cells), np.bool_)
+        begins[1:] = (cells[1:] != cells[:-1]) | (which[1:] != which[:-1])
         starts, place = np.flatnonzero(begins), (begins.cumsum() - 1)[place]
         cells, which, counts = cells[starts], which[starts], np.add.reduceat(counts, starts)
         is_joined = counts <= most[which]
@@ -254,7 +256,8 @@ def histograms(rows: Rows, merged: int = 1) -> Charts:
     """
     cells = _Cells.of(rows, joined_widths(rows), merged)
     counts = np.add.reduceat(rows.counts, cells.starts) if len(cells.starts) else rows.counts
-    low, high = np.stack([rows.min, rows.max])[:, rows.bucket_count > 0]
+    filled = rows.bucket_count > 0
+    low, high = rows.min[filled], rows.max[filled]
     source = np.ones(cells.row_count, np.intp)
     gaps = cells.gaps + np.arange(1, len(cells.gaps) + 1)
     source[gaps] = 0
@@ -265,9 +268,8 @@ def histograms(rows: Rows, merged: int = 1) -> Charts:
     charts[:, 2] = counts.take(source)
     charts[gaps, 0], charts[gaps, 1], charts[gaps, 2] = charts[gaps - 1, 1], charts[gaps + 1, 0], 0
     ends = cells.ends + np.searchsorted(cells.gaps, cells.ends)
-    after = np.unique(ends[ends > 0])
-    charts[after - 1, 1] = high
-    charts[np.append(0, after)[:-1], 0] = low
+    charts[ends[filled] - 1, 1] = high
+    charts[np.concatenate([[0], ends[:-1]])[filled], 0] = low
     return charts, ends.tolist()
 
 

@@ -17,7 +17,7 @@ from telemetry.layers.table import PLACES
 from telemetry.plain_text import printable
 from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.rows import Rows
-from telemetry.records.tensor import TensorRecord, Tensors
+from telemetry.records.tensor import Tensors
 from telemetry.selection import evenly
 from telemetry.tag_names import ALERTS, LAYERS, RUN, TENSORS, TOTAL_GRAD_NORM
 from telemetry.writing.size_budget import SizeBudget, Tagged
@@ -47,10 +47,10 @@ def values_of(
     prefix = f"{record.phase}/" if record.phase else ""
     points = [] if prefix else list(_curves_of_run(record))
     if not (prefix or record.full):
-        yield [summaries.scalar(*point) for point in points]
+        yield [summaries.scalars(points)]
         return
     points += _curves_of_layers(record, f"{LAYERS}{prefix}")
-    yield [summaries.scalar(*point) for point in points]
+    yield [summaries.scalars(points)]
     pictures = [(f"{TENSORS}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
     histograms = _histograms(record, f"{TENSORS}{prefix}")
     yield from (size_budget or SizeBudget()).values_of(pictures, *histograms)
@@ -120,30 +120,28 @@ def _histograms(record: StepRecord, prefix: str) -> tuple[Tagged, Tagged]:
     parameters = record.layout.numbered_parameters
     outputs = _output_tags(record.layout, record.outputs)
     output_grads = _output_tags(record.layout, record.output_grads)
-    kinds: list[tuple[str, Mapping[Any, TensorRecord], Mapping[Any, str]]] = [
-        ("activation", record.outputs, outputs),
-        ("activation_grad", record.output_grads, output_grads),
-        ("grad", record.grads, parameters),
-        ("weight", record.weights, parameters),
-    ]
-    tags, magnitude_tags, parts, magnitudes = [], [], [], []
-    for kind, records, tag_of in kinds:
-        tensors = Tensors.of(records)
-        is_filled = (tensors.rows.bucket_count > 0).tolist()
-        row_of = dict(zip(tensors, range(len(is_filled)), strict=True))
-        found = {
-            tag: row
-            for name, tag in tag_of.items()
-            if (row := row_of.get(name)) is not None and is_filled[row]
-        }
-        # Units may be many, and no histogram shows them.
-        rows = tensors.rows.without_units().take(np.array([*found.values()], np.intp))
-        tags += [f"{prefix}{kind}/{tag}" for tag in found]
-        parts.append(rows)
+    kinds: dict[str, tuple[Tensors[Any], Mapping[Any, str]]] = {
+        "activation": (Tensors.of(record.outputs), outputs),
+        "activation_grad": (Tensors.of(record.output_grads), output_grads),
+        "grad": (Tensors.of(record.grads), parameters),
+        "weight": (Tensors.of(record.weights), parameters),
+    }
+    # No histogram shows units.
+    rows = Rows.concatenate([tensors.rows.without_units() for tensors, _ in kinds.values()])
+    is_filled, first = (rows.bucket_count > 0).tolist(), 0
+    found, magnitudes = dict[str, int](), dict[str, int]()
+    for kind, (tensors, tag_of) in kinds.items():
+        row_of = {name: row for row, name in enumerate(tensors, first) if is_filled[row]}
+        first += len(tensors)
+        some = {tag: row_of[name] for name, tag in tag_of.items() if name in row_of}
+        found |= {f"{prefix}{kind}/{tag}": row for tag, row in some.items()}
         if kind.endswith("grad"):
-            magnitude_tags += [f"{prefix}{kind}_log10/{tag}" for tag in found]
-            magnitudes.append(rows)
-    return (tags, Rows.concatenate(parts)), (magnitude_tags, Rows.concatenate(magnitudes))
+            magnitudes |= {f"{prefix}{kind}_log10/{tag}": row for tag, row in some.items()}
+    of_values, of_magnitudes = (
+        ([*rows_by_tag], rows.take(np.array([*rows_by_tag.values()], np.intp)))
+        for rows_by_tag in (found, magnitudes)
+    )
+    return of_values, of_magnitudes
 
 
 def _images(record: StepRecord) -> Iterator[tuple[str, NDArray[np.uint8]]]:
