@@ -152,7 +152,8 @@ def log10_histogram_values(
     """Yield histograms of log10 |x| of the tensors that have values other than zero."""
     which = np.arange(len(rows)).repeat(rows.bucket_count)
     filled = np.flatnonzero(np.bincount(which, rows.buckets != 0, len(rows)))
-    return _values([tags[row] for row in filled], rows.take(filled), log10_histograms, classic)
+    some = [tags[row] for row in filled.tolist()]
+    return _values(some, rows.take(filled), log10_histograms, classic)
 
 
 def _values(
