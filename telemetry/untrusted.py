@@ -16,11 +16,22 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from types import FunctionType, UnionType
-from typing import Any, BinaryIO, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from types import FunctionType
+from typing import (
+    Annotated,
+    Any,
+    BinaryIO,
+    Literal,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import numpy as np
 
 Check: TypeAlias = Callable[[Any], Any]
 
@@ -42,10 +53,7 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading; raise OSError for any other file.
-
-    Other files may be endless (``/dev/zero``), block forever (a pipe), or have side effects.
-    """
+    """Open a regular file or a link to one; OSError: another one, which may block or be endless."""
     _require_regular(path, os.stat(path))
     # The file may have become a pipe; opening it must not block until there is a writer.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | _AT_ONCE))  # noqa: SIM115
@@ -138,6 +146,10 @@ def check_of(kind: Any) -> Check:
     ``X | None``                null, or an X
     a ``Literal``               one of its texts; the first for any other text
     a dataclass                 an object with a value for each field without a default
+    a NamedTuple                a list of its fields
+    ``NDArray[X]``              an array of this type
+    ``Mapping[str, X]``         an object whose values are each an X
+    ``Annotated[X, function]``  the value that the function returns
     ``{"name": X}``             an object with these fields; other fields are dropped
     ``[X]``, ``Most(n, X)``     a list of X; at most n
     ``tuple[X, ...]``           the same, as a tuple
@@ -150,7 +162,7 @@ def check_of(kind: Any) -> Check:
         return _object(kind, kind)
     if is_dataclass(kind) and isinstance(kind, type):
         required = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
-        check = _object(get_type_hints(kind), required)
+        check = _object(get_type_hints(kind, include_extras=True), required)
         return lambda value: kind(**check(value))
     if isinstance(kind, list):
         return _list(*kind)
@@ -167,8 +179,20 @@ def check_of(kind: Any) -> Check:
     if origin is tuple:
         check_items = _list(args[0])
         return lambda value: tuple(check_items(value))
-    assert origin is UnionType
-    return optional(args[0])
+    if origin is Annotated:
+        return args[1]  # type: ignore[no-any-return]
+    if origin is np.ndarray:
+        (dtype,) = get_args(args[1])
+        return _that_fits(
+            f"an array of {dtype}",
+            lambda value: isinstance(value, np.ndarray) and dtype in (Any, value.dtype.type),
+        )
+    if origin is Mapping:
+        return _mapping(args[1])
+    if origin is None:
+        check_fields = _fixed_list([*get_type_hints(kind).values()])
+        return lambda value: kind(*check_fields(value))
+    return optional(args[0])  # a union
 
 
 def optional(kind: Any) -> Check:
@@ -199,12 +223,22 @@ def _fixed_list(kinds: Sequence[Any]) -> Check:
     return check_each
 
 
+def _is_object(value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise ValueError("must be an object")
+    return value
+
+
+def _mapping(kind: Any) -> Check:
+    check = check_of(kind)
+    return lambda value: {k: _at(f".{k}", check, v) for k, v in _is_object(value).items()}
+
+
 def _object(kinds: dict[str, Any], required: Collection[str]) -> Check:
     checks = {key: check_of(kind) for key, kind in kinds.items()}
 
     def check_fields(value: Any) -> dict[str, Any]:
-        if type(value) is not dict:
-            raise ValueError("must be an object")
+        value = _is_object(value)
         if missing := [key for key in required if key not in value]:
             raise ValueError(f"{missing[0]} is missing")
         found = [key for key in checks if key in value]

@@ -1,8 +1,9 @@
-"""Collector of the ranks' partial records: decides when a step is complete, and who is missing."""
+"""Collector of the ranks' partial records on rank 0; barrier at which all ranks raise an alert."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Collection
 
@@ -15,6 +16,58 @@ from telemetry.ranks.partial_record import PartialRecord
 
 log = logging.getLogger("telemetry")
 
+# Time for rank 0 to decide.
+BARRIER_S = 30.0
+
+
+class Barrier:
+    """One rank's side of the barrier.
+
+    If one rank raised alone, the others would block in their next collective. So each rank's
+    exchange closes the barrier: its training thread does not pass the end of its current step, and
+    rank 0 receives its number. The exchange does not wait for the training thread, which may
+    be in a collective that needs a rank which already waits. Rank 0 decides for the largest number.
+    Every rank continues to the end of that step and raises there, as none has passed it.
+
+    Rank 0 ignores ranks that do not answer in 10 s; these raise as soon as they can. If
+    rank 0 does not decide in :data:`BARRIER_S`, training continues.
+    """
+
+    def __init__(self, first_step: int = 0) -> None:
+        self._ended = first_step - 1
+        self._closed = self._over = False
+        self._raise_at: int | None = None
+        self._decided = threading.Event()
+
+    def step_ended(self, step: int | None) -> bool:
+        """Return whether to raise after this step, the last if None; wait at a closed barrier."""
+        self._ended = self._ended if step is None else step
+        if not self._closed or self._over:
+            return False
+        if not self._decided.wait(BARRIER_S):
+            log.warning(
+                "telemetry: rank 0 was about to raise an alert on all ranks and became "
+                "unresponsive; training continues"
+            )
+        elif self._raise_at is not None and step is not None and step < self._raise_at:
+            return False
+        self._over = True
+        return self._raise_at is not None
+
+    def close(self) -> int:
+        """Stop the training thread at the end of its step; return the number of that step."""
+        # First closed, then read: a training thread that was not stopped has noted its step before.
+        if not self._closed:
+            self._closed = True
+            self._closed_at = self._ended + 1
+        return self._closed_at
+
+    def decide(self, raise_at: int | None) -> None:
+        """Let the training thread continue, to raise at the end of this step; None: never."""
+        self._raise_at = raise_at
+        self._decided.set()
+
+
 MAX_BYTES = 256 * 2**20
 
 # Larger than the sequence number of any record: the rank has ended.
@@ -26,13 +79,10 @@ class Collector:
 
     Each rank sends its records by ascending sequence numbers, so a step is complete when every rank
     has sent it or a later one: ranks with different intervals do not delay each other. If a rank
-    sends nothing for ``timeout_s``, or above ``max_bytes``, the step ends without it. The rank is
-    then unresponsive, and later steps do not wait for it until it sends something.
-
-    Args:
-        timeout_s: Also the time after the first message during which each step waits for all ranks
-            of the world, because some may not have connected yet.
-        max_bytes: Limit of the collected measurements.
+    sends nothing for ``timeout_s``, or the collected measurements exceed ``max_bytes``, the step
+    ends without it. The rank is then unresponsive, and later steps do not wait for it until it
+    sends something. For ``timeout_s`` after the first message, each step waits for all ranks of
+    the world, because some may not have connected yet.
     """
 
     def __init__(self, *, world_size: int, timeout_s: float, max_bytes: int = MAX_BYTES) -> None:
@@ -78,12 +128,7 @@ class Collector:
             self._open[part.sequence] = MergedStep(part), now
 
     def take(self, now: float, *, hurry: bool = False) -> MergedStep | None:
-        """Return the next step that is complete or timed out; None: no step is.
-
-        Args:
-            now: Time of a clock that stands while this process is stopped, from 0.
-            hurry: Do not wait.
-        """
+        """Return the next step that is complete or timed out, or any in a hurry; None: no step."""
         if not self._open:
             return None
         first = min(self._open)

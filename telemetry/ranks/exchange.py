@@ -1,7 +1,7 @@
 """Exchange of steps between ranks: partial records are sent, merged on rank 0 and recorded once.
 
 It calls no collective. Only background threads wait, each time for a bounded time and with bounded
-memory; the :class:`~telemetry.ranks.barrier.Barrier`, before an alert is raised, is the exception.
+memory; the :class:`Barrier`, before an alert is raised, is the exception.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from telemetry.capture import CapturedStep, LightStep
 from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.plain_text import ranks_in_words
-from telemetry.ranks.barrier import Barrier
-from telemetry.ranks.collector import LAST_SEQUENCE, Collector
+from telemetry.ranks.collector import LAST_SEQUENCE, Barrier, Collector
 from telemetry.ranks.connection import (
     BARRIER,
     ENDED,
@@ -76,21 +75,16 @@ class Announcement:
     """State that rank 0 broadcasts; each version replaces the one before."""
 
     first_step: int | None = None  # of rank 0; None: not connected
-    full_step: int = -1  # latest full step that is not in the schedule
+    full_step: int = 0  # latest full step that is not in the schedule, or 0
     alert: Alert | None = None  # that all ranks raise: it closes their barriers ...
     raise_at: int | None = None  # ... and this decides
 
 
 class Exchange:
-    """Exchange of a process that trains alone: each step is recorded here and at once.
+    """Exchange of a process that trains alone: each step is recorded here and at once."""
 
-    Attributes:
-        observer: Selects the tensors that this rank measures; None: all tensors.
-        records: Whether this process records steps, so that its rules judge them.
-    """
-
-    observer: RankObserver | None = None
-    records = True
+    observer: RankObserver | None = None  # selects the tensors to measure; None: all
+    records = True  # whether this process records steps, so that its rules judge them
     _alert: Alert | None = None  # to raise
 
     def send(self, record: StepRecord, step: CapturedStep | LightStep) -> StepRecord | None:
@@ -120,7 +114,7 @@ class Exchange:
         return False
 
     def raise_on_all(self, alert: Alert) -> None:
-        """Have all ranks raise this alert at the end of the same step; the first alert counts."""
+        """Have all ranks raise the first such alert at the end of the same step."""
         self._alert = self._alert or alert
 
     def to_raise(self, step: int | None) -> Alert | None:
@@ -144,8 +138,7 @@ class RankExchange(Exchange):
     Args:
         put: Queues a merged step, on rank 0.
         ask: Has this rank measure a step in full.
-        name: The same on all ranks, and for no other logger; by default the number of the logger
-            in the order in which each process makes them.
+        name: As for :class:`Rendezvous`; default: the number of this logger in its process.
     """
 
     def __init__(

@@ -11,16 +11,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache, partial
-from types import UnionType
-from typing import Any, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import AttentionHeads, Layout, StepRecord
-from telemetry.records.batches import Batch, BatchId
+from telemetry.records.batches import Batch
 from telemetry.records.rows import COLUMNS, NO_VALUES, Rows
+from telemetry.untrusted import check_of
 
 Array: TypeAlias = NDArray[Any]
 Floats: TypeAlias = NDArray[np.float64]
@@ -38,12 +38,9 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorTable:
-    """Measured tensors; of several copies of a tensor only the lowest counts.
+    """Measured tensors; units split over ranks have a place for each rank's, to be filled in."""
 
-    Units that are split over ranks have a place for each rank's units, which merging fills in.
-    """
-
-    rows: tuple[Row, ...]
+    rows: Annotated[tuple[Row, ...], _rows_in]
     copies: Integers
     content: Rows
 
@@ -129,7 +126,7 @@ class ParameterPart:
 
     stage: int  # of a pipeline; 0 without one
     layout_id: str  # equal where the names of the parameters are
-    layout: Layout | None  # None where it was sent before
+    layout: Annotated[Layout, _layout_in] | None  # None where it was sent before
     # FIGURES that are known, in the order of the parameters, and their copies.
     columns: Mapping[str, Array]
     # Gradients that are sums of the ranks' addends; the norms are those of the addends.
@@ -201,17 +198,25 @@ COPIED = sorted({f.name for f in fields(PartialRecord)} & {f.name for f in field
 # --- messages ------------------------------------------------------------------------------------
 
 # Version of the messages; ranks with different ones do not connect.
-FORMAT = "19"
+FORMAT = "20"
 
 _SIZE_BYTES = 4
 _ARRAY = {"dtype", "shape"}
 _DTYPES = {np.dtype(o).str: np.dtype(o) for o in ("i8", "f8", "?", "i2", "f4", COLUMNS)}
-_SCALARS: dict[Any, tuple[type, ...]] = {
-    int: (int,), bool: (bool,), str: (str,), BatchId: (int, str),
-}  # fmt: skip
-# Ranks send the same ones again and again: a text inside the header, parsed once.
-_REPEATED = (Layout, tuple[Row, ...])
-_REPEATED_KEPT = 2048
+_check = cache(check_of)
+
+
+# Ranks send the same rows and layouts again and again: a text inside the header, parsed once.
+@lru_cache(2048)
+def _rows_in(text: str) -> tuple[Row, ...]:
+    rows: tuple[Row, ...] = _check(tuple[Row, ...])(json.loads(text))
+    return rows
+
+
+@lru_cache(2048)
+def _layout_in(text: str) -> Layout:
+    layout: Layout = _check(Layout)(json.loads(text))
+    return layout
 
 
 def encode(value: object) -> bytes:
@@ -224,21 +229,17 @@ def encode(value: object) -> bytes:
             return {"dtype": value.dtype.str, "shape": value.shape}
         if isinstance(value, Mapping):
             return dict(value)
-        items = [getattr(value, field.name) for field in fields(value)]
+        found = {field.name: getattr(value, field.name) for field in fields(value)}
         if isinstance(value, TensorTable):
-            items[0] = _dumps(value.rows)
-        return _dumps(items, plain) if isinstance(value, Layout) else items
+            found["rows"] = _dumps(value.rows)
+        return _dumps(found, plain) if isinstance(value, Layout) else found
 
     header = _dumps(value, plain).encode()
     return b"".join([len(header).to_bytes(_SIZE_BYTES, "big"), header, *raw])
 
 
 def decode(kind: Any, data: bytes) -> Any:
-    """Return the value of this type that :func:`encode` made these bytes of.
-
-    Raises:
-        ValueError: The bytes are damaged, or of a value of another type.
-    """
+    """Return the value of this type that :func:`encode` made these bytes of; else ValueError."""
     at = behind = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big")
 
     def read_array(found: dict[str, Any]) -> Any:
@@ -255,7 +256,7 @@ def decode(kind: Any, data: bytes) -> Any:
 
     try:
         header = json.loads(data[_SIZE_BYTES:behind], object_hook=read_array)
-        value = _reader(kind)(header)
+        value = _check(kind)(header)
         if at != len(data):
             raise ValueError("its length is wrong")
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -265,56 +266,3 @@ def decode(kind: Any, data: bytes) -> Any:
 
 def _dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
     return json.dumps(value, separators=(",", ":"), default=default)
-
-
-def _typed(value: Any, *types: type) -> Any:
-    if type(value) not in types:
-        raise ValueError(f"{types[0].__name__} is missing")
-    return value
-
-
-def _array(value: Any, dtype: np.dtype[Any] | None) -> Array:
-    array: Array = _typed(value, np.ndarray)
-    if dtype not in (None, array.dtype):
-        raise ValueError(f"an array of {dtype} is missing")
-    return array
-
-
-@cache
-def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Return a function that checks a value of a header and returns it as this type."""
-    if hint not in _REPEATED:
-        return _plain_reader(hint)
-    read = _plain_reader(hint)
-    parse = lru_cache(_REPEATED_KEPT)(lambda text: read(json.loads(text)))
-    return lambda value: parse(_typed(value, str))
-
-
-def _plain_reader(hint: Any) -> Callable[[Any], Any]:
-    origin, args = get_origin(hint), get_args(hint)
-    if hint is float:
-        return lambda value: float(_typed(value, float, int))
-    if types := _SCALARS.get(hint):
-        return lambda value: _typed(value, *types)
-    if origin is Literal:  # the first for any other text, as in untrusted.check_of
-        return lambda value: value if value in args else args[0]
-    if origin in (Union, UnionType):  # with None
-        read_some = _reader(args[0])
-        return lambda value: None if value is None else read_some(value)
-    if origin is np.ndarray:
-        (of,) = get_args(args[1])
-        return lambda value: _array(value, None if of is Any else np.dtype(of))
-    if origin is tuple:  # of any length
-        read_item = _reader(args[0])
-        return lambda value: tuple(map(read_item, _typed(value, list)))
-    if origin is Mapping:
-        read_value = _reader(args[1])
-        return lambda value: {k: read_value(v) for k, v in _typed(value, dict).items()}
-    readers = [(name, _reader(hint)) for name, hint in get_type_hints(hint).items()]
-
-    def read_fields(value: Any) -> Any:
-        """Read the fields of a NamedTuple or a dataclass."""
-        items = zip(readers, _typed(value, list), strict=True)
-        return hint(**{name: read(item) for (name, read), item in items})
-
-    return read_fields

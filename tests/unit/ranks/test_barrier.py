@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from telemetry.ranks import barrier, exchange
-from telemetry.ranks.barrier import Barrier
+from telemetry.ranks import collector, exchange
+from telemetry.ranks.collector import Barrier
 from telemetry.ranks.connection import BARRIER, ENDED, RECORDS
 from telemetry.ranks.exchange import RankExchange
 from telemetry.ranks.partial_record import encode
@@ -94,7 +94,7 @@ def test_a_rank_beyond_the_decided_step_raises_at_the_end_of_its_step() -> None:
 def test_training_continues_without_a_decision_of_rank_0(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(barrier, "BARRIER_S", 0.01)
+    monkeypatch.setattr(collector, "BARRIER_S", 0.01)
     silent, closed = Barrier(), Barrier()
     silent.close()
     assert not silent.step_ended(3)
