@@ -1,9 +1,8 @@
 """Ready-made hooks that change gradients or activations, or capture them.
 
-Each is active from the call that makes it until :meth:`~Intervention.remove` or the end of its
-``with`` block. They can be combined with each other and with :class:`telemetry.HookLogger`, which
-shows their effect. Copies and saved files of the model do not contain them. A compiled model is
-compiled again.
+Each is active until :meth:`~Intervention.remove` or the end of its ``with`` block. They can be
+combined with each other and with :class:`telemetry.HookLogger`, which shows their effect. Copies
+and saved files of the model do not contain them. A compiled model is compiled again.
 
 ``select`` is like ``HookLogger(modules=...)``: a glob over names such as ``"encoder.*"``, a module
 class, a ``predicate(name, module)``, or several of these. For gradients, a selected module selects
@@ -158,9 +157,9 @@ def zero_gradients(model: nn.Module, select: Selectors) -> Intervention:
 
 
 def scale_gradients(model: nn.Module, select: Selectors, factor: float) -> Intervention:
-    """Multiply gradients as they arrive, for layers that learn more slowly or, below 0, in reverse.
+    """Multiply gradients as they arrive by a finite factor, which may be negative.
 
-    ``factor`` is finite. Optimizers that normalize by the gradient's size, such as Adam, cancel it.
+    Optimizers that normalize by the gradient's size, such as Adam, cancel it.
     """
     if not math.isfinite(_check_number("scale_gradients", "factor", factor)):
         raise ValueError(f"scale_gradients(factor={factor}): must be finite")

@@ -37,8 +37,8 @@ _PART_OF_ATTENTION = nn.modules.linear.NonDynamicallyQuantizableLinear
 class Selection:
     """Selection of the modules to watch, for any model.
 
-    The parameters inside of a watched module are recorded, and those inside of an excluded one are
-    not. If such modules contain each other, the innermost decides.
+    Parameters inside of a watched module are recorded, those inside of an excluded one are not. If
+    such modules contain each other, the innermost decides.
     """
 
     # A module is watched if one of these is true for it; None: if it is a leaf.
@@ -72,10 +72,7 @@ class Selection:
         }
 
     def callers(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules whose own calls of functions are measured, also modules with children.
-
-        If ``modules`` is given, these are the watched ones.
-        """
+        """Return modules whose own calls of functions are measured: by ``modules``, else all."""
         every = (lambda name, module: True,)
         return replace(self, modules=self.modules or every).apply(model)
 
@@ -107,11 +104,7 @@ class Selection:
 def select_modules(
     model: nn.Module, select: Selectors | None, *, caller: str
 ) -> dict[str, nn.Module]:
-    """Return modules of ``model`` by clean name, as ``HookLogger(modules=...)`` selects them.
-
-    None selects every leaf module. ``caller`` is the public function, for error messages. It raises
-    TypeError or ValueError if an argument is wrong, matches nothing or selects nothing.
-    """
+    """Return modules by clean name, as ``HookLogger(modules=...)`` selects them for ``caller``."""
     check_model(model, caller)
     wanted = None if select is None else _parse(f"{caller}(select", select)
     _check_globs(f"{caller}(select", wanted or (), _candidates(model))
@@ -157,10 +150,7 @@ def check_model(model: object, caller: str) -> None:
 
 
 def clean_name(name: str) -> str:
-    """Return the name without the parts that torch.compile, FSDP1, checkpointing and DDP add.
-
-    A child of the root that the user calls ``module`` loses its name, too.
-    """
+    """Return the name without the parts that torch.compile, FSDP1, checkpointing and DDP add."""
     parts = [part for part in name.split(".") if part not in _WRAPPED]
     return ".".join(parts[1:] if parts[0:1] == [_WRAPPED_ROOT] else parts)
 

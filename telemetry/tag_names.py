@@ -35,10 +35,7 @@ def plain(tag: str) -> str:
 
 
 def numbered(place: int, name: str) -> str:
-    """Return ``NNNN.name``, so that TensorBoard sorts layers in the forward order.
-
-    The name of the module, output or parameter is escaped where it does not print.
-    """
+    """Return ``NNNN.name``, so that TensorBoard sorts layers in the forward order; printable."""
     return f"{place:04d}.{printable(name)}"
 
 

@@ -14,13 +14,11 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from telemetry.commands.alerts import FAIL_ON, alerts, batches, lint
-from telemetry.commands.diff import diff
 from telemetry.commands.explain import explain_faults
-from telemetry.commands.export import export
+from telemetry.commands.export import export, report
 from telemetry.commands.help import print_help
 from telemetry.commands.output import new_console, reason, report_problems
-from telemetry.commands.report import report
-from telemetry.commands.runs import runs
+from telemetry.commands.runs import diff, runs
 from telemetry.commands.summary import summary, units
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.version import __version__
@@ -90,144 +88,117 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    of_summary = _command(commands, "summary", summary, "print a table of all layers")
-    _add_runs(of_summary)
-    shown = f"statistic to show (default: that of --sort, or {_STATISTICS[0]}): {_NAMES}"
-    _add_statistic(of_summary, shown)
-    sort = "sort by the last value of this statistic, the largest first (default: "
-    sort += "forward order; with --top or --reverse, the shown statistic)"
-    of_summary.add_argument("--sort", choices=_STATISTICS, metavar="STATISTIC", help=sort)
-    _add_reverse(of_summary)
-    of_summary.add_argument("--top", type=int, metavar="N", help="show only the first N layers")
-    _add_form(of_summary)
-
-    does = "print status, loss, first alert and hyperparameters of runs, the newest first"
-    of_runs = _command(commands, "runs", runs, does)
-    _add_runs(of_runs)
-    sort = "column or hyperparameter, such as best_loss or lr (default: %(default)s)"
-    of_runs.add_argument("--sort", metavar="KEY", default="started", help=sort)
-    _add_reverse(of_runs)
-    words = "show only runs with all these words and comparisons: name, status, alert, or lr<1e-3"
-    of_runs.add_argument("--filter", metavar="WORDS", help=words)
-    _add_form(of_runs)
-
-    does = "print the alerts of runs; exit with 1 if there are any above a note"
-    of_alerts = _command(commands, "alerts", alerts, does)
-    _add_runs(of_alerts)
-    _add_fail_on(of_alerts)
-    _add_form(of_alerts)
-
-    does = "print the batches that alerts blame, with their ids, as JSON"
-    _add_runs(_command(commands, "batches", batches, does))
-
-    does = "judge the loss and gradient norm that any program has logged"
-    of_lint = _command(commands, "lint", lint, does)
-    what = "TensorBoard directory, trainer_state.json of Transformers, or CSV file of Lightning"
-    of_lint.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=what)
-    of_lint.add_argument("--loss", metavar="TAG", help="tag of the loss (default: found by name)")
-    of_lint.add_argument("--norm", metavar="TAG", help="tag of the gradient norm, in the same way")
-    _add_fail_on(of_lint)
-    _add_form(of_lint)
-
-    does = "print the flight records around alerts and exceptions"
-    of_explain = _command(commands, "explain", explain_faults, does)
-    _add_runs(of_explain, ", or a flight-<step>.json from it")
-    _add_form(of_explain)
-
-    of_help = _command(commands, "help", print_help, "explain a kind of alert, or list all kinds")
-    of_help.add_argument("kind", nargs="?", metavar="KIND", help="kind of alert, as dead_units")
-
-    does = "print the first step and layer where two runs diverge; exit with 1 if they do"
-    of_diff = _command(commands, "diff", diff, does)
-    _add_run(of_diff, "first")
-    _add_run(of_diff, "second")
-    of_diff.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="two numbers are equal up to this share of the larger one (default: %(default)s)",
-    )
-    _add_form(of_diff)
-
-    does = "print the smallest and largest value of each unit of a layer, and the dead units"
-    of_units = _command(commands, "units", units, does)
-    _add_run(of_units, "run")
-    of_units.add_argument("layer", metavar="LAYER", help="name of the layer, as in the summary")
-    of_units.add_argument("--step", type=int, help="a full step (default: the last one)")
-    _add_form(of_units)
-
-    does = "write one HTML file with the page and the data of runs; of several, a comparison, too"
-    of_report = _command(commands, "report", report, does)
-    _add_runs(of_report)
-    _add_output(of_report, "file to write (default: %(default)s)", default="report.html")
-
-    does = "write all numbers of the page as CSV, a row per layer and step, or a heat map"
-    of_export = _command(commands, "export", export, does)
-    _add_runs(of_export)
-    where = "file to write (default: stdout); .png and .svg are heat maps of one run"
-    _add_output(of_export, where)
-    shown = "column, or statistic of the heat map; may be repeated (default: all, or grad_norm): "
-    _add_statistic(of_export, shown + _NAMES, action="append")
-    return parser
-
-
-def _command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace, Console], int], does: str
-) -> argparse.ArgumentParser:
-    """Add a parser for a command; ``does`` has no capital letter and no full stop."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=does,
-        description=f"{does[0].upper()}{does[1:]}.",
-        epilog="\n".join(
-            ["example:", *(f"  telemetry {name} {e}".rstrip() for e in _EXAMPLES[name])]
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(command=run)
-    return parser
-
-
-def _add_run(parser: argparse.ArgumentParser, name: str) -> None:
-    what = "directory of a run, or a directory with a single run somewhere below"
-    parser.add_argument(name, type=Path, metavar="RUN", help=what)
-
-
-def _add_runs(parser: argparse.ArgumentParser, or_file: str = "") -> None:
-    what = f"directory of a run, or of runs at any depth, such as runs/{or_file}"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help=what)
-
-
-def _add_statistic(parser: argparse.ArgumentParser, what: str, **options: Any) -> None:
-    parser.add_argument("--statistic", choices=_STATISTICS, metavar="NAME", help=what, **options)
-
-
-def _add_reverse(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--reverse", action="store_true", help="sort the other way round")
-
-
-def _add_fail_on(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    path = {"type": Path, "metavar": "RUN"}
+    a_run = "directory of a run, or a directory with a single run somewhere below"
+    all_runs = "directory of a run, or of runs at any depth, such as runs/"
+    statistic = {"choices": _STATISTICS, "metavar": "NAME"}
+    output = {"type": Path, "metavar": "FILE"}
+    of_runs = _options("runs", nargs="+", help=all_runs, **path)
+    reverse = _options("--reverse", action="store_true", help="sort the other way round")
+    fail_on = _options(
         "--fail-on",
         choices=FAIL_ON,
         default="warning",
         help="severity of an alert for exit status 1 (default: %(default)s): error: the run is "
         "lost or wrong; warning: worth a look; notes never count",
     )
+    form = argparse.ArgumentParser(add_help=False)
+    forms = form.add_mutually_exclusive_group()
+    for name, what in (
+        ("json", "print a list of objects"),
+        ("csv", "print a table with a heading"),
+    ):
+        forms.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=what)
+
+    does = "print a table of all layers"
+    add = _command(commands, "summary", summary, does, of_runs, reverse, form)
+    shown = f"statistic to show (default: that of --sort, or {_STATISTICS[0]}): {_NAMES}"
+    add("--statistic", help=shown, **statistic)
+    sort = "sort by the last value of this statistic, the largest first (default: "
+    sort += "forward order; with --top or --reverse, the shown statistic)"
+    add("--sort", choices=_STATISTICS, metavar="STATISTIC", help=sort)
+    add("--top", type=int, metavar="N", help="show only the first N layers")
+
+    does = "print status, loss, first alert and hyperparameters of runs, the newest first"
+    add = _command(commands, "runs", runs, does, of_runs, reverse, form)
+    sort = "column or hyperparameter, such as best_loss or lr (default: %(default)s)"
+    add("--sort", metavar="KEY", default="started", help=sort)
+    words = "show only runs with all these words and comparisons: name, status, alert, or lr<1e-3"
+    add("--filter", metavar="WORDS", help=words)
+
+    does = "print the alerts of runs; exit with 1 if there are any above a note"
+    _command(commands, "alerts", alerts, does, of_runs, fail_on, form)
+
+    does = "print the batches that alerts blame, with their ids, as JSON"
+    _command(commands, "batches", batches, does, of_runs)
+
+    does = "judge the loss and gradient norm that any program has logged"
+    add = _command(commands, "lint", lint, does, fail_on, form)
+    what = "TensorBoard directory, trainer_state.json of Transformers, or CSV file of Lightning"
+    add("paths", nargs="+", type=Path, metavar="PATH", help=what)
+    add("--loss", metavar="TAG", help="tag of the loss (default: found by name)")
+    add("--norm", metavar="TAG", help="tag of the gradient norm, in the same way")
+
+    does = "print the flight records around alerts and exceptions"
+    add = _command(commands, "explain", explain_faults, does, form)
+    add("runs", nargs="+", help=f"{all_runs}, or a flight-<step>.json from it", **path)
+
+    add = _command(commands, "help", print_help, "explain a kind of alert, or list all kinds")
+    add("kind", nargs="?", metavar="KIND", help="kind of alert, as dead_units")
+
+    does = "print the first step and layer where two runs diverge; exit with 1 if they do"
+    add = _command(commands, "diff", diff, does, form)
+    add("first", help=a_run, **path)
+    add("second", help=a_run, **path)
+    share = "two numbers are equal up to this share of the larger one (default: %(default)s)"
+    add("--tolerance", type=float, default=0.0, metavar="SHARE", help=share)
+
+    does = "print the smallest and largest value of each unit of a layer, and the dead units"
+    add = _command(commands, "units", units, does, form)
+    add("run", help=a_run, **path)
+    add("layer", metavar="LAYER", help="name of the layer, as in the summary")
+    add("--step", type=int, help="a full step (default: the last one)")
+
+    does = "write one HTML file with the page and the data of runs; of several, a comparison, too"
+    add = _command(commands, "report", report, does, of_runs)
+    where = "file to write (default: %(default)s)"
+    add("-o", "--output", default="report.html", help=where, **output)
+
+    does = "write all numbers of the page as CSV, a row per layer and step, or a heat map"
+    add = _command(commands, "export", export, does, of_runs)
+    where = "file to write (default: stdout); .png and .svg are heat maps of one run"
+    add("-o", "--output", help=where, **output)
+    shown = "column, or statistic of the heat map; may be repeated (default: all, or grad_norm): "
+    add("--statistic", action="append", help=shown + _NAMES, **statistic)
+    return parser
 
 
-def _add_output(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", default=default, help=what)
+def _options(*names: str, **options: Any) -> argparse.ArgumentParser:
+    """Return a parent parser with one argument, for several commands."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(*names, **options)
+    return parser
 
 
-def _add_form(parser: argparse.ArgumentParser) -> None:
-    forms = parser.add_mutually_exclusive_group()
-    for form, what in (("json", "a list of objects"), ("csv", "a table with a heading")):
-        forms.add_argument(
-            f"--{form}", dest="form", action="store_const", const=form, help=f"print {what}"
-        )
+def _command(
+    commands: Commands,
+    name: str,
+    run: Callable[[argparse.Namespace, Console], int],
+    does: str,
+    *parents: argparse.ArgumentParser,
+) -> Callable[..., argparse.Action]:
+    """Add a command, which ``does`` something, and return what adds its own arguments."""
+    examples = [f"  telemetry {name} {example}".rstrip() for example in _EXAMPLES[name]]
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=does,
+        description=f"{does[0].upper()}{does[1:]}.",
+        epilog="\n".join(["example:", *examples]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=parents,
+    )
+    parser.set_defaults(command=run)
+    return parser.add_argument
 
 
 if __name__ == "__main__":

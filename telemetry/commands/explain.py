@@ -96,10 +96,9 @@ def _profile_rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def print_faults(path: Path, console: Console) -> list[str]:
-    """Print a flight file, or those of a run's directory, earliest fault first.
+    """Print a flight file, or those of a directory; return the kinds of their alerts.
 
-    Return the kinds of their alerts. An unreadable file in a directory is reported in one line; one
-    that was given raises OSError or ValueError.
+    An unreadable file in a directory is reported; one that was given raises OSError or ValueError.
     """
     if not path.is_dir():
         return _print_fault(path, console)

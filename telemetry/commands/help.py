@@ -31,10 +31,7 @@ class Meaning:
 
 
 def meaning_of(detector: type[Detector]) -> Meaning:
-    """Return the part of a detector's docstring that is for users.
-
-    That is the first paragraph and the fields after it. The reasons of the decision follow.
-    """
+    """Return the first paragraph of a detector's docstring and the fields after it."""
     summary, fields, *_ = [*inspect.cleandoc(detector.__doc__ or "").split("\n\n"), ""]
     texts = dict(re.findall(r"^(\w+):(.*(?:\n +.*)*)", fields, re.MULTILINE))
     example, args = texts.pop("Example", ""), texts.pop("Args", "")

@@ -44,10 +44,7 @@ def new_console(file: TextIO | None = None) -> Console:
 def print_table(
     console: Console, title: str, names: Sequence[str], others: Sequence[Column]
 ) -> None:
-    """Print a column of names, the other columns that fit, and the titles of those that do not.
-
-    Names are never truncated: a long name continues on the next line.
-    """
+    """Print a column of names, the other columns that fit, and the titles of those that do not."""
     shown, unlimited = list(others), console.options.update_width(1 << 20)
     while shown:
         narrow = _table(title, names, shown, name_width=_NARROWEST)
@@ -73,20 +70,13 @@ def _table(
 
 
 def print_records(form: str, columns: Sequence[str], records: Iterable[Mapping[str, Any]]) -> None:
-    """Print records for programs; ``form`` is ``json`` or ``csv``.
-
-    JSON has no NaN and infinities: they are ``"nan"``, ``"inf"`` and ``"-inf"``.
-    """
+    """Print records as ``json``, where NaN and infinities are texts, or as ``csv``."""
     if form == "csv":
         rows = ([_cell(json_plain(record[column])) for column in columns] for record in records)
         write_csv(sys.stdout, columns, rows)
         return
-    before = "["
-    for record in records:
-        text = json.dumps({column: json_plain(record[column]) for column in columns})
-        print(f"{before}\n{text}", end="")
-        before = ","
-    print("\n]" if before == "," else "[]")
+    texts = [json.dumps({name: json_plain(record[name]) for name in columns}) for record in records]
+    print("\n".join(["[", ",\n".join(texts), "]"]) if texts else "[]")
 
 
 def write_csv(file: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

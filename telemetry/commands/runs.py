@@ -1,4 +1,4 @@
-"""``telemetry runs``: status, loss, first alert and hyperparameters of runs."""
+"""``telemetry runs`` and ``diff``: a table of runs; the first step and layer where two diverge."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from telemetry.commands import output
-from telemetry.plain_text import called, natural_key, printable
-from telemetry.reading.run import NoTelemetryError
+from telemetry.layers import PAGE_STATISTICS
+from telemetry.plain_text import called, called_all, natural_key, printable
+from telemetry.reading.comparison import Comparison, compare
+from telemetry.reading.run import NoTelemetryError, only_log_dir, open_run
 from telemetry.reading.run_entry import differing, read_row
 
 _COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "first_alert")
@@ -95,10 +97,7 @@ _TERM = re.compile(r"([^<>=!]+)(<=|>=|!=|=|<|>)(.*)")
 
 
 def _matches(row: Mapping[str, Any], term: str) -> bool:
-    """Return whether a run matches a lower-case word or comparison, such as ``lr<1e-3``.
-
-    Two numbers are compared as numbers; other values must be equal as texts.
-    """
+    """Return whether a run matches a lower-case word, or a comparison such as ``lr<1e-3``."""
     if (found := _TERM.fullmatch(term)) is None:
         pairs = [f"{name}={_text(value)}" for name, value in row["hparams"].items()]
         texts = [row["name"], row["status"], _alert(row["alert"]) or "", *pairs]
@@ -150,3 +149,50 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return str(int(value)) if value.is_integer() and abs(value) < 1e15 else f"{value:g}"
     return str(value)
+
+
+_RECORD = ("statistic", "step", "module_name", "first", "second", "layer_count")
+_MAX_NAMES = 5
+
+
+def diff(args: argparse.Namespace, console: Console) -> int:
+    runs = [only_log_dir(path, output.report_skipped) for path in (args.first, args.second)]
+    comparison = compare(*map(open_run, runs), tolerance=args.tolerance)
+    if not comparison.step_count or not comparison.layer_count:
+        raise ValueError(f"{runs[0]} and {runs[1]} have no layer or no step in common")
+    if args.form:
+        output.print_records(args.form, _RECORD, map(vars, comparison.differences))
+        return bool(comparison.differences)
+    _print(comparison, console)
+    for run, names in zip(runs, (comparison.only_first, comparison.only_second), strict=True):
+        if names:
+            console.print(f"only in {printable(str(run))}: {called_all(names, _MAX_NAMES)}")
+    return bool(comparison.differences)
+
+
+def _print(comparison: Comparison, console: Console) -> None:
+    common = f"{comparison.layer_count} layers and {comparison.step_count} steps in common"
+    found = comparison.differences
+    if not found:
+        console.print(f"{common}: no difference")
+        return
+    titles = {statistic.name: statistic.title for statistic in PAGE_STATISTICS}
+    names = ["" if d.module_name is None else called(d.module_name) for d in found]
+    diverged = [
+        f"step {d.step} in {name or d.statistic}" for d, name in zip(found, names, strict=True)
+    ]
+    layer = next((place for place, name in enumerate(names) if name), 0)
+    also = f", the layers at {diverged[layer]}" if layer else ""
+    console.print(f"{common}; the runs diverge at {diverged[0]}{also}\n", style="bold")
+    output.print_table(
+        console,
+        "first difference in",
+        names,
+        [
+            output.Column("of", [Text(titles.get(d.statistic, d.statistic)) for d in found], 4),
+            output.Column("step", [Text(str(d.step)) for d in found], 5, True),
+            output.Column("first run", [output.number(d.first) for d in found], 2, True),
+            output.Column("second run", [output.number(d.second) for d in found], 1, True),
+            output.Column("layers", [Text(str(d.layer_count or "")) for d in found], 0, True),
+        ],
+    )

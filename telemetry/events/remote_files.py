@@ -25,13 +25,8 @@ class RemoteFiles:
     Such stores cannot append. Events are written to a file in a local temporary directory, which is
     uploaded every few seconds if it has grown. After 8 MiB another file begins, so that uploads
     stay small. If the store is unreachable when the writer is closed, the local files remain, and a
-    warning names their directory.
-
-    The arguments are those of :class:`LocalFiles`.
-
-    Raises:
-        ValueError: fsspec does not know the protocol.
-        ImportError: The package that handles this protocol is not installed.
+    warning names their directory. Arguments are as for :class:`LocalFiles`; ValueError or
+    ImportError: fsspec does not know the protocol, or its package is not installed.
     """
 
     def __init__(
@@ -53,8 +48,7 @@ class RemoteFiles:
     def write(self, events: deque[bytes], *, urgent: bool = False) -> None:
         """Write events to the local file; upload it every few seconds, or now if urgent.
 
-        It raises the error of the disk or of the store. After that of the store, all events are in
-        the local file, and the next call retries the upload.
+        After an error of the store, all events are in the local file; the next call retries.
         """
         self._local.write(events)
         if urgent or time.monotonic() >= self._next_sync_s:

@@ -26,10 +26,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _File(FileWriter, tensorboard.FileWriter):  # type: ignore[misc]  # says whether it flushed
-    """File writer of ours with torch's methods that build events.
-
-    Events that are added while another thread closes it are added to ``successor()``.
-    """
+    """File writer of ours with torch's methods; events added during a close go to its successor."""
 
     successor: Callable[[], FileWriter] | None = None
 
@@ -120,10 +117,7 @@ class SummaryWriter(tensorboard.SummaryWriter):
         each_within(PATIENCE_S, *(w.flush for w in (self.all_writers or {}).values()))
 
     def close(self) -> None:
-        """Write the queued events within 30 s, and log lost ones. Later calls open a new file.
-
-        A copy stays inert.
-        """
+        """Write the queued events within 30 s, and log lost ones. Later calls open a new file."""
         if self.file_writer is None or self.all_writers is None or not self.file_writer.is_here:
             return
         writers = self.all_writers

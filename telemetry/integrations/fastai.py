@@ -9,10 +9,7 @@ from telemetry.integrations.trainer_logger import TrainerLogger
 
 
 class TelemetryCallback(TrainerLogger, Callback):
-    """Logs the model of a fastai learner. Several fits are one run with continuous steps.
-
-    Arguments are as for :class:`TrainerLogger`.
-    """
+    """Logs a fastai learner as :class:`TrainerLogger`; several fits are one run."""
 
     def before_fit(self) -> None:
         self.run = not any(hasattr(self.learn, name) for name in ("lr_finder", "gather_preds"))

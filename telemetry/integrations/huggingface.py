@@ -67,10 +67,7 @@ def _saved(args: Any, state: Any) -> Path:
 
 
 class ReturnedLoss(Inert):
-    """Forward hook that keeps the item ``"loss"`` of the output of an uncompiled model in training.
-
-    Models of Transformers return one if they receive labels.
-    """
+    """Forward hook that keeps ``"loss"`` of the output of an uncompiled model in training."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)

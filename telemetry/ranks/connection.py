@@ -74,11 +74,7 @@ class Address(NamedTuple):
 
 
 class Rendezvous:
-    """Publishes or finds rank 0's address.
-
-    Args:
-        name: The same for the loggers of one run on all ranks, and for no other logger.
-    """
+    """Publishes or finds rank 0's address; its name is the same for one logger on all ranks."""
 
     def __init__(self, name: str) -> None:
         # The store outlives an elastic restart.
@@ -168,10 +164,7 @@ def frame(kind: bytes, payload: bytes = b"") -> bytes:
 
 
 async def _read_frame(stream: StreamReader, slots: Semaphore) -> tuple[bytes, bytes]:
-    """Return kind and payload; a large frame needs a slot, which limits memory.
-
-    EOFError: the connection is closed; ValueError: the frame is too large.
-    """
+    """Return kind and payload; a large frame needs a slot, which limits memory."""
     head = await stream.readexactly(5)
     if (size := int.from_bytes(head[1:], "big")) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {size} bytes")
@@ -193,11 +186,7 @@ async def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 async def _authenticate(connection: socket.socket, token: str, rank: int) -> int:
-    """Return the rank of the other side, which proves that it has the token, as this side does.
-
-    ValueError: it does not have the token, or it is not one rank 0 and one other rank that connect.
-    Both sides send a nonce, and a digest of both nonces with their own first.
-    """
+    """Return the rank of the other side, after both have proved that they have the token."""
     loop = asyncio.get_running_loop()
     own = rank.to_bytes(_RANK_BYTES, "big") + secrets.token_bytes(_NONCE_BYTES)
     await loop.sock_sendall(connection, own)
@@ -239,9 +228,6 @@ class Server:
     Args:
         receive: Called with kind, payload and rank of each frame; ValueError closes the connection.
         announcement: Payload that each rank receives first; see :meth:`announce`.
-
-    Attributes:
-        refused: Ranks for which no file descriptor is left.
     """
 
     def __init__(
@@ -255,7 +241,7 @@ class Server:
         self._receive = receive
         self._announcement = announcement
         self._writers: dict[int, StreamWriter] = {}
-        self.refused: set[int] = set()
+        self.refused: set[int] = set()  # ranks for which no file descriptor is left
         self._tasks: set[asyncio.Task[None]] = set()
         self._unauthenticated: list[Any] = []  # tasks
         self._fewer, self._slots = Event(), Semaphore(_LARGE_AT_ONCE)
@@ -323,9 +309,6 @@ class Client:
 
     A frame is sent again, on the next connection, until rank 0 acknowledges it. The client waits
     for a rank 0 that is stopped, and reconnects with exponential back-off and jitter.
-
-    Args:
-        on_announcement: Called with each announcement.
     """
 
     def __init__(

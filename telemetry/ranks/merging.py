@@ -57,12 +57,7 @@ Placed: TypeAlias = tuple[ParameterPart, NDArray[np.intp]]
 
 
 def merge_parameters(parts: Sequence[Placed], count: int) -> dict[str, Array]:
-    """Return the columns of all parameters by name; without those that no rank measured.
-
-    Args:
-        parts: Each with the positions of its parameters in the whole.
-        count: Number of parameters in the whole.
-    """
+    """Return the columns of all ``count`` parameters by name, except those no rank measured."""
 
     def stack(name: str, missing: Any) -> Array:
         stacked = np.full((len(some), count), missing)
@@ -117,10 +112,7 @@ def sum_addends(parts: Iterable[Placed]) -> dict[int, Floats]:
 def over_ranks(
     of_ranks: Mapping[int, Mapping[Key, float]],
 ) -> tuple[dict[Key, float], dict[Key, Spread]]:
-    """Return means of values over the ranks that have them, and their extremes except for NaN.
-
-    Of equal extremes the lowest rank's counts.
-    """
+    """Return means of values over the ranks that have them, and extremes without NaN."""
     ranks = sorted(of_ranks)
     names = list(dict.fromkeys([name for rank in ranks for name in of_ranks[rank]]))
     if not names:
@@ -138,34 +130,22 @@ def over_ranks(
 
 
 class MergedStep:
-    """Measurements of several ranks at one step, or in one phase of it.
-
-    Tensors are merged as they arrive; everything else is small and is kept as it is.
-
-    Attributes:
-        parts: Of the ranks, without tensors.
-        rms: Root mean squares of outputs, by rank.
-        nbytes: Bytes of the large arrays.
-    """
+    """Measurements of several ranks at one step or phase; tensors are merged as they arrive."""
 
     def __init__(self, first: PartialRecord) -> None:
         self.step, self.phase, self.sequence = first.step, first.phase, first.sequence
-        self.parts: list[PartialRecord] = []
-        self.rms: dict[int, dict[Row, float]] = {}
+        self.parts: list[PartialRecord] = []  # without tensors
+        self.rms: dict[int, dict[Row, float]] = {}  # root mean squares of outputs, by rank
+        self.nbytes = 0  # of the large arrays
+        self.ranks: set[int] = set()  # whose measurements are here
         self._tables: list[TensorTable] = []
-        self._ranks: set[int] = set()
-        self.nbytes = 0
         self.add(first)
 
     def add(self, part: PartialRecord) -> None:
-        """Add the measurements of another rank.
-
-        Raises:
-            ValueError: They are of another step, or this rank has sent it before.
-        """
-        if (part.step, part.phase) != (self.step, self.phase) or part.rank in self._ranks:
+        """Add the measurements of another rank; ValueError: another step, or sent before."""
+        if (part.step, part.phase) != (self.step, self.phase) or part.rank in self.ranks:
             raise ValueError(f"rank {part.rank} sent step {part.step} out of order")
-        self._ranks.add(part.rank)
+        self.ranks.add(part.rank)
         self.nbytes += part.nbytes
         self.parts.append(replace(part, tensors=None))
         if part.tensors is not None:
@@ -178,11 +158,6 @@ class MergedStep:
             self.nbytes += self._tables[0].nbytes
 
     @property
-    def ranks(self) -> frozenset[int]:
-        """Ranks whose measurements are here."""
-        return frozenset(self._ranks)
-
-    @property
     def wall_time(self) -> float:
         """Time at which the last rank ended the step."""
         return max(part.wall_time for part in self.parts)
@@ -193,7 +168,7 @@ class MergedStep:
         return frozenset([part.rank for part in self.parts if part.full])
 
     def tensors(self) -> TensorTable | None:
-        """All tensors, merged; None: no rank has measured any."""
+        """Return all tensors, merged; None: no rank has measured any."""
         return merge_tensors(self._tables) if self._tables else None
 
     def figures(self, name: str) -> tuple[dict[str, float], dict[str, Spread]]:
@@ -202,10 +177,7 @@ class MergedStep:
 
 
 class MergedRecords:
-    """Makes the records of merged steps, in the order of the steps.
-
-    It keeps layouts and hosts, which ranks send only when they have changed.
-    """
+    """Makes the records of merged steps; keeps layouts and hosts, which ranks send on changes."""
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, str], Layout] = {}
@@ -405,7 +377,7 @@ def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
     nonfinite = [(part.rank, part.nonfinite) for part in merged.parts if part.nonfinite]
     return RankFacts(
         size=max(part.size for part in merged.parts),
-        held=merged.ranks,
+        held=frozenset(merged.ranks),
         measured=merged.measured,
         step_s=over_ranks(step_s)[1].get("step_s"),
         activation_rms={output: spread for output, spread in rms.items() if output is not None},

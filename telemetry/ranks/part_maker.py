@@ -66,10 +66,8 @@ class PartMaker:
 
     def logged(self, step: int, scalars: Mapping[str, float]) -> PartialRecord:
         """Return the partial record of a step that did not end: its logged scalars."""
-        rank, size = self._ranks.rank, self._ranks.size
-        return PartialRecord(
-            rank=rank, size=size, step=step, wall_time=time.time(), scalars=scalars
-        )
+        rank, size, now = self._ranks.rank, self._ranks.size, time.time()
+        return PartialRecord(rank=rank, size=size, step=step, wall_time=now, scalars=scalars)
 
     def numbered(self, part: PartialRecord) -> PartialRecord:
         """Return a partial record with its sequence number."""

@@ -49,11 +49,7 @@ class Role:
 
 
 def role_of(ranks: Ranks) -> Role:
-    """Return the role of this process; a preliminary one if its rank is unknown.
-
-    Raises:
-        ValueError: Each rank is to have its own directory, and the rank is unknown.
-    """
+    """Return the role of this process; a preliminary one if its rank is unknown."""
     if (known := rank_and_world_size()) is not None:
         return Role(ranks=ranks, rank=known[0], size=known[1])
     if ranks == "each" and may_be_any_rank():
@@ -89,10 +85,7 @@ def may_be_any_rank() -> bool:
 
 
 def rank_and_world_size() -> tuple[int, int] | None:
-    """Return this process's rank and the number of ranks, by the process group or the launcher.
-
-    None if neither says it: this process trains alone, or ``mp.spawn`` started it.
-    """
+    """Return rank and number of ranks by process group or launcher; None if neither says it."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     for rank_in, size_in in _RANKS_AND_SIZES:

@@ -1,7 +1,4 @@
-"""Topology of the ranks: which local shard of each tensor this rank has, and which it measures.
-
-It is read from attributes of tensors and modules, without a collective or a wait for a device.
-"""
+"""Topology of the ranks: which local shard of each tensor this rank has, and which it measures."""
 
 from __future__ import annotations
 
@@ -65,11 +62,9 @@ class LocalShard:
     pieces: int = 1
 
     def numbered(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> LocalShard:
-        """Return the shard of one tensor: copies are numbered from ``first``, and take turns.
+        """Return the shard of one tensor: copies are numbered from ``first``.
 
-        Args:
-            turn: The copy that counts, modulo their number.
-            axis: Axis of the units, counted from the end.
+        ``turn``, modulo their number, is the one that counts; ``axis`` of the units is negative.
         """
         piece, pieces = _flat((at, size) for split, at, size in self.splits if split == axis)
         shard, _ = _flat((at, size) for _, at, size in self.splits)
@@ -164,10 +159,7 @@ class RankObserver:
     _meshes: dict[int, Any] = field(default_factory=dict)
 
     def read_model(self, model: nn.Module) -> None:
-        """Read from a model's parameters which dimensions of their meshes have the same data.
-
-        Those are the dimensions that FSDP does not shard over and that have no name of data.
-        """
+        """Find the mesh dimensions of equal data: not sharded by FSDP, without a name of data."""
         if isinstance(model, DistributedDataParallel):
             self._read_ddp(model)
         if not self.has_flat_shards and has_flat_shards(model):
@@ -254,10 +246,7 @@ class RankObserver:
     # --- on the training thread ------------------------------------------------------------------
 
     def takes_inputs(self, notes: RankNotes, name: str, model: nn.Module | None) -> bool:
-        """Note the shard of a module's input; return whether to measure it here.
-
-        To be called while the module is called, before its output is noted.
-        """
+        """Note the shard of an input of a running module; return whether to measure it here."""
         if model is not None and not notes.outputs:
             self.read_model(model)
         self.read_call()

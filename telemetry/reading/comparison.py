@@ -45,11 +45,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Result of comparing two runs.
-
-    There is at most one difference per statistic and curve, ordered by step and, within a step, by
-    weights, forward pass, backward pass, update.
-    """
+    """Result of comparing two runs: at most one difference per statistic and curve, in order."""
 
     differences: Sequence[Difference]
     step_count: int  # that both runs recorded
@@ -59,11 +55,7 @@ class Comparison:
 
 
 def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Comparison:
-    """Compare two runs at the steps and in the layers that both have.
-
-    Numbers are the same if they differ by at most ``tolerance`` times the larger one. NaN is the
-    same as NaN, and infinity as infinity.
-    """
+    """Compare common steps and layers; ``tolerance`` is relative, and NaN is the same as NaN."""
     names = [[layer.name for layer in run.overview().layers] for run in (first, second)]
     known = [set(of_run) for of_run in names]
     both = [name for name in names[0] if name in known[1]]

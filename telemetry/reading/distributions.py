@@ -55,10 +55,7 @@ def histogram_table(value: object) -> NDArray[np.float64]:
 
 
 def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribution | None:
-    """Combine the tables of several steps, each as :func:`histogram_table` returns it.
-
-    Values are assumed to be evenly spread within a bucket. None if no histogram has a value.
-    """
+    """Combine the histogram tables of several steps; None if no histogram has a value."""
     if not any(table[:, 2].sum() > 0 for _, table in tables):
         return None
     zeros = [(np.abs(table[:, :2]) <= _ZERO).all(axis=1) for _, table in tables]

@@ -67,10 +67,7 @@ class Matrix:
 def in_order(
     steps: NDArray[np.int64], values: NDArray[np.float32]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Sort steps ``[k]`` and their values ``[k, ...]``; the last of equal steps is kept.
-
-    Steps are unsorted where two programs wrote into one directory.
-    """
+    """Sort steps ``[k]`` and values ``[k, ...]`` of programs; the last of equal steps stays."""
     if (np.diff(steps) > 0).all():
         return steps, values
     order = np.argsort(steps, kind="stable")
@@ -79,11 +76,7 @@ def in_order(
 
 
 def thin(matrix: Matrix, *, max_layers: int, max_cells: int) -> Matrix:
-    """Reduce a matrix to a maximum of rows and cells; each cell is the largest of several.
-
-    NaN is larger than infinity, and a missing value is the smallest, so a fault in a single cell
-    stays visible.
-    """
+    """Reduce a matrix to a maximum of rows and cells: each is the largest of several, or NaN."""
     columns, rows = matrix.values.shape
     layer_factor = max(1, -(-rows // max_layers))
     max_columns = max(1, max_cells // max(1, -(-rows // layer_factor)))
@@ -111,8 +104,7 @@ def _largest(values: NDArray[np.float32], factor: int, axis: int) -> NDArray[np.
 class UnitExtremes:
     """Extremes of the units or channels of a layer's output at full steps.
 
-    Of units that were omitted, because a step is limited to 64 KiB, the extremes are infinity and
-    minus infinity.
+    Those of omitted units, because a step is limited to 64 KiB, are infinity and minus infinity.
     """
 
     type_name: str  # the layer's class
@@ -229,10 +221,7 @@ def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems)
 
 
 def _event_numbers(kind: ChunkKind, step: int, array: object, shape: tuple[int, ...]) -> Numbers:
-    """Return steps and numbers of one event; an event of norms has several steps.
-
-    It raises ValueError if the event does not fit the layout.
-    """
+    """Return steps and numbers of one event; ValueError if it does not fit the layout."""
     if not isinstance(array, np.ndarray) or array.dtype != np.float32:
         raise ValueError("it does not hold float32 numbers")
     if kind == "m":
@@ -257,8 +246,7 @@ def of_modules(
 ) -> NDArray[np.float32] | None:
     """Return one statistic of some modules of a segment, ``[k, modules]``; None without it.
 
-    ``values`` are of an ``n`` tag for a statistic of :data:`EVERY_STEP`, else of an ``m`` tag;
-    ``modules`` are indices in the segment's layout, ascending.
+    ``values`` are of an ``n`` tag if it is of :data:`EVERY_STEP`, else of an ``m`` tag.
     """
     if name not in EVERY_STEP:
         names = segment.statistic_names

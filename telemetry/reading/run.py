@@ -197,8 +197,7 @@ def find_log_dirs(
 ) -> Iterator[Path]:
     """Yield the directories of runs at and below ``path``, in natural order; links are followed.
 
-    ``skipped`` is called with the reason for each directory that cannot be read. It raises OSError
-    if ``path`` is not a directory, or cannot be read.
+    ``skipped`` is called with the error of each directory below that cannot be read.
     """
     if path.is_file():
         raise NotADirectoryError(f"{path} is a file; give the directory of the run: {path.parent}")
@@ -222,10 +221,7 @@ def find_log_dirs(
 def open_run(log_dir: str | os.PathLike[str]) -> RunData:
     """Open the run in a directory; a run that ended before its first step may have alerts alone.
 
-    Raises:
-        FileNotFoundError: There are no event files.
-        NoTelemetryError: They hold no telemetry data.
-        NewerFormatError: They hold data of a later version only.
+    It raises FileNotFoundError, NoTelemetryError, or NewerFormatError (of a later version only).
     """
     run = RunData(FileSource(log_dir))
     found = run.overview()
@@ -235,10 +231,7 @@ def open_run(log_dir: str | os.PathLike[str]) -> RunData:
 
 
 def only_log_dir(path: Path, skipped: Callable[[OSError], object] = lambda error: None) -> Path:
-    """Return the directory of a run: ``path``, or the only one below it.
-
-    It raises OSError if there is no run, and ValueError if there are several.
-    """
+    """Return the directory of a run: ``path``, or the only one below it; ValueError: several."""
     found = list(find_log_dirs(path, skipped=skipped))
     if not found:
         raise FileNotFoundError(f"no event files in {path}")

@@ -122,10 +122,7 @@ class RunData:
         return Matrix(steps=all_steps, values=all_values, first_layer=rows.start, sampled=sampled)
 
     def layer_series(self, name: str) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
-        """Return a layer's statistics and its parameters' gradient norms: steps and values ``[k]``.
-
-        Both are by name and omit series that were never measured; empty without the layer.
-        """
+        """Return a layer's statistics and its parameters' gradient norms, if they were measured."""
         with self._lock:
             self._refresh()
             found: dict[str, Numbers] = {}
@@ -278,10 +275,7 @@ class RunData:
 def windows(
     runs: Sequence[RunData], statistics: Sequence[str], region: Region | None = None
 ) -> Iterator[list[list[Matrix]]]:
-    """Yield a matrix for each run and statistic, window by window; no step is omitted.
-
-    A window is the same range of steps in all runs, and fits into memory.
-    """
+    """Yield a matrix for each run and statistic, in windows of steps that fit into memory."""
     if region is None:
         overviews = [run.overview() for run in runs]
         first = min(overview.first_step for overview in overviews)

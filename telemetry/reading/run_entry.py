@@ -59,10 +59,7 @@ class RunEntry:
     def status(
         self, now_s: float, exception: str | None = None
     ) -> Literal["live", "ended", "died"]:
-        """Return whether the training continues; a silent run that was not closed has died.
-
-        ``exception`` is the class of the exception that ended the training.
-        """
+        """Return whether the training continues; a silent run that was not closed has died."""
         if self.end_tag is not None:
             return "ended" if exception is None else "died"
         silent_s = now_s - self.written_s

@@ -25,10 +25,7 @@ _STEPS_BEYOND = 64  # steps of a block of norms above its size limit
 
 @dataclass(frozen=True, kw_only=True)
 class Layer(Module):
-    """Row of the heat map: a module with its own parameters.
-
-    ``places`` are its positions in the forward order, which may change during the run.
-    """
+    """Row of the heat map: a module, its parameters, and its positions in the forward order."""
 
     parameters: tuple[Parameter, ...]
     places: frozenset[int]

@@ -28,10 +28,7 @@ _MAX_LINE = 200  # characters
 
 
 class Problems(Iterable[str]):
-    """Lines about skipped parts of a run, with the reasons; equal lines appear once.
-
-    ``report`` is called with each new line.
-    """
+    """Lines about skipped parts of a run; each is reported and appears once."""
 
     def __init__(self, report: Callable[[str], object] | None = None) -> None:
         self._lines: dict[str, None] = {}
@@ -61,11 +58,7 @@ def _shortened(text: str) -> str:
 
 
 class RunSource(Protocol):
-    """Tags of one run and their values, by plugin.
-
-    Attributes:
-        problems: Skipped parts; readers of the values add more.
-    """
+    """Tags of one run and their values, by plugin; readers of the values add problems."""
 
     problems: Problems
 

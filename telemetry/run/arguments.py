@@ -1,8 +1,4 @@
-"""Arguments of :class:`telemetry.HookLogger` and its methods: checks, and environment variables.
-
-A wrong argument raises TypeError or ValueError; the message says which values are valid.
-Environment variables set some arguments for one run; an argument in the code has precedence.
-"""
+"""Arguments of :class:`telemetry.HookLogger` and its methods: checks, and environment variables."""
 
 from __future__ import annotations
 
@@ -55,11 +51,7 @@ def writer_of(writer: Any) -> Any:
 
 
 def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer | None:
-    """Check that the model can be trained, and that selection and optimizer belong to it.
-
-    Returns:
-        The optimizer that calls the hooks, if one is given.
-    """
+    """Check model, selection and optimizer; return the optimizer that calls the hooks, if any."""
     check_model(model, "HookLogger")
     own = {id(parameter) for parameter in model.parameters()}
     if not own:
@@ -81,18 +73,22 @@ def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer |
     return inner
 
 
-def size_budget_of(max_bytes_per_step: object, histograms: str) -> SizeBudget:
-    """Return the size budget of these two arguments."""
-    limit = max_bytes_per_step
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool)):
-        raise TypeError(f"HookLogger(max_bytes_per_step={limit!r}): must be an int or None")
-    if limit is not None and limit < 1:
-        raise ValueError(
-            f"HookLogger(max_bytes_per_step={limit}): must be at least 1; to omit histograms and "
-            "pictures, use activations=False, gradients=False, weights=False and images=False"
-        )
+def size_budget_of(limit: Any, histograms: str) -> SizeBudget:
+    """Return the size budget of ``max_bytes_per_step`` and ``histograms``."""
+    if limit is not None:
+        _check_int("max_bytes_per_step", limit, "an int or None")
+        if limit < 1:
+            raise ValueError(
+                f"HookLogger(max_bytes_per_step={limit}): must be at least 1; to omit histograms "
+                "and pictures, use activations=False, gradients=False, weights=False, images=False"
+            )
     check_choice("histograms", histograms, *get_args(HistogramForm))
     return SizeBudget(max_bytes=limit, classic=histograms == "classic")
+
+
+def _check_int(argument: str, value: object, valid: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"HookLogger({argument}={value!r}): must be {valid}")
 
 
 def sample_of(model: nn.Module, sample: Any, images: bool) -> Sample | None:
@@ -113,29 +109,24 @@ def check_choice(name: str, value: object, *choices: str, other: str = "") -> No
         raise error(f"HookLogger({name}={value!r}): must be {words}")
 
 
-def check_first_step(first_step: object) -> None:
-    if first_step == "auto":
-        return
-    if not isinstance(first_step, int) or isinstance(first_step, bool):
-        raise TypeError(f'HookLogger(first_step={first_step!r}): must be an int or "auto"')
-    if first_step < 0:
-        raise ValueError(f"HookLogger(first_step={first_step}): must not be negative")
-    if first_step >= 2**63:
-        raise ValueError(f"HookLogger(first_step={first_step}): must be below 2**63")
+def check_first_step(first_step: Any) -> None:
+    if first_step != "auto":
+        _check_int("first_step", first_step, 'an int or "auto"')
+        if not 0 <= first_step < 2**63:
+            raise ValueError(f"HookLogger(first_step={first_step}): must be from 0 to 2**63 - 1")
 
 
 def check_loss_tag(loss_tag: object) -> None:
     """Check the tag of the loss, if the user has named it."""
     if loss_tag is None:
         return
-    if not isinstance(loss_tag, str):
-        raise TypeError(
+    if not isinstance(loss_tag, str) or not loss_tag:
+        error = ValueError if loss_tag == "" else TypeError
+        raise error(
             f"HookLogger(loss_tag={reprlib.repr(loss_tag)}): must be the tag of a logged scalar, "
             "such as 'train/ce', or None"
         )
     check_text(f"HookLogger(loss_tag={loss_tag!r}): it", loss_tag)
-    if not loss_tag:
-        raise ValueError("HookLogger(loss_tag=''): must be the tag of a logged scalar, or None")
 
 
 def check_on_alert(on_alert: object) -> None:
@@ -187,11 +178,7 @@ def log_dir_of(writer: object, *, written: bool = True) -> str:
 def scalars_of(
     scalars: object, more: Sequence[object], named: Mapping[str, object]
 ) -> tuple[dict[str, float | HostCopy], list[TypeError | ValueError]]:
-    """Return the valid scalars of ``log``, and an error for each other argument.
-
-    Raises:
-        TypeError: ``scalars`` is not a mapping, or there are more positional arguments.
-    """
+    """Return the valid scalars of ``log``, and an error for each other argument."""
     if more or not (scalars is None or isinstance(scalars, Mapping)):
         given = ", ".join(map(reprlib.repr, (scalars, *more)))
         raise TypeError(
@@ -199,19 +186,17 @@ def scalars_of(
             "log({'loss': 0.5}); the step is the one in progress"
         )
     values: dict[str, float | HostCopy] = {}
-    refused: list[TypeError | ValueError] = []
-    if not _FOREIGN_ARGUMENTS.isdisjoint(named):
-        refused += [
-            TypeError(
-                f"HookLogger.log({name}={reprlib.repr(named[name])}): is not an argument: the step "
-                "is the one in progress, logger.current_step; remove it, or "
-                f"write log({{{name!r}: ...}}) for a curve of this name"
-            )
-            for name in named
-            if name in _FOREIGN_ARGUMENTS
-        ]
-        named = {tag: value for tag, value in named.items() if tag not in _FOREIGN_ARGUMENTS}
-    for tag, value in ({**scalars, **named} if scalars else named).items():
+    refused: list[TypeError | ValueError] = [
+        TypeError(
+            f"HookLogger.log({name}={reprlib.repr(named[name])}): is not an argument: the step "
+            "is the one in progress, logger.current_step; remove it, or "
+            f"write log({{{name!r}: ...}}) for a curve of this name"
+        )
+        for name in named
+        if name in _FOREIGN_ARGUMENTS
+    ]
+    own = {tag: value for tag, value in named.items() if tag not in _FOREIGN_ARGUMENTS}
+    for tag, value in {**(scalars or {}), **own}.items():
         try:
             if not (isinstance(tag, str) and tag.isascii()):
                 check_text(f"HookLogger.log({{{tag!r}: ...}}): a tag", tag)
@@ -281,19 +266,14 @@ def _scalar(name: str, value: object) -> float | HostCopy:
 
 # --- environment variables -----------------------------------------------------------------------
 
-
-def _is_given(value: object) -> bool:
-    return value is not None
-
-
 _SWITCHES = {"0": False, "false": False, "no": False, "1": True, "true": True, "yes": True}
 
 # What reads the variable of each argument, whether a value is valid, and the valid values.
 _VARIABLES: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
-    "disabled": (lambda text: _SWITCHES.get(text.lower()), _is_given, "0 or 1"),
+    "disabled": (lambda text: _SWITCHES[text.lower()], lambda _: True, "0 or 1"),
     "every_n_steps": (int, lambda steps: steps >= 1, "an int of at least 1"),
-    "log_dir": (str, _is_given, "a directory or URL"),
-    "loss_tag": (str, _is_given, "the tag of a logged scalar"),
+    "log_dir": (str, lambda _: True, "a directory or URL"),
+    "loss_tag": (str, lambda _: True, "the tag of a logged scalar"),
     "max_overhead": (
         float,
         lambda share: 0 < share <= 1 or share == math.inf,
@@ -304,11 +284,7 @@ _VARIABLES: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]
 
 
 def setting(argument: str, given: Any = None, default: Any = None) -> Any:
-    """Return an argument: as given, else as its environment variable has it, else the default.
-
-    Raises:
-        ValueError: The value of the variable is invalid; the message names it.
-    """
+    """Return an argument as given, else from its environment variable, else the default."""
     if given is not None:
         return given
     variable = f"TELEMETRY_{argument.upper()}"
@@ -316,7 +292,7 @@ def setting(argument: str, given: Any = None, default: Any = None) -> Any:
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
-    with suppress(ValueError):
+    with suppress(KeyError, ValueError):
         if is_valid(value := read(text)):
             return value
     raise ValueError(f"{variable}={text!r}: must be {valid}")

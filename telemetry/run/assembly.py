@@ -63,11 +63,6 @@ class ActiveRun:
 
     The run closes when the model is garbage-collected and when the process exits. Unlike
     ``atexit``, this includes processes of ``multiprocessing``.
-
-    Args:
-        content, selection, optimizer, sample: Settings of the hooks.
-        size_budget: Writes histograms and pictures.
-        Others: As in :class:`telemetry.HookLogger`.
     """
 
     def __init__(
@@ -181,10 +176,9 @@ class ActiveRun:
 
     def attach(self) -> None:
         if self._closed:
-            deleted = "the model is deleted; keep a reference to it"
-            why = (
-                deleted if self._capture.model() is None else "the logger is closed; make a new one"
-            )
+            why = "the logger is closed; make a new one"
+            if self._capture.model() is None:
+                why = "the model is deleted; keep a reference to it"
             raise ValueError(f"HookLogger.attach(): {why}")
         if self._role.measures:
             self._capture.attach()
@@ -204,8 +198,7 @@ class ActiveRun:
 
     def log(self, scalars: object, more: Sequence[object], named: Mapping[str, object]) -> None:
         if self._closed:
-            message = "HookLogger.log() after close() writes nothing; call it earlier"
-            self._failures.log_once(message)
+            self._failures.log_once("HookLogger.log() after close() writes nothing; call it before")
             return
         values, errors = scalars_of(scalars, more, named)
         self._log(values, self._capture.step)
@@ -238,11 +231,9 @@ class ActiveRun:
         self, values: Sequence[bytes], of_loss: Callable[[str], bytes] | None = None
     ) -> None:
         """Write encoded values at the current step, and one more when the loss's tag is known."""
-        self._pipeline.submit_logged(
-            ReadyValues(
-                step=self._capture.step, wall_time=time.time(), values=values, of_loss=of_loss
-            )
-        )
+        step, now = self._capture.step, time.time()
+        item = ReadyValues(step=step, wall_time=now, values=values, of_loss=of_loss)
+        self._pipeline.submit_logged(item)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -347,11 +338,7 @@ class ActiveRun:
             self._stop_if_requested(self._capture.step - 1)
 
     def _stop_if_requested(self, step: int | None) -> None:
-        """Stop training if an alert requests it; all ranks stop after the same step.
-
-        Args:
-            step: The step that has ended; None: no other step will end.
-        """
+        """Stop training if an alert requests it after this step; None: no other step will end."""
         if self._pipeline.on_own_thread():
             return
         if (alert := self._ranks.to_raise(step)) is not None:

@@ -70,16 +70,13 @@ class HeldValues(NoFiles):
 
 
 class RunFiles:
-    """Opens the files of one logger, and locks their directory.
+    """Opens the files of one logger, and locks their directory; raises OSError if it cannot write.
 
     Args:
         role: Role of this process. If its rank may be another one, values are kept in memory until
             :meth:`open_for`.
         close: Closes the logger when another one replaces it.
         before_flush: Called before the user flushes or, if True, closes the user's writer.
-
-    Raises:
-        OSError: The directory cannot be written.
     """
 
     def __init__(
@@ -168,10 +165,9 @@ class RunFiles:
             self._writer.purge(step)
 
     def write_alert(self, alert: Alert, wall_time: float) -> None:
-        """Append to ``alerts.jsonl``, and write the flight file of the steps before it.
+        """Append to ``alerts.jsonl`` of a local directory, and write the flight file.
 
-        A line has the alert's fields, the session of the page, and when the step ended in seconds
-        since the epoch. Remote directories have no file.
+        A line has the alert's fields, the page's session, and the time at the end of the step.
         """
         self.flight.on_alert(alert)
         if "://" not in self.log_dir:
@@ -180,16 +176,10 @@ class RunFiles:
                 self._plain.append_line(Path(self.log_dir, "alerts.jsonl"), line)
 
     def write_end(self, step: int, values: Sequence[bytes]) -> None:
-        """Write that the run is closed, so that readers expect no more records.
-
-        Later records make it void; without any, it is not written again. A fork of the process that
-        trained writes nothing.
-        """
+        """Write, once and not in a fork, that the run is closed; later records make it void."""
         if values and not self._has_ended and os.getpid() == self._process_id:
             with self._failures.contained("to write that the run has ended"):
-                self.write_values(
-                    values, step, time.time(), droppable=False, flush=False, repeat=()
-                )
+                self.write_values(values, step, time.time())
             self._has_ended = True
 
     def flush(self, timeout_s: float) -> bool:
@@ -290,11 +280,7 @@ _logged = False
 
 
 def log_command_once(log_dir: str) -> None:
-    """Show the command once per process.
-
-    It is logged as INFO if that level is enabled. It is printed where logging is not configured, as
-    in a notebook or a script, and to a terminal.
-    """
+    """Log the command once per process; print it where logging is not configured, or a terminal."""
     global _logged
     if _logged or not is_rank_0():
         return

@@ -56,18 +56,8 @@ class DisabledRun:
     def current_step(self) -> int:
         return self._state.get("step", self._first_step)  # type: ignore[no-any-return]
 
-    def log(self, scalars: object, more: Sequence[object], named: Mapping[str, object]) -> None: ...
-
-    def batch(self, ids: object) -> None: ...
-
-    def hparams(self, values: object, metrics: object) -> None: ...
-
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
-
-    def step(self) -> None: ...
-
-    def flush(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
@@ -75,13 +65,9 @@ class DisabledRun:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._state = dict(state)
 
-    def attach(self) -> None: ...
+    def _nothing(self, *arguments: object) -> None: ...
 
-    def detach(self) -> None: ...
-
-    def close(self, timeout_s: float) -> None: ...
-
-    def end_block(self, exception: BaseException | None) -> None: ...
+    log = batch = hparams = step = flush = attach = detach = close = end_block = _nothing
 
 
 class HookLogger:
@@ -93,10 +79,10 @@ class HookLogger:
             train()  # an unchanged loop
 
     A step is one step of the optimizer. Steps 0, N, 2N, ... are full steps: every tensor is
-    measured. At all others only the gradient norms are, which most alerts need. Losses, gradients,
-    parameters and random numbers stay the same. Errors of the logger itself are logged and never
-    raised. Without ``with``, it records until :meth:`close`, until the model is garbage-collected,
-    or until the interpreter exits; you need not keep a reference.
+    measured. At all others only the gradient norms are. Losses, gradients, parameters and random
+    numbers stay the same. Errors of the logger itself are logged and never raised. Without
+    ``with``, it records until :meth:`close`, until the model is garbage-collected, or until the
+    interpreter exits; you need not keep a reference.
 
     Args:
         model: The model in training, on any device. It may be wrapped or moved afterwards.
@@ -194,20 +180,11 @@ class HookLogger:
             return
         selection = Selection.parse(modules, exclude)
         optimizer = check_parts(model, selection, optimizer)
-        content = Content(
-            activations=activations,
-            activation_gradients=activation_gradients,
-            gradients=gradients,
-            weights=weights,
-            images=images,
-        )
         fixed = sample_of(model, sample, images)
-        on_alert = setting("on_alert", on_alert)
-        loss_tag = setting("loss_tag", loss_tag)
-        check_on_alert(on_alert)
+        check_on_alert(on_alert := setting("on_alert", on_alert))
         check_first_step(first_step)
         check_choice("ranks", ranks, *get_args(Ranks))
-        check_loss_tag(loss_tag)
+        check_loss_tag(loss_tag := setting("loss_tag", loss_tag))
         self._run = ActiveRun(
             model,
             writer,
@@ -216,7 +193,13 @@ class HookLogger:
             on_alert=on_alert,
             every_n_steps=setting("every_n_steps", every_n_steps, 100),
             max_overhead=setting("max_overhead", max_overhead),
-            content=content,
+            content=Content(
+                activations=activations,
+                activation_gradients=activation_gradients,
+                gradients=gradients,
+                weights=weights,
+                images=images,
+            ),
             selection=selection,
             optimizer=optimizer,
             sample=fixed,
@@ -230,12 +213,12 @@ class HookLogger:
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks: state, step, directory and alerts noted up to now."""
-        rows = {"state": self._state, "step": self.current_step, "log_dir": self.log_dir}
         alerts = [
             f"{alert.severity} at step {alert.step}: {alert.kind} {alert.module_name or ''}"
             for alert in self._run.noted_alerts
             if alert.stage == "started"
         ]
+        rows = {"state": self._state, "step": self.current_step, "log_dir": self.log_dir}
         rows["alerts"] = "\n".join(alerts) or "none"
         cells = "".join(
             f'<tr><th style="text-align:left">{name}</th>'

@@ -31,12 +31,7 @@ _MARKS = (TOTAL_GRAD_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
 
 
 def resolved(first_step: FirstStep, log_dir: str) -> int:
-    """Return the number of the first step; for ``"auto"``, the step after the last recorded one.
-
-    Raises:
-        ValueError: The directory is remote.
-        OSError: It cannot be read.
-    """
+    """Return the number of the first step; ``"auto"``: the step after the last recorded one."""
     if first_step != "auto":
         return first_step
     if "://" in log_dir:
@@ -80,27 +75,17 @@ class LaterSteps:
 
 
 def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the usable part of a logger's state, and descriptions of the rest.
-
-    Raises:
-        TypeError: ``state`` is not a dict.
-    """
+    """Return the usable part of a logger's state, and descriptions of the rest."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"HookLogger.load_state_dict({type_of(state)}): must be what state_dict() returned"
         )
-    usable: dict[str, Any] = {}
-    incompatible = []
     step, order = state.get("step"), state.get("forward_order")
-    if isinstance(step, int) and step >= 0:
-        usable["step"] = step
-    else:
-        incompatible.append(f"the step: {step!r}")
-    if state.get("format") != STATE_FORMAT:
-        incompatible.append(
-            f"the state of the rules: its format {state.get('format')!r} is unknown"
-        )
-        return usable, incompatible
+    has_step = isinstance(step, int) and step >= 0
+    usable: dict[str, Any] = {"step": step} if has_step else {}
+    incompatible = [] if has_step else [f"the step: {step!r}"]
+    if (form := state.get("format")) != STATE_FORMAT:
+        return usable, [*incompatible, f"the state of the rules: its format {form!r} is unknown"]
     usable |= {name: state.get(name) for name in ("full", "full_steps", "rules", "logged", "loss")}
     if isinstance(order, list | tuple):
         usable["forward_order"] = [name for name in order if isinstance(name, str)]
@@ -115,11 +100,7 @@ class EventFile(NamedTuple):
 
 
 def event_files(log_dir: str) -> Iterator[EventFile]:
-    """Yield regular event files of a local directory, newest first; none without the directory.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
+    """Yield regular event files of a local directory, newest first; none without the directory."""
     with suppress(FileNotFoundError):
         for path in reversed(list_event_files(log_dir)):
             if path.is_file():
@@ -135,15 +116,11 @@ def last_step(files: Iterable[EventFile], *, max_bytes: float = math.inf) -> int
     Args:
         files: Newest first; each is read up to its ``size``.
         max_bytes: Approximate limit for each file.
-
-    Raises:
-        OSError: A file cannot be read.
     """
     for path, size in files:
         with open(path, "rb") as file:
             for data in events_from_end(file, size, _MARKS, max_bytes=max_bytes):
-                step = _step_of(data)
-                if step is not None:
+                if (step := _step_of(data)) is not None:
                     return step
     return None
 

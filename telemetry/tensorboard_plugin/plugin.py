@@ -1,17 +1,13 @@
-"""The plugin's routes, below ``/data/plugin/telemetry/``.
-
-Only GET, checked query values, errors without stack traces.
-"""
+"""The plugin's routes below ``/data/plugin/telemetry/``: only GET, checked query values."""
 
 from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -58,8 +54,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         files = read_static_files()
         self._static = {**files, "index.js": bundle(files, "index.js").encode()}
         self._table = RunTable(self._provider)
-        self._runs: OrderedDict[tuple[str, str], RunData] = OrderedDict()
-        self._lock = threading.Lock()
+        self._read = lru_cache(_MAX_RUNS_KEPT)(self._open)
 
     def is_active(self) -> bool:
         # TensorBoard also lists plugins that have data.
@@ -161,18 +156,11 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _run(self, request: wrappers.Request) -> RunData:
         return self._read(*self._key(request))
 
-    def _read(self, experiment: str, name: str) -> RunData:
-        with self._lock:
-            known = self._runs.get((experiment, name))
-            if known is None:
-                source = ProviderSource(self._provider, experiment, name)
-                if not source.tags(PLUGIN_NAME):
-                    raise NotFound(f"run not found, or without telemetry data: {name}")
-                known = self._runs[experiment, name] = RunData(source)
-            self._runs.move_to_end((experiment, name))
-            if len(self._runs) > _MAX_RUNS_KEPT:
-                self._runs.popitem(last=False)
-        return known
+    def _open(self, experiment: str, name: str) -> RunData:
+        source = ProviderSource(self._provider, experiment, name)
+        if not source.tags(PLUGIN_NAME):
+            raise NotFound(f"run not found, or without telemetry data: {name}")
+        return RunData(source)
 
     def _of_layer(
         self, respond: Callable[[RunData, Layer], Any]
@@ -192,10 +180,7 @@ def _experiment(request: wrappers.Request) -> str:
 
 
 def answer(respond: Callable[[wrappers.Request], Any]) -> Callable[..., Any]:
-    """Return a WSGI application that sends the result: bytes, values for JSON, or a response.
-
-    Errors become one-line answers.
-    """
+    """Return a WSGI application that sends bytes, JSON or a response, and errors in one line."""
 
     @wrappers.Request.application
     def application(request: wrappers.Request) -> wrappers.Response:

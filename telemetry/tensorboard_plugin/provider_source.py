@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import grpc
 import numpy as np
@@ -165,9 +165,6 @@ def content_of(datum: Any) -> Any:
     return text.encode() if isinstance(text, str) else text
 
 
-Figures = TypeVar("Figures")
-
-
 def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
     """Return the runs with data for the page, the newest first, those of one start by name."""
     listing = list_tags(provider, experiment, PLUGIN_NAME)
@@ -223,27 +220,24 @@ class RunTable:
         ]
 
 
-class _ReadScalars(Generic[Figures]):
-    """Figures of each run's scalars, which are read again only after they have grown.
-
-    ``most`` is the number of points of each tag; by default, all that TensorBoard keeps.
-    """
+class _ReadScalars:
+    """Figures of each run's scalars, which are read again only after they have grown."""
 
     def __init__(
         self,
         provider: DataProvider,
-        figures_of: Callable[[Mapping[str, Sequence[Any]]], Figures],
+        figures_of: Callable[[Mapping[str, Sequence[Any]]], dict[str, Any]],
         *,
-        most: int = ALL,
+        most: int = ALL,  # points of each tag
     ) -> None:
         self._provider, self._figures_of, self._most = provider, figures_of, most
         # By experiment and run: the listing at the last reading, and the figures.
-        self._known: dict[tuple[str, str], tuple[object, Figures]] = {}
+        self._known: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {}
         self._lock = threading.Lock()
 
     def read(
         self, experiment: str, listed: Mapping[str, Mapping[str, Any]]
-    ) -> Mapping[str, Figures]:
+    ) -> Mapping[str, dict[str, Any]]:
         """Return the figures by run; ``listed`` has the series of the tags of each run."""
         states = {
             run: [(tag, series.max_step, series.max_wall_time) for tag, series in tags.items()]

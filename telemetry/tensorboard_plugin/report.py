@@ -43,10 +43,7 @@ def read_static_files() -> dict[str, bytes]:
 
 
 def bundle(files: Mapping[str, bytes], entry: str) -> str:
-    """Return one module with the exports of ``entry`` and all its imports, for a single request.
-
-    Each module becomes a function's result, so that equal names in two modules stay apart.
-    """
+    """Return one module with the exports of ``entry``; each import becomes a function's result."""
     made: dict[str, str] = {}
 
     def add(name: str) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from telemetry.commands.cli import main
-from telemetry.commands.report import write_report
+from telemetry.commands.export import write_report
 from telemetry.commands.summary import summarize
 from telemetry.flight import flight_files
 from telemetry.layers import PAGE_STATISTICS

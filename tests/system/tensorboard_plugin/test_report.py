@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from telemetry.commands.cli import main
-from telemetry.commands.report import write_report as write_report_of
+from telemetry.commands.export import write_report as write_report_of
 from telemetry.events import FileWriter, summaries
 from telemetry.layers import MATRIX_STATISTICS
 from telemetry.reading.run import open_run
@@ -180,9 +180,9 @@ def test_a_large_report_has_no_histograms(tmp_path: Path, monkeypatch: pytest.Mo
 def test_records_around_a_fault_are_in_the_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("telemetry.commands.report.flight_files", lambda _: [tmp_path])
+    monkeypatch.setattr("telemetry.commands.export.flight_files", lambda _: [tmp_path])
     monkeypatch.setattr(
-        "telemetry.commands.report.print_faults",
+        "telemetry.commands.export.print_faults",
         lambda _, console: console.print(HOSTILE, markup=False),
     )
     write_demo(tmp_path / "demo")
