@@ -188,7 +188,10 @@ def check_of(kind: Any) -> Check:
             lambda value: isinstance(value, np.ndarray) and dtype in (Any, value.dtype.type),
         )
     if origin is Mapping:
-        return _mapping(args[1])
+        check_item = check_of(args[1])
+        return lambda value: {
+            key: _at(f".{key}", check_item, item) for key, item in _is_object(value).items()
+        }
     if origin is None:
         check_fields = _fixed_list([*get_type_hints(kind).values()])
         return lambda value: kind(*check_fields(value))
@@ -227,11 +230,6 @@ def _is_object(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise ValueError("must be an object")
     return value
-
-
-def _mapping(kind: Any) -> Check:
-    check = check_of(kind)
-    return lambda value: {k: _at(f".{k}", check, v) for k, v in _is_object(value).items()}
 
 
 def _object(kinds: dict[str, Any], required: Collection[str]) -> Check:

@@ -207,7 +207,9 @@ def _print_table(flight: Mapping[str, Any], console: Console) -> None:
         mark = "»" if names[row] == culprit else " "
         labels.append(f"{mark} {printable(names[row] or modules['type'][row])}")
         for key, column in cells.items():
-            column.append(Text(_cells(profiles, key, row)))
+            values = [profile[key][row] for profile in profiles]
+            found = ["–" if value is None else f"{value:.2g}" for value in values]
+            column.append(Text(" → ".join(f"{text:>{_CELL_WIDTH}}" for text in found)))
     columns = [output.Column(_SHOWN[key], cells[key], -place) for place, key in enumerate(shown)]
     output.print_table(console, "  module", labels, columns)
     notes: dict[str, list[str]] = {}
@@ -225,12 +227,6 @@ def _rows(center: int, count: int, always: Sequence[int]) -> list[int]:
     most = MAX_ROWS - len(always)
     first = max(0, min(center - most // 2, count - most))
     return sorted({*range(first, min(count, first + most)), *always})
-
-
-def _cells(profiles: Sequence[Mapping[str, Any]], key: str, row: int) -> str:
-    values = [profile[key][row] for profile in profiles]
-    shown = ["–" if value is None else f"{value:.2g}" for value in values]
-    return " → ".join(f"{text:>{_CELL_WIDTH}}" for text in shown)
 
 
 def _notes(profiles: Sequence[Mapping[str, Any]], row: int, moved: Onset | None) -> Iterator[str]:

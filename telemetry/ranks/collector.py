@@ -89,7 +89,8 @@ class Collector:
         self._timeout_s = timeout_s
         self._start_ends = np.inf
         self._max_bytes = max_bytes
-        self._open: dict[int, tuple[MergedStep, float]] = {}  # by sequence number; since when
+        # Steps that are not complete, by sequence number, and since when.
+        self.open: dict[int, tuple[MergedStep, float]] = {}
         self._ended = -1
         self._last = np.full(world_size, -1, np.int64)  # sequence number
         self._received = np.full(world_size, -np.inf)  # time of the latest message
@@ -106,11 +107,6 @@ class Collector:
         """Ranks that have not ended and timed out."""
         return _ranks((self._last < LAST_SEQUENCE) & self._unresponsive)
 
-    @property
-    def open_steps(self) -> int:
-        """Number of steps that are not complete."""
-        return len(self._open)
-
     def note(self, rank: int, now: float, sequence: int = -1) -> None:
         """Note that a rank sent something, and the sequence number of its record."""
         self._received[rank] = now
@@ -122,27 +118,27 @@ class Collector:
         """Add a partial record; drop it if the rank sent it before, or its step has ended."""
         is_new = self._last[part.rank] < part.sequence > self._ended
         self.note(part.rank, now, part.sequence)
-        if is_new and part.sequence in self._open:
-            self._open[part.sequence][0].add(part)
+        if is_new and part.sequence in self.open:
+            self.open[part.sequence][0].add(part)
         elif is_new:
-            self._open[part.sequence] = MergedStep(part), now
+            self.open[part.sequence] = MergedStep(part), now
 
     def take(self, now: float, *, hurry: bool = False) -> MergedStep | None:
         """Return the next step that is complete or timed out, or any in a hurry; None: no step."""
-        if not self._open:
+        if not self.open:
             return None
-        first = min(self._open)
-        step, since = self._open[first]
+        first = min(self.open)
+        step, since = self.open[first]
         awaited = (self._last < first) & ~self._unresponsive
         if now >= self._start_ends:
             awaited &= self._received >= 0
         waited_s = now - np.maximum(self._received[awaited], since)
         is_awaited = not hurry and (waited_s < self._timeout_s).any()
-        if is_awaited and sum(o.nbytes for o, _ in self._open.values()) <= self._max_bytes:
+        if is_awaited and sum(o.nbytes for o, _ in self.open.values()) <= self._max_bytes:
             return None
         self._unresponsive |= awaited & (self._received >= 0)
         self._ended = max(self._ended, first)
-        del self._open[first]
+        del self.open[first]
         return step
 
     def log_missing(self, step: MergedStep, refused: Collection[int] = ()) -> None:

@@ -352,7 +352,7 @@ class RankExchange(Exchange):
             if self._client.is_known:
                 await asyncio.wait({connection}, timeout=self._left_s())
             return
-        while self._collector.open_steps and self._left_s():
+        while self._collector.open and self._left_s():
             await self._turn()
         await self._turn(hurry=True)
         if self._server is not None:

@@ -19,7 +19,6 @@ from telemetry.ranks.partial_record import (
     Addend,
     Array,
     Floats,
-    Integers,
     ParameterPart,
     PartialRecord,
     Row,
@@ -88,7 +87,7 @@ class PartMaker:
             self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
             self._sent_layout = layout
         columns: dict[str, Array] = {
-            "copies": _copies(layout, notes.grads, ranks),
+            "copies": ranks.copies(len(layout.parameters), notes.grads),
             "norms": record.grad_norms,
             "present": record.grad_present,
             "finite": record.grad_finite,
@@ -98,7 +97,7 @@ class PartMaker:
             before = captured.norms_before_clipping(record.grad_norms, record.grad_present)
             columns |= {} if before is None else {"before": before}
         if captured is not None and record.full:
-            columns["parameter_copies"] = _copies(layout, notes.parameters, ranks)
+            columns["parameter_copies"] = ranks.copies(len(layout.parameters), notes.parameters)
             columns["moved"], columns["sizes"] = _updates(captured, record)
         checks = [
             (index, notes.parameters[index].shard, total)
@@ -168,13 +167,6 @@ def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> Tenso
     return TensorTable.of(found, Rows.concatenate(rows))
 
 
-def _copies(layout: Layout, shards: Mapping[int, LocalShard], ranks: RankObserver) -> Integers:
-    copies = ranks.plain_copies(len(layout.parameters))
-    for index, shard in shards.items():
-        copies[index] = shard.copy
-    return copies
-
-
 def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats]:
     """Return the norms of parameters' updates, and of the parameters before; NaN: not measured.
 
@@ -183,7 +175,9 @@ def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats
     """
     count = len(record.layout.parameters)
     moved, sizes = np.full(count, np.nan), np.full(count, np.nan)
-    norms = figures_of(record.weights, _norm_if_finite)
+    norms = figures_of(
+        record.weights, lambda rows: np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
+    )
     for update in captured.detail.updates:
         for index, moved_norm, _, _ in update.read():
             name = record.layout.parameters[index].name
@@ -196,10 +190,6 @@ def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats
             index = record.layout.parameter_position[name]
             moved[index] = sizes[index] = 0.0
     return moved, sizes
-
-
-def _norm_if_finite(rows: Rows) -> Floats:
-    return np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
 
 
 def _addends(record: StepRecord, notes: RankNotes) -> Iterator[Addend]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -184,13 +184,6 @@ class RankObserver:
         copy, copies = _flat(found.values())
         self.same_data = LocalShard(copy=copy, copies=copies)
 
-    def read_call(self) -> None:
-        """Read from the call stack of a module whether DDP or a pipeline calls it."""
-        if (wrapper := active_ddp()) is not None:
-            self._read_ddp(wrapper)
-        if (stage := calling_stage()) is not None:
-            self.stage, self.is_in_pipeline = stage.number, True
-
     def of_parameter(self, tensor: Any, index: int) -> LocalShard:
         """Return this rank's shard of a parameter, its gradient or its state."""
         spec = spec_of(tensor)
@@ -221,11 +214,11 @@ class RankObserver:
         # Another group of DDP may have another part: only copies in one group are compared.
         return replace(where.numbered(first=first * self.size, turn=index), shard=first)
 
-    def plain_copies(self, count: int) -> NDArray[np.int64]:
-        """Return the copies of the first ``count`` parameters, as if none was a ``DTensor``."""
+    def copies(self, count: int, shards: Mapping[int, LocalShard]) -> NDArray[np.int64]:
+        """Return the copies of the first ``count`` parameters, with ``shards`` if not plain."""
         where, first = self.replicas or (LocalShard(), self.rank)
         copies = first * self.size + (where.copy - np.arange(count)) % where.copies
-        for index, shard in self._plain.items():
+        for index, shard in {**self._plain, **shards}.items():
             copies[index] = shard.copy
         return copies
 
@@ -249,11 +242,14 @@ class RankObserver:
         """Note the shard of an input of a running module; return whether to measure it here."""
         if model is not None and not notes.outputs:
             self.read_model(model)
-        self.read_call()
+        if (wrapper := active_ddp()) is not None:
+            self._read_ddp(wrapper)
+        if (stage := calling_stage()) is not None:
+            self.stage, self.is_in_pipeline = stage.number, True
         if name and self.same_data.copies > 1:
             return False  # nothing says which part of the model's input this is
-        stage = self.stage  # the first stage's inputs are the model's
-        shard = self.same_data.numbered(first=stage * self.size)
+        # The first stage's inputs are the model's.
+        shard = self.same_data.numbered(first=self.stage * self.size)
         notes.outputs[name] = shard
         return shard.counts
 

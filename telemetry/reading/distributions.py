@@ -78,7 +78,8 @@ def distribution(tables: Sequence[tuple[int, NDArray[np.float64]]]) -> Distribut
         high = high if high > 0 else float(max(last[1] for _, last in ends))
         edges, zero_bin = _edges_around_zero(low, high, unit)
     else:
-        edges = _edges(low, high, unit)
+        margin = 0.0 if low < high else abs(low) / 2 or 1.0
+        edges = _evenly(low - margin, high + margin, BINS, unit)
     return Distribution(
         steps=np.array([step for step, _ in tables], dtype=np.int64),
         edges=edges,
@@ -94,13 +95,6 @@ def _quantiles(table: NDArray[np.float64], shares: Sequence[float]) -> NDArray[n
     scale = float(np.abs(edges).max()) or 1.0  # so that no slope between two edges overflows
     quantiles: NDArray[np.float64] = np.interp(np.array(shares) * below[-1], below, edges / scale)
     return quantiles * scale
-
-
-def _edges(low: float, high: float, unit: float) -> NDArray[np.float64]:
-    if low == high:
-        margin = abs(low) / 2 or 1.0
-        low, high = low - margin, high + margin
-    return _evenly(low, high, BINS, unit)
 
 
 def _evenly(low: float, high: float, bins: int, unit: float) -> NDArray[np.float64]:

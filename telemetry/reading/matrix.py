@@ -194,16 +194,13 @@ class NumberCache:
                     points = read.get(tag.tag)
                     numbers = _join(tag, points, source.problems) if points else None
                 if numbers is not None:
-                    self._remember((tag.tag, sampled), tag.last, numbers)
+                    key = tag.tag, sampled
+                    self.nbytes -= self._known.pop(key)[1][1].nbytes if key in self._known else 0
+                    self._known[key] = tag.last, numbers
+                    self.nbytes += numbers[1].nbytes
+                    while self.nbytes > _CACHE_BYTES:
+                        self.nbytes -= self._known.popitem(last=False)[1][1][1].nbytes
                     yield tag, numbers
-
-    def _remember(self, key: tuple[str, bool], last: int, numbers: Numbers) -> None:
-        if key in self._known:
-            self.nbytes -= self._known.pop(key)[1][1].nbytes
-        self._known[key] = last, numbers
-        self.nbytes += numbers[1].nbytes
-        while self.nbytes > _CACHE_BYTES:
-            self.nbytes -= self._known.popitem(last=False)[1][1][1].nbytes
 
 
 def _join(tag: NumberTag, points: Sequence[tuple[int, Any]], problems: Problems) -> Numbers:

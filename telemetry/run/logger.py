@@ -93,11 +93,10 @@ class HookLogger:
         every_n_steps: Distance N of the full steps; None: 100.
         max_overhead: Limit of the logger's share of the training time, such as 0.01: CPU time of
             the training and the background thread, or on a CUDA device the additional time of full
-            steps. Full steps become less frequent; gradient norms too, where they alone exceed the
-            limit. The curves ``telemetry/overhead``, ``telemetry/every_n_steps`` and
-            ``telemetry/norms_every_n_steps`` show the result. Each rank decides for itself. None:
-            full steps are made as scheduled. Gradient norms are taken at every step or, where that
-            exceeds 3 % of the time, at one usual step in up to 64. ``math.inf``: no limit.
+            steps. Full steps become less frequent, then gradient norms; the curves
+            ``telemetry/overhead``, ``telemetry/every_n_steps``, ``telemetry/norms_every_n_steps``
+            show it. Each rank decides for itself. None: only gradient norms become less frequent,
+            one in up to 64 steps, where they exceed 3 % of the time. ``math.inf``: no limit.
         optimizer: The optimizer whose steps count; default: the first torch optimizer that steps
             parameters of this model.
         modules: Watched modules: a glob over ``named_modules()``, a class, a

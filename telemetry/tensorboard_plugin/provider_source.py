@@ -185,7 +185,9 @@ class RunTable:
     def __init__(self, provider: DataProvider) -> None:
         self._provider = provider
         self._losses = _ReadScalars(provider, _loss)
-        self._metrics = _ReadScalars(provider, _last_values, most=1)
+        self._metrics = _ReadScalars(
+            provider, lambda read: {tag: d[-1].value for tag, d in read.items() if d}, most=1
+        )
 
     def rows(self, experiment: str, now_s: float) -> list[dict[str, Any]]:
         """Return an object per run, newest first; ``now_s`` in seconds since the epoch."""
@@ -257,7 +259,3 @@ class _ReadScalars:
 def _loss(points: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     ((tag, data),) = points.items()
     return loss_summary(tag, [datum.value for datum in data])
-
-
-def _last_values(points: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-    return {tag: data[-1].value for tag, data in points.items() if data}
