@@ -268,12 +268,14 @@ def depth_values(record: StepRecord) -> list[bytes]:
     points: list[tuple[str, float]] = []
     for name, statistic in DEPTH_CURVES.items():
         known = layers.column(statistic.name)  # NaN if it was not measured
-        values = np.sort(known[np.isfinite(known) & ((known > 0) | (not statistic.log))])
-        if values.size:
-            last = values.size - 1
+        values = known[np.isfinite(known) & ((known > 0) | (not statistic.log))]
+        values.sort()
+        if count := len(values):
             scaled = np.log10(values) if statistic.log else values
             # numpy.quantile returns the same and takes ten times as long for a few values.
-            quantiles = np.interp(np.multiply(shares, last), np.arange(last + 1), scaled)
+            quantiles = np.interp(
+                [(count - 1) * share for share in shares], np.arange(count), scaled
+            )
             tags = [f"{RUN}depth/{name}/{quantile}" for quantile in QUANTILES]
             points += zip(tags, quantiles.tolist(), strict=True)
     return [summaries.scalars(points)]

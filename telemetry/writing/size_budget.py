@@ -231,13 +231,12 @@ def joined_widths(rows: Rows) -> NDArray[np.intp]:
     with np.errstate(all="ignore"):
         most, widest = _MOST_VALUES * finite, _WIDEST * np.sqrt(rows.sum_squares / finite)
     # A cell is two of half its width, and joined only if both of them are.
-    cells, counts, place = rows.buckets.astype(np.intp), rows.counts, np.arange(len(which))
-    widths = np.ones(len(which), np.intp)
+    cells, counts, joined = rows.buckets.astype(np.intp), rows.counts, []
     for width in _WIDTHS[1:] if len(which) else ():
         cells = (cells + (cells > 0)) >> 1  # away from zero
         begins = np.ones(len(cells), np.bool_)
         begins[1:] = (cells[1:] != cells[:-1]) | (which[1:] != which[:-1])
-        starts, place = np.flatnonzero(begins), (begins.cumsum() - 1)[place]
+        starts = np.flatnonzero(begins)
         cells, which, counts = cells[starts], which[starts], np.add.reduceat(counts, starts)
         is_joined = counts <= most[which]
         if width > 2:
@@ -245,7 +244,10 @@ def joined_widths(rows: Rows) -> NDArray[np.intp]:
             near, far = _limits(np.maximum(last - width + 1, 0), last)
             is_joined &= far - near <= widest[which]
         counts[~is_joined] = math.inf
-        widths[is_joined[place]] = width
+        joined.append((begins.cumsum() - 1, np.where(is_joined, width, 1)))
+    widths = np.ones(len(cells), np.intp)
+    for place, widest_joined in reversed(joined):
+        widths = np.maximum(widths, widest_joined)[place]
     return widths
 
 
