@@ -199,7 +199,8 @@ class Blame:
         if given is not None:
             batch, batch_size = given.variation, rms_of(given.rows)[given.row]
         names = [_BATCH_KEY, *record.activations]
-        now, sizes = np.append(batch, rows.variation), np.append(batch_size, rms_of(rows))
+        now = np.concatenate([[batch], rows.variation])
+        sizes = np.concatenate([[batch_size], rms_of(rows)])
         usual = np.array([self._outputs.get(name, math.nan) for name in names])
         with np.errstate(all="ignore"):
             levels = np.where((now > 0) & (now < math.inf) & (usual > 0), np.log10(now / usual), 0)

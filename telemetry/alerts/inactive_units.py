@@ -213,8 +213,8 @@ def _negligible(rows: Rows) -> Marks:
     The input of the first output is itself.
     """
     sizes = rows.unit_count
-    as_many = np.append(True, sizes[1:] == sizes[:-1]).repeat(sizes)
-    back = np.append(0, sizes[1:]).repeat(sizes)
+    as_many = np.concatenate([[True], sizes[1:] == sizes[:-1]]).repeat(sizes)
+    back = np.concatenate([[0], sizes[1:]]).repeat(sizes)
     inputs = rows.units[np.arange(len(rows.units)) - back, 1]
     largest = np.maximum(*np.abs(rows.units.T))
     negligible: Marks = as_many & (inputs < 0) & (largest <= -_NEGLIGIBLE * inputs)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -110,8 +111,8 @@ def bad_among(tensors: Mapping[Name, TensorRecord]) -> list[Name]:
     """Return the names of tensors with NaN or ``+inf``; masks contain ``-inf``."""
     if not tensors:  # as at most steps
         return []
-    bad = figures_of(tensors, lambda rows: rows.nan_count + rows.positive_inf_count)
-    return [name for name, count in bad.items() if count]
+    rows = Tensors.of(tensors).rows
+    return [*compress(tensors, rows.nan_count + rows.positive_inf_count)]
 
 
 class Tensors(Mapping[Name, TensorRecord]):

@@ -273,9 +273,7 @@ def depth_values(record: StepRecord) -> list[bytes]:
         if count := len(values):
             scaled = np.log10(values) if statistic.log else values
             # numpy.quantile returns the same and takes ten times as long for a few values.
-            quantiles = np.interp(
-                [(count - 1) * share for share in shares], np.arange(count), scaled
-            )
+            quantiles = np.interp(np.multiply(shares, count - 1), np.arange(count), scaled)
             tags = [f"{RUN}depth/{name}/{quantile}" for quantile in QUANTILES]
             points += zip(tags, quantiles.tolist(), strict=True)
     return [summaries.scalars(points)]

@@ -137,11 +137,8 @@ def _histograms(record: StepRecord, prefix: str) -> tuple[Tagged, Tagged]:
         found |= {f"{prefix}{kind}/{tag}": row for tag, row in some.items()}
         if kind.endswith("grad"):
             magnitudes |= {f"{prefix}{kind}_log10/{tag}": row for tag, row in some.items()}
-    of_values, of_magnitudes = (
-        ([*rows_by_tag], rows.take(np.array([*rows_by_tag.values()], np.intp)))
-        for rows_by_tag in (found, magnitudes)
-    )
-    return of_values, of_magnitudes
+    of_each = [np.array([*rows_of.values()], np.intp) for rows_of in (found, magnitudes)]
+    return ([*found], rows.take(of_each[0])), ([*magnitudes], rows.take(of_each[1]))
 
 
 def _images(record: StepRecord) -> Iterator[tuple[str, NDArray[np.uint8]]]:
