@@ -36,8 +36,7 @@ from telemetry.ranks.connection import (
     is_set_within,
 )
 from telemetry.ranks.merging import MergedRecords, MergedStep
-from telemetry.ranks.part_maker import PartMaker
-from telemetry.ranks.partial_record import FORMAT, PartialRecord, decode, encode
+from telemetry.ranks.partial_record import FORMAT, PartialRecord, PartMaker, decode, encode
 from telemetry.ranks.topology import RankObserver
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch

@@ -31,8 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from telemetry.capture import Capture, CapturedStep, Content, LightStep
 from telemetry.failures import Failures
 from telemetry.pipeline import FullSteps
-from telemetry.ranks.part_maker import PartMaker
-from telemetry.ranks.partial_record import encode
+from telemetry.ranks.partial_record import PartMaker, encode
 from telemetry.ranks.topology import RankObserver
 from telemetry.records import StepRecord
 from telemetry.selection import Selection
