@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from telemetry.alerts.configuration import KINDS
-from telemetry.commands.help import Meaning, meaning_of
+from telemetry.commands.alerts import Meaning, meaning_of
 
 FOLDER = Path(__file__).parents[1] / "docs" / "alerts"
 PAGES = {

@@ -199,7 +199,6 @@ def check_of(kind: Any) -> Check:
 
 
 def optional(kind: Any) -> Check:
-    """Accept null and any value of this kind."""
     check = check_of(kind)
     return lambda value: None if value is None else check(value)
 

@@ -1,14 +1,17 @@
-"""``telemetry alerts``, ``batches`` and ``lint``: alerts of runs, or of any program's scalars."""
+"""``telemetry help``, ``alerts``, ``batches``, ``lint``: kinds of alerts, and alerts of runs."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import inspect
 import json
 import math
 import re
+import textwrap
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,9 @@ from rich.console import Console
 from rich.text import Text
 
 from telemetry.alert import Alert
-from telemetry.alerts.configuration import DETECTORS
+from telemetry.alerts.configuration import DETECTORS, KINDS, closest
+from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
-from telemetry.commands.help import help_line
 from telemetry.commands.output import LogDirs, as_number, print_records, report_problems
 from telemetry.plain_text import printable
 from telemetry.reading.sources import FileSource
@@ -27,6 +30,91 @@ from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import loss_among
 from telemetry.tag_names import RUN
 from telemetry.untrusted import MAX_JSON_BYTES, open_file
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meaning:
+    """Documentation of one kind of alert for users."""
+
+    kind: str
+    severity: str
+    summary: str
+    sections: Mapping[str, str]  # texts of Evidence, Causes, Remedies and Silent
+    example: str  # code that produces the alert; may be empty
+    parameters: Mapping[str, tuple[float, str]]  # default and meaning
+    causes: tuple[str, ...]  # kinds, and a jump of the learning rate, that may be the root cause
+
+
+def meaning_of(detector: type[Detector]) -> Meaning:
+    """Return the first paragraph of a detector's docstring and the fields after it."""
+    summary, fields, *_ = [*inspect.cleandoc(detector.__doc__ or "").split("\n\n"), ""]
+    texts = dict(re.findall(r"^(\w+):(.*(?:\n +.*)*)", fields, re.MULTILINE))
+    example, args = texts.pop("Example", ""), texts.pop("Args", "")
+    meanings = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE))
+    jump = ["a jump of the learning rate"] * detector.explained_by_rate_jump
+    return Meaning(
+        kind=detector.kind,
+        severity=detector.severity,
+        summary=_one_line(summary),
+        sections={name: _one_line(text) for name, text in texts.items()},
+        example=textwrap.dedent(example.removeprefix("\n")).strip(),
+        parameters={
+            name: (getattr(detector, name), _one_line(meanings.get(name, "")))
+            for name in detector.limits()
+        },
+        causes=(*sorted(detector.explained_by), *jump),
+    )
+
+
+def help_line(kinds: Iterable[str]) -> str | None:
+    """Return the line that names the help of the first known kind; None if no kind is known."""
+    known = next((kind for kind in kinds if kind in KINDS), None)
+    return known and f"telemetry help {known} explains it"
+
+
+def print_help(args: argparse.Namespace, console: Console) -> int:
+    if args.kind is None:
+        for kind, detector in KINDS.items():
+            first = re.split(r"(?<=[.:]) ", meaning_of(detector).summary)[0].rstrip(":.")
+            line = f"{kind:<21} {detector.severity:<8} {_plain(first)}"
+            console.print(line, overflow="ellipsis", no_wrap=True, soft_wrap=False)
+        return 0
+    if args.kind not in KINDS:
+        raise ValueError(f"no alert has the name {args.kind!r}; {closest(args.kind, KINDS)}")
+    for line in _text(meaning_of(KINDS[args.kind]), min(console.width, _WIDTH)):
+        console.print(line)
+    return 0
+
+
+def _text(meaning: Meaning, width: int) -> Iterator[str]:
+    yield f"{meaning.kind} ({meaning.severity})"
+    yield from textwrap.wrap(_plain(meaning.summary), width)
+    yield ""
+    for name, text in meaning.sections.items():
+        yield from _wrapped(f"{name}: {text}", width)
+    if meaning.causes:
+        yield from _wrapped(f"May follow from: {', '.join(meaning.causes)}.", width)
+    if meaning.example:
+        yield from ["", "Example:", *textwrap.indent(meaning.example, "    ").splitlines()]
+    if meaning.parameters:
+        yield from ["", f"Parameters, for HookLogger(alerts={{{meaning.kind!r}: {{...}}}}):"]
+        for name, (default, text) in meaning.parameters.items():
+            yield from _wrapped(f"{name} = {default:g}: {text}", width)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(_plain(text), width, subsequent_indent="  ", break_long_words=False)
+
+
+def _plain(text: str) -> str:
+    return text.replace("``", "")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
 
 # Severities that make the command fail, by the choice of ``--fail-on``.
 FAIL_ON = {"warning": {"warning", "error"}, "error": {"error"}, "never": set[str]()}
@@ -162,10 +250,9 @@ def _series(rows: Iterable[Mapping[str, Any]]) -> Series:
 
 
 def judge(series: Series, *, loss: str | None = None, norm: str | None = None) -> list[Alert]:
-    """Return the alerts of a logged loss and gradient norm.
+    """Return the alerts of a logged loss and gradient norm, by tag or by their usual names.
 
-    The windows of the detectors count logged points, whatever the interval of logging. Without a
-    tag, the names of the series decide. It raises ValueError if neither is found.
+    The windows of the detectors count logged points, whatever the interval of logging.
     """
     for option, tag in (("--loss", loss), ("--norm", norm)):
         if tag is not None and tag not in series:

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from telemetry.commands import output
-from telemetry.commands.help import help_line
+from telemetry.commands.alerts import help_line
 from telemetry.events import list_event_files
 from telemetry.flight import flight_files, read_flight
 from telemetry.flight.file import earliest_onsets

@@ -59,8 +59,7 @@ def export(args: argparse.Namespace, console: Console) -> int:
 def cells(run: RunData, statistics: Sequence[str]) -> Iterator[list[str]]:
     """Yield step, layer, class and one text per statistic, by step and then in forward order.
 
-    Numbers have the digits of float32; a missing number is an empty text. Rows without any number
-    are omitted.
+    Numbers have the digits of float32, or are empty. Rows without any number are omitted.
     """
     layers = run.overview().layers
     names = [[printable(layer.name), printable(layer.type_name)] for layer in layers]

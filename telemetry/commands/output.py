@@ -119,18 +119,13 @@ def _cell(value: Any) -> str:
 
 
 class LogDirs:
-    """Directories of runs at and below the given paths; problems are reported on stderr.
-
-    Attributes:
-        found: The directories, each once.
-        status: For the shell: 2 if a path or a run could not be read, else 0.
-    """
+    """Directories of runs at and below the given paths; problems are reported on stderr."""
 
     def __init__(
         self, paths: Sequence[Path], is_log_dir: Callable[[Path], object] = list_event_files
     ) -> None:
-        self.found: list[Path] = []
-        self.status = 0
+        self.found: list[Path] = []  # each once
+        self.status = 0  # for the shell: 2 if a path or a run could not be read
         self._given = paths
         for path in paths:
             try:

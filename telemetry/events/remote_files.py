@@ -22,11 +22,10 @@ _MAX_FILE_BYTES = 8 << 20
 class RemoteFiles:
     """Event files that one writer creates in a store that fsspec can reach.
 
-    Such stores cannot append. Events are written to a file in a local temporary directory, which is
-    uploaded every few seconds if it has grown. After 8 MiB another file begins, so that uploads
-    stay small. If the store is unreachable when the writer is closed, the local files remain, and a
-    warning names their directory. Arguments are as for :class:`LocalFiles`; ValueError or
-    ImportError: fsspec does not know the protocol, or its package is not installed.
+    Such stores cannot append. Events are written to a local temporary file, which is uploaded every
+    few seconds if it has grown; after 8 MiB another one begins. If the store is unreachable when
+    the writer is closed, the local files remain, and a warning names their directory. It raises
+    ValueError or ImportError if fsspec does not know the protocol, or lacks its package.
     """
 
     def __init__(

@@ -166,11 +166,9 @@ _REPLACED = ("flush", "close")
 class GivenWriter:
     """Adds events to the file of a writer, torch's or ours, that its user continues to use.
 
-    Frameworks flush and close their writer when the training ends, before the logger is closed.
-    Queued values are written first: until :meth:`close`, these two methods of that writer are
-    replaced, and call ``before``, with True for a close. Later values are written to a new file.
-
-    Torch's writer blocks its callers on the disk, so a background thread passes events to it.
+    Frameworks flush and close their writer before the logger is closed. Queued values are written
+    first: until :meth:`close`, these two methods are replaced, and call ``before``, with True for a
+    close. Torch's writer blocks its callers on the disk, so a background thread passes events on.
     """
 
     def __init__(self, writer: tensorboard.SummaryWriter, before: Callable[[bool], None]) -> None:

@@ -23,14 +23,11 @@ BARRIER_S = 30.0
 class Barrier:
     """One rank's side of the barrier.
 
-    If one rank raised alone, the others would block in their next collective. So each rank's
-    exchange closes the barrier: its training thread does not pass the end of its current step, and
-    rank 0 receives its number. The exchange does not wait for the training thread, which may
-    be in a collective that needs a rank which already waits. Rank 0 decides for the largest number.
-    Every rank continues to the end of that step and raises there, as none has passed it.
-
-    Rank 0 ignores ranks that do not answer in 10 s; these raise as soon as they can. If
-    rank 0 does not decide in :data:`BARRIER_S`, training continues.
+    If one rank raised alone, the others would block in their next collective. So each exchange
+    closes the barrier, without waiting for the training thread, which may be in a collective: the
+    thread does not pass the end of its current step, and rank 0 receives its number. Rank 0 decides
+    for the largest number, and every rank raises at the end of that step. Ranks that do not answer
+    in 10 s raise as soon as they can; without a decision in :data:`BARRIER_S`, training continues.
     """
 
     def __init__(self, first_step: int = 0) -> None:

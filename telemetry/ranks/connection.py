@@ -1,13 +1,11 @@
 """Authenticated TCP connections between rank 0 and the other ranks: frames over asyncio streams.
 
-Rendezvous: rank 0 publishes its address and the run's token in the store of the default process
-group; another connection per rank could exhaust the file descriptors of that store's server. A call
+Rank 0 publishes its address and the run's token in the store of the default process group. A call
 of the store blocks while the server's process is stopped, so callers use :func:`in_thread`. The
 store is not kept, because its server ends with the last reference.
 
-A frame is its kind in one byte, its size in four, and its payload. A rank sends one frame at a
-time, which rank 0 acknowledges; rank 0 broadcasts announcements. Less than 1 KiB is read of a
-connection before it is authenticated.
+A frame is its kind in one byte, its size in four, and its payload. Rank 0 acknowledges each, and
+broadcasts announcements. Less than 1 KiB is read of a connection before it is authenticated.
 """
 
 from __future__ import annotations
@@ -208,7 +206,6 @@ def _prepared(connection: socket.socket) -> socket.socket:
 
 
 def _most_files() -> float:
-    """Return the number of files that this process may open."""
     try:
         import resource
     except ImportError:  # Windows
@@ -271,7 +268,6 @@ class Server:
             writer.write(frame(ANNOUNCEMENT, announcement))
 
     def close(self) -> None:
-        """Close all connections."""
         self._listening.close()
         for writer in self._writers.values():
             writer.close()

@@ -186,10 +186,7 @@ class MergedRecords:
         self._clipped_fraction = ClippedFraction()
 
     def record(self, merged: MergedStep, own: StepRecord | None = None) -> StepRecord | None:
-        """Return the record of one step; values that are not merged come from rank 0's ``own``.
-
-        None if the step did not end, or the message with its layout was lost.
-        """
+        """Return the record of a step, some of it from rank 0's ``own``; None without a layout."""
         self._host_of = self._host_of | {o.rank: o.host for o in merged.parts if o.host}
         parts = [o.parameters for o in merged.parts if o.parameters is not None]
         for part in parts:
@@ -316,10 +313,7 @@ def _record_of(merged: MergedStep, joined: JoinedLayouts, hosts: Mapping[int, st
 
 
 def _take_sums(columns: dict[str, Array], added: Mapping[int, Floats]) -> None:
-    """Put the norms of summed gradients in the place of those of their addends.
-
-    Of the sum only the norm after clipping is known; clipping scales all addends alike.
-    """
+    """Replace the norms of addends by those of the sums; clipping scales all addends alike."""
     norms, before = columns["norms"], columns.get("before")
     for index, values in added.items():
         whole = float(np.linalg.norm(values))

@@ -87,17 +87,11 @@ class TensorTable:
 
 
 class Figure(NamedTuple):
-    """Column of :class:`ParameterPart` and its reduction over ranks.
+    """Column of :class:`ParameterPart` and its reduction over ranks."""
 
-    Attributes:
-        copies: Column with the numbers of copies; of several copies only the lowest counts.
-        reduce: From ``[parts, parameters]`` to ``[parameters]``, of the values that count.
-        missing: Value of a parameter that no rank has, of the dtype of the column.
-    """
-
-    copies: str
-    reduce: Callable[..., Array]
-    missing: float
+    copies: str  # column with the numbers of copies; of several copies only the lowest counts
+    reduce: Callable[..., Array]  # ``[parts, parameters]`` that count to ``[parameters]``
+    missing: float  # value of a parameter that no rank has, of the dtype of the column
 
 
 def _norm(values: Array, where: Array) -> Array:
@@ -316,7 +310,6 @@ class PartMaker:
         return PartialRecord(rank=rank, size=size, step=step, wall_time=now, scalars=scalars)
 
     def numbered(self, part: PartialRecord) -> PartialRecord:
-        """Return a partial record with its sequence number."""
         last_of_step = self._epoch + (part.step + 1) * PER_STEP - 1
         if last_of_step <= self._sequence:  # the run goes back to an earlier step
             self._epoch += EPOCH
@@ -376,10 +369,7 @@ class PartMaker:
         return f"{group}/{values}"
 
     def _nonfinite(self, record: StepRecord) -> str:
-        """Return the first NaN or infinity of this rank alone.
-
-        Ranks with the same data, and stages of a pipeline, receive their values from each other.
-        """
+        """Return the first NaN or infinity of this rank, unless it receives values of others."""
         if self._ranks.same_data.copies > 1 or self._ranks.is_in_pipeline:
             return ""
         found = [f"the parameter {name}" for name in record.nonfinite_parameters]
@@ -417,8 +407,7 @@ def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> Tenso
 def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats]:
     """Return the norms of parameters' updates, and of the parameters before; NaN: not measured.
 
-    Of a large parameter only a sample's ratio of the two is known; the update is the whole norm
-    times that, or the sample's update if that norm is zero.
+    The update of a large parameter is its norm times the ratio of a sample, if that is known.
     """
     count = len(record.layout.parameters)
     moved, sizes = np.full(count, np.nan), np.full(count, np.nan)

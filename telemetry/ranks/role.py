@@ -43,7 +43,6 @@ class Role:
         return self.rank == 0 or self.ranks != "rank0"
 
     def directory(self, log_dir: str) -> str:
-        """Return the directory where this process writes."""
         each = self.size > 1 and self.ranks == "each"
         return f"{log_dir.rstrip('/')}/rank-{self.rank:04d}" if each else log_dir
 

@@ -265,9 +265,8 @@ class RankObserver:
     def _shard_of(self, output: Output, tensor: Tensor) -> LocalShard:
         """Return the shard of an output, by the tensors from which it was computed.
 
-        The styles of ``parallelize_module`` compute with a ``DTensor`` and return its local tensor,
-        which the autograd graph shows. An output that is computed without communication is a part
-        of the whole if one of its origins is, and the same on ranks with the same data otherwise.
+        ``parallelize_module`` returns local tensors of a ``DTensor``, which the autograd graph
+        shows. Without communication, an output is a part of the whole if one of its origins is.
         """
         if is_dtensor(tensor):
             found = placed(spec_of(tensor))

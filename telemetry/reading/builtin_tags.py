@@ -1,8 +1,7 @@
 """Find the tags of a layer in TensorBoard's own dashboards.
 
-Without their groups, they are ``kind/NNNN.name``, where NNNN is the layer's position in the forward
-order, which may change during a run, and ``kind/NNNN.name[i]`` for further outputs. Another layer
-may have the name ``name[i]``, but not the same position.
+Without groups, they are ``kind/NNNN.name``, where NNNN is the layer's position in the forward order
+at that time, and ``kind/NNNN.name[i]`` for further outputs.
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ class Region:
         return inside
 
     def layers(self, count: int) -> slice:
-        """Return the layers inside, of ``count`` layers."""
         last = min(self.last_layer, count - 1)
         return slice(min(self.first_layer, count), max(last + 1, self.first_layer))
 

@@ -170,8 +170,7 @@ class RunData:
     def onsets_by(self, step: int) -> list[Onset] | None:
         """Return the layers whose gradient norm has left its baseline by a step, earliest first.
 
-        NaN counts as infinite. Later steps are ignored: at the end of an explosion all layers are
-        NaN. None if there are too few earlier steps for a baseline.
+        NaN counts as infinite; None: there are too few earlier steps for a baseline.
         """
         region = Region(first_step=max(0, step + 1 - LOOK_BACK), last_step=step)
         matrix = self.matrix("grad_norm", region)
@@ -181,7 +180,6 @@ class RunData:
         return onsets(names, matrix.steps, norms, step, fewest=FEWEST_TO_SHOW)
 
     def _version(self) -> str:
-        """Return a hash that changes with layers and sessions."""
         parts = [
             f"{segment.begin},{len(segment.layout.modules)}" for segment in self._structure.segments
         ]

@@ -68,11 +68,7 @@ class RunEntry:
     def row(
         self, now_s: float, texts: Mapping[str, Any], hparams: bytes | None, loss: Any
     ) -> dict[str, Any]:
-        """Return the row of the run table.
-
-        ``texts`` are the contents of the tags :attr:`texts` that can be read, ``hparams`` are in
-        TensorBoard's encoding, ``loss`` is the result of :func:`loss_summary`.
-        """
+        """Return the row of the run table; ``texts`` are the contents of the tags :attr:`texts`."""
         return {
             "name": self.name,
             "status": self.status(now_s, _exception(texts.get(self.end_tag or ""))),

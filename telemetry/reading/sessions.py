@@ -112,8 +112,7 @@ def assemble(
 ) -> Structure:
     """Combine the layouts of a run, in any order, into layers, segments and tags.
 
-    Equal layouts should be one object. ``last_steps`` has the last step of each tag of the plugin;
-    skipped tags are added to ``problems``.
+    Equal layouts should be one object. ``last_steps`` has the last step of each tag.
     """
     ordered = sorted(layouts, key=lambda written: (written.session, written.number))
     sessions = Sessions((written.session, written.step) for written in ordered)

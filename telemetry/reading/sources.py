@@ -108,9 +108,8 @@ class FileSource:
     """All values of one run, read once into memory: a :class:`RunSource`.
 
     Values that a later session replaces (``purge_step``) are omitted, as in TensorBoard.
-    ``is_read`` selects the values to read by plugin name and tag; default: all. ``series`` has the
-    last step and time of all tags of the page, including those not read. A directory without event
-    files raises FileNotFoundError.
+    ``is_read`` selects the values by plugin name and tag; ``series`` has all tags of the page. A
+    directory without event files raises FileNotFoundError.
     """
 
     def __init__(

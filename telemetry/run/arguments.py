@@ -38,7 +38,6 @@ _FOREIGN_ARGUMENTS = {"step", "global_step", "walltime", "commit"}
 
 
 def is_disabled(enabled: object) -> bool:
-    """Whether a logger is disabled by its argument or the environment."""
     if not isinstance(enabled, bool):
         raise TypeError(f"HookLogger(enabled={enabled!r}): must be True or False")
     return not enabled or setting("disabled", default=False)
@@ -92,7 +91,6 @@ def _check_int(argument: str, value: object, valid: str) -> None:
 
 
 def sample_of(model: nn.Module, sample: Any, images: bool) -> Sample | None:
-    """Return the fixed sample, if one is given."""
     if sample is not None and not images:
         raise ValueError(
             "HookLogger(sample=...): images=False draws no pictures; remove one of the arguments"
@@ -117,7 +115,6 @@ def check_first_step(first_step: Any) -> None:
 
 
 def check_loss_tag(loss_tag: object) -> None:
-    """Check the tag of the loss, if the user has named it."""
     if loss_tag is None:
         return
     if not isinstance(loss_tag, str) or not loss_tag:
@@ -135,7 +132,6 @@ def check_on_alert(on_alert: object) -> None:
 
 
 def check_phase(name: str) -> str:
-    """Check the name of a phase: the first part of tags."""
     check_text(f"HookLogger.phase(name={name!r}): it", name)
     if not name:
         raise ValueError(
@@ -145,7 +141,6 @@ def check_phase(name: str) -> str:
 
 
 def rules_of(alerts: Any) -> Sequence[Rule]:
-    """Return the rules given as ``alerts``."""
     if alerts is None or isinstance(alerts, Mapping):
         return rules_from(alerts or {})
     if not isinstance(alerts, Iterable) or isinstance(alerts, str):
@@ -207,7 +202,6 @@ def scalars_of(
 
 
 def batch_ids_of(ids: Any) -> tuple[BatchId, ...]:
-    """Return the ids of a batch as numbers and strings."""
     if isinstance(ids, Tensor) and not ids.is_cpu:
         raise TypeError(
             f"HookLogger.batch(ids=...): must be on the CPU, not on {ids.device}, which training "

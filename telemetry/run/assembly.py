@@ -168,7 +168,6 @@ class ActiveRun:
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        """The alerts of all steps up to now; waits for the rules."""
         self._await_steps()
         return tuple(self.noted_alerts)
 
@@ -349,7 +348,6 @@ class ActiveRun:
     # --- end -------------------------------------------------------------------------------------
 
     def end_block(self, exception: BaseException | None) -> None:
-        """Close at the end of a ``with`` block; raise a requested alert."""
         if exception is not None:
             each_within(CLOSE_TIMEOUT_S, partial(self._note_exception, exception), self.close)
             return

@@ -155,7 +155,6 @@ class RunFiles:
     def write_values(
         self, values: Sequence[bytes], step: int, wall_time: float, /, **options: Any
     ) -> None:
-        """Add one event of these values; see ``FileWriter.write_values``."""
         self._has_ended = False
         self._writer.write_values(values, step, wall_time, **options)
 
@@ -198,10 +197,9 @@ class DirectoryLock:
     """Shared lock of a logger on the directory where it writes.
 
     A new lock for the same model and directory replaces the former one and closes its logger. If
-    other loggers lock the directory, in this process or another one, a warning is logged, unless
-    they share a writer. The directory itself is locked: the lock leaves no file, and the system
-    releases it however the process ends. Other processes are not detected on Windows, in remote
-    directories and on some network drives.
+    other loggers, of this process or another one, lock the directory, and do not share a writer, a
+    warning is logged. The system releases the lock however the process ends. Other processes are
+    not detected on Windows, in remote directories and on some network drives.
     """
 
     def __init__(self, model: object, log_dir: str, close: Callable[[], None]) -> None:
@@ -251,7 +249,6 @@ class DirectoryLock:
         return conflict
 
     def release(self) -> None:
-        """Release the lock. Idempotent."""
         self._unlock()
         _LOCKS.discard(self)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
@@ -49,7 +49,7 @@ class LaterSteps:
     def __init__(self, log_dir: str, failures: Failures, *, expected: bool) -> None:
         self._log_dir = log_dir
         self._failures = failures
-        self._earlier: tuple[EventFile, ...] = ()
+        self._earlier: tuple[tuple[Path, int], ...] = ()
         if "://" not in log_dir and not expected:
             with failures.contained("to find earlier steps"):
                 self._earlier = tuple(islice(event_files(log_dir), _FEW_FILES))
@@ -92,30 +92,19 @@ def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return usable, incompatible
 
 
-class EventFile(NamedTuple):
-    """Event file, and its size in bytes when it was found."""
-
-    path: Path
-    size: int
-
-
-def event_files(log_dir: str) -> Iterator[EventFile]:
-    """Yield regular event files of a local directory, newest first; none without the directory."""
+def event_files(log_dir: str) -> Iterator[tuple[Path, int]]:
+    """Yield event files of a local directory and their sizes, newest first; none without it."""
     with suppress(FileNotFoundError):
         for path in reversed(list_event_files(log_dir)):
             if path.is_file():
-                yield EventFile(path, path.stat().st_size)
+                yield path, path.stat().st_size
 
 
-def last_step(files: Iterable[EventFile], *, max_bytes: float = math.inf) -> int | None:
+def last_step(files: Iterable[tuple[Path, int]], *, max_bytes: float = math.inf) -> int | None:
     """Return the last step that a logger recorded; None without any.
 
-    It is the last step of the newest session, which may have restarted at an earlier step. Files
-    are read from their ends, so this is fast unless none of the newest files is a logger's.
-
-    Args:
-        files: Newest first; each is read up to its ``size``.
-        max_bytes: Approximate limit for each file.
+    It is the last step of the newest session, which may have restarted at an earlier step. Files,
+    the newest first, are read from their ends, at most about ``max_bytes`` of each.
     """
     for path, size in files:
         with open(path, "rb") as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,8 +54,7 @@ def read_tags(
     """Return at most ``most`` values of each tag, without those that cannot be decoded.
 
     ``wanted`` has tags by run; another run's tag of the same name may come along. Values that
-    cannot be decoded go to ``problems``, else to the log. Without a server, it raises
-    ``grpc.RpcError``.
+    cannot be decoded go to ``problems``, else to the log.
     """
     if not any(wanted.values()):
         return {}
@@ -235,7 +233,6 @@ class _ReadScalars:
         self._provider, self._figures_of, self._most = provider, figures_of, most
         # By experiment and run: the listing at the last reading, and the figures.
         self._known: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {}
-        self._lock = threading.Lock()
 
     def read(
         self, experiment: str, listed: Mapping[str, Mapping[str, Any]]
@@ -245,15 +242,13 @@ class _ReadScalars:
             run: [(tag, series.max_step, series.max_wall_time) for tag, series in tags.items()]
             for run, tags in listed.items()
         }
-        with self._lock:
-            known = {run: self._known.get((experiment, run), (None,))[0] for run in states}
+        known = {run: self._known.get((experiment, run), (None,))[0] for run in states}
         stale = {run: [*listed[run]] for run, state in states.items() if known[run] != state}
         found = read_tags(self._provider, experiment, "scalars", stale, self._most)
-        with self._lock:
-            for run, tags in stale.items():
-                points = {tag: found.get(run, {}).get(tag, ()) for tag in tags}
-                self._known[experiment, run] = states[run], self._figures_of(points)
-            return {run: self._known[experiment, run][1] for run in states}
+        for run, tags in stale.items():
+            points = {tag: found.get(run, {}).get(tag, ()) for tag in tags}
+            self._known[experiment, run] = states[run], self._figures_of(points)
+        return {run: self._known[experiment, run][1] for run in states}
 
 
 def _loss(points: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

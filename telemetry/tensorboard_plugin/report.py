@@ -116,10 +116,9 @@ script-src data:; style-src 'unsafe-inline'">
 def report_html(
     runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]], faults: str = ""
 ) -> str:
-    """Return the report of runs by name, with their rows of the run table in the same order.
+    """Return the report of runs by name, which are compared with the first; ``faults`` is HTML.
 
-    The others are compared with the first. ``faults`` is HTML for its end. In large runs, each cell
-    is the largest of several.
+    ``rows`` are those of the run table, in the same order.
     """
     overviews = {name: run.overview() for name, run in runs.items()}
     files = read_static_files()

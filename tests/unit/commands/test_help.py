@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 
 from telemetry.alerts.configuration import KINDS
+from telemetry.commands.alerts import help_line, meaning_of
 from telemetry.commands.cli import main
-from telemetry.commands.help import help_line, meaning_of
 from tests.helpers.paths import ROOT
 
 GENERATOR = runpy.run_path(str(ROOT / ".ci" / "alert_pages.py"))
