@@ -22,15 +22,8 @@ class TrainerLogger:
     Args:
         writer: As for ``HookLogger``; None: ``TELEMETRY_LOG_DIR``, or the directory of the trainer,
             if it has one.
-        options: Other arguments of ``HookLogger``. With ``on_alert="stop"`` the trainer stops
-            by its own means, on all ranks at the same step.
-
-    Attributes:
-        hook_logger: Logger of the latest training, open or closed; None before the first.
-        failures: Reports failures of the callback.
-
-    Raises:
-        TypeError: An option is not an argument of ``HookLogger``.
+        options: Other arguments of ``HookLogger``; TypeError for any other. With
+            ``on_alert="stop"`` the trainer stops by its own means, on all ranks at the same step.
     """
 
     def __init__(
@@ -43,7 +36,7 @@ class TrainerLogger:
             inspect.signature(HookLogger).bind(None, None, **options)
         except TypeError as error:
             raise TypeError(f"{type(self).__name__}: HookLogger {error}") from None
-        self.hook_logger: HookLogger | None = None
+        self.hook_logger: HookLogger | None = None  # of the latest training, open or closed
         self.failures = Failures()
         self._writer = writer
         self._options = options
@@ -55,9 +48,7 @@ class TrainerLogger:
     def begin(self, model: nn.Module, writer: Any = None, *, first_step: Any = 0) -> HookLogger:
         """Start logging the training of ``model``.
 
-        Args:
-            writer: Writer or directory of the trainer, if it has one.
-            first_step: Default; an option of the user or a loaded state overrides it.
+        ``writer`` and ``first_step`` are those of the trainer; options of the user override them.
         """
         self.end()
         options = {"first_step": first_step, **self._options}
