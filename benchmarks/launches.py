@@ -43,6 +43,7 @@ def microseconds(call: Callable[[Measurer], object], calls: int) -> float:
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     stubbed = import_module("tests.helpers.stubbed")
+    stream = import_module("tests.helpers.simulated_gpu").default_stream
     with pytest.MonkeyPatch.context() as patches, tempfile.TemporaryDirectory() as folder:
         driver = stubbed.install(patches, Path(folder), types=native.TYPES)
         driver.idle = 1
@@ -50,7 +51,11 @@ def main() -> None:
         patches.setattr(torch.Tensor, "is_cuda", True)
         patches.setattr(torch.Tensor, "is_cpu", False)
         patches.setattr(torch.Tensor, "get_device", lambda tensor: 0)
-        patches.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patches.setattr(
+            cuda, "_device_memory", lambda size, index: torch.zeros(size // 8, dtype=torch.int64)
+        )
+        patches.setattr(cuda, "current_stream", lambda device: stream)
+        patches.setattr(cuda, "raw_stream", lambda index: stream.cuda_stream)
         patches.setattr(torch.cuda, "is_initialized", lambda: True)
         tensor, many = torch.rand(8, 8), [torch.rand(30) for _ in range(148)]
         print(describe_machine(torch.device("cpu")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,28 +12,24 @@ from torch import Tensor
 
 from telemetry.measure import cuda, cuda_check, nvrtc
 from telemetry.records.rows import Rows
-from tests.helpers import stubbed
-from tests.helpers.require import needs_tensor_reader
-from tests.helpers.stubbed import Driver, on_gpu
+from tests.helpers import simulated_gpu as gpu
+from tests.helpers.stubbed import Driver, needs_stub
 
-pytestmark = [
-    needs_tensor_reader,
-    pytest.mark.skipif(not shutil.which("c++"), reason="no compiler for the stub"),
-]
+pytestmark = needs_stub
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return stubbed.install(monkeypatch, tmp_path_factory.getbasetemp())
+    return gpu.install_with_kernels(monkeypatch, tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.parametrize("dtype", cuda.DTYPES, ids=str)
 def test_the_self_check_passes_with_its_own_layouts(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    gpu = cuda.Gpu(0, checked=True)
+    checked = cuda.Gpu(0, checked=True)
     monkeypatch.setattr(cuda, "DTYPES", (dtype,))  # all of them take half a minute
-    cuda_check.compare(gpu, on_gpu)
+    cuda_check.compare(checked, gpu.on_gpu)
 
 
 @pytest.mark.parametrize("column", ["min", "sum", "counts", "units", "nan_count"])
@@ -51,7 +46,7 @@ def test_wrong_kernels_fail_the_self_check(
 
     monkeypatch.setattr(cuda.GpuRows, "decode", wrong)
     with pytest.raises(ValueError, match=column):
-        cuda_check.compare(cuda.Gpu(0, checked=True), on_gpu)
+        cuda_check.compare(cuda.Gpu(0, checked=True), gpu.on_gpu)
 
 
 def test_a_gpu_model_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,14 +14,11 @@ from torch import Tensor
 from telemetry.measure import Measurer, cuda, native, nvrtc
 from telemetry.records import TensorRecord
 from telemetry.torch_private import host_copy
-from tests.helpers import stubbed
-from tests.helpers.require import needs_tensor_reader
-from tests.helpers.stubbed import Driver, on_gpu
+from tests.helpers import simulated_gpu as gpu
+from tests.helpers.simulated_gpu import on_gpu
+from tests.helpers.stubbed import Driver, needs_stub
 
-pytestmark = [
-    needs_tensor_reader,
-    pytest.mark.skipif(not shutil.which("c++"), reason="no compiler for the stub"),
-]
+pytestmark = needs_stub
 
 LAUNCHES = ("cuLaunchKernel",)
 OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
@@ -31,12 +28,12 @@ OUT_OF_MEMORY = (torch.cuda.OutOfMemoryError, MemoryError)
 def driver(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Driver]:
-    driver = stubbed.install(monkeypatch, tmp_path_factory.getbasetemp())
+    driver = gpu.install_with_kernels(monkeypatch, tmp_path_factory.getbasetemp())
     assert cuda.gpu(0) is not None
     driver.forget()
     yield driver
     driver.fail("")
-    driver.deferred = driver.capturing = 0
+    driver.capturing = 0
 
 
 def normal(*shape: int) -> Tensor:
@@ -46,6 +43,7 @@ def normal(*shape: int) -> Tensor:
 def on_host(tensor: Tensor, unit_axis: int | None = None, powers: int = 4) -> TensorRecord:
     # The stub describes every tensor as one of a GPU, so the values are read through NumPy.
     with pytest.MonkeyPatch.context() as patches:
+        gpu.take_as_plain(patches, Tensor)
         patches.setattr(native, "TENSORS", None)
         patches.setattr(native, "sample_step", lambda count: 0)
         measurer = Measurer()
@@ -154,12 +152,12 @@ def test_tensors_that_kernels_cannot_read_in_place_are_copied(
 def test_a_parameter_of_a_custom_class_is_measured_by_kernels(
     driver: Driver, by_operations: list[object]
 ) -> None:
-    class OnGpuFlat(stubbed.OnGpu):
+    class OnGpuFlat(gpu.GpuTensor):
         """Tensor of a class unknown to the extension, like FSDP's FlatParameter."""
 
     tensors = [normal(10, 7), normal(5)]
     measurer = Measurer()
-    assert measurer.add_all([tensor.as_subclass(OnGpuFlat) for tensor in tensors]) == [0, 1]
+    assert measurer.add_all([OnGpuFlat(tensor) for tensor in tensors]) == [0, 1]
     records = measurer.finish().reduce()
     for number, tensor in enumerate(tensors):
         assert_same(records[number], on_host(tensor))
@@ -234,9 +232,9 @@ def test_addresses_are_uploaded_when_they_or_the_stream_change(driver: Driver) -
     assert len(driver.uploads) == 2
     assert first is not None
     assert second is not None
-    torch.testing.assert_close(second, first[:, [1, 0, 2]], rtol=0, atol=0)
-    driver.stream += 1  # the upload is not ordered before work of this stream
-    cuda.norms(others)
+    assert second.cpu().equal(first.cpu()[:, [1, 0, 2]])
+    with on_stream():  # the upload is not ordered before its work
+        cuda.norms(others)
     assert len(driver.uploads) == 3
 
 
@@ -247,7 +245,8 @@ def test_norms_of_many_tensors_are_one_launch_for_each_dtype(driver: Driver) -> 
     assert driver.counts()["norms"] == 2
     wide = [tensor.double() for tensor in tensors]
     expected = torch.tensor([[t.norm() for t in wide], [t.abs().max() for t in wide]])
-    torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=0, equal_nan=True)
+    assert found is not None
+    torch.testing.assert_close(found.cpu(), expected.double(), rtol=1e-6, atol=0, equal_nan=True)
     assert cuda.norms([on_gpu(normal(3)), on_gpu(torch.arange(3))]) is None
 
 
@@ -262,16 +261,26 @@ def test_norms_are_left_to_operations_after_a_driver_error(driver: Driver) -> No
 # --- buffers -------------------------------------------------------------------------------------
 
 
+@contextmanager
+def on_stream() -> Iterator[int]:
+    """Continue on a new stream, after all work of the current one; its handle."""
+    stream = gpu.Stream()
+    stream.wait_stream(gpu.current_stream())
+    with gpu.use_stream(stream):
+        yield stream.cuda_stream
+
+
 def test_a_step_is_one_memset_and_one_copy(driver: Driver) -> None:
     measurer = Measurer()
     for _ in range(3):
         driver.forget()
+        gpu.operations.clear()
+        gpu.transfers.clear()
         for _ in range(5):
             measurer.add(on_gpu(normal(10, 3)), unit_axis=0)
         measurer.finish().reduce()
-        counts = driver.counts()
-        assert counts["cuMemsetD8Async"] == counts["cuMemcpyDtoHAsync_v2"] == 1
-        assert counts["measure_middle_4"] == 5
+        assert gpu.operations["zero_"] == len(gpu.transfers) == 1
+        assert driver.counts()["measure_middle_4"] == 5
 
 
 def test_one_buffer_is_used_for_all_steps_and_only_reading_synchronizes(driver: Driver) -> None:
@@ -283,7 +292,7 @@ def test_one_buffer_is_used_for_all_steps_and_only_reading_synchronizes(driver: 
     rows = [call.arguments[2] for call in driver.calls(*LAUNCHES) if call.kernel == b"measure_4"]
     assert len(rows) == 4
     assert len({*rows}) == 1
-    assert driver.counts()["cuEventSynchronize"] == 0
+    assert len(gpu.on_the_way) == 4
     assert [step.reduce()[0].sketch.sum for step in reversed(steps)] == [9, 6, 3, 0]
 
 
@@ -299,26 +308,26 @@ def test_rows_beyond_one_buffer_are_copied_in_several(
         measurer.add(on_gpu(tensor), unit_axis=1)
     measurer.add_all([on_gpu(tensor) for tensor in tensors[10:]])
     records = measurer.finish().reduce()
-    assert driver.counts()["cuMemcpyDtoHAsync_v2"] > 2
+    assert len(gpu.transfers) > 2
     for number, tensor in enumerate(tensors):
         assert_same(records[number], on_host(tensor, 1 if number < 10 else None))
 
 
-@pytest.mark.parametrize("streams", [(7, 8, 9), (7, 7, 8)])
+@pytest.mark.parametrize("places", [(0, 1, 2), (0, 0, 1)])
 def test_buffers_are_copied_after_the_work_of_all_streams(
-    driver: Driver, streams: tuple[int, ...]
+    driver: Driver, places: tuple[int, ...]
 ) -> None:
-    driver.deferred = 1  # the copy sees only the work that an event orders before it
-    measurer, steps = Measurer(), []
+    measurer, steps, streams = Measurer(), [], [gpu.Stream() for _ in range(3)]
     tensors = [normal(40, 5), normal(300), normal(9, 9)]
     for _ in range(5):
-        for stream, tensor in zip(streams, tensors, strict=True):
-            driver.stream = stream
-            measurer.add(on_gpu(tensor), unit_axis=0)
-        measurer.add_all([on_gpu(tensor) for tensor in tensors])
-        steps.append(measurer.finish())
+        for place, tensor in zip(places, tensors, strict=True):
+            with gpu.use_stream(streams[place]):
+                measurer.add(on_gpu(tensor), unit_axis=0)
+        with gpu.use_stream(streams[places[-1]]):
+            measurer.add_all([on_gpu(tensor) for tensor in tensors])
+            steps.append(measurer.finish())
         launches = [call.stream for call in driver.calls(*LAUNCHES)][-4:]
-        assert launches == [*streams, streams[-1]]
+        assert launches == [streams[place].cuda_stream for place in (*places, places[-1])]
     for step in reversed(steps):
         records = step.reduce()
         for number, tensor in enumerate(tensors):
@@ -347,16 +356,16 @@ def test_the_buffer_of_an_abandoned_step_is_cleared_and_reused(driver: Driver) -
 
 
 def test_the_buffer_of_an_abandoned_step_is_cleared_for_other_streams(driver: Driver) -> None:
-    driver.deferred = 1
-    abandoned = normal(100, 3)
-    for stream in (7, 8, 9, 7):
-        driver.stream = stream
-        Measurer().add(on_gpu(abandoned), unit_axis=1)
+    abandoned, streams = normal(100, 3), [gpu.Stream() for _ in range(3)]
+    for place in (0, 1, 2, 0):
+        with gpu.use_stream(streams[place]):
+            Measurer().add(on_gpu(abandoned), unit_axis=1)
     measurer, tensor = Measurer(), normal(10, 4)
-    driver.stream = 10
-    measurer.add(on_gpu(tensor), unit_axis=1)
-    driver.stream = 11
-    assert_same(measurer.finish().reduce()[0], on_host(tensor, 1))
+    with gpu.use_stream(gpu.Stream()):
+        measurer.add(on_gpu(tensor), unit_axis=1)
+    with gpu.use_stream(gpu.Stream()):
+        measurements = measurer.finish()
+    assert_same(measurements.reduce()[0], on_host(tensor, 1))
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -404,10 +413,10 @@ def test_nothing_is_launched_on_a_stream_that_is_captured(driver: Driver) -> Non
     driver.capturing = 1
     rows = cuda.GpuRows(cuda.gpu(0))  # type: ignore[arg-type]
     tensors = [on_gpu(normal(10)), on_gpu(normal(20))]
-    for stream in (0, 7):
-        driver.stream = stream
-        assert not rows.add(tensors[0], None, 4, 0)
-        assert rows.add_all(tensors, 4, 0) == [False, False]
+    for stream in (gpu.default_stream, gpu.Stream()):
+        with gpu.use_stream(stream):
+            assert not rows.add(tensors[0], None, 4, 0)
+            assert rows.add_all(tensors, 4, 0) == [False, False]
     assert rows.send() == 0
     assert driver.calls() == []
 
@@ -593,9 +602,9 @@ def test_memory_for_a_buffer_is_requested_again(
 
 def test_a_step_may_use_40_streams(driver: Driver) -> None:
     measurer = Measurer()
-    for stream in range(40):
-        driver.stream = 100 + stream
-        measurer.add(on_gpu(torch.full((3,), float(stream))))
+    for number in range(40):
+        with on_stream():
+            measurer.add(on_gpu(torch.full((3,), float(number))))
     records = measurer.finish().reduce()
     assert [record.sketch.sum for record in records.values()] == [3 * n for n in range(40)]
 

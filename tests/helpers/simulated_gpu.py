@@ -1,9 +1,10 @@
-"""Simulated GPU: a device with tensors in CPU memory and separate streams.
+"""Simulated GPU: tensors in CPU memory that claim to be on ``cuda:0``, and its streams.
 
 It refuses operations that would block on a GPU. It finds unordered accesses on different streams
-and memory that may be reused while another stream reads it.
+and memory that may be reused while another stream reads it. A copy to the host has its values when
+the host has waited for it.
 
-Importing this registers the device, for the whole process.
+PyTorch's own code sees tensors of the meta device, whose gradients the calling thread computes.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils.backend_registration import (
-    _DummyBackendModule,
-    _setup_privateuseone_for_python_backend,
-)
 
-NAME = "simulated"
+from telemetry.capture import parameters
+from telemetry.measure import cuda, tensors
+from telemetry.torch_private import host_copy
+from tests.helpers import stubbed
+
+DEVICE = torch.device("cuda", 0)
 
 
 class WaitError(RuntimeError):
@@ -35,11 +39,17 @@ class RaceError(RuntimeError):
     """Nothing orders two accesses on different streams."""
 
 
+# --- streams -------------------------------------------------------------------------------------
+
+_handles = count()
+
+
 class Stream:
     """Stream with a vector clock: the work of each stream that precedes its own."""
 
     def __init__(self, device: object = None) -> None:
         self.seen: Counter[Stream] = Counter()
+        self.cuda_stream = next(_handles)
 
     def tick(self) -> int:
         self.seen[self] += 1
@@ -58,7 +68,7 @@ class Stream:
 
 
 class Event:
-    def __init__(self, blocking: bool = False) -> None:
+    def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
         self.seen: Counter[Stream] = Counter()
         self.queries = 0
 
@@ -73,51 +83,42 @@ class Event:
         return self.queries >= 3
 
     def synchronize(self) -> None:
-        copied_to_host.update(self.seen)
+        for copy in [*on_the_way]:
+            target, source, stream, time = copy
+            if time <= self.seen[stream]:
+                target.copy_(source)
+                on_the_way.remove(copy)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1.0
 
 
-default_stream = Stream()
-copied_to_host: Counter[Stream] = Counter()
+default_stream = Stream()  # the handle is 0
 _local = threading.local()
 
 
-class Backend(_DummyBackendModule, ModuleType):
-    Stream, Event = Stream, Event
-
-    def current_stream(self, device: object = None) -> Stream:
-        return getattr(_local, "stream", default_stream)
-
-    @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, _local.stream = self.current_stream(), stream
-        try:
-            yield
-        finally:
-            _local.stream = before
-
-    def is_current_stream_capturing(self) -> bool:
-        return False
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16, torch.bfloat16]
-
-    def device(self, device: object) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def get_rng_state(self, device: object = None) -> Tensor:
-        return torch.get_rng_state()  # random numbers are the CPU's
-
-    def set_rng_state(self, state: Tensor, device: object = None) -> None:
-        torch.set_rng_state(state)
+def current_stream(device: object = None) -> Stream:
+    return getattr(_local, "stream", default_stream)
 
 
-backend = Backend(NAME)
-_setup_privateuseone_for_python_backend(NAME, backend_module=backend)
-DEVICE = torch.device(NAME, 0)
+@contextlib.contextmanager
+def use_stream(stream: Stream) -> Iterator[None]:
+    before, _local.stream = current_stream(), stream
+    try:
+        yield
+    finally:
+        _local.stream = before
+
+
+# --- tensors -------------------------------------------------------------------------------------
 
 guarded = False
 transfers: list[int] = []
 """Bytes of each copy to the host."""
+on_the_way: list[tuple[Tensor, Tensor, Stream, int]] = []
+"""Copies that the host has not waited for: target, values, stream and time there."""
+operations: Counter[str] = Counter()
+"""Number of calls of each operation."""
 
 _WAITING = {
     "_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "bincount",
@@ -136,26 +137,44 @@ def no_syncs() -> Iterator[None]:
         guarded = False
 
 
-class SimulatedTensor(Tensor):
+class GpuTensor(Tensor):
     """Tensor on the device; represents ``inner``, which is in CPU memory."""
 
     inner: Tensor
+    device, is_cuda, is_cpu, is_meta = DEVICE, True, False, False  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> SimulatedTensor:
+    def __new__(cls, inner: Tensor) -> GpuTensor:
+        assert not inner.is_meta, "PyTorch has made a tensor by itself"
         tensor = Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=DEVICE,
+            device="meta",
         )
         tensor.inner = inner
         return tensor
 
+    def get_device(self) -> int:
+        return 0
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
+
+    def is_neg(self) -> bool:
+        return self.inner.is_neg()
+
+    def as_subclass(self, cls: Any) -> Any:
+        return cls(self.inner)
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        """PyTorch's, whose code does not know that the tensor is on the device already."""
+        args = tuple(value for value in args if value != DEVICE)
+        if options.get("device") == DEVICE:
+            del options["device"]
+        return super().to(*args, **options) if args or options else self
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         _memory_of(self.inner).kept_for.add(stream)
@@ -167,28 +186,54 @@ class SimulatedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
+        operations[name] += 1
         if guarded and _waits(name, args, kwargs):
             raise WaitError(f"{func} waits for the device")
         inner_args, inner_kwargs = pytree.tree_map_only(
-            SimulatedTensor, lambda tensor: tensor.inner, (args, kwargs)
+            GpuTensor, lambda tensor: tensor.inner, (args, kwargs)
         )
         if not func.is_view:
             _note_accesses(func, args, kwargs)
         if kwargs.get("device") is not None:
             inner_kwargs["device"] = torch.device("cpu")
             if kwargs["device"].type == "cpu":
-                copy = func(*inner_args, **inner_kwargs)
-                transfers.append(copy.numel() * copy.element_size())
-                return copy
+                return _to_host(func(*inner_args, **inner_kwargs), kwargs.get("non_blocking"))
         result = func(*inner_args, **inner_kwargs)
-        if func is torch.ops.aten.copy_.default and not isinstance(args[0], SimulatedTensor):
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], GpuTensor):
             return args[0]
         known = set(map(_place, pytree.tree_leaves((inner_args, inner_kwargs))))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor) and _place(tensor) not in known:
                 _memory_of(tensor, new=True)
-        wrapped = pytree.tree_map_only(Tensor, SimulatedTensor, result)
+        wrapped = pytree.tree_map_only(Tensor, GpuTensor, result)
         return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def on_gpu(inner: Tensor) -> GpuTensor:
+    """A tensor on the device in memory that the current stream has just taken."""
+    _memory_of(inner, new=True)
+    return GpuTensor(inner)
+
+
+def _to_host(values: Tensor, non_blocking: bool | None) -> Tensor:
+    transfers.append(values.nbytes)
+    if not non_blocking:
+        return values
+    stream, target = current_stream(), torch.empty_like(values)
+    target.untyped_storage().fill_(0xA5)
+    on_the_way.append((target, values, stream, stream.seen[stream]))
+    return target
+
+
+def _waits(name: str, args: Any, kwargs: Any) -> bool:
+    if name == "_to_copy":
+        to_host = kwargs.get("device") is not None and kwargs["device"].type == "cpu"
+        return to_host and not kwargs.get("non_blocking")
+    if name == "copy_":
+        return isinstance(args[0], GpuTensor) != isinstance(args[1], GpuTensor)
+    if name in ("index", "index_put_", "index_put"):
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return name in _WAITING
 
 
 # --- accesses of memory --------------------------------------------------------------------------
@@ -198,7 +243,7 @@ class _Memory:
     """Last read and write of one storage by each stream."""
 
     def __init__(self) -> None:
-        self.made_on = backend.current_stream()
+        self.made_on = current_stream()
         self.written: Counter[Stream] = Counter({self.made_on: self.made_on.tick()})
         self.read: Counter[Stream] = Counter()
         self.kept_for: set[Stream] = set()
@@ -225,20 +270,14 @@ def _memory_of(inner: Tensor, *, new: bool = False) -> _Memory:
     return _memories[place]
 
 
-def made(inner: Tensor) -> SimulatedTensor:
-    """A tensor on the device in memory that the current stream has just taken."""
-    _memory_of(inner, new=True)
-    return SimulatedTensor(inner)
-
-
-def note_read(tensor: SimulatedTensor) -> None:
+def _note_read(tensor: Tensor) -> None:
     """Note that the current stream reads a tensor by other means than PyTorch's operations."""
-    stream = backend.current_stream()
+    stream = current_stream()
     _note_access("a kernel", stream, stream.tick(), tensor, False)
 
 
 def _note_accesses(func: Any, args: Any, kwargs: Any) -> None:
-    stream = backend.current_stream()
+    stream = current_stream()
     now = stream.tick()
     for argument, value in zip(func._schema.arguments, args, strict=False):
         _note_access(func, stream, now, value, _is_written(argument))
@@ -252,7 +291,7 @@ def _is_written(argument: Any) -> bool:
 
 def _note_access(what: object, stream: Stream, now: int, value: object, writes: bool) -> None:
     for tensor in pytree.tree_leaves(value):
-        if not isinstance(tensor, SimulatedTensor):
+        if not isinstance(tensor, GpuTensor):
             continue
         memory = _memory_of(tensor.inner)
         if not (memory.written | (memory.read if writes else Counter())) <= stream.seen:
@@ -260,46 +299,80 @@ def _note_access(what: object, stream: Stream, now: int, value: object, writes: 
         (memory.written if writes else memory.read)[stream] = now
 
 
-def _waits(name: str, args: Any, kwargs: Any) -> bool:
-    if name == "_to_copy":
-        to_host = kwargs.get("device") is not None and kwargs["device"].type == "cpu"
-        return to_host and not kwargs.get("non_blocking")
-    if name == "copy_":
-        return isinstance(args[0], SimulatedTensor) != isinstance(args[1], SimulatedTensor)
-    if name in ("index", "index_put_", "index_put"):
-        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-    return name in _WAITING
+# --- PyTorch's functions --------------------------------------------------------------------------
+
+_FACTORIES = ("arange", "empty", "full", "linspace", "ones", "rand", "randint", "tensor", "zeros")
 
 
-_LIBRARY = torch.library.Library("aten", "IMPL")
+def _on_device(name: str) -> Callable[..., Tensor]:
+    make = getattr(torch, name)
+
+    def made(*args: Any, device: Any = None, **options: Any) -> Tensor:
+        if device is None or torch.device(device).type != DEVICE.type:
+            return make(*args, device=device, **options)
+        if guarded and name == "tensor":
+            raise WaitError("the device waits for numbers from the host")
+        values = make(*args, **options)
+        if name == "empty":
+            values.untyped_storage().fill_(0xA5)
+        return on_gpu(values)
+
+    return made
 
 
-def _made_on_device(function: Any) -> Any:
-    def make(
-        *args: Any, device: object = None, pin_memory: object = None, **options: Any
-    ) -> Tensor:
-        inner = function(*args, **{k: v for k, v in options.items() if v is not None})
-        return made(inner)
-
-    return make
+_where = torch.where
 
 
-for _name, _function in {
-    "empty.memory_format": torch.empty,
-    "empty_strided": torch.empty_strided,
-    "arange.start_step": torch.arange,
-    "arange.start": torch.arange,
-    "arange": torch.arange,
-}.items():
-    _LIBRARY.impl(_name, _made_on_device(_function), "PrivateUse1")
+def _where_on_device(condition: Tensor, *values: Any) -> Tensor:
+    """PyTorch's makes tensors of numbers by itself."""
+    return _where(
+        condition, *(v if isinstance(v, Tensor) else on_gpu(torch.tensor(v)) for v in values)
+    )
 
 
-def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """Implementation behind ``torch.tensor(..., device=...)``."""
-    if guarded:
-        raise WaitError("the device waits for numbers from the host")
-    target.inner.copy_(source)  # type: ignore[attr-defined]
-    return target
+def take_as_plain(patches: pytest.MonkeyPatch, plain_type: type[Tensor]) -> None:
+    """Make telemetry treat tensors of this type as plain tensors."""
+    for module in (tensors, parameters):
+        patches.setattr(module, "Tensor", plain_type)
 
 
-_LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+def install(patches: pytest.MonkeyPatch) -> None:
+    """Have PyTorch make tensors on the device, and its operations measure them."""
+    memory = {"allocated_bytes": {"all": {"current": 0, "peak": 0}}}
+    for name, value in {
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": current_stream,
+        "is_current_stream_capturing": lambda: False,
+        "memory_stats_as_nested_dict": lambda device: memory,
+        "stream": use_stream,
+    }.items():
+        patches.setattr(torch.cuda, name, value)
+    patches.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    # Else integers are counted by an operation that the CPU does not have.
+    patches.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    for name in _FACTORIES:
+        patches.setattr(torch, name, _on_device(name))
+    patches.setattr(torch, "where", _where_on_device)
+    patches.setattr(cuda, "_gpus", {0: None})
+    take_as_plain(patches, GpuTensor)
+    host_copy._outbox.cache_clear()
+    for known in (transfers, on_the_way, operations, _memories, _all_memories):
+        known.clear()
+
+
+def install_with_kernels(patches: pytest.MonkeyPatch, directory: Path) -> stubbed.Driver:
+    """Have kernels measure the tensors."""
+    enter = cuda._Buffer.enter
+
+    def noted(buffer: cuda._Buffer, stream: int) -> object:
+        # The rows of kernels on different streams are different ones: only clearing is a write.
+        handle = enter(buffer, stream)
+        _note_read(buffer._memory)
+        buffer._memory.record_stream(current_stream())  # it is never freed
+        return handle
+
+    install(patches)
+    patches.setattr(cuda._Buffer, "enter", noted)
+    patches.setattr(cuda, "raw_stream", lambda index: current_stream().cuda_stream)
+    return stubbed.install(patches, directory, (GpuTensor, nn.Parameter))
