@@ -42,8 +42,8 @@ NORM = np.dtype([("square", "f8"), ("largest", "f8"), ("done", "u4"), ("padding"
 # sm_75 compares neither pairs nor NaN.
 VARIANTS = [*((dtype, 800) for dtype in DTYPES), (torch.float16, 750)]
 
-# Of addresses, too, in a process that has been started for that.
-SANITIZE = os.environ.get("TELEMETRY_SANITIZE", "undefined")
+# Compiler flags of the process that is started with sanitizers.
+SANITIZERS = tuple(os.environ.get("TELEMETRY_SANITIZERS", "").split())
 
 Libraries = Callable[[torch.dtype, int], ctypes.CDLL]
 
@@ -54,9 +54,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
     if not shutil.which("c++"):
         pytest.skip("no compiler of C++ for the host")
     folder = tmp_path_factory.mktemp("emulated")
-    flags = (f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all")
     return lambda dtype, architecture: ctypes.CDLL(
-        str(emulated(folder, dtype, architecture, THREADS, flags))
+        str(emulated(folder, dtype, architecture, THREADS, SANITIZERS))
     )
 
 
@@ -347,7 +346,7 @@ def test_sanitizers_report_nothing_for_the_kernels_and_their_readers() -> None:
         [sys.executable, "-m", "pytest", "-q", __file__, "-k", "equals_the_oracle or norms_equal"],
         env={
             **os.environ,
-            "TELEMETRY_SANITIZE": "address,undefined",
+            "TELEMETRY_SANITIZERS": "-fsanitize=address,undefined -fno-sanitize-recover=all",
             "LD_PRELOAD": runtime,
             # A coroutine's stack is not what the sanitizer takes for the thread's.
             "ASAN_OPTIONS": "detect_leaks=0,detect_stack_use_after_return=0,handle_segv=0",
