@@ -379,11 +379,16 @@ class _Calls(Inert):
 
 
 def _add(grads: list[Tensor | None], index: int, failures: Failures, grad: Tensor) -> None:
-    with failures.contained("to capture a gradient"), undisturbed():
-        earlier = grads[index]
-        grads[index] = grad.detach().clone() if earlier is None else earlier + grad
+    with failures.contained("to capture a gradient"):
+        _sum_up(grads, index, grad)
 
 
+@undisturbed(always=True)
+def _sum_up(grads: list[Tensor | None], index: int, grad: Tensor) -> None:
+    earlier = grads[index]
+    grads[index] = grad.detach().clone() if earlier is None else earlier + grad
+
+
+@undisturbed(always=True)
 def _copies(value: Any) -> tuple[Tensor, ...]:
-    with undisturbed():
-        return tuple([tensor.detach().clone() for tensor in tensors_in(value)])
+    return tuple([tensor.detach().clone() for tensor in tensors_in(value)])

@@ -31,7 +31,7 @@ from telemetry.measure import cuda
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
 from telemetry.torch_private import NO_TASK, backward_task, undisturbed
-from telemetry.torch_private.compiler import backward_is_compiled, backwards_compiled
+from telemetry.torch_private.compiler import CompiledAutograd
 from telemetry.torch_private.ranks import calling_stage
 
 
@@ -106,7 +106,7 @@ class Capture:
         self._eval_mode = self._clock.eval_mode = not model.training
         self._by_hand = False  # the loop has no optimizer
         self._stepping_thread: int | None = None  # None while steps end in backward passes
-        self._backwards_before = backwards_compiled()
+        self._compiled_autograd = CompiledAutograd()
 
     @property
     def step(self) -> int:
@@ -198,12 +198,11 @@ class Capture:
                 self._modules.observe()
                 if (device := self._model_device()) is not None:
                     self._clock.measure(device)
-                with undisturbed():
-                    compiled = self._backward_is_compiled()
-                    step.begin(follows=not attaching, by_hand=self._by_hand, compiled=compiled)
-                    gradients = self._target.content.activation_gradients
-                    state.output_grads = gradients and not compiled
-                    self._observe(training=True)
+                compiled = self._backward_is_compiled()
+                step.begin(follows=not attaching, by_hand=self._by_hand, compiled=compiled)
+                gradients = self._target.content.activation_gradients
+                state.output_grads = gradients and not compiled
+                self._observe(training=True)
         except Exception:
             self.guard.failures.report("to attach its hooks")
             self._remove_hooks()
@@ -213,8 +212,7 @@ class Capture:
 
     def _backward_is_compiled(self) -> bool:
         """Whether compiled autograd is on, or has been since training began; logged once."""
-        compiled = backward_is_compiled() or backwards_compiled() != self._backwards_before
-        if compiled:
+        if compiled := self._compiled_autograd.was_on():
             self.guard.failures.log_once(
                 "activation gradients are not measured: compiled autograd is on, which does not "
                 "work with hooks on them"
@@ -235,7 +233,7 @@ class Capture:
         self._join_ranks()
         step = self._step_of_call(hook, grad_enabled)
         if step is not None:
-            step.on_input(given)
+            step.forward.on_input(given)
         if step is self._step and backward_task() == NO_TASK:
             self._modules.observe_attention()
 
@@ -243,7 +241,7 @@ class Capture:
     def on_output(self, hook: ForwardHook, args: Any, output: Any, grad_enabled: bool) -> None:
         step = self._step_of_call(hook, grad_enabled)
         if step is not None:
-            step.on_output(hook, args, output)
+            step.forward.on_output(hook, args, output)
 
     @guarded("to measure attention")
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
@@ -251,7 +249,7 @@ class Capture:
             return
         name = self._modules.calling_module()
         if name is not None:
-            self._step.on_attention(name, *args, **keywords)
+            self._step.forward.on_attention(name, *args, **keywords)
 
     @guarded("to observe {1.called} in a compiled graph")
     def in_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
@@ -261,7 +259,7 @@ class Capture:
         # Graphs that run without gradients have observers only in phases.
         step = self._step_of_call(hook, grad_enabled=True)
         if step is not None:
-            step.on_graph_output(hook, tensor, place)
+            step.forward.on_graph_output(hook, tensor, place)
 
     def _step_of_call(self, hook: ForwardHook | InputHook, grad_enabled: bool) -> Step | None:
         """Return the step or phase of a module's call; None if it is neither.
@@ -462,13 +460,13 @@ class Capture:
             sample.run(model, pictured, step.captured.detail)
 
     @guarded("to hand over a step", reads=False)
+    @undisturbed(always=True)
     def _hand_over(self, step: Step) -> None:
-        with undisturbed():
-            if step.full:
-                self._backward_is_compiled()
-            step.end()
-            step.captured.layout = self._layouts.layout(step.order, step.parameters)
-            self._deliver(step.captured)
+        if step.full:
+            self._backward_is_compiled()
+        step.end()
+        step.captured.layout = self._layouts.layout(step.forward.order, step.parameters)
+        self._deliver(step.captured)
         self._delivered = True
 
     @guarded("to hand over a step", reads=False)
@@ -481,16 +479,15 @@ class Capture:
     @guarded("to end a step", reads=False)
     def _end(self, step: Step) -> None:
         if step.full:
-            with undisturbed():
-                self._modules.log_missed(step)
+            self._modules.log_missed(step)
         self._modules.stop()
         if (budget := self._budget) is not None:
             if step.full and (device := self._model_device()) is not None:
                 self._device = device
             budget.step_ended(self.step, full=step.full, norms=self._norms, device=self._device)
 
+    @undisturbed(always=True)
     def _model_device(self) -> torch.device | None:
         """Return the device of the model's first parameter."""
-        with undisturbed():
-            parameter = None if (model := self.model()) is None else next(model.parameters(), None)
-            return None if parameter is None else parameter.device
+        parameter = None if (model := self.model()) is None else next(model.parameters(), None)
+        return None if parameter is None else parameter.device

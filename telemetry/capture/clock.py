@@ -64,7 +64,6 @@ class LoopClock:
         self._backward = AroundBackward(self)
         self._own_handle: Any = None  # of the hook on a compiled model
         self._entries: dict[int, weakref.ref[nn.Module]] = {}  # called by the loop, by identity
-        self._compiles = False
         self._device: torch.device | None = None  # of CUDA
         self._is_known = False  # whether the entries are
         self._running = self._on = False
@@ -85,7 +84,8 @@ class LoopClock:
         """Begin at the current step."""
         self._running, self._is_known, self._count = True, False, 0
         model = self._model()
-        self._compiles = model is not None and is_compiled(model)
+        if model is not None and is_compiled(model):
+            self._global.retire()
         self._enter_by([] if model is None else [model])
         if model is not None and is_compiled_wrapper(model):
             self._own_handle = model.register_forward_pre_hook(self._calls_hook)
@@ -106,15 +106,10 @@ class LoopClock:
     def before_compilation(self) -> None:
         """Use no global hook any more, if the model may be in the graph: it is not running."""
         if self._global.is_armed:
-            self._compiles = True
-            self._global.remove()
+            self._global.retire()
 
     def _enter_by(self, modules: Iterable[nn.Module]) -> None:
         self._entries = {id(module): weakref.ref(module) for module in modules}
-
-    def _arm(self) -> None:
-        if not self._compiles:
-            self._global.arm()
 
     # --- laps -------------------------------------------------------------------------------------
 
@@ -140,7 +135,7 @@ class LoopClock:
         """Begin to wait for the next call of the model."""
         if self._on:
             self.lap(WAIT)
-            self._arm()
+            self._global.arm()
 
     def end_step(self, *, full: bool = False) -> None:
         """End a step; then :meth:`take` may hand it over."""
@@ -233,7 +228,7 @@ class LoopClock:
         """End a backward pass; a training call may follow, or the optimizer."""
         if self._part == BACKWARD:
             self.lap(GAP)
-            self._arm()
+            self._global.arm()
         elif threading.get_ident() == self._thread:
             self.restart_wait()
 

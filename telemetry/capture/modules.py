@@ -18,6 +18,7 @@ from telemetry.capture.step import Step
 from telemetry.plain_text import called_all
 from telemetry.records.step import is_inside
 from telemetry.selection import clean_name, cleaned, evenly, owners
+from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import (
     GRAPHS_CAN_BE_OBSERVED,
     BeforeCompilations,
@@ -111,8 +112,9 @@ class WatchedModules:
         compiling = self._compiling()
         for hook in self._hooks.values():
             if not hook.traced and (hook.ran_eagerly or not compiling):
-                hook.remove()
                 self._set_aside.discard(hook)
+                if hook.handle is not None:
+                    hook.remove()
 
     def detach(self) -> None:
         """Remove all hooks; idempotent."""
@@ -263,7 +265,7 @@ class WatchedModules:
 
     def how_they_ran(self, step: Step) -> str:
         """Describe the forward passes in a step without a backward pass, for a log message."""
-        if step.order:
+        if step.forward.order:
             return "the model ran, but no backward pass has reached its parameters"
         if self._target.model() is None:
             return "the model was deleted: HookLogger does not keep it alive"
@@ -273,6 +275,7 @@ class WatchedModules:
             return "the model ran in evaluation mode, without gradients or on another thread only"
         return NEVER_RAN
 
+    @undisturbed(always=True)
     def log_missed(self, step: Step) -> None:
         """Log, once, which modules did not run in the first full step or are not registered."""
         model, failures = self._target.model(), self._target.guard.failures
@@ -285,7 +288,7 @@ class WatchedModules:
         if not self._hooks and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
             return  # logged when they were chosen
         number = step.captured.step
-        level, message = _missed_modules(model, self._hooks, step.order, number, trained)
+        level, message = _missed_modules(model, self._hooks, step.forward.order, number, trained)
         if message:
             failures.log_once(message, level=level)
         if message := _unregistered_modules(model):

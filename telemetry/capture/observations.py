@@ -78,10 +78,15 @@ class Observations:
         unit_axis: int | None = None,
         scaled: bool = False,
     ) -> Observation | None:
-        """Measure ``tensor`` as it is now; None if it is only counted, or cannot be measured."""
+        """Measure ``tensor`` as it is now; None if it is only counted, or cannot be measured.
+
+        Of a DTensor, it measures the values in this process.
+        """
         if len(self._added) >= MANY_OBSERVATIONS and self._is_measured((kind, name)):
             return None
-        measured = self._measurer.add(tensor, unit_axis=unit_axis, powers=_POWERS.get(kind, 2))
+        values = [tensor if type(tensor) in PLAIN else local(tensor)]
+        powers = _POWERS.get(kind, 2)
+        [measured] = self._measurer.add_all(values, unit_axis=unit_axis, powers=powers)
         if measured is None:
             self._log_unsupported(kind, name, tensor)
             return None
@@ -118,8 +123,16 @@ class Observations:
             self._added.append(Observation(kind, name, measurement, scaled))
             self.all.append(self._added[-1])
 
-    def check(self, observation: Observation, tensor: Tensor) -> None:
-        """Have PyTorch reduce the same tensor; :meth:`merge` compares."""
+    def check(self, observation: Observation | None, tensor: Tensor, left: dict[str, int]) -> None:
+        """Have PyTorch reduce a tensor of a compiled graph, too; :meth:`merge` compares.
+
+        ``left`` has the number of tensors that are still checked in this run.
+        """
+        if observation is None or not tensor.numel() or not left[observation.kind]:
+            return
+        if tensor.dtype not in (torch.float32, torch.bfloat16):
+            return
+        left[observation.kind] -= 1
         extremes = torch.stack(torch.aminmax(tensor.detach())).to(torch.float64)
         norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
         self._checks.append((observation, HostCopy(torch.cat([extremes, norm[None]]))))

@@ -87,15 +87,15 @@ class ParameterTable:
         self._foreign[optimizer] = count
         return True
 
+    @undisturbed(always=True)
     def all_among(self, stepped: Collection[int]) -> bool:
         """Whether ``stepped`` has the index of every parameter that has a gradient."""
         model = self._model()
-        with undisturbed():
-            return model is None or all(
-                self._index_of.get(id(parameter)) in stepped
-                for parameter in model.parameters()
-                if parameter.grad is not None
-            )
+        return model is None or all(
+            self._index_of.get(id(parameter)) in stepped
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        )
 
     def all(self) -> list[tuple[int, Tensor]]:
         """Return the model's parameters, each with its index."""

@@ -18,7 +18,7 @@ from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
 from telemetry.torch_private import undisturbed
 
-Method = TypeVar("Method", bound=Callable[..., None])
+Method = TypeVar("Method", bound=Callable[..., object])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +87,22 @@ def guarded(doing: str, *, reads: bool = True) -> Callable[[Method], Method]:
         doing: What failed, "to ..."; ``{0}`` is the owner, ``{1}`` the first argument.
         reads: Whether the method reads tensors. It then runs without the caller's modes, and not
             at all where they cannot be left.
+
+    The result is None where the method fails or does not run.
     """
 
     def decorate(method: Method) -> Method:
+        call = undisturbed()(method) if reads else method
+
         @functools.wraps(method)
-        def contained(self: Any, *args: Any, **kwargs: Any) -> None:
+        def contained(self: Any, *args: Any, **kwargs: Any) -> Any:
             failures, own_time = self.guard
             try:
                 with own_time:
-                    if not reads:
-                        return method(self, *args, **kwargs)
-                    with undisturbed() as possible:
-                        if possible:
-                            method(self, *args, **kwargs)
+                    return call(self, *args, **kwargs)
             except Exception:
                 failures.report(doing.format(self, *args))
+                return None
 
         return cast(Method, contained)
 

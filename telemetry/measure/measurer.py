@@ -52,26 +52,16 @@ class Measurer:
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
         """
-        if not tensor.is_cuda:
-            return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
-        with self._lock:
-            step = self._step
-            rows = step.on_gpu(tensor.get_device())
-            if rows is not None and rows.add(tensor, unit_axis, powers, step.count):
-                return step.next_number()
-        return self._add_other(tensor, unit_axis, powers)
+        return self.add_all([tensor], unit_axis=unit_axis, powers=powers)[0]
 
     def add_all(
         self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
     ) -> list[int | None]:
         """Measure many tensors in one call, which is faster; see :meth:`add`."""
-        on_gpu = bool(tensors) and tensors[0].is_cuda
-        if on_gpu and (len(tensors) == 1 or unit_axis is not None):
-            return [self.add(tensor, unit_axis=unit_axis, powers=powers) for tensor in tensors]
         with self._lock:
             step = self._step
-            if on_gpu:
-                found = self._add_on_gpus(tensors, powers)
+            if tensors and tensors[0].is_cuda:
+                found = step.add_on_gpus(tensors, unit_axis, powers)
             else:
                 measured = step.host.add_plain(tensors, unit_axis, powers)
                 first, step.count = step.count, step.count + sum(measured)
@@ -85,22 +75,6 @@ class Measurer:
             self._add_other(tensor, unit_axis, powers) if number is None else number
             for tensor, number in zip(tensors, found, strict=True)
         ]
-
-    def _add_on_gpus(self, tensors: Sequence[Tensor], powers: int) -> list[int | None]:
-        step = self._step
-        found: list[int | None] = [None] * len(tensors)
-        places: dict[int, list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            if tensor.is_cuda:
-                places.setdefault(tensor.get_device(), []).append(place)
-        for index, some in places.items():
-            rows = step.on_gpu(index)
-            if rows is not None:
-                those = [tensors[place] for place in some]
-                taken = rows.add_all(those, powers, step.count)
-                for place in itertools.compress(some, taken):
-                    found[place] = step.next_number()
-        return found
 
     def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
         """Measure a tensor that the extensions do not read as it is."""
@@ -150,6 +124,26 @@ class Measurements:
         if gpu is not None and rows is None:
             rows = self.gpus[index] = cuda.GpuRows(gpu)
         return None if gpu is None else rows
+
+    def add_on_gpus(
+        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
+    ) -> list[int | None]:
+        """Measure tensors with kernels; return the number of each, None if it has none."""
+        found: list[int | None] = [None] * len(tensors)
+        places: dict[int, list[int]] = {}  # by the index of the GPU
+        for place, tensor in enumerate(tensors):
+            if not tensor.is_cuda or (rows := self.on_gpu(tensor.get_device())) is None:
+                continue
+            if len(tensors) > 1 and unit_axis is None:
+                places.setdefault(tensor.get_device(), []).append(place)
+            elif rows.add(tensor, unit_axis, powers, self.count):
+                found[place] = self.next_number()
+        for index, some in places.items():
+            those = [tensors[place] for place in some]
+            taken = self.gpus[index].add_all(those, powers, self.count)
+            for place in itertools.compress(some, taken):
+                found[place] = self.next_number()
+        return found
 
     def takes_copy(self, values: Values, powers: int) -> bool:
         """Whether kernels measure a dense copy of the tensor, in a dtype that they read."""

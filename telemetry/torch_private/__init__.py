@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 import torch._utils
@@ -34,6 +34,8 @@ _MAX_FRAMES_BELOW_STEP = 16
 NO_TASK = -1
 
 _logged: set[str] = set()
+
+Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def find(owner: object, name: str, consequence: str) -> Any:
@@ -146,50 +148,55 @@ def _observed_backward(*args: Any, **kwargs: Any) -> None:
 _set_grad_enabled = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 
 
-class undisturbed:  # noqa: N801 - a context manager, named like torch.no_grad
-    """Run PyTorch operations outside of autograd and of the caller's modes.
+def undisturbed(*, always: bool = False) -> Callable[[Function], Function]:
+    """Return a decorator of functions that run outside of autograd and of the caller's modes.
 
     It switches off gradients, inference mode, autocast, torch-function and torch-dispatch modes. So
     statistics are not recorded as a graph, not computed in half precision, and not put into the
     cache of selective checkpointing.
 
-    The value of the ``with`` statement is False if the body must not run: a torch-dispatch mode
-    cannot be left, or a CUDA graph is being captured, which would repeat the operations at each
-    replay. It is a class because entering a generator takes longer than most bodies.
+    The function is not called, and the result is None, where operations must not run: a
+    torch-dispatch mode cannot be left, or a CUDA graph is being captured, which would repeat them
+    at each replay. ``always``: it reads no values and is called nevertheless.
     """
 
-    __slots__ = ("_autocast", "_grad_enabled", "_modes")
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            grad_enabled = torch.is_grad_enabled()
+            try:  # fast: each hook passes here
+                dispatches = torch._C._len_torch_dispatch_stack() > 0
+                in_functions = torch._C._len_torch_function_stack() > 0
+                casts = torch._C._is_any_autocast_enabled()
+            except AttributeError:
+                dispatches, in_functions, casts = _in_dispatch_mode(), in_function_mode(), True
+            in_mode = dispatches or torch.is_inference_mode_enabled()
+            # First: torch-function modes would see the calls below.
+            modes = _without_modes(all_modes=in_mode) if in_mode or in_functions else None
+            if modes is not None:
+                modes.__enter__()
+            if grad_enabled or modes is not None:  # leaving inference mode enables them
+                _set_grad_enabled(False)
+            types = _device_types() if casts else ()
+            autocast = tuple(filter(torch.is_autocast_enabled, types))
+            for device_type in autocast:
+                torch.set_autocast_enabled(device_type, False)
+            try:
+                capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+                left = not in_mode or _leave_dispatch_modes() is not None or not _in_dispatch_mode()
+                if always or (left and not capturing):
+                    return function(*args, **kwargs)
+            finally:
+                for device_type in autocast:
+                    torch.set_autocast_enabled(device_type, True)
+                if grad_enabled:
+                    _set_grad_enabled(True)
+                if modes is not None:
+                    modes.__exit__(None, None, None)
 
-    def __enter__(self) -> bool:
-        self._grad_enabled = torch.is_grad_enabled()
-        try:  # fast: each hook enters
-            in_mode = torch._C._len_torch_dispatch_stack() > 0 or torch.is_inference_mode_enabled()
-            in_functions = torch._C._len_torch_function_stack() > 0
-            casts = torch._C._is_any_autocast_enabled()
-        except AttributeError:
-            in_mode = _in_dispatch_mode() or torch.is_inference_mode_enabled()
-            in_functions, casts = in_function_mode(), True
-        # First: torch-function modes would see the calls below.
-        self._modes = _without_modes(all_modes=in_mode) if in_mode or in_functions else None
-        if self._modes is not None:
-            self._modes.__enter__()
-        if self._grad_enabled or self._modes is not None:  # leaving inference mode enables them
-            _set_grad_enabled(False)
-        types = _device_types() if casts else ()
-        self._autocast = tuple(filter(torch.is_autocast_enabled, types))
-        for device_type in self._autocast:
-            torch.set_autocast_enabled(device_type, False)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            return False
-        return not in_mode or _leave_dispatch_modes() is not None or not _in_dispatch_mode()
+        return cast(Function, outside)
 
-    def __exit__(self, *exception: object) -> None:
-        for device_type in self._autocast:
-            torch.set_autocast_enabled(device_type, True)
-        if self._grad_enabled:
-            _set_grad_enabled(True)
-        if self._modes is not None:
-            self._modes.__exit__(None, None, None)
+    return decorate
 
 
 def _in_dispatch_mode() -> bool:

@@ -59,17 +59,21 @@ def graph_break(reason: str) -> Any:
         return torch.compiler.disable()
 
 
-def backward_is_compiled() -> bool:
-    """Whether compiled autograd is on; it traces hooks on gradients, and ours then do nothing."""
-    config = getattr(sys.modules.get("torch._dynamo"), "config", None)
-    inside = sys.modules.get("torch._dynamo.compiled_autograd")
-    switched_on = getattr(config, "compiled_autograd", False)
-    return bool(switched_on or getattr(inside, "compiled_autograd_enabled", False))
+class CompiledAutograd:
+    """Watches compiled autograd, which traces hooks on gradients, so that ours do nothing."""
 
+    def __init__(self) -> None:
+        self._captures_before = _counted("compiled_autograd", "captures")
 
-def backwards_compiled() -> int:
-    """Return the number of backward passes that compiled autograd compiled in this process."""
-    return _counted("compiled_autograd", "captures")
+    def was_on(self) -> bool:
+        """Whether it is on, or has compiled a backward pass since this object was made."""
+        config = getattr(sys.modules.get("torch._dynamo"), "config", None)
+        inside = sys.modules.get("torch._dynamo.compiled_autograd")
+        return bool(
+            getattr(config, "compiled_autograd", False)
+            or getattr(inside, "compiled_autograd_enabled", False)
+            or _counted("compiled_autograd", "captures") != self._captures_before
+        )
 
 
 def graphs_compiled() -> int:

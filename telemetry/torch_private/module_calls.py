@@ -65,6 +65,7 @@ class ArmedPreHook:
         self._before = before
         self._handle: RemovableHandle | None = None
         self._hooks: Any = {}
+        self._retired = False
 
     @property
     def is_armed(self) -> bool:
@@ -72,6 +73,8 @@ class ArmedPreHook:
 
     def arm(self) -> None:
         """Call back from here on. Idempotent."""
+        if self._retired:
+            return
         if self._handle is None:
             self._handle = nn_module.register_module_forward_pre_hook(self._before)
             self._hooks = self._handle.hooks_dict_ref()
@@ -83,8 +86,14 @@ class ArmedPreHook:
         if self._handle is not None:
             self._hooks.pop(self._handle.id, None)
 
+    def retire(self) -> None:
+        """Disarm, and ignore :meth:`arm` until :meth:`remove`."""
+        self.remove()
+        self._retired = True
+
     def remove(self) -> None:
         """Disarm, and forget the hook. Idempotent."""
+        self._retired = False
         if self._handle is not None:
             _remove(self._handle)
             self._handle = None

@@ -154,13 +154,14 @@ def test_a_tensor_that_is_recorded_as_another_one_is_logged_once(
     monkeypatch: pytest.MonkeyPatch,
     broken: bool,
 ) -> None:
-    add = Measurer.add
+    add_all = Measurer.add_all
 
-    def add_wrongly(measurer: Measurer, tensor: Tensor, **asked: Any) -> int | None:
-        return add(measurer, tensor, **asked) if tensor.min() < 0 else 0
+    def add_wrongly(measurer: Measurer, some: list[Tensor], **asked: Any) -> list[int | None]:
+        is_right = len(some) > 1 or some[0].min() < 0
+        return add_all(measurer, some, **asked) if is_right else [0]
 
     if broken:  # a ReLU is recorded as the layer before
-        monkeypatch.setattr(Measurer, "add", add_wrongly)
+        monkeypatch.setattr(Measurer, "add_all", add_wrongly)
     with HookLogger(model := Net(), tmp_path, every_n_steps=2):
         for _ in loop_with(whole, steps=4)(model, None):
             pass

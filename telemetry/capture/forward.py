@@ -1,0 +1,232 @@
+"""Forward passes of a step: measures inputs, outputs, attention and pictures."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from telemetry.capture.captured_step import CapturedStep
+from telemetry.capture.experts import ExpertLoads
+from telemetry.capture.hooks import ForwardHook, Inert
+from telemetry.capture.nested import tensors_in
+from telemetry.capture.observations import Observation
+from telemetry.capture.parameters import PLAIN, local, plain
+from telemetry.capture.state import State, Target
+from telemetry.measure import fingerprint, images
+from telemetry.measure.attention import attention_figures
+from telemetry.plain_text import called_all
+from telemetry.records import Output
+from telemetry.torch_private import is_being_traced
+from telemetry.torch_private.host_copy import HostCopy
+
+# Tensors of one step that have a fingerprint; the step may have very many micro-batches.
+_FINGERPRINTS = 64
+
+# Calls of attention that are measured in one module and step.
+_ATTENTION_CALLS = 64
+
+# Types of indices, counts and masks, of which no statistics are taken; "q" is for quantized.
+_DISCRETE = {
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype)
+    and not (dtype.is_floating_point or dtype.is_complex or name.startswith(("q", "quint")))
+}
+
+
+class GradObserver(Protocol):
+    """Receiver of the gradients with respect to outputs."""
+
+    def on_output_grad(self, hook: ForwardHook, place: int, grad: Tensor | None) -> None:
+        """Receive the gradient of one of a module's outputs."""
+
+
+class ForwardPasses:
+    """Forward passes of one step, or of a phase.
+
+    Guarded methods call its methods.
+
+    Args:
+        captured: Receives the values.
+        grads: Receiver of the gradients of outputs.
+
+    Attributes:
+        order: Names of the watched modules in the order of their first call.
+        loads: Numbers of tokens of each expert.
+    """
+
+    def __init__(
+        self, target: Target, state: State, captured: CapturedStep, grads: GradObserver
+    ) -> None:
+        self.order: dict[str, None] = {}
+        self.loads = ExpertLoads()
+        self._target, self._state, self._content = target, state, target.content
+        self._captured, self._detail = captured, captured.detail
+        self._tensors = captured.detail.observations
+        self._grads = weakref.ref(grads)
+        # Whether the next watched module receives its arguments from outside.
+        self._awaits_input = True
+        self._given: set[int] = set()  # identities of the tensors of the batch
+        self._unit_axes: dict[tuple[int, ...], int] = {}  # of the latest output of each shape
+        self._convolution: ForwardHook | None = None  # that ran first
+
+    def on_input(self, given: Any) -> None:
+        """Receive the arguments of the model."""
+        self._awaits_input = True
+        self._given.clear()
+        tensors = tensors_in(given)
+        sizes = [t.size(0) for t in tensors if t.dim() and not is_being_traced(t)]
+        self._detail.examples += sizes[0] if sizes else 0
+        self._add_inputs("", tensors)
+
+    def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
+        """Receive the arguments and the output of a module.
+
+        A module's backward hook would replace its outputs and fail where they are changed in place
+        afterwards. A hook on the output tensor itself does neither, and receives the gradient of
+        the value that the module returned.
+        """
+        given = args if self._awaits_input else ()
+        self._awaits_input = False
+        if given:
+            self._add_inputs(hook.name, tensors_in(given))
+        self.order.setdefault(hook.name)
+        for place, tensor in enumerate(tensors_in(output)):
+            if is_being_traced(tensor):
+                self._target.guard.failures.log_once(
+                    "passes in which the model is traced or transformed, or is on the meta "
+                    "device, have no values to measure"
+                )
+                return
+            self._add_output(hook, tensor, place)
+            # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
+            if tensor.grad_fn is not None and self._state.output_grads and not self._captured.phase:
+                tensor.register_hook(_GradHook(self._grads, hook, place))
+        if given or hook.convolves:
+            self._take_images(hook, given, output)
+
+    def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
+        """Receive one of a module's outputs from a compiled graph."""
+        self._awaits_input = False
+        self.order.setdefault(hook.name)
+        observation = self._add_output(hook, tensor, place)
+        self._tensors.check(observation, tensor, self._target.totals.checks_left)
+        if hook.convolves and place == 0:
+            self._take_images(hook, (), tensor)
+
+    def _add_inputs(self, name: str, given: list[Tensor]) -> None:
+        """Measure tensors from outside, each once, though a module passes it on."""
+        target, ranks, captured = self._target, self._state.ranks, self._captured
+        counts = ranks is None or ranks.takes_inputs(captured.ranks, name, target.model())
+        if captured.phase or not self._content.activations or not counts:
+            return
+        for tensor in given:
+            if id(tensor) in self._given or is_being_traced(tensor):
+                continue
+            self._given.add(id(tensor))
+            if len(self._detail.fingerprints) < _FINGERPRINTS:
+                self._detail.fingerprints += map(HostCopy, fingerprint(local(tensor.detach())))
+            if tensor.dtype not in _DISCRETE:
+                self._tensors.add("inputs", name, tensor, self._tensors.all)
+
+    def _add_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> Observation | None:
+        if not self._content.activations:
+            return None
+        if hook.router is not None:
+            self.loads.add(hook.name, hook.router, local(tensor), place)
+        if tensor.dtype in _DISCRETE:
+            return None
+        output, axis = Output(hook.name, place) if place else hook.output, None
+        if not tensor.is_nested and (dim := tensor.dim()) >= 2:  # which axis has the units
+            axis = 1 if hook.units == "first" else dim - 1
+            if hook.units == "unknown":  # an activation function: as in what it was given
+                axis = self._unit_axes.get(tensor.shape, 1 if dim > 3 else dim - 1)
+            else:
+                self._unit_axes[tensor.shape] = axis
+        ranks, notes = self._state.ranks, self._captured.ranks
+        if ranks is not None and not ranks.takes_output(notes, output, tensor, axis):
+            return None
+        return self._tensors.add("outputs", output, tensor, self._tensors.all, unit_axis=axis)
+
+    def on_attention(
+        self,
+        name: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        """Measure a call of ``scaled_dot_product_attention`` by a module of this name."""
+        calls = self._detail.attention.setdefault(name, [])
+        if len(calls) >= _ATTENTION_CALLS or is_being_traced(query):
+            return
+        queries, keys, mask = plain(query), plain(key), attn_mask
+        if mask is not None:
+            mask = local(mask)
+        if queries is None or keys is None or (mask is not None and type(mask) not in PLAIN):
+            self._target.guard.failures.log_once(
+                f"the attention of {called_all([name], 1)} is not measured: nested or sparse "
+                f"tensors, or a mask of type {type(mask).__name__}"
+            )
+        elif queries.numel() and keys.numel():
+            self.order.setdefault(name)
+            measured = attention_figures(queries, keys, mask, is_causal=is_causal, scale=scale)
+            calls.append(HostCopy(measured))
+
+    # --- pictures ---------------------------------------------------------------------------------
+
+    def _take_images(self, hook: ForwardHook, given: Any, output: Any) -> None:
+        """Sample feature maps and the input, each once in a step."""
+        detail, of_sample = self._detail, self._target.has_sample and not self._captured.phase
+        if hook.convolves:
+            self._convolution = self._convolution or hook
+        if of_sample or not self._content.images:
+            return
+        if hook.pictured and hook.name not in detail.feature_maps:
+            sample = next(map(images.sample_feature_maps, tensors_in(output)), None)
+            if sample is not None:
+                detail.feature_maps[hook.name] = HostCopy(sample)
+        if given and detail.input is None:
+            sample = next(map(images.sample_inputs, tensors_in(given)), None)
+            if sample is not None:
+                detail.input = HostCopy(sample)
+
+    def take_filters(self) -> None:
+        """Sample the filters of the first convolution, before the optimizer changes them."""
+        if self._convolution is None or self._detail.filters:
+            return
+        module = self._convolution.module()
+        weight: Any = None if module is None else module.weight
+        sample = None if weight is None else images.sample_filters(local(weight.detach()))
+        if sample is not None:
+            self._detail.filters[self._convolution.name] = HostCopy(sample)
+
+
+class _GradHook(Inert):
+    """Hook of a module's output, for its gradient.
+
+    The user may keep the output for long, so the hook holds weak references only.
+    """
+
+    __slots__ = ("_grads", "_hook", "_place")
+
+    __torch_unserializable__ = True
+    """Keeps PyTorch from warning that it does not save the hook along with the output."""
+
+    def __init__(self, grads: weakref.ref[GradObserver], hook: ForwardHook, place: int) -> None:
+        self._grads, self._hook, self._place = grads, weakref.ref(hook), place
+
+    def __call__(self, grad: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        grads, hook = self._grads(), self._hook()
+        if grads is not None and hook is not None:
+            grads.on_output_grad(hook, self._place, grad)
