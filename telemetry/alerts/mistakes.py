@@ -1,7 +1,4 @@
-"""Mistakes in the training loop, and losses with wrong inputs.
-
-Wrong inputs of a loss are recognized by the gradients of the outputs.
-"""
+"""Mistakes in the training loop, and losses with wrong inputs, as the gradients of outputs show."""
 
 from __future__ import annotations
 

@@ -180,6 +180,8 @@ def _hparams_in(tags: Mapping[str, Any]) -> bytes | None:
 
 
 class RunTable:
+    """Rows of the page's run table; scalars of runs that have not grown are kept."""
+
     def __init__(self, provider: DataProvider) -> None:
         self._provider = provider
         self._losses = _ReadScalars(provider, _loss)
