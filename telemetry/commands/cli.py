@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from telemetry.commands.alerts import FAIL_ON, alerts, batches, lint, print_help
+from telemetry.commands.alerts import FAIL_ON, alerts, batches, print_help
 from telemetry.commands.explain import explain_faults
 from telemetry.commands.export import export, report
+from telemetry.commands.lint import lint
 from telemetry.commands.output import new_console, reason, report_problems
 from telemetry.commands.runs import diff, runs
 from telemetry.commands.summary import summary, units

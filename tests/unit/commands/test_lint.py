@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry.commands.alerts import Series, judge
 from telemetry.commands.cli import main
+from telemetry.commands.lint import Series, judge
 
 Logged = list[tuple[int, float, float]]  # step, loss, total gradient norm
 AsFile = Callable[[Logged, Path], Path]
