@@ -85,9 +85,9 @@ class Capture:
         )
         self._state = State(first_step)
         self._layouts = Layouts(self._target)
-        self._clock = LoopClock(model, failures)
+        self.clock = LoopClock(model, failures)
         self._modules = WatchedModules(
-            self._target, self._state, self, self._clock.before_compilation
+            self._target, self._state, self, self.clock.before_compilation
         )
         self._optimizers = Optimizers(self, self._state, self._table, primary)
         self._light_reader = LightReader(self._table)
@@ -103,7 +103,7 @@ class Capture:
         self._device = torch.device("cpu")  # of the parameters at the last full step
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
         # At the last step, or at the beginning.
-        self._eval_mode = self._clock.eval_mode = not model.training
+        self._eval_mode = self.clock.eval_mode = not model.training
         self._by_hand = False  # the loop has no optimizer
         self._stepping_thread: int | None = None  # None while steps end in backward passes
         self._compiled_autograd = CompiledAutograd()
@@ -131,12 +131,12 @@ class Capture:
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.attach()
         self._begin(self.step, self._is_full(self.step), attaching=True)
-        self._clock.start()
+        self.clock.start()
 
     def detach(self) -> None:
         """Remove all hooks; idempotent."""
         self.end_open_step()
-        self._clock.stop()
+        self.clock.stop()
         self._optimizers.remove()
         self._remove_hooks()
 
@@ -197,7 +197,7 @@ class Capture:
             if full:
                 self._modules.observe()
                 if (device := self._model_device()) is not None:
-                    self._clock.measure(device)
+                    self.clock.measure(device)
                 compiled = self._backward_is_compiled()
                 step.begin(follows=not attaching, by_hand=self._by_hand, compiled=compiled)
                 gradients = self._target.content.activation_gradients
@@ -314,11 +314,11 @@ class Capture:
             self._modules.observe()
         self._phases.append(phase)
         self._observe(training=self._state.training)
-        self._clock.lap(APART)
+        self.clock.lap(APART)
         try:
             yield
         finally:
-            self._clock.wait()
+            self.clock.wait()
             self._phases.remove(phase)
             self._observe(training=self._state.training)
             if not self._step.full:
@@ -332,12 +332,12 @@ class Capture:
         if self._step.full or not self._light_reader.reads(optimizer):
             return False
         self._norms = self._norms and self._have_norms(state.step)
-        self._clock.lap(APART)
+        self.clock.lap(APART)
         if not self._norms:
             state.light = True
         elif not state.light:
             self._read_light_step(optimizer)
-        self._clock.lap(OPTIMIZER)
+        self.clock.lap(OPTIMIZER)
         return state.light
 
     @guarded("to read the gradients", reads=False)
@@ -347,7 +347,7 @@ class Capture:
             self._state.light = self._light_reader.read(optimizer, self._layouts.layout())
 
     def before_step(self, optimizer: Optimizer, *, repeats: bool = False) -> None:
-        self._clock.lap(APART)
+        self.clock.lap(APART)
         self._note_mode()
         if not self._light_reader.reads(optimizer):
             self._light_reader.stop()
@@ -355,14 +355,14 @@ class Capture:
             self._step.before_step(optimizer)
         if repeats:
             self._observe(training=False)
-        self._clock.lap(OPTIMIZER)
+        self.clock.lap(OPTIMIZER)
 
     def after_light_step(self, optimizer: Optimizer) -> bool:
         state = self._state
         if not state.light or not self._light_reader.reads(optimizer):
             return False
         number = state.step + 1
-        self._clock.end_step()
+        self.clock.end_step()
         full = self._is_full(number)
         if full or self._norms:
             if self._norms:
@@ -372,7 +372,7 @@ class Capture:
             # Most steps of fast loops pass here: between two, code leaves the core's cache.
             state.step, state.light = number, False
             self._norms = self._budget is None or self._budget.have_norms(number)
-        self._clock.begin_step(full=full)
+        self.clock.begin_step(full=full)
         return True
 
     def after_step(self, optimizer: Optimizer, *, inner: bool = False) -> None:
@@ -380,17 +380,17 @@ class Capture:
         if inner:
             step.after_step(optimizer)
             return
-        self._clock.lap(APART)
+        self.clock.lap(APART)
         if step.full:
             step.after_step(optimizer)
             self._observe(training=not step.over)
         if self._optimizers.is_only(optimizer):
             self._light_reader.prepare(optimizer, again=step.full)
-        self._clock.wait()
+        self.clock.wait()
 
     def after_other_step(self) -> None:
         self._missed_steps.other_steps += 1
-        self._clock.restart_wait()
+        self.clock.restart_wait()
 
     def all_gradients_used(self) -> bool:
         return self._table.all_among(self._step.captured.stepped())
@@ -414,7 +414,7 @@ class Capture:
             self._join_ranks()
         model = self.model()
         if model is not None:
-            self._eval_mode = self._clock.eval_mode = not model.training
+            self._eval_mode = self.clock.eval_mode = not model.training
 
     # --- end of a step ----------------------------------------------------------------------------
 
@@ -432,7 +432,7 @@ class Capture:
         if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
             self._stepping_thread = threading.get_ident()
         step, number = self._step, self.step
-        self._clock.end_step(full=step.full)
+        self.clock.end_step(full=step.full)
         # Called before the step is delivered: rules then request a later step than the next, so
         # that a repeated run measures the same steps if they answer within one step.
         full = self._is_full(number + 1)
@@ -442,11 +442,11 @@ class Capture:
             self._run_probe(self._sample, step, between=between)
         if self._norms:
             step.captured.step, step.captured.eval_mode = number, self._eval_mode
-            step.captured.laps = self._clock.take()
+            step.captured.laps = self.clock.take()
             self._hand_over(step)
         self._end(step)
         self._begin(number + 1, full)
-        self._clock.begin_step(full=full)
+        self.clock.begin_step(full=full)
 
     @guarded("to run the sample")
     def _run_probe(self, sample: Sample, step: Step, *, between: bool) -> None:
@@ -471,7 +471,7 @@ class Capture:
 
     @guarded("to hand over a step", reads=False)
     def _end_light_step(self) -> None:
-        self._deliver(self._light_reader.completed(self._state.step, self._clock.take()))
+        self._deliver(self._light_reader.completed(self._state.step, self.clock.take()))
         self._delivered = True
         if (budget := self._budget) is not None:
             budget.step_ended(self.step, full=False, norms=True, device=self._device)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -136,6 +137,19 @@ class LoopClock:
         if self._on:
             self.lap(WAIT)
             self._global.arm()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count the time inside as no part of the step, as while training waits for the logger."""
+        if not self._on or threading.get_ident() != self._thread:
+            yield
+            return
+        part = self._part
+        self.lap(APART)
+        try:
+            yield
+        finally:
+            self.lap(part)
 
     def end_step(self, *, full: bool = False) -> None:
         """End a step; then :meth:`take` may hand it over."""

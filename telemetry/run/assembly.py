@@ -168,7 +168,8 @@ class ActiveRun:
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        self._await_steps()
+        with self._capture.clock.paused():
+            self._await_steps()
         return tuple(self.noted_alerts)
 
     # --- hooks -----------------------------------------------------------------------------------
@@ -238,16 +239,17 @@ class ActiveRun:
 
     def state_dict(self) -> dict[str, Any]:
         capture = self._capture.state_dict()
-        self._await_steps()
-        rules = self._pipeline.state_dict(capture["step"])
-        # A resumed run counts on these files even if the process is killed next.
-        if not self._files.flush(_CHECKPOINT_S):
-            log.warning(
-                "telemetry: the records up to the checkpoint at step %d are not written within "
-                "%.0f s; if the process is killed now, a resumed run lacks them",
-                capture["step"],
-                _CHECKPOINT_S,
-            )
+        with self._capture.clock.paused():
+            self._await_steps()
+            rules = self._pipeline.state_dict(capture["step"])
+            # A resumed run counts on these files even if the process is killed next.
+            if not self._files.flush(_CHECKPOINT_S):
+                log.warning(
+                    "telemetry: the records up to the checkpoint at step %d are not written within "
+                    "%.0f s; if the process is killed now, a resumed run lacks them",
+                    capture["step"],
+                    _CHECKPOINT_S,
+                )
         return {"format": STATE_FORMAT, **capture, **rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -305,7 +307,8 @@ class ActiveRun:
 
     def flush(self) -> None:
         self._settle_role()
-        each_within(CLOSE_TIMEOUT_S, self._await_steps, self._files.flush)
+        with self._capture.clock.paused():
+            each_within(CLOSE_TIMEOUT_S, self._await_steps, self._files.flush)
 
     def _await_steps(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait until the rules have checked all steps up to now, on all ranks."""
@@ -317,7 +320,8 @@ class ActiveRun:
     def _before_foreign_flush(self, closing: bool) -> None:
         """Write queued items before the user's code flushes or closes the writer."""
         if not self._pipeline.is_late:
-            self._pipeline.flush(_FOREIGN_FLUSH_S)
+            with self._capture.clock.paused():
+                self._pipeline.flush(_FOREIGN_FLUSH_S)
         if closing:
             self._write_end()
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.tensorboard import SummaryWriter
 
 import telemetry
 from telemetry import HookLogger
@@ -24,6 +25,7 @@ from telemetry.capture.clock import LoopClock
 from telemetry.capture.usage import APART, CpuWaits, Laps
 from telemetry.commands.cli import main
 from telemetry.failures import Failures
+from telemetry.pipeline.queue import Pipeline
 from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, HOST_OWN_BYTES, PEAK_BYTES, TIMES
 from tests.helpers.require import needs_observable_graphs
 from tests.helpers.twins import Recorder, assert_left_alone
@@ -129,6 +131,47 @@ def usage_of(
 
 
 EXPECTED = pytest.approx((WAIT_S, FORWARD_S + LOSS_S, BACKWARD_S, CLIP_S + OPTIMIZER_S))
+
+
+@pytest.mark.parametrize("wait", ["flush", "state_dict", "alerts", "writer"])
+@pytest.mark.parametrize("at", ["forward", "backward", "optimizer"])
+def test_waiting_for_the_logger_is_not_waiting_for_data(
+    tmp_path: Path, clock: Time, monkeypatch: pytest.MonkeyPatch, wait: str, at: str
+) -> None:
+    flush = Pipeline.flush
+
+    def late(pipeline: Pipeline, timeout_s: float = 1.0) -> None:
+        clock.passes(10.0)
+        flush(pipeline, timeout_s)
+
+    monkeypatch.setattr(Pipeline, "flush", late)
+    model, recorder = Model(clock), Recorder()
+    with (
+        SummaryWriter(tmp_path) as writer,
+        HookLogger(model, writer, alerts=[recorder], every_n_steps=5) as logger,
+    ):
+        waits = {
+            "flush": logger.flush,
+            "state_dict": logger.state_dict,
+            "alerts": lambda: logger.alerts,
+            "writer": writer.flush,
+        }
+        optimizer = optimizer_of(model, clock)
+        for batch in batches(clock, 12):
+            loss = loss_of(model, batch, clock)
+            if at == "forward":
+                waits[wait]()
+            loss.backward()
+            if at == "backward":
+                waits[wait]()
+            clock.passes(CLIP_S)
+            optimizer.step()
+            optimizer.zero_grad()
+            if at == "optimizer":
+                waits[wait]()
+    times = [tuple([record.usage[tag] for tag in TIMES]) for record in recorder.records[1:]]
+    assert len(times) == 11
+    assert times == [EXPECTED] * 11
 
 
 def test_each_part_of_a_step_has_its_time(tmp_path: Path, clock: Time) -> None:
