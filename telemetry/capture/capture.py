@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,8 +31,7 @@ from telemetry.measure import cuda
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
 from telemetry.torch_private import NO_TASK, backward_task, undisturbed
-from telemetry.torch_private.compiler import CompiledAutograd
-from telemetry.torch_private.ranks import calling_stage
+from telemetry.torch_private.ranks import PIPELINES, calling_stage
 
 
 class Capture:
@@ -100,13 +99,9 @@ class Capture:
         self._deliver, self._delivered = deliver, False
         self._budget = budget
         self._sample = sample
-        self._device = torch.device("cpu")  # of the parameters at the last full step
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
-        # At the last step, or at the beginning.
-        self._eval_mode = self.clock.eval_mode = not model.training
         self._by_hand = False  # the loop has no optimizer
         self._stepping_thread: int | None = None  # None while steps end in backward passes
-        self._compiled_autograd = CompiledAutograd()
 
     @property
     def step(self) -> int:
@@ -177,32 +172,34 @@ class Capture:
 
     @guarded("to begin a step", reads=False)
     def _begin(self, number: int, full: bool, attaching: bool = False) -> None:
-        norms, state = True, self._state
-        if self._budget is not None:
-            full, norms = self._budget.affords(number, full=full)
-        if state.light and not full:  # the step object is unused
-            state.step, state.light, self._norms = number, False, norms
-            return
-        state.step = number
-        self._open(full=full, norms=norms, attaching=attaching)
+        state, norms, budget = self._state, True, self._budget
+        if budget is not None:
+            if not attaching:
+                device, was_full = self._table.device, self._step.full
+                budget.step_ended(state.step, full=was_full, norms=self._norms, device=device)
+            full, norms = budget.affords(number, full=full)
+        state.step, self._norms = number, norms
+        if state.light and not full:
+            state.light = False  # the step object is unused
+        else:
+            self._open(full=full, attaching=attaching)
 
-    def _open(self, *, full: bool, norms: bool = True, attaching: bool = False) -> None:
+    def _open(self, *, full: bool, attaching: bool = False) -> None:
         """Gather a new step from here on."""
         self._step.stop()
         state = self._state
-        state.light, state.thread, self._norms = False, self._stepping_thread, norms
+        state.light, state.thread = False, self._stepping_thread
         self._missed_steps = MissedSteps()
         self._step = step = self._new_step(full=full)
         try:
             if full:
                 self._modules.observe()
-                if (device := self._model_device()) is not None:
-                    self.clock.measure(device)
-                compiled = self._backward_is_compiled()
-                step.begin(follows=not attaching, by_hand=self._by_hand, compiled=compiled)
-                gradients = self._target.content.activation_gradients
-                state.output_grads = gradients and not compiled
+                follows, by_hand = not attaching, self._by_hand
+                state.output_grads = step.begin(follows=follows, by_hand=by_hand)
+                self.clock.measure(self._table.device)
                 self._observe(training=True)
+            else:
+                self._modules.stop()
         except Exception:
             self.guard.failures.report("to attach its hooks")
             self._remove_hooks()
@@ -210,45 +207,33 @@ class Capture:
     def _new_step(self, *, full: bool, phase: str = "") -> Step:
         return Step(self._target, self._state, self._optimizers, self, full=full, phase=phase)
 
-    def _backward_is_compiled(self) -> bool:
-        """Whether compiled autograd is on, or has been since training began; logged once."""
-        if compiled := self._compiled_autograd.was_on():
-            self.guard.failures.log_once(
-                "activation gradients are not measured: compiled autograd is on, which does not "
-                "work with hooks on them"
-            )
-        return compiled
-
-    def _join_ranks(self) -> None:
+    def _join_ranks(self, find: Callable[[], RankObserver | None]) -> None:
         """Find the other ranks, at the first call of the model or step of an optimizer."""
-        if self._find_ranks is not None:
-            find, self._find_ranks = self._find_ranks, None
-            with self.guard.failures.contained("to join the other ranks"):
-                self._state.ranks = find()
+        self._find_ranks = None
+        with self.guard.failures.contained("to join the other ranks"):
+            self._state.ranks = find()
 
     # --- forward and backward passes --------------------------------------------------------------
 
     @guarded("to observe what the model was given")
     def on_input(self, hook: InputHook, given: Any, grad_enabled: bool) -> None:
-        self._join_ranks()
-        step = self._step_of_call(hook, grad_enabled)
-        if step is not None:
+        if self._find_ranks is not None:
+            self._join_ranks(self._find_ranks)
+        if (step := self._step_of_call(hook, grad_enabled)) is not None:
             step.forward.on_input(given)
         if step is self._step and backward_task() == NO_TASK:
             self._modules.observe_attention()
 
     @guarded("to observe the output of {1.called}")
     def on_output(self, hook: ForwardHook, args: Any, output: Any, grad_enabled: bool) -> None:
-        step = self._step_of_call(hook, grad_enabled)
-        if step is not None:
+        if (step := self._step_of_call(hook, grad_enabled)) is not None:
             step.forward.on_output(hook, args, output)
 
     @guarded("to measure attention")
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         if self._step.over or backward_task() != NO_TASK:  # checkpointing repeats the call
             return
-        name = self._modules.calling_module()
-        if name is not None:
+        if (name := self._modules.calling_module()) is not None:
             self._step.forward.on_attention(name, *args, **keywords)
 
     @guarded("to observe {1.called} in a compiled graph")
@@ -257,8 +242,7 @@ class Capture:
             self._step.on_output_grad(hook, place, tensor, in_graph=True)
             return
         # Graphs that run without gradients have observers only in phases.
-        step = self._step_of_call(hook, grad_enabled=True)
-        if step is not None:
+        if (step := self._step_of_call(hook, grad_enabled=True)) is not None:
             step.forward.on_graph_output(hook, tensor, place)
 
     def _step_of_call(self, hook: ForwardHook | InputHook, grad_enabled: bool) -> Step | None:
@@ -276,10 +260,9 @@ class Capture:
         model, module = self.model(), hook.module()
         if not state.training or not grad_enabled or model is None or module is None:
             return None
-        if not (model.training or module.training or self._eval_mode):
+        if not (model.training or module.training or self.clock.eval_mode):
             return None
-        stage = calling_stage()
-        if stage is not None and stage.probes:
+        if PIPELINES in sys.modules and (stage := calling_stage()) and stage.probes:
             return None
         if backward_task() != NO_TASK:  # checkpointing runs the forward pass again
             return None if hook in step.ran else step
@@ -298,8 +281,7 @@ class Capture:
 
     def after_pass(self, passes: int, accumulated: Mapping[int, Tensor]) -> None:
         """Stop observing if many passes came without a step, and log the reason."""
-        message = self._missed_steps.after_pass(passes, accumulated)
-        if message is not None:
+        if (message := self._missed_steps.after_pass(passes, accumulated)) is not None:
             self.guard.failures.log_once(message)
             self._observe(training=False)
 
@@ -343,7 +325,7 @@ class Capture:
     @guarded("to read the gradients", reads=False)
     def _read_light_step(self, optimizer: Optimizer) -> None:
         self._note_mode()
-        if not self._eval_mode:
+        if not self.clock.eval_mode:
             self._state.light = self._light_reader.read(optimizer, self._layouts.layout())
 
     def before_step(self, optimizer: Optimizer, *, repeats: bool = False) -> None:
@@ -411,10 +393,9 @@ class Capture:
     def _note_mode(self) -> None:
         """Note the mode of the model at a step: passes in that mode are training."""
         if self._find_ranks is not None:
-            self._join_ranks()
-        model = self.model()
-        if model is not None:
-            self._eval_mode = self.clock.eval_mode = not model.training
+            self._join_ranks(self._find_ranks)
+        if (model := self.model()) is not None:
+            self.clock.eval_mode = not model.training
 
     # --- end of a step ----------------------------------------------------------------------------
 
@@ -439,55 +420,31 @@ class Capture:
         step.stop()
         self._observe(training=False)
         if self._sample is not None and step.full:
-            self._run_probe(self._sample, step, between=between)
+            self._run_sample(self._sample, step, between=between)
         if self._norms:
-            step.captured.step, step.captured.eval_mode = number, self._eval_mode
+            step.captured.step, step.captured.eval_mode = number, self.clock.eval_mode
             step.captured.laps = self.clock.take()
             self._hand_over(step)
-        self._end(step)
         self._begin(number + 1, full)
         self.clock.begin_step(full=full)
 
     @guarded("to run the sample")
-    def _run_probe(self, sample: Sample, step: Step, *, between: bool) -> None:
-        model, pictured = self.model(), self._modules.pictured_modules()
-        log_once = self.guard.failures.log_once
-        if not pictured:
-            log_once("the sample has no feature maps: no watched module is a convolution")
-        elif not between or backward_task() != NO_TASK:
-            log_once("the sample has no feature maps at steps that end inside of another pass")
-        elif model is not None:
-            sample.run(model, pictured, step.captured.detail)
+    def _run_sample(self, sample: Sample, step: Step, *, between: bool) -> None:
+        if (model := self.model()) is not None:
+            pictured = self._modules.pictured_modules()
+            if reason := sample.run(model, pictured, step.captured.detail, between=between):
+                self.guard.failures.log_once(f"the sample has no feature maps: {reason}")
 
     @guarded("to hand over a step", reads=False)
     @undisturbed(always=True)
     def _hand_over(self, step: Step) -> None:
-        if step.full:
-            self._backward_is_compiled()
         step.end()
         step.captured.layout = self._layouts.layout(step.forward.order, step.parameters)
         self._deliver(step.captured)
         self._delivered = True
+        self._modules.log_missed(step)
 
     @guarded("to hand over a step", reads=False)
     def _end_light_step(self) -> None:
         self._deliver(self._light_reader.completed(self._state.step, self.clock.take()))
         self._delivered = True
-        if (budget := self._budget) is not None:
-            budget.step_ended(self.step, full=False, norms=True, device=self._device)
-
-    @guarded("to end a step", reads=False)
-    def _end(self, step: Step) -> None:
-        if step.full:
-            self._modules.log_missed(step)
-        self._modules.stop()
-        if (budget := self._budget) is not None:
-            if step.full and (device := self._model_device()) is not None:
-                self._device = device
-            budget.step_ended(self.step, full=step.full, norms=self._norms, device=self._device)
-
-    @undisturbed(always=True)
-    def _model_device(self) -> torch.device | None:
-        """Return the device of the model's first parameter."""
-        parameter = None if (model := self.model()) is None else next(model.parameters(), None)
-        return None if parameter is None else parameter.device

@@ -58,7 +58,7 @@ class LoopClock:
     """
 
     def __init__(self, model: nn.Module, failures: Failures) -> None:
-        self.eval_mode = False  # training runs in evaluation mode
+        self.eval_mode = not model.training  # training runs in evaluation mode
         self._model, self._failures = weakref.ref(model), failures
         self._calls_hook = _CallHook(self)
         self._global = ArmedPreHook(self._calls_hook)

@@ -18,7 +18,6 @@ from telemetry.capture.step import Step
 from telemetry.plain_text import called_all
 from telemetry.records.step import is_inside
 from telemetry.selection import clean_name, cleaned, evenly, owners
-from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import (
     GRAPHS_CAN_BE_OBSERVED,
     BeforeCompilations,
@@ -275,11 +274,12 @@ class WatchedModules:
             return "the model ran in evaluation mode, without gradients or on another thread only"
         return NEVER_RAN
 
-    @undisturbed(always=True)
     def log_missed(self, step: Step) -> None:
         """Log, once, which modules did not run in the first full step or are not registered."""
+        if self._missed_logged or not step.full or step.captured.phase:
+            return
         model, failures = self._target.model(), self._target.guard.failures
-        if self._missed_logged or model is None or not self._target.content.activations:
+        if model is None or not self._target.content.activations:
             return
         self._missed_logged = True
         parameters = self._target.table.parameters

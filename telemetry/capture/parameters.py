@@ -42,6 +42,7 @@ class ParameterTable:
         # Optimizers with parameters that are not the model's: the number of their parameters.
         self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.parameters: tuple[Parameter, ...] = ()
+        self.device = _CPU  # of the first parameter
         self.refresh()
 
     def refresh(self) -> bool:
@@ -54,6 +55,8 @@ class ParameterTable:
             return False
         index_of = {id(parameter): index for index, parameter in enumerate(named.values())}
         names = list(named)
+        if names:
+            self.device = named[names[0]].device
         if index_of == self._index_of and names == self._names and not self._any_lazy:
             return False
         self._index_of, self._names = index_of, names

@@ -18,6 +18,7 @@ from telemetry.capture.captured_step import Detail
 from telemetry.capture.nested import map_tensors, tensors_in
 from telemetry.measure import images
 from telemetry.plain_text import type_of
+from telemetry.torch_private import NO_TASK, backward_task
 from telemetry.torch_private.compiler import is_compiled
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.torch_private.ranks import has_flat_shards, spec_of
@@ -41,7 +42,14 @@ class Sample:
         given = dict(given) if isinstance(given, Mapping) else given
         self._given = map_tensors(given, lambda tensor: tensor.detach().clone())
 
-    def run(self, model: nn.Module, pictured: Mapping[str, nn.Module], detail: Detail) -> None:
+    def run(
+        self,
+        model: nn.Module,
+        pictured: Mapping[str, nn.Module],
+        detail: Detail,
+        *,
+        between: bool,
+    ) -> str:
         """Run the sample in evaluation mode, and add its picture and feature maps to ``detail``.
 
         While it runs, memory holds copies of all parameters and buffers. Hooks other than PyTorch's
@@ -49,9 +57,17 @@ class Sample:
 
         Args:
             pictured: The modules whose outputs are drawn, by name.
+            between: Whether no forward pass of the model is running.
+
+        Returns:
+            The reason why the sample was not run; empty if it was.
         """
+        if not pictured:
+            return "no watched module is a convolution"
+        if not between or backward_task() != NO_TASK:
+            return "this step ends inside of another pass"
         if reason := _refusal(model):
-            raise RuntimeError(f"{reason}, so the sample has no feature maps")
+            return reason
         while isinstance(model, nn.DataParallel | DistributedDataParallel):
             model = model.module  # it runs on this rank alone
 
@@ -73,6 +89,7 @@ class Sample:
                 stack.callback(module.register_forward_hook(partial(take, name)).remove)
             call(model, given)
         detail.input = None if own is None else HostCopy(own)
+        return ""
 
 
 def _refusal(model: nn.Module) -> str:

@@ -17,6 +17,7 @@ from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
 from telemetry.torch_private import undisturbed
+from telemetry.torch_private.compiler import CompiledAutograd
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -76,6 +77,7 @@ class Target:
     has_sample: bool  # feature maps are those of a fixed sample
     guard: Guard
     totals: RunTotals = field(default_factory=RunTotals)
+    compiled_autograd: CompiledAutograd = field(default_factory=CompiledAutograd)
 
 
 def guarded(doing: str, *, reads: bool = True) -> Callable[[Method], Method]:

@@ -107,15 +107,14 @@ class Step:
     # --- begin ------------------------------------------------------------------------------------
 
     @undisturbed(always=True)
-    def begin(self, *, follows: bool, by_hand: bool, compiled: bool) -> None:
-        """Observe backward passes and parameters from here on.
+    def begin(self, *, follows: bool, by_hand: bool) -> bool:
+        """Observe backward passes and parameters from here on; whether outputs' gradients, too.
 
         Args:
             follows: Whether another step has just ended.
             by_hand: Whether the loop has no optimizer, which would announce its step.
-            compiled: Whether compiled autograd is on, so that hooks on parameters are not called.
         """
-        table = self._target.table
+        table, compiled = self._target.table, self._target.compiled_autograd.was_on()
         table.refresh()
         found = table.all()
         if follows:
@@ -125,12 +124,13 @@ class Step:
         self._detail.random_states = _random_states()
         if by_hand and self._content.weights:
             self._updates[_BY_HAND] = Updates(self._counting(found))
-        if not compiled:
+        if not compiled:  # compiled autograd does not call hooks on parameters
             self._handles += [
                 parameter.register_post_accumulate_grad_hook(self.on_accumulated)
                 for _, parameter in found
                 if not is_lazy(parameter) and parameter.requires_grad and parameter.is_leaf
             ]
+        return self._content.activation_gradients and not compiled
 
     # --- backward passes --------------------------------------------------------------------------
 
@@ -324,6 +324,7 @@ class Step:
         """Finish the measurements; nothing is added any more."""
         self.captured.wall_time = time.time()
         if self.full:
+            self._target.compiled_autograd.was_on()  # since it began; logged
             self._log_adjoints()
             loads = self.forward.loads.best().items()
             self._detail.expert_loads = {name: HostCopy(load) for name, load in loads}

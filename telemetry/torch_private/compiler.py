@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from telemetry.torch_private import find
+from telemetry.torch_private import find, log
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,16 +64,24 @@ class CompiledAutograd:
 
     def __init__(self) -> None:
         self._captures_before = _counted("compiled_autograd", "captures")
+        self._logged = False
 
     def was_on(self) -> bool:
-        """Whether it is on, or has compiled a backward pass since this object was made."""
+        """Whether it is on, or compiled a backward pass since this object was made; logged once."""
         config = getattr(sys.modules.get("torch._dynamo"), "config", None)
         inside = sys.modules.get("torch._dynamo.compiled_autograd")
-        return bool(
+        found = bool(
             getattr(config, "compiled_autograd", False)
             or getattr(inside, "compiled_autograd_enabled", False)
             or _counted("compiled_autograd", "captures") != self._captures_before
         )
+        if found and not self._logged:
+            self._logged = True
+            log.warning(
+                "telemetry: activation gradients are not measured: compiled autograd is on, which "
+                "does not work with hooks on them"
+            )
+        return found
 
 
 def graphs_compiled() -> int:
