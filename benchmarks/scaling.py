@@ -140,7 +140,7 @@ def main() -> None:
     device = torch.device("cpu")
     print(describe_machine(device))
     sizes = args.modules or (SIZES[:2] if args.quick else SIZES)
-    rounds = 2 if args.quick else 9
+    rounds = 1 if args.quick else 9
     costs = [measure_apart(modules, rounds, args.threads) for modules in sizes]
     print_table(costs)
     if args.json:

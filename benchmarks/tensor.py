@@ -296,7 +296,7 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {}
     with torch.no_grad(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         sizes = args.sizes or SIZES[: 1 if args.quick else None]
-        for table in measure_all(sizes, 2 if args.quick else 9, Path(folder)):
+        for table in measure_all(sizes, 1 if args.quick else 9, Path(folder)):
             print_table(table)
             results[table.title] = [asdict(r) for row in table.rows for r in row.values()]
     if args.json:

@@ -226,10 +226,10 @@ def main() -> None:
     print(describe_machine(device))
     figures: dict[str, object] = {}
     for kind, variants in KINDS.items():
-        costs = measure_costs(variants, rounds=3 if args.quick else 15)
+        costs = measure_costs(variants, rounds=1 if args.quick else 15)
         print_costs(kind, costs)
         figures[kind] = {name: asdict(cost) for name, cost in costs.items()}
-    slowdowns = measure_slowdown(rounds=2 if args.quick else 5, chunks=500)
+    slowdowns = measure_slowdown(rounds=1 if args.quick else 5, chunks=500)
     print("\nA loop of pure Python that writes 1000 histograms per second takes")
     for name, slowdown in slowdowns.items():
         print(f"  {name:14}{slowdown:10.2f}×")

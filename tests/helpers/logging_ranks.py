@@ -341,7 +341,7 @@ def begin_with_few_files(
     """Rank 0 of many, in a process that may open few files; where others find it."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    begin(rank, world, log_dir, timeout_s=15.0)  # 150 ranks connect before the first step
+    begin(rank, world, log_dir, timeout_s=15.0)  # others connect before the first step
     logger = loners[-1].logger
     assert logger is not None
     exchange = logger._run._ranks  # type: ignore[union-attr]
@@ -351,8 +351,13 @@ def begin_with_few_files(
     return (*server._listening.getsockname()[:2], server._token)
 
 
-def simulate(rank: int, size: int, address: tuple[str, int, str], world: int) -> None:
-    """All other ranks, in one process; each sends a number at every step."""
+def simulate(
+    rank: int, size: int, address: tuple[str, int, str], world: int, connected: int
+) -> None:
+    """All other ranks, in one process; each sends a number at every step.
+
+    Returns when this many are connected.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world)
@@ -366,9 +371,7 @@ def simulate(rank: int, size: int, address: tuple[str, int, str], world: int) ->
                     rank=other, size=world, step=step, wall_time=0.0, scalars={"number": 1.0}
                 )
             )
-    connected = 0
-    while connected < 150:
-        connected = sum(exchange._client.is_known for exchange in simulated)  # type: ignore[union-attr]
+    while sum(exchange._client.is_known for exchange in simulated) < connected:  # type: ignore[union-attr]
         time.sleep(0.05)
 
 

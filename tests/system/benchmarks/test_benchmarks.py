@@ -111,7 +111,7 @@ def test_tensor_compares_with_the_limit_and_with_tensorboard(json_file: Path) ->
     assert len(results) == 5
     for rows in results.values():
         assert rows
-        assert all(len(row["rounds"]) == 2 for row in rows)
+        assert all(len(row["rounds"]) == 1 for row in rows)
 
 
 def test_writing_compares_with_torchs_writer(json_file: Path) -> None:
@@ -139,17 +139,16 @@ def test_telling_has_a_time_for_each_channel_of_an_alert(json_file: Path) -> Non
 
 
 def test_gpu_has_all_figures_on_a_cpu(json_file: Path) -> None:
-    parts = ("GPT", "CNN", "bandwidth", "host")
+    parts = ("CNN", "bandwidth", "host")
     written = run("gpu", json_file, "--device", "cpu", "--only", *parts)
     assert not written["on_gpu"]
-    gpt, cnn, bandwidth, host = written["figures"].values()
-    for costs in (gpt, cnn):
-        assert {"bare", "every 1", "every 10", "every 100", "never", "mean, std"} <= set(costs)
-        assert costs["bare"]["added"] == 0
-        assert all(cost["written_ms"] >= cost["trained_ms"] > 0 for cost in costs.values())
-        every, tenth, hundredth = (costs[f"every {n}"] for n in (1, 10, 100))
-        assert every["full_steps"] == every["steps"] > tenth["full_steps"] > 1
-        assert hundredth["steps"] > 100 > hundredth["full_steps"] > 1
+    costs, bandwidth, host = written["figures"].values()
+    assert {"bare", "every 1", "every 10", "every 100", "never", "mean, std"} <= set(costs)
+    assert costs["bare"]["added"] == 0
+    assert all(cost["written_ms"] >= cost["trained_ms"] > 0 for cost in costs.values())
+    every, tenth, hundredth = (costs[f"every {n}"] for n in (1, 10, 100))
+    assert every["full_steps"] == every["steps"] > tenth["full_steps"] > 1
+    assert hundredth["steps"] > 100 > hundredth["full_steps"] > 1
     assert len({(row["dtype"], row["layout"]) for row in bandwidth}) == 3 * 6
     assert all(len(row["shares"]) == 5 and min(row["shares"].values()) > 0 for row in bandwidth)
     assert host["output_us"] > 0

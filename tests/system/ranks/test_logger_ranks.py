@@ -344,21 +344,21 @@ def test_flat_parameters_are_measured_on_rank_0_and_activations_on_all_ranks(
     assert sorted(weights) == sorted(len(values) for values in shard if values)
 
 
-@pytest.mark.parametrize("world", [300])
+@pytest.mark.parametrize(("files", "world"), [(160, 180)])
 def test_ranks_beyond_the_limit_of_open_files_are_reported_and_training_is_left_alone(
-    tmp_path: Path, world: int
+    tmp_path: Path, files: int, world: int
 ) -> None:
-    """Rank 0 may open 256 files, and 299 other ranks send to it."""
+    """Rank 0 may open fewer files than other ranks send to it."""
     threads = torch.get_num_threads()
     with ranks(tmp_path, 2) as (zero, others):
-        address = zero.do("call", logging_ranks.begin_with_few_files, tmp_path / "run", 256, world)
-        others.do("call", logging_ranks.simulate, address, world)
+        address = zero.do("call", logging_ranks.begin_with_few_files, tmp_path / "run", files, world)
+        others.do("call", logging_ranks.simulate, address, world, 60)
         zero.do("call", logging_ranks.train_to, 6)
         left = zero.do("call", logging_ranks.end)
         others.do("call", logging_ranks.end_simulation)
         assert left["left"] == bare(6)
         assert left["close_s"] < 30
-        assert 150 < len(left["held"][-1]) < 256
+        assert 60 < len(left["held"][-1]) < files
         assert zero.occurrences("cannot connect, as rank 0 may not open more files") == 1
         assert zero.occurrences("telemetry failed") == 0, zero.log.read_text()
     assert torch.get_num_threads() == threads
