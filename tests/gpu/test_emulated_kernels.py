@@ -342,8 +342,10 @@ def test_sanitizers_report_nothing_for_the_kernels_and_their_readers() -> None:
     runtime = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True).strip()
     if not Path(runtime).is_file():
         pytest.skip("no sanitizer of addresses")
+    # bfloat16 runs the code of float16, and sm_75 that of sm_80 without pairs.
+    selected = "(equals_the_oracle or norms_equal) and not bfloat16 and not 750"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", __file__, "-k", "equals_the_oracle or norms_equal"],
+        [sys.executable, "-m", "pytest", "-q", __file__, "-k", selected],
         env={
             **os.environ,
             "TELEMETRY_SANITIZERS": "-fsanitize=address,undefined -fno-sanitize-recover=all",
