@@ -351,7 +351,8 @@ def test_ranks_beyond_the_limit_of_open_files_are_reported_and_training_is_left_
     """Rank 0 may open fewer files than other ranks send to it."""
     threads = torch.get_num_threads()
     with ranks(tmp_path, 2) as (zero, others):
-        address = zero.do("call", logging_ranks.begin_with_few_files, tmp_path / "run", files, world)
+        begun = logging_ranks.begin_with_few_files
+        address = zero.do("call", begun, tmp_path / "run", files, world)
         others.do("call", logging_ranks.simulate, address, world, 60)
         zero.do("call", logging_ranks.train_to, 6)
         left = zero.do("call", logging_ranks.end)
