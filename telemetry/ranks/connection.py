@@ -40,7 +40,7 @@ MAX_QUEUED_BYTES = 64 * 2**20
 # Limits of connections that are not authenticated. The oldest one is closed if there are too many.
 AUTHENTICATION_S = 5.0
 MAX_UNAUTHENTICATED = 64
-_FULL_S = 0.25
+_FULL_S = 0.1
 _NONCE_BYTES = _DIGEST_BYTES = 32
 _RANK_BYTES = 4
 
@@ -62,6 +62,9 @@ _LOOPBACK = "127.0.0.1"
 # An address of no host (RFC 5737), which is reached by the default route.
 _NO_HOST = "192.0.2.1"
 
+# RuntimeError or ValueError without a process group.
+_default_store = distributed.distributed_c10d._get_default_store
+
 
 class Address(NamedTuple):
     """Address of rank 0, and the token with which ranks authenticate."""
@@ -81,7 +84,7 @@ class Rendezvous:
 
     def publish(self) -> tuple[socket.socket, str]:
         """On rank 0: return a listening socket and the token, and publish its address."""
-        store = default_store()
+        store = _default_store()
         host, token = _host_for(store), secrets.token_hex(32)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -91,13 +94,13 @@ class Rendezvous:
     def find(self) -> Address | None:
         """Return rank 0's address; None if it is not published."""
         # Unlike get(), this does not wait for the key.
-        found = default_store().compare_set(self.key, _NONE, _NONE).decode()
+        found = _default_store().compare_set(self.key, _NONE, _NONE).decode()
         return None if found == _NONE else Address(*json.loads(found))
 
     def delete(self) -> None:
         """Delete the address, if the process group still exists."""
         with suppress(RuntimeError, ValueError):
-            default_store().delete_key(self.key)
+            _default_store().delete_key(self.key)
 
 
 async def in_thread(call: Callable[[], T]) -> T:
@@ -115,14 +118,6 @@ async def in_thread(call: Callable[[], T]) -> T:
     return await asyncio.wrap_future(result)
 
 
-def default_store() -> Store:
-    """Return the store of the default process group; ValueError: it has no store."""
-    store: Store | None = distributed.distributed_c10d._get_default_store()
-    if store is None:
-        raise ValueError("the default process group has no store")
-    return store
-
-
 def _host_for(store: Store) -> str:
     """Return the interface that reaches the store's host; loopback if all ranks are on this one."""
     local, world = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
@@ -131,24 +126,18 @@ def _host_for(store: Store) -> str:
     host = store.host if isinstance(store, TCPStore) else os.environ.get("MASTER_ADDR", "")
     if host in ("", "localhost", "::1") or host.startswith("127.") or (local and local == world):
         return _LOOPBACK
-    found = _source_towards(host)
     # /etc/hosts may map this host's own name to loopback, which other hosts cannot reach.
-    with suppress(OSError):
-        return _source_towards(_NO_HOST) if found.startswith("127.") else found
-    return found
+    for target in (host, _NO_HOST):
+        with suppress(OSError):  # there is no route to it
+            family, kind, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                if not (source := str(probe.getsockname()[0])).startswith("127."):
+                    return source
+    return _LOOPBACK
 
 
-def _source_towards(host: str) -> str:
-    """Return the interface on the way to a host; OSError: there is no way."""
-    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)  # sends nothing
-        source: str = probe.getsockname()[0]
-    return source
-
-
-def _close_in_child() -> None:
-    """Close sockets in a forked child, which may outlive its rank."""
+def _close_in_child() -> None:  # it may outlive its rank
     for one in _sockets:
         one.close()
 
@@ -241,16 +230,16 @@ class Server:
         self.refused: set[int] = set()  # ranks for which no file descriptor is left
         self._tasks: set[asyncio.Task[None]] = set()
         self._unauthenticated: list[Any] = []  # tasks
-        self._fewer, self._slots = Event(), Semaphore(_LARGE_AT_ONCE)
+        self._slots = Semaphore(_LARGE_AT_ONCE)
 
     async def run(self) -> None:
         """Accept connections until this is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-                self._fewer.clear()
-                if not await is_set_within(_FULL_S, self._fewer):
-                    self._unauthenticated[0].cancel()
+                await asyncio.sleep(_FULL_S)  # ranks authenticate meanwhile
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                self._unauthenticated[0].cancel()
             try:
                 connection, _ = await loop.sock_accept(self._listening)
             except OSError:  # no file descriptor is left, or the other side has closed it
@@ -279,7 +268,6 @@ class Server:
                 rank = await asyncio.wait_for(authentication, AUTHENTICATION_S)
             finally:
                 self._unauthenticated.remove(asyncio.current_task())
-                self._fewer.set()
             # A new descriptor has the lowest free number, so as many files are open.
             if connection.fileno() >= (1 - _FILES_LEFT) * _most_files():
                 self.refused.add(rank)
@@ -312,9 +300,10 @@ class Client:
     ) -> None:
         self._rendezvous, self._rank = rendezvous, rank
         self._on_announcement = on_announcement
-        self._frames: deque[bytes] = deque()  # the first one may be in flight
+        self._frames: deque[bytes] = deque()  # the first one is in flight while connected
         self._bytes = 0
-        self._wakeup, self._acknowledged, self._finishing = Event(), Event(), Event()
+        self._writer: StreamWriter | None = None  # while connected
+        self._finishing = Event()
         self.attempts = 0  # since rank 0 sent anything
         self.is_known = False  # rank 0 sent something
 
@@ -326,7 +315,8 @@ class Client:
         while self._bytes > MAX_QUEUED_BYTES and len(self._frames) > 3:
             self._bytes -= len(self._frames[2])
             del self._frames[2]
-        self._wakeup.set()
+        if len(self._frames) == 1:
+            self._send_first()
 
     def finish(self) -> None:
         """Have :meth:`run` return when everything is acknowledged, or rank 0 has exited."""
@@ -357,33 +347,21 @@ class Client:
             await asyncio.wait_for(connecting, AUTHENTICATION_S)
             authentication = _authenticate(connection, address.token, self._rank)
             await asyncio.wait_for(authentication, AUTHENTICATION_S)
-            stream, writer = await asyncio.open_connection(sock=connection, limit=_READ_BYTES)
-            tasks = [asyncio.create_task(o) for o in (self._send(writer), self._listen(stream))]
+            stream, self._writer = await asyncio.open_connection(sock=connection, limit=_READ_BYTES)
             try:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                done.pop().result()
+                self._send_first()
+                while self._frames or not self._finishing.is_set():
+                    kind, payload = await _read_frame(stream, Semaphore())
+                    self.is_known, self.attempts = True, 0
+                    if kind == ANNOUNCEMENT:
+                        self._on_announcement(payload)
+                    else:
+                        self._bytes -= len(self._frames.popleft())
+                        self._send_first()
             finally:
-                for task in tasks:
-                    task.cancel()
-                writer.transport.abort()
+                self._writer.transport.abort()
+                self._writer = None
 
-    async def _send(self, writer: StreamWriter) -> None:
-        while self._frames or not self._finishing.is_set():
-            if not self._frames:
-                self._wakeup.clear()
-                await self._wakeup.wait()
-                continue
-            self._acknowledged.clear()
-            writer.write(self._frames[0])
-            await self._acknowledged.wait()
-            self._bytes -= len(self._frames.popleft())
-
-    async def _listen(self, stream: StreamReader) -> None:
-        slots = Semaphore()
-        while True:
-            kind, payload = await _read_frame(stream, slots)
-            self.is_known, self.attempts = True, 0
-            if kind == ANNOUNCEMENT:
-                self._on_announcement(payload)
-            else:
-                self._acknowledged.set()
+    def _send_first(self) -> None:
+        if self._writer is not None and self._frames:
+            self._writer.write(self._frames[0])
