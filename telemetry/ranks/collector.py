@@ -78,13 +78,11 @@ class Collector:
     has sent it or a later one: ranks with different intervals do not delay each other. If a rank
     sends nothing for ``timeout_s``, or the collected measurements exceed ``max_bytes``, the step
     ends without it. The rank is then unresponsive, and later steps do not wait for it until it
-    sends something. For ``timeout_s`` after the first message, each step waits for all ranks of
-    the world, because some may not have connected yet.
+    sends something. The first step waits as long for ranks that have not connected yet.
     """
 
     def __init__(self, *, world_size: int, timeout_s: float, max_bytes: int = MAX_BYTES) -> None:
         self._timeout_s = timeout_s
-        self._start_ends = np.inf
         self._max_bytes = max_bytes
         # Steps that are not complete, by sequence number, and since when.
         self.open: dict[int, tuple[MergedStep, float]] = {}
@@ -101,15 +99,14 @@ class Collector:
 
     @property
     def unresponsive(self) -> frozenset[int]:
-        """Ranks that have not ended and timed out."""
-        return _ranks((self._last < LAST_SEQUENCE) & self._unresponsive)
+        """Ranks that sent something, have not ended and timed out."""
+        return _ranks((self._received >= 0) & (self._last < LAST_SEQUENCE) & self._unresponsive)
 
     def note(self, rank: int, now: float, sequence: int = -1) -> None:
         """Note that a rank sent something, and the sequence number of its record."""
         self._received[rank] = now
         self._unresponsive[rank] = False
         self._last[rank] = max(self._last[rank], sequence)
-        self._start_ends = min(self._start_ends, now + self._timeout_s)
 
     def add(self, part: PartialRecord, now: float) -> None:
         """Add a partial record; drop it if the rank sent it before, or its step has ended."""
@@ -127,13 +124,11 @@ class Collector:
         first = min(self.open)
         step, since = self.open[first]
         awaited = (self._last < first) & ~self._unresponsive
-        if now >= self._start_ends:
-            awaited &= self._received >= 0
-        waited_s = now - np.maximum(self._received[awaited], since)
-        is_awaited = not hurry and (waited_s < self._timeout_s).any()
+        is_late = now - np.maximum(self._received, since) >= self._timeout_s
+        is_awaited = not hurry and (awaited & ~is_late).any()
         if is_awaited and sum(o.nbytes for o, _ in self.open.values()) <= self._max_bytes:
             return None
-        self._unresponsive |= awaited & (self._received >= 0)
+        self._unresponsive |= awaited & (is_late | (self._received >= 0))
         self._ended = max(self._ended, first)
         del self.open[first]
         return step
@@ -141,36 +136,35 @@ class Collector:
     def log_missing(self, step: MergedStep, refused: Collection[int] = ()) -> None:
         """Log once which ranks a step lacks and why, and once which return."""
         here, hold = step.ranks, f"from step {step.step} on, the records hold"
-        unknown = _ranks(self._received < 0)
-        for ranks, reason in (
+        missed, unknown = f"{hold} {len(here)} of {len(self._last)} ranks:", self._received < 0
+        for kind, ranks, message in (
             (
-                unknown & frozenset(refused),
-                "cannot connect, as rank 0 may not open more files; raise ulimit -n there to twice "
-                'the number of ranks, or use ranks="each"',
+                "missed",
+                _ranks(unknown).intersection(refused) - here,
+                f"{missed} %s cannot connect, as rank 0 may not open more files; raise ulimit -n "
+                'there to twice the number of ranks, or use ranks="each"',
             ),
             (
-                unknown.difference(refused),
-                "made no HookLogger for this run, or have another version of telemetry",
+                "missed",
+                _ranks(unknown).difference(refused) - here,
+                f"{missed} %s made no HookLogger for this run, or use another version of it",
             ),
             (
-                self.unresponsive,
-                "sent nothing in time: they ended with fewer batches, hang or died",
+                "missed",
+                self.unresponsive - here,
+                f"{missed} %s sent nothing in time: they ended with fewer batches, hang or died",
+            ),
+            ("back", self._logged["missed"] & here, f"{hold} what %s measured"),
+            (
+                "skipped",
+                self.members - here,
+                f"step {step.step} was measured by {ranks_in_words(here)}, and not by %s, which "
+                "skipped it or had too much to send",
             ),
         ):
-            message = f"{hold} {len(here)} of {len(self._last)} ranks: %s {reason}"
-            self._log("missed", ranks - here, message)
-        self._log("back", self._logged["missed"] & here, f"{hold} what %s measured")
-        self._log(
-            "skipped",
-            self.members - here,
-            f"step {step.step} was measured by {ranks_in_words(here)}, and not by %s, which "
-            "skipped it or had too much to send",
-        )
-
-    def _log(self, kind: str, ranks: frozenset[int], message: str) -> None:
-        if new := ranks - self._logged[kind]:
-            self._logged[kind] |= new
-            log.warning(f"telemetry: {message}", ranks_in_words(new))
+            if new := ranks - self._logged[kind]:
+                self._logged[kind] |= new
+                log.warning(f"telemetry: {message}", ranks_in_words(new))
 
 
 def _ranks(which: NDArray[np.bool_]) -> frozenset[int]:
