@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -55,22 +55,28 @@ class LocalShard:
     splits: tuple[tuple[int, int, int], ...] = ()
     # Of a DTensor's Partial: whether the tensor is the sum of the ranks' addends.
     reduction: Literal["", "sum", "unknown"] = ""
-    counts: bool = True  # False: another rank has a lower copy, so this one need not measure
+    # False: this rank does not measure it, as another one has a lower copy, or it is an addend.
+    counts: bool = True
     # Number of this shard within its copy, to compare copies; -1: others may not be copies.
     shard: int = 0
     piece: int = 0  # of the units, if they are split over ranks
     pieces: int = 1
 
-    def numbered(self, *, first: int = 0, turn: int = 0, axis: int | None = None) -> LocalShard:
+    def numbered(
+        self, turn: int | Output = 0, *, first: int = 0, axis: int | None = None
+    ) -> LocalShard:
         """Return the shard of one tensor: copies are numbered from ``first``.
 
         ``turn``, modulo their number, is the one that counts; ``axis`` of the units is negative.
         """
-        piece, pieces = _flat((at, size) for split, at, size in self.splits if split == axis)
+        # Unlike Python's hash, the sum of the characters is the same on all ranks.
+        number = turn if isinstance(turn, int) else sum(map(ord, str(turn)))
+        later = (self.copy - number) % self.copies
+        counts = later == 0 and not self.reduction
         shard, _ = _flat((at, size) for _, at, size in self.splits)
-        later = (self.copy - turn) % self.copies
+        piece, pieces = _flat((at, size) for split, at, size in self.splits if split == axis)
         return replace(
-            self, copy=first + later, counts=later == 0, shard=shard, piece=piece, pieces=pieces
+            self, copy=first + later, counts=counts, shard=shard, piece=piece, pieces=pieces
         )
 
 
@@ -87,7 +93,7 @@ _OF_DATA = (
 
 def placed(spec: Any) -> LocalShard:
     """Return the shard that a local tensor is, by a ``DTensorSpec``."""
-    axes = list(zip(_coordinates(spec.mesh), spec.mesh.shape, spec.placements, strict=True))
+    axes = [(*axis, o) for axis, o in zip(_axes(spec.mesh), spec.placements, strict=True)]
     copy, copies = _flat((at, size) for at, size, o in axes if o.is_replicate())
     operations = {o.reduce_op for _, _, o in axes if o.is_partial()}
     splits = [
@@ -103,8 +109,9 @@ def placed(spec: Any) -> LocalShard:
     )
 
 
-def _coordinates(mesh: Any) -> list[int]:
-    return mesh.get_coordinate() or [0] * mesh.ndim
+def _axes(mesh: Any) -> list[tuple[int, int]]:
+    """Return this rank's position along each axis of a mesh, and the size of the axis."""
+    return [*zip(mesh.get_coordinate() or [0] * mesh.ndim, mesh.shape, strict=True)]
 
 
 def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
@@ -113,11 +120,6 @@ def _flat(axes: Iterable[tuple[int, int]]) -> tuple[int, int]:
     for at, size in axes:
         index, count = index * size + at, count * size
     return index, count
-
-
-def local_values(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local
 
 
 @dataclass(kw_only=True, eq=False)
@@ -156,7 +158,7 @@ class RankObserver:
     # For passes without gradients, which have no graph.
     _outputs: dict[Output, LocalShard] = field(default_factory=dict)
     _ignored: set[int] = field(default_factory=set)
-    _meshes: dict[int, Any] = field(default_factory=dict)
+    _meshes: dict[Any, None] = field(default_factory=dict)  # in the same order on all ranks
 
     def read_model(self, model: nn.Module) -> None:
         """Find the mesh dimensions of equal data: not sharded by FSDP, without a name of data."""
@@ -173,14 +175,14 @@ class RankObserver:
         of_fsdp = [mesh for module in model.modules() if (mesh := fsdp_mesh(module)) is not None]
         self.shards_of = min((int(mesh.mesh.min()) for mesh in of_fsdp), default=None)
         data_names = {name for mesh in of_fsdp for name in mesh.mesh_dim_names or ()}
-        for spec in filter(None, map(spec_of, model.parameters())):
-            self._meshes[id(spec.mesh)] = spec.mesh
+        specs = filter(None, map(spec_of, model.parameters()))
+        self._meshes |= dict.fromkeys([spec.mesh for spec in specs])
         found: dict[str, tuple[int, int]] = {}
-        for mesh in self._meshes.values():
+        for mesh in self._meshes:
             names = mesh.mesh_dim_names or (() if of_fsdp else ("",) * mesh.ndim)
-            for name, at, size in zip(names, _coordinates(mesh), mesh.shape, strict=False):
+            for name, axis in zip(names, _axes(mesh), strict=False):
                 if name not in data_names and not name.startswith(_OF_DATA):
-                    found[name] = at, size
+                    found[name] = axis
         copy, copies = _flat(found.values())
         self.same_data = LocalShard(copy=copy, copies=copies)
 
@@ -195,7 +197,7 @@ class RankObserver:
         shard = self._known.get(key)
         if shard is None:
             first = int(spec.mesh.mesh.min())
-            shard = placed(spec).numbered(first=first * self.size, turn=index)
+            shard = placed(spec).numbered(index, first=first * self.size)
             if spec.mesh.size() < self.size:  # ranks outside of it may have other copies
                 shard = replace(shard, copies=0)
             self._known[key] = shard
@@ -212,7 +214,7 @@ class RankObserver:
             return LocalShard(copy=self.rank * self.size, copies=copies, shard=-1)
         where, first = self.replicas
         # Another group of DDP may have another part: only copies in one group are compared.
-        return replace(where.numbered(first=first * self.size, turn=index), shard=first)
+        return replace(where.numbered(index, first=first * self.size), shard=first)
 
     def copies(self, count: int, shards: Mapping[int, LocalShard]) -> NDArray[np.int64]:
         """Return the copies of the first ``count`` parameters, with ``shards`` if not plain."""
@@ -223,9 +225,14 @@ class RankObserver:
         return copies
 
     @property
+    def shares_data(self) -> bool:
+        """Whether other ranks get the same data, or this one gets the outputs of others."""
+        return self.same_data.copies > 1 or self.is_in_pipeline
+
+    @property
     def data_group(self) -> int | None:
         """Lowest of the ranks that should have different data; None if nothing says so."""
-        if self.same_data.copies > 1 or self.is_in_pipeline:
+        if self.shares_data:
             return None
         return self.shards_of if self.replicas is None else self.replicas[1]
 
@@ -249,42 +256,35 @@ class RankObserver:
         if name and self.same_data.copies > 1:
             return False  # nothing says which part of the model's input this is
         # The first stage's inputs are the model's.
-        shard = self.same_data.numbered(first=self.stage * self.size)
-        notes.outputs[name] = shard
+        shard = notes.outputs[name] = self.same_data.numbered(first=self.stage * self.size)
         return shard.counts
 
     def takes_output(
         self, notes: RankNotes, output: Output, tensor: Tensor, unit_axis: int | None
     ) -> bool:
-        """Note the shard of a module's output; return whether to measure it here."""
-        axis = None if unit_axis is None else unit_axis % tensor.dim() - tensor.dim()
-        shard = self._shard_of(output, tensor).numbered(turn=_turn(output), axis=axis)
-        notes.outputs[output] = shard
-        return shard.counts and not shard.reduction
-
-    def _shard_of(self, output: Output, tensor: Tensor) -> LocalShard:
-        """Return the shard of an output, by the tensors from which it was computed.
+        """Note the shard of a module's output; return whether to measure it here.
 
         ``parallelize_module`` returns local tensors of a ``DTensor``, which the autograd graph
         shows. Without communication, an output is a part of the whole if one of its origins is.
         """
+        node: Any = tensor.grad_fn
         if is_dtensor(tensor):
-            found = placed(spec_of(tensor))
-        elif tensor.grad_fn is None:
-            return self._outputs.get(output, self.same_data)
+            found = self._outputs[output] = placed(spec_of(tensor))
+        elif node is not None:
+            found = self._outputs[output] = node.metadata[_NOTE] = _origin(node, self.same_data)
         else:
-            node: Any = tensor.grad_fn
-            found = node.metadata[_NOTE] = _together(_origins(node), self.same_data)
-        self._outputs[output] = found
-        return found
+            found = self._outputs.get(output, self.same_data)
+        axis = None if unit_axis is None else unit_axis % tensor.dim() - tensor.dim()
+        shard = notes.outputs[output] = found.numbered(output, axis=axis)
+        return shard.counts
 
     def takes_output_grad(self, notes: RankNotes, output: Output, grad: Tensor) -> bool:
         """Note the shard of the gradient of an output; return whether to measure it here."""
-        shard = notes.outputs.get(output, LocalShard())
+        shard = notes.outputs.get(output, UNSPLIT)
         if is_dtensor(grad):
-            shard = placed(spec_of(grad)).numbered(turn=_turn(output))
+            shard = placed(spec_of(grad)).numbered(output)
         notes.output_grads[output] = shard
-        return shard.counts and not shard.reduction
+        return shard.counts
 
     def note_grads(self, notes: RankNotes, grads: Iterable[tuple[int, Tensor]]) -> None:
         """Note the shards of gradients, and copy the addends of gradients that are sums."""
@@ -292,7 +292,7 @@ class RankObserver:
             if type(grad) is Tensor:
                 continue  # see :meth:`of_plain`; this runs at every step
             shard = notes.grads[index] = self.of_parameter(grad, index)
-            if shard.reduction == "sum" and (values := local_values(grad)).numel() <= MOST_ADDED:
+            if shard.reduction == "sum" and (values := _local(grad)).numel() <= MOST_ADDED:
                 notes.addends[index] = HostCopy(values)
             elif shard.reduction and self.rank == 0 and not self._has_unknown_sums:
                 self._has_unknown_sums = True
@@ -304,55 +304,41 @@ class RankObserver:
 
     def note_parameters(self, notes: RankNotes, parameters: Indexed) -> None:
         """Note the shards of parameters, and sum the bits of those with copies on other ranks."""
+        sums: defaultdict[torch.device, dict[int, Tensor]] = defaultdict(dict)
         for index, parameter in parameters:
-            notes.parameters[index] = self.of_parameter(parameter, index)
-        if not self.averages:
-            copied = ((i, p) for i, p in parameters if notes.parameters[i].copies != 1)
-            notes.bit_sums += _bit_sums((i, local_values(p)) for i, p in copied)
+            shard = notes.parameters[index] = self.of_parameter(parameter, index)
+            if shard.copies != 1 and not self.averages and parameter.is_floating_point():
+                values = _local(parameter).detach()
+                whole = _WHOLE_NUMBERS.get(values.element_size())
+                if whole is not None and values.numel() > 0:
+                    sums[values.device][index] = values.view(whole).sum(dtype=torch.int64)
+        for some in sums.values():
+            notes.bit_sums.append(([*some], HostCopy(torch.stack([*some.values()]))))
 
     def counting(self, tensors: Indexed) -> Indexed:
         """Select the parameters, or tensors of parameters, that this rank measures."""
-        of = self.of_parameter
-        return [(i, t) for i, t in tensors if (s := of(t, i)).counts and not s.reduction]
+        return [(index, o) for index, o in tensors if self.of_parameter(o, index).counts]
 
 
-def _turn(name: Hashable) -> int:
-    """Return a number for a name that is the same on all ranks, unlike Python's own hash."""
-    return sum(map(ord, str(name)))
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
 
 
-def _bit_sums(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[list[int], HostCopy]]:
-    groups: dict[torch.device, dict[int, Tensor]] = {}
-    for index, tensor in tensors:
-        whole = _WHOLE_NUMBERS.get(tensor.element_size())
-        if whole is not None and tensor.is_floating_point() and tensor.numel() > 0:
-            total = tensor.detach().view(whole).sum(dtype=torch.int64)
-            groups.setdefault(tensor.device, {})[index] = total
-    return [([*sums], HostCopy(torch.stack([*sums.values()]))) for sums in groups.values()]
-
-
-def _together(origins: Iterator[LocalShard], same_data: LocalShard) -> LocalShard:
-    """Return the first origin that is a part; else one that is the same on several ranks."""
-    for origin in origins:
-        if origin.splits or origin.reduction:
-            return origin
-        if origin.copies > same_data.copies:
-            same_data = origin
-    return same_data
-
-
-def _origins(node: Any) -> Iterator[LocalShard]:
-    """Yield the shards of the nearest known tensors behind a node, from near to far."""
+def _origin(node: Any, same_data: LocalShard) -> LocalShard:
+    """Return the nearest known tensor behind a node that is a part; else one with copies."""
     queued, seen = deque([node]), {node}
+    known: LocalShard | None
     while queued and len(seen) < _MOST_NODES:
         node = queued.popleft()
         known = node.metadata.get(_NOTE)
         if known is None and (spec := made_local(node)) is not None:
             known = placed(spec)
-        if known is not None:
-            yield known
-            continue
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                queued.append(before)
+        if known is None:
+            before = {o: None for o, _ in node.next_functions if o is not None and o not in seen}
+            seen.update(before)
+            queued.extend(before)
+        elif known.splits or known.reduction:
+            return known
+        elif known.copies > same_data.copies:
+            same_data = known
+    return same_data
