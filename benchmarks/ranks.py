@@ -165,7 +165,8 @@ def step_of(part: PartialRecord, rank: int, step: int, *, full: bool) -> Partial
     if not full:
         assert part.parameters is not None
         columns = {name: part.parameters.columns[name] for name in LIGHT}
-        parameters = replace(part.parameters, layout=None, columns=columns, checks=None)
+        checks = part.parameters.checks[:, :0]
+        parameters = replace(part.parameters, layout=None, columns=columns, checks=checks)
         part = replace(part, full=False, parameters=parameters, tensors=None, host="")
     sequence = (step + 1) * 2**10 - 1
     return replace(part, rank=rank, step=step, sequence=sequence)
@@ -192,7 +193,7 @@ def simulate_ranks(commands: Connection, address: Address, world: int, blocks: i
             sizes, began = [], time.thread_time()
             for rank, client in enumerate(clients, start=1):
                 part = step_of(parts[rank % len(parts)], rank, step, full=full)
-                sizes.append(len(data := encode((part,))))
+                sizes.append(len(data := encode(part)))
                 client.put(RECORDS, data)
                 await asyncio.sleep(0)
             commands.send((max(sizes), (time.thread_time() - began) / len(clients)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -55,13 +54,11 @@ _LEAD_S = 2.0
 TIMEOUT_S = 10.0
 
 CLOSE_S = 20.0
-TURN_S, IDLE_S = 0.02, 0.2
-"""Time in which records gather to travel together, and interval of checks for timeouts."""
 _SEARCH_S = 5.0
 _LAST_S = 2.0
 
-# A longer pause between two turns was a stop of this process, and no other rank was late.
-_LONGEST_TURN_S = 1.0
+# Interval of checks for timeouts; a longer one was a stop of this process, and no rank was late.
+IDLE_S, _LONGEST_IDLE_S = 0.2, 1.0
 
 # Time for ranks to answer at which step they stop.
 ANSWER_S = 10.0
@@ -160,13 +157,12 @@ class RankExchange(Exchange):
         self._current_step = current_step
         self._first_step = current_step()
         self._failures = failures
-        self._pid = os.getpid()
         # The worker uses these:
         self._maker = PartMaker(self.observer)
         self._batches: list[Batch] = []  # not sent yet
         self._merged_records = MergedRecords()
         self._own: dict[tuple[int, str], StepRecord] = {}
-        self._announced: set[int] = set()  # full steps, of which a late rank has only the norms
+        self._announced = -1  # latest full step, of which a late rank has only the norms
         self._last: tuple[int, float] = (-1, 0.0)  # step and time of the latest record
         self._step_s = 0.0
         # All threads:
@@ -175,15 +171,15 @@ class RankExchange(Exchange):
         self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
         self.barrier = Barrier(self._first_step)
         # The thread of the exchange:
-        self._now, self._turned_at = 0.0, time.monotonic()
-        self._parts: list[PartialRecord] = []  # to be sent or merged
+        self._now, self._merged_at = 0.0, time.monotonic()
         self._announcement = Announcement(first_step=None if rank else self._first_step)
         self._asked_at = math.inf  # to raise
-        self._answers: dict[int, int] = {}
-        self._closing, self._close_at = asyncio.Event(), math.inf
+        self._answers: dict[int, int] = {}  # numbers of the ranks' current steps
+        self._closing, self._close_at = False, math.inf
         self._rendezvous = Rendezvous(f"{FORMAT}/{next(_numbers) if name is None else name}")
         self._server: Server | None = None
-        self._client = Client(self._rendezvous, rank, self._on_frame) if rank else None
+        follow = partial(self._do, self._follow)
+        self._client = Client(self._rendezvous, rank, follow) if rank else None
         self._collector = Collector(world_size=size, timeout_s=timeout_s)
         self._loop = asyncio.SelectorEventLoop()
         self._wakeup = asyncio.Event()
@@ -192,8 +188,8 @@ class RankExchange(Exchange):
 
     def _submit(self, callback: Callable[..., None], *arguments: object) -> None:
         """Have the thread of the exchange call this."""
-        if os.getpid() == self._pid:
-            with suppress(RuntimeError):  # the thread has ended
+        if self._thread.is_alive():  # not in a forked child
+            with suppress(RuntimeError):  # it has ended meanwhile
                 self._loop.call_soon_threadsafe(self._do, callback, *arguments)
 
     # --- on the worker ---------------------------------------------------------------------------
@@ -223,7 +219,11 @@ class RankExchange(Exchange):
     def send_part(self, part: PartialRecord) -> None:
         """Send this rank's measurements; the phases of a step come before the step itself."""
         self._awaited = part.step, not part.phase
-        self._submit(self._parts.append, self._maker.numbered(part))
+        part = self._maker.numbered(part)
+        if self._client is None:
+            self._submit(self._collector.add, part, self._now)
+        else:
+            self._submit(self._client.put, RECORDS, encode(part))
 
     def merged(self, merged: MergedStep) -> StepRecord | None:
         own = self._own.pop((merged.step, merged.phase), None)
@@ -233,7 +233,7 @@ class RankExchange(Exchange):
             self._last = record.step, record.wall_time
             self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
         others = merged.ranks - merged.measured
-        if merged.measured and others and merged.step not in self._announced:
+        if merged.measured and others and merged.step != self._announced:
             self._failures.log_once(
                 f"step {merged.step} was measured in full by {ranks_in_words(merged.measured)} and "
                 f"not by {ranks_in_words(others)}; use the same every_n_steps on all ranks, "
@@ -251,17 +251,16 @@ class RankExchange(Exchange):
 
     def request_full(self, step: int) -> bool:
         """Announce a full step; not if a later one is announced, or a step's time is unknown."""
-        if step > max(self._announced, default=-1) and self._step_s > 0:
+        if step > self._announced and self._step_s > 0:
             now, step_s, (last, wall_time) = self._current_step(), self._step_s, self._last
             if now > last + 1:  # the first steps are slow
                 step_s = min(step_s, max(1e-6, time.time() - wall_time) / (now - last - 1))
-            at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
-            self._announced.add(at)
+            self._announced = at = now + max(_LEAD_STEPS, math.ceil(_LEAD_S / step_s))
             self._submit(lambda: self._broadcast(full_step=at))
         return True
 
     def raise_on_all(self, alert: Alert) -> None:
-        self._submit(self._request_answers, alert)
+        self._submit(lambda: self._broadcast(alert=self._announcement.alert or alert))
 
     # --- on the training thread ------------------------------------------------------------------
 
@@ -269,7 +268,7 @@ class RankExchange(Exchange):
         return self._alert if self.barrier.step_ended(step) else None
 
     def wait(self, timeout_s: float) -> None:
-        if self.records and os.getpid() == self._pid:
+        if self.records and self._thread.is_alive():
             with self._changed:
                 self._changed.wait_for(lambda: self._awaited is None, timeout_s)
 
@@ -279,9 +278,9 @@ class RankExchange(Exchange):
     def _close(self, timeout_s: float) -> None:
         """Send queued records and end; this takes two more seconds at most. Idempotent."""
         self._close_at = min(self._close_at, time.monotonic() + timeout_s)
-        self._submit(self._closing.set)
-        if os.getpid() == self._pid and threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s + _LAST_S)
+        self._submit(setattr, self, "_closing", True)  # behind what was sent before
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s + _LAST_S)  # returns at once in a forked child
 
     # --- on the thread of the exchange -----------------------------------------------------------
 
@@ -293,9 +292,21 @@ class RankExchange(Exchange):
 
     async def _live(self) -> None:
         connection = asyncio.create_task(self._connect())
-        while not self._closing.is_set():
-            await self._turn()
-        await self._end(connection)
+        while not self._closing or (self._collector.open and time.monotonic() < self._close_at):
+            await is_set_within(IDLE_S, self._wakeup)
+            self._wakeup.clear()
+            self._merge()
+        self._merge(hurry=True)
+        if self._client is not None:
+            self._client.finish()
+            left_s = self._close_at - time.monotonic()
+            await asyncio.wait({connection}, timeout=min(_SEARCH_S, left_s))
+            if self._client.is_known:
+                await asyncio.wait({connection}, timeout=max(0, left_s - _SEARCH_S))
+        elif self._server is not None:
+            self._server.close()
+            with suppress(asyncio.TimeoutError):  # the store may block
+                await asyncio.wait_for(in_thread(self._rendezvous.delete), _LAST_S / 2)
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
@@ -320,55 +331,22 @@ class RankExchange(Exchange):
             callback(*arguments)
         self._wakeup.set()
 
-    async def _turn(self, *, hurry: bool = False) -> None:
-        """Send or merge queued records, after a moment in which more may come."""
-        await is_set_within(0 if hurry else IDLE_S, self._wakeup)
-        await asyncio.sleep(0 if self._closing.is_set() else TURN_S)
-        self._wakeup.clear()
-        with self._failures.contained("to exchange records with other ranks"):
-            turned_at, self._turned_at = self._turned_at, time.monotonic()
-            self._now += min(self._turned_at - turned_at, _LONGEST_TURN_S)
-            parts = self._parts.copy()
-            self._parts.clear()
-            if self._client is not None:
-                if parts:
-                    self._client.put(RECORDS, encode(tuple(parts)))
-                return
-            for part in parts:
-                self._collector.add(part, self._now)
+    def _merge(self, *, hurry: bool = False) -> None:
+        """On rank 0: queue the steps that are complete; in a hurry, all."""
+        with self._failures.contained("to merge the records of all ranks"):
+            merged_at, self._merged_at = self._merged_at, time.monotonic()
+            self._now += min(self._merged_at - merged_at, _LONGEST_IDLE_S)
             while (step := self._collector.take(self._now, hurry=hurry)) is not None:
                 if not step.phase:
                     self._collector.log_missing(step, self._server.refused if self._server else ())
                 self.take(step)
             self._decide()
 
-    async def _end(self, connection: asyncio.Task[None]) -> None:
-        """Send queued records; on rank 0, wait for late ranks."""
-        if self._client is not None:
-            await self._turn(hurry=True)
-            self._client.finish()
-            await asyncio.wait({connection}, timeout=min(_SEARCH_S, self._left_s()))
-            if self._client.is_known:
-                await asyncio.wait({connection}, timeout=self._left_s())
-            return
-        while self._collector.open and self._left_s():
-            await self._turn()
-        await self._turn(hurry=True)
-        if self._server is not None:
-            self._server.close()
-            with suppress(asyncio.TimeoutError):  # the store may block
-                await asyncio.wait_for(in_thread(self._rendezvous.delete), _LAST_S / 2)
-
-    def _left_s(self) -> float:
-        return max(0.0, self._close_at - time.monotonic())
-
-    def _on_frame(self, payload: bytes) -> None:
-        announcement: Announcement = decode(Announcement, payload)
-        if announcement != self._announcement:
-            self._do(self._follow, announcement)
-
-    def _follow(self, announcement: Announcement) -> None:
+    def _follow(self, payload: bytes) -> None:
         """Follow rank 0's announcement; log a first step that differs from this rank's."""
+        announcement: Announcement = decode(Announcement, payload)
+        if announcement == self._announcement:
+            return
         self._announcement = announcement
         if announcement.first_step not in (None, self._first_step):
             self._failures.log_once(
@@ -383,7 +361,7 @@ class RankExchange(Exchange):
             self._alert = self._alert or announcement.alert
             step = self.barrier.close()
             if self._client is None:
-                self._answers[0] = step
+                self._answers[0], self._asked_at = step, min(self._asked_at, self._now)
             elif announcement.raise_at is None:
                 self._client.put(BARRIER, str(step).encode())
         if announcement.raise_at is not None:
@@ -395,8 +373,7 @@ class RankExchange(Exchange):
         """Take a frame of another rank; a damaged one is reported and dropped."""
         self._collector.note(rank, self._now, LAST_SEQUENCE if kind == ENDED else -1)
         if kind == RECORDS:
-            for part in decode(tuple[PartialRecord, ...], payload):
-                self._collector.add(part, self._now)
+            self._collector.add(decode(PartialRecord, payload), self._now)
         elif kind == BARRIER:
             self._answers[rank] = int(payload)
 
@@ -416,19 +393,14 @@ class RankExchange(Exchange):
         self.note_recorded(merged)
 
     def _broadcast(self, **changes: object) -> None:
-        announcement = replace(self._announcement, **changes)  # type: ignore[arg-type]
+        payload = encode(replace(self._announcement, **changes))  # type: ignore[arg-type]
         if self._server is not None:
-            self._server.announce(encode(announcement))
-        self._follow(announcement)
-
-    def _request_answers(self, alert: Alert) -> None:
-        if self._announcement.alert is None:
-            self._asked_at = self._now
-            self._broadcast(alert=alert)
+            self._server.announce(payload)
+        self._follow(payload)
 
     def _decide(self) -> None:
         """Broadcast the step at which all raise, once all ranks have answered or timed out."""
-        if self._asked_at < math.inf and self._announcement.raise_at is None:
+        if self._answers and self._announcement.raise_at is None:
             late = self._now - self._asked_at > ANSWER_S
             if late or self._collector.members <= self._answers.keys():
                 self._broadcast(raise_at=max(self._answers.values()))

@@ -8,12 +8,9 @@ import pytest
 
 from telemetry.ranks import collector, exchange
 from telemetry.ranks.collector import Barrier
-from telemetry.ranks.connection import BARRIER, ENDED, RECORDS
+from telemetry.ranks.connection import BARRIER, ENDED
 from telemetry.ranks.exchange import RankExchange
-from telemetry.ranks.partial_record import encode
 from tests.helpers.members import ALERT, exchange_of
-
-NOTHING = encode(())
 
 
 def end_step(one: Barrier, step: int) -> tuple[threading.Thread, list[bool]]:
@@ -51,10 +48,8 @@ def test_a_rank_that_waits_at_the_decided_step_raises() -> None:
     assert raises == [True]
 
 
-def arrives(
-    first: RankExchange, rank: int, kind: bytes = RECORDS, payload: bytes = NOTHING
-) -> None:
-    """Deliver a frame of another rank to rank 0."""
+def arrives(first: RankExchange, rank: int, kind: bytes = b"", payload: bytes = b"") -> None:
+    """Deliver a frame of another rank to rank 0; without a kind it only shows a living rank."""
     first._submit(first._receive, kind, payload, rank)
 
 
