@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -79,34 +80,38 @@ def merge_tensors(tables: Sequence[TensorTable]) -> TensorTable:
     """Merge tables, in any order, into the one of a rank that had all tensors."""
     if len(tables) == 1:
         return tables[0]
-    index: dict[Row, int] = {}
-    for table in tables:
-        for row in table.rows:
-            index.setdefault(row, len(index))
-    at = [np.array([index[row] for row in table.rows], np.int64) for table in tables]
-    copies, calls = np.full(len(index), NOWHERE), np.zeros(len(index), np.int64)
-    for table, places in zip(tables, at, strict=True):
-        copies[places] = np.minimum(copies[places], table.copies)
-    for n, (table, places) in enumerate(zip(tables, at, strict=True)):
-        counts = table.copies == copies[places]
-        calls[places] = np.maximum(calls[places], np.where(counts, table.content.calls, 0))
-        at[n] = np.where(counts, places, -1)
+    rows = tuple(dict.fromkeys([row for table in tables for row in table.rows]))
+    index = {row: place for place, row in enumerate(rows)}
+    places = np.array([index[row] for table in tables for row in table.rows], np.int64)
     content = Rows.concatenate([table.content for table in tables])
-    return TensorTable(
-        rows=tuple(index),
-        copies=copies,
-        content=content.merged(np.concatenate(at), len(index)).having(calls=calls),
-    )
+    copies = np.concatenate([table.copies for table in tables])
+    lowest, calls = np.full(len(rows), NOWHERE), np.zeros(len(rows), np.int64)
+    np.minimum.at(lowest, places, copies)
+    counts = copies == lowest[places]
+    np.maximum.at(calls, places, np.where(counts, content.calls, 0))
+    merged = content.merged(np.where(counts, places, -1), len(rows)).having(calls=calls)
+    return TensorTable(rows=rows, copies=lowest, content=merged)
 
 
-def sum_addends(parts: Iterable[Placed]) -> dict[int, Floats]:
-    """Return sums of addends by position of the parameter; of several copies the lowest counts."""
+def sum_addends(columns: Mapping[str, Array], parts: Iterable[Placed]) -> dict[int, Floats]:
+    """Return sums of addends by position of the parameter; of several copies the lowest counts.
+
+    Their norms replace those of the addends in the columns; clipping scales all addends alike.
+    """
     found: dict[tuple[int, int, int], list[Floats]] = {}
     for part, at in parts:
-        for index, copy, values in part.addends:
-            found.setdefault((int(at[index]), copy, values.size), []).append(values)
+        for index, values in part.addends:
+            key = int(at[index]), int(part.columns["copies"][index]), values.size
+            found.setdefault(key, []).append(values)
     lowest = {key[0]: key for key in sorted(found, reverse=True)}
-    return {index: reduce(np.add, found[key]) for index, key in lowest.items()}
+    sums: dict[int, Floats] = {index: np.sum(found[key], axis=0) for index, key in lowest.items()}
+    norms, before = columns["norms"], columns.get("before")
+    for index, values in sums.items():
+        whole = float(np.linalg.norm(values))
+        if before is not None:
+            before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
+        norms[index] = whole
+    return sums
 
 
 def over_ranks(
@@ -135,10 +140,10 @@ class MergedStep:
     def __init__(self, first: PartialRecord) -> None:
         self.step, self.phase, self.sequence = first.step, first.phase, first.sequence
         self.parts: list[PartialRecord] = []  # without tensors
+        self.tables: list[TensorTable] = []  # their tensors, some merged
         self.rms: dict[int, dict[Row, float]] = {}  # root mean squares of outputs, by rank
         self.nbytes = 0  # of the large arrays
         self.ranks: set[int] = set()  # whose measurements are here
-        self._tables: list[TensorTable] = []
         self.add(first)
 
     def add(self, part: PartialRecord) -> None:
@@ -151,11 +156,11 @@ class MergedStep:
         if part.tensors is not None:
             rms = zip(part.tensors.rows, rms_of(part.tensors.content).tolist(), strict=True)
             self.rms[part.rank] = {row: value for row, value in rms if row.kind == "outputs"}
-            self._tables.append(part.tensors)
-        if len(self._tables) == _TABLES_AT_ONCE:
-            self.nbytes -= sum(table.nbytes for table in self._tables)
-            self._tables = [merge_tensors(self._tables)]
-            self.nbytes += self._tables[0].nbytes
+            self.tables.append(part.tensors)
+        if len(self.tables) == _TABLES_AT_ONCE:
+            merged = merge_tensors(self.tables)
+            self.nbytes += merged.nbytes - sum(table.nbytes for table in self.tables)
+            self.tables = [merged]
 
     @property
     def wall_time(self) -> float:
@@ -167,28 +172,22 @@ class MergedStep:
         """Ranks that measured the step in full."""
         return frozenset([part.rank for part in self.parts if part.full])
 
-    def tensors(self) -> TensorTable | None:
-        """Return all tensors, merged; None: no rank has measured any."""
-        return merge_tensors(self._tables) if self._tables else None
-
     def figures(self, name: str) -> tuple[dict[str, float], dict[str, Spread]]:
         """Return means and spreads of ``scalars`` or ``usage``; see :func:`over_ranks`."""
         return over_ranks({part.rank: getattr(part, name) for part in self.parts})
 
 
 class MergedRecords:
-    """Makes the records of merged steps; keeps layouts and hosts, which ranks send on changes."""
+    """Makes the records of merged steps; keeps the layouts, which ranks send on changes."""
 
     def __init__(self) -> None:
         self._layouts: dict[tuple[int, str], Layout] = {}
-        self._host_of: dict[int, str] = {}
         self._joined = JoinedLayouts({})
         self._clipped_fraction = ClippedFraction()
 
     def record(self, merged: MergedStep, own: StepRecord | None = None) -> StepRecord | None:
         """Return the record of a step, some of it from rank 0's ``own``; None without a layout."""
-        self._host_of = self._host_of | {o.rank: o.host for o in merged.parts if o.host}
-        parts = [o.parameters for o in merged.parts if o.parameters is not None]
+        parts = [part.parameters for part in merged.parts if part.parameters is not None]
         for part in parts:
             known = self._layouts.get(part.key)
             # On some ranks not all modules have run yet.
@@ -199,18 +198,15 @@ class MergedRecords:
             return None
         if (layouts := {key: self._layouts[key] for key in keys}) != self._joined.layouts:
             self._joined = JoinedLayouts(layouts)
-        record = _record_of(merged, self._joined, self._host_of)
+        record = _record_of(merged, self._joined)
         names: list[str] = []
         if own is not None:
             same = own.layout.parameters == record.layout.parameters
             names = [*_OF_RANK_0, *(OF_PARAMETERS if same else ())]
-        return replace(
-            record,
-            clipped_fraction=self._clipped_fraction.after(
-                record.total_grad_norm_before_clipping, record.total_grad_norm
-            ),
-            **{name: getattr(own, name) for name in names},
-        )
+        before, norm = record.total_grad_norm_before_clipping, record.total_grad_norm
+        clipped = self._clipped_fraction.after(before, norm)
+        of_rank_0 = {name: getattr(own, name) for name in names}
+        return replace(record, clipped_fraction=clipped, **of_rank_0)
 
 
 class JoinedLayouts:
@@ -254,72 +250,56 @@ class JoinedLayouts:
         return Output(name, row.place) if self._stage_of.get(name) == row.stage else None
 
 
-def _record_of(merged: MergedStep, joined: JoinedLayouts, hosts: Mapping[int, str]) -> StepRecord:
+def _record_of(merged: MergedStep, joined: JoinedLayouts) -> StepRecord:
     ended = [(part, part.parameters) for part in merged.parts if part.parameters is not None]
     placed = [(own, joined.positions[own.key]) for _, own in ended]
-    names = [parameter.name for parameter in joined.layout.parameters]
-    columns, added = merge_parameters(placed, len(names)), sum_addends(placed)
-    _take_sums(columns, added)
-    present, ratios = columns["present"], {}
+    layout = joined.layout
+    columns = merge_parameters(placed, len(layout.parameters))
+    sums, present = sum_addends(columns, placed), columns["present"]
+    ratios: dict[str, float] = {}
     if "moved" in columns:
         with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, else NaN
             of_all = (columns["moved"] / columns["sizes"]).tolist()
         known = np.flatnonzero(~np.isnan(columns["sizes"]))
-        ratios = {names[index]: of_all[index] for index in known.tolist()}
-    heads: dict[str, list[AttentionHeads]] = {}
+        ratios = {layout.parameters[index].name: of_all[index] for index in known.tolist()}
+    heads: defaultdict[str, list[AttentionHeads]] = defaultdict(list)
     loads: dict[str, NDArray[np.int64]] = {}
-    nan_buffers: set[str] = set()
+    buffers: set[str] = set()
     nonfinite: set[str] = set()
     for part, own in ended:
         name_of = partial(joined.name, own.stage)
-        nan_buffers.update(map(name_of, part.nan_buffers))
+        buffers.update(map(name_of, part.nan_buffers))
         nonfinite.update(map(name_of, part.nonfinite_parameters))
         for name, of_heads in part.attention.items():
-            heads.setdefault(name_of(name), []).append(of_heads)
+            if (name := name_of(name)) in layout.position:
+                heads[name].append(of_heads)
         for name, load in part.expert_loads.items():  # each rank routes tokens of its own
             loads[name_of(name)] = load + loads.get(name_of(name), 0)
     lowest = min((part for part, _ in ended), key=attrgetter("rank"))
-    scalars, scalar_spreads = merged.figures("scalars")
-    usage, usage_spreads = merged.figures("usage")
+    facts = _facts(merged, joined)
     return StepRecord(
         step=merged.step,
         wall_time=merged.wall_time,
-        layout=joined.layout,
+        layout=layout,
         grad_norms=np.where(present, columns["norms"], 0.0),
         grad_present=present,
         grad_finite=columns["finite"] | ~present,
         phase=merged.phase,
-        scalars=scalars,
-        usage=usage,
-        ranks=replace(
-            _facts(merged, joined), hosts=hosts, scalars=scalar_spreads, usage=usage_spreads
-        ),
+        scalars=merged.figures("scalars")[0],
+        usage=merged.figures("usage")[0],
+        ranks=facts,
         expert_loads=loads,
         full=bool(merged.measured),
         total_grad_norm_before_clipping=(
             float(np.linalg.norm(columns["before"][present])) if "before" in columns else None
         ),
-        nan_buffers=tuple(sorted(nan_buffers)),
-        nonfinite_parameters=tuple([name for name in names if name in nonfinite]),
+        nan_buffers=tuple(sorted(buffers)),
+        nonfinite_parameters=tuple([p.name for p in layout.parameters if p.name in nonfinite]),
         update_ratios=ratios,
-        attention={
-            name: AttentionHeads.merged(parts)
-            for name, parts in heads.items()
-            if name in joined.layout.position
-        },
+        attention={name: AttentionHeads.merged(parts) for name, parts in heads.items()},
         **{name: getattr(lowest, name) for name in _OF_LOWEST_RANK},
-        **_tensors(merged.tensors(), added if merged.measured else {}, joined),
+        **_tensors(merged.tables, sums if merged.measured else {}, joined),
     )
-
-
-def _take_sums(columns: dict[str, Array], added: Mapping[int, Floats]) -> None:
-    """Replace the norms of addends by those of the sums; clipping scales all addends alike."""
-    norms, before = columns["norms"], columns.get("before")
-    for index, values in added.items():
-        whole = float(np.linalg.norm(values))
-        if before is not None:
-            before[index] = whole * (before[index] / norms[index] if norms[index] else 1.0)
-        norms[index] = whole
 
 
 def with_whole_units(tensors: TensorTable) -> Tensors[Row]:
@@ -334,26 +314,25 @@ def with_whole_units(tensors: TensorTable) -> Tensors[Row]:
 
 
 def _tensors(
-    merged: TensorTable | None, added: Mapping[int, Floats], joined: JoinedLayouts
+    tables: Sequence[TensorTable], sums: Mapping[int, Floats], joined: JoinedLayouts
 ) -> dict[str, Any]:
     """By kind and name the measured tensors, modules and parameters in the order of the layout."""
-    found: dict[str, dict[Any, int]] = {}
+    layout, last = joined.layout, len(joined.layout.modules)
     tensors: Tensors[Row] = Tensors((), Rows.of(()))
-    if merged is not None:
-        tensors = with_whole_units(merged)
-    layout = joined.layout
+    if tables:
+        tensors = with_whole_units(merge_tensors(tables))
+    found: defaultdict[str, dict[Any, int]] = defaultdict(dict)
     for at, row in enumerate(tensors):
         if (key := joined.key_of(row)) is not None:
-            found.setdefault(row.kind, {})[key] = at
-    for at, index in enumerate(added, start=len(tensors)):
-        found.setdefault("grads", {})[layout.parameters[index].name] = at
-    rows = Rows.concatenate([tensors.rows, Rows.of([*map(sketch_array, added.values())])])
-    last, position = len(layout.modules), layout.position
+            found[row.kind][key] = at
+    for at, index in enumerate(sums, start=len(tensors)):
+        found["grads"][layout.parameters[index].name] = at
+    rows = Rows.concatenate([tensors.rows, Rows.of([*map(sketch_array, sums.values())])])
     of_kind: dict[str, Tensors[Any]] = {}
     for kind, places in found.items():
         order = list(places)
         if kind in _OF_OUTPUTS:
-            order.sort(key=lambda o: (position.get(o.module_name, last), o.place))
+            order.sort(key=lambda o: (layout.position.get(o.module_name, last), o.place))
         elif kind != "inputs":
             order.sort(key=layout.parameter_position.__getitem__)
         some = rows.take(np.array([places[key] for key in order], np.intp))
@@ -362,35 +341,34 @@ def _tensors(
 
 
 def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
+    parts = sorted(merged.parts, key=attrgetter("rank"))
     rms = {joined.key_of(row): spread for row, spread in over_ranks(merged.rms)[1].items()}
-    step_s = {o.rank: {"step_s": o.step_s} for o in merged.parts if o.step_s is not None}
-    batches: dict[str, set[int]] = {}
-    for part in sorted(merged.parts, key=attrgetter("rank")):
+    step_s = {part.rank: {"step_s": part.step_s} for part in parts if part.step_s is not None}
+    batches: defaultdict[str, set[int]] = defaultdict(set)
+    # Position of the parameter, shard, sum of bits and rank of each check.
+    checks = [np.empty((4, 0), np.int64)]
+    for part in parts:
         if part.batch:
-            batches.setdefault(part.batch, set()).add(part.rank)
-    nonfinite = [(part.rank, part.nonfinite) for part in merged.parts if part.nonfinite]
-    return RankFacts(
-        size=max(part.size for part in merged.parts),
-        held=frozenset(merged.ranks),
-        measured=merged.measured,
-        step_s=over_ranks(step_s)[1].get("step_s"),
-        activation_rms={output: spread for output, spread in rms.items() if output is not None},
-        diverged=differing(_checks(merged, joined), joined.layout.parameters),
-        same_batch=frozenset(max(batches.values(), key=len, default=())),
-        nonfinite=len(nonfinite),
-        first_nonfinite=min(nonfinite, default=None),
-    )
-
-
-def _checks(merged: MergedStep, joined: JoinedLayouts) -> NDArray[np.int64]:
-    """Position of the parameter, shard, sum of bits and rank of each check, ``[4, checks]``."""
-    found = [np.empty((4, 0), np.int64)]
-    for part in merged.parts:
-        if (of := part.parameters) is not None and of.checks is not None:
+            batches[part.batch].add(part.rank)
+        if (of := part.parameters) is not None and of.checks.size:
             indices, shards, sums = of.checks
             ranks = np.full_like(indices, part.rank)
-            found.append(np.stack([joined.positions[of.key][indices], shards, sums, ranks]))
-    return np.concatenate(found, axis=1)
+            checks.append(np.stack([joined.positions[of.key][indices], shards, sums, ranks]))
+    nonfinite = [(part.rank, part.nonfinite) for part in parts if part.nonfinite]
+    return RankFacts(
+        size=max(part.size for part in parts),
+        held=frozenset(merged.ranks),
+        measured=merged.measured,
+        hosts={part.rank: part.host for part in parts if part.host},
+        scalars=merged.figures("scalars")[1],
+        usage=merged.figures("usage")[1],
+        step_s=over_ranks(step_s)[1].get("step_s"),
+        activation_rms={output: spread for output, spread in rms.items() if output is not None},
+        diverged=differing(np.concatenate(checks, axis=1), joined.layout.parameters),
+        same_batch=frozenset(max(batches.values(), key=len, default=())),
+        nonfinite=len(nonfinite),
+        first_nonfinite=nonfinite[0] if nonfinite else None,
+    )
 
 
 def differing(checks: NDArray[np.int64], parameters: Sequence[Parameter]) -> tuple[Divergence, ...]:
@@ -399,9 +377,9 @@ def differing(checks: NDArray[np.int64], parameters: Sequence[Parameter]) -> tup
     changes = (np.diff(checks[:3], prepend=-1) != 0).any(axis=0)  # no index is negative
     starts = np.flatnonzero(changes)
     counts = np.diff(starts, append=checks.shape[1])
-    sums_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    sums_of: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     for (index, shard, _, rank), count in zip(checks[:, starts].T.tolist(), counts, strict=True):
-        sums_of.setdefault((index, shard), []).append((-count, rank))
+        sums_of[index, shard].append((-count, rank))
     found: dict[int, Divergence] = {}
     for (index, shard), sums in sums_of.items():
         (_, right), *wrong = sorted(sums)

@@ -47,21 +47,17 @@ class Row(NamedTuple):
 class TensorTable:
     """Measured tensors; units split over ranks have a place for each rank's, to be filled in."""
 
-    rows: Annotated[tuple[Row, ...], _rows_in]
+    rows: Annotated[tuple[Row, ...], partial(_parsed, tuple[Row, ...])]
     copies: Integers
     content: Rows
 
     def __post_init__(self) -> None:
         content = self.content
-        fits = content.columns.dtype == COLUMNS and content.units.shape[1:] == (2,)
+        buckets, units = content.bucket_count, content.unit_count
+        fits = content.columns.dtype == COLUMNS and bool((buckets >= 0).all() & (units >= 0).all())
         fits &= len(self.rows) == len(self.copies) == len(content)
-        for sizes, array in (
-            (content.unit_count, content.units),
-            (content.bucket_count, content.buckets),
-            (content.bucket_count, content.counts),
-        ):
-            fits &= sizes.sum() == len(array) and bool((sizes >= 0).all())
-        if not fits:
+        fits &= content.buckets.shape == content.counts.shape == (buckets.sum(),)
+        if not fits or content.units.shape != (units.sum(), 2):
             raise ValueError("columns of tensors have different lengths")
 
     @staticmethod
@@ -81,9 +77,8 @@ class TensorTable:
 
     @property
     def nbytes(self) -> int:
-        content = self.content
-        arrays = (content.columns, content.buckets, content.counts, content.units)
-        return sum(array.nbytes for array in arrays)
+        rows = self.content
+        return rows.columns.nbytes + rows.buckets.nbytes + rows.counts.nbytes + rows.units.nbytes
 
 
 class Figure(NamedTuple):
@@ -117,7 +112,6 @@ class Addend(NamedTuple):
     """One rank's addend of a gradient that is a sum; equal copies of equal size add up."""
 
     parameter: int  # index
-    copy: int
     values: Floats
 
 
@@ -127,13 +121,13 @@ class ParameterPart:
 
     stage: int  # of a pipeline; 0 without one
     layout_id: str  # equal where the names of the parameters are
-    layout: Annotated[Layout, _layout_in] | None  # None where it was sent before
+    layout: Annotated[Layout, partial(_parsed, Layout)] | None  # None where it was sent before
     # FIGURES that are known, in the order of the parameters, and their copies.
     columns: Mapping[str, Array]
     # Gradients that are sums of the ranks' addends; the norms are those of the addends.
     addends: tuple[Addend, ...] = ()
     # Sums of bits, equal where shards are: index of the parameter, shard, sum ``[3, checks]``.
-    checks: Integers | None = None
+    checks: Integers = field(default_factory=lambda: np.empty((3, 0), np.int64))
 
     def __post_init__(self) -> None:
         shape = (len(self.columns["norms"]),)
@@ -143,10 +137,9 @@ class ParameterPart:
             dtype = np.dtype(np.int64 if figure is None else type(figure.missing))
             fits &= column.shape == shape and column.dtype == dtype
             fits &= figure is None or figure.copies in self.columns
-        checks = np.empty((3, 0), np.int64) if self.checks is None else self.checks
-        indices = [*checks[0].tolist(), *(addend.parameter for addend in self.addends)]
-        fits &= checks.ndim == 2 and len(checks) == 3
+        fits &= self.checks.ndim == 2 and len(self.checks) == 3
         fits &= self.layout is None or (len(self.layout.parameters),) == shape
+        indices = [*self.checks[:1].flat, *(addend.parameter for addend in self.addends)]
         if not fits or not all(0 <= index < shape[0] for index in indices):
             raise ValueError("columns of parameters have different lengths")
 
@@ -181,7 +174,7 @@ class PartialRecord:
     nonfinite_parameters: tuple[str, ...] = ()
     batches: tuple[Batch, ...] = ()  # since the last one, by the user's ids
     step_s: float | None = None  # seconds from the step before
-    host: str = ""  # empty where it was sent before
+    host: str = ""
     # Digest of the batch, with the group of ranks that should have different ones; or empty.
     batch: str = ""
     nonfinite: str = ""  # first NaN or infinity that this rank did not receive from others
@@ -199,25 +192,17 @@ COPIED = sorted({f.name for f in fields(PartialRecord)} & {f.name for f in field
 # --- messages ------------------------------------------------------------------------------------
 
 # Version of the messages; ranks with different ones do not connect.
-FORMAT = "20"
+FORMAT = "21"
 
 _SIZE_BYTES = 4
-_ARRAY = {"dtype", "shape"}
 _DTYPES = {np.dtype(o).str: np.dtype(o) for o in ("i8", "f8", "?", "i2", "f4", COLUMNS)}
 _check = cache(check_of)
 
 
-# Ranks send the same rows and layouts again and again: a text inside the header, parsed once.
 @lru_cache(2048)
-def _rows_in(text: str) -> tuple[Row, ...]:
-    rows: tuple[Row, ...] = _check(tuple[Row, ...])(json.loads(text))
-    return rows
-
-
-@lru_cache(2048)
-def _layout_in(text: str) -> Layout:
-    layout: Layout = _check(Layout)(json.loads(text))
-    return layout
+def _parsed(kind: Any, text: str) -> Any:
+    """Return a text inside the header as a type; ranks send the same ones again and again."""
+    return _check(kind)(json.loads(text))
 
 
 def encode(value: object) -> bytes:
@@ -232,10 +217,10 @@ def encode(value: object) -> bytes:
             return dict(value)
         found = {field.name: getattr(value, field.name) for field in fields(value)}
         if isinstance(value, TensorTable):
-            found["rows"] = _dumps(value.rows)
-        return _dumps(found, plain) if isinstance(value, Layout) else found
+            found["rows"] = json.dumps(value.rows)
+        return json.dumps(found, default=plain) if isinstance(value, Layout) else found
 
-    header = _dumps(value, plain).encode()
+    header = json.dumps(value, default=plain).encode()
     return b"".join([len(header).to_bytes(_SIZE_BYTES, "big"), header, *raw])
 
 
@@ -245,7 +230,7 @@ def decode(kind: Any, data: bytes) -> Any:
 
     def read_array(found: dict[str, Any]) -> Any:
         nonlocal at
-        if found.keys() != _ARRAY or type(found["dtype"]) is not str:
+        if found.keys() != {"dtype", "shape"} or type(found["dtype"]) is not str:
             return found  # a mapping
         dtype, shape = _DTYPES[found["dtype"]], found["shape"]
         if any(type(size) is not int or size < 0 for size in shape):
@@ -265,10 +250,6 @@ def decode(kind: Any, data: bytes) -> Any:
     return value
 
 
-def _dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
-    return json.dumps(value, separators=(",", ":"), default=default)
-
-
 # --- of this rank's records ----------------------------------------------------------------------
 
 # A step's sequence number is the last of its block; the others are of phases before it. The next
@@ -283,24 +264,30 @@ class PartMaker:
     def __init__(self, ranks: RankObserver) -> None:
         self._ranks = ranks
         self._host = socket.gethostname()
-        self._sent_layout: Layout | None = None
+        self._layout: Layout | None = None  # sent before
         self._layout_id = ""
         self._last: tuple[int, float] | None = None
         self._epoch, self._sequence = 0, -1
 
     def part(self, record: StepRecord, captured: CapturedStep | None = None) -> PartialRecord:
         """Return the partial record of a step; ``captured`` is None at a light step."""
-        notes = RankNotes() if captured is None else captured.ranks
+        ranks, notes = self._ranks, RankNotes() if captured is None else captured.ranks
+        step_s = None
+        if not record.phase:
+            last, self._last = self._last, (record.step, record.wall_time)
+            if last is not None and last[0] == record.step - 1:
+                step_s = record.wall_time - last[1]
+        has_batch = ranks.data_group is not None and record.fingerprints
         copied: dict[str, Any] = {name: getattr(record, name) for name in COPIED}
         return PartialRecord(
-            rank=self._ranks.rank,
-            size=self._ranks.size,
+            rank=ranks.rank,
+            size=ranks.size,
             parameters=self._parameters(record, captured, notes),
-            tensors=_tensors(record, notes, self._ranks),
-            step_s=self._step_s(record),
-            host=self._host if record.full or record.phase else "",
-            batch=self._batch(record),
-            nonfinite=self._nonfinite(record),
+            tensors=_tensors(record, notes, ranks),
+            step_s=step_s,
+            host=self._host,
+            batch=f"{ranks.data_group}/{record.fingerprints}" if has_batch else "",
+            nonfinite="" if ranks.shares_data else _nonfinite(record),
             **copied,
         )
 
@@ -322,10 +309,10 @@ class PartMaker:
         self, record: StepRecord, captured: CapturedStep | None, notes: RankNotes
     ) -> ParameterPart:
         layout, ranks = record.layout, self._ranks
-        if is_new := layout is not self._sent_layout:
+        if is_new := layout is not self._layout:
             names = "\n".join(parameter.name for parameter in layout.parameters)
             self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-            self._sent_layout = layout
+            self._layout = layout
         columns: dict[str, Array] = {
             "copies": ranks.copies(len(layout.parameters), notes.grads),
             "norms": record.grad_norms,
@@ -350,37 +337,19 @@ class PartMaker:
             layout=layout if record.full or record.phase or is_new else None,
             columns=columns,
             addends=tuple(_addends(record, notes)),
-            checks=np.array(checks, np.int64).T if checks else None,
+            checks=np.array(checks, np.int64).reshape(-1, 3).T,
         )
 
-    def _step_s(self, record: StepRecord) -> float | None:
-        """Return the seconds since the step before, if that is known."""
-        if record.phase:
-            return None
-        last, self._last = self._last, (record.step, record.wall_time)
-        return record.wall_time - last[1] if last and last[0] == record.step - 1 else None
 
-    def _batch(self, record: StepRecord) -> str:
-        """Return a digest of the batch, equal on ranks of one group with the same batch."""
-        group = self._ranks.data_group
-        if group is None or not record.fingerprints:
-            return ""
-        values = hashlib.blake2b(repr(record.fingerprints).encode(), digest_size=8).hexdigest()
-        return f"{group}/{values}"
-
-    def _nonfinite(self, record: StepRecord) -> str:
-        """Return the first NaN or infinity of this rank, unless it receives values of others."""
-        if self._ranks.same_data.copies > 1 or self._ranks.is_in_pipeline:
-            return ""
-        found = [f"the parameter {name}" for name in record.nonfinite_parameters]
-        found += [f"the output of {output}" for output in bad_among(record.outputs)]
-        if record.loss is not None and not math.isfinite(record.loss):
-            found.append("the loss")
-        return found[0] if found else ""
+def _nonfinite(record: StepRecord) -> str:
+    """Return the first NaN or infinity, or an empty string."""
+    found = [f"the parameter {name}" for name in record.nonfinite_parameters]
+    found += [f"the output of {output}" for output in bad_among(record.outputs)]
+    found += ["the loss"] * (record.loss is not None and not math.isfinite(record.loss))
+    return next(iter(found), "")
 
 
 def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> TensorTable | None:
-    found: dict[Row, LocalShard] = {}
     shards_of: dict[str, Mapping[Any, LocalShard]] = {
         "inputs": notes.outputs,
         "outputs": notes.outputs,
@@ -389,6 +358,7 @@ def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> Tenso
         "weights": notes.parameters,
         "second_moments": notes.parameters,
     }
+    found: dict[Row, LocalShard] = {}
     for kind, shards in shards_of.items():
         for name in getattr(record, kind):
             if kind == "inputs":
@@ -398,10 +368,8 @@ def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> Tenso
             else:
                 index = record.layout.parameter_position[name]
                 found[Row(ranks.stage, kind, name)] = shards.get(index) or ranks.of_plain(index)
-    if not found:
-        return None
-    rows = [Tensors.of(getattr(record, kind)).rows for kind in shards_of]
-    return TensorTable.of(found, Rows.concatenate(rows))
+    rows = [Tensors.of(getattr(record, kind)).rows for kind in shards_of if found]
+    return TensorTable.of(found, Rows.concatenate(rows)) if found else None
 
 
 def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats]:
@@ -409,22 +377,18 @@ def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats
 
     The update of a large parameter is its norm times the ratio of a sample, if that is known.
     """
-    count = len(record.layout.parameters)
-    moved, sizes = np.full(count, np.nan), np.full(count, np.nan)
+    layout = record.layout
+    moved, sizes = np.full((2, len(layout.parameters)), np.nan)
     norms = figures_of(
         record.weights, lambda rows: np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
     )
     for update in captured.detail.updates:
-        for index, moved_norm, _, _ in update.read():
-            name = record.layout.parameters[index].name
-            if name in norms:
-                size = sizes[index] = norms[name]
-                ratio = record.update_ratios.get(name, math.nan)
-                moved[index] = ratio * size if size else moved_norm
-    for name, elements in figures_of(record.weights, attrgetter("count")).items():
-        if elements == 0:  # an empty shard
-            index = record.layout.parameter_position[name]
-            moved[index] = sizes[index] = 0.0
+        for index, moved_norm, _, ratio in update.read():
+            if (size := norms.get(layout.parameters[index].name)) is not None:
+                sizes[index], moved[index] = size, ratio * size if size else moved_norm
+    counts = figures_of(record.weights, attrgetter("count"))
+    empty = [layout.parameter_position[name] for name, count in counts.items() if count == 0]
+    moved[empty] = sizes[empty] = 0.0  # of empty shards
     return moved, sizes
 
 
@@ -435,4 +399,4 @@ def _addends(record: StepRecord, notes: RankNotes) -> Iterator[Addend]:
         norm, used = float(np.linalg.norm(values)), float(record.grad_norms[index])
         # Without a scaler's factor.
         factor = used / norm if norm > 0 and math.isfinite(norm) and math.isfinite(used) else 1.0
-        yield Addend(index, notes.grads[index].copy, values * factor)
+        yield Addend(index, values * factor)
