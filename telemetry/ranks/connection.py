@@ -40,7 +40,7 @@ MAX_QUEUED_BYTES = 64 * 2**20
 # Limits of connections that are not authenticated. The oldest one is closed if there are too many.
 AUTHENTICATION_S = 5.0
 MAX_UNAUTHENTICATED = 64
-_FULL_S = 0.1
+_FULL_S = 0.25
 _NONCE_BYTES = _DIGEST_BYTES = 32
 _RANK_BYTES = 4
 
@@ -235,31 +235,27 @@ class Server:
     async def run(self) -> None:
         """Accept connections until this is cancelled."""
         loop = asyncio.get_running_loop()
-        while True:
-            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-                await asyncio.sleep(_FULL_S)  # ranks authenticate meanwhile
-            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
-                self._unauthenticated[0].cancel()
-            try:
-                connection, _ = await loop.sock_accept(self._listening)
-            except OSError:  # no file descriptor is left, or the other side has closed it
-                await asyncio.sleep(_FIRST_PAUSE_S)
-                continue
-            task = loop.create_task(self._serve(connection))
-            self._unauthenticated.append(task)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        with self._listening:
+            while True:
+                if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                    await asyncio.sleep(_FULL_S)  # ranks authenticate meanwhile
+                if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                    self._unauthenticated[0].cancel()
+                try:
+                    connection, _ = await loop.sock_accept(self._listening)
+                except OSError:  # no file descriptor is left, or the other side has closed it
+                    await asyncio.sleep(_FIRST_PAUSE_S)
+                    continue
+                task = loop.create_task(self._serve(connection))
+                self._unauthenticated.append(task)
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     def announce(self, announcement: bytes) -> None:
         """Broadcast to all ranks; ranks that connect later receive it, too."""
         self._announcement = announcement
         for writer in self._writers.values():
             writer.write(frame(ANNOUNCEMENT, announcement))
-
-    def close(self) -> None:
-        self._listening.close()
-        for writer in self._writers.values():
-            writer.close()
 
     async def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(*_LOST):

@@ -304,7 +304,6 @@ class RankExchange(Exchange):
             if self._client.is_known:
                 await asyncio.wait({connection}, timeout=max(0, left_s - _SEARCH_S))
         elif self._server is not None:
-            self._server.close()
             with suppress(asyncio.TimeoutError):  # the store may block
                 await asyncio.wait_for(in_thread(self._rendezvous.delete), _LAST_S / 2)
         rest = asyncio.all_tasks() - {asyncio.current_task()}

@@ -79,7 +79,7 @@ def on_a_loop(test: Callable[[], Coroutine[None, None, None]]) -> None:
 async def finished(client: Client, running: asyncio.Task[None], zero: Listener) -> None:
     client.finish()
     await asyncio.wait_for(running, 30)
-    zero.server.close()
+    zero.running.cancel()
 
 
 def test_frames_of_any_size_arrive_in_order_and_announcements_are_received() -> None:
@@ -139,7 +139,6 @@ def test_frames_that_are_not_acknowledged_are_sent_again(moment: str) -> None:
         await finished(client, running, zero)
         if other is not None:
             other.running.cancel()
-            other.server.close()
 
     on_a_loop(test)
 
@@ -173,7 +172,6 @@ def test_unauthenticated_peers_receive_at_most_a_nonce_and_store_nothing(
             await asyncio.sleep(0.01)
         running.cancel()
         assert zero.received == []
-        zero.server.close()
 
     on_a_loop(test)
 
