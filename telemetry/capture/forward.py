@@ -78,8 +78,10 @@ class ForwardPasses:
         self._awaits_input = True
         self._given.clear()
         tensors = tensors_in(given)
-        sizes = [t.size(0) for t in tensors if t.dim() and not is_being_traced(t)]
-        self._detail.examples += sizes[0] if sizes else 0
+        for tensor in tensors:
+            if tensor.dim() and not is_being_traced(tensor):
+                self._detail.examples += tensor.size(0)
+                break
         self._add_inputs("", tensors)
 
     def on_output(self, hook: ForwardHook, args: Any, output: Any) -> None:
@@ -89,12 +91,13 @@ class ForwardPasses:
         afterwards. A hook on the output tensor itself does neither, and receives the gradient of
         the value that the module returned.
         """
-        given = args if self._awaits_input else ()
+        given = tensors_in(args) if self._awaits_input else []
         self._awaits_input = False
         if given:
-            self._add_inputs(hook.name, tensors_in(given))
+            self._add_inputs(hook.name, given)
         self.order.setdefault(hook.name)
-        for place, tensor in enumerate(tensors_in(output)):
+        outputs = tensors_in(output)
+        for place, tensor in enumerate(outputs):
             if is_being_traced(tensor):
                 self._target.guard.failures.log_once(
                     "passes in which the model is traced or transformed, or is on the meta "
@@ -106,7 +109,7 @@ class ForwardPasses:
             if tensor.grad_fn is not None and self._state.output_grads and not self._captured.phase:
                 tensor.register_hook(_GradHook(self._grads, hook, place))
         if given or hook.convolves:
-            self._take_images(hook, given, output)
+            self._take_images(hook, given, outputs)
 
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         """Receive one of a module's outputs from a compiled graph."""
@@ -115,7 +118,7 @@ class ForwardPasses:
         observation = self._add_output(hook, tensor, place)
         self._tensors.check(observation, tensor, self._target.totals.checks_left)
         if hook.convolves and place == 0:
-            self._take_images(hook, (), tensor)
+            self._take_images(hook, [], [tensor])
 
     def _add_inputs(self, name: str, given: list[Tensor]) -> None:
         """Measure tensors from outside, each once, though a module passes it on."""
@@ -168,22 +171,22 @@ class ForwardPasses:
         calls = self._detail.attention.setdefault(name, [])
         if len(calls) >= _ATTENTION_CALLS or is_being_traced(query):
             return
-        queries, keys, mask = plain(query), plain(key), attn_mask
-        if mask is not None:
-            mask = local(mask)
-        if queries is None or keys is None or (mask is not None and type(mask) not in PLAIN):
+        mask = None if attn_mask is None else local(attn_mask)
+        found = plain(enumerate((query, key)))
+        if len(found) < 2 or (mask is not None and type(mask) not in PLAIN):
             self._target.guard.failures.log_once(
                 f"the attention of {called_all([name], 1)} is not measured: nested or sparse "
                 f"tensors, or a mask of type {type(mask).__name__}"
             )
-        elif queries.numel() and keys.numel():
+        elif all(values.numel() for _, values in found):
             self.order.setdefault(name)
+            (_, queries), (_, keys) = found
             measured = attention_figures(queries, keys, mask, is_causal=is_causal, scale=scale)
             calls.append(HostCopy(measured))
 
     # --- pictures ---------------------------------------------------------------------------------
 
-    def _take_images(self, hook: ForwardHook, given: Any, output: Any) -> None:
+    def _take_images(self, hook: ForwardHook, given: list[Tensor], outputs: list[Tensor]) -> None:
         """Sample feature maps and the input, each once in a step."""
         detail, of_sample = self._detail, self._target.has_sample and not self._captured.phase
         if hook.convolves:
@@ -191,11 +194,11 @@ class ForwardPasses:
         if of_sample or not self._content.images:
             return
         if hook.pictured and hook.name not in detail.feature_maps:
-            sample = next(map(images.sample_feature_maps, tensors_in(output)), None)
+            sample = next(map(images.sample_feature_maps, outputs), None)
             if sample is not None:
                 detail.feature_maps[hook.name] = HostCopy(sample)
         if given and detail.input is None:
-            sample = next(map(images.sample_inputs, tensors_in(given)), None)
+            sample = next(map(images.sample_inputs, given), None)
             if sample is not None:
                 detail.input = HostCopy(sample)
 

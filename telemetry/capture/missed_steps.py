@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from telemetry.capture.parameters import sample_of
+from telemetry.capture.parameters import samples_of
 from telemetry.torch_private import scaler_exists
 from telemetry.torch_private.host_copy import HostCopy
 
@@ -82,12 +82,10 @@ class MissedSteps:
 
     def _compare(self, parameter: Tensor | None) -> None:
         """Note whether a parameter has changed since the last call."""
-        sample = None if parameter is None else sample_of(parameter)
-        if sample is None:
-            return
-        before, self._sample = self._sample, sample.nan_to_num()  # a copy; NaN equals NaN
-        if before is not None and before.shape == sample.shape:
-            self._changes.append(HostCopy((self._sample != before).any()))
+        for _, sample in () if parameter is None else samples_of([(0, parameter)]):
+            before, self._sample = self._sample, sample.nan_to_num()  # a copy; NaN equals NaN
+            if before is not None and before.shape == sample.shape:
+                self._changes.append(HostCopy((self._sample != before).any()))
 
     def at_the_end(self, ran: str) -> tuple[int, str]:
         """Return level and message to log if the run ends before its first step.

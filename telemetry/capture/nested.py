@@ -30,7 +30,7 @@ def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
         items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     found: list[Tensor] = []
     for item in items:
-        found += tensors_in(item, depth + 1)
+        found += [item] if isinstance(item, Tensor) else tensors_in(item, depth + 1)
     return found
 
 

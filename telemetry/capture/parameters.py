@@ -174,15 +174,24 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def plain(tensor: Tensor) -> Tensor | None:
-    """Return the values in this process as a dense floating-point tensor.
+def plain(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    """Return the values in this process of each tensor that has any, as dense float tensors.
 
-    A sparse tensor has its specified values, a complex one real and imaginary parts. Returns None
-    for integers, for quantized, nested and fake tensors, and for sparse ones on an accelerator that
+    A sparse tensor has its specified values, a complex one real and imaginary parts. Integers are
+    omitted, as are quantized, nested, fake and meta tensors, and sparse ones on an accelerator that
     are not coalesced.
     """
-    if type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.dtype in _NORMED:
-        return tensor
+    found: list[tuple[int, Tensor]] = []
+    for index, tensor in tensors:
+        values: Tensor | None = tensor
+        if (type(tensor), tensor.layout) not in _STRIDED or tensor.dtype not in _NORMED:
+            values = _made_plain(tensor)
+        if values is not None and not values.is_meta:
+            found.append((index, values))
+    return found
+
+
+def _made_plain(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested or is_lazy(tensor):
         return None
     tensor = local(tensor.detach())
@@ -203,6 +212,7 @@ def plain(tensor: Tensor) -> Tensor | None:
 
 _CPU = torch.device("cpu")
 PLAIN = (Tensor, nn.Parameter)
+_STRIDED = {(kind, torch.strided) for kind in PLAIN}
 _NORMED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -245,17 +255,8 @@ def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
 
     Tensors without a norm (see :func:`plain`) are omitted.
     """
-    found: list[tuple[int, Tensor]] = []
-    for index, tensor in tensors:
-        values = plain(tensor)
-        if values is not None and not values.is_meta:
-            found.append((index, values))
-    return _norms_of_plain(found)
-
-
-def _norms_of_plain(tensors: Indexed) -> list[Norms]:
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for index, values in tensors:
+    for index, values in plain(tensors):
         if values.is_cpu and values.dtype in native.DTYPES:
             groups.setdefault((_CPU, torch.float64), []).append((index, values.contiguous()))
             continue
@@ -284,12 +285,13 @@ def _norms_of_group(pairs: Indexed, wide: torch.dtype) -> Norms:
     return Norms(indices, norms, square)
 
 
-def sample_of(parameter: Tensor) -> Tensor | None:
-    """Return the sample for :class:`Updates`, ``[k]`` or ``[k, 16]``; None without values."""
-    values = plain(parameter)
-    if values is None or values.is_meta:
-        return None
-    return values.reshape(-1) if values.numel() <= SAMPLE_ELEMENTS else block_sample(values)
+def samples_of(parameters: Indexed) -> list[tuple[int, Tensor]]:
+    """Return samples for :class:`Updates`, ``[k]`` or ``[k, 16]``, of all that have values."""
+    samples: list[tuple[int, Tensor]] = []
+    for index, values in plain(parameters):
+        is_small = values.numel() <= SAMPLE_ELEMENTS
+        samples.append((index, values.reshape(-1) if is_small else block_sample(values)))
+    return samples
 
 
 class Updates:
@@ -300,55 +302,55 @@ class Updates:
     """
 
     def __init__(self, parameters: Indexed) -> None:
-        # Copies of samples of one shape, dtype and device, one after the other in one tensor.
-        self._before: list[tuple[Indexed, Tensor, list[int]]] = []
-        self._moved: list[Norms] = []
-        self._sizes: list[Norms] = []
-        groups: dict[object, tuple[list[tuple[int, Tensor]], list[Tensor], list[int]]] = {}
-        for index, parameter in parameters:
-            sample = sample_of(parameter)
-            if sample is not None and sample.numel():
+        self._parameters = parameters
+        # Indices, lengths and copies of samples of one shape, dtype and device, in one tensor.
+        self._before: list[tuple[list[int], list[int], Tensor]] = []
+        self._norms: list[Norms] = []  # of the updates, then of the parameters before
+        groups: dict[object, tuple[list[int], list[int], list[Tensor]]] = {}
+        for index, sample in samples_of(parameters):
+            if sample.numel():
                 # An accelerator needs few operations; on the CPU large copies take longer.
                 place = index if sample.is_cpu else None
                 key = place, sample.device, sample.dtype, sample.dim()
-                indexed, samples, lengths = groups.setdefault(key, ([], [], []))
-                indexed.append((index, parameter))
-                samples.append(sample)
+                indices, lengths, samples = groups.setdefault(key, ([], [], []))
+                indices.append(index)
                 lengths.append(len(sample))
-        for indexed, samples, lengths in groups.values():
-            self._before.append((indexed, torch.cat(samples), lengths))
+                samples.append(sample)
+        for indices, lengths, samples in groups.values():
+            self._before.append((indices, lengths, torch.cat(samples)))
 
     def compare(self) -> None:
         """Compare after the step, and drop the parameters."""
         moved: list[tuple[int, Tensor]] = []
         sizes: list[tuple[int, Tensor]] = []
-        for indexed, before, lengths in self._before:
+        now = dict(samples_of(self._parameters))
+        for indices, lengths, before in self._before:
             kept: list[int] = []
             new: list[Tensor] = []
             old: list[Tensor] = []
-            for (index, parameter), part in zip(indexed, before.split(lengths), strict=True):
-                sample = sample_of(parameter)
+            for index, part in zip(indices, before.split(lengths), strict=True):
+                sample = now.get(index)
                 if sample is not None and sample.shape == part.shape:
                     kept.append(index)
                     new.append(sample)
                     old.append(part)
             if kept:
-                if len(kept) < len(indexed):
+                if len(kept) < len(indices):
                     before, lengths = torch.cat(old), [len(part) for part in old]
                 parts = (torch.cat(new) - before).split(lengths)
                 moved += zip(kept, parts, strict=True)
                 sizes += zip(kept, old, strict=True)
-        self._moved, self._sizes = _norms_of_plain(moved), _norms_of_plain(sizes)
-        self._before = []
+        self._norms = take_norms(moved + sizes)
+        self._parameters, self._before = (), []
 
     def read(self) -> Iterator[tuple[int, float, float, float]]:
         """Yield index, norm of the update, norm before the step and update ratio of parameters.
 
         The ratio is inf if zeros moved, NaN if they stayed. Waits for an accelerator.
         """
-        for group, sizes in zip(self._moved, self._sizes, strict=True):
-            moved, before = group.read()[0], sizes.read()[0]
+        for group in self._norms:
+            moved, before = np.split(group.read()[0], 2)
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratios = moved / before
             figures = moved.tolist(), before.tolist(), ratios.tolist()
-            yield from zip(group.indices, *figures, strict=True)
+            yield from zip(group.indices[: len(moved)], *figures, strict=True)
