@@ -139,7 +139,7 @@ class ParameterPart:
             fits &= figure is None or figure.copies in self.columns
         fits &= self.checks.ndim == 2 and len(self.checks) == 3
         fits &= self.layout is None or (len(self.layout.parameters),) == shape
-        indices = [*self.checks[:1].flat, *(addend.parameter for addend in self.addends)]
+        indices = self.checks[:1].ravel().tolist() + [o.parameter for o in self.addends]
         if not fits or not all(0 <= index < shape[0] for index in indices):
             raise ValueError("columns of parameters have different lengths")
 
