@@ -147,7 +147,8 @@ class Collector:
             (
                 "missed",
                 _ranks(unknown).difference(refused) - here,
-                f"{missed} %s made no HookLogger for this run, or use another version of it",
+                f"{missed} %s made no HookLogger for this run, or have another version of "
+                "telemetry",
             ),
             (
                 "missed",
