@@ -36,6 +36,7 @@ RECORDS, BARRIER, ENDED, ANNOUNCEMENT, ACKNOWLEDGED = b"R", b"B", b"E", b"A", b"
 
 MAX_FRAME_BYTES = 256 * 2**20
 MAX_QUEUED_BYTES = 64 * 2**20
+_MOST_IN_FLIGHT = 8  # frames; short steps end faster than a frame travels there and back
 
 # Limits of connections that are not authenticated. The oldest one is closed if there are too many.
 AUTHENTICATION_S = 5.0
@@ -296,8 +297,8 @@ class Client:
     ) -> None:
         self._rendezvous, self._rank = rendezvous, rank
         self._on_announcement = on_announcement
-        self._frames: deque[bytes] = deque()  # the first one is in flight while connected
-        self._bytes = 0
+        self._frames: deque[bytes] = deque()  # the first are in flight
+        self._bytes = self._in_flight = 0
         self._writer: StreamWriter | None = None  # while connected
         self._finishing = Event()
         self.attempts = 0  # since rank 0 sent anything
@@ -306,13 +307,13 @@ class Client:
     def put(self, kind: bytes, payload: bytes = b"") -> None:
         """Queue a frame, BARRIER before others; above the limit the oldest records are dropped."""
         data = frame(kind, payload)
-        self._frames.insert(1 if kind == BARRIER else len(self._frames), data)
+        first = max(1, self._in_flight)
+        self._frames.insert(first if kind == BARRIER else len(self._frames), data)
         self._bytes += len(data)
-        while self._bytes > MAX_QUEUED_BYTES and len(self._frames) > 3:
-            self._bytes -= len(self._frames[2])
-            del self._frames[2]
-        if len(self._frames) == 1:
-            self._send_first()
+        while self._bytes > MAX_QUEUED_BYTES and len(self._frames) > first + 2:
+            self._bytes -= len(self._frames[first + 1])
+            del self._frames[first + 1]
+        self._send()
 
     def finish(self) -> None:
         """Have :meth:`run` return when everything is acknowledged, or rank 0 has exited."""
@@ -345,7 +346,7 @@ class Client:
             await asyncio.wait_for(authentication, AUTHENTICATION_S)
             stream, self._writer = await asyncio.open_connection(sock=connection, limit=_READ_BYTES)
             try:
-                self._send_first()
+                self._send()
                 while self._frames or not self._finishing.is_set():
                     kind, payload = await _read_frame(stream, Semaphore())
                     self.is_known, self.attempts = True, 0
@@ -353,11 +354,13 @@ class Client:
                         self._on_announcement(payload)
                     else:
                         self._bytes -= len(self._frames.popleft())
-                        self._send_first()
+                        self._in_flight -= 1
+                        self._send()
             finally:
                 self._writer.transport.abort()
-                self._writer = None
+                self._writer, self._in_flight = None, 0
 
-    def _send_first(self) -> None:
-        if self._writer is not None and self._frames:
-            self._writer.write(self._frames[0])
+    def _send(self) -> None:
+        while self._writer and self._in_flight < min(_MOST_IN_FLIGHT, len(self._frames)):
+            self._writer.write(self._frames[self._in_flight])
+            self._in_flight += 1

@@ -101,6 +101,29 @@ def test_frames_of_any_size_arrive_in_order_and_announcements_are_received() -> 
     on_a_loop(test)
 
 
+def test_frames_are_sent_before_earlier_ones_are_acknowledged() -> None:
+    async def test() -> None:
+        zero = Listener()
+        zero.start()
+        client = client_of(lambda: zero.address)
+        running = asyncio.create_task(client.run())
+        in_flight = list[int]()
+        take = zero.receive
+
+        def receive(kind: bytes, payload: bytes, rank: int) -> None:
+            in_flight.append(client._in_flight)
+            take(kind, payload, rank)
+
+        zero.server._receive = receive
+        for number in range(50):
+            client.put(RECORDS, bytes([number]))
+        await zero.has(*((RECORDS, bytes([number])) for number in range(50)))
+        assert max(in_flight) == connection._MOST_IN_FLIGHT
+        await finished(client, running, zero)
+
+    on_a_loop(test)
+
+
 @pytest.mark.parametrize("moment", ["before the server accepts", "after it received"])
 def test_frames_that_are_not_acknowledged_are_sent_again(moment: str) -> None:
     """Rank 0 starts late or its connection breaks; the client receives its announcement, too."""
