@@ -67,10 +67,10 @@ class Measurer:
                 first, step.count = step.count, step.count + sum(measured)
                 numbers = range(first, step.count)
                 step.host.numbers += numbers
-                if all(measured):
-                    return list(numbers)
                 rest = iter(numbers)
                 found = [next(rest) if known else None for known in measured]
+        if None not in found:
+            return found
         return [
             self._add_other(tensor, unit_axis, powers) if number is None else number
             for tensor, number in zip(tensors, found, strict=True)
@@ -129,21 +129,25 @@ class Measurements:
         self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
     ) -> list[int | None]:
         """Measure tensors with kernels; return the number of each, None if it has none."""
+        if len(tensors) == 1 or unit_axis is not None:
+            return [self._add_on_gpu(tensor, unit_axis, powers) for tensor in tensors]
         found: list[int | None] = [None] * len(tensors)
         places: dict[int, list[int]] = {}  # by the index of the GPU
         for place, tensor in enumerate(tensors):
-            if not tensor.is_cuda or (rows := self.on_gpu(tensor.get_device())) is None:
-                continue
-            if len(tensors) > 1 and unit_axis is None:
+            if tensor.is_cuda:
                 places.setdefault(tensor.get_device(), []).append(place)
-            elif rows.add(tensor, unit_axis, powers, self.count):
-                found[place] = self.next_number()
         for index, some in places.items():
-            those = [tensors[place] for place in some]
-            taken = self.gpus[index].add_all(those, powers, self.count)
-            for place in itertools.compress(some, taken):
-                found[place] = self.next_number()
+            if (rows := self.on_gpu(index)) is not None:
+                taken = rows.add_all([tensors[place] for place in some], powers, self.count)
+                for place in itertools.compress(some, taken):
+                    found[place] = self.next_number()
         return found
+
+    def _add_on_gpu(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
+        rows = self.on_gpu(tensor.get_device()) if tensor.is_cuda else None
+        if rows is None or not rows.add(tensor, unit_axis, powers, self.count):
+            return None
+        return self.next_number()
 
     def takes_copy(self, values: Values, powers: int) -> bool:
         """Whether kernels measure a dense copy of the tensor, in a dtype that they read."""
