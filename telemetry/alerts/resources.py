@@ -60,8 +60,8 @@ class InputBound(_OfSteps):
     Evidence: the share, and the seconds of the wait and of the step.
     Causes: decoding and augmentation in the training process, a slow disk or network, few workers.
     Remedies: more ``num_workers``; ``pin_memory``, ``prefetch_factor``, ``persistent_workers``.
-    Silent: validation phases, single long waits such as checkpoints, models in compiled graphs, and
-        waiting for a CPU that other programs use.
+    Silent: validation phases, single long waits such as checkpoints, models in compiled graphs,
+        waiting for a CPU that other programs use, and for the logger, as in ``flush()``.
     Example: loader = DataLoader(images, batch_size=64)  # num_workers=0
     Args:
         share: Share of the step's time.

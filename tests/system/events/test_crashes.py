@@ -126,7 +126,8 @@ def test_after_kill_9_the_rest_of_every_file_is_readable(
     for reader in readers:
         for _ in reader:
             pass  # a damaged record would raise
-        assert reader.offset > 0 or reader.torn_at == 0
+        was_just_created = reader.path.stat().st_size == 0
+        assert reader.offset > 0 or reader.torn_at == 0 or was_just_created
 
 
 CHECKPOINTED, RESUMED = 299, 309
