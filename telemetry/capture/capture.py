@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from telemetry.measure import cuda
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
 from telemetry.torch_private import NO_TASK, backward_task, undisturbed
-from telemetry.torch_private.ranks import PIPELINES, calling_stage
+from telemetry.torch_private.ranks import calling_stage
 
 
 class Capture:
@@ -207,18 +206,18 @@ class Capture:
     def _new_step(self, *, full: bool, phase: str = "") -> Step:
         return Step(self._target, self._state, self._optimizers, self, full=full, phase=phase)
 
-    def _join_ranks(self, find: Callable[[], RankObserver | None]) -> None:
+    def _join_ranks(self) -> None:
         """Find the other ranks, at the first call of the model or step of an optimizer."""
-        self._find_ranks = None
-        with self.guard.failures.contained("to join the other ranks"):
-            self._state.ranks = find()
+        if self._find_ranks is not None:
+            find, self._find_ranks = self._find_ranks, None
+            with self.guard.failures.contained("to join the other ranks"):
+                self._state.ranks = find()
 
     # --- forward and backward passes --------------------------------------------------------------
 
     @guarded("to observe what the model was given")
     def on_input(self, hook: InputHook, given: Any, grad_enabled: bool) -> None:
-        if self._find_ranks is not None:
-            self._join_ranks(self._find_ranks)
+        self._join_ranks()
         if (step := self._step_of_call(hook, grad_enabled)) is not None:
             step.forward.on_input(given)
         if step is self._step and backward_task() == NO_TASK:
@@ -262,7 +261,7 @@ class Capture:
             return None
         if not (model.training or module.training or self.clock.eval_mode):
             return None
-        if PIPELINES in sys.modules and (stage := calling_stage()) and stage.probes:
+        if (stage := calling_stage()) is not None and stage.probes:
             return None
         if backward_task() != NO_TASK:  # checkpointing runs the forward pass again
             return None if hook in step.ran else step
@@ -392,8 +391,7 @@ class Capture:
 
     def _note_mode(self) -> None:
         """Note the mode of the model at a step: passes in that mode are training."""
-        if self._find_ranks is not None:
-            self._join_ranks(self._find_ranks)
+        self._join_ranks()
         if (model := self.model()) is not None:
             self.clock.eval_mode = not model.training
 

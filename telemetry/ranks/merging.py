@@ -276,7 +276,8 @@ def _record_of(merged: MergedStep, joined: JoinedLayouts) -> StepRecord:
         for name, load in part.expert_loads.items():  # each rank routes tokens of its own
             loads[name_of(name)] = load + loads.get(name_of(name), 0)
     lowest = min((part for part, _ in ended), key=attrgetter("rank"))
-    facts = _facts(merged, joined)
+    scalars, scalar_spreads = merged.figures("scalars")
+    usage, usage_spreads = merged.figures("usage")
     return StepRecord(
         step=merged.step,
         wall_time=merged.wall_time,
@@ -285,9 +286,9 @@ def _record_of(merged: MergedStep, joined: JoinedLayouts) -> StepRecord:
         grad_present=present,
         grad_finite=columns["finite"] | ~present,
         phase=merged.phase,
-        scalars=merged.figures("scalars")[0],
-        usage=merged.figures("usage")[0],
-        ranks=facts,
+        scalars=scalars,
+        usage=usage,
+        ranks=_facts(merged, joined, scalars=scalar_spreads, usage=usage_spreads),
         expert_loads=loads,
         full=bool(merged.measured),
         total_grad_norm_before_clipping=(
@@ -340,7 +341,13 @@ def _tensors(
     return of_kind
 
 
-def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
+def _facts(
+    merged: MergedStep,
+    joined: JoinedLayouts,
+    *,
+    scalars: Mapping[str, Spread],
+    usage: Mapping[str, Spread],
+) -> RankFacts:
     parts = sorted(merged.parts, key=attrgetter("rank"))
     rms = {joined.key_of(row): spread for row, spread in over_ranks(merged.rms)[1].items()}
     step_s = {part.rank: {"step_s": part.step_s} for part in parts if part.step_s is not None}
@@ -360,8 +367,8 @@ def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
         held=frozenset(merged.ranks),
         measured=merged.measured,
         hosts={part.rank: part.host for part in parts if part.host},
-        scalars=merged.figures("scalars")[1],
-        usage=merged.figures("usage")[1],
+        scalars=scalars,
+        usage=usage,
         step_s=over_ranks(step_s)[1].get("step_s"),
         activation_rms={output: spread for output, spread in rms.items() if output is not None},
         diverged=differing(np.concatenate(checks, axis=1), joined.layout.parameters),

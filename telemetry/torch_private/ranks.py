@@ -13,9 +13,6 @@ from telemetry.torch_private import callers, find
 # Calls between a pipeline stage's forward pass and a hook on its module or a child of it.
 _MAX_FRAMES_BELOW_STAGE = 48
 
-PIPELINES = "torch.distributed.pipelining.stage"
-"""Name of the module with the stages; while it is not loaded, nothing is in a pipeline."""
-
 _PROBES_OF_STAGES = {"_forward_metadata_inference", "_shape_inference"}
 
 
@@ -36,7 +33,7 @@ class CallingStage(NamedTuple):
 
 def calling_stage() -> CallingStage | None:
     """Return the pipeline stage whose forward pass is on this thread's call stack; or None."""
-    module = sys.modules.get(PIPELINES)
+    module = sys.modules.get("torch.distributed.pipelining.stage")
     if module is None:
         return None
     consequence = "stages of a pipeline with equal names are taken for copies of each other"
