@@ -129,7 +129,7 @@ def _with_scale(layout: Layout, sizes: Figures) -> NDArray[np.intp]:
 def _growth(layout: Layout, modules: NDArray[np.intp], sizes: Figures, *, free: Marks) -> Growth:
     """Return the growth over modules with these sizes, ``[all modules]``, without ``free`` ones."""
     values = sizes[modules]
-    known = ((values > 0) & (values < math.inf)).nonzero()[0]
+    known = (values > 0).nonzero()[0]
     levels = np.array([math.log10(size) for size in values[known].tolist()])
     steps = levels[1:] - levels[:-1]
     levels[1:] -= np.where(free[known[1:]] & (steps > 0), steps, 0.0).cumsum()

@@ -29,14 +29,20 @@ def test_layers_are_ranked_by_onset_and_then_by_distance_from_their_baseline() -
     assert (falls.factor, late.factor) == (0, pytest.approx(100, rel=0.15))
 
 
-def test_the_onset_of_a_layer_that_rises_and_falls_is_the_rise() -> None:
+@pytest.mark.parametrize(
+    ("usual_between", "step", "factor"), [(1, 60, 30), (2, 60, 30), (3, 65, 0.1)]
+)
+def test_the_onset_of_a_layer_that_rises_and_soon_falls_is_the_rise(
+    usual_between: int, step: int, factor: float
+) -> None:
     values = norms()
-    values[60:, 0] *= [30, 30, 1, *[0.1] * 37]
-    found = onsets(NAMES, range(100), values, 63)
+    changes = [30, 30, *[1] * usual_between]
+    values[60:, 0] *= [*changes, *[0.1] * (40 - len(changes))]
+    found = onsets(NAMES, range(100), values, 65)
     assert found is not None
     (calm,) = (onset for onset in found if onset.name == "calm")
-    assert calm.step == 60
-    assert calm.factor == pytest.approx(30, rel=0.15)
+    assert calm.step == step
+    assert calm.factor == pytest.approx(factor, rel=0.15)
 
 
 def test_an_infinite_norm_has_an_onset_with_an_infinite_factor() -> None:
