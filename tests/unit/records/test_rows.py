@@ -127,6 +127,17 @@ def test_tensors_share_their_rows_and_keep_their_order() -> None:
     assert tensors[1].rows is tensors.rows
 
 
+def test_the_record_of_a_tensor_has_the_extremes_of_its_units() -> None:
+    measurer = Measurer()
+    measurer.add(torch.tensor([[1.0, 0.0, -2.0], [3.0, 0.0, -1.0]]), unit_axis=1)
+    measurer.add(torch.ones(2))
+    of_units, without = measurer.finish().reduce().values()
+    assert of_units.unit_min.tolist() == [1, 0, -2]
+    assert of_units.unit_max.tolist() == [3, 0, -1]
+    assert of_units.zero_units.tolist() == [False, True, False]
+    assert without.unit_min is without.unit_max is without.zero_units is None
+
+
 # --- rare values ---------------------------------------------------------------------------------
 
 
