@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -60,7 +61,9 @@ class CapturedRun:
             self.alerts += self._judge.judge_loss(step, values[tag])
 
     def _take(self, step: CapturedStep | LightStep) -> None:
-        self._add(step.record(self._logged.pop(step.step, {}), self._loss.tag))
+        record = step.record(self._logged.pop(step.step, {}), self._loss.tag)
+        self._loss.step_ended(record.step)
+        self._add(replace(record, loss_delay=self._loss.delay))
 
     def _add(self, record: StepRecord) -> None:
         self.records.append(record)

@@ -83,13 +83,14 @@ class LossSpike(Detector):
         if self.active_alert is not None or len(high) != _IN_A_ROW or least < self.distance:
             return self._for_good(record, baseline)
         since = high[0].step
+        batch = since - record.loss_delay
         jump = baseline.loss.jump_since(since)
         # Falling gradients belong to a low loss.
         onsets = baseline.layers.onsets(since)
-        early = [onset for onset in onsets if onset.step < since and onset.factor > 1]
+        early = [onset for onset in onsets if onset.step < batch and onset.factor > 1]
         if len(early) >= FEW * len(baseline.layers.names):
             self._rise = baseline.loss.rise(jump.peak.loss)
-            ago = steps_in_words(since - early[0].step)
+            ago = steps_in_words(batch - early[0].step)
             return _found(
                 jump,
                 baseline,
@@ -100,7 +101,7 @@ class LossSpike(Detector):
                     "Clip gradients, or lower the learning rate or Adam's beta2",
                     f"Resume from a checkpoint before step {since}, without the batches around it",
                 ),
-                batch_steps=range(early[0].step, since + 1),
+                batch_steps=range(early[0].step, batch + 1),
             )
         return self._of_others(jump, record, baseline)
 

@@ -159,6 +159,7 @@ class Processor:
         began_s, tag = time.thread_time(), self._loss.tag
         record = item.record(self._scalars.get(item.step, {}), tag)
         if not record.phase:
+            self._loss.step_ended(record.step)
             before = {s: v[tag] for s, v in self._scalars.items() if s < record.step and tag in v}
             record = replace(record, losses_between=tuple(before.items())) if before else record
             self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
@@ -220,8 +221,6 @@ class Processor:
                 }
                 self._scalars.setdefault(step, {}).update(values)
                 self._loss.add(step, values)
-                if self._loss.tag in values:
-                    self._batches.note_loss(step)
                 self._light_steps.check_logged(step, values)
                 self._record_logged(step, wall_time, self.ranks.logged(values))
             except Exception:
@@ -281,8 +280,8 @@ class Processor:
     def _record(self, record: StepRecord) -> None:
         """Judge and write a step."""
         if not record.phase:
-            if self._batches.loss_delay:
-                record = replace(record, loss_delay=self._batches.loss_delay)
+            if self._loss.delay:
+                record = replace(record, loss_delay=self._loss.delay)
             self._layout = record.layout
             for observer in self._observers:
                 observer.on_step(record)

@@ -34,29 +34,18 @@ class Batch:
 
 
 class RecentBatches:
-    """The latest 2,048 batches, with 131,072 ids at most.
-
-    Attributes:
-        loss_delay: Steps between a batch and its loss: 1 in a loop that logs after the step.
-    """
+    """The latest 2,048 batches, with 131,072 ids at most."""
 
     def __init__(self) -> None:
-        self.loss_delay = 0
         self._kept: deque[Batch] = deque()
         self._ids = 0
-        self._latest = -1
 
     def add(self, batches: Iterable[Batch]) -> None:
         for batch in batches:
             self._kept.append(batch)
             self._ids += len(batch.ids)
-            self._latest = max(self._latest, batch.step)
         while self._ids > _MAX_KEPT or len(self._kept) > _MAX_CALLS:
             self._ids -= len(self._kept.popleft().ids)
-
-    def note_loss(self, step: int) -> None:
-        """Note that the loss was logged at a step, after all batches up to now."""
-        self.loss_delay = int(0 <= self._latest == step - 1)
 
     def of(self, step: int) -> tuple[Batch, ...]:
         """Return the batch of each rank that gave ids for the step, by rank."""
@@ -68,4 +57,4 @@ class RecentBatches:
 
     def clear(self) -> None:
         self._kept.clear()
-        self._ids, self._latest = 0, -1
+        self._ids = 0

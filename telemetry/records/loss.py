@@ -50,12 +50,19 @@ def _order(tag: str) -> tuple[bool, bool, bool, int, str]:
 
 
 class LossChoice:
-    """Choice of the loss of one run: the best tag of the first step with one, or a given tag."""
+    """Choice of the loss of one run: the best tag of the first step with one, or a given tag.
+
+    Attributes:
+        delay: Steps between a batch and its loss: 1 in a loop that logs the loss after the
+            optimizer's step, so that the first one came just after the first step.
+    """
 
     def __init__(self, given: str | None = None) -> None:
         self.tag = given  # None: no loss was logged up to now
         self._given = self._settled = given is not None
+        self.delay = 0
         self._chosen_at: int | None = None
+        self._first_ended: int | None = None
         self._first: int | None = None  # step that ended, or at which others were logged
         self._others: tuple[str, ...] = ()
 
@@ -67,10 +74,15 @@ class LossChoice:
         if not self._settled:
             self.tag = loss_among([*own, self.tag] if self.tag is not None else own)
         if self.tag in own and self._chosen_at is None:
-            self._chosen_at = step
+            self._chosen_at, self.delay = step, int(self._first_ended == step - 1)
         if self._chosen_at is None and own:
             self._first = self._first if self._others else step
             self._others = tuple(dict.fromkeys([*self._others, *own]))[: _MAX_NAMED + 1]
+
+    def step_ended(self, step: int) -> None:
+        """Note that a step has ended; the losses logged before have been added."""
+        if self._first_ended is None:
+            self._first_ended = step
 
     def is_final(self, step: int | None) -> bool:
         """Whether the choice is final after ``step``; None: after the last step."""
@@ -107,6 +119,6 @@ class LossChoice:
 
     def load_state_dict(self, state: object) -> None:
         """Restore the tag, unless the user has named one."""
-        self._chosen_at = None
+        self._chosen_at = self._first_ended = None
         if isinstance(state, str) and not self._given:
             self.tag, self._settled = state, True

@@ -237,8 +237,8 @@ class StepRecord:
         loss_tag: Tag of the loss; None: see :func:`telemetry.records.loss.loss_among`.
         losses_between: Step and value of each logged loss of the steps without a record since the
             last one.
-        loss_delay: Steps between a batch and its loss: 1 if ids of batches show that losses are
-            logged after the optimizer's step.
+        loss_delay: Steps between a batch and its loss: 1 in a loop that logs the loss after the
+            optimizer's step.
         usage: Seconds of the parts of a step, and bytes of memory, by tag: see
             :mod:`telemetry.tag_names`. Times are means over the measured steps since the last
             record. At full steps they include the time of measuring tensors. Of several ranks,

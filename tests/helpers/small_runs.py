@@ -36,6 +36,7 @@ def train(
     batch: Callable[[int], Batch] = lambda step: draw(),
     weight: Callable[[int], float] = lambda step: 1.0,
     every: int = 10,
+    logs_after: bool = False,
 ) -> list[Alert]:
     """Alerts of the rule.
 
@@ -43,6 +44,7 @@ def train(
         before: Called before each step.
         weight: Factor on the loss.
         every: Interval of full steps.
+        logs_after: The loss is logged after the optimizer's step, not before.
     """
     model = model or net()
     optimizer = optimizer or SGD(model.parameters(), 0.1, 0.9)
@@ -54,6 +56,9 @@ def train(
             optimizer.zero_grad()
             loss = weight(step) * F.cross_entropy(model(points), classes)
             loss.backward()
-            run.log(loss=loss)
+            if not logs_after:
+                run.log(loss=loss)
             optimizer.step()
+            if logs_after:
+                run.log(loss=loss)
     return run.alerts

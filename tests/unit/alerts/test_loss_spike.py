@@ -171,9 +171,12 @@ def shifted(step: int) -> Batch:
     [{"batch": shifted}, {"weight": lambda step: 3e3 if step >= 200 else 1.0}],
     ids=["other data", "another weight"],
 )
-def test_other_data_and_another_weight_of_the_loss_are_noted(changed: dict[str, Any]) -> None:
-    [alert] = train(LossSpike(), 300, **changed, **rates({}))
-    assert (alert.step, alert.severity) == (200, "note")
+@pytest.mark.parametrize("logs_after", [False, True])
+def test_other_data_and_another_weight_of_the_loss_are_noted(
+    changed: dict[str, Any], logs_after: bool
+) -> None:
+    [alert] = train(LossSpike(), 300, logs_after=logs_after, **changed, **rates({}))
+    assert (alert.step, alert.severity) == (200 + logs_after, "note")
     assert "Something else changed" in (alert.cause or "")
 
 

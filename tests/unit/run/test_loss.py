@@ -97,6 +97,22 @@ def test_the_loss_is_chosen_at_the_first_step_with_one_and_stays() -> None:
     assert given.tag == "ce"
 
 
+def test_a_loss_whose_first_value_follows_the_first_step_is_logged_after_the_step() -> None:
+    for logged, delay in ((0, 0), (1, 1), (2, 0), (10, 0)):
+        choice = LossChoice()
+        for step in range(logged):
+            choice.step_ended(step)
+        choice.add(logged, ["loss"])
+        choice.step_ended(logged)
+        choice.add(logged + 1, ["loss"])
+        assert choice.delay == delay
+    resumed = LossChoice()
+    resumed.load_state_dict("loss")
+    resumed.step_ended(700)
+    resumed.add(701, ["loss"])
+    assert resumed.delay == 1
+
+
 def train(
     log_dir: Path,
     values: Mapping[str, float],
