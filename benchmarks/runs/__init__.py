@@ -10,6 +10,7 @@ from runs import (  # noqa: F401
     further_faulty,
     fused_attention,
     healthy,
+    logged_after,
     low_precision,
     resources,
     uncommon,

@@ -63,7 +63,17 @@ LABELS = {
     "siamese_kept_apart": Label(why="a term for the variance of each unit"),
     "batch_norms_train": Label(why="a small CNN"),
     "hard_batch_every_40": Label(why="one batch of noise every 40 steps; its loss is high"),
+    "classes_join": Label(why="two new classes each 200 steps, at which the loss jumps"),
+    "copying_from_further_back": Label(why="a harder task each 150 steps; clipped"),
+    "series_with_another_period": Label(why="other data from step 300 on"),
+    "weak_signal": Label(why="the loss is at its optimum from the start, and noise"),
     # --- faulty
+    "rate_jumps_for_ten_steps": Label(
+        kinds=LOSS | EXPLOSION | {"dead_units", "nonfinite"},
+        onset=205,
+        by=230,
+        why="the learning rate is 100 times as large for ten steps",
+    ),
     "encoder_not_in_optimizer": Label(
         kinds=frozenset({"untrained_parameters"}), layers=("down1", "down2", "middle"), by=100,
         why="the optimizer of a U-Net was given the decoder alone; the rest gets gradients",

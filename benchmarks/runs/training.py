@@ -48,6 +48,7 @@ def fit(
     schedule: Callable[[int], float] | None = None,
     clip: float | None = None,
     before: Callable[[int], None] | None = None,
+    logs_after: bool = False,
 ) -> None:
     """A usual loop.
 
@@ -56,6 +57,7 @@ def fit(
         schedule: Factor on the learning rate at each step.
         clip: Largest gradient norm.
         before: Called with the number of each step, before it.
+        logs_after: Log the loss after the optimizer's step, not before it.
     """
     logger = log.attach(model)
     scheduler = LambdaLR(optimizer, schedule) if schedule is not None else None
@@ -66,10 +68,13 @@ def fit(
         loss = loss_of()
         loss.backward()
         log.losses.append(loss.item())
-        logger.log(loss=loss.item())
+        if not logs_after:
+            logger.log(loss=loss.item())
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        if logs_after:
+            logger.log(loss=loss.item())
         if scheduler is not None:
             scheduler.step()
 

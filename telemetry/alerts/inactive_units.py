@@ -53,7 +53,9 @@ class DeadUnits(Detector):
     kind = "dead_units"
     on = "full"
     clear_after = 3  # chosen manually: one more than start it
-    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "vanishing_gradient"}
+    explained_by = (
+        EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "vanishing_gradient", "exponential_trend"}
+    )
     persistent = True
     explained_by_rate_jump = True
     # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing mlp_overwrite_tiny is
@@ -243,7 +245,7 @@ class SaturatedUnits(Detector):
     kind = "saturated_units"
     on = "full"
     clear_after = 3  # chosen manually: one more than start it
-    explained_by = EXPLOSIONS | RISEN_LOSSES
+    explained_by = EXPLOSIONS | RISEN_LOSSES | {"exponential_trend"}
     persistent = True
     explained_by_rate_jump = True
     # Healthy hidden layers have 21 % at most, faulty ones 90 % or more, except for the gates of

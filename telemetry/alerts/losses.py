@@ -42,7 +42,9 @@ class LossSpike(Detector):
     kind = "loss_spike"
     on = "loss"
     clear_after = RECENT
-    explained_by = EXPLOSIONS | {"loss_divergence", "dead_units", "saturated_units", "nonfinite"}
+    explained_by = EXPLOSIONS | {
+        *("loss_divergence", "dead_units", "saturated_units", "nonfinite", "weight_jump")
+    }
     distance = 2.0  # GANs and PPO stay below 0.3
     # A batch with one example of a rare class, weighted 100 times (rare_class_1to200), is 5 above;
     # targets in a wrong unit (target_spike) are 80,000.

@@ -167,7 +167,7 @@ class LossStuck(Detector):
     clear_after = 2
     explained_by = frozenset(
         ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
-    ).union(["wrong_loss_input", "targets_broadcast", "rounded_updates"])
+    ).union(["wrong_loss_input", "targets_broadcast", "rounded_updates", "exponential_trend"])
     reduction = 0.03
     steps = 100
     _losses: deque[float]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import median_high
 from typing import NamedTuple
 
@@ -95,6 +95,12 @@ class Window:
         usual = median_high(latest)
         return usual, NORMAL_CONSISTENT * median_high([abs(value - usual) for value in latest])
 
+    @property
+    def noise(self) -> float:
+        """Standard deviation from one value to the next (from the median); 0 for fewer than two."""
+        changes = [abs(after - before) for before, after in pairwise(self.values)]
+        return NORMAL_CONSISTENT * median_high(changes) / math.sqrt(2) if changes else 0.0
+
     def ranges_above(self, value: float) -> float:
         """Return the distance of a value above the highest, in ranges; -inf for a short window."""
         if len(self) < FEWEST:
@@ -125,7 +131,7 @@ class Loss:
     - The last five are compared with the latest twenty of the window: a loss may fall far in a
       hundred steps.
     - The last five are compared with the best five and the first five: half of the progress is
-      lost, however slowly the loss rises.
+      lost, however slowly the loss rises, if the progress was more than noise.
     """
 
     window: Window  # losses that are not far above it
@@ -188,8 +194,10 @@ class Loss:
             self.is_better = recent < usual - _BETTER * deviation
         if len(self.latest) >= RECENT and self._firsts:
             self.best = min(self.best, recent)
-            has_learned = self.first - self.best > NOISE * abs(self.first)
-            is_lost = has_learned and recent > (self.first + self.best) / 2
+            learned = self.first - self.best
+            is_lost = learned > NOISE * abs(self.first) and recent > (self.first + self.best) / 2
+            # A loss that is noise from the start has a best five by luck (weak_signal).
+            is_lost = is_lost and learned > WORSE * self.window.noise
             self.losses_lost = self.losses_lost + 1 if is_lost else 0
         if len(self.window):
             highest = self.window.highest

@@ -96,6 +96,18 @@ def test_a_slow_rise_counts_after_half_the_progress_is_lost() -> None:
     assert loss_after([*learns, 9.0, 9.0, *noise(1.0, 20)]).losses_lost == 0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_loss_that_is_noise_from_the_start_loses_no_progress(seed: int) -> None:
+    noisy = np.random.default_rng(seed).normal(1.0, 0.125, 600).tolist()
+    trend, most = Loss(), 0
+    for step, loss in enumerate(noisy):
+        trend.add(step, loss)
+        most = max(most, trend.losses_lost if step >= LENGTH else 0)
+    assert most < LATEST
+    learns = [5 - 0.04 * step for step in range(100)]
+    assert loss_after([*learns, *noisy[:200], *(loss + 3 for loss in noisy[:20])]).losses_lost > 15
+
+
 @pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
 def test_a_norm_is_compared_with_its_highest_value(unit: float) -> None:
     trend = norm_after([*(unit * n for n in noise(1.0, 60)), 1100 * unit])
