@@ -54,19 +54,23 @@ class LossDivergence(Detector):
         several = baseline.since_rate_jump <= _JUST or self._sums.needs_full_step
         lasts = baseline.may_step_far or len(loss.high) != 1
         is_candidate = several or (rises and lasts and not record.full)
-        self.needs_full_step = bool(is_candidate) and self.active_alert is None
+        self.needs_full_step = self._sums.needs_full_step
+        self.needs_full_step |= bool(is_candidate) and self.active_alert is None
         self.full_steps_in_a_row = 3 if several else 1
         if self._sums.is_sure:
             norm = record.total_grad_norm
             return Finding(
                 summary="Gradients add up from step to step: their norm is "
                 f"{figure(norm)}, and grows",
-                cause="They are never zeroed",
+                cause=_NEVER_ZEROED,
                 advice=(
                     "Call optimizer.zero_grad() in every step, before backward()",
                     "To accumulate gradients, step once for all of them, and zero them then",
                 ),
                 value=norm,
+                # The learning rate was blamed before.
+                escalates=self.active_alert is not None
+                and self.active_alert.cause != _NEVER_ZEROED,
             )
         now = record.finite_loss
         if self.active_alert is not None or now is None:
@@ -101,6 +105,7 @@ class LossDivergence(Detector):
         return self._rise is not None and not self._rise.is_undone(loss)
 
 
+_NEVER_ZEROED = "They are never zeroed"
 _LOWER = ("Divide the learning rate by 3 to 10", "Warm it up")
 _INITIALIZE = (
     "Make these weights smaller: PyTorch's defaults start at 0.4x He initialization",

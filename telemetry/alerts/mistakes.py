@@ -98,7 +98,7 @@ class SameBatch(Detector):
     Evidence: the step since which they are the same, and whether they are zero.
     Causes: a loader that is stuck, ``next(iter(loader))`` in the loop, inputs that are all zero.
     Remedies: iterate over the loader; check the inputs.
-    Silent: loaders that repeat their batches each epoch, training on all data at once.
+    Silent: loaders that repeat their batches each epoch; all data at once, until it overfits.
     Example: inputs, targets = next(iter(loader))  # in each step, without shuffling
     Args:
         steps: Distance of the first and the last compared step.
@@ -171,7 +171,7 @@ class WrongLossInput(Detector):
     Evidence: the activation, and the lowest loss that it allows.
     Causes: a softmax before ``CrossEntropyLoss``, or no ``log_softmax`` before ``NLLLoss``.
     Remedies: return logits; for ``NLLLoss``, use ``log_softmax``.
-    Silent: other losses of the same outputs.
+    Silent: other losses of the same outputs, activations that are called as functions.
     Example: model.append(nn.Softmax(dim=1))  # before nn.CrossEntropyLoss()
     Args:
         steps: Steps before the first evaluation.

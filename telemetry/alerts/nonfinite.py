@@ -10,9 +10,9 @@ import numpy as np
 
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
-from telemetry.layers.module_types import STANDARD
+from telemetry.layers.module_types import AFFINE, STANDARD
 from telemetry.plain_text import called, figure, printable
-from telemetry.records import Module, StepRecord
+from telemetry.records import Module, Output, StepRecord
 from telemetry.records.sketch import SAMPLE_ELEMENTS
 from telemetry.records.step import is_inside
 from telemetry.records.tensor import bad_among
@@ -172,12 +172,27 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
             reached = f", which reaches {called(entered)}" if entered is not None else ""
             return Origin(owner, f"the buffer {printable(name)}{reached}", _BUFFER)
     if entered is not None:
-        return Origin(entered, f"the forward pass, in the output of {called(entered)}", _FORWARD)
+        return Origin(entered, f"the forward pass, in {_place(record, bad[0])}", _FORWARD)
     if record.outputs and (is_lost or record.all_grads_finite):
         return Origin(None, "the targets or the loss: all outputs are finite", _TARGETS)
     if not record.outputs and (found := _by_statistics(record)) is not None:
         return found
     return _by_gradients(record, is_lost=is_lost)
+
+
+def _place(record: StepRecord, output: Output) -> str:
+    """Return where the first bad output of a module began, in words.
+
+    Finite weights make infinity of large finite inputs, and NaN of NaN alone.
+    """
+    name, layout, sketch = output.module_name, record.layout, record.outputs[output].sketch
+    is_affine = layout.modules[layout.position[name]].type_name in AFFINE
+    if not is_affine or not 0 < sketch.nan_count == sketch.nonfinite_count:
+        return f"the output of {called(name)}"
+    names = [other.module_name for other in record.outputs]
+    place = names.index(name)
+    before = f"after {called(names[place - 1])}" if place else "before all modules"
+    return f"the input of {called(name)}, by a function {before}"
 
 
 def _in_parameters(record: StepRecord, *, after_good: bool) -> Origin | None:

@@ -118,6 +118,7 @@ class LayersNotLearning(Detector):
     _names: tuple[str, ...] = ()
     _since: Figures
     _evaluations: Figures
+    _highest: Figures  # log10 of the gradient norms of layers
     _is_left: bool = False
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -126,6 +127,9 @@ class LayersNotLearning(Detector):
         if names != self._names:
             self._names = names
             self._since, self._evaluations = np.zeros((2, len(names)))
+            self._highest = np.full(len(layout.owner_names), -np.inf)
+        levels = baseline.layers.levels
+        self._highest = np.maximum(self._highest, levels.max(axis=0, initial=-np.inf))
         ratios = np.array([record.update_ratios.get(name, np.nan) for name in names])
         moved = ratios[np.isfinite(ratios) & (ratios > 0)]
         if not moved.size:
@@ -146,15 +150,25 @@ class LayersNotLearning(Detector):
         slowest = np.array([*layout.matrices.values()])[found].tolist()
         layers = [layout.parameters[index].module_name for index in slowest]
         ratio = float(ratios[found].max())
+        owners = [layout.owner_names.index(name) for name in layers]
+        fallen = float(10 ** (self._highest - levels[-1])[owners].min()) if len(levels) else 1.0
+        cause = "They get gradients, so their learning rate or their precision is too low"
+        advice: tuple[str, ...] = (
+            "Check the learning rate of their parameter group, and layer-wise decay",
+            "Keep weights in float32: bfloat16 rounds steps below 0.4 % of a value away",
+            "Freeze layers that should not learn by requires_grad_(False)",
+        )
+        if fallen > _FALLEN:
+            cause = f"Their gradients have become {figure(fallen, 2)}x smaller"
+            advice = (
+                "Check the part of the loss that trains them: it may be saturated",
+                "Check the other models that it depends on, such as a discriminator that wins",
+            )
         return Finding(
             summary=f"A step moves {called_all(layers, RECENT)} by {figure(ratio, 2)} of their "
             f"norm at most, and other layers by {figure(usual, 2)}",
-            cause="They get gradients, so their learning rate or their precision is too low",
-            advice=(
-                "Check the learning rate of their parameter group, and layer-wise decay",
-                "Keep weights in float32: bfloat16 rounds steps below 0.4 % of a value away",
-                "Freeze layers that should not learn by requires_grad_(False)",
-            ),
+            cause=cause,
+            advice=advice,
             value=ratio,
             threshold=limit,
             module_name=layers[0],
@@ -164,6 +178,7 @@ class LayersNotLearning(Detector):
         return not record.update_ratios or self._is_left
 
 
+_FALLEN = 1000.0  # times; chosen manually
 _HYSTERESIS = 3  # ratios vary that much from step to step
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
 
@@ -98,3 +98,33 @@ def test_unzeroed_gradients_are_found_with_clipping_and_accumulation() -> None:
     begin, end = never_zeroed(make, every=10, zero_from=60)
     assert (begin.stage, end.stage) == ("started", "resolved")
     assert end.step >= 60
+
+
+@pytest.mark.parametrize("every", [10, 100])
+def test_unzeroed_gradients_replace_the_learning_rate_as_the_cause_once_they_are_proved(
+    every: int,
+) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.head = nn.GRU(4, 32, batch_first=True), nn.Linear(32, 1)
+
+        def forward(self, series: Tensor) -> Tensor:
+            total: Tensor = self.head(self.gru(series)[0][:, -1])[:, 0]
+            return total
+
+    torch.manual_seed(0)
+    model = Sums()
+    optimizer = SGD(model.parameters(), 0.05, 0.9)
+    with capture_run(model, every_n_steps=every, rules=[LossDivergence()]) as run:
+        for _ in range(60):
+            series = torch.randn(32, 10, 4)
+            loss = F.mse_loss(model(series), series[:, -3:, 0].sum(1))
+            loss.backward()
+            run.log(loss=loss)
+            optimizer.step()
+    of_rate, of_sums = run.alerts
+    assert (of_rate.stage, of_sums.stage) == ("started", "escalated")
+    assert figures(of_rate.cause) == [0.05]
+    assert "zero_grad()" in of_sums.advice[0]
+    assert of_rate.step < of_sums.step <= 30

@@ -70,6 +70,30 @@ def test_nan_in_a_batch_is_attributed_to_the_inputs_at_a_full_step_only(
     assert f"The loss is NaN at step {at}, first in {seen}" in alert.summary
 
 
+def test_nan_that_reaches_a_layer_from_a_function_is_attributed_to_the_function() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score, self.head = nn.Linear(8, 16), nn.Linear(16, 3)
+            self.empty = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.score(x)
+            if self.empty:
+                scores = scores.masked_fill(torch.arange(len(x))[:, None] == 5, -math.inf)
+            logits: Tensor = self.head(scores.softmax(1))
+            return logits
+
+    pooled = Pooled()
+
+    def empty(step: int) -> None:
+        pooled.empty = step == 10
+
+    alert = first(10, model=pooled, before=empty)
+    assert alert.module_name == "head"
+    assert alert.summary.endswith("in the input of head, by a function after score")
+
+
 @pytest.mark.parametrize(
     ("at", "seen"),
     [

@@ -50,6 +50,29 @@ def test_rates_of_fine_tuning_and_layers_without_gradient_are_not_reported() -> 
     assert train(LayersNotLearning(), 250, model=model, optimizer=by_layer(model, 0.2)) == []
 
 
+@pytest.mark.parametrize("every", [10, 100])
+def test_gradients_that_have_become_small_are_the_cause(every: int) -> None:
+    model = deep()
+    optimizer = SGD(model.parameters(), 0.1)
+
+    def fade(grad: torch.Tensor) -> torch.Tensor:  # as behind a discriminator that wins
+        return grad * (1e-6 if faded else 1.0)
+
+    faded = False
+    model[1].register_full_backward_hook(lambda module, grads, _: (fade(grads[0]),))
+
+    def before(step: int) -> None:
+        nonlocal faded
+        faded = step >= 40
+
+    alert, *_ = train(
+        LayersNotLearning(), 310, model=model, optimizer=optimizer, before=before, every=every
+    )
+    assert alert.module_name == "0"
+    assert max(figures(alert.cause)) > 1000
+    assert "learning rate" not in (alert.cause or "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("rate", "resolves"), [(1.5e-6, False), (4e-6, True), (1e-2, True)])
 def test_the_alert_resolves_when_the_layer_moves_again_and_not_near_the_limit(
