@@ -127,9 +127,9 @@ class LayersNotLearning(Detector):
         if names != self._names:
             self._names = names
             self._since, self._evaluations = np.zeros((2, len(names)))
-            self._highest = np.full(len(layout.owner_names), -np.inf)
-        levels = baseline.layers.levels
-        self._highest = np.maximum(self._highest, levels.max(axis=0, initial=-np.inf))
+            self._highest = record.owner_grad_levels
+        if baseline.layers.names == layout.owner_names:  # also of the steps in between
+            self._highest = np.fmax(self._highest, baseline.layers.levels.max(axis=0))
         ratios = np.array([record.update_ratios.get(name, np.nan) for name in names])
         moved = ratios[np.isfinite(ratios) & (ratios > 0)]
         if not moved.size:
@@ -151,7 +151,7 @@ class LayersNotLearning(Detector):
         layers = [layout.parameters[index].module_name for index in slowest]
         ratio = float(ratios[found].max())
         owners = [layout.owner_names.index(name) for name in layers]
-        fallen = float(10 ** (self._highest - levels[-1])[owners].min()) if len(levels) else 1.0
+        fallen = float(10 ** (self._highest - record.owner_grad_levels)[owners].min())
         cause = "They get gradients, so their learning rate or their precision is too low"
         advice: tuple[str, ...] = (
             "Check the learning rate of their parameter group, and layer-wise decay",
