@@ -124,7 +124,7 @@ class LayersNotLearning(Detector):
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
         names = tuple(layout.matrices)
-        if names != self._names:
+        if names != self._names or len(self._highest) != len(layout.owner_names):
             self._names = names
             self._since, self._evaluations = np.zeros((2, len(names)))
             self._highest = record.owner_grad_levels
