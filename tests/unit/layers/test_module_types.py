@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from telemetry.layers.module_types import Flat, saturated_shares
+from telemetry.layers.module_types import AFFINE, Flat, saturated_shares
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import sketch_array
 
@@ -69,3 +70,11 @@ def test_one_flat_end_is_not_taken_for_two() -> None:
 def test_outputs_without_a_finite_value_have_no_saturation() -> None:
     assert np.isnan(shares(Tanh=[np.nan])).all()
     assert Flat(low=0.0).share(sketch_array(np.array([np.nan]))) == 0.0
+
+
+def test_all_convolutions_of_torch_are_affine() -> None:
+    known = {name for name, kind in vars(nn).items() if isinstance(kind, type)}
+    lazy = {name for name in known if name.startswith("Lazy")}
+    assert {name for name in known - lazy if "Conv" in name} <= AFFINE
+    assert "Linear" in AFFINE
+    assert known >= AFFINE
