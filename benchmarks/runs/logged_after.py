@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
-from runs.training import Log, digits, fit, generator, mlp, run
+from runs.training import Log, batches, digits, fit, generator, mlp, run
 
 
 @run
@@ -83,13 +83,12 @@ def weak_signal(log: Log) -> None:
 
 @run
 def rate_jumps_for_ten_steps(log: Log) -> None:
-    (images, classes), g = digits(), generator(log)
-    model = nn.Sequential(nn.Flatten(), *mlp(64, 64, 64, 10))
+    data, model = batches(log, 64, *digits()), nn.Sequential(nn.Flatten(), *mlp(64, 64, 64, 10))
     optimizer = SGD(model.parameters(), 0.05, momentum=0.9)
 
     def loss() -> Tensor:
-        chosen = torch.randint(len(images), (64,), generator=g)
-        return F.cross_entropy(model(images[chosen]), classes[chosen])
+        images, classes = next(data)
+        return F.cross_entropy(model(images), classes)
 
     def set_rate(step: int) -> None:
         optimizer.param_groups[0]["lr"] = 5.0 if 205 <= step < 215 else 0.05

@@ -80,6 +80,7 @@ class LayerNorms:
 
     names: tuple[str, ...] = ()  # modules that own parameters
     levels: Figures  # log10 of their norms, [k, layers], oldest first; -inf for zero
+    highest: Figures  # their highest ones since the layers are the same, [layers]
     growth: Figures  # distance of the last ones above their medians, [layers]; NaN if unknown
     steps: list[int]  # of each row
     usual: Figures  # their medians, at most 20 steps old, [layers]
@@ -98,6 +99,7 @@ class LayerNorms:
     def _begin(self, names: tuple[str, ...]) -> None:
         self.names, self.levels, self.steps = names, np.zeros((0, len(names))), []
         self.usual = self.growth = self._limit = np.full(len(names), np.nan)
+        self.highest = np.full(len(names), -np.inf)
         self._unusual_steps, self._since = np.zeros(len(names)), 0
 
     @np.errstate(invalid="ignore")  # of -inf
@@ -106,6 +108,7 @@ class LayerNorms:
         if record.layout.owner_names != self.names:
             self._begin(record.layout.owner_names)
         self.levels = np.concatenate([self.levels[1 - _ROWS :], record.owner_grad_levels[None]])
+        self.highest = np.maximum(self.highest, self.levels[-1])
         growth = self.growth = self.levels[-1] - self.usual
         finite = growth[np.isfinite(growth)]
         # A change of all layers is learning, or visible in the total norm.

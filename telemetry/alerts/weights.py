@@ -118,18 +118,14 @@ class LayersNotLearning(Detector):
     _names: tuple[str, ...] = ()
     _since: Figures
     _evaluations: Figures
-    _highest: Figures  # log10 of the gradient norms of layers
     _is_left: bool = False
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
         names = tuple(layout.matrices)
-        if names != self._names or len(self._highest) != len(layout.owner_names):
+        if names != self._names:
             self._names = names
             self._since, self._evaluations = np.zeros((2, len(names)))
-            self._highest = record.owner_grad_levels
-        if baseline.layers.names == layout.owner_names:  # also of the steps in between
-            self._highest = np.fmax(self._highest, baseline.layers.levels.max(axis=0))
         ratios = np.array([record.update_ratios.get(name, np.nan) for name in names])
         moved = ratios[np.isfinite(ratios) & (ratios > 0)]
         if not moved.size:
@@ -150,8 +146,9 @@ class LayersNotLearning(Detector):
         slowest = np.array([*layout.matrices.values()])[found].tolist()
         layers = [layout.parameters[index].module_name for index in slowest]
         ratio = float(ratios[found].max())
-        owners = [layout.owner_names.index(name) for name in layers]
-        fallen = float(10 ** (self._highest - record.owner_grad_levels)[owners].min())
+        highest = dict(zip(baseline.layers.names, baseline.layers.highest, strict=True))
+        now = dict(zip(layout.owner_names, record.owner_grad_levels, strict=True))
+        fallen = 10 ** min([highest.get(name, -np.inf) - now[name] for name in layers])
         cause = "They get gradients, so their learning rate or their precision is too low"
         advice: tuple[str, ...] = (
             "Check the learning rate of their parameter group, and layer-wise decay",
