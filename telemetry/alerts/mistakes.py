@@ -171,7 +171,7 @@ class WrongLossInput(Detector):
     Evidence: the activation, and the lowest loss that it allows.
     Causes: a softmax before ``CrossEntropyLoss``, or no ``log_softmax`` before ``NLLLoss``.
     Remedies: return logits; for ``NLLLoss``, use ``log_softmax``.
-    Silent: other losses of the same outputs, activations that are called as functions.
+    Silent: other losses of the same outputs, functions that are applied outside of the model.
     Example: model.append(nn.Softmax(dim=1))  # before nn.CrossEntropyLoss()
     Args:
         steps: Steps before the first evaluation.

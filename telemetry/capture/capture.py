@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from telemetry.capture.budget import Budget
 from telemetry.capture.captured_step import CapturedStep
 from telemetry.capture.clock import LoopClock
-from telemetry.capture.hooks import ForwardHook, InputHook
+from telemetry.capture.hooks import ForwardHook, InputHook, ResultHook
 from telemetry.capture.layouts import Layouts
 from telemetry.capture.light_step import LightReader, LightStep
 from telemetry.capture.missed_steps import MissedSteps
@@ -228,6 +228,11 @@ class Capture:
         if (step := self._step_of_call(hook, grad_enabled)) is not None:
             step.forward.on_output(hook, args, output)
 
+    @guarded("to observe what the model returns")
+    def on_result(self, hook: ResultHook, output: Any, grad_enabled: bool) -> None:
+        if (step := self._step_of_call(hook, grad_enabled)) is not None:
+            step.forward.on_result(hook, output)
+
     @guarded("to measure attention")
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         if self._step.over or backward_task() != NO_TASK:  # checkpointing repeats the call
@@ -437,7 +442,9 @@ class Capture:
     @undisturbed(always=True)
     def _hand_over(self, step: Step) -> None:
         step.end()
-        step.captured.layout = self._layouts.layout(step.forward.order, step.parameters)
+        step.captured.layout = self._layouts.layout(
+            step.forward.order, step.parameters, step.forward.function
+        )
         self._deliver(step.captured)
         self._delivered = True
         self._modules.log_missed(step)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from telemetry.capture.captured_step import CapturedStep
 from telemetry.capture.experts import ExpertLoads
-from telemetry.capture.hooks import ForwardHook, Inert
+from telemetry.capture.hooks import ForwardHook, Inert, ResultHook
 from telemetry.capture.nested import tensors_in
 from telemetry.capture.observations import Observation
 from telemetry.capture.parameters import PLAIN, local, plain
@@ -21,6 +21,7 @@ from telemetry.plain_text import called_all
 from telemetry.records import Output
 from telemetry.torch_private import is_being_traced
 from telemetry.torch_private.host_copy import HostCopy
+from telemetry.torch_private.ranks import calling_stage
 
 # Tensors of one step that have a fingerprint; the step may have very many micro-batches.
 _FINGERPRINTS = 64
@@ -34,6 +35,15 @@ _DISCRETE = {
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype)
     and not (dtype.is_floating_point or dtype.is_complex or name.startswith(("q", "quint")))
+}
+
+
+# Functions whose result a model may return, by the class of their node in the graph.
+_FUNCTIONS = {
+    "SoftmaxBackward0": "Softmax",
+    "SigmoidBackward0": "Sigmoid",
+    "ReluBackward0": "ReLU",
+    "TanhBackward0": "Tanh",
 }
 
 
@@ -56,6 +66,8 @@ class ForwardPasses:
     Attributes:
         order: Names of the watched modules in the order of their first call.
         loads: Numbers of tokens of each expert.
+        function: Function that computed what the model returned, named like its module; empty if
+            it is not known, or a watched module did.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class ForwardPasses:
     ) -> None:
         self.order: dict[str, None] = {}
         self.loads = ExpertLoads()
+        self.function = ""
         self._target, self._state, self._content = target, state, target.content
         self._captured, self._detail = captured, captured.detail
         self._tensors = captured.detail.observations
@@ -72,6 +85,7 @@ class ForwardPasses:
         self._given: set[int] = set()  # identities of the tensors of the batch
         self._unit_axes: dict[tuple[int, ...], int] = {}  # of the latest output of each shape
         self._convolution: ForwardHook | None = None  # that ran first
+        self._latest: weakref.ref[Tensor] | None = None  # the latest output of a module
 
     def on_input(self, given: Any) -> None:
         """Receive the arguments of the model."""
@@ -105,11 +119,21 @@ class ForwardPasses:
                 )
                 return
             self._add_output(hook, tensor, place)
+            self._latest = weakref.ref(tensor)
             # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
             if tensor.grad_fn is not None and self._state.output_grads and not self._captured.phase:
                 tensor.register_hook(_GradHook(self._grads, hook, place))
         if given or hook.convolves:
             self._take_images(hook, given, outputs)
+
+    def on_result(self, hook: ResultHook, output: Any) -> None:
+        """Receive what the model returns, and measure it if a function has computed it."""
+        function = _FUNCTIONS.get(type(getattr(output, "grad_fn", None)).__name__, "")
+        if not function or (self._latest is not None and self._latest() is output):
+            return
+        if calling_stage() is None:  # their names would need a prefix if each had a result
+            self.function = function
+            self.on_output(hook, (), output)
 
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         """Receive one of a module's outputs from a compiled graph."""

@@ -37,6 +37,9 @@ class CallObserver(Protocol):
     def on_output(self, hook: ForwardHook, args: Any, output: Any, grad_enabled: bool) -> None:
         """Receive the positional arguments and the output of a module."""
 
+    def on_result(self, hook: ResultHook, output: Any, grad_enabled: bool) -> None:
+        """Receive what the model returns."""
+
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Receive the arguments of ``scaled_dot_product_attention``, after the call."""
 
@@ -151,7 +154,10 @@ class ForwardHook(ModuleHook):
             if self._for_one_call:
                 self.remove()
             if self._state.armed:
-                self._observer.on_output(self, args, output, torch.is_grad_enabled())
+                self._report(args, output, torch.is_grad_enabled())
+
+    def _report(self, args: Any, output: Any, grad_enabled: bool) -> None:
+        self._observer.on_output(self, args, output, grad_enabled)
 
     def _trace(self, output: Any) -> None:
         """Put observers into the graph that is compiled; the compiler traces this method."""
@@ -169,6 +175,13 @@ class ForwardHook(ModuleHook):
         """Report an output of the module, or its gradient, from a compiled graph that runs."""
         self.traced = True
         self._observer.in_graph(self, tensor, place, backward)
+
+
+class ResultHook(ForwardHook):
+    """Hook of the model itself, for what it returns; it is never installed on the model."""
+
+    def _report(self, args: Any, output: Any, grad_enabled: bool) -> None:
+        self._observer.on_result(self, output, grad_enabled)
 
 
 # --- compiled graphs ------------------------------------------------------------------------------

@@ -36,18 +36,27 @@ class Layouts:
         self._target = target
         self._any_gone = True
         self._layout = Layout(modules=(), parameters=())
+        self._function = ""
 
-    def layout(self, ran: Collection[str] = (), parameters: tuple[Parameter, ...] = ()) -> Layout:
+    def layout(
+        self,
+        ran: Collection[str] = (),
+        parameters: tuple[Parameter, ...] = (),
+        function: str = "",
+    ) -> Layout:
         """Return the same layout until parameters are replaced or a module runs for the first time.
 
         Args:
             ran: Modules in the order in which they ran. One that never did follows the module
                 before it in ``named_modules()``.
             parameters: Those of the step, if they may not be the current ones.
+            function: Type of the model itself, if its output is that of a function.
         """
         parameters = parameters or self._target.table.parameters
         new = [name for name in ran if name not in self.forward_order] if ran else ()
-        if new or self._any_gone or self._layout.parameters is not parameters:
+        is_new = function not in ("", self._function)
+        self._function = function or self._function
+        if new or is_new or self._any_gone or self._layout.parameters is not parameters:
             model = self._target.model()
             if model is not None:
                 self.forward_order.update(dict.fromkeys(new))
@@ -67,6 +76,8 @@ class Layouts:
     ) -> Layout:
         found = cleaned(model.named_modules())
         modules = {name: type(module).__name__ for name, module in found.items()}
+        if self._function:
+            modules[""] = self._function
         places = places_in_code(found)
         shown = set(cleaned(self._target.selection.apply(model).items()))
         recorded = shown.union(ran, (p.module_name for p in parameters if p.recorded))

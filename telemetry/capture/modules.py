@@ -11,7 +11,7 @@ from torch import nn
 
 from telemetry.capture.attention import AttentionMode
 from telemetry.capture.experts import routers
-from telemetry.capture.hooks import CallObserver, ForwardHook, InputHook
+from telemetry.capture.hooks import CallObserver, ForwardHook, InputHook, ResultHook
 from telemetry.capture.missed_steps import NEVER_RAN
 from telemetry.capture.state import State, Target
 from telemetry.capture.step import Step
@@ -74,6 +74,7 @@ class WatchedModules:
         model = target.model()
         assert model is not None
         self._input_hook = InputHook(observer, state, model)
+        self._result_hook = ResultHook(observer, state, "", model)
         self._hooks: dict[str, ForwardHook] = {}
         self._by_identity: dict[int, ForwardHook] = {}  # of their modules
         self._identities: dict[str, int] = {}  # of all modules, when the watched ones were chosen
@@ -191,6 +192,8 @@ class WatchedModules:
         if torch.compiler.is_compiling():
             return
         hook = self._by_identity.get(id(module))
+        if hook is None and self._target.selection.modules is None:
+            hook = self._result_hook  # ignores other modules
         if hook is not None and hook.handle is None:
             hook.observe(module, args, output)
 

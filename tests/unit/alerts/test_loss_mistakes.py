@@ -16,8 +16,19 @@ from tests.helpers.figures import figures
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
+class EndsWith(nn.Sequential):
+    """Layers, and a function of their output."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(super().forward(x))
+
+
 def run(
-    last: nn.Module,
+    last: nn.Module | Callable[[Tensor], Tensor],
     loss_function: Loss,
     *,
     classes: int = 10,
@@ -28,7 +39,9 @@ def run(
 ) -> list[Alert]:
     """Train for 100 steps; with one class, the target of each row is 0 or 1."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, classes), last)
+    layers = nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, classes)
+    is_module = isinstance(last, nn.Module)
+    model = nn.Sequential(*layers, last) if is_module else EndsWith(last, *layers)
     optimizer = SGD(model.parameters(), rate, 0.9)
     rules = [WrongLossInput(), TargetsBroadcast()]
     with capture_run(model, every_n_steps=every, rules=rules) as recorded:
@@ -93,6 +106,26 @@ def test_other_activations_before_a_cross_entropy_are_named(
     (alert,) = run(last, F.cross_entropy)
     assert (alert.kind, alert.module_name) == ("wrong_loss_input", "3")
     assert figures(alert.summary)[1:] == bounds
+
+
+@pytest.mark.parametrize(
+    ("last", "loss_function", "classes"),
+    [
+        (lambda x: F.softmax(x, 1), F.cross_entropy, 10),
+        (torch.sigmoid, F.binary_cross_entropy_with_logits, 1),
+        (torch.relu, F.cross_entropy, 10),
+        (torch.tanh, F.cross_entropy, 10),
+    ],
+)
+def test_a_function_at_the_end_of_the_model_is_judged_like_its_module(
+    last: Callable[[Tensor], Tensor], loss_function: Loss, classes: int
+) -> None:
+    (alert,) = run(last, loss_function, classes=classes)
+    assert (alert.kind, alert.module_name) == ("wrong_loss_input", "")
+
+
+def test_a_function_before_its_own_loss_is_right() -> None:
+    assert run(torch.sigmoid, F.binary_cross_entropy, classes=1) == []
 
 
 @pytest.mark.slow
