@@ -201,9 +201,8 @@ class Baseline:
             self.layers.add(record)
             if self.norm.since_jump == 0:
                 self.norm_jump_step = record.step
-        if record.update_ratios:
-            ratios = matrix_ratios(record).values()
-            self.step_ratio, self._ratio_rate = median(ratios) if ratios else 0.0, self.rate
+        if ratios := matrix_ratios(record).values():
+            self.step_ratio, self._ratio_rate = median(ratios), self.rate
             self._ratio_norm = record.total_grad_norm
             if self.step_ratio >= LARGE_STEP:
                 self.since_large_step = 0

@@ -30,7 +30,7 @@ class Nonfinite(Detector):
         losses: Consecutive non-finite losses without an optimizer step.
 
     Values inside of the network show the :func:`origin`, but count only in the output of the last
-    module. Numbers overflowed if they grew millionfold. It resolves after twenty good steps, the
+    module. Numbers overflowed if they grew millionfold, or the weights a hundredfold in one step. It resolves after twenty good steps, the
     last of them full: parameters that are not used for some steps show only there.
     """
 
@@ -66,11 +66,14 @@ class Nonfinite(Detector):
         levels = levels[levels > -np.inf]
         known = [("the gradient norm", 10 ** (levels[-1] - levels[0]))] if len(levels) else []
         what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
+        limit = _OVERFLOWS
+        if baseline.step_ratio >= _REPLACED:
+            what, growth, limit = "the weights", baseline.step_ratio, _REPLACED
         loss, advice, how = record.loss or 0.0, found.advice, ""
         bad = "NaN or infinity" if record.all_grads_finite else "Gradients are NaN or infinite"
         if not math.isfinite(loss):
             bad = f"The loss is {'NaN' if math.isnan(loss) else 'infinite'}"
-        if growth >= _OVERFLOWS:
+        if growth >= limit:
             advice = _TOO_LARGE
             how = f": numbers overflowed after {what} grew {figure(growth, 1)}-fold"
         return Finding(
@@ -111,6 +114,7 @@ class Nonfinite(Detector):
 
 _CALM_STEPS = 20  # until it resolves: two full steps of every ten steps
 _OVERFLOWS = 1e6  # cnn_lr30 grows to 5e15; cnn_nan_batch, which does not overflow, to 4
+_REPLACED = 100.0  # chosen manually: the last update was so many times as large as the weights
 _TOO_LARGE = (
     "Lower the learning rate or warm it up",
     "Clip gradients (clip_grad_norm_)",

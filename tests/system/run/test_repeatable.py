@@ -46,7 +46,7 @@ def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
     optimizer = torch.optim.SGD(model.parameters(), run.lr, momentum=0.9)
     order = torch.Generator().manual_seed(0)
     with HookLogger(model, log_dir, every_n_steps=100, images=False) as logger:
-        for step in range(4 * STEPS):
+        for step in range(8 * STEPS):
             batch = torch.randint(0, len(images), (32,), generator=order)
             inputs = run.disturb(step, model, optimizer, images[batch])
             loss = F.cross_entropy(model(inputs), labels[batch])

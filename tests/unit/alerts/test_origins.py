@@ -222,6 +222,35 @@ def test_an_overflow_after_too_large_steps_states_the_growth(every: int) -> None
     assert "Lower the learning rate" in alert.advice[0]
 
 
+class Recurrent(nn.Module):
+    """A network that repeats a layer 50 times, whose gain is above 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.repeat, self.leave = nn.Linear(8, 48), nn.Linear(48, 48), nn.Linear(48, 3)
+        nn.init.normal_(self.repeat.weight, std=1.6 / 48**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(len(x), 48)
+        for _ in range(50):
+            state = torch.relu(self.enter(x) + self.repeat(state))
+        out: Tensor = self.leave(state)
+        return out
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_an_overflow_in_the_second_step_is_that_of_the_first_update(every: int) -> None:
+    torch.manual_seed(0)
+    model = Recurrent()
+    alert = train(Nonfinite(), 9, model=model, optimizer=SGD(model.parameters(), 1.0), every=every)[
+        0
+    ]
+    assert alert.step <= 2
+    assert re.search(r"numbers overflowed after the weights grew .*-fold", alert.summary)
+    assert "Lower the learning rate" in alert.advice[0]
+    assert alert.batches == ()
+
+
 def test_weights_that_are_overwritten_after_a_good_step_are_named() -> None:
     broken = net()
 
