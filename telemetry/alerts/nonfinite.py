@@ -30,8 +30,9 @@ class Nonfinite(Detector):
         losses: Consecutive non-finite losses without an optimizer step.
 
     Values inside of the network show the :func:`origin`, but count only in the output of the last
-    module. Numbers overflowed if they grew millionfold, or the weights a hundredfold in one step. It resolves after twenty good steps, the
-    last of them full: parameters that are not used for some steps show only there.
+    module. Numbers overflowed if they grew millionfold, or the weights a hundredfold in one step.
+    It resolves after twenty good steps, the last of them full: parameters that are not used for
+    some steps show only there.
     """
 
     kind = "nonfinite"

@@ -229,9 +229,11 @@ class Capture:
             step.forward.on_output(hook, args, output)
 
     @guarded("to observe what the model returns")
-    def on_result(self, hook: ResultHook, output: Any, grad_enabled: bool) -> None:
+    def on_result(
+        self, hook: ResultHook, output: Tensor, function: str, grad_enabled: bool
+    ) -> None:
         if (step := self._step_of_call(hook, grad_enabled)) is not None:
-            step.forward.on_result(hook, output)
+            step.forward.on_result(hook, output, function)
 
     @guarded("to measure attention")
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:

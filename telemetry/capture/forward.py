@@ -38,15 +38,6 @@ _DISCRETE = {
 }
 
 
-# Functions whose result a model may return, by the class of their node in the graph.
-_FUNCTIONS = {
-    "SoftmaxBackward0": "Softmax",
-    "SigmoidBackward0": "Sigmoid",
-    "ReluBackward0": "ReLU",
-    "TanhBackward0": "Tanh",
-}
-
-
 class GradObserver(Protocol):
     """Receiver of the gradients with respect to outputs."""
 
@@ -126,12 +117,11 @@ class ForwardPasses:
         if given or hook.convolves:
             self._take_images(hook, given, outputs)
 
-    def on_result(self, hook: ResultHook, output: Any) -> None:
-        """Receive what the model returns, and measure it if a function has computed it."""
-        function = _FUNCTIONS.get(type(getattr(output, "grad_fn", None)).__name__, "")
-        if not function or (self._latest is not None and self._latest() is output):
-            return
-        if calling_stage() is None:  # their names would need a prefix if each had a result
+    def on_result(self, hook: ResultHook, output: Tensor, function: str) -> None:
+        """Receive what the model returns, unless it is the output of a watched module."""
+        is_known = self._latest is not None and self._latest() is output
+        # Names of pipeline stages would need a prefix if each had a result of its own.
+        if not is_known and calling_stage() is None:
             self.function = function
             self.on_output(hook, (), output)
 

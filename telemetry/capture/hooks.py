@@ -27,6 +27,14 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _CHANNELS_FIRST = (*_CONVOLUTIONS, *_BATCH_NORMS, *_INSTANCE_NORMS, nn.GroupNorm)
 _UNITS_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.Bilinear)
 
+# Functions, named like their modules, by the class of their node in the graph.
+_FUNCTIONS = {
+    "SoftmaxBackward0": "Softmax",
+    "SigmoidBackward0": "Sigmoid",
+    "ReluBackward0": "ReLU",
+    "TanhBackward0": "Tanh",
+}
+
 
 class CallObserver(Protocol):
     """Receiver of the module calls that hooks observe; ``grad_enabled`` is that of the call."""
@@ -37,8 +45,10 @@ class CallObserver(Protocol):
     def on_output(self, hook: ForwardHook, args: Any, output: Any, grad_enabled: bool) -> None:
         """Receive the positional arguments and the output of a module."""
 
-    def on_result(self, hook: ResultHook, output: Any, grad_enabled: bool) -> None:
-        """Receive what the model returns."""
+    def on_result(
+        self, hook: ResultHook, output: Tensor, function: str, grad_enabled: bool
+    ) -> None:
+        """Receive what the model returns, and the function's name as that of a module."""
 
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Receive the arguments of ``scaled_dot_product_attention``, after the call."""
@@ -178,10 +188,22 @@ class ForwardHook(ModuleHook):
 
 
 class ResultHook(ForwardHook):
-    """Hook of the model itself, for what it returns; it is never installed on the model."""
+    """Hook of the model itself, for a result that a function of PyTorch has computed.
+
+    It is never installed on the model.
+    """
+
+    def observe(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Report a call of the model that ended with one of the functions."""
+        if module is self.module() and _node(output) in _FUNCTIONS:
+            super().observe(module, args, output)
 
     def _report(self, args: Any, output: Any, grad_enabled: bool) -> None:
-        self._observer.on_result(self, output, grad_enabled)
+        self._observer.on_result(self, output, _FUNCTIONS[_node(output)], grad_enabled)
+
+
+def _node(output: Any) -> str:
+    return type(getattr(output, "grad_fn", None)).__name__
 
 
 # --- compiled graphs ------------------------------------------------------------------------------
