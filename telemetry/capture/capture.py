@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from telemetry.capture.budget import Budget
 from telemetry.capture.captured_step import CapturedStep
 from telemetry.capture.clock import LoopClock
-from telemetry.capture.hooks import ForwardHook, InputHook, ResultHook
+from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.layouts import Layouts
 from telemetry.capture.light_step import LightReader, LightStep
 from telemetry.capture.missed_steps import MissedSteps
@@ -227,13 +227,6 @@ class Capture:
     def on_output(self, hook: ForwardHook, args: Any, output: Any, grad_enabled: bool) -> None:
         if (step := self._step_of_call(hook, grad_enabled)) is not None:
             step.forward.on_output(hook, args, output)
-
-    @guarded("to observe what the model returns")
-    def on_result(
-        self, hook: ResultHook, output: Tensor, function: str, grad_enabled: bool
-    ) -> None:
-        if (step := self._step_of_call(hook, grad_enabled)) is not None:
-            step.forward.on_result(hook, output, function)
 
     @guarded("to measure attention")
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:

@@ -96,6 +96,11 @@ class ForwardPasses:
         afterwards. A hook on the output tensor itself does neither, and receives the gradient of
         the value that the module returned.
         """
+        if isinstance(hook, ResultHook):
+            is_known = self._latest is not None and self._latest() is output
+            if is_known or calling_stage() is not None:  # stages would have names in common
+                return
+            self.function = hook.function
         given = tensors_in(args) if self._awaits_input else []
         self._awaits_input = False
         if given:
@@ -116,14 +121,6 @@ class ForwardPasses:
                 tensor.register_hook(_GradHook(self._grads, hook, place))
         if given or hook.convolves:
             self._take_images(hook, given, outputs)
-
-    def on_result(self, hook: ResultHook, output: Tensor, function: str) -> None:
-        """Receive what the model returns, unless it is the output of a watched module."""
-        is_known = self._latest is not None and self._latest() is output
-        # Names of pipeline stages would need a prefix if each had a result of its own.
-        if not is_known and calling_stage() is None:
-            self.function = function
-            self.on_output(hook, (), output)
 
     def on_graph_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> None:
         """Receive one of a module's outputs from a compiled graph."""

@@ -45,11 +45,6 @@ class CallObserver(Protocol):
     def on_output(self, hook: ForwardHook, args: Any, output: Any, grad_enabled: bool) -> None:
         """Receive the positional arguments and the output of a module."""
 
-    def on_result(
-        self, hook: ResultHook, output: Tensor, function: str, grad_enabled: bool
-    ) -> None:
-        """Receive what the model returns, and the function's name as that of a module."""
-
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Receive the arguments of ``scaled_dot_product_attention``, after the call."""
 
@@ -164,10 +159,7 @@ class ForwardHook(ModuleHook):
             if self._for_one_call:
                 self.remove()
             if self._state.armed:
-                self._report(args, output, torch.is_grad_enabled())
-
-    def _report(self, args: Any, output: Any, grad_enabled: bool) -> None:
-        self._observer.on_output(self, args, output, grad_enabled)
+                self._observer.on_output(self, args, output, torch.is_grad_enabled())
 
     def _trace(self, output: Any) -> None:
         """Put observers into the graph that is compiled; the compiler traces this method."""
@@ -191,19 +183,19 @@ class ResultHook(ForwardHook):
     """Hook of the model itself, for a result that a function of PyTorch has computed.
 
     It is never installed on the model.
+
+    Attributes:
+        function: The function, named like its module.
     """
+
+    function = ""
 
     def observe(self, module: nn.Module, args: Any, output: Any) -> None:
         """Report a call of the model that ended with one of the functions."""
-        if module is self.module() and _node(output) in _FUNCTIONS:
+        function = _FUNCTIONS.get(type(getattr(output, "grad_fn", None)).__name__)
+        if function is not None and module is self.module():
+            self.function = function
             super().observe(module, args, output)
-
-    def _report(self, args: Any, output: Any, grad_enabled: bool) -> None:
-        self._observer.on_result(self, output, _FUNCTIONS[_node(output)], grad_enabled)
-
-
-def _node(output: Any) -> str:
-    return type(getattr(output, "grad_fn", None)).__name__
 
 
 # --- compiled graphs ------------------------------------------------------------------------------
