@@ -16,6 +16,7 @@ from telemetry.capture.experts import Router
 from telemetry.capture.nested import tensors_in
 from telemetry.capture.state import State
 from telemetry.records import Output
+from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED, keep_in_graph
 from telemetry.torch_private.module_calls import keywords_of_call
 
@@ -192,10 +193,14 @@ class ResultHook(ForwardHook):
 
     def observe(self, module: nn.Module, args: Any, output: Any) -> None:
         """Report a call of the model that ended with one of the functions."""
-        function = _FUNCTIONS.get(type(getattr(output, "grad_fn", None)).__name__)
-        if function is not None and module is self.module():
+        if module is self.module() and (function := _function_of(output)) is not None:
             self.function = function
             super().observe(module, args, output)
+
+
+@undisturbed(always=True)
+def _function_of(output: Any) -> str | None:
+    return _FUNCTIONS.get(type(getattr(output, "grad_fn", None)).__name__)
 
 
 # --- compiled graphs ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a model returns, where a function has computed it."""
+"""Functions that a model ends with are recorded like their modules."""
 
 from __future__ import annotations
 
