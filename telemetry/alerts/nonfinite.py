@@ -30,9 +30,9 @@ class Nonfinite(Detector):
         losses: Consecutive non-finite losses without an optimizer step.
 
     Values inside of the network show the :func:`origin`, but count only in the output of the last
-    module. Numbers overflowed if they grew millionfold, or the weights a hundredfold in one step.
-    It resolves after twenty good steps, the last of them full: parameters that are not used for
-    some steps show only there.
+    module. Numbers overflowed if gradients grew millionfold, the loss a thousandfold, or the
+    weights a hundredfold in one step. It resolves after twenty good steps, the last of them full:
+    parameters that are not used for some steps show only there.
     """
 
     kind = "nonfinite"
@@ -67,20 +67,24 @@ class Nonfinite(Detector):
         levels = levels[levels > -np.inf]
         known = [("the gradient norm", 10 ** (levels[-1] - levels[0]))] if len(levels) else []
         what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
-        limit = _OVERFLOWS
+        limit = _GROWN if what == "the loss" else _OVERFLOWS
         if baseline.step_ratio >= _REPLACED:
             what, growth, limit = "the weights", baseline.step_ratio, _REPLACED
         loss, advice, how = record.loss or 0.0, found.advice, ""
         bad = "NaN or infinity" if record.all_grads_finite else "Gradients are NaN or infinite"
         if not math.isfinite(loss):
             bad = f"The loss is {'NaN' if math.isnan(loss) else 'infinite'}"
+        place = f", first in {found.where}"
         if growth >= limit:
-            advice = _TOO_LARGE
             how = f": numbers overflowed after {what} grew {figure(growth, 1)}-fold"
+            place = "" if advice in (_TARGETS, _UNKNOWN) else place
+            advice = _TOO_LARGE
+        elif advice is _UNKNOWN:
+            place = f". It began in {found.where}: the step was not measured in full"
         return Finding(
             module_name=found.module_name,
             value=(~record.grad_finite).sum(),
-            summary=f"{bad} at step {record.step}{how}, first in {found.where}",
+            summary=f"{bad} at step {record.step}{how}{place}",
             advice=advice,
             batch_steps=_batch_steps(record, advice, after_good=after_good),
         )
@@ -114,8 +118,9 @@ class Nonfinite(Detector):
 
 
 _CALM_STEPS = 20  # until it resolves: two full steps of every ten steps
-_OVERFLOWS = 1e6  # cnn_lr30 grows to 5e15; cnn_nan_batch, which does not overflow, to 4
-_REPLACED = 100.0  # chosen manually: the last update was so many times as large as the weights
+# Growth with which numbers overflow, of the loss, of gradients, and of the weights in one step;
+# chosen manually. The loss of cnn_lr30 grows to 5e15, of cnn_nan_batch, without overflow, to 4.
+_GROWN, _OVERFLOWS, _REPLACED = 1e3, 1e6, 1e2
 _TOO_LARGE = (
     "Lower the learning rate or warm it up",
     "Clip gradients (clip_grad_norm_)",
@@ -139,7 +144,7 @@ class Origin(NamedTuple):
     """Origin of values that are not finite."""
 
     module_name: str | None  # the culprit, if it is a module and known
-    where: str  # to follow "first in"
+    where: str  # to follow "first in", or all possible places with the advice _UNKNOWN
     advice: tuple[str, ...]
 
 
@@ -306,14 +311,14 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
 
 def _by_elimination(record: StepRecord) -> Origin:
     """Return the origin if all gradients are bad, or none is."""
-    other = f"the inputs, the targets or the loss{_NOT_FULL}"
-    if record.loss is not None and math.isinf(record.loss):
-        other = f"the targets or the loss, which is not NaN{_NOT_FULL}"
+    others = "the targets, the loss or a function"
+    if record.loss is None or not math.isinf(record.loss):
+        others = f"the inputs, {others}"
     suspects = _own(record, record.layout.modules)
-    if not suspects:
-        return Origin(None, f"a function between the modules, {other}", _TARGETS)
+    if suspects:
+        others = f"{others}{_perhaps(suspects)}"
     culprit = suspects[0] if len(suspects) == 1 else None
-    return Origin(culprit, f"the forward pass{_perhaps(suspects)}, or in {other}", _FORWARD)
+    return Origin(culprit, others, _UNKNOWN)
 
 
 def _own(record: StepRecord, modules: Sequence[Module]) -> list[str]:
@@ -348,6 +353,7 @@ _TARGETS: tuple[str, ...] = (
     "Check the batch and its targets for NaN, and for targets that the loss does not allow",
     "Check for log, sqrt or division without an eps",
 )
+_UNKNOWN = *_TARGETS, "Run again with every_n_steps=1 to learn the place"
 _BACKWARD: tuple[str, ...] = (
     "Check for sqrt, norm, log or division at 0: the value is finite, its gradient is not",
     "Add an eps inside, or exclude these values before",
