@@ -21,7 +21,7 @@ class Failures:
         """Log the exception being handled; ``doing`` says what failed: "to write an alert"."""
         if doing not in self._logged:
             self._logged.add(doing)
-            log.warning("telemetry failed %s; training continues without it", doing, exc_info=True)
+            log.warning("telemetry failed %s; training continues", doing, exc_info=True)
 
     @contextmanager
     def contained(self, doing: str) -> Iterator[None]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
@@ -36,6 +37,13 @@ def called_all(module_names: Sequence[str], most: int) -> str:
     """Return at most ``most`` names of modules for messages, and the number of others."""
     more = f" and {len(module_names) - most} more" if len(module_names) > most else ""
     return ", ".join(map(called, module_names[:most])) + more
+
+
+def closest(name: str, options: Iterable[str]) -> str:
+    """Return the options that resemble a name, or all of them, as the end of a sentence."""
+    options = [*options]
+    close = get_close_matches(str(name), options, n=3, cutoff=0.5)
+    return f"the closest are {', '.join(close)}" if close else f"there are {', '.join(options)}"
 
 
 def figure(value: float, digits: int = 3) -> str:

@@ -18,6 +18,9 @@ class Rule(ABC):
     thread, in the order of the steps. An exception is logged once, and the next step is judged.
     """
 
+    failed: str = ""
+    """Part of the rule that raised its latest exception; empty: the rule as a whole."""
+
     @property
     def name(self) -> str:
         """Name in log messages and in :meth:`HookLogger.state_dict`; by default the class's."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, get_args
 
@@ -24,6 +23,7 @@ from telemetry.alerts import (
 )
 from telemetry.alerts.detector import Detector
 from telemetry.alerts.engine import Engine
+from telemetry.plain_text import closest
 from telemetry.rule import Rule
 
 Settings = Mapping[str, "float | str"]
@@ -123,10 +123,3 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
             raise ValueError(f"{where}: must be above 0")
         elif value > 1 and parameter.endswith(("fraction", "share")):
             raise ValueError(f"{where}: is a share, must be at most 1")
-
-
-def closest(name: str, options: Iterable[str]) -> str:
-    """Return the options that resemble a name, or all of them, as the end of a sentence."""
-    options = [*options]
-    close = get_close_matches(str(name), options, n=3, cutoff=0.5)
-    return f"the closest are {', '.join(close)}" if close else f"there are {', '.join(options)}"

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.state import fill, restore, to_plain
 from telemetry.alerts.window import LATEST
-from telemetry.plain_text import steps_in_words
+from telemetry.plain_text import closest, steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch
 from telemetry.rule import Rule
@@ -39,6 +40,8 @@ class Finding:
     batch_steps: Iterable[int] = ()  # steps with a batch that may be the cause
 
 
+_Moment = Literal["step", "full", "loss"]
+_MOMENTS = get_args(_Moment)
 RATE_ADVICE = (
     "Fix the schedule or lower the learning rate",
     "Resume from a checkpoint before the jump",
@@ -64,7 +67,7 @@ class Detector(Rule):
 
     kind: ClassVar[str]
     # Which steps it evaluates: each, full steps, or those with a finite loss.
-    on: ClassVar[Literal["step", "full", "loss"]] = "step"
+    on: ClassVar[_Moment] = "step"
     severity: ClassVar[Severity] = "warning"
     explained_by: ClassVar[frozenset[str]] = frozenset()  # kinds that may be its root cause
     persistent: ClassVar[bool] = False  # may outlast its root cause
@@ -89,8 +92,10 @@ class Detector(Rule):
         known = self.limits()
         for name, value in limits.items():
             if name not in known:
-                raise TypeError(f"{type(self).__name__}({name}={value!r}): no limit has this name")
+                given = f"{type(self).__name__}({name}={value!r})"
+                raise TypeError(f"{given}: no parameter has this name; {closest(name, known)}")
             setattr(self, name, value)
+        self._check()
         self._own_baseline = Baseline()
         self.set_up()
         fill(self)
@@ -105,6 +110,25 @@ class Detector(Rule):
             for name, value in values.items()
             if name[0] != "_" and type(value) in (int, float) and name not in others
         ]
+
+    def _check(self) -> None:
+        """Raise ValueError for attributes of the class that have no meaning."""
+        after, explained_by = self.confirm_after, self.explained_by
+        counts = after in self.limits() if isinstance(after, str) else after >= 1
+        valid = {
+            "kind": (
+                re.fullmatch("[a-z0-9_]+", getattr(self, "kind", "")),
+                "letters a-z, 0-9 and _",
+            ),
+            "on": (self.on in _MOMENTS, f"one of {', '.join(_MOMENTS)}"),
+            "severity": (self.severity in get_args(Severity), "one of note, warning, error"),
+            "confirm_after": (counts, "a number from 1 on, or the name of a parameter"),
+            "explained_by": (not isinstance(explained_by, str), "a set of kinds"),
+        }
+        for name, (is_valid, meaning) in valid.items():
+            if not is_valid:
+                given = f"{type(self).__name__}.{name} = {getattr(self, name, None)!r}"
+                raise ValueError(f"{given}: must be {meaning}")
 
     @property
     def _active_module(self) -> str:

@@ -63,13 +63,13 @@ class Engine(Rule):
         return f"<{self.name}: {', '.join(self._detectors)}>"
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        found = _found_by([d.on_loss for d in self._of_losses], step, loss)
+        found = _found_by({d.kind: d.on_loss for d in self._of_losses}, step, loss)
         return self._report(*found) if any(found) else ()
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._baseline.add(record)
         detectors = self._detectors.values() if record.full else self._of_light_steps
-        found = _found_by([d.evaluate for d in detectors], record, self._baseline)
+        found = _found_by({d.kind: d.evaluate for d in detectors}, record, self._baseline)
         self._request(record, found[0])
         return self._report(*found)
 
@@ -122,10 +122,10 @@ class Engine(Rule):
 
     # --- root causes and consequences ------------------------------------------------------------
 
-    def _report(self, alerts: list[Alert], errors: list[Exception]) -> Iterator[Alert]:
+    def _report(self, alerts: list[Alert], errors: dict[str, Exception]) -> Iterator[Alert]:
         yield from self._reportable(alerts)
-        if errors:
-            raise errors[0]
+        for self.failed, error in errors.items():
+            raise error
 
     def _reportable(self, alerts: list[Alert]) -> list[Alert]:
         reported: list[Alert] = []
@@ -207,15 +207,15 @@ class Engine(Rule):
 
 
 def _found_by(
-    judges: Iterable[Callable[..., Iterable[Alert]]], *judged: Any
-) -> tuple[list[Alert], list[Exception]]:
-    """Return the alerts of detectors; one that raises does not stop the others."""
-    alerts, errors = list[Alert](), list[Exception]()
-    for judge in judges:
+    judges: Mapping[str, Callable[..., Iterable[Alert]]], *judged: Any
+) -> tuple[list[Alert], dict[str, Exception]]:
+    """Return the alerts of detectors, and what some raise, by kind: it does not stop the others."""
+    alerts, errors = list[Alert](), dict[str, Exception]()
+    for kind, judge in judges.items():
         try:
             alerts.extend(judge(*judged))
         except Exception as error:  # of any detector, perhaps the user's
-            errors.append(error)
+            errors[kind] = error
     return alerts, errors
 
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.text import Text
 
 from telemetry.alert import Alert
-from telemetry.alerts.configuration import KINDS, closest
+from telemetry.alerts.configuration import KINDS
 from telemetry.alerts.detector import Detector
 from telemetry.commands.output import LogDirs, print_records
-from telemetry.plain_text import printable
+from telemetry.plain_text import closest, printable
 
 _WIDTH = 100
 

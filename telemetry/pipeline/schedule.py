@@ -55,8 +55,10 @@ class Judge:
         self._has_confirmed |= self._is_finite and not is_finite
         self._is_finite = is_finite
         for rule in self._rules:
-            with self._failures.contained(f"to apply the rule {rule.name!r}"):
+            try:
                 yield from self._checked(rule(record))
+            except Exception:  # of any rule
+                self._report(rule)
 
     def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
         """Yield the alerts of a loss that was just logged."""
@@ -64,8 +66,11 @@ class Judge:
             try:
                 if (found := rule.on_loss(step, loss)) != ():
                     yield from self._checked(found)
-            except Exception:  # of any rule
-                self._failures.report(f"to apply the rule {rule.name!r}")
+            except Exception:
+                self._report(rule)
+
+    def _report(self, rule: Rule) -> None:
+        self._failures.report(f"to apply the rule {(rule.failed or rule.name)!r}")
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the states of the rules that have one, in their order."""

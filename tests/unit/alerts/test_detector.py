@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -209,8 +210,30 @@ def test_a_limit_can_be_the_number_of_confirming_findings() -> None:
 
 @pytest.mark.parametrize("name", ["los", "_bad", "counted", "clear_after", "kind"])
 def test_an_unknown_limit_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"Stricter\({name}=1\): no limit has this name"):
+    with pytest.raises(TypeError, match=rf"Stricter\({name}=1\): no parameter has this name"):
         Stricter(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("kind", "My kind!"),
+        ("on", "sometimes"),
+        ("severity", "fatal"),
+        ("confirm_after", 0),
+        ("confirm_after", "loses"),
+        ("explained_by", "nonfinite"),
+    ],
+)
+def test_a_detector_class_with_a_wrong_attribute_is_refused(name: str, value: object) -> None:
+    kind = type("Wrong", (NoLoss,), {name: value})
+    with pytest.raises(ValueError, match=rf"^Wrong\.{name} = {re.escape(repr(value))}: must be "):
+        kind()
+
+
+def test_a_detector_class_without_a_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^Nameless\.kind = None: must be letters"):
+        type("Nameless", (Detector,), {})()
 
 
 # --- state ---------------------------------------------------------------------------------------
@@ -282,3 +305,21 @@ def test_a_custom_detector_reports_the_start_and_the_end_of_a_fault(
     assert begin.threshold == 20.0
     assert 20 < begin.value < 30
     assert figures(begin.summary)[-1] == begin.step  # the age of the baseline
+
+
+def test_a_custom_detector_that_raises_is_named_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Detector):
+        kind = "broken"
+
+        def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+            raise RuntimeError("planted")
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with HookLogger(model, tmp_path, alerts={"broken": Broken()}):
+        for _ in range(3):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    assert caplog.text.count("telemetry failed to apply the rule 'broken'; training continues") == 1
