@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from telemetry.plain_text import printable
 
 log = logging.getLogger("telemetry")
+
+
+def tell(message: str) -> None:
+    """Log a message at INFO; print it where logging is not configured, or to a terminal."""
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+        log.info("%s", message)
+    elif sys.stderr is not None and (not log.hasHandlers() or sys.stderr.isatty()):
+        print(message, file=sys.stderr)
 
 
 class Failures:

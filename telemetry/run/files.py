@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from telemetry.events.file_writer import FileWriter
 from telemetry.events.page_format import encode_alert, new_session_id
 from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import GivenWriter, SummaryWriter
-from telemetry.failures import Failures
+from telemetry.failures import Failures, tell
 from telemetry.flight import FlightRecorder
 from telemetry.ranks.role import Role, is_rank_0, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
@@ -267,16 +266,13 @@ def tensorboard_command(log_dir: str) -> str:
     return f"tensorboard --logdir {shlex.quote(folder or '.')}"
 
 
-_logged = False
+_told = False
 
 
-def log_command_once(log_dir: str) -> None:
-    """Log the command once per process; print it where logging is not configured, or a terminal."""
-    global _logged
-    if _logged or not is_rank_0():
+def tell_command_once(log_dir: str) -> None:
+    """Tell the command that shows the runs, once per process."""
+    global _told
+    if _told or not is_rank_0():
         return
-    _logged = True
-    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
-        log.info("%s", tensorboard_command(log_dir))
-    elif sys.stderr is not None and (not log.hasHandlers() or sys.stderr.isatty()):
-        print(tensorboard_command(log_dir), file=sys.stderr)
+    _told = True
+    tell(tensorboard_command(log_dir))

@@ -366,6 +366,27 @@ def test_the_command_that_shows_the_runs_is_logged_once_in_a_process(
     ]
 
 
+NOTES = """
+import sys, torch
+from telemetry import HookLogger
+model = torch.nn.Linear(8, 2)
+optimizer, batch = torch.optim.SGD(model.parameters(), 0.01), torch.randn(16, 8)
+with HookLogger(model, sys.argv[1], every_n_steps=10) as logger:
+    for step in range(300):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_the_kinds_of_notes_are_printed_at_the_end_without_logging(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NOTES, str(tmp_path)]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("telemetry: notes: same_batch")
+    assert last.endswith(f". Read them: telemetry alerts {tmp_path}")
+
+
 def read_all(descriptor: int) -> bytes:
     """Return the text written to a pipe or terminal whose other end is closed, up to 64 KiB."""
     try:
