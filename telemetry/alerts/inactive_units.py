@@ -292,12 +292,12 @@ class SaturatedUnits(Detector):
             kind = layout.modules[layout.position[name]].type_name
             units = record.outputs[output].rows.units_of(record.outputs[output].row)
             which = "" if units is None else ranges(saturated_units(kind, units))
-            some = f" (units {which})" if which else ""
-            summary = f"{what}{some} are saturated"
+            summary = f"{what} are saturated" + (f"; units {which} for all inputs" if which else "")
             cause, advice = f"{printable(kind)} is flat there and passes no gradient", _CENTERED
         large, why = baseline.large_start
         if large and layout.position[large] <= layout.position[name]:
-            cause, advice = why, _SMALLER
+            cause = why
+            advice = f"Make the initial weights of {called(large)} smaller", *_SMALLER[1:]
         return Finding(
             summary=summary,
             cause=cause,
