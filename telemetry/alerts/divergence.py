@@ -144,7 +144,9 @@ class SummedGradients:
         is_first = len(self._norms) == 1
         if not record.full:
             return
-        given, biases = _sums(record)
+        calls = record.activations.rows.calls
+        # Of several passes, as in SAM, the loop may have zeroed the gradients of some.
+        given, biases = ({}, {}) if calls.max(initial=0) > 1 else _sums(record)
         before = self._biases if record.step == self._step + 1 else {}
         if given:
             now, own = np.array([biases[name] for name in given]), np.array([*given.values()])

@@ -90,7 +90,8 @@ class ExplodingActivation(Detector):
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return bool(self._began_deep) and self._is_deep(record)
+        is_deep = bool(self._began_deep) and self._is_deep(record)
+        return is_deep or not record.all_grads_finite
 
     def _is_deep(self, record: StepRecord) -> bool:
         return forward_growth(record).decades > math.log10(self.depth_factor)

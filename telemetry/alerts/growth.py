@@ -79,13 +79,13 @@ def forward_growth(record: StepRecord) -> Growth:
     """Return the growth of outputs, from the RMS of the first to the variation of the others.
 
     A large constant does not count. Neither does growth in a normalization, which returns numbers
-    around 1 for all inputs, as behind embeddings of 0.02.
+    around 1 for all inputs, as behind embeddings of 0.02, nor after the last parameters.
     """
     layout, activations = record.layout, record.activations
     ran = [layout.position[name] for name in activations]
     sizes, variation = np.full((2, len(layout.modules)), math.nan)
     sizes[ran], variation[ran] = rms_of(activations.rows), activations.rows.variation
-    modules = _with_scale(layout, sizes)
+    modules = _to_last_owner(layout, _with_scale(layout, sizes))
     variation[modules[:1]] = sizes[modules[:1]]
     return _growth(layout, modules, variation, free=_normalizations(layout)[modules])
 
@@ -97,6 +97,7 @@ def backward_growth(record: StepRecord) -> Growth:
     Growth in a normalization does not count: it divides gradients and inputs alike.
     """
     modules, sizes = _gradients(record)
+    modules = _to_last_owner(record.layout, modules)
     free = np.concatenate([[False], _normalizations(record.layout)[modules[:0:-1]]])
     return _growth(record.layout, modules[::-1], sizes, free=free)
 
@@ -124,6 +125,12 @@ def _gradients(record: StepRecord) -> tuple[NDArray[np.intp], Figures]:
 def _with_scale(layout: Layout, sizes: Figures) -> NDArray[np.intp]:
     """Return the modules with a positive, finite size, but no embeddings: any scale suits them."""
     return ((sizes > 0) & (sizes < math.inf) & ~_lookups(layout)).nonzero()[0]
+
+
+def _to_last_owner(layout: Layout, modules: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the modules up to the last with parameters: later ones choose a unit, or a range."""
+    until: NDArray[np.intp] = modules[modules <= layout.owning.max(initial=-1)]
+    return until
 
 
 def _growth(layout: Layout, modules: NDArray[np.intp], sizes: Figures, *, free: Marks) -> Growth:

@@ -66,6 +66,8 @@ class LossSpike(Detector):
         if is_new and (len(high) >= 2 or baseline.loss.is_worse):
             self._jumped_at = jumped_at
             jump = baseline.loss.jump_since(jumped_at + 1)
+            onsets = baseline.layers.onsets(jump.first.step)
+            lost = any(onset.factor == 0 and onset.step <= jumped_at for onset in onsets)
             times = figure(baseline.rate_after_jump / baseline.rate_before_jump)
             if self.active_alert is None:
                 self._rise = baseline.loss.rise(jump.peak.loss)
@@ -73,7 +75,8 @@ class LossSpike(Detector):
                 jump,
                 baseline,
                 cause=f"The learning rate jumped {times}-fold to {baseline.new_rate_in_words} at "
-                f"step {jumped_at}",
+                f"step {jumped_at}" + (_OTHER_LOSS if lost else ""),
+                severity="note" if lost else None,
                 module_name=baseline.jumped[0] if baseline.jumped else None,
                 advice=RATE_ADVICE,
                 escalates=self.active_alert is not None,
@@ -176,6 +179,7 @@ class LossSpike(Detector):
         )
 
 
+_OTHER_LOSS = ", and layers get no gradient any more, as from another loss"
 _IN_A_ROW = 3  # losses
 _NAMED = 5  # layers
 

@@ -14,7 +14,7 @@ from telemetry.layers.module_types import AFFINE, STANDARD
 from telemetry.plain_text import called, figure, printable
 from telemetry.records import Module, Output, StepRecord
 from telemetry.records.sketch import SAMPLE_ELEMENTS
-from telemetry.records.step import is_inside
+from telemetry.records.step import RUNNING_STATISTICS, is_inside
 from telemetry.records.tensor import bad_among
 
 
@@ -47,6 +47,7 @@ class Nonfinite(Detector):
     _skipped: bool | None = None
     _has_scaler: bool = False
     _calm_steps: int = 0
+    _has_begun: bool = False
     _usual: set[str]
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -55,6 +56,11 @@ class Nonfinite(Detector):
         self._has_scaler |= record.loss_scale is not None
         if record.skipped:
             return None
+        if not self._has_begun:
+            # Made as NaN, and perhaps never used.
+            made = [n for n in record.nan_buffers if not n.endswith(RUNNING_STATISTICS)]
+            self._usual.update(made)
+            self._has_begun = True
         # Steps without a record in between are unknown.
         after_good = self._last_good == record.step - 1
         found = origin(record, self._usual, after_good=after_good)
@@ -165,6 +171,8 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
     is_lost, bad = not math.isfinite(record.loss or 0.0), bad_among(record.outputs)
     if not is_lost and record.all_grads_finite:
         for name in record.nan_buffers:
+            if name in usual:
+                continue
             what = f"the buffer {printable(name)}, which only evaluation mode uses"
             return Origin(name.rpartition(".")[0], what, _BUFFER)
         if not bad or bad[-1] != [*record.outputs][-1]:  # it does not reach the end
@@ -234,7 +242,7 @@ def _constants(record: StepRecord) -> list[tuple[int, str, str]]:
     """Return NaN buffers that are no statistics of a batch norm: the last user, name, and owner."""
     found, modules = [], record.layout.modules
     for name in record.nan_buffers:
-        if not name.endswith(_STATISTICS):
+        if not name.endswith(RUNNING_STATISTICS):
             owner = name.rpartition(".")[0]
             users = [i for i, module in enumerate(modules) if is_inside(module.name, owner)]
             found.append((max(users, default=len(modules)), name, owner))
@@ -256,7 +264,9 @@ def _by_statistics(record: StepRecord) -> Origin | None:
     Another NaN buffer is named if none of the statistics before it is NaN.
     """
     modules = record.layout.modules
-    noted = {name.rpartition(".")[0] for name in record.nan_buffers if name.endswith(_STATISTICS)}
+    noted = {
+        name.rpartition(".")[0] for name in record.nan_buffers if name.endswith(RUNNING_STATISTICS)
+    }
     first = next((i for i, module in enumerate(modules) if module.name in noted), None)
     for place, name, owner in _constants(record)[:1]:
         if first is None or place < first:
@@ -336,7 +346,6 @@ def _perhaps(suspects: Sequence[str]) -> str:
     return f", perhaps in {named}" if named else ""
 
 
-_STATISTICS = "running_mean", "running_var"
 _NOT_FULL = " (it was not a full step)"
 _OPTIMIZER: tuple[str, ...] = (
     "Check for eps=0 in Adam",

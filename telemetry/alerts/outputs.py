@@ -184,8 +184,12 @@ class OutputCollapse(Detector):
     explained_by = LOST | {"exponential_trend", "untrained_parameters"}
     share = 0.02  # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     _highest: dict[Output, float]
+    _widest: dict[Output, float]  # highest variation
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        given = record.inputs.get("")
+        if given is not None and not given.variation > 0:
+            return None  # same_batch, or zeros
         outputs, rows = [*record.outputs], Tensors.of(record.outputs).rows
         sizes, counts, collapsed = rms_of(rows), rows.unit_count, []
         # A dead output makes all later ones constant. Few tokens reach some experts.
@@ -194,7 +198,11 @@ class OutputCollapse(Detector):
         for place in judged.nonzero()[0].tolist():
             output, share = outputs[place], float(rows.variation[place] / sizes[place])
             highest = self._highest[output] = max(share, self._highest.get(output, 0.0))
-            if share <= self.share and highest >= _VARIES:
+            variation = float(rows.variation[place])
+            widest = self._widest[output] = max(variation, self._widest.get(output, 0.0))
+            # Targets far from zero, such as temperatures in kelvin, leave it as it is.
+            narrows = variation <= _NARROW * widest
+            if share <= self.share and highest >= _VARIES and narrows:
                 collapsed.append((output, share))
         if (found := _alike(record)) is not None or not collapsed or baseline.age < LATEST:
             return found
@@ -245,6 +253,7 @@ def _alike(record: StepRecord) -> Finding | None:
 _ROUNDING = 1e-4  # of their range
 _UNITS = 8
 _VARIES = 0.3
+_NARROW = 0.1  # of the highest variation
 
 
 class ExpertCollapse(Detector):

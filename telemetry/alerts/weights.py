@@ -132,6 +132,8 @@ class LayersNotLearning(Detector):
             return None
         moved.sort()
         usual = float(np.interp(0.75 * (len(moved) - 1), np.arange(len(moved)), moved))
+        if usual < _STILL:  # none of the layers learns
+            return None
         norms = record.grad_norms[[*layout.matrices.values()]]
         limit = self.share * usual
         slow, learns = (ratios < limit) & (norms > 0), ratios >= limit
@@ -175,6 +177,7 @@ class LayersNotLearning(Detector):
         return not record.update_ratios or self._is_left
 
 
+_STILL = 1e-9  # of a weight's norm
 _FALLEN = 1000.0  # times; chosen manually
 _HYSTERESIS = 3  # ratios vary that much from step to step
 

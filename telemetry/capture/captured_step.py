@@ -22,7 +22,7 @@ from telemetry.measure import images
 from telemetry.ranks.topology import RankNotes
 from telemetry.records import AttentionHeads, Layout, StepRecord
 from telemetry.records.moments import nonfinite_of
-from telemetry.records.step import ClippedFraction
+from telemetry.records.step import RUNNING_STATISTICS, ClippedFraction
 from telemetry.records.tensor import Tensors
 from telemetry.torch_private import initial_scale, scaler_state
 from telemetry.torch_private.host_copy import HostCopy
@@ -281,6 +281,7 @@ class CapturedStep:
                     for group in self.buffer_norms
                     for index, norm in zip(group.indices, group.read()[0], strict=True)
                     if math.isnan(norm)
+                    or (math.isinf(norm) and self.buffer_names[index].endswith(RUNNING_STATISTICS))
                 ]
             ),
             nonfinite_parameters=self._nonfinite_parameters(names, tensors["weights"]),

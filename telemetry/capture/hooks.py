@@ -192,8 +192,13 @@ class ResultHook(ForwardHook):
     function = ""
 
     def observe(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Report a call of the model that ended with one of the functions."""
-        if module is self.module() and (function := _function_of(output)) is not None:
+        """Report a call of the model that ended with one of the functions.
+
+        A model with parameters of its own has its place in the forward order already.
+        """
+        if module is not self.module() or module._parameters:
+            return
+        if (function := _function_of(output)) is not None:
             self.function = function
             super().observe(module, args, output)
 

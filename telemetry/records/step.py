@@ -108,6 +108,10 @@ class Module:
         return "" if self.forward.startswith("torch/") else self.forward
 
 
+RUNNING_STATISTICS = ("running_mean", "running_var")
+"""Last parts of the names of a batch norm's buffers."""
+
+
 def is_inside(name: str, module_name: str) -> bool:
     """Whether a name belongs to a module or to a part of it; all names belong to the root."""
     return not module_name or f"{name}.".startswith(f"{module_name}.")
@@ -263,8 +267,9 @@ class StepRecord:
             their router.
         total_grad_norm_before_clipping: Norm of all gradients at the end of the backward pass.
         clipped_fraction: Share of all full steps up to now at which clipping reduced it.
-        nan_buffers: Buffers with a NaN, by their names in ``named_buffers()``. Also on other
-            steps, if a gradient on the CPU is not finite.
+        nan_buffers: Buffers with a NaN, and running statistics with NaN or infinity, by their
+            names in ``named_buffers()``. Also on other steps, if a gradient on the CPU is not
+            finite.
         nonfinite_parameters: Parameters with NaN or infinity before the step. Also on other steps,
             if a gradient on the CPU is not finite.
         inputs: Floating-point input tensors of the model, merged, by an empty name. If the first
