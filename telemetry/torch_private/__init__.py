@@ -173,15 +173,16 @@ def undisturbed(*, always: bool = False) -> Callable[[Function], Function]:
             in_mode = dispatches or torch.is_inference_mode_enabled()
             # First: torch-function modes would see the calls below.
             modes = _without_modes(all_modes=in_mode) if in_mode or in_functions else None
+            autocast: tuple[str, ...] = ()
             if modes is not None:
                 modes.__enter__()
-            if grad_enabled or modes is not None:  # leaving inference mode enables them
-                _set_grad_enabled(False)
-            types = _device_types() if casts else ()
-            autocast = tuple(filter(torch.is_autocast_enabled, types))
-            for device_type in autocast:
-                torch.set_autocast_enabled(device_type, False)
-            try:
+            try:  # from here on, as Ctrl-C may raise anywhere
+                if grad_enabled or modes is not None:  # leaving inference mode enables them
+                    _set_grad_enabled(False)
+                if casts:
+                    autocast = tuple(filter(torch.is_autocast_enabled, _device_types()))
+                for device_type in autocast:
+                    torch.set_autocast_enabled(device_type, False)
                 capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
                 left = not in_mode or _leave_dispatch_modes() is not None or not _in_dispatch_mode()
                 if always or (left and not capturing):

@@ -37,11 +37,12 @@ class AroundModuleCalls:
     def install(self) -> None:
         """Register the hooks. Idempotent."""
         if not self._handles:
-            self._handles += [
-                nn_module.register_module_forward_pre_hook(self._before),
-                nn_module.register_module_forward_hook(self._after),
-                nn_module.register_module_module_registration_hook(self._on_registered),
-            ]
+            for register, hook in (
+                (nn_module.register_module_forward_pre_hook, self._before),
+                (nn_module.register_module_forward_hook, self._after),
+                (nn_module.register_module_module_registration_hook, self._on_registered),
+            ):
+                self._handles.append(register(hook))
             _quieten(*self._handles)
 
     def _on_registered(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
@@ -52,7 +53,8 @@ class AroundModuleCalls:
     def remove(self) -> None:
         """Remove the hooks. Idempotent."""
         while self._handles:
-            _remove(self._handles.pop())
+            _remove(self._handles[-1])  # before it is forgotten, as Ctrl-C may raise anywhere
+            self._handles.pop()
 
 
 class ArmedPreHook:
