@@ -184,7 +184,7 @@ class OutputCollapse(Detector):
     explained_by = LOST | {"exponential_trend", "untrained_parameters"}
     share = 0.02  # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     _highest: dict[Output, float]
-    _widest: dict[Output, float]  # highest variation
+    _began: dict[Output, float]  # variation at the first full step
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         given = record.inputs.get("")
@@ -199,9 +199,8 @@ class OutputCollapse(Detector):
             output, share = outputs[place], float(rows.variation[place] / sizes[place])
             highest = self._highest[output] = max(share, self._highest.get(output, 0.0))
             variation = float(rows.variation[place])
-            widest = self._widest[output] = max(variation, self._widest.get(output, 0.0))
-            # Targets far from zero, such as temperatures in kelvin, leave it as it is.
-            narrows = variation <= _NARROW * widest
+            # Targets far from zero, such as temperatures in kelvin, leave it as it was.
+            narrows = variation <= _NARROW * self._began.setdefault(output, variation)
             if share <= self.share and highest >= _VARIES and narrows:
                 collapsed.append((output, share))
         if (found := _alike(record)) is not None or not collapsed or baseline.age < LATEST:
@@ -253,7 +252,7 @@ def _alike(record: StepRecord) -> Finding | None:
 _ROUNDING = 1e-4  # of their range
 _UNITS = 8
 _VARIES = 0.3
-_NARROW = 0.1  # of the highest variation
+_NARROW = 0.1  # of the first variation; chosen manually
 
 
 class ExpertCollapse(Detector):
