@@ -149,8 +149,7 @@ export class App {
       return;
     }
     if (request !== this.request) return; // something else has been chosen meanwhile
-    for (const panel of panels)
-      if (!kept.has(panel.run)) watchKeys(panel.heatmap.node, this.actions.ofKeys(panel.run));
+    if (!this.panels.length) watchKeys(this.actions.ofKeys());
     this.panels = panels;
     const { statistics } = panels[0].overview;
     if (!statistics.some((known) => known.name === statistic)) {

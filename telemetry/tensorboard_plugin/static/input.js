@@ -122,14 +122,16 @@ function wheel(heatmap, event, [x, y]) {
 const FAR = 10;
 
 /**
- * @param {HTMLElement} node
+ * Listens everywhere but in fields and dialogs.
  * @param {Object} act `moveStep(count)`, `moveLayer(count)`, `firstStep()`, `lastStep()`,
  *   `zoom(factor)`, `unzoom()`, `close()`, `alert(direction)`, `fold()`, `search()`, `runs()`,
  *   `onsets()`
  */
-export function watchKeys(node, act) {
-  node.addEventListener("keydown", (event) => {
+export function watchKeys(act) {
+  document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.closest("input, select") || document.querySelector("dialog[open]")) return;
+    if (event.key.startsWith("Page") && !event.target.closest(".heatmap")) return; // scrolls
     const by = event.shiftKey ? FAR : 1;
     const actions = {
       ArrowLeft: () => act.moveStep(-by),
