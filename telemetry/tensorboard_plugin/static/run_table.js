@@ -86,6 +86,7 @@ export class RunTable {
     this.parallel.ranges.clear();
     this.scroll.style.minHeight = "";
     this.current = current;
+    this.omitted = which === "run" ? null : this.state().run;
     this.onChoose = onChoose;
     this.title.textContent = which === "run" ? "Runs" : "Compare with...";
     this.search.value = this.state().filter;
@@ -114,7 +115,7 @@ export class RunTable {
     const columns = columnsOf(this.runs);
     const objectives = columns.filter(({ group, title }) => group === "metric" || title.endsWith(" loss"));
     const objective = objectives.find(({ title }) => title === this.objective) ?? objectives[0];
-    const matching = this.runs.filter(matcher(this.search.value, columns));
+    const matching = this.runs.filter(matcher(this.search.value, columns)).filter(({ name }) => name !== this.omitted);
     const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
     const isShown = (column) => choices.get(column.title) ?? (column.isShown && isFilled(column));
     const visible = columns.filter(isShown);
