@@ -280,7 +280,7 @@ export class Panel {
         ? `First ${isOfTwo ? "difference" : "NaN or infinity"}: ${at}${titleOf(names[0])}${more}`
         : `First NaN or infinity: ${at}${names.length} layers${originText(this.alerts)}`;
     const onclick = () => this.on.step(found.step);
-    fill(this.first, element("button", { dataset: { key: "first" }, onclick }, text));
+    fill(this.first, element("button", { dataset: { key: "first" }, title: text, onclick }, text));
   }
 
   #take(overview) {
@@ -319,7 +319,7 @@ export class Panel {
 function originText(alerts) {
   const faults = alerts.flatMap((alert) => [alert, ...alert.consequences]);
   const named = faults.find(({ kind, module_name: layer }) => kind === "nonfinite" && layer);
-  return named ? `; the alert names ${named.module_name}` : "";
+  return named ? `; alert: ${named.module_name}` : "";
 }
 
 /** A notice about omitted cells; "" if the picture shows everything. */

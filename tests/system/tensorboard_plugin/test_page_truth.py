@@ -135,7 +135,7 @@ def test_an_alert_of_dead_units_opens_the_relu_that_has_them(page: TelemetryPage
 def test_the_line_of_the_first_nan_names_the_layer_of_the_alert(page: TelemetryPage) -> None:
     page.open(run="blown")
     assert page.locator(".first-nonfinite").inner_text() == (
-        "First NaN or infinity: step 5, in 2 layers; the alert names b"
+        "First NaN or infinity: step 5, in 2 layers; alert: b"
     )
 
 
