@@ -36,11 +36,12 @@ export class Actions {
     };
   }
 
-  /** What the keys do in the picture of a run. */
-  ofKeys(run) {
+  /** What the keys do; in the picture of a run, with that run. */
+  ofKeys() {
     const { app } = this;
     const here = () => {
-      app.state.ofOther = run === app.state.other;
+      const panel = app.panels.find(({ node }) => node.contains(document.activeElement));
+      if (panel) app.state.ofOther = panel.run === app.state.other;
       return this;
     };
     return {
@@ -65,11 +66,10 @@ export class Actions {
     app.saveLink();
     const about = { layer: app.state.layer, statistic: app.statistic, theme: app.theme };
     app.runTable.open(app.runs, app.state[which], which, about, (name) => {
-      const isSame = name === app.state.run;
       // The table is read when it opens, and may have a run that has begun since.
       if (!app.runs.some((run) => run.name === name)) app.runs = [{ name }, ...app.runs];
       if (which === "run") app.change({ run: name, zoom: null, layer: null, step: null });
-      else app.change({ other: isSame ? "" : name, zoom: null });
+      else app.change({ other: name, zoom: null });
     });
   }
 

@@ -119,3 +119,8 @@ export function kindTitle(kind) {
   const text = kind === "nonfinite" ? "NaN or infinity" : kind.replaceAll("_", " ");
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
+
+/** The layers that an alert names: the culprit, where it was observed, and, until it resolves, the consequences. */
+export function layersOf({ module_name: culprit, observed_in: observed, stage, consequences }) {
+  return [culprit, observed, ...(stage === "resolved" ? [] : consequences.map((known) => known.module_name))];
+}

@@ -149,8 +149,8 @@ export class App {
       return;
     }
     if (request !== this.request) return; // something else has been chosen meanwhile
-    for (const panel of panels)
-      if (!kept.has(panel.run)) watchKeys(panel.heatmap.node, this.actions.ofKeys(panel.run));
+    const scrolling = this.source.isLive ? /^Page/ : /^(Page|Arrow|Home|End)/; // a report is long
+    if (!this.panels.length) watchKeys(scrolling, this.actions.ofKeys());
     this.panels = panels;
     const { statistics } = panels[0].overview;
     if (!statistics.some((known) => known.name === statistic)) {

@@ -1,6 +1,7 @@
 // Costs over steps: the share of each phase in the time of a step, stacked, and memory.
 
 import { drawChart, legendOf, readCurve, styleOf } from "./chart.js";
+import { element } from "./dom.js";
 import { aligned } from "./field.js";
 import { formatNumber } from "./format.js";
 
@@ -31,7 +32,10 @@ export function drawCosts(canvas, scalars, { view, theme, width, gutter, cursor 
     ...second.map((curve) => readCurve(curve, step, (value) => `${formatNumber(value)} GiB`)),
   ];
   canvas.plotted.read = read;
-  return legendOf(read(cursor ?? Infinity).map((curve) => ({ ...curve, label: `${curve.label} ${curve.text}` })));
+  const title = second.length ? "Time, memory (GiB)" : "Time";
+  const legend = legendOf(read(cursor ?? Infinity).map((curve) => ({ ...curve, label: `${curve.label} ${curve.text}` })));
+  legend.prepend(element("span", {}, title));
+  return legend;
 }
 
 /** Curves of which each begins where the one below it ends, at the steps that all have. */

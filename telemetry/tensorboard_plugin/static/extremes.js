@@ -1,5 +1,6 @@
-// Layers in which a statistic is unusually small or large for their role.
+// Layers in which a statistic is far from that of the layers with the same role.
 
+import { layersOf } from "./alert_list.js";
 import { element, fill, layerName } from "./dom.js";
 import { columnAt, valueAt } from "./field.js";
 import { formatNumber, formatStep, formatValue } from "./format.js";
@@ -14,43 +15,46 @@ export class Extremes {
   /** @param {(layer: string, step: number) => void} onChoose */
   constructor(onChoose) {
     this.onChoose = onChoose;
-    this.node = element("section", { class: "extremes", "aria-label": "Unusually small or large" });
+    this.node = element("section", { class: "extremes", "aria-label": "Far from the other layers" });
   }
 
-  /** Shows the unusual layers of a run at a step, if there are any. */
+  /** Shows the layers of a run that are far from the others at a step; causes only of those that an alert names. */
   show(panel, statistic, step) {
     const field = panel.field(statistic);
     const column = field ? columnAt(field.steps, step) : -1;
     const key = [statistic.name, column];
-    if (field === this.field && key.every((part, i) => part === this.key[i])) return;
-    [this.field, this.key] = [field, key];
+    const { alerts } = panel;
+    if (field === this.field && alerts === this.alerts && key.every((part, i) => part === this.key[i])) return;
+    Object.assign(this, { field, key, alerts });
     const found = panel.overview.layers.flatMap((layer, index) => {
       const value = column < 0 ? -1 : valueAt(field, index, step);
       return value >= 0 ? [{ layer, value }] : [];
     });
-    const { items, text } = judge(statistic, found);
+    const { items, title, text } = judge(statistic, found);
     const small = items.filter(({ isLarge }) => !isLarge).sort((a, b) => a.ratio - b.ratio);
     const large = items.filter(({ isLarge }) => isLarge).sort((a, b) => b.ratio - a.ratio);
     this.node.hidden = !items.length;
     if (this.node.hidden) return fill(this.node);
-    const list = (title, causes, of) => this.#list(title, causes, of, statistic, step);
+    const accused = new Set(alerts.flatMap(layersOf));
+    const isAccused = ({ layer }) => accused.has(layer.name);
+    const list = (side, causes, of) => this.#list(side, of.some(isAccused) ? causes : "", of, statistic, step);
     fill(
       this.node,
-      element("h2", {}, statistic.title, element("span", { class: "count" }, `at step ${formatStep(field.steps[column])}`)),
-      element("p", { class: "muted" }, text),
-      list("Unusually small", statistic.too_little, small),
-      list("Unusually large", statistic.too_much, large),
+      element("h2", {}, title, element("span", { class: "count" }, `at step ${formatStep(field.steps[column])}`)),
+      element("p", { class: "muted" }, `${statistic.title}: ${text}`, items.some(isAccused) ? "" : " No alert names them."),
+      list("Below", statistic.too_little, small),
+      list("Above", statistic.too_much, large),
     );
   }
 
-  #list(title, causes, found, statistic, step) {
+  #list(side, causes, found, statistic, step) {
     if (!found.length) return null;
     const item = ({ layer, value, relation }) =>
       layerItem(titleOf(layer), formatValue(statistic, value) + relation, () => this.onChoose(layer.name, step));
     return element(
       "div",
       {},
-      element("h3", {}, `${title}: ${found.length}`),
+      element("h3", {}, `${side}: ${found.length}`),
       causes ? element("p", { class: "muted" }, `Possible causes: ${causes}.`) : null,
       element("ol", {}, ...found.slice(0, MOST).map(item)),
       found.length > MOST ? element("p", { class: "muted" }, `and ${found.length - MOST} more`) : null,
@@ -70,7 +74,8 @@ function judge({ unit, log, usual }, found) {
     const items = found.filter(({ value }) => value > MUCH);
     return {
       items: items.map((item) => ({ ...item, ratio: item.value, isLarge: true, relation: "" })),
-      text: `Listed: layers above ${100 * MUCH} %.`,
+      title: `Above ${100 * MUCH} %`,
+      text: `layers above ${100 * MUCH} %.`,
     };
   }
   if (!log) return { items: [], text: "" };
@@ -83,7 +88,8 @@ function judge({ unit, log, usual }, found) {
     return [{ ...item, ratio, isLarge, relation: ratio > 0 ? ` (${factor}x ${isLarge ? "above" : "below"})` : "" }];
   });
   const what = usual == null ? "the median of layers with the same role" : `the usual ${formatNumber(usual)}`;
-  return { items, text: `Listed: layers more than ${FAR}x from ${what}.` };
+  const title = usual == null ? "Far from the other layers" : "Far from the usual";
+  return { items, title, text: `layers more than ${FAR}x from ${what}.` };
 }
 
 /** The median of each layer's role, else of its class, else of all layers without such a group. */

@@ -33,8 +33,13 @@ export function buildFrame(root, { tooltip, announcer, side, runTable, large, ac
 
 const EXAMPLE = `from telemetry import HookLogger
 
-with HookLogger(model, "runs/first", every_n_steps=100):
-    train()`;
+with HookLogger(model, "runs/first", every_n_steps=100) as logger:
+    for inputs, targets in batches:
+        loss = loss_function(model(inputs), targets)
+        logger.log(loss=loss)  # alerts about the loss need it
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()`;
 
 export function loadingMessage() {
   return message("loading", "Loading…", element("div", { class: "spinner", "aria-hidden": "true" }));
@@ -44,7 +49,7 @@ export function emptyMessage() {
   return message(
     "empty",
     "No run with telemetry yet",
-    element("p", {}, "Wrap your training, and its layers appear here:"),
+    element("p", {}, "Wrap your loop, and its layers appear here:"),
     element("pre", {}, EXAMPLE),
     element(
       "p",

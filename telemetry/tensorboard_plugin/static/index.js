@@ -16,6 +16,7 @@ export async function render() {
   onReload(() => app.refresh());
   onNavigation((link) => app.follow(link));
   showTab();
+  window.focus(); // else keys go to TensorBoard's tab
   await app.start();
 }
 

@@ -122,14 +122,17 @@ function wheel(heatmap, event, [x, y]) {
 const FAR = 10;
 
 /**
- * @param {HTMLElement} node
+ * Listens everywhere but in fields and dialogs; keys that scroll only in the picture.
+ * @param {RegExp} scrolling
  * @param {Object} act `moveStep(count)`, `moveLayer(count)`, `firstStep()`, `lastStep()`,
  *   `zoom(factor)`, `unzoom()`, `close()`, `alert(direction)`, `fold()`, `search()`, `runs()`,
  *   `onsets()`
  */
-export function watchKeys(node, act) {
-  node.addEventListener("keydown", (event) => {
+export function watchKeys(scrolling, act) {
+  document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.target.closest("input, select") || document.querySelector("dialog[open]")) return;
+    if (scrolling.test(event.key) && !event.target.closest(".heatmap")) return;
     const by = event.shiftKey ? FAR : 1;
     const actions = {
       ArrowLeft: () => act.moveStep(-by),

@@ -274,10 +274,13 @@ export class Panel {
     const { firstLayer, layerFactor } = isOfTwo ? field : this.field(statistic);
     const names = found.rows.map((row) => this.overview.layers[firstLayer + row * layerFactor]);
     const more = names.length > 1 ? ` and ${names.length - 1} more` : "";
-    const what = isOfTwo ? "First difference" : "First NaN or infinity";
-    const text = `${what}: step ${formatStep(found.step)}, in ${titleOf(names[0])}${more}`;
+    const at = `step ${formatStep(found.step)}, in `;
+    const text =
+      isOfTwo || !more
+        ? `First ${isOfTwo ? "difference" : "NaN or infinity"}: ${at}${titleOf(names[0])}${more}`
+        : `First NaN or infinity: ${at}${names.length} layers${originText(this.alerts)}`;
     const onclick = () => this.on.step(found.step);
-    fill(this.first, element("button", { dataset: { key: "first" }, onclick }, text));
+    fill(this.first, element("button", { dataset: { key: "first" }, title: text, onclick }, text));
   }
 
   #take(overview) {
@@ -310,6 +313,13 @@ export class Panel {
     this.notice.hidden = !text;
     if (this.notice.textContent !== text) this.notice.textContent = text;
   }
+}
+
+/** The layer in which NaN began, by the alert about it: within a step, NaN spreads forwards and backwards. */
+function originText(alerts) {
+  const faults = alerts.flatMap((alert) => [alert, ...alert.consequences]);
+  const named = faults.find(({ kind, module_name: layer }) => kind === "nonfinite" && layer);
+  return named ? `; alert: ${named.module_name}` : "";
 }
 
 /** A notice about omitted cells; "" if the picture shows everything. */

@@ -86,6 +86,7 @@ export class RunTable {
     this.parallel.ranges.clear();
     this.scroll.style.minHeight = "";
     this.current = current;
+    this.omitted = which === "run" ? null : this.state().run;
     this.onChoose = onChoose;
     this.title.textContent = which === "run" ? "Runs" : "Compare with...";
     this.search.value = this.state().filter;
@@ -114,7 +115,8 @@ export class RunTable {
     const columns = columnsOf(this.runs);
     const objectives = columns.filter(({ group, title }) => group === "metric" || title.endsWith(" loss"));
     const objective = objectives.find(({ title }) => title === this.objective) ?? objectives[0];
-    const matching = this.runs.filter(matcher(this.search.value, columns));
+    const offered = this.runs.filter(({ name }) => name !== this.omitted);
+    const matching = offered.filter(matcher(this.search.value, columns));
     const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
     const isShown = (column) => choices.get(column.title) ?? (column.isShown && isFilled(column));
     const visible = columns.filter(isShown);
@@ -132,9 +134,9 @@ export class RunTable {
     this.report.hidden = !checked.size || !this.source.reportUrl;
     this.report.href = this.source.reportUrl?.([...checked]);
     this.count.textContent =
-      (shown.length === this.runs.length
+      (shown.length === offered.length
         ? `${shown.length} run${shown.length === 1 ? "" : "s"}`
-        : `${shown.length || "none"} of ${this.runs.length} runs`) + picked;
+        : `${shown.length || "none"} of ${offered.length} runs`) + picked;
     const all = [{ title: "Run", show: (run) => this.#name(run) }, ...visible];
     fill(
       this.table,

@@ -1,6 +1,6 @@
 // The side panel: a chosen alert, the layers that changed first, a layer in detail, all alerts.
 
-import { AlertList, alertText } from "./alert_list.js";
+import { AlertList, alertText, layersOf } from "./alert_list.js";
 import { Detail } from "./detail.js";
 import { element, fill } from "./dom.js";
 import { Extremes, layerItem } from "./extremes.js";
@@ -102,11 +102,6 @@ export class Side {
       element("table", {}, element("tbody", {}, ...names.map(row))),
     );
   }
-}
-
-/** The layers that an alert names: the culprit, where it was observed, and, until it resolves, the consequences. */
-function layersOf({ module_name: culprit, observed_in: observed, stage, consequences }) {
-  return [culprit, observed, ...(stage === "resolved" ? [] : consequences.map((known) => known.module_name))];
 }
 
 const MOST = 8;

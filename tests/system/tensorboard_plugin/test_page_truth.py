@@ -88,6 +88,11 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             alert_at(30, "a", stage="resolved", **changes),
         ],
     )  # fmt: skip
+    write_run(
+        folder / "blown", layout_of(["a", "b"]), steps=range(9),
+        norms=lambda step: np.full(2, 1 if step < 5 else np.nan, np.float32),
+        alerts=[alert_at(5, "b", kind="nonfinite")],
+    )  # fmt: skip
     sweeps = {name: {"lr": rate} for name, rate in LR.items()}
     others = {f"batch/{i}": {"a_batch": 2**i, "optimizer": f"o{i}"} for i in range(2)}
     for name, values in {**sweeps, **others}.items():
@@ -100,7 +105,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(logdir: Path, browser: Any) -> Iterator[str]:
-    with serve(logdir, logdir / "log", fast=True, wanted=9) as url:
+    with serve(logdir, logdir / "log", fast=True, wanted=10) as url:
         yield url
 
 
@@ -125,6 +130,13 @@ def test_an_alert_of_dead_units_opens_the_relu_that_has_them(page: TelemetryPage
     assert ["Dead units", "0 %"] in details(page)
     assert page.locator(".units p").inner_text().endswith("zero behind a ReLU: 0-7")
     page.locator(".detail .to-alert", has_text="Dead units").first.wait_for()
+
+
+def test_the_line_of_the_first_nan_names_the_layer_of_the_alert(page: TelemetryPage) -> None:
+    page.open(run="blown")
+    assert page.locator(".first-nonfinite").inner_text() == (
+        "First NaN or infinity: step 5, in 2 layers; alert: b"
+    )
 
 
 def test_an_escalated_alert_names_its_consequence(page: TelemetryPage) -> None:

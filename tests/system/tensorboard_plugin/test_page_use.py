@@ -68,6 +68,19 @@ def test_the_keyboard_moves_through_steps_and_layers(page: TelemetryPage) -> Non
     assert said.inner_text() == "blocks.0.fc, step 8: 10.1"
 
 
+def test_keys_work_without_focus_on_the_picture_but_not_in_a_field(page: TelemetryPage) -> None:
+    page.open(run="demo", layer=".blocks.0.fc", step="20")
+    page.locator("h2.curves-title").click()
+    page.page.keyboard.press("ArrowRight")
+    assert page.link()["step"] == "21"
+    page.locator("button.reset").focus()
+    page.page.keyboard.press("n")
+    assert page.link()["step"] == "7"
+    page.page.keyboard.press("/")
+    page.page.keyboard.type("n0")
+    assert (page.link()["search"], page.link()["step"]) == ("n0", "7")
+
+
 def test_dragging_zooms_in_both_directions(page: TelemetryPage) -> None:
     page.open(run="demo")
     whole = page.pixel(0.1, 0.5)
@@ -127,6 +140,7 @@ def test_a_layer_is_compared_with_layers_of_its_role(page: TelemetryPage) -> Non
     assert page.locator(".extremes").is_hidden()
     page.open(run="roles", step="5")
     assert page.locator(".extremes li").all_inner_texts() == ["blocks.1.norm\n0.1 (100x above)"]
+    assert "Possible causes" not in page.locator(".extremes").inner_text()  # no alert names it
 
 
 def test_a_parameter_without_gradients_is_marked_as_frozen(page: TelemetryPage) -> None:

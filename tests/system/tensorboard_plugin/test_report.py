@@ -253,6 +253,7 @@ def test_phases_of_a_step_are_stacked_as_shares(tmp_path: Path, browser: Browser
     page.locator("html[data-ready=true]").wait_for(state="attached")
     legend = page.locator(".panel .curve-legend").nth(1).locator("span")
     assert legend.all_inner_texts() == [
+        "Time, memory (GiB)",
         "data wait 900 ms (75 %)", "forward 100 ms (8 %)", "backward 100 ms (8 %)",
         "optimizer 100 ms (8 %)", "host rss 3 GiB",
     ]  # fmt: skip
