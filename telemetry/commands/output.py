@@ -23,6 +23,7 @@ from telemetry.reading.run import NoTelemetryError, find_log_dirs, open_run
 from telemetry.reading.run_data import RunData
 
 _NARROWEST = 24  # cells of the first column, unless it needs less
+ALWAYS = 100  # weight of a column that is never hidden; the first one becomes narrower instead
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ def print_table(
         narrow = _table(title, names, shown, name_width=_NARROWEST)
         if Measurement.get(console, unlimited, narrow).maximum <= console.width:
             break
-        shown.remove(min(shown, key=lambda column: column.weight))
+        least = min(shown, key=lambda column: column.weight)
+        if least.weight == ALWAYS:
+            break
+        shown.remove(least)
     console.print(_table(title, names, shown), soft_wrap=False)
     if hidden := [column.title or "note" for column in others if column not in shown]:
         console.print(f"no room for: {', '.join(hidden)}", style="italic", soft_wrap=False)

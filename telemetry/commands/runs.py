@@ -17,7 +17,7 @@ from rich.text import Text
 from telemetry.commands import output
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.plain_text import called, called_all, natural_key, printable
-from telemetry.reading.comparison import Comparison, compare
+from telemetry.reading.comparison import Comparison, Difference, compare
 from telemetry.reading.run import NoTelemetryError, only_log_dir, open_run
 from telemetry.reading.run_entry import differing, read_row
 
@@ -177,22 +177,29 @@ def _print(comparison: Comparison, console: Console) -> None:
         console.print(f"{common}: no difference")
         return
     titles = {statistic.name: statistic.title for statistic in PAGE_STATISTICS}
-    names = ["" if d.module_name is None else called(d.module_name) for d in found]
-    diverged = [
-        f"step {d.step} in {name or d.statistic}" for d, name in zip(found, names, strict=True)
-    ]
-    layer = next((place for place, name in enumerate(names) if name), 0)
+    places = [_place(difference) for difference in found]
+    diverged = [f"step {d.step} in {place}" for d, place in zip(found, places, strict=True)]
+    layer = next((n for n, d in enumerate(found) if d.module_name is not None), 0)
     also = f", the layers at {diverged[layer]}" if layer else ""
     console.print(f"{common}; the runs diverge at {diverged[0]}{also}\n", style="bold")
     output.print_table(
         console,
         "first difference in",
-        names,
         [
-            output.Column("of", [Text(titles.get(d.statistic, d.statistic)) for d in found], 4),
-            output.Column("step", [Text(str(d.step)) for d in found], 5, True),
-            output.Column("first run", [output.number(d.first) for d in found], 2, True),
-            output.Column("second run", [output.number(d.second) for d in found], 1, True),
+            place if d.module_name is None else f"{titles[d.statistic]} of {place}"
+            for d, place in zip(found, places, strict=True)
+        ],
+        [
+            output.Column("step", [Text(str(d.step)) for d in found], output.ALWAYS, True),
+            output.Column("first", [output.number(d.first) for d in found], output.ALWAYS, True),
+            output.Column("second", [output.number(d.second) for d in found], output.ALWAYS, True),
             output.Column("layers", [Text(str(d.layer_count or "")) for d in found], 0, True),
         ],
     )
+
+
+def _place(difference: Difference) -> str:
+    """Return ``layer 2``, ``the model``, or the tag of a curve."""
+    if difference.module_name:
+        return f"layer {printable(difference.module_name)}"
+    return printable(difference.statistic) if difference.module_name is None else called("")

@@ -97,7 +97,7 @@ def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, status, output.getvalue(), errors.getvalue())
 
 
-def in_terminal(width: int, *arguments: str | Path) -> str:
+def in_terminal(width: int, *arguments: str | Path, status: int = 0) -> str:
     """Return the output on a terminal of this width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
@@ -112,7 +112,7 @@ def in_terminal(width: int, *arguments: str | Path) -> str:
         except OSError:  # Linux: the other end is closed
             pass
     os.close(ours)
-    assert process.returncode == 0
+    assert process.returncode == status
     return re.sub(r"\x1b\[[\d;]*m", "", sent.decode().replace("\r\n", "\n"))
 
 
@@ -199,6 +199,15 @@ def test_columns_of_runs_are_shown_or_named(runs: Path, width: int) -> None:
     for title in ("started", "last step", "best loss", "first alert"):
         assert title in shown
     assert ("no room for" in shown) == (width < 120)
+
+
+def test_a_difference_is_shown_with_both_values_on_a_narrow_terminal(runs: Path) -> None:
+    shown = in_terminal(40, "diff", runs / "good", runs / "faster", status=1)
+    *rows, hidden = shown.partition("first difference")[2].splitlines()
+    assert max(map(len, rows)) <= 40
+    assert rows[0].split() == ["step", "first", "second"] or rows[1].split()[-1] == "second"
+    assert rows[1].split()[-4:] == ["learning_rate/0", "0", "0.1", "0.2"]
+    assert hidden == "no room for: layers"
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -308,7 +317,7 @@ def test_equal_runs_do_not_differ(runs: Path) -> None:
 def test_the_first_step_and_layer_where_runs_diverge_are_named(runs: Path) -> None:
     done = call("diff", runs / "good", runs / "deep" / "bad")
     assert done.returncode == 1
-    assert "diverge at step 5 in loss, the layers at step 5 in last" in done.stdout
+    assert "diverge at step 5 in loss, the layers at step 5 in layer last" in done.stdout
     found = records(call("diff", runs / "good", runs / "faster", "--json").stdout)
     assert [(d["statistic"], d["step"]) for d in found[:3]] == [
         ("learning_rate/0", 0), ("update_ratio", 0), ("loss", 1),
