@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from itertools import groupby
 from typing import Any
 
@@ -36,6 +37,17 @@ def called_all(module_names: Sequence[str], most: int) -> str:
     """Return at most ``most`` names of modules for messages, and the number of others."""
     more = f" and {len(module_names) - most} more" if len(module_names) > most else ""
     return ", ".join(map(called, module_names[:most])) + more
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the known names that resemble a name, or some of all, as the end of a sentence."""
+    known = [*known]
+    close = get_close_matches(name, known)
+    return (
+        f"the closest are {called_all(close, 3)}"
+        if close
+        else f"there are {called_all(known, 10) or 'none'}"
+    )
 
 
 def figure(value: float, digits: int = 3) -> str:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from telemetry.layers import formulas
 from telemetry.layers.record import Column, Group, Layers, figure
+from telemetry.plain_text import closest
 from telemetry.records import StepRecord, moments, once
 from telemetry.records.tensor import Tensors
 
@@ -341,7 +342,13 @@ class LayerTable:
     outputs: Group  # of the layers
 
     def column(self, name: str) -> NDArray[np.float64]:
-        """Return one statistic of all layers, ``[modules]``; NaN if it was not measured."""
+        """Return one statistic of all layers, ``[modules]``; NaN if it was not measured.
+
+        Raises:
+            KeyError: There is no statistic of this name.
+        """
+        if name not in PLACES:
+            raise KeyError(f"no statistic {name!r}; {closest(name, PLACES)}")
         column: NDArray[np.float64] = self.values[:, PLACES[name]]
         return column
 
