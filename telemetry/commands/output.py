@@ -157,11 +157,15 @@ class LogDirs:
         try:
             return open_run(log_dir)
         except (OSError, ValueError) as error:
-            if isinstance(error, NoTelemetryError) and log_dir not in self._given:
-                report_skipped(error)
-            else:
-                self.fail(error)
+            self.refuse(log_dir, error)
         return None
+
+    def refuse(self, log_dir: Path, error: OSError | ValueError) -> None:
+        """Report a found directory that cannot be opened; one of another program is skipped."""
+        if isinstance(error, NoTelemetryError) and log_dir not in self._given:
+            report_skipped(error)
+        else:
+            self.fail(error)
 
     def fail(self, error: OSError | ValueError) -> None:
         report_problems([reason(error)])

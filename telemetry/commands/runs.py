@@ -28,8 +28,12 @@ _STYLES = {"live": "green", "died": "bold red"}
 
 def runs(args: argparse.Namespace, console: Console) -> int:
     found = output.LogDirs(args.runs)
-    rows = list(_rows(found, args.runs))
     terms = (args.filter or "").lower().split()
+    for term in terms:
+        if term.endswith(("<", ">", "=")):
+            raise ValueError(f"--filter {term}: needs a value, such as lr<1e-3")
+    rows = list(_rows(found, args.runs))
+    found.status = found.status if rows else 2
     rows = [row for row in rows if all(_matches(row, term) for term in terms)]
     hparams = {
         name if name not in _COLUMNS else f"hparams/{name}": name for name in differing(rows)
@@ -62,11 +66,10 @@ def _rows(found: output.LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any
         name = os.path.relpath(log_dir, given[0]) if is_below else str(log_dir)
         try:
             row = read_row(log_dir, name, now_s)
+            if row is None:
+                raise NoTelemetryError(log_dir)
         except (OSError, ValueError) as error:
-            found.fail(error)
-            continue
-        if row is None:
-            output.report_skipped(NoTelemetryError(log_dir))
+            found.refuse(log_dir, error)
         else:
             output.report_problems(row["problems"])
             yield row
@@ -156,6 +159,8 @@ _MAX_NAMES = 5
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
+    if not args.tolerance >= 0:
+        raise ValueError(f"--tolerance {args.tolerance:g}: must be at least 0")
     runs = [only_log_dir(path, output.report_skipped) for path in (args.first, args.second)]
     comparison = compare(*map(open_run, runs), tolerance=args.tolerance)
     if not comparison.step_count or not comparison.layer_count:

@@ -205,8 +205,7 @@ def test_a_difference_is_shown_with_both_values_on_a_narrow_terminal(runs: Path)
     shown = in_terminal(40, "diff", runs / "good", runs / "faster", status=1)
     *rows, hidden = shown.partition("first difference")[2].splitlines()
     assert max(map(len, rows)) <= 40
-    assert rows[0].split() == ["step", "first", "second"] or rows[1].split()[-1] == "second"
-    assert rows[1].split()[-4:] == ["learning_rate/0", "0", "0.1", "0.2"]
+    assert ["learning_rate/0", "0", "0.1", "0.2"] in [row.split() for row in rows]
     assert hidden == "no room for: layers"
 
 
@@ -383,7 +382,7 @@ def test_the_picture_of_one_run_is_written_as_png_and_svg(
     assert {"first", "second", "last", "step 0", "Dead units  0%"} <= set(texts)
     assert main(["export", str(runs), "-o", str(tmp_path / "b.svg")]) == 2
     assert "a picture shows one statistic of one run" in capsys.readouterr().err
-    assert main(["export", bad, "-o", str(tmp_path / "b.pdf")]) == 2
+    assert main(["export", bad, "-o", str(tmp_path / "b.xyz")]) == 2
     assert "pictures are .png or .svg" in capsys.readouterr().err
     assert main(["export", bad, "-o", str(tmp_path / "b.svg"), "--statistic", "saturation"]) == 2
     assert "no layer has saturation" in capsys.readouterr().err
@@ -406,11 +405,12 @@ def test_explain_of_a_wrong_file_names_the_expected_file(tmp_path: Path, name: s
 
 
 def test_a_directory_without_telemetry_data_is_an_error(tmp_path: Path) -> None:
-    writer = FileWriter(tmp_path)
+    writer = FileWriter(tmp_path / "plain")
     writer.write_values([summaries.scalar("loss", 1.0)], 0)
     writer.close()
-    for command in ("explain", "summary", "alerts"):
-        done = call(command, tmp_path)
+    for command in ("explain", "summary", "alerts", "runs"):
+        assert call(command, tmp_path).returncode == 2
+        done = call(command, tmp_path / "plain")
         assert (done.returncode, done.stdout) == (2, "")
         assert "has event files, but no telemetry data" in done.stderr
 
