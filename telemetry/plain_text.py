@@ -42,12 +42,9 @@ def called_all(module_names: Sequence[str], most: int) -> str:
 def closest(name: str, known: Iterable[str]) -> str:
     """Return the known names that resemble a name, or some of all, as the end of a sentence."""
     known = [*known]
-    close = get_close_matches(name, known)
-    return (
-        f"the closest are {called_all(close, 3)}"
-        if close
-        else f"there are {called_all(known, 10) or 'none'}"
-    )
+    if close := get_close_matches(name, known, n=3):
+        return f"the closest are {', '.join(map(called, close))}"
+    return f"there are {called_all(known, 10) or 'none'}"
 
 
 def figure(value: float, digits: int = 3) -> str:
