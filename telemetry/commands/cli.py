@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
 
     does = "write all numbers of the page as CSV, a row per layer and step, or a heat map"
     add = _command(commands, "export", export, does, of_runs)
-    where = "file to write (default: stdout); .png and .svg are heat maps of one run"
+    where = "file to write: .csv (default: stdout), or .png and .svg for a heat map of one run"
     add("-o", "--output", help=where, **output)
     shown = "column, or statistic of the heat map; may be repeated (default: all, or grad_norm): "
     add("--statistic", action="append", help=shown + _NAMES, **statistic)

@@ -89,8 +89,8 @@ def write_csv(file: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]
     writer.writerows(rows)
 
 
-def number(value: float) -> Text:
-    return Text(f"{value:.3g}", style="" if math.isfinite(value) else "bold red")
+def number(value: float, digits: int = 3) -> Text:
+    return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")
 
 
 def as_number(value: object) -> float | None:

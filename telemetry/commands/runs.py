@@ -187,6 +187,7 @@ def _print(comparison: Comparison, console: Console) -> None:
     layer = next((n for n, d in enumerate(found) if d.module_name is not None), 0)
     also = f", the layers at {diverged[layer]}" if layer else ""
     console.print(f"{common}; the runs diverge at {diverged[0]}{also}\n", style="bold")
+    values = [_values(difference) for difference in found]
     output.print_table(
         console,
         "first difference in",
@@ -196,8 +197,8 @@ def _print(comparison: Comparison, console: Console) -> None:
         ],
         [
             output.Column("step", [Text(str(d.step)) for d in found], output.ALWAYS, True),
-            output.Column("first", [output.number(d.first) for d in found], output.ALWAYS, True),
-            output.Column("second", [output.number(d.second) for d in found], output.ALWAYS, True),
+            output.Column("first", [first for first, _ in values], output.ALWAYS, True),
+            output.Column("second", [second for _, second in values], output.ALWAYS, True),
             output.Column("layers", [Text(str(d.layer_count or "")) for d in found], 0, True),
         ],
     )
@@ -208,3 +209,12 @@ def _place(difference: Difference) -> str:
     if difference.module_name:
         return f"layer {printable(difference.module_name)}"
     return printable(difference.statistic) if difference.module_name is None else called("")
+
+
+def _values(difference: Difference) -> tuple[Text, Text]:
+    """Return both values, with the digits of float32 if fewer do not tell them apart."""
+    both = difference.first, difference.second
+    first, second = map(output.number, both)
+    if first.plain == second.plain:
+        first, second = (output.number(value, 9) for value in both)
+    return first, second

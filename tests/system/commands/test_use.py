@@ -327,6 +327,13 @@ def test_the_first_step_and_layer_where_runs_diverge_are_named(runs: Path) -> No
     assert (backward["step"], backward["module_name"]) == (1, "last")
 
 
+def test_values_that_differ_in_late_digits_are_shown_with_them(runs: Path, tmp_path: Path) -> None:
+    train(tmp_path, lr=0.100001)
+    done = call("diff", runs / "good", tmp_path)
+    rates = next(line for line in done.stdout.splitlines() if line.startswith("learning_rate"))
+    assert rates.split()[1:] == ["0", "0.100000001", "0.100001"]
+
+
 def test_a_tolerance_hides_small_differences(runs: Path) -> None:
     assert call("diff", runs / "good", runs / "faster", "--tolerance", "1").returncode == 0
 
