@@ -183,9 +183,12 @@ def _loss_of(output: Any, loss_function: Callable[..., Any] | None, targets: Any
     else:
         loss = getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or (loss_function is None and loss.numel() != 1):
+        if loss_function is not None:
+            raise ValueError(f"check(loss_function=...): must return a tensor, not {type_of(loss)}")
+        shape = f" of shape {[*output.shape]}" if isinstance(output, Tensor) else ""
         raise ValueError(
-            f"check(loss_function={loss_function!r}): found no loss but {type(loss).__name__}; "
-            "pass a function of the output, and targets, that returns it as a tensor"
+            f"check(): the model returns {type_of(output)}{shape} and no loss; pass the loss "
+            "function and targets: check(model, inputs, nn.CrossEntropyLoss(), targets=classes)"
         )
     if not loss.requires_grad:
         raise ValueError(

@@ -39,11 +39,12 @@ def called_all(module_names: Sequence[str], most: int) -> str:
     return ", ".join(map(called, module_names[:most])) + more
 
 
-def closest(name: str, options: Iterable[str]) -> str:
-    """Return the options that resemble a name, or all of them, as the end of a sentence."""
-    options = [*options]
-    close = get_close_matches(str(name), options, n=3, cutoff=0.5)
-    return f"the closest are {', '.join(close)}" if close else f"there are {', '.join(options)}"
+def closest(name: object, known: Iterable[str]) -> str:
+    """Return the known names that resemble a name, or some of all, as the end of a sentence."""
+    known = [*known]
+    if close := get_close_matches(str(name), known, n=3, cutoff=0.5):
+        return f"the closest are {', '.join(map(called, close))}"
+    return f"there are {called_all(known, 10) or 'none'}"
 
 
 def figure(value: float, digits: int = 3) -> str:

@@ -11,6 +11,7 @@ RUN, LAYERS, TENSORS = "~run/", "~statistics/", "~tensors/"
 first two. The many pictures and histograms of tensors are last, so that they stay folded."""
 # Group of our texts.
 ALERTS = "~alerts/"
+GROUPS = RUN, LAYERS, TENSORS, ALERTS
 
 # L2 norm of all gradients, at every step.
 TOTAL_GRAD_NORM = f"{RUN}grad_norm/total"

@@ -167,7 +167,7 @@ def _print_alert(head: str, alert: Alert, console: Console) -> None:
     stage = {"escalated": ", escalated", "resolved": ", resolved"}.get(alert.stage, "")
     line = Text(f"{head}step {alert.step}: ")
     line.append(alert.severity, style=_STYLES[alert.severity])
-    line.append(printable(f" {alert.kind}{stage}") + alert.where)
+    line.append(printable(f" {alert.kind}") + alert.where + stage)
     console.print(line)
     for text in alert.message.splitlines():
         console.print(f"  {printable(text)}")

@@ -16,7 +16,7 @@ from rich.console import Console
 from telemetry.commands.alerts import FAIL_ON, alerts, batches, print_help
 from telemetry.commands.explain import explain_faults
 from telemetry.commands.export import export, report
-from telemetry.commands.lint import lint
+from telemetry.commands.lint import FORMATS, lint
 from telemetry.commands.output import new_console, reason, report_problems
 from telemetry.commands.runs import diff, runs
 from telemetry.commands.summary import summary, units
@@ -64,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         argcomplete.autocomplete(parser)
     args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.print_help()
+        return 2
     try:
         return int(args.command(args, new_console()))
     except (OSError, ValueError) as error:
@@ -87,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"telemetry {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
+    parser.set_defaults(command=None)
     path = {"type": Path, "metavar": "RUN"}
     a_run = "directory of a run, or a directory with a single run somewhere below"
     all_runs = "directory of a run, or of runs at any depth, such as runs/"
@@ -134,8 +138,7 @@ def _parser() -> argparse.ArgumentParser:
 
     does = "judge the loss and gradient norm that any program has logged"
     add = _command(commands, "lint", lint, does, fail_on, form)
-    what = "TensorBoard directory, trainer_state.json of Transformers, or CSV file of Lightning"
-    add("paths", nargs="+", type=Path, metavar="PATH", help=what)
+    add("paths", nargs="+", type=Path, metavar="PATH", help=FORMATS)
     add("--loss", metavar="TAG", help="tag of the loss (default: found by name)")
     add("--norm", metavar="TAG", help="tag of the gradient norm, in the same way")
 
@@ -166,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
 
     does = "write all numbers of the page as CSV, a row per layer and step, or a heat map"
     add = _command(commands, "export", export, does, of_runs)
-    where = "file to write (default: stdout); .png and .svg are heat maps of one run"
+    where = "file to write: .csv (default: stdout), or .png and .svg for a heat map of one run"
     add("-o", "--output", help=where, **output)
     shown = "column, or statistic of the heat map; may be repeated (default: all, or grad_norm): "
     add("--statistic", action="append", help=shown + _NAMES, **statistic)

@@ -26,7 +26,7 @@ MAX_FILES = 32
 MAX_ROWS = 30
 MAX_POINTS = 60
 
-NO_FLIGHT = "has no flight file: no alert of severity error, no loss spike and no exception"
+NO_FLIGHT = "no flight file: no alert of severity error, no loss spike and no exception"
 
 _CELL_WIDTH = 7  # "1.2e-05"
 _AROUND = 60  # characters around a curve
@@ -47,7 +47,8 @@ def explain_faults(args: argparse.Namespace, console: Console) -> int:
     runs = output.LogDirs(others, lambda path: list_event_files(path) or flight_files(path))
     paths = [*files, *(path for path in runs.found if flight_files(path))]
     healthy = [path for path in runs.found if path not in paths and runs.open(path) is not None]
-    output.report_problems(f"{path}: {NO_FLIGHT}" for path in healthy)
+    if healthy:
+        output.report_problems([f"{called_all([*map(str, healthy)], _MOST_NAMES)}: {NO_FLIGHT}"])
     if args.form == "csv":
         rows = (row for flight in _flights(paths, runs) for row in _profile_rows(flight))
         output.print_records("csv", _ROW, rows)

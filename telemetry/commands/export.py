@@ -28,15 +28,12 @@ from telemetry.tensorboard_plugin.report import MAX_RUNS, report_html
 
 _MOST_ROWS, _MOST_COLUMNS = 512, 1024
 
-# Formats that are not supported.
-_NOT_WRITTEN = (".pdf", ".jpg", ".jpeg", ".webp", ".gif", ".html", ".json", ".parquet", ".gz")
-
 
 def export(args: argparse.Namespace, console: Console) -> int:
     ending = args.output.suffix.lower() if args.output is not None else ""
     if ending in (".png", ".svg"):
         return _export_picture(args)
-    if ending in _NOT_WRITTEN:
+    if ending not in ("", ".csv"):
         raise ValueError(f"-o {args.output}: pictures are .png or .svg, numbers .csv")
     runs = LogDirs(args.runs)
     statistics = args.statistic or [statistic.name for statistic in PAGE_STATISTICS]

@@ -20,6 +20,7 @@ from telemetry.alerts.configuration import DETECTORS
 from telemetry.alerts.engine import Engine
 from telemetry.commands.alerts import print_alerts
 from telemetry.commands.output import LogDirs, as_number, report_problems
+from telemetry.plain_text import closest
 from telemetry.reading.sources import FileSource
 from telemetry.records import Layout, Module, Parameter, StepRecord
 from telemetry.records.loss import loss_among
@@ -36,6 +37,7 @@ _LAYOUT = Layout(
     modules=(Module(name="", type_name="model"),),
     parameters=(Parameter(name="all", module_name="", shape=(1,)),),
 )
+FORMATS = "TensorBoard directory, trainer_state.json of Transformers, or CSV file of Lightning"
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """Steps and values of each tag, by ascending step."""
@@ -68,8 +70,14 @@ def read_series(path: Path) -> Series:
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"is larger than {MAX_JSON_BYTES >> 20} MiB")
     if path.suffix == ".csv":
-        return _series(csv.DictReader(text.decode("utf-8").splitlines()))
-    state = json.loads(text)
+        rows = csv.DictReader(text.decode("utf-8").splitlines())
+        if "step" not in (columns := rows.fieldnames or ()) or "module_name" in columns:
+            raise ValueError("is no CSV file with a column step and a row for each step")
+        return _series(rows)
+    try:
+        state = json.loads(text)
+    except ValueError:
+        raise ValueError(f"is no {FORMATS}") from None
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise ValueError("has no log_history, as trainer_state.json of Transformers has")
@@ -96,7 +104,7 @@ def judge(series: Series, *, loss: str | None = None, norm: str | None = None) -
     """
     for option, tag in (("--loss", loss), ("--norm", norm)):
         if tag is not None and tag not in series:
-            raise ValueError(f"{option} {tag}: not among the tags: {', '.join(sorted(series))}")
+            raise ValueError(f"{option} {tag}: not among the tags; {closest(tag, sorted(series))}")
     loss = loss or loss_among(tag for tag in series if not tag.startswith(RUN))
     norm = norm or min(filter(_NORM_TAG.match, series), key=len, default=None)
     losses = dict(series[loss]) if loss is not None else {}

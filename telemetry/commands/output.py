@@ -23,6 +23,7 @@ from telemetry.reading.run import NoTelemetryError, find_log_dirs, open_run
 from telemetry.reading.run_data import RunData
 
 _NARROWEST = 24  # cells of the first column, unless it needs less
+ALWAYS = 100  # weight of a column that is never hidden; the first one becomes narrower instead
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ def print_table(
         narrow = _table(title, names, shown, name_width=_NARROWEST)
         if Measurement.get(console, unlimited, narrow).maximum <= console.width:
             break
-        shown.remove(min(shown, key=lambda column: column.weight))
+        least = min(shown, key=lambda column: column.weight)
+        if least.weight == ALWAYS:
+            break
+        shown.remove(least)
     console.print(_table(title, names, shown), soft_wrap=False)
     if hidden := [column.title or "note" for column in others if column not in shown]:
         console.print(f"no room for: {', '.join(hidden)}", style="italic", soft_wrap=False)
@@ -85,8 +89,8 @@ def write_csv(file: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]
     writer.writerows(rows)
 
 
-def number(value: float) -> Text:
-    return Text(f"{value:.3g}", style="" if math.isfinite(value) else "bold red")
+def number(value: float, digits: int = 3) -> Text:
+    return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")
 
 
 def as_number(value: object) -> float | None:
@@ -153,11 +157,15 @@ class LogDirs:
         try:
             return open_run(log_dir)
         except (OSError, ValueError) as error:
-            if isinstance(error, NoTelemetryError) and log_dir not in self._given:
-                report_skipped(error)
-            else:
-                self.fail(error)
+            self.refuse(log_dir, error)
         return None
+
+    def refuse(self, log_dir: Path, error: OSError | ValueError) -> None:
+        """Report a found directory that cannot be opened; one of another program is skipped."""
+        if isinstance(error, NoTelemetryError) and log_dir not in self._given:
+            report_skipped(error)
+        else:
+            self.fail(error)
 
     def fail(self, error: OSError | ValueError) -> None:
         report_problems([reason(error)])

@@ -17,7 +17,7 @@ from rich.text import Text
 from telemetry.commands import output
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.plain_text import called, called_all, natural_key, printable
-from telemetry.reading.comparison import Comparison, compare
+from telemetry.reading.comparison import Comparison, Difference, compare
 from telemetry.reading.run import NoTelemetryError, only_log_dir, open_run
 from telemetry.reading.run_entry import differing, read_row
 
@@ -28,8 +28,12 @@ _STYLES = {"live": "green", "died": "bold red"}
 
 def runs(args: argparse.Namespace, console: Console) -> int:
     found = output.LogDirs(args.runs)
-    rows = list(_rows(found, args.runs))
     terms = (args.filter or "").lower().split()
+    for term in terms:
+        if term.endswith(("<", ">", "=")):
+            raise ValueError(f"--filter {term}: needs a value, such as lr<1e-3")
+    rows = list(_rows(found, args.runs))
+    found.status = found.status if rows else 2
     rows = [row for row in rows if all(_matches(row, term) for term in terms)]
     hparams = {
         name if name not in _COLUMNS else f"hparams/{name}": name for name in differing(rows)
@@ -62,11 +66,10 @@ def _rows(found: output.LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any
         name = os.path.relpath(log_dir, given[0]) if is_below else str(log_dir)
         try:
             row = read_row(log_dir, name, now_s)
+            if row is None:
+                raise NoTelemetryError(log_dir)
         except (OSError, ValueError) as error:
-            found.fail(error)
-            continue
-        if row is None:
-            output.report_skipped(NoTelemetryError(log_dir))
+            found.refuse(log_dir, error)
         else:
             output.report_problems(row["problems"])
             yield row
@@ -156,6 +159,8 @@ _MAX_NAMES = 5
 
 
 def diff(args: argparse.Namespace, console: Console) -> int:
+    if not args.tolerance >= 0:
+        raise ValueError(f"--tolerance {args.tolerance:g}: must be at least 0")
     runs = [only_log_dir(path, output.report_skipped) for path in (args.first, args.second)]
     comparison = compare(*map(open_run, runs), tolerance=args.tolerance)
     if not comparison.step_count or not comparison.layer_count:
@@ -177,22 +182,39 @@ def _print(comparison: Comparison, console: Console) -> None:
         console.print(f"{common}: no difference")
         return
     titles = {statistic.name: statistic.title for statistic in PAGE_STATISTICS}
-    names = ["" if d.module_name is None else called(d.module_name) for d in found]
-    diverged = [
-        f"step {d.step} in {name or d.statistic}" for d, name in zip(found, names, strict=True)
-    ]
-    layer = next((place for place, name in enumerate(names) if name), 0)
+    places = [_place(difference) for difference in found]
+    diverged = [f"step {d.step} in {place}" for d, place in zip(found, places, strict=True)]
+    layer = next((n for n, d in enumerate(found) if d.module_name is not None), 0)
     also = f", the layers at {diverged[layer]}" if layer else ""
     console.print(f"{common}; the runs diverge at {diverged[0]}{also}\n", style="bold")
+    values = [_values(difference) for difference in found]
     output.print_table(
         console,
         "first difference in",
-        names,
         [
-            output.Column("of", [Text(titles.get(d.statistic, d.statistic)) for d in found], 4),
-            output.Column("step", [Text(str(d.step)) for d in found], 5, True),
-            output.Column("first run", [output.number(d.first) for d in found], 2, True),
-            output.Column("second run", [output.number(d.second) for d in found], 1, True),
+            place if d.module_name is None else f"{titles[d.statistic]} of {place}"
+            for d, place in zip(found, places, strict=True)
+        ],
+        [
+            output.Column("step", [Text(str(d.step)) for d in found], output.ALWAYS, True),
+            output.Column("first", [first for first, _ in values], output.ALWAYS, True),
+            output.Column("second", [second for _, second in values], output.ALWAYS, True),
             output.Column("layers", [Text(str(d.layer_count or "")) for d in found], 0, True),
         ],
     )
+
+
+def _place(difference: Difference) -> str:
+    """Return ``layer 2``, ``the model``, or the tag of a curve."""
+    if difference.module_name:
+        return f"layer {printable(difference.module_name)}"
+    return printable(difference.statistic) if difference.module_name is None else called("")
+
+
+def _values(difference: Difference) -> tuple[Text, Text]:
+    """Return both values, with the digits of float32 if fewer do not tell them apart."""
+    both = difference.first, difference.second
+    first, second = map(output.number, both)
+    if first.plain == second.plain:
+        first, second = (output.number(value, 9) for value in both)
+    return first, second

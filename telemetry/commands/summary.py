@@ -93,7 +93,7 @@ def _sorted(
 def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
     """Yield the layers that have the statistic, in forward order.
 
-    ``last`` may be NaN or infinite; ``median`` is that of the finite values. ``trend`` is the
+    ``last`` may be NaN or infinite; ``median`` is so if most values are. ``trend`` is the
     median of the last quarter of the values divided by that of the first: infinite if the last
     values are not finite, NaN with fewer than four values or if the first median is 0 or infinite.
     ``largest`` and ``largest_step`` are of the first NaN or infinity, else of the largest value.
@@ -105,13 +105,13 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
         is_known = matrix.values[:, row] != MISSING
         values = matrix.values[is_known, row].astype(np.float64)
         sizes = np.where(np.isnan(values), math.inf, values)
-        finite, largest = values[np.isfinite(values)], int(sizes.argmax())
+        largest, middle = int(sizes.argmax()), float(np.median(sizes))
         first, last = _ends(sizes)
         yield {
             "module_name": layers[row].name,
             "type_name": layers[row].type_name,
             "last": float(values[-1]),
-            "median": float(np.median(finite)) if finite.size else math.nan,
+            "median": middle if math.isfinite(middle) else float(values[largest]),
             "trend": last / first if sizes.size >= 4 and 0 < first < math.inf else math.nan,
             "largest": float(values[largest]),
             "largest_step": int(matrix.steps[is_known][largest]),
@@ -193,13 +193,18 @@ def _print_run(
 
 
 def _arrow(layer: Mapping[str, Any]) -> Text:
-    """Return the trend after a peak: without it, an explosion that ended seems a decay."""
+    """Return the trend after a peak: without it, an explosion that ended seems a decay.
+
+    Where most values of an end are not finite, return the first step with one instead.
+    """
     ratio, peak = layer["trend"], layer["largest"]
     arrow = "↗" if ratio > _STEADY else "↘" if ratio < 1 / _STEADY else "→"
     text = Text("" if math.isnan(ratio) else f"{arrow} ×{ratio:.2g}")
-    if not layer["is_peak"]:
+    if layer["is_peak"]:
+        return Text.assemble("peak ", number(peak), f" at {layer['largest_step']}, then ", text)
+    if math.isfinite(peak):
         return text
-    return Text.assemble("peak ", number(peak), f" at {layer['largest_step']}, then ", text)
+    return Text.assemble("first ", number(peak), f" at step {layer['largest_step']}")
 
 
 _UNIT = ("step", "unit", "min", "max", "dead", "saturated", "omitted")

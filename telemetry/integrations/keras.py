@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from keras.callbacks import Callback
+from keras.layers import Layer
 from torch import nn
 
 from telemetry.integrations.trainer_logger import TrainerLogger
@@ -22,6 +23,10 @@ class TelemetryCallback(TrainerLogger, Callback):
         self._layers = nn.Module()
         for layer in self.model.layers:
             self._layers.add_module(layer.name.replace(".", "_"), layer)
+        # Keras registers the parameters of a layer that fit() built at the first access.
+        for layer in self._layers.modules():
+            if isinstance(layer, Layer):
+                layer.torch_params  # noqa: B018
         self.begin(self._layers, first_step=int(self.model.optimizer.iterations))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from telemetry.layers import formulas
 from telemetry.layers.record import Column, Group, Layers, figure
+from telemetry.plain_text import closest
 from telemetry.records import StepRecord, moments, once
 from telemetry.records.tensor import Tensors
 
@@ -342,12 +343,12 @@ class LayerTable:
 
     def column(self, name: str) -> NDArray[np.float64]:
         """Return one statistic of all layers, ``[modules]``; NaN if it was not measured."""
-        column: NDArray[np.float64] = self.values[:, PLACES[name]]
+        column: NDArray[np.float64] = self.values[:, _place(name)]
         return column
 
     def value(self, row: int, name: str) -> float | None:
         """Return one statistic of one layer; None if it was not measured."""
-        place = PLACES[name]
+        place = _place(name)
         return float(self.values[row, place]) if self.known[row, place] else None
 
     @property
@@ -355,6 +356,12 @@ class LayerTable:
         """Whether each layer returned a tensor, bool ``[modules]``."""
         ran: NDArray[np.bool_] = self.outputs.rows.calls > 0
         return ran
+
+
+def _place(name: str) -> int:
+    if name not in PLACES:
+        raise KeyError(f"no statistic {name!r}; {closest(name, PLACES)}")
+    return PLACES[name]
 
 
 @once

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.events import list_event_files
 from telemetry.layers import MISSING, PAGE_STATISTICS
-from telemetry.plain_text import natural_key
+from telemetry.plain_text import closest, natural_key
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.matrix import UnitExtremes
 from telemetry.reading.run_data import RunData, windows
@@ -99,10 +98,13 @@ class Run:
 
         Raises:
             KeyError: The run does not have the layer.
+            TypeError: ``layer`` is no string.
         """
         names = [known.name for known in self._data.overview().layers]
         if layer not in names:
-            raise KeyError(_not_found("layer", layer, names))
+            if not isinstance(layer, str):
+                raise TypeError(f"units(layer={layer!r}): must be the name of a layer")
+            raise KeyError(f"no layer {layer!r}; {closest(layer, names)}")
         return self._data.units(layer)
 
     @cached_property
@@ -141,14 +143,11 @@ class Run:
         """
         found = self._histogram_tags.get(plain(tag))
         if found is None:
-            raise KeyError(_not_found("histograms", plain(tag), self.histogram_tags))
+            raise KeyError(
+                f"no histograms {plain(tag)!r}; {closest(plain(tag), self.histogram_tags)}"
+            )
         series = self._data.source.read("histograms", [found])[found]
         return {step: histogram_table(value) for step, value in series}
-
-
-def _not_found(what: str, name: str, known: Sequence[str]) -> str:
-    close = ", ".join(difflib.get_close_matches(name, known))
-    return f"no {what} {name!r}; the closest are {close or 'none'}"
 
 
 def read(run: str | os.PathLike[str]) -> Run:
@@ -160,7 +159,10 @@ def read(run: str | os.PathLike[str]) -> Run:
     Raises:
         OSError: There are no event files, or they cannot be read.
         ValueError: There are several runs, or no telemetry data.
+        TypeError: ``run`` is no path.
     """
+    if not isinstance(run, str | os.PathLike):
+        raise TypeError(f"read(run={run!r}): must be the directory of a run")
     return Run(only_log_dir(Path(run).expanduser()))
 
 

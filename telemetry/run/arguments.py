@@ -9,7 +9,8 @@ import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import Any, Literal, TypeAlias, get_args
+from operator import index
+from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from telemetry.plain_text import check_text, type_of
 from telemetry.records.batches import MAX_IDS, BatchId
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
+from telemetry.tag_names import GROUPS
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.size_budget import SizeBudget
 
@@ -75,7 +77,7 @@ def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer |
 def size_budget_of(limit: Any, histograms: str) -> SizeBudget:
     """Return the size budget of ``max_bytes_per_step`` and ``histograms``."""
     if limit is not None:
-        _check_int("max_bytes_per_step", limit, "an int or None")
+        limit = integer("max_bytes_per_step", limit, "an int or None")
         if limit < 1:
             raise ValueError(
                 f"HookLogger(max_bytes_per_step={limit}): must be at least 1; to omit histograms "
@@ -85,9 +87,11 @@ def size_budget_of(limit: Any, histograms: str) -> SizeBudget:
     return SizeBudget(max_bytes=limit, classic=histograms == "classic")
 
 
-def _check_int(argument: str, value: object, valid: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+def integer(argument: str, value: Any, valid: str = "an int") -> int:
+    """Return an integer of any type, as NumPy's; TypeError for bools, floats and others."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"HookLogger({argument}={value!r}): must be {valid}")
+    return index(value)
 
 
 def sample_of(model: nn.Module, sample: Any, images: bool) -> Sample | None:
@@ -107,11 +111,13 @@ def check_choice(name: str, value: object, *choices: str, other: str = "") -> No
         raise error(f"HookLogger({name}={value!r}): must be {words}")
 
 
-def check_first_step(first_step: Any) -> None:
-    if first_step != "auto":
-        _check_int("first_step", first_step, 'an int or "auto"')
-        if not 0 <= first_step < 2**63:
-            raise ValueError(f"HookLogger(first_step={first_step}): must be from 0 to 2**63 - 1")
+def first_step_of(first_step: Any) -> FirstStep:
+    if first_step == "auto":
+        return "auto"
+    step = integer("first_step", first_step, 'an int or "auto"')
+    if not 0 <= step < 2**63:
+        raise ValueError(f"HookLogger(first_step={step}): must be from 0 to 2**63 - 1")
+    return step
 
 
 def check_loss_tag(loss_tag: object) -> None:
@@ -167,6 +173,8 @@ def log_dir_of(writer: object, *, written: bool = True) -> str:
         )
     if not os.fspath(writer):
         raise ValueError("HookLogger(writer=''): must name a log directory")
+    if "\0" in os.fsdecode(writer):
+        raise ValueError(f"HookLogger(writer={writer!r}): must not contain the character NUL")
     return os.path.expanduser(os.fspath(writer))
 
 
@@ -195,6 +203,11 @@ def scalars_of(
         try:
             if not (isinstance(tag, str) and tag.isascii()):
                 check_text(f"HookLogger.log({{{tag!r}: ...}}): a tag", tag)
+            if not tag or tag.startswith(GROUPS):
+                raise ValueError(
+                    f"HookLogger.log({{{tag!r}: ...}}): a tag must neither be empty nor begin with "
+                    f"{', '.join(GROUPS)}, the groups of the logger; choose another name"
+                )
             values[tag] = _scalar(tag, value)
         except (TypeError, ValueError) as error:
             refused.append(error)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing.util import Finalize
 from shlex import quote
@@ -155,7 +155,7 @@ class ActiveRun:
                 self._ranks.observer.read_model(model)
         # Priority 10: before the finalizer of the writer, which has priority 0.
         self._finalizer = Finalize(model, self.close, exitpriority=10)
-        self.attach()
+        self.attach("HookLogger")
         self._write(self._dashboard.first_values())
         tell_command_once(self.log_dir)
 
@@ -175,12 +175,12 @@ class ActiveRun:
 
     # --- hooks -----------------------------------------------------------------------------------
 
-    def attach(self) -> None:
+    def attach(self, caller: str) -> None:
         if self._closed:
             why = "the logger is closed; make a new one"
             if self._capture.model() is None:
                 why = "the model is deleted; keep a reference to it"
-            raise ValueError(f"HookLogger.attach(): {why}")
+            raise ValueError(f"{caller}: {why}")
         if self._role.measures:
             self._capture.attach()
 
@@ -188,7 +188,8 @@ class ActiveRun:
         self._capture.detach()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return self._capture.phase(check_phase(name))
+        check_phase(name)
+        return nullcontext() if self._closed_before("phase") else self._capture.phase(name)
 
     def step(self) -> None:
         if self._capture.attached:
@@ -198,8 +199,7 @@ class ActiveRun:
     # --- logged values ---------------------------------------------------------------------------
 
     def log(self, scalars: object, more: Sequence[object], named: Mapping[str, object]) -> None:
-        if self._closed:
-            self._failures.log_once("HookLogger.log() after close() writes nothing; call it before")
+        if self._closed_before("log"):
             return
         values, errors = scalars_of(scalars, more, named)
         self._log(values, self._capture.step)
@@ -209,6 +209,8 @@ class ActiveRun:
             self._stop_if_requested(None)
 
     def hparams(self, values: Mapping[str, Hyperparameter], metrics: Iterable[str] | None) -> None:
+        if self._closed_before("hparams"):
+            return
         if metrics is not None:
             self._write(hparams.values_of(values, metrics))
             return
@@ -217,9 +219,16 @@ class ActiveRun:
 
     def batch(self, ids: object) -> None:
         values = batch_ids_of(ids)
-        if self._capture.attached:
+        if not self._closed_before("batch") and self._capture.attached:
             self._capture.end_open_step()
             self._pipeline.submit_logged(Batch(step=self._capture.step, ids=values))
+
+    def _closed_before(self, method: str) -> bool:
+        """Return whether the logger is closed; log once that the method writes nothing then."""
+        if self._closed:
+            message = f"HookLogger.{method}() after close() writes nothing; call it before"
+            self._failures.log_once(message)
+        return self._closed
 
     def _log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
         item = LoggedScalars(step=step, wall_time=time.time(), values=values)

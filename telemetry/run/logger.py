@@ -23,10 +23,11 @@ from telemetry.run.arguments import (
     HistogramForm,
     OnAlert,
     check_choice,
-    check_first_step,
     check_loss_tag,
     check_on_alert,
     check_parts,
+    first_step_of,
+    integer,
     is_disabled,
     log_dir_of,
     rules_of,
@@ -174,23 +175,22 @@ class HookLogger:
         self._run: ActiveRun | DisabledRun
         writer = writer_of(writer)
         if is_disabled(enabled):
-            step = first_step if isinstance(first_step, int) else 0
+            step = 0 if first_step == "auto" else integer("first_step", first_step)
             self._run = DisabledRun(log_dir_of(writer, written=False), step)
             return
         selection = Selection.parse(modules, exclude)
         optimizer = check_parts(model, selection, optimizer)
         fixed = sample_of(model, sample, images)
         check_on_alert(on_alert := setting("on_alert", on_alert))
-        check_first_step(first_step)
         check_choice("ranks", ranks, *get_args(Ranks))
         check_loss_tag(loss_tag := setting("loss_tag", loss_tag))
         self._run = ActiveRun(
             model,
             writer,
-            first_step=first_step,
+            first_step=first_step_of(first_step),
             ranks=ranks,
             on_alert=on_alert,
-            every_n_steps=setting("every_n_steps", every_n_steps, 100),
+            every_n_steps=integer("every_n_steps", setting("every_n_steps", every_n_steps, 100)),
             max_overhead=setting("max_overhead", max_overhead),
             content=Content(
                 activations=activations,
@@ -233,7 +233,7 @@ class HookLogger:
         return {"_run": inert}
 
     def __enter__(self) -> HookLogger:
-        self.attach()
+        self._run.attach("with HookLogger")
         return self
 
     def __exit__(self, kind: object, exception: BaseException | None, traceback: object) -> None:
@@ -286,8 +286,9 @@ class HookLogger:
         Raises:
             TypeError: A value is not a number, a tag is not a string, or an argument is that of
                 another logger. All others are written.
-            ValueError: A tensor has more than one element, or a tag cannot be encoded in UTF-8. All
-                others are written.
+            ValueError: A tensor has more than one element, or a tag is empty, begins with a group
+                of the logger such as ``~run/`` or cannot be encoded in UTF-8. All others are
+                written.
         """
         self._run.log(scalars, more, named)
 
@@ -317,11 +318,12 @@ class HookLogger:
         """Write hyperparameters of this run for TensorBoard's HParams dashboard.
 
         Args:
-            values: Numbers, bools or strings by name.
+            values: Numbers, bools or strings by name; None, lists and tuples become strings.
             metrics: Tags of scalars to show next to them; None: the loss, as soon as one is logged.
 
         Raises:
             TypeError: A value has another type.
+            ValueError: A name or a string cannot be encoded in UTF-8.
         """
         self._run.hparams(values, metrics)
 
@@ -393,7 +395,7 @@ class HookLogger:
         Raises:
             ValueError: The logger is closed.
         """
-        self._run.attach()
+        self._run.attach("HookLogger.attach()")
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Remove all hooks, write queued records, log losses. Idempotent.

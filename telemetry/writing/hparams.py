@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-from telemetry.plain_text import check_text
+from telemetry.plain_text import check_text, type_of
 
-Hyperparameter = bool | int | float | str
+Hyperparameter = bool | int | float | str | list[Any] | tuple[Any, ...] | None
 
 _KINDS = {
     "bool_value": api_pb2.DATA_TYPE_BOOL,
@@ -29,7 +31,8 @@ def session_value(hyperparameters: Mapping[str, Hyperparameter]) -> bytes:
     _check(hyperparameters)
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for name, value in hyperparameters.items():
-        setattr(start.hparams[name], _kind(value), value)
+        kind = _kind(value)
+        setattr(start.hparams[name], kind, str(value) if kind == "string_value" else value)
     content = plugin_data_pb2.HParamsPluginData(session_start_info=start)
     return _value(metadata.SESSION_START_INFO_TAG, content)
 
@@ -57,19 +60,18 @@ def _check(hyperparameters: object) -> None:
         raise TypeError(f"hparams({hyperparameters!r}): must be a dict of values by name")
     for name, value in hyperparameters.items():
         check_text(f"hparams({{{name!r}: ...}}): a name", name)
-        if isinstance(value, str):
-            check_text(f"hparams({name}={value!r}): it", value)
-        if not isinstance(value, bool | int | float | str):
+        if not isinstance(value, bool | int | float | str | list | tuple | None):
             raise TypeError(
-                f"hparams({name}={value!r}): must be a number, a bool or a string, "
-                f"not {type(value).__qualname__}"
+                f"hparams({name}={reprlib.repr(value)}): must be a number, bool, string, list, "
+                f"tuple or None, not {type_of(value)}; pass str(value), or leave it out"
             )
+        check_text(f"hparams({name}={reprlib.repr(value)}): it", str(value))
 
 
 def _kind(value: Hyperparameter) -> str:
     if isinstance(value, bool):
         return "bool_value"
-    return "string_value" if isinstance(value, str) else "number_value"
+    return "number_value" if isinstance(value, int | float) else "string_value"
 
 
 def _value(tag: str, content: plugin_data_pb2.HParamsPluginData) -> bytes:

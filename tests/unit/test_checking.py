@@ -343,8 +343,10 @@ def test_gradients_outside_the_model_are_left_alone() -> None:
 
 
 def test_a_missing_loss_is_an_error_that_names_the_remedy() -> None:
-    with pytest.raises(ValueError, match="found no loss but Tensor; pass a function"):
+    with pytest.raises(ValueError, match=r"Tensor of shape \[4, 5\] and no loss; pass .* targets="):
         telemetry.check(mlp(20, 5), torch.randn(4, 20))
+    with pytest.raises(ValueError, match=r"loss_function=...\): must return a tensor, not float"):
+        telemetry.check(mlp(20, 5), torch.randn(4, 20), lambda output: output.sum().item())
     with pytest.raises(ValueError, match=r"does not depend on any parameter; look for detach\(\)"):
         telemetry.check(mlp(20, 5), torch.randn(4, 20), lambda output: output.detach().sum())
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):

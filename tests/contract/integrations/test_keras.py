@@ -56,6 +56,23 @@ def test_the_callback_logs_layers_by_name_and_leaves_training_alone(
     assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 
+class Block(keras.layers.Layer):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__(name="block")
+        self.inner = keras.layers.Dense(6, activation="relu")
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def test_a_model_that_fit_builds_has_its_parameters(tmp_path: Path) -> None:
+    model = keras.Sequential([Block(), keras.layers.Dense(2, name="out")])
+    model.compile(optimizer="adam", loss="mse")
+    fit(model, TelemetryCallback(tmp_path, every_n_steps=2))
+    assert sorted(curve(tmp_path, "grad_norm/total")) == list(range(5))
+    assert {"activation/0000.block.inner", "activation/0002.out"} <= tags(tmp_path)
+
+
 def test_an_alert_stops_the_training(tmp_path: Path) -> None:
     model = model_of()
     fit(model, TelemetryCallback(tmp_path, alerts=[AlertFrom(2)], on_alert="stop"), epochs=10_000)

@@ -97,7 +97,7 @@ def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, status, output.getvalue(), errors.getvalue())
 
 
-def in_terminal(width: int, *arguments: str | Path) -> str:
+def in_terminal(width: int, *arguments: str | Path, status: int = 0) -> str:
     """Return the output on a terminal of this width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
@@ -112,7 +112,7 @@ def in_terminal(width: int, *arguments: str | Path) -> str:
         except OSError:  # Linux: the other end is closed
             pass
     os.close(ours)
-    assert process.returncode == 0
+    assert process.returncode == status
     return re.sub(r"\x1b\[[\d;]*m", "", sent.decode().replace("\r\n", "\n"))
 
 
@@ -199,6 +199,14 @@ def test_columns_of_runs_are_shown_or_named(runs: Path, width: int) -> None:
     for title in ("started", "last step", "best loss", "first alert"):
         assert title in shown
     assert ("no room for" in shown) == (width < 120)
+
+
+def test_a_difference_is_shown_with_both_values_on_a_narrow_terminal(runs: Path) -> None:
+    shown = in_terminal(40, "diff", runs / "good", runs / "faster", status=1)
+    *rows, hidden = shown.partition("first difference")[2].splitlines()
+    assert max(map(len, rows)) <= 40
+    assert ["learning_rate/0", "0", "0.1", "0.2"] in [row.split() for row in rows]
+    assert hidden == "no room for: layers"
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -308,7 +316,7 @@ def test_equal_runs_do_not_differ(runs: Path) -> None:
 def test_the_first_step_and_layer_where_runs_diverge_are_named(runs: Path) -> None:
     done = call("diff", runs / "good", runs / "deep" / "bad")
     assert done.returncode == 1
-    assert "diverge at step 5 in loss, the layers at step 5 in last" in done.stdout
+    assert "diverge at step 5 in loss, the layers at step 5 in layer last" in done.stdout
     found = records(call("diff", runs / "good", runs / "faster", "--json").stdout)
     assert [(d["statistic"], d["step"]) for d in found[:3]] == [
         ("learning_rate/0", 0), ("update_ratio", 0), ("loss", 1),
@@ -317,6 +325,13 @@ def test_the_first_step_and_layer_where_runs_diverge_are_named(runs: Path) -> No
     assert (forward["step"], forward["module_name"], forward["layer_count"]) == (4, "first", 3)
     backward = next(d for d in found if d["statistic"] == "grad_norm")
     assert (backward["step"], backward["module_name"]) == (1, "last")
+
+
+def test_values_that_differ_in_late_digits_are_shown_with_them(runs: Path, tmp_path: Path) -> None:
+    train(tmp_path, lr=0.100001)
+    done = call("diff", runs / "good", tmp_path)
+    rates = next(line for line in done.stdout.splitlines() if line.startswith("learning_rate"))
+    assert rates.split()[1:] == ["0", "0.100000001", "0.100001"]
 
 
 def test_a_tolerance_hides_small_differences(runs: Path) -> None:
@@ -374,7 +389,7 @@ def test_the_picture_of_one_run_is_written_as_png_and_svg(
     assert {"first", "second", "last", "step 0", "Dead units  0%"} <= set(texts)
     assert main(["export", str(runs), "-o", str(tmp_path / "b.svg")]) == 2
     assert "a picture shows one statistic of one run" in capsys.readouterr().err
-    assert main(["export", bad, "-o", str(tmp_path / "b.pdf")]) == 2
+    assert main(["export", bad, "-o", str(tmp_path / "b.xyz")]) == 2
     assert "pictures are .png or .svg" in capsys.readouterr().err
     assert main(["export", bad, "-o", str(tmp_path / "b.svg"), "--statistic", "saturation"]) == 2
     assert "no layer has saturation" in capsys.readouterr().err
@@ -397,11 +412,12 @@ def test_explain_of_a_wrong_file_names_the_expected_file(tmp_path: Path, name: s
 
 
 def test_a_directory_without_telemetry_data_is_an_error(tmp_path: Path) -> None:
-    writer = FileWriter(tmp_path)
+    writer = FileWriter(tmp_path / "plain")
     writer.write_values([summaries.scalar("loss", 1.0)], 0)
     writer.close()
-    for command in ("explain", "summary", "alerts"):
-        done = call(command, tmp_path)
+    for command in ("explain", "summary", "alerts", "runs"):
+        assert call(command, tmp_path).returncode == 2
+        done = call(command, tmp_path / "plain")
         assert (done.returncode, done.stdout) == (2, "")
         assert "has event files, but no telemetry data" in done.stderr
 

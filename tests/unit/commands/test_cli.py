@@ -122,6 +122,19 @@ def test_a_resolved_explosion_is_not_a_decay(
     assert ["1e+05 at 21" in rows[0], "at" in rows[1].split(), "inf at 3" in rows[2]] == [1, 0, 1]
 
 
+def test_a_run_of_nan_shows_no_median_of_the_few_values_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def norms(step: int) -> np.ndarray:
+        return np.array([3e14 if step < 2 else np.nan, np.nan if step == 7 else 2.0], np.float32)
+
+    write_run(tmp_path, layout_of(["lost", "once"]), steps=range(12), norms=norms)
+    assert main(["summary", str(tmp_path)]) == 0
+    lost, once = capsys.readouterr().out.splitlines()[-2:]
+    assert lost.split()[:8] == ["lost", "Linear", "nan", "nan", "first", "nan", "at", "step"]
+    assert once.split()[:8] == ["once", "Linear", "2", "2", "peak", "nan", "at", "7,"]
+
+
 def test_units_are_printed_with_the_dead_ones_in_ranges(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,8 +169,8 @@ def test_units_are_printed_with_the_dead_ones_in_ranges(
     assert [line.rpartition(": ")[2] for line in lines[1:4]] == ["0-2, 5-11", "none", "3-4"]
     assert main(["units", str(tmp_path), "growing", "--step", "3"]) == 2
     assert "the nearest steps are [0, 5, 6]" in capsys.readouterr().err
-    assert main(["units", str(tmp_path), "nothing"]) == 2
-    assert "no layer 'nothing'" in capsys.readouterr().err
+    assert main(["units", str(tmp_path), "nope"]) == 2
+    assert "no layer 'nope'; there are steady, growing, [bold]" in capsys.readouterr().err
     assert main(["units", str(tmp_path), "steady"]) == 0
     assert capsys.readouterr() == ("", "telemetry: steady: no units recorded\n")
 
@@ -188,8 +201,8 @@ def test_alerts_decide_the_exit_status(
     options = ["--fail-on", fail_on] if fail_on else []
     assert main(["alerts", str(tmp_path), *options]) == status
     out = capsys.readouterr().out
-    assert out.startswith(f"step 5: {severity} exploding_gradient")
-    assert "in growing\n  The gradient grew." in out
+    stages = "" if stage == "started" else f", {stage}"
+    assert out.startswith(f"step 5: {severity} exploding_gradient in growing{stages}\n  The gradi")
 
 
 def test_an_alert_is_printed_with_its_cause_consequences_and_advice(
@@ -270,6 +283,22 @@ def test_explain_fails_without_a_flight_file_and_on_a_damaged_one(
     broken = tmp_path / "flight-3.json"
     broken.write_text("{")
     assert main(["explain", str(broken)]) == 2
+
+
+def test_explain_names_runs_without_a_flight_file_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "abcdefg":
+        write_demo(tmp_path / name)
+    main(["explain", str(tmp_path)])
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / 'b'}" in line
+    assert "and 2 more: no flight file" in line
+
+
+def test_the_command_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "write all numbers of the page as CSV" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -358,5 +387,9 @@ def test_runs_are_sorted_and_filtered(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ('"seed": 5,' in text, '"lr": 3,' in text, '"lr": 0.1,' in text) == (True, True, True)
     assert main(["runs", str(tmp_path), "--filter", "lr=7"]) == 0
     assert "'lr=7'" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path), "--filter", "lr<"]) == 2
+    assert "--filter lr<: needs a value" in capsys.readouterr().err
+    assert main(["diff", str(tmp_path), str(tmp_path), "--tolerance", "-1"]) == 2
+    assert "--tolerance -1: must be at least 0" in capsys.readouterr().err
     assert main(["runs", str(tmp_path), "--sort", "loss"]) == 2
     assert "must be one of run, status, started" in capsys.readouterr().err

@@ -192,6 +192,23 @@ def test_another_file_is_an_error_that_names_it(
     assert "missing" in error
 
 
+def test_files_that_are_no_log_and_tags_that_are_not_in_it_are_named_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(name: str, text: str, *options: str) -> str:
+        (tmp_path / name).write_text(text)
+        assert main(["lint", str(tmp_path / name), *options]) == 2
+        return capsys.readouterr().err
+
+    assert "is no TensorBoard directory, trainer_state.json" in error("README.md", "# Title")
+    assert "no CSV file with a column step" in error("a.csv", "epoch,loss\n1,2")
+    exported = "run,step,module_name,grad_norm\nx,0,fc,1"
+    assert "and a row for each step" in error("b.csv", exported)
+    tags = ",".join(f"tag{number}" for number in range(500))
+    assert "there are" in (text := error("c.csv", f"step,{tags}\n0{',1' * 500}", "--norm", "nope"))
+    assert len(text) < 300
+
+
 def test_lint_does_not_load_torch(tmp_path: Path) -> None:
     path = as_state(train("nan"), tmp_path)
     code = (

@@ -50,6 +50,11 @@ def column(measured: StepRecord, name: str) -> list[float | None]:
     return [table(measured).value(row, name) for row in range(2)]
 
 
+def test_an_unknown_column_is_an_error_with_the_closest_ones() -> None:
+    with pytest.raises(KeyError, match="no statistic 'grad_nrm'; the closest are grad_norm"):
+        table(record()).column("grad_nrm")
+
+
 def test_a_layers_parameters_count_as_one_vector() -> None:
     measured = record(
         weights={"first.weight": tensor(1, 2, 2, 0), "first.bias": tensor(4, 0)},

@@ -117,6 +117,16 @@ def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
         telemetry.read(tmp_path / "nothing")
 
 
+def test_a_wrong_name_or_argument_is_reported_with_the_known_names(log_dir: Path) -> None:
+    run = telemetry.read(log_dir)
+    with pytest.raises(KeyError, match="no layer 'nope'; there are 0, 1, 2"):
+        run.units("nope")
+    with pytest.raises(TypeError, match=r"units\(layer=5\)"):
+        run.units(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"read\(run=5\)"):
+        telemetry.read(5)  # type: ignore[arg-type]
+
+
 def test_the_example_of_the_docs_runs(log_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "howto" / "reading.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", page, re.DOTALL)

@@ -325,9 +325,18 @@ def test_hyperparameters_are_written_into_the_run(tmp_path: Path) -> None:
     model = mlp()
     with HookLogger(model, tmp_path) as logger:
         logger.hparams({"lr": 0.1, "optimizer": "adam", "nesterov": False})
-        with pytest.raises(TypeError, match=r"hparams\(lr=\[0.1\]\): must be a number"):
-            logger.hparams({"lr": [0.1]})
+        with pytest.raises(TypeError, match=r"not set; pass str\(value\), or leave it out"):
+            logger.hparams({"lr": {0.1}})
     assert "_hparams_/session_start_info" in load(tmp_path).Tags()["tensors"]
+
+
+def test_hyperparameters_that_are_none_or_lists_become_texts(tmp_path: Path) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger:
+        logger.hparams({"resume": None, "betas": (0.9, 0.99), "widths": [32, 16], "lr": 0.1})
+        run_through(train(model, steps=1))
+    texts = {"resume": "None", "betas": "(0.9, 0.99)", "widths": "[32, 16]", "lr": 0.1}
+    assert telemetry.read(tmp_path).hparams == texts
 
 
 MAKES_THREE_LOGGERS = """
@@ -576,8 +585,17 @@ def test_a_closed_logger_cannot_be_attached(tmp_path: Path) -> None:
     model = mlp()
     logger = HookLogger(model, tmp_path)
     logger.close()
-    with pytest.raises(ValueError, match="closed; make a new one"):
+    with pytest.raises(ValueError, match=r"attach\(\): the logger is closed; make a new one"):
         logger.attach()
+    with pytest.raises(ValueError, match=r"^with HookLogger: the logger is closed"), logger:
+        pass
+
+
+def test_integers_of_numpy_are_accepted(tmp_path: Path) -> None:
+    model, ten = mlp(), np.int64(10)
+    with HookLogger(model, tmp_path, every_n_steps=ten, first_step=ten, max_bytes_per_step=ten):
+        run_through(train(model, steps=2))
+    assert sorted(scalars(tmp_path, "grad_norm/total")) == [10, 11]
 
 
 def test_two_loggers_of_one_model_record_at_their_own_intervals(tmp_path: Path) -> None:
@@ -1133,6 +1151,8 @@ def test_a_run_whose_directory_is_removed_continues_and_can_be_read(
         ({"writer": 3}, TypeError, r"HookLogger\(writer=...\): must be .* or a log directory"),
         ({"every_n_steps": 0}, ValueError, r"HookLogger\(every_n_steps=0\): must be at least 1"),
         ({"every_n_steps": 0.5}, TypeError, r"every_n_steps=0.5\): must be an int"),
+        ({"every_n_steps": True}, TypeError, r"every_n_steps=True\): must be an int"),
+        ({"writer": "a\0b"}, ValueError, r"writer='a\\x00b'\): must not contain .* NUL"),
         ({"optimizer": "adam"}, TypeError, r"optimizer=...\): must be a torch.optim.Optimizer"),
         (
             {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1)},
@@ -1237,6 +1257,8 @@ def test_scalars_can_be_passed_as_a_mapping(tmp_path: Path) -> None:
         ({"loss": 10**400}, TypeError, "must be a number"),
         ({"loss": torch.tensor(1j)}, TypeError, "must be a real number"),
         ({"loss": torch.zeros(1, device="meta")}, TypeError, "must be a real number"),
+        ({"": 1.0}, ValueError, r"log\({'': ...}\): a tag must neither be empty nor begin"),
+        ({"~run/x": 1.0}, ValueError, r"log\({'~run/x': ...}\): .* choose another name"),
         ({1: 2.0}, TypeError, r"log\({1: ...}\): a tag must be a string"),
         ({"\ud800": 1.0}, ValueError, r"log\({'\\ud800': ...}\): .* surrogate"),
     ],
@@ -1282,5 +1304,11 @@ def test_logging_after_close_is_reported_once(
         run_through(train(model, steps=1))
     for _ in range(2):
         logger.log(test_accuracy=0.9)
-    [record] = caplog.records
-    assert "log() after close() writes nothing" in record.getMessage()
+        logger.batch([1])
+        logger.hparams({"lr": 0.1})
+        with logger.phase("validation"):
+            model(torch.randn(2, 3))
+    methods = ["log", "batch", "hparams", "phase"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert [f"{name}() after close() writes nothing" in m
+            for name, m in zip(methods, messages, strict=True)] == [True] * 4  # fmt: skip

@@ -23,5 +23,5 @@ def test_values_of_all_types_are_kept() -> None:
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"hparams\(layers=\[1\]\): must be a number"):
-        hparams.session_value({"layers": [1]})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match=r"hparams\(layers=\{1\}\): must be a number"):
+        hparams.session_value({"layers": {1}})  # type: ignore[dict-item]
