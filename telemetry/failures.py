@@ -12,7 +12,7 @@ from telemetry.plain_text import printable
 log = logging.getLogger("telemetry")
 
 
-def tell(message: str) -> None:
+def show(message: str) -> None:
     """Log a message at INFO; print it where logging is not configured, or to a terminal."""
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info("%s", message)

@@ -194,7 +194,7 @@ class ResultHook(ForwardHook):
     def observe(self, module: nn.Module, args: Any, output: Any) -> None:
         """Report a call of the model that ended with one of the functions.
 
-        A model with parameters of its own has its place in the forward order already.
+        A model with own parameters has its place in the forward order already.
         """
         if module is not self.module() or module._parameters:
             return

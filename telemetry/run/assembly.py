@@ -20,7 +20,7 @@ from telemetry.alert import Alert, TelemetryAlert
 from telemetry.capture import Budget, Capture, Content
 from telemetry.capture.probe import Sample
 from telemetry.events.background import each_within
-from telemetry.failures import Failures, tell
+from telemetry.failures import Failures, show
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
     FullSteps,
@@ -37,7 +37,7 @@ from telemetry.records.batches import Batch
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.run.arguments import FirstStep, OnAlert, batch_ids_of, check_phase, scalars_of
-from telemetry.run.files import RunFiles, tell_command_once
+from telemetry.run.files import RunFiles, show_command_once
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
 from telemetry.tag_names import RUN
@@ -157,7 +157,7 @@ class ActiveRun:
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self.attach("HookLogger")
         self._write(self._dashboard.first_values())
-        tell_command_once(self.log_dir)
+        show_command_once(self.log_dir)
 
     @property
     def attached(self) -> bool:
@@ -399,7 +399,7 @@ class ActiveRun:
                     self._files.close,
                 )
                 self._log_full_steps()
-                self._tell_notes()
+                self._show_notes()
                 self._exception = None  # its frames hold the model
                 self._ended = True
         finally:
@@ -427,9 +427,9 @@ class ActiveRun:
         message = "telemetry: full steps: %d scheduled, %d more requested by rules%s"
         log.log(level, message, scheduled, requested, hint)
 
-    def _tell_notes(self) -> None:
+    def _show_notes(self) -> None:
         """Name the notes of the run, since Python shows no messages at INFO by default."""
         notes = [a for a in self.noted_alerts if a.severity == "note" and a.stage == "started"]
         if notes and self._role.writes:
             kinds = ", ".join(dict.fromkeys(alert.kind for alert in notes))
-            tell(f"telemetry: notes: {kinds}. Read them: telemetry alerts {quote(self.log_dir)}")
+            show(f"telemetry: notes: {kinds}. Read them: telemetry alerts {quote(self.log_dir)}")

@@ -22,7 +22,7 @@ from telemetry.events.file_writer import FileWriter
 from telemetry.events.page_format import encode_alert, new_session_id
 from telemetry.events.plain_files import PlainFiles
 from telemetry.events.summary_writer import GivenWriter, SummaryWriter
-from telemetry.failures import Failures, tell
+from telemetry.failures import Failures, show
 from telemetry.flight import FlightRecorder
 from telemetry.ranks.role import Role, is_rank_0, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
@@ -269,10 +269,10 @@ def tensorboard_command(log_dir: str) -> str:
 _told = False
 
 
-def tell_command_once(log_dir: str) -> None:
-    """Tell the command that shows the runs, once per process."""
+def show_command_once(log_dir: str) -> None:
+    """Show the command for TensorBoard, once per process."""
     global _told
     if _told or not is_rank_0():
         return
     _told = True
-    tell(tensorboard_command(log_dir))
+    show(tensorboard_command(log_dir))
