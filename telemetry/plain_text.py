@@ -30,7 +30,8 @@ def printable_lines(text: str) -> str:
 
 def called(module_name: str) -> str:
     """Return a module's name for messages; ``named_modules()`` has no name for the model."""
-    return printable(module_name) or "the model"
+    name = f"module {module_name}" if module_name.isdecimal() else module_name
+    return printable(name) or "the model"
 
 
 def called_all(module_names: Sequence[str], most: int) -> str:
@@ -42,9 +43,10 @@ def called_all(module_names: Sequence[str], most: int) -> str:
 def closest(name: object, known: Iterable[str]) -> str:
     """Return the known names that resemble a name, or some of all, as the end of a sentence."""
     known = [*known]
-    if close := get_close_matches(str(name), known, n=3, cutoff=0.5):
-        return f"the closest are {', '.join(map(called, close))}"
-    return f"there are {called_all(known, 10) or 'none'}"
+    close = get_close_matches(str(name), known, n=3, cutoff=0.5)
+    names = ", ".join(map(printable, close or known[:10])) or "none"
+    more = f" and {len(known) - 10} more" if len(known) > 10 and not close else ""
+    return f"{'the closest' if close else 'there'} are {names}{more}"
 
 
 def figure(value: float, digits: int = 3) -> str:

@@ -53,7 +53,7 @@ def first(at: int, **faults: object) -> Alert:
 @pytest.mark.parametrize(
     ("at", "module", "seen"),
     [
-        (10, "0", ", first in the inputs: 8 of 256 values of the batch, which reach 0"),
+        (10, "0", ", first in the inputs: 8 of 256 values of the batch, which reach module 0"),
         (13, None, ". It began in the inputs, the targets, the loss or a function: the step was"),
     ],
 )
@@ -117,10 +117,20 @@ def test_an_infinite_loss_is_not_attributed_to_a_bad_batch() -> None:
 @pytest.mark.parametrize(
     ("at", "low", "module", "seen"),
     [
-        (10, -1.0, "2", "the forward pass, in the output of 2"),
-        (13, -1.0, None, "the inputs, the targets, the loss or a function, perhaps in 1 or 2"),
-        (10, 0.0, "2", "the backward pass of 2"),
-        (13, 0.0, "0", "the backward pass, between 3 and 0, perhaps in 1 or 2"),
+        (10, -1.0, "2", "the forward pass, in the output of module 2"),
+        (
+            13,
+            -1.0,
+            None,
+            "the inputs, the targets, the loss or a function, perhaps in module 1 or module 2",
+        ),
+        (10, 0.0, "2", "the backward pass of module 2"),
+        (
+            13,
+            0.0,
+            "0",
+            "the backward pass, between module 3 and module 0, perhaps in module 1 or module 2",
+        ),
     ],
 )
 def test_nan_is_attributed_to_the_forward_or_the_backward_pass(
@@ -150,12 +160,14 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(
     ("layers", "at", "module", "seen"),
     [
-        ([Scale()], 13, "1", "the inputs, the targets, the loss or a function, perhaps in 1: the"),
+        ([Scale()], 13, "1",
+         "the inputs, the targets, the loss or a function, perhaps in module 1: the"),
         ([nn.BatchNorm1d(16), Scale(), nn.Tanh(), nn.BatchNorm1d(16)], 13, "2",
-         "the forward pass, before 4, whose running statistics are NaN, and after 1, whose are "
-         "not, perhaps in 2"),
+         "the forward pass, before module 4, whose running statistics are NaN, and after module 1, "
+         "whose are not, perhaps in module 2"),
         ([nn.Tanh(), nn.BatchNorm1d(16)], 13, "2",
-         "the forward pass, before 2, whose running statistics are NaN, or in the inputs (it"),
+         "the forward pass, before module 2, whose running statistics are NaN, or in the inputs "
+         "(it"),
     ],
 )  # fmt: skip
 def test_nan_at_a_light_step_is_located_by_layers_and_running_statistics(
