@@ -359,6 +359,6 @@ def test_the_table_has_layers_findings_advice_and_skipped_checks(
     telemetry.check(dead(), torch.randn(32, 20), lambda output: output.square().mean())
     output = capsys.readouterr().out
     assert "layer" in output.split("\n")[0]
-    assert "error: dead units in 0" in output
+    assert "error: dead units in module 0" in output
     assert "LeakyReLU" in output
     assert "skipped: loss compared with ln C" in output

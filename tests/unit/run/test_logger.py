@@ -874,7 +874,7 @@ def test_an_alert_raises_between_two_steps_if_requested(tmp_path: Path) -> None:
         run_through(logger.flush() for _ in train(model, steps=100))
     assert raised.value.alert.step == 1
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
-    assert str(raised.value).startswith("nonfinite in 0 at step 1: planted fault")
+    assert str(raised.value).startswith("nonfinite in module 0 at step 1: planted fault")
     assert not any(module._forward_hooks for module in model.modules())
 
 
