@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import nn
 
-from telemetry.plain_text import called_all, type_of
+from telemetry.plain_text import printable, type_of
 from telemetry.records.step import is_inside
 
 T = TypeVar("T")
@@ -264,7 +264,9 @@ def _explain_no_match(
         message += "; [ begins a set of characters, [[] matches the character [ itself"
     if closest:
         return f"{message}; the closest names are {', '.join(closest)}"
-    return f"{message}; their names are {called_all(parts, _MOST_NAMES)}" if parts else message
+    more = f" and {len(parts) - _MOST_NAMES} more" if len(parts) > _MOST_NAMES else ""
+    names = ", ".join(map(printable, parts[:_MOST_NAMES]))
+    return f"{message}; their names are {names}{more}" if parts else message
 
 
 def _count(names: Collection[str], what: str = "module") -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import mse_loss
 
 from telemetry import Alert, Baseline, Detector, Finding, HookLogger, Rule, StepRecord
 from telemetry.alerts import rules_from
@@ -114,18 +114,16 @@ def test_exceptions_and_invalid_results_of_a_rule_are_raised() -> None:
 def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = make()
-    batches = [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(12)]
     page: dict[str, Any] = {
         "model": model,
-        "batches": batches,
-        "cross_entropy": cross_entropy,
+        "train": lambda steps, run: train(model, run, steps),
         "optimizer": torch.optim.SGD(model.parameters(), 0.1),
     }
     for example in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(example, page)
     page["logger"].close()
     records = page["run"].records
-    assert [record.full for record in records] == [step in (0, 10) for step in range(12)]
+    assert [record.full for record in records] == [step in (0, 10, 20) for step in range(30)]
 
     [rule] = rules_from({"heavy_tails": page["HeavyTails"](kurtosis=1.0)})
     found = alerts_of([replace(records[0], step=step) for step in range(9)], [rule])
