@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from telemetry.capture import forward
 from telemetry.records import StepRecord
 from telemetry.testing import capture_run
+from telemetry.torch_private.ranks import CallingStage
 
 
 class Network(nn.Module):
@@ -80,3 +82,17 @@ def test_other_results_are_not_recorded_again(end: Callable[[Tensor], Any]) -> N
 
 def test_a_selection_of_modules_does_not_include_the_function() -> None:
     assert [*record_of(torch.tanh, modules="linear").activations] == ["linear"]
+
+
+def test_the_function_of_a_pipeline_stage_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "calling_stage", lambda: CallingStage(1, False))
+    assert [*record_of(torch.relu).activations] == ["linear"]
+
+
+def test_a_model_with_own_parameters_keeps_its_place_before_its_layers() -> None:
+    model = Network(torch.tanh)
+    model.shift = nn.Parameter(torch.zeros(4))
+    with capture_run(model, every_n_steps=1) as run:
+        (model(torch.rand(5, 6)) + model.shift).square().sum().backward()
+        SGD(model.parameters(), 0.1).step()
+    assert [module.name for module in run.records[0].layout.modules] == ["", "linear"]
