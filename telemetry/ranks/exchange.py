@@ -232,7 +232,7 @@ class RankExchange(Exchange):
             step, wall_time = self._last
             self._last = record.step, record.wall_time
             self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
-        others = merged.ranks - merged.measured
+        others = {o.rank for o in merged.parts if o.parameters is not None and not o.full}
         if merged.measured and others and merged.step != self._announced:
             self._failures.log_once(
                 f"step {merged.step} was measured in full by {ranks_in_words(merged.measured)} and "
