@@ -32,7 +32,8 @@ class TelemetryCallback(TrainerLogger, TrainerCallback):
                 self.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
         default = Path(args.output_dir, "runs", time.strftime("%b%d_%H-%M-%S_telemetry"))
         self.begin(model, default, first_step=state.global_step)
-        self._loss = ReturnedLoss(model)
+        ranks = args.world_size // (getattr(model, "tp_size", None) or 1)
+        self._loss = ReturnedLoss(model, ranks if args.average_tokens_across_devices else 1)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.end_phase()
@@ -67,10 +68,14 @@ def _saved(args: Any, state: Any) -> Path:
 
 
 class ReturnedLoss(Inert):
-    """Forward hook that keeps ``"loss"`` of the output of an uncompiled model in training."""
+    """Forward hook that keeps ``"loss"`` of the output of an uncompiled model in training.
 
-    def __init__(self, model: nn.Module) -> None:
+    ``ranks`` is the number of ranks whose items ``num_items_in_batch`` counts together.
+    """
+
+    def __init__(self, model: nn.Module, ranks: int = 1) -> None:
         self._model = weakref.ref(model)
+        self._ranks = ranks
         self._losses: list[Tensor] = []
         self._are_shares = False
         self.handle: RemovableHandle = model.register_forward_hook(self, with_kwargs=True)
@@ -81,17 +86,17 @@ class ReturnedLoss(Inert):
         loss = output.get("loss") if isinstance(output, Mapping) else None
         # Copies of the model share its hooks, as in DataParallel.
         if isinstance(loss, Tensor) and loss.numel() == 1 and module is self._model():
-            # Without a clone: Trainer multiplies it in place by the number of ranks.
-            self._losses.append(loss.detach())
+            # Trainer may multiply it in place by the number of ranks.
+            self._losses.append(loss.detach().clone())
             self._are_shares = named.get("num_items_in_batch") is not None
 
     def of_step(self) -> Tensor | None:
         """Return the loss of all micro-batches since the last call, as ``Trainer`` computes it.
 
-        A model that receives ``num_items_in_batch`` returns its share of the mean.
+        A model that receives ``num_items_in_batch`` returns its share of the mean over all ranks.
         """
         losses, self._losses = self._losses, []
         if not losses:
             return None
         total = torch.stack([loss.reshape(()) for loss in losses]).sum()
-        return total if self._are_shares else total / len(losses)
+        return total * self._ranks if self._are_shares else total / len(losses)

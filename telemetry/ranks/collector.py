@@ -147,13 +147,12 @@ class Collector:
             (
                 "missed",
                 _ranks(unknown).difference(refused) - here,
-                f"{missed} %s made no HookLogger for this run, or have another version of "
-                "telemetry",
+                f"{missed} %s made no HookLogger for this run, or by another version of telemetry",
             ),
             (
                 "missed",
                 self.unresponsive - here,
-                f"{missed} %s sent nothing in time: they ended with fewer batches, hang or died",
+                f"{missed} %s sent nothing in time, due to fewer batches, a hang or a crash",
             ),
             ("back", self._logged["missed"] & here, f"{hold} what %s measured"),
             (

@@ -175,7 +175,7 @@ class RankExchange(Exchange):
         self._announcement = Announcement(first_step=None if rank else self._first_step)
         self._asked_at = math.inf  # to raise
         self._answers: dict[int, int] = {}  # numbers of the ranks' current steps
-        self._closing, self._close_at = False, math.inf
+        self._close_at = self._rest_at = math.inf  # ends of merging, and of receiving more steps
         self._rendezvous = Rendezvous(f"{FORMAT}/{next(_numbers) if name is None else name}")
         self._server: Server | None = None
         follow = partial(self._do, self._follow)
@@ -232,7 +232,7 @@ class RankExchange(Exchange):
             step, wall_time = self._last
             self._last = record.step, record.wall_time
             self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
-        others = merged.ranks - merged.measured
+        others = {o.rank for o in merged.parts if o.parameters is not None and not o.full}
         if merged.measured and others and merged.step != self._announced:
             self._failures.log_once(
                 f"step {merged.step} was measured in full by {ranks_in_words(merged.measured)} and "
@@ -278,7 +278,7 @@ class RankExchange(Exchange):
     def _close(self, timeout_s: float) -> None:
         """Send queued records and end; this takes two more seconds at most. Idempotent."""
         self._close_at = min(self._close_at, time.monotonic() + timeout_s)
-        self._submit(setattr, self, "_closing", True)  # behind what was sent before
+        self._submit(self._end)  # behind what was sent before
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s + _LAST_S)  # returns at once in a forked child
 
@@ -292,7 +292,10 @@ class RankExchange(Exchange):
 
     async def _live(self) -> None:
         connection = asyncio.create_task(self._connect())
-        while not self._closing or (self._collector.open and time.monotonic() < self._close_at):
+        while self._rest_at == math.inf or (
+            (self._collector.open and time.monotonic() < self._close_at)
+            or (self._collector.members and time.monotonic() < self._rest_at)
+        ):
             await is_set_within(IDLE_S, self._wakeup)
             self._wakeup.clear()
             self._merge()
@@ -310,6 +313,11 @@ class RankExchange(Exchange):
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
+
+    def _end(self) -> None:
+        """End this rank; on rank 0, those with more batches have some time for their last steps."""
+        self._collector.note(self._rank, self._now, LAST_SEQUENCE)
+        self._rest_at = min(self._close_at, time.monotonic() + _LAST_S)
 
     async def _connect(self) -> None:
         with self._failures.contained("to connect to the other ranks"):

@@ -288,7 +288,7 @@ def _record_of(merged: MergedStep, joined: JoinedLayouts) -> StepRecord:
         phase=merged.phase,
         scalars=scalars,
         usage=usage,
-        ranks=_facts(merged, joined, scalars=scalar_spreads, usage=usage_spreads),
+        ranks=replace(_facts(merged, joined), scalars=scalar_spreads, usage=usage_spreads),
         expert_loads=loads,
         full=bool(merged.measured),
         total_grad_norm_before_clipping=(
@@ -341,13 +341,7 @@ def _tensors(
     return of_kind
 
 
-def _facts(
-    merged: MergedStep,
-    joined: JoinedLayouts,
-    *,
-    scalars: Mapping[str, Spread],
-    usage: Mapping[str, Spread],
-) -> RankFacts:
+def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
     parts = sorted(merged.parts, key=attrgetter("rank"))
     rms = {joined.key_of(row): spread for row, spread in over_ranks(merged.rms)[1].items()}
     step_s = {part.rank: {"step_s": part.step_s} for part in parts if part.step_s is not None}
@@ -367,8 +361,6 @@ def _facts(
         held=frozenset(merged.ranks),
         measured=merged.measured,
         hosts={part.rank: part.host for part in parts if part.host},
-        scalars=scalars,
-        usage=usage,
         step_s=over_ranks(step_s)[1].get("step_s"),
         activation_rms={output: spread for output, spread in rms.items() if output is not None},
         diverged=differing(np.concatenate(checks, axis=1), joined.layout.parameters),

@@ -83,7 +83,7 @@ class CountsLabels(Regressor):
     """Model that receives the number of labels of a step, like those of Transformers."""
 
     def forward(
-        self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None
+        self, x: Tensor, labels: Tensor, num_items_in_batch: Any = None, **_: Any
     ) -> dict[str, Tensor]:
         found = super().forward(x, labels)
         if num_items_in_batch is None:
@@ -107,10 +107,14 @@ def test_the_logged_loss_equals_the_loss_of_the_trainer(
         model(), tmp_path, TelemetryCallback(tmp_path / "run"), logging_steps=1,
         gradient_accumulation_steps=4, average_tokens_across_devices=average,
     )  # fmt: skip
+    assert_losses_of(trainer, tmp_path / "run", steps=2)  # of four micro-batches and of two
+
+
+def assert_losses_of(trainer: Any, run: Path, steps: int) -> None:
     history = [log for log in trainer.state.log_history if "loss" in log]
     theirs = {log["step"] - 1: float(log["loss"]) for log in history}
-    assert len(theirs) == 2  # of four micro-batches and of two
-    assert curve(tmp_path / "run", "loss") == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    assert len(theirs) == steps
+    assert curve(run, "loss") == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
 def test_a_checkpoint_resumes_the_steps_and_a_damaged_state_is_reported(

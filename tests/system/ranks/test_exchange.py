@@ -161,6 +161,22 @@ def test_a_rank_0_that_ends_or_hangs_blocks_no_rank(four: list[Process]) -> None
     assert first.do("close") < 15
 
 
+def test_a_rank_0_with_fewer_steps_receives_the_rest_and_waits_for_no_step_of_its_own(
+    four: list[Process],
+) -> None:
+    first, *others = four
+    every(four, "open", timeout_s=PATIENT_S)
+    every(four, "send", range(3))
+    first.do("got", 2)
+    first.begin("close")
+    every(others, "send", range(3, 9))
+    every(others, "close")
+    assert first.answer() < 5
+    three = [1, 2, 3]
+    assert first.do("got", 8)[3:] == [(s, three, total(three, s)) for s in range(3, 9)]
+    assert_silent(four)
+
+
 def test_records_are_merged_if_the_process_group_follows_the_logger(tmp_path: Path) -> None:
     with ranks(tmp_path, 2) as processes:
         every(processes, "open", timeout_s=PATIENT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,6 +150,20 @@ def test_merged_steps_above_the_byte_limit_are_dropped_and_logged_once(
     assert steps == list(range(len(steps)))
     assert 3 <= len(steps) <= 6
     assert caplog.text.count("is not recorded") == 1
+
+
+def test_a_rank_that_only_logged_scalars_of_a_step_has_no_other_interval(
+    first: RankZero, caplog: pytest.LogCaptureFixture
+) -> None:
+    few, full = merged(0).parts
+    step = MergedStep(replace(few, parameters=None))
+    step.add(replace(full, full=True))
+    first.ranks.merged(step)
+    assert "every_n_steps" not in caplog.text
+    step = MergedStep(few)
+    step.add(replace(full, full=True))
+    first.ranks.merged(step)
+    assert "every_n_steps" in caplog.text
 
 
 def test_a_forked_child_does_not_block(first: RankZero) -> None:
