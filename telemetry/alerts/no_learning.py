@@ -368,7 +368,7 @@ class UntrainedParameters(Detector):
         return found
 
     def _found(self, layout: Layout, left: Marks) -> Finding:
-        (_, reached, held, ran), trainable = self._marks, self._trainable
+        (_, reached, held, _), trainable = self._marks, self._trainable
         share = float(layout.sizes[left].sum() / layout.sizes[trainable].sum())
         names = list(_groups(layout, left, trainable))
         comes, steps = bool((left & reached).any()), steps_in_words(self._steps)
@@ -378,7 +378,7 @@ class UntrainedParameters(Detector):
         elif comes:
             severity, what = "warning", "gets gradients, but no optimizer steps it"
         else:
-            severity = "warning" if share >= self.share and (left & held & ran).any() else "note"
+            severity = "warning" if share >= self.share and (left & held).any() else "note"
             what = f"requires a gradient, but got none in {steps}"
         return Finding(
             summary=f"{called_all(names, _NAMED)} ({share:.1%} of the trainable elements) {what}",

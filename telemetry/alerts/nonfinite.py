@@ -74,7 +74,7 @@ class Nonfinite(Detector):
         known = [("the gradient norm", 10 ** (levels[-1] - levels[0]))] if len(levels) else []
         what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
         limit = _GROWN if what == "the loss" else _OVERFLOWS
-        if baseline.step_ratio >= _REPLACED:
+        if growth < limit and baseline.step_ratio >= _REPLACED:
             what, growth, limit = "the weights", baseline.step_ratio, _REPLACED
         loss, advice, how = record.loss or 0.0, found.advice, ""
         bad = "NaN or infinity" if record.all_grads_finite else "Gradients are NaN or infinite"

@@ -201,6 +201,7 @@ class OutputCollapse(Detector):
             variation = float(rows.variation[place])
             # Targets far from zero, such as temperatures in kelvin, leave it as it was.
             narrows = variation <= _NARROW * self._began.setdefault(output, variation)
+            narrows |= share <= _TINY
             if share <= self.share and highest >= _VARIES and narrows:
                 collapsed.append((output, share))
         if (found := _alike(record)) is not None or not collapsed or baseline.age < LATEST:
@@ -253,6 +254,7 @@ _ROUNDING = 1e-4  # of their range
 _UNITS = 8
 _VARIES = 0.3
 _NARROW = 0.1  # of the first variation; chosen manually
+_TINY = 1e-4  # of the RMS; chosen manually
 
 
 class ExpertCollapse(Detector):

@@ -15,7 +15,6 @@ from telemetry import Alert, Detector
 from telemetry.alerts.divergence import LossDivergence
 from telemetry.alerts.exploding import ExplodingActivation, ExplodingGradient
 from telemetry.alerts.losses import LossSpike
-from telemetry.alerts.no_learning import UntrainedParameters
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.outputs import OutputCollapse
 from telemetry.alerts.vanishing_gradient import VanishingGradient
@@ -137,20 +136,6 @@ def test_a_bias_before_batch_norm_has_no_vanishing_gradient() -> None:
 
     step = fits(Adam(model.parameters(), 1e-3), loss_of)
     assert run(model, step, VanishingGradient(), steps=60) == []
-
-
-def test_a_large_part_that_has_not_run_yet_is_a_note() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"coarse": nn.Linear(8, 8), "refine": nn.Linear(8, 8)})
-
-    def loss_of(model: nn.Module) -> Tensor:
-        assert isinstance(model, nn.ModuleDict)
-        x = torch.randn(32, 8)
-        return F.mse_loss(model["coarse"](x), x)
-
-    step = fits(SGD(model.parameters(), 0.1), loss_of)
-    [alert] = run(model, step, UntrainedParameters(), steps=120, every=10)
-    assert (alert.module_name, alert.severity) == ("refine", "note")
 
 
 def test_gradients_of_a_second_pass_are_no_sums() -> None:
