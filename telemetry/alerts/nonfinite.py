@@ -69,20 +69,12 @@ class Nonfinite(Detector):
             self._usual.update(bad_among(record.inputs))
             return None
         self._calm_steps = 0
-        levels = baseline.layers.levels.max(axis=1, initial=-np.inf)
-        levels = levels[levels > -np.inf]
-        known = [("the gradient norm", 10 ** (levels[-1] - levels[0]))] if len(levels) else []
-        what, growth = max([("the loss", baseline.loss.excess), *known], key=lambda pair: pair[1])
-        limit = _GROWN if what == "the loss" else _OVERFLOWS
-        if growth < limit and baseline.step_ratio >= _REPLACED:
-            what, growth, limit = "the weights", baseline.step_ratio, _REPLACED
-        loss, advice, how = record.loss or 0.0, found.advice, ""
+        loss, advice, how = record.loss or 0.0, found.advice, _overflow(baseline)
         bad = "NaN or infinity" if record.all_grads_finite else "Gradients are NaN or infinite"
         if not math.isfinite(loss):
             bad = f"The loss is {'NaN' if math.isnan(loss) else 'infinite'}"
         place = f", first in {found.where}"
-        if growth >= limit:
-            how = f": numbers overflowed after {what} grew {figure(growth, 1)}-fold"
+        if how:
             place = "" if advice in (_TARGETS, _UNKNOWN) else place
             advice = _TOO_LARGE
         elif advice is _UNKNOWN:
@@ -123,10 +115,25 @@ class Nonfinite(Detector):
         )
 
 
+def _overflow(baseline: Baseline) -> str:
+    """Return a clause about what grew until numbers overflowed; empty if nothing grew enough."""
+    levels = baseline.layers.levels.max(axis=1, initial=-np.inf)
+    levels = levels[levels > -np.inf]
+    of_gradients = 10 ** (levels[-1] - levels[0]) if len(levels) else 0.0
+    # With limits chosen manually. The loss of cnn_lr30 grows to 5e15, that of cnn_nan_batch,
+    # without an overflow, to 4.
+    grown = (
+        ("the loss", baseline.loss.excess, 1e3),
+        ("the gradient norm", of_gradients, 1e6),
+        ("the weights", baseline.step_ratio, 1e2),
+    )
+    what, growth, limit = max(grown, key=lambda one: one[1] / one[2])
+    if growth < limit:
+        return ""
+    return f": numbers overflowed after {what} grew {figure(growth, 1)}-fold"
+
+
 _CALM_STEPS = 20  # until it resolves: two full steps of every ten steps
-# Growth with which numbers overflow, of the loss, of gradients, and of the weights in one step;
-# chosen manually. The loss of cnn_lr30 grows to 5e15, of cnn_nan_batch, without overflow, to 4.
-_GROWN, _OVERFLOWS, _REPLACED = 1e3, 1e6, 1e2
 _TOO_LARGE = (
     "Lower the learning rate or warm it up",
     "Clip gradients (clip_grad_norm_)",
