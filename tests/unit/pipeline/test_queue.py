@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import tracemalloc
@@ -452,6 +453,38 @@ def test_a_call_on_the_worker_that_raises_returns_none_before_the_timeout(
     pipeline.close()
     assert "no state" in caplog.text
     assert "take longer" not in caplog.text
+
+
+@pytest.mark.parametrize("at_loss", [False, True])
+def test_a_rule_or_callback_that_exits_does_not_end_the_worker(
+    sink: Sink, caplog: pytest.LogCaptureFixture, at_loss: bool
+) -> None:
+    class Planted(Watch):
+        def on_loss(self, step: int, loss: float) -> Iterator[Alert]:
+            if at_loss:
+                yield an_alert(step)
+                sys.exit(1)
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        if not at_loss:
+            yield an_alert(record.step)
+            sys.exit(1)
+
+    reported: list[Alert] = []
+
+    def callback(alert: Alert, wall_time: float) -> None:
+        reported.append(alert)
+        sys.exit(1)
+
+    rules = [as_rule(rule), watch := Planted()]
+    pipeline = make_pipeline(dashboard=Dashboard(), sink=sink, rules=rules, on_alert=callback)
+    for step in range(3):
+        pipeline.submit_logged(scalars(step, loss=1.0))
+        pipeline.submit(captured(step))
+    assert pipeline.run_on_worker(sys.exit) is None
+    pipeline.close()
+    assert sink.steps == watch.steps == [alert.step for alert in reported] == [0, 1, 2]
+    assert caplog.text.count("to call on_alert") == caplog.text.count("to apply the rule") == 1
 
 
 def test_two_pipelines_that_flush_each_other_do_not_deadlock(sink: Sink) -> None:
