@@ -68,6 +68,7 @@ class Pipeline:
         self._closed = False
         self._abandoned = False  # close() has timed out: nothing more may be written
         self._late: threading.Event | None = None
+        self._has_ended = threading.Event()
         self._thread = _Worker(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
 
@@ -138,14 +139,15 @@ class Pipeline:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Process the queued items, end the worker, and log lost steps. Idempotent.
 
-        Must not be called on the worker.
+        A second call continues an interrupted one. Must not be called on the worker.
         """
         if os.getpid() != self._pid:
             return
-        was_closed, self._closed = self._closed, True
+        self._closed = True
         self.put_now(None)
-        self._thread.join(timeout_s)
-        self._abandoned = True
+        # Not Thread.join(): after a Ctrl-C in it, Python 3.11 takes the thread for ended.
+        self._has_ended.wait(timeout_s)
+        was_closed, self._abandoned = self._abandoned, True
         if not was_closed:
             self._report_losses(timeout_s)
 
@@ -184,6 +186,12 @@ class Pipeline:
     # --- on the worker ---------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._process_all()
+        finally:
+            self._has_ended.set()
+
+    def _process_all(self) -> None:
         while not self._abandoned:
             try:
                 first = self._items.get(timeout=self._processor.pending_s())

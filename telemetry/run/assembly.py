@@ -361,7 +361,6 @@ class ActiveRun:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         self._closed = True
-        self._finalizer.cancel()
         if self._pipeline.on_own_thread():  # on_alert closes; the rules check the rest afterwards
             Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
         else:
@@ -370,9 +369,9 @@ class ActiveRun:
     def _note_exception(self, exception: BaseException, timeout_s: float) -> None:
         """Write the flight file of an exception that ends the training."""
         self._exception = exception
+        self._capture.detach()  # without a message about a run without steps
         self._pipeline.flush(timeout_s)
         self._files.flight.on_exception(exception, self._capture.step)
-        self._capture.detach()  # without a message about a run without steps
 
     def _end(self, timeout_s: float) -> None:
         """End the run, or wait until another thread has done so."""
@@ -393,6 +392,7 @@ class ActiveRun:
                 self._tell_notes()
                 self._exception = None  # its frames hold the model
                 self._ended = True
+                self._finalizer.cancel()  # last: it finishes an end that a Ctrl-C interrupts
         finally:
             self._ending.release()
 
