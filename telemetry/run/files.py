@@ -26,7 +26,7 @@ from telemetry.failures import Failures, tell
 from telemetry.flight import FlightRecorder
 from telemetry.ranks.role import Role, is_rank_0, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
-from telemetry.run.resuming import resolved
+from telemetry.run.resuming import logs_after_steps, resolved
 
 try:
     import fcntl
@@ -93,7 +93,9 @@ class RunFiles:
         self._lock = DirectoryLock(model, self.log_dir, close)
         self.first_step = resolved(first_step, self.log_dir)
         # A loss that was logged after the last step belongs to the first, which is not repeated.
-        self._hidden_from = self.first_step + (first_step == "auto")
+        self._hidden_from = self.first_step
+        if first_step == "auto" and self.first_step:
+            self._hidden_from += logs_after_steps(self.log_dir)
         self._has_ended = False
         self._writer: FileWriter | GivenWriter | NoFiles = HeldValues()
         if not may_be_any_rank():
