@@ -21,6 +21,7 @@ from telemetry.capture import Budget, Capture, Content
 from telemetry.capture.probe import Sample
 from telemetry.events.background import each_within
 from telemetry.failures import Failures, tell
+from telemetry.flight import is_fault
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
     FullSteps,
@@ -368,7 +369,7 @@ class ActiveRun:
 
     def _note_exception(self, exception: BaseException, timeout_s: float) -> None:
         """Write the flight file of an exception that ends the training."""
-        self._exception = exception
+        self._exception = exception if is_fault(exception) else None
         self._capture.detach()  # without a message about a run without steps
         self._pipeline.flush(timeout_s)
         self._files.flight.on_exception(exception, self._capture.step)
