@@ -23,6 +23,18 @@ PATIENCE_S = 30.0
 Item = TypeVar("Item", bound=Sized)
 
 
+class NoThreadError(RuntimeError):
+    """The system refuses another thread."""
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, or raise NoThreadError."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise NoThreadError(str(error)) from error
+
+
 class Files(Protocol[Item]):
     """Destination of items; used on the background thread alone."""
 
@@ -88,7 +100,11 @@ class BackgroundWriter(Generic[Item]):
         with self._lock:
             if not self._runs:
                 self._runs = True  # first: a signal handler may add an item while the thread starts
-                self._thread.start()
+                try:
+                    start(self._thread)
+                except NoThreadError:
+                    self._runs = False
+                    raise
 
     @property
     def is_here(self) -> bool:

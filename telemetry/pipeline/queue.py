@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from telemetry.capture import CapturedStep, LightStep
+from telemetry.events.background import start
 from telemetry.failures import Failures
 from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
 from telemetry.records.batches import Batch
@@ -50,6 +51,9 @@ class Pipeline:
 
     Attributes:
         downgraded, dropped: Numbers of steps.
+
+    Raises:
+        NoThreadError: The system refuses the worker.
     """
 
     def __init__(self, processor: Processor, failures: Failures) -> None:
@@ -70,7 +74,7 @@ class Pipeline:
         self._late: threading.Event | None = None
         self._has_ended = threading.Event()
         self._thread = _Worker(target=self._run, name="telemetry", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def submit(self, step: CapturedStep | LightStep) -> None:
         """Queue a finished step; under backpressure, downgrade or drop it."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.capture import Budget, Capture, Content
 from telemetry.capture.probe import Sample
-from telemetry.events.background import each_within
+from telemetry.events.background import NoThreadError, each_within
 from telemetry.failures import Failures, tell
 from telemetry.flight import is_fault
 from telemetry.pipeline import (
@@ -134,7 +134,11 @@ class ActiveRun:
             light_steps=self._light_steps,
             batches=self._files.flight.batches,
         )
-        self._pipeline = Pipeline(self._processor, self._failures)
+        try:
+            self._pipeline = Pipeline(self._processor, self._failures)
+        except NoThreadError:
+            self._files.close(CLOSE_TIMEOUT_S)
+            raise
         self._capture = Capture(
             model,
             selection=selection,

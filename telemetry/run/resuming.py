@@ -54,7 +54,7 @@ def logs_after_steps(log_dir: str) -> bool:
                     if tag.startswith(LAYOUT_PREFIX):
                         begins.setdefault(session_of(tag), event.step)
                     elif tag.startswith(LOSS_PREFIX):
-                        return event.step > begins.get(session_of(tag), event.step)
+                        return bool(event.step > begins.get(session_of(tag), event.step))
     return False
 
 

@@ -966,6 +966,26 @@ def test_a_disabled_logger_does_nothing(
         raise RuntimeError("of the user")
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_logger_is_disabled_if_the_system_refuses_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, allowed: int
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with HookLogger(mlp(), tmp_path / "run", first_step=3) as logger:
+        logger.log(loss=1.0)
+    assert (logger.current_step, logger.log_dir) == (3, str(tmp_path / "run"))
+    assert ["logger is disabled" in message for message in caplog.messages] == [True]
+    assert not any(thread.is_alive() for thread in started)
+
+
 def test_environment_variables_set_what_the_code_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
