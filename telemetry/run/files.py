@@ -126,7 +126,9 @@ class RunFiles:
         try:
             opened = SummaryWriter(self.log_dir, purge_step=purge_step, flush_secs=_FLUSH_S)
         except OSError as error:
-            raise type(error)(
+            # Stores have their own errors, whose arguments differ.
+            kind = type(error) if type(error).__module__ == "builtins" else OSError
+            raise kind(
                 f"HookLogger(writer={self.log_dir!r}): the log directory cannot be written: {error}"
             ) from error
         file_writer = opened._get_file_writer()

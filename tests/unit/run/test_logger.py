@@ -27,6 +27,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from tensorboard.util.tensor_util import make_ndarray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -1235,12 +1236,28 @@ def test_an_invalid_argument_of_a_method_is_named_and_training_continues(
     assert len(scalars(tmp_path, "grad_norm/total")) == 5
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
         OSError, match=r"HookLogger\(writer='.*file/run'\): the log directory cannot be written"
     ):
         HookLogger(mlp(), tmp_path / "file" / "run")
+    assert caplog.messages == []
+
+
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class StoreError(OSError):
+        def __init__(self, host: str, reason: str) -> None:
+            super().__init__(host, reason)
+
+    def fail(*args: object, **options: object) -> None:
+        raise StoreError("host", "down")
+
+    monkeypatch.setattr(MemoryFileSystem, "makedirs", fail)
+    with pytest.raises(OSError, match=r"HookLogger\(writer='memory://x'\): the log directory can"):
+        HookLogger(mlp(), "memory://x")
 
 
 def test_scalars_can_be_passed_as_a_mapping(tmp_path: Path) -> None:
