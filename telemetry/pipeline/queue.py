@@ -251,10 +251,11 @@ class Pipeline:
             )
 
     def _report_losses(self, timeout_s: float) -> None:
+        within = "" if self._has_ended.is_set() else f" within {timeout_s:.3g} s"
         losses = {
             "were recorded with their norms alone": self.downgraded,
             "were dropped": self.dropped,
-            f"were not judged within {timeout_s:.3g} s": self._steps_taken - self._steps_done,
+            f"were not judged{within}": self._steps_taken - self._steps_done,
         }
         parts = [f"{count} steps {what}" for what, count in losses.items() if count]
         if parts:

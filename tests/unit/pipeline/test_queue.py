@@ -441,6 +441,18 @@ def test_steps_queued_after_a_rule_that_hangs_are_counted_after_the_timeout(
     assert sink.steps == [0]  # the step at which the rule hung; the writer may be closed by now
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_message_about_a_worker_that_has_died_names_no_timeout(
+    sink: Sink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Processor, "pending_s", sys.exit)
+    pipeline = make(sink)
+    pipeline.submit(captured(0))
+    pipeline.close()
+    pipeline._thread.join(30)
+    assert caplog.messages == ["telemetry: 1 steps were not judged"]
+
+
 def test_a_call_on_the_worker_that_raises_returns_none_before_the_timeout(
     sink: Sink, caplog: pytest.LogCaptureFixture
 ) -> None:
