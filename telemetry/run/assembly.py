@@ -400,6 +400,7 @@ class ActiveRun:
                 self._finalizer.cancel()  # last: it finishes an end that a Ctrl-C interrupts
         finally:
             self._ending.release()
+            self._capture.detach()  # if a Ctrl-C came before
 
     def _end_exchange(self, timeout_s: float) -> None:
         """Send the rest to the other ranks, and receive theirs."""
