@@ -23,6 +23,18 @@ PATIENCE_S = 30.0
 Item = TypeVar("Item", bound=Sized)
 
 
+class NoThreadError(RuntimeError):
+    """The system refuses another thread."""
+
+
+def start(thread: threading.Thread) -> None:
+    """Start a thread, or raise NoThreadError."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise NoThreadError(str(error)) from error
+
+
 class Files(Protocol[Item]):
     """Destination of items; used on the background thread alone."""
 
@@ -81,6 +93,7 @@ class BackgroundWriter(Generic[Item]):
         self._round_began_s = time.monotonic()
         self._rounds_done = 0
         self._runs = False  # the thread
+        self._is_failure_logged = False  # without items: the opener raises
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"telemetry: {what}", daemon=True)
 
@@ -88,7 +101,11 @@ class BackgroundWriter(Generic[Item]):
         with self._lock:
             if not self._runs:
                 self._runs = True  # first: a signal handler may add an item while the thread starts
-                self._thread.start()
+                try:
+                    start(self._thread)
+                except NoThreadError:
+                    self._runs = False
+                    raise
 
     @property
     def is_here(self) -> bool:
@@ -211,9 +228,11 @@ class BackgroundWriter(Generic[Item]):
             self._files.write(items, urgent=urgent)
         except Exception as error:  # no failure of a file may end this thread
             failure = error
-        if failure is not None and self.failure is None:
+        if failure is not None and taken_bytes and not self._is_failure_logged:
+            self._is_failure_logged = True
             _logger.warning("%s: %s cannot be written for now: %s", self._name, self._what, failure)
-        elif failure is None and self.failure is not None:
+        elif failure is None and self._is_failure_logged:
+            self._is_failure_logged = False
             _logger.info("%s: %s are written again", self._name, self._what)
         with self._changed:
             self.failure = failure

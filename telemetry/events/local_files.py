@@ -80,17 +80,25 @@ class LocalFiles:
         """
         if self._is_begun and not events and not self._to_repeat:
             return
-        try:
-            if self._file is not None and self._is_finished(self._file):
+        while True:
+            count, is_new = len(events), self._file is None
+            try:
+                self._write(events)
+                return
+            except OSError as error:
                 self.close()
-            if not self._is_begun:
-                self._open(0)
-            for queue in (self._to_repeat, events):
-                while queue:
-                    self._append(self._file or self._open(len(queue[0])), queue)
-        except OSError:
+                # Where files have a size limit, the next one takes the rest.
+                if error.errno != errno.EFBIG or (is_new and len(events) == count):
+                    raise
+
+    def _write(self, events: deque[bytes]) -> None:
+        if self._file is not None and self._is_finished(self._file):
             self.close()
-            raise
+        if not self._is_begun:
+            self._open(0)
+        for queue in (self._to_repeat, events):
+            while queue:
+                self._append(self._file or self._open(len(queue[0])), queue)
 
     @property
     def path(self) -> str | None:

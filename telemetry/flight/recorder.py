@@ -101,11 +101,8 @@ class FlightRecorder:
                 self._write(complete=False)
 
     def on_exception(self, exception: BaseException, step: int) -> None:
-        """Record the exception that ends training, during ``step``.
-
-        Requested exceptions are no fault: Ctrl-C, :class:`SystemExit`, :class:`TelemetryAlert`.
-        """
-        if isinstance(exception, Exception) and not isinstance(exception, TelemetryAlert):
+        """Record the exception that ends training, during ``step``, if it is a fault."""
+        if is_fault(exception):
             with self._contained():
                 if self._fault is None:
                     self._begin(step)
@@ -198,6 +195,15 @@ class FlightRecorder:
         if path not in self._files:
             self._files.add(path)
             log.warning("telemetry: the last steps up to step %d are in %s", self._fault.step, path)
+
+
+def is_fault(exception: BaseException) -> bool:
+    """Return whether an exception that ends training is unexpected.
+
+    Ctrl-C, :class:`SystemExit`, :class:`StopIteration` and :class:`TelemetryAlert` are requested.
+    """
+    requested = StopIteration, TelemetryAlert
+    return isinstance(exception, Exception) and not isinstance(exception, requested)
 
 
 def _described(exception: BaseException) -> dict[str, str]:

@@ -336,8 +336,10 @@ class Processor:
             self._sink.write_values(
                 self._dashboard.alert_values(alert), alert.step, wall_time, flush=True
             )
-        with self._failures.contained("to call on_alert"):
+        try:
             self._on_alert(alert, wall_time)
+        except BaseException:  # such as sys.exit(), which would end the worker
+            self._failures.report("to call on_alert")
 
 
 def _kind_of_work(item: Item) -> Work:

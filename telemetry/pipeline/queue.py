@@ -12,6 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from telemetry.capture import CapturedStep, LightStep
+from telemetry.events.background import start
 from telemetry.failures import Failures
 from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
 from telemetry.records.batches import Batch
@@ -50,6 +51,9 @@ class Pipeline:
 
     Attributes:
         downgraded, dropped: Numbers of steps.
+
+    Raises:
+        NoThreadError: The system refuses the worker.
     """
 
     def __init__(self, processor: Processor, failures: Failures) -> None:
@@ -68,8 +72,9 @@ class Pipeline:
         self._closed = False
         self._abandoned = False  # close() has timed out: nothing more may be written
         self._late: threading.Event | None = None
+        self._has_ended = threading.Event()
         self._thread = _Worker(target=self._run, name="telemetry", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def submit(self, step: CapturedStep | LightStep) -> None:
         """Queue a finished step; under backpressure, downgrade or drop it."""
@@ -138,14 +143,15 @@ class Pipeline:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Process the queued items, end the worker, and log lost steps. Idempotent.
 
-        Must not be called on the worker.
+        A second call continues an interrupted one. Must not be called on the worker.
         """
         if os.getpid() != self._pid:
             return
-        was_closed, self._closed = self._closed, True
+        self._closed = True
         self.put_now(None)
-        self._thread.join(timeout_s)
-        self._abandoned = True
+        # Not Thread.join(): after a Ctrl-C in it, Python 3.11 takes the thread for ended.
+        self._has_ended.wait(timeout_s)
+        was_closed, self._abandoned = self._abandoned, True
         if not was_closed:
             self._report_losses(timeout_s)
 
@@ -184,6 +190,12 @@ class Pipeline:
     # --- on the worker ---------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._process_all()
+        finally:
+            self._has_ended.set()
+
+    def _process_all(self) -> None:
         while not self._abandoned:
             try:
                 first = self._items.get(timeout=self._processor.pending_s())
@@ -203,8 +215,10 @@ class Pipeline:
                     self._processor.end()
                 if item is None or self._abandoned:
                     return
-                with self._failures.contained("to record a step"):
+                try:
                     self._process(item)
+                except BaseException:  # of a user's function
+                    self._failures.report("to record a step")
             self._processor.log(logged)
             with suppress(Empty):  # earlier wake-ups do not concern later items
                 while True:
@@ -237,10 +251,11 @@ class Pipeline:
             )
 
     def _report_losses(self, timeout_s: float) -> None:
+        within = "" if self._has_ended.is_set() else f" within {timeout_s:.3g} s"
         losses = {
             "were recorded with their norms alone": self.downgraded,
             "were dropped": self.dropped,
-            f"were not judged within {timeout_s:.3g} s": self._steps_taken - self._steps_done,
+            f"were not judged{within}": self._steps_taken - self._steps_done,
         }
         parts = [f"{count} steps {what}" for what, count in losses.items() if count]
         if parts:

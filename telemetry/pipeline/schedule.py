@@ -57,7 +57,9 @@ class Judge:
         for rule in self._rules:
             try:
                 yield from self._checked(rule(record))
-            except Exception:  # of any rule
+            except GeneratorExit:
+                raise
+            except BaseException:  # of any rule; sys.exit() would end the worker
                 self._report(rule)
 
     def judge_loss(self, step: int, loss: float) -> Iterator[Alert]:
@@ -66,7 +68,9 @@ class Judge:
             try:
                 if (found := rule.on_loss(step, loss)) != ():
                     yield from self._checked(found)
-            except Exception:
+            except GeneratorExit:
+                raise
+            except BaseException:
                 self._report(rule)
 
     def _report(self, rule: Rule) -> None:

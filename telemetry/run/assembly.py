@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.capture import Budget, Capture, Content
 from telemetry.capture.probe import Sample
-from telemetry.events.background import each_within
+from telemetry.events.background import NoThreadError, each_within
 from telemetry.failures import Failures, show
+from telemetry.flight import is_fault
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
     FullSteps,
@@ -133,7 +134,11 @@ class ActiveRun:
             light_steps=self._light_steps,
             batches=self._files.flight.batches,
         )
-        self._pipeline = Pipeline(self._processor, self._failures)
+        try:
+            self._pipeline = Pipeline(self._processor, self._failures)
+        except NoThreadError:
+            self._files.close(CLOSE_TIMEOUT_S)
+            raise
         self._capture = Capture(
             model,
             selection=selection,
@@ -370,7 +375,6 @@ class ActiveRun:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         self._closed = True
-        self._finalizer.cancel()
         if self._pipeline.on_own_thread():  # on_alert closes; the rules check the rest afterwards
             Thread(target=self._end, args=(timeout_s,), name="telemetry-close").start()
         else:
@@ -378,10 +382,10 @@ class ActiveRun:
 
     def _note_exception(self, exception: BaseException, timeout_s: float) -> None:
         """Write the flight file of an exception that ends the training."""
-        self._exception = exception
+        self._exception = exception if is_fault(exception) else None
+        self._capture.detach()  # without a message about a run without steps
         self._pipeline.flush(timeout_s)
         self._files.flight.on_exception(exception, self._capture.step)
-        self._capture.detach()  # without a message about a run without steps
 
     def _end(self, timeout_s: float) -> None:
         """End the run, or wait until another thread has done so."""
@@ -402,8 +406,10 @@ class ActiveRun:
                 self._show_notes()
                 self._exception = None  # its frames hold the model
                 self._ended = True
+                self._finalizer.cancel()  # last: it finishes an end that a Ctrl-C interrupts
         finally:
             self._ending.release()
+            self._capture.detach()  # if a Ctrl-C came before
 
     def _end_exchange(self, timeout_s: float) -> None:
         """Send the rest to the other ranks, and receive theirs."""

@@ -26,7 +26,7 @@ from telemetry.failures import Failures, show
 from telemetry.flight import FlightRecorder
 from telemetry.ranks.role import Role, is_rank_0, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
-from telemetry.run.resuming import resolved
+from telemetry.run.resuming import logs_after_steps, resolved
 
 try:
     import fcntl
@@ -93,7 +93,9 @@ class RunFiles:
         self._lock = DirectoryLock(model, self.log_dir, close)
         self.first_step = resolved(first_step, self.log_dir)
         # A loss that was logged after the last step belongs to the first, which is not repeated.
-        self._hidden_from = self.first_step + (first_step == "auto")
+        self._hidden_from = self.first_step
+        if first_step == "auto" and self.first_step:
+            self._hidden_from += logs_after_steps(self.log_dir)
         self._has_ended = False
         self._writer: FileWriter | GivenWriter | NoFiles = HeldValues()
         if not may_be_any_rank():
@@ -124,7 +126,9 @@ class RunFiles:
         try:
             opened = SummaryWriter(self.log_dir, purge_step=purge_step, flush_secs=_FLUSH_S)
         except OSError as error:
-            raise type(error)(
+            # Stores have their own errors, whose arguments differ.
+            kind = type(error) if type(error).__module__ == "builtins" else OSError
+            raise kind(
                 f"HookLogger(writer={self.log_dir!r}): the log directory cannot be written: {error}"
             ) from error
         file_writer = opened._get_file_writer()
@@ -266,13 +270,13 @@ def tensorboard_command(log_dir: str) -> str:
     return f"tensorboard --logdir {shlex.quote(folder or '.')}"
 
 
-_told = False
+_shown = False
 
 
 def show_command_once(log_dir: str) -> None:
     """Show the command for TensorBoard, once per process."""
-    global _told
-    if _told or not is_rank_0():
+    global _shown
+    if _shown or not is_rank_0():
         return
-    _told = True
+    _shown = True
     show(tensorboard_command(log_dir))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from torch.utils import tensorboard
 
 from telemetry.alert import Alert
 from telemetry.capture import Content
+from telemetry.events.background import NoThreadError
 from telemetry.pipeline import CLOSE_TIMEOUT_S
 from telemetry.ranks.role import Ranks
 from telemetry.run.arguments import (
@@ -39,6 +41,8 @@ from telemetry.run.arguments import (
 from telemetry.run.assembly import ActiveRun
 from telemetry.selection import Selection, Selectors
 from telemetry.writing.hparams import Hyperparameter
+
+log = logging.getLogger("telemetry")
 
 
 class DisabledRun:
@@ -174,9 +178,11 @@ class HookLogger:
     ) -> None:
         self._run: ActiveRun | DisabledRun
         writer = writer_of(writer)
+        first = first_step_of(first_step)
+        log_dir = log_dir_of(writer, written=False)
+        disabled = DisabledRun(log_dir, 0 if first == "auto" else first)
         if is_disabled(enabled):
-            step = 0 if first_step == "auto" else integer("first_step", first_step)
-            self._run = DisabledRun(log_dir_of(writer, written=False), step)
+            self._run = disabled
             return
         selection = Selection.parse(modules, exclude)
         optimizer = check_parts(model, selection, optimizer)
@@ -184,28 +190,34 @@ class HookLogger:
         check_on_alert(on_alert := setting("on_alert", on_alert))
         check_choice("ranks", ranks, *get_args(Ranks))
         check_loss_tag(loss_tag := setting("loss_tag", loss_tag))
-        self._run = ActiveRun(
-            model,
-            writer,
-            first_step=first_step_of(first_step),
-            ranks=ranks,
-            on_alert=on_alert,
-            every_n_steps=integer("every_n_steps", setting("every_n_steps", every_n_steps, 100)),
-            max_overhead=setting("max_overhead", max_overhead),
-            content=Content(
-                activations=activations,
-                activation_gradients=activation_gradients,
-                gradients=gradients,
-                weights=weights,
-                images=images,
-            ),
-            selection=selection,
-            optimizer=optimizer,
-            sample=fixed,
-            size_budget=size_budget_of(max_bytes_per_step, histograms),
-            rules=rules_of(alerts),
-            loss_tag=loss_tag,
-        )
+        try:
+            self._run = ActiveRun(
+                model,
+                writer,
+                first_step=first,
+                ranks=ranks,
+                on_alert=on_alert,
+                every_n_steps=integer(
+                    "every_n_steps", setting("every_n_steps", every_n_steps, 100)
+                ),
+                max_overhead=setting("max_overhead", max_overhead),
+                content=Content(
+                    activations=activations,
+                    activation_gradients=activation_gradients,
+                    gradients=gradients,
+                    weights=weights,
+                    images=images,
+                ),
+                selection=selection,
+                optimizer=optimizer,
+                sample=fixed,
+                size_budget=size_budget_of(max_bytes_per_step, histograms),
+                rules=rules_of(alerts),
+                loss_tag=loss_tag,
+            )
+        except NoThreadError as error:
+            log.warning("telemetry: %s; this logger is disabled", error)
+            self._run = disabled
 
     def __repr__(self) -> str:
         return f"<HookLogger {self._state} step={self.current_step} log_dir={self.log_dir!r}>"

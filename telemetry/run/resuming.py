@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event
 
 from telemetry.events import list_event_files
-from telemetry.events.page_format import parse_chunk
-from telemetry.events.reading import events_from_end
+from telemetry.events.page_format import LAYOUT_PREFIX, LOSS_PREFIX, parse_chunk, session_of
+from telemetry.events.reading import CorruptEventFileError, events_from_end, read_events
 from telemetry.failures import Failures
 from telemetry.plain_text import type_of
 from telemetry.records import StepRecord
@@ -24,6 +24,7 @@ from telemetry.tag_names import TOTAL_GRAD_NORM
 STATE_FORMAT = 1
 _FEW_FILES = 8
 _FEW_BYTES = 1 << 20
+_FEW_EVENTS = 1000
 
 # Tags in each step of a logger and of no other program. Steps of a user's own tags may have another
 # meaning.
@@ -41,6 +42,20 @@ def resolved(first_step: FirstStep, log_dir: str) -> int:
         )
     last = last_step(event_files(log_dir))
     return 0 if last is None else last + 1
+
+
+def logs_after_steps(log_dir: str) -> bool:
+    """Whether the newest session logged its first loss after its first step had ended."""
+    begins: dict[str, int] = {}
+    for path, _ in islice(event_files(log_dir), _FEW_FILES):
+        with suppress(CorruptEventFileError):
+            for event in islice(read_events(path), _FEW_EVENTS):
+                for tag in (value.tag for value in event.summary.value):
+                    if tag.startswith(LAYOUT_PREFIX):
+                        begins.setdefault(session_of(tag), event.step)
+                    elif tag.startswith(LOSS_PREFIX):
+                        return bool(event.step > begins.get(session_of(tag), event.step))
+    return False
 
 
 class LaterSteps:

@@ -295,7 +295,8 @@ def test_later_files_begin_with_the_repeated_records(nearly_full: Path) -> None:
     assert list(itertools.chain(*steps)) == [3, 3, 6, 7]
 
 
-def test_a_file_size_limit_leads_to_more_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps_per_flush", [1, 1000])
+def test_a_file_size_limit_leads_to_more_files(tmp_path: Path, steps_per_flush: int) -> None:
     run_script(
         tmp_path,
         """
@@ -305,12 +306,13 @@ def test_a_file_size_limit_leads_to_more_files(tmp_path: Path) -> None:
         writer = FileWriter(sys.argv[1])
         for step in range(100):
             writer.write_values([summaries.scalar("x" * 1000, step)], step)
-            writer.flush()
-        writer.flush()
+            if (step + 1) % int(sys.argv[2]) == 0:
+                writer.flush()
         writer.close()
         assert writer.lost_count == 0
         """,
         tmp_path / "run",
+        steps_per_flush,
     )
 
     steps = [steps_in(path) for path in list_event_files(tmp_path / "run")]

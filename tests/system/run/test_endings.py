@@ -130,6 +130,41 @@ def test_the_last_norms_are_in_the_file_although_no_step_follows(tmp_path: Path)
     assert page.matrix("grad_norm").steps.tolist() == list(range(40))
 
 
+# --- Ctrl-C --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("then", ["", "logger.close()"])
+def test_steps_queued_when_ctrl_c_interrupts_close_are_written(tmp_path: Path, then: str) -> None:
+    script = f"""
+import os, signal, sys, threading, time
+import torch
+from telemetry import HookLogger
+
+def slow(record):
+    time.sleep(0.02)
+    return ()
+
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+try:
+    with HookLogger(model, sys.argv[1], alerts=[slow]) as logger:
+        for step in range(60):
+            loss = model(torch.rand(8, 4)).square().mean()
+            logger.log(loss=loss)
+            loss.backward()
+            optimizer.step()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+except KeyboardInterrupt:
+    print("interrupted", logger)
+{then}
+"""
+    output, errors = run_script(tmp_path, script, tmp_path / "run")
+    assert output.startswith("interrupted <HookLogger removed")
+    assert written_steps(tmp_path / "run", "loss") == list(range(60))
+    assert len(written_steps(tmp_path / "run", "telemetry/end/")) == 1
+    assert "Traceback" not in errors
+
+
 # --- a disk that hangs ---------------------------------------------------------------------------
 
 

@@ -470,6 +470,20 @@ def test_auto_keeps_a_loss_that_was_logged_after_the_last_step(tmp_path: Path) -
     assert [event.step for event in board.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_auto_replaces_the_loss_of_a_step_that_did_not_end(tmp_path: Path) -> None:
+    for _ in range(2):
+        loop = Loop()
+        with HookLogger(loop.model, tmp_path, first_step="auto") as logger:
+            for _ in range(3):
+                logger.log(loss=1.5)
+                loop(1)
+            logger.log(loss=2.5)
+    board = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0}).Reload()
+    losses = {event.step: event.value for event in board.Scalars("loss")}
+    assert list(losses.items()) == [(step, 2.5 if step == 6 else 1.5) for step in range(7)]
+    assert len(board.Scalars("loss")) == len(losses)
+
+
 @pytest.mark.parametrize("content", ["gradients", "activations"])
 def test_auto_continues_runs_that_record_only_gradients_or_activations(
     tmp_path: Path, content: str

@@ -366,7 +366,14 @@ def test_an_exception_after_an_alert_is_part_of_the_file_of_the_alert(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "exception", [KeyboardInterrupt(), SystemExit(), TelemetryAlert(alert(1)), GeneratorExit()]
+    "exception",
+    [
+        KeyboardInterrupt(),
+        SystemExit(),
+        TelemetryAlert(alert(1)),
+        GeneratorExit(),
+        StopIteration(),
+    ],
 )
 def test_an_intended_exception_writes_no_file(tmp_path: Path, exception: BaseException) -> None:
     recorder = FlightRecorder(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import tracemalloc
@@ -440,6 +441,18 @@ def test_steps_queued_after_a_rule_that_hangs_are_counted_after_the_timeout(
     assert sink.steps == [0]  # the step at which the rule hung; the writer may be closed by now
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_message_about_a_worker_that_has_died_names_no_timeout(
+    sink: Sink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Processor, "pending_s", sys.exit)
+    pipeline = make(sink)
+    pipeline.submit(captured(0))
+    pipeline.close()
+    pipeline._thread.join(30)
+    assert caplog.messages == ["telemetry: 1 steps were not judged"]
+
+
 def test_a_call_on_the_worker_that_raises_returns_none_before_the_timeout(
     sink: Sink, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -452,6 +465,38 @@ def test_a_call_on_the_worker_that_raises_returns_none_before_the_timeout(
     pipeline.close()
     assert "no state" in caplog.text
     assert "take longer" not in caplog.text
+
+
+@pytest.mark.parametrize("at_loss", [False, True])
+def test_a_rule_or_callback_that_exits_does_not_end_the_worker(
+    sink: Sink, caplog: pytest.LogCaptureFixture, at_loss: bool
+) -> None:
+    class Planted(Watch):
+        def on_loss(self, step: int, loss: float) -> Iterator[Alert]:
+            if at_loss:
+                yield an_alert(step)
+                sys.exit(1)
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        if not at_loss:
+            yield an_alert(record.step)
+            sys.exit(1)
+
+    reported: list[Alert] = []
+
+    def callback(alert: Alert, wall_time: float) -> None:
+        reported.append(alert)
+        sys.exit(1)
+
+    rules = [as_rule(rule), watch := Planted()]
+    pipeline = make_pipeline(dashboard=Dashboard(), sink=sink, rules=rules, on_alert=callback)
+    for step in range(3):
+        pipeline.submit_logged(scalars(step, loss=1.0))
+        pipeline.submit(captured(step))
+    assert pipeline.run_on_worker(sys.exit) is None
+    pipeline.close()
+    assert sink.steps == watch.steps == [alert.step for alert in reported] == [0, 1, 2]
+    assert caplog.text.count("to call on_alert") == caplog.text.count("to apply the rule") == 1
 
 
 def test_two_pipelines_that_flush_each_other_do_not_deadlock(sink: Sink) -> None:

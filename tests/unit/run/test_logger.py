@@ -27,6 +27,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from tensorboard.util.tensor_util import make_ndarray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -826,11 +827,16 @@ def test_alerts_do_not_block_on_the_disk(freezable_disk: FreezableDisk) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize("exception", [None, KeyError("a")])
-def test_a_run_records_how_it_ended(tmp_path: Path, exception: Exception | None) -> None:
+@pytest.mark.parametrize(
+    ("exception", "recorded"),
+    [(None, None), (KeyError("a"), "KeyError"), (SystemExit(1), None), (StopIteration(), None)],
+)
+def test_a_run_records_how_it_ended(
+    tmp_path: Path, exception: BaseException | None, recorded: str | None
+) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with suppress(KeyError), HookLogger(model, tmp_path):
+    with suppress(KeyError, SystemExit, StopIteration), HookLogger(model, tmp_path):
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         if exception:
@@ -838,7 +844,7 @@ def test_a_run_records_how_it_ended(tmp_path: Path, exception: Exception | None)
     source = FileSource(tmp_path)
     [tag] = [tag for tag in source.tags(PLUGIN_NAME) if tag.startswith(END_PREFIX)]
     [(_, text)] = source.read(PLUGIN_NAME, [tag])[tag]
-    assert decode_end(text) == (exception and "KeyError")
+    assert decode_end(text) == recorded
 
 
 def test_an_exception_in_the_body_leaves_a_flight_file(tmp_path: Path) -> None:
@@ -979,6 +985,26 @@ def test_a_disabled_logger_does_nothing(
         raise RuntimeError("of the user")
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_logger_is_disabled_if_the_system_refuses_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, allowed: int
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with HookLogger(mlp(), tmp_path / "run", first_step=3) as logger:
+        logger.log(loss=1.0)
+    assert (logger.current_step, logger.log_dir) == (3, str(tmp_path / "run"))
+    assert ["logger is disabled" in message for message in caplog.messages] == [True]
+    assert not any(thread.is_alive() for thread in started)
+
+
 def test_environment_variables_set_what_the_code_leaves_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -990,6 +1016,7 @@ def test_environment_variables_set_what_the_code_leaves_out(
         "MAX_OVERHEAD": "inf",
     }.items():
         monkeypatch.setenv(f"TELEMETRY_{name}", value)
+    torch.manual_seed(0)  # with other weights, a rule may request a full step
     model = mlp()
     with HookLogger(model) as logger:
         for step, _ in enumerate(train(model, steps=20)):
@@ -1229,12 +1256,28 @@ def test_an_invalid_argument_of_a_method_is_named_and_training_continues(
     assert len(scalars(tmp_path, "grad_norm/total")) == 5
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
         OSError, match=r"HookLogger\(writer='.*file/run'\): the log directory cannot be written"
     ):
         HookLogger(mlp(), tmp_path / "file" / "run")
+    assert caplog.messages == []
+
+
+def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class StoreError(OSError):
+        def __init__(self, host: str, reason: str) -> None:
+            super().__init__(host, reason)
+
+    def fail(*args: object, **options: object) -> None:
+        raise StoreError("host", "down")
+
+    monkeypatch.setattr(MemoryFileSystem, "makedirs", fail)
+    with pytest.raises(OSError, match=r"HookLogger\(writer='memory://x'\): the log directory can"):
+        HookLogger(mlp(), "memory://x")
 
 
 def test_scalars_can_be_passed_as_a_mapping(tmp_path: Path) -> None:
