@@ -144,9 +144,7 @@ class SummedGradients:
         is_first = len(self._norms) == 1
         if not record.full:
             return
-        calls = record.activations.rows.calls
-        # Of several passes, as in SAM, the loop may have zeroed the gradients of some.
-        given, biases = ({}, {}) if calls.max(initial=0) > 1 else _sums(record)
+        given, biases = _sums(record)
         before = self._biases if record.step == self._step + 1 else {}
         if given:
             now, own = np.array([biases[name] for name in given]), np.array([*given.values()])
@@ -154,7 +152,11 @@ class SummedGradients:
                 self._pairs, self.is_sure, self.needs_full_step = 0, False, False
             elif before.keys() >= given.keys():
                 old = np.array([before[name] for name in given])
-                self._pairs = self._pairs + 1 if _is_one_factor(now, own + old) else 0
+                # Where nothing is clipped, the factor is 1. In SAM it is another one: the gradients
+                # of the first of its passes are zeroed.
+                whole, used = record.total_grad_norm_before_clipping, record.total_grad_norm
+                factor = used / whole if whole else None
+                self._pairs = self._pairs + 1 if _is_one_factor(now, own + old, factor) else 0
                 self.is_sure |= self._pairs >= _PAIRS
                 self.needs_full_step &= not self.is_sure and self._pairs > 0
             elif is_first:  # there is nothing to add: the test does not work for this model
@@ -192,14 +194,17 @@ def _sum_of(rows: Rows) -> Figures:
     return mean_of(rows) * rows.count  # type: ignore[no-any-return]
 
 
-def _is_one_factor(values: Figures, others: Figures) -> bool:
-    """Whether ``values == factor * others`` for one factor of at most 1; of one value, for 1."""
+def _is_one_factor(values: Figures, others: Figures, known: float | None = None) -> bool:
+    """Whether ``values == factor * others`` for the known factor, or for any of at most 1.
+
+    Of one value, it is 1.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = values / others
     if np.isnan(ratios).any():
         return False
     factor = median(ratios.tolist()) if len(ratios) >= _FEW else 1.0
-    if factor > 1 + _NEAR:
+    if factor > 1 + _NEAR or (known and abs(factor - known) > _ABOUT * known):
         return False
     near = np.abs(ratios - factor) <= _NEAR * abs(factor)
     return bool(np.count_nonzero(near) > _MOST * len(near))
@@ -213,5 +218,6 @@ _PAIRS = 2  # one may be a coincidence
 _REQUESTED = 3  # times; more evaluations would show nothing
 _ROUNDING = 1e-4  # a thousand times float32's
 _NEAR = 0.01  # sums are exact to 1e-5, in bfloat16 to 0.004
+_ABOUT = 0.1  # of the known factor
 _MOST = 0.7  # of the layers: the user's hooks may change some
 _FEW = 2

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam
 from telemetry import HookLogger
 from telemetry.alerts.engine import Engine
 from telemetry.alerts.losses import LossBurst, LossSpike
+from telemetry.plain_text import called
 from telemetry.reading.run import open_run
 from telemetry.testing import alerts_of, capture_run
 from tests.helpers.figures import figures
@@ -281,7 +282,9 @@ def test_a_spike_writes_a_flight_file_and_names_the_onsets_of_the_page(tmp_path:
     logger.close()
     movers = open_run(tmp_path).onsets_by(spike.step)  # as on the page
     assert movers
-    named = ", ".join(f"{m.name} ({m.factor:.3g}x above usual at step {m.step})" for m in movers)
+    named = ", ".join(
+        f"{called(m.name)} ({m.factor:.3g}x above usual at step {m.step})" for m in movers
+    )
     assert spike.summary.endswith(f": {named}")
 
 
