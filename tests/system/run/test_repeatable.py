@@ -47,7 +47,7 @@ def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
     order = torch.Generator().manual_seed(0)
     with HookLogger(model, log_dir, every_n_steps=100, images=False) as logger:
         for step in range(4 * STEPS):
-            batch = torch.randint(0, len(images), (32,), generator=order)
+            batch = torch.randint(0, len(images), (512,), generator=order)
             # The fault of "dead" stays: steps are so fast that all of it may pass unmeasured.
             inputs = run.disturb(min(step, 49), model, optimizer, images[batch])
             loss = F.cross_entropy(model(inputs), labels[batch])
