@@ -163,7 +163,7 @@ def read(run: str | os.PathLike[str]) -> Run:
     """
     if not isinstance(run, str | os.PathLike):
         raise TypeError(f"read(run={run!r}): must be the directory of a run")
-    return Run(only_log_dir(Path(run).expanduser()))
+    return Run(only_log_dir(Path(os.path.expanduser(run))))
 
 
 def _table(**columns: NDArray[Any] | tuple[NDArray[np.intp], Sequence[str]]) -> Table:
