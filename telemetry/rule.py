@@ -18,7 +18,7 @@ class Rule(ABC):
     thread, in the order of the steps. An exception is logged once, and the next step is judged.
     """
 
-    failed: str = ""
+    failed = ""
     """Part of the rule that raised its latest exception; empty: the rule as a whole."""
 
     @property

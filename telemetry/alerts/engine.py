@@ -124,7 +124,8 @@ class Engine(Rule):
 
     def _report(self, alerts: list[Alert], errors: dict[str, Exception]) -> Iterator[Alert]:
         yield from self._reportable(alerts)
-        for self.failed, error in errors.items():
+        if errors:
+            self.failed, error = next(iter(errors.items()))
             raise error
 
     def _reportable(self, alerts: list[Alert]) -> list[Alert]:

@@ -92,7 +92,9 @@ class VanishingGradient(Detector):
         if baseline.norm.above_window >= FAR_ABOVE:  # others seem smaller than they are
             share += baseline.norm.above_window
         zero, limit = share == -np.inf, -math.log10(self.factor)
-        faint = (share < limit) & ~zero & _with_matrices(record)
+        faint = (share < limit) & ~zero
+        if faint.any():
+            faint &= _with_matrices(record)
         self._first = np.where(np.isnan(self._first) & ~zero, share, self._first)
         self._largest = np.maximum(self._largest, share)
         self._faint_steps = np.where(faint, self._faint_steps + 1, 0.0)
@@ -261,11 +263,11 @@ def _sizes(layout: Layout) -> Figures:
 
 def _with_matrices(record: StepRecord) -> Marks:
     """Mark modules that train a matrix or have none: before batch norm, a bias has no gradient."""
-    layout = record.layout
-    has = np.bincount(layout.owners[[*layout.matrices.values()]], minlength=len(layout.modules))
-    trains = np.array([i for i in layout.matrices.values() if record.grad_present[i]], np.intp)
-    trained = np.bincount(layout.owners[trains], minlength=len(layout.modules))
-    marks: Marks = ((trained > 0) | (has == 0))[layout.owning]
+    layout, count = record.layout, len(record.layout.modules)
+    matrices = np.array([*layout.matrices.values()], np.intp)
+    owners, trains = layout.owners[matrices], record.grad_present[matrices]
+    all_, trained = (np.bincount(of, minlength=count) for of in (owners, owners[trains]))
+    marks: Marks = ((trained > 0) | (all_ == 0))[layout.owning]
     return marks
 
 

@@ -194,9 +194,10 @@ class ResultHook(ForwardHook):
     def observe(self, module: nn.Module, args: Any, output: Any) -> None:
         """Report a call of the model that ended with one of the functions.
 
-        A model with own parameters has its place in the forward order already.
+        A model with own parameters has its place in the forward order already. Subclasses of
+        tensors would see that their node is read.
         """
-        if module is not self.module() or module._parameters:
+        if module is not self.module() or module._parameters or type(output) is not Tensor:
             return
         if (function := _function_of(output)) is not None:
             self.function = function
@@ -204,8 +205,8 @@ class ResultHook(ForwardHook):
 
 
 @undisturbed(always=True)
-def _function_of(output: Any) -> str | None:
-    return _FUNCTIONS.get(type(getattr(output, "grad_fn", None)).__name__)
+def _function_of(output: Tensor) -> str | None:
+    return _FUNCTIONS.get(type(output.grad_fn).__name__)
 
 
 # --- compiled graphs ------------------------------------------------------------------------------
