@@ -169,8 +169,7 @@ class OutputCollapse(Detector):
     Evidence: the module, and the rest of its variation.
     Causes: no term that keeps examples apart, strong weight decay, initialization with a constant.
     Remedies: negative pairs, a stopped gradient, batch statistics; random initialization.
-    Silent: outputs that never differed or are far from zero, such as temperatures in kelvin, single
-    numbers, one direction with lengths that differ.
+    Silent: outputs that never differed or lie far from zero, single numbers, directions alone.
     Example: [nn.init.constant_(parameter, 0.01) for parameter in model.parameters()]
     Args:
         share: Variation within units over the RMS, at two consecutive full steps; 0.3 before.
