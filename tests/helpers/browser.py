@@ -97,6 +97,9 @@ def _get(url: str) -> str:
         return ""
 
 
+_TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
 class TelemetryPage:
     """The Telemetry page inside of TensorBoard.
 
@@ -169,6 +172,7 @@ class TelemetryPage:
 
     def point(self, row: float, column: float, panel: int = 0) -> dict[str, float]:
         """The same place in the coordinates of :attr:`heatmap`."""
+        self.frame.evaluate(_TWO_FRAMES)  # on a busy machine it is drawn again after its resize
         plot = self.locator(".heatmap").nth(panel).get_attribute("data-plot")
         assert plot is not None
         x, y, width, height = map(float, plot.split(","))
