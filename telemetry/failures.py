@@ -33,11 +33,14 @@ class Failures:
             log.warning("telemetry failed %s; training continues", doing, exc_info=True)
 
     @contextmanager
-    def contained(self, doing: str) -> Iterator[None]:
-        """Report an exception of the body and continue after it."""
+    def contained(self, doing: str, of: type[BaseException] = Exception) -> Iterator[None]:
+        """Report an exception of the body and continue after it.
+
+        ``of=BaseException`` is for users' functions on the worker: ``sys.exit()`` would end it.
+        """
         try:
             yield
-        except Exception:
+        except of:
             self.report(doing)
 
     def log_once(self, message: str, *, kind: str = "", level: int = logging.WARNING) -> None:

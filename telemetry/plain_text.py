@@ -36,17 +36,20 @@ def called(module_name: str) -> str:
 
 def called_all(module_names: Sequence[str], most: int) -> str:
     """Return at most ``most`` names of modules for messages, and the number of others."""
-    more = f" and {len(module_names) - most} more" if len(module_names) > most else ""
-    return ", ".join(map(called, module_names[:most])) + more
+    return listed([*map(called, module_names)], most)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """Return at most ``most`` of the names, escaped, and the number of others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(printable, names[:most])) + more
 
 
 def closest(name: object, known: Iterable[str]) -> str:
     """Return the known names that resemble a name, or some of all, as the end of a sentence."""
     known = [*known]
     close = get_close_matches(str(name), known, n=3, cutoff=0.5)
-    names = ", ".join(map(printable, close or known[:10])) or "none"
-    more = f" and {len(known) - 10} more" if len(known) > 10 and not close else ""
-    return f"{'the closest' if close else 'there'} are {names}{more}"
+    return f"{'the closest' if close else 'there'} are {listed(close or known, 10) or 'none'}"
 
 
 def figure(value: float, digits: int = 3) -> str:

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import nn
 
-from telemetry.plain_text import printable, type_of
+from telemetry.plain_text import listed, type_of
 from telemetry.records.step import is_inside
 
 T = TypeVar("T")
@@ -264,9 +264,7 @@ def _explain_no_match(
         message += "; [ begins a set of characters, [[] matches the character [ itself"
     if closest:
         return f"{message}; the closest names are {', '.join(closest)}"
-    more = f" and {len(parts) - _MOST_NAMES} more" if len(parts) > _MOST_NAMES else ""
-    names = ", ".join(map(printable, parts[:_MOST_NAMES]))
-    return f"{message}; their names are {names}{more}" if parts else message
+    return f"{message}; their names are {listed(parts, _MOST_NAMES)}" if parts else message
 
 
 def _count(names: Collection[str], what: str = "module") -> str:

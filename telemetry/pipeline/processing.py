@@ -336,10 +336,8 @@ class Processor:
             self._sink.write_values(
                 self._dashboard.alert_values(alert), alert.step, wall_time, flush=True
             )
-        try:
+        with self._failures.contained("to call on_alert", of=BaseException):
             self._on_alert(alert, wall_time)
-        except BaseException:  # such as sys.exit(), which would end the worker
-            self._failures.report("to call on_alert")
 
 
 def _kind_of_work(item: Item) -> Work:

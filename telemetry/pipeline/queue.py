@@ -215,10 +215,8 @@ class Pipeline:
                     self._processor.end()
                 if item is None or self._abandoned:
                     return
-                try:
+                with self._failures.contained("to record a step", of=BaseException):
                     self._process(item)
-                except BaseException:  # of a user's function
-                    self._failures.report("to record a step")
             self._processor.log(logged)
             with suppress(Empty):  # earlier wake-ups do not concern later items
                 while True:
