@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 from telemetry import Alert, HookLogger
 
 HOME = Path(__file__).resolve().parents[2] / "shared" / "faultbench"
+HOMES = {"faultbench": HOME, "released": HOME / "released"}
+"""Folders with cases, by the name of the bench."""
 
 KINDS = {
     "exploding_gradient": "exploding",

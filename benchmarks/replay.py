@@ -2,15 +2,18 @@
 
     python benchmarks/replay.py record --out DIR [--only GLOB] [--seed N]
     python benchmarks/replay.py replay DIR [--only GLOB] [--every 1 10 100] [--jobs N] [--times]
-        [--save FILE] [--compare FILE]
+        [--save FILE] [--compare FILE] [--against FILE] [--freeze FILE]
 
-``record`` trains all runs of faultbench, ``realruns`` and ``benchmarks/runs`` (the first two only
-where ``../shared`` has them) once, and keeps each step in full, in one file for each logger of a
-run; runs with a file are skipped. ``replay`` gives each step to the default rules, in full
-or with its norms alone, as a logger with that ``every_n_steps`` does: where it is due, and as many
-steps after a request of a rule as in :class:`telemetry.pipeline.FullSteps`. It prints how many full
-steps healthy runs had. ``--save`` writes all alerts; ``--compare`` lists those that differ from
-such a file, field by field, and fails then.
+``record`` trains all runs of faultbench, its released runs, ``realruns`` and ``benchmarks/runs``
+(only the last where ``../shared`` is missing) once, and keeps each step in full, in one file for
+each logger of a run; runs with a file are skipped. ``replay`` gives each step to the default rules,
+in full or with its norms alone, as a logger with that ``every_n_steps`` does: where it is due, and
+as many steps after a request of a rule as in :class:`telemetry.pipeline.FullSteps`. It prints how
+many full steps healthy runs had. ``--save`` writes all alerts; ``--compare`` lists those that
+differ from such a file, field by field, and fails then. ``--freeze`` writes kind, step, module,
+severity and stage of each alert; ``--against`` compares with such a file and fails if a fault is
+no longer found, a healthy run has a new warning, or the 90th percentile of the latency has grown:
+``benchmarks/verdicts.json`` is the file to which each change of a rule is held.
 
 The files hold public attributes of ``StepRecord`` as plain arrays and JSON: where records are built
 in another way, :class:`Recorded` has to follow. Not kept are pictures, states of generators,
@@ -30,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from fnmatch import fnmatch
-from functools import partial
+from functools import cache, partial
 from itertools import compress
 from pathlib import Path
 from statistics import median
@@ -185,8 +188,9 @@ def all_runs(seed: int) -> dict[str, Callable[[Any], object]]:
     if library is None:
         print(f"without faultbench: {faultbench.HOME} is not there")
         return found
-    for case in library.load_cases(str(faultbench.HOME)):
-        found[f"faultbench.{case.name}"] = partial(library.train, case, seed=seed)
+    for bench, home in faultbench.HOMES.items():
+        for case in library.load_cases(str(home)):
+            found[f"{bench}.{case.name}"] = partial(library.train, case, seed=seed)
     return found
 
 
@@ -377,22 +381,24 @@ def differences(before: Mapping[str, list[Fields]], now: Mapping[str, list[Field
     return lines
 
 
-def healthy_runs() -> set[str]:
-    """Bench and name of the runs whose label says that nothing is wrong."""
-    found = {
-        f"{bench}.{name}"
-        for bench in ("runs", "realruns")
-        for name, label in realruns.load(bench)[1].items()
-        if label.want == "H"
-    }
+@cache
+def onsets() -> dict[str, int | None]:
+    """First step at which the fault of a run can be seen, by bench and name; None if healthy."""
+    known: dict[str, int | None] = {}
+    for bench in ("runs", "realruns"):
+        for name, label in realruns.load(bench)[1].items():
+            if label.want in "HF":  # silence and an alert are both right for the others
+                known[f"{bench}.{name}"] = None if label.want == "H" else label.onset
     library = faultbench.load_faultbench()
-    cases = library.load_cases(str(faultbench.HOME)) if library else ()
-    return found | {f"faultbench.{case.name}" for case in cases if case.label == "healthy"}
+    for bench, home in faultbench.HOMES.items():
+        for case in library.load_cases(str(home)) if library else ():
+            known[f"{bench}.{case.name}"] = None if case.label == "healthy" else case.onset
+    return known
 
 
 def show_full_steps(rows: Sequence[Row], intervals: Sequence[int]) -> None:
     """Number of full steps of the healthy runs in addition to the scheduled ones."""
-    healthy = healthy_runs()
+    healthy = {name for name, onset in onsets().items() if onset is None}
     for n in intervals:
         counts = [
             (due, len(times_s[1]))
@@ -406,6 +412,59 @@ def show_full_steps(rows: Sequence[Row], intervals: Sequence[int]) -> None:
                 f"every {n}: {len(counts)} healthy runs, {due} full steps due, {full} measured "
                 f"(x{full / due:.2f}), more than twice as many in {doubled} runs"
             )
+
+
+BRIEF = ("kind", "step", "module_name", "severity", "stage")
+Verdict = list[Any]
+"""The fields in ``BRIEF`` of an alert."""
+
+
+def brief(verdicts: Mapping[str, Sequence[Fields]]) -> dict[str, list[Verdict]]:
+    """The verdicts without their texts."""
+    return {n: [[alert.get(f) for f in BRIEF] for alert in some] for n, some in verdicts.items()}
+
+
+def latencies(verdicts: Mapping[str, Sequence[Verdict]]) -> dict[str, int | None]:
+    """Steps from the onset of each fault to the first warning or error; None without one."""
+    return {
+        name: min(
+            (step - onset for _, step, _, severity, stage in alerts
+             if stage != "resolved" and severity != "note" and step >= onset),
+            default=None,
+        )
+        for name, alerts in verdicts.items()
+        if (onset := onsets().get(run_of(name))) is not None
+    }  # fmt: skip
+
+
+def run_of(name: str) -> str:
+    """Bench and name of the run of a replay such as ``runs.text_ok.0 every 10``."""
+    return name.partition(" ")[0].rpartition(".")[0]
+
+
+def judged(before: Mapping[str, list[Verdict]], now: Mapping[str, list[Verdict]]) -> list[str]:
+    """Each difference that no change of a rule may make; prints the others, too."""
+    common = sorted(before.keys() & now.keys())
+    faults: list[str] = []
+    for name in common:
+        for sign, some, others in (("-", before[name], now[name]), ("+", now[name], before[name])):
+            for verdict in some:
+                if verdict not in others:
+                    print(f"{sign} {name}: {verdict}")
+        loud = [
+            {verdict[0] for verdict in some[name] if verdict[3] != "note"} for some in (before, now)
+        ]
+        if onsets().get(run_of(name), 0) is None and loud[1] - loud[0]:
+            faults.append(f"{name} is healthy and has a new {', '.join(sorted(loud[1] - loud[0]))}")
+    old, new = (latencies({name: some[name] for name in common}) for some in (before, now))
+    faults += [f"{n} is no longer found" for n in old if old[n] is not None and new[n] is None]
+    ends = [[s for s in some.values() if s is not None] for some in (old, new)]
+    if all(ends):
+        was, is_now = (np.percentile(some, (50, 90)).tolist() for some in ends)
+        print(f"latency in steps, median and 90th percentile: {was} -> {is_now}")
+        faults += ["the 90th percentile of the latency has grown"] * (is_now[1] > was[1])
+    print(f"{len(common)} of {len(now)} replays compared with {len(before)}")
+    return faults
 
 
 def show_times(name: str, times_s: Sequence[Sequence[float]]) -> None:
@@ -428,6 +487,8 @@ def main() -> int:
     replaying.add_argument("--times", action="store_true", help="print how long the rules take")
     replaying.add_argument("--save", type=Path)
     replaying.add_argument("--compare", type=Path)
+    replaying.add_argument("--freeze", type=Path)
+    replaying.add_argument("--against", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -455,6 +516,13 @@ def main() -> int:
     if args.compare:
         lines = differences(json.loads(args.compare.read_text(encoding="utf-8")), verdicts)
         print("\n".join(lines) or "no difference")
+    short = brief(verdicts)
+    if args.freeze:
+        rows_of = ",\n".join(f"{json.dumps(n)}: {json.dumps(v)}" for n, v in sorted(short.items()))
+        args.freeze.write_text(f"{{\n{rows_of}\n}}\n", encoding="utf-8")
+    if args.against:
+        lines += (faults := judged(json.loads(args.against.read_text(encoding="utf-8")), short))
+        print("\n".join(faults) or "nothing lost, no new false alarm, no later p90")
     return min(1, len(lines))
 
 
