@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -71,6 +72,15 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print how many tests were skipped for which reasons, in one line."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    if reasons:
+        counts = ", ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"skipped: {counts}")
 
 
 @pytest.fixture
