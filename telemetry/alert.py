@@ -72,6 +72,11 @@ class Alert:
     batches: tuple[Batch, ...] = ()
 
     @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds that the alert stands for: its own, and those of its consequences."""
+        return frozenset({self.kind, *(c.kind for c in self.consequences)})
+
+    @property
     def anchor(self) -> str:
         """Anchor of the kind's section in the documentation."""
         return self.kind

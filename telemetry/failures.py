@@ -10,14 +10,34 @@ from contextlib import contextmanager
 from telemetry.plain_text import printable
 
 log = logging.getLogger("telemetry")
+_PREFIX = "telemetry: "
+
+
+def _without_prefix(record: logging.LogRecord) -> bool:
+    """Remove our prefix where logging is configured: handlers print the logger's name."""
+    if isinstance(record.msg, str) and log.hasHandlers():
+        record.msg = record.msg.removeprefix(_PREFIX)
+    return True
+
+
+log.addFilter(_without_prefix)
 
 
 def show(message: str) -> None:
     """Log a message at INFO; print it where logging is not configured, or to a terminal."""
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
-        log.info("%s", message)
+        log.info(message.replace("%", "%%"))
     elif sys.stderr is not None and (not log.hasHandlers() or sys.stderr.isatty()):
         print(message, file=sys.stderr)
+
+
+def show_at_end(message: str) -> None:
+    """Show what was logged at INFO before, unless INFO is shown: in a log, else on stderr."""
+    if not log.hasHandlers():
+        if sys.stderr is not None:
+            print(message, file=sys.stderr)
+    elif not log.isEnabledFor(logging.INFO):
+        log.warning(message.replace("%", "%%"))
 
 
 class Failures:
@@ -47,7 +67,7 @@ class Failures:
         """Log a message once, or once for each ``kind`` of message."""
         if (kind or message) not in self._logged:
             self._logged.add(kind or message)
-            log.log(level, "telemetry: %s", printable(message))
+            log.log(level, _PREFIX + "%s", printable(message))
 
 
 class RaisingFailures(Failures):

@@ -136,6 +136,7 @@ class ExplodingGradient(Detector):
     _steps_far_above: int = 0
     _steps_lasting: int = 0
     _amplified: Annotated[deque[float], LENGTH]
+    _unclipped: Annotated[deque[float], LENGTH]
     _amplified_steps: int = 0
     _deep_steps: int = 0
     _began_deep: bool | None = None
@@ -210,9 +211,13 @@ class ExplodingGradient(Detector):
         if norm is None or math.isnan(amplified):
             return None
         far = len(usual) >= 2 and amplified >= max(usual) + math.log10(self.factor)
+        # The gradient of the last module alone falls if it is of another head, or of an expert
+        # without samples: then the norm has not grown.
+        far = far and norm > 10**TENFOLD * max(self._unclipped)
         self._amplified_steps = self._amplified_steps + 1 if far else 0
         if not far:
             usual.append(amplified)
+            self._unclipped.append(norm)
         if self._amplified_steps < 2:
             return None
         times = 10 ** (amplified - max(usual))

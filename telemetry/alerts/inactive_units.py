@@ -329,7 +329,7 @@ class SaturatedUnits(Detector):
                     continue
                 after, is_small = forward.outputs[index + 1], rms[index] < _LARGE
                 share = 0.0 if is_small else _share_lost(record, output, after)
-            elif type_name not in STANDARD and index > 0:
+            elif type_name not in STANDARD and index > 0 and _has_units(forward, index):
                 share = self._share_at_ends(record, output, forward.outputs[index - 1])
             else:
                 continue
@@ -345,6 +345,11 @@ class SaturatedUnits(Detector):
             return 0.0
         # A low end of zero is a kind of ReLU, and no fault.
         return Flat(low=low or -math.inf, high=high).share(sketch)
+
+
+def _has_units(forward: ForwardOutputs, index: int) -> bool:
+    """Whether an output has more than one number per call: a module may compute a loss."""
+    return bool(forward.rows.count[index] > forward.rows.calls[index])
 
 
 @dataclass(kw_only=True)

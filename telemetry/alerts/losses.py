@@ -232,7 +232,7 @@ class LossBurst(Detector):
         longest, self._longest = self._longest, 0
         usual = sorted(window.values)[3 * len(window) // 4]
         is_over = baseline.loss.median_of(FEWEST) <= usual and not baseline.loss.is_floor(highest)
-        if longest < self.losses or not is_over:
+        if longest < self.losses or not is_over or highest <= window.highest:
             return None
         self._bursts += 1
         if self._bursts > _REPORTED or baseline.since_rate_jump < record.step - first + FEWEST:

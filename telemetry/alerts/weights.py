@@ -9,6 +9,7 @@ from typing import Annotated
 
 import numpy as np
 
+from telemetry.alert import Severity
 from telemetry.alerts.baseline import LARGE_STEP, Baseline, Figures, matrix_ratios, matrix_sizes
 from telemetry.alerts.detector import EXPLOSIONS, INACTIVE, RISEN_LOSSES, Detector, Finding
 from telemetry.alerts.window import FEWEST, LENGTH, RECENT
@@ -141,6 +142,9 @@ class LayersNotLearning(Detector):
         self._since = np.where(slow & (self._evaluations == 0), record.step, self._since)
         self._evaluations = np.where(learns, 0, self._evaluations + slow)
         lasts = slow & (record.step - self._since >= self.steps)
+        # A layer learns if one of its matrices does: a kernel's parameter may have its own rate.
+        owners = layout.owners[[*layout.matrices.values()]]
+        lasts &= ~np.isin(owners, owners[learns])
         found = lasts & (self._evaluations >= 3)
         self.needs_full_step = bool((lasts & ~found).any())
         if not found.any():
@@ -152,6 +156,7 @@ class LayersNotLearning(Detector):
         now = dict(zip(layout.owner_names, record.owner_grad_levels, strict=True))
         fallen = 10 ** min([highest.get(name, -np.inf) - now[name] for name in layers])
         cause = "They get gradients, so their learning rate or their precision is too low"
+        severity: Severity | None = None
         advice: tuple[str, ...] = (
             "Check the learning rate of their parameter group, and layer-wise decay",
             "Keep weights in float32: bfloat16 rounds steps below 0.4 % of a value away",
@@ -159,6 +164,7 @@ class LayersNotLearning(Detector):
         )
         if fallen > _FALLEN:
             cause = f"Their gradients have become {figure(fallen, 2)}x smaller"
+            severity = "note"  # a loss that is switched off, or that is learned, trains no layer
             advice = (
                 "Check the part of the loss that trains them: it may be saturated",
                 "Check the other models that it depends on, such as a discriminator that wins",
@@ -168,6 +174,7 @@ class LayersNotLearning(Detector):
             f"norm at most, and other layers by {figure(usual, 2)}",
             cause=cause,
             advice=advice,
+            severity=severity,
             value=ratio,
             threshold=limit,
             module_name=layers[0],
@@ -299,7 +306,8 @@ class ExponentialTrend(Detector):
         shrunk = -levels[-1] > math.log10(self.shrinkage) / 2
         self.needs_full_step = bool(shrunk and not learns and len(steps) < 2 * _FEWEST_POINTS)
         now, least = 10 ** levels[-1], math.log10(self.weight_growth)
-        if not learns and (rate := _steady(steps, -levels, math.log10(self.shrinkage))):
+        shrinks = shrunk and not learns
+        if shrinks and (rate := _steady(steps, -levels, math.log10(self.shrinkage))):
             return self._found(
                 "weights",
                 f"The weights shrink by {figure(1 - 10**-rate, 2)} of their size at each step, "

@@ -337,8 +337,11 @@ def _missed_modules(
     return logging.INFO, _did_not_run(with_parameters, len(watched), step)
 
 
-def _unregistered_modules(model: nn.Module) -> str:
-    """Return the message about modules in plain lists and dicts that have gradients."""
+def unregistered(model: nn.Module, *, trained: bool = False) -> list[str]:
+    """Return the attributes that hold modules in plain lists and dicts, which PyTorch ignores.
+
+    Only those with parameters that the model does not have; ``trained``: and that have gradients.
+    """
     known, found = set(map(id, model.parameters())), []
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
@@ -346,10 +349,15 @@ def _unregistered_modules(model: nn.Module) -> str:
             if type(parts) not in (list, tuple):
                 continue
             modules = [part for part in parts if isinstance(part, nn.Module)]
-            inside = (parameter for part in modules for parameter in part.parameters())
-            if any(p.grad is not None and id(p) not in known for p in inside):
+            inside = [p for part in modules for p in part.parameters() if id(p) not in known]
+            if any(p.grad is not None for p in inside) if trained else inside:
                 found.append(clean_name(f"{name}.{attribute}" if name else attribute))
-    if not found:
+    return found
+
+
+def _unregistered_modules(model: nn.Module) -> str:
+    """Return the message about modules in plain lists and dicts that have gradients."""
+    if not (found := unregistered(model, trained=True)):
         return ""
     return (
         f"modules in {called_all(found, _NAMES_IN_MESSAGE)} get gradients and are not registered "

@@ -117,6 +117,11 @@ class Optimizers:
         """Whether no other optimizer has stepped."""
         return list(self._met) == [optimizer]
 
+    def ends_later(self, optimizer: Optimizer) -> Optimizer | None:
+        """Return the optimizer that will end this step, if it is known and is another one."""
+        ends = _alive(self._ends)
+        return None if ends is optimizer or self._is_inner(optimizer) else ends
+
     def end_open_step(self) -> bool:
         """Whether the step in progress was open only for other optimizers, which did not step."""
         if _alive(self._ends) is not None or _alive(self._latest) is None:

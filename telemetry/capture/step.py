@@ -205,7 +205,10 @@ class Step:
             self.captured.before_clipping.clear()
         self.parameters = self.parameters or table.parameters
         # Each counts once, though an optimizer may call another one that has it, too.
-        parameters = [(i, p) for i, p in dict(table.of(optimizer)).items() if i not in self._held]
+        # Of two optimizers with the same parameters, the steps of the one that ends steps count.
+        ends = self._optimizers.ends_later(optimizer)
+        others = self._held | ({i for i, _ in table.of(ends)} if ends is not None else set())
+        parameters = [(i, p) for i, p in dict(table.of(optimizer)).items() if i not in others]
         if not parameters:
             return
         scaler = calling_scaler()
@@ -236,7 +239,7 @@ class Step:
     def after_step(self, optimizer: Optimizer) -> None:
         """Read parameters and second moments after the first step of an optimizer in this one."""
         self._read_update(id(optimizer))
-        if self.full and self._content.weights:
+        if self.full and self._content.weights and id(optimizer) in self._stepped:
             # Not by its brackets: the optimizer's state is a defaultdict.
             of = self._target.table.of(optimizer)
             states = {i: optimizer.state.get(p, {}) for i, p in of if i not in self._moments}

@@ -74,6 +74,7 @@ class Announcement:
     full_step: int = 0  # latest full step that is not in the schedule, or 0
     alert: Alert | None = None  # that all ranks raise: it closes their barriers ...
     raise_at: int | None = None  # ... and this decides
+    raises: bool = True  # False: training is to stop by itself
 
 
 class Exchange:
@@ -81,6 +82,7 @@ class Exchange:
 
     observer: RankObserver | None = None  # selects the tensors to measure; None: all
     records = True  # whether this process records steps, so that its rules judge them
+    raises = True  # whether an alert raises; else training is to stop by itself
     _alert: Alert | None = None  # to raise
 
     def send(self, record: StepRecord, step: CapturedStep | LightStep) -> StepRecord | None:
@@ -109,9 +111,10 @@ class Exchange:
         """Have all ranks measure a step after this one in full; False: this process decides."""
         return False
 
-    def raise_on_all(self, alert: Alert) -> None:
-        """Have all ranks raise the first such alert at the end of the same step."""
-        self._alert = self._alert or alert
+    def raise_on_all(self, alert: Alert, *, raises: bool = True) -> None:
+        """Have all ranks raise the first such alert, or stop, at the end of the same step."""
+        if self._alert is None:
+            self._alert, self.raises = alert, raises
 
     def to_raise(self, step: int | None) -> Alert | None:
         """Return the alert to raise at the end of this step; None as a step: training has ended."""
@@ -259,8 +262,12 @@ class RankExchange(Exchange):
             self._submit(lambda: self._broadcast(full_step=at))
         return True
 
-    def raise_on_all(self, alert: Alert) -> None:
-        self._submit(lambda: self._broadcast(alert=self._announcement.alert or alert))
+    def raise_on_all(self, alert: Alert, *, raises: bool = True) -> None:
+        def announce() -> None:
+            if self._announcement.alert is None:
+                self._broadcast(alert=alert, raises=raises)
+
+        self._submit(announce)
 
     # --- on the training thread ------------------------------------------------------------------
 
@@ -365,6 +372,7 @@ class RankExchange(Exchange):
         if announcement.full_step > self._current_step():  # else this rank is too late
             self._ask(announcement.full_step)
         if announcement.alert is not None:
+            self.raises = announcement.raises
             self._alert = self._alert or announcement.alert
             step = self.barrier.close()
             if self._client is None:

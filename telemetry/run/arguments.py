@@ -21,8 +21,9 @@ from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
 from telemetry.alerts.detector import Detector
+from telemetry.capture.modules import unregistered
 from telemetry.capture.probe import Sample
-from telemetry.plain_text import check_text, type_of
+from telemetry.plain_text import called_all, check_text, type_of
 from telemetry.records.batches import MAX_IDS, BatchId
 from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
@@ -56,8 +57,15 @@ def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer |
     check_model(model, "HookLogger")
     own = {id(parameter) for parameter in model.parameters()}
     if not own:
+        hidden = unregistered(model)
         raise ValueError(
             f"HookLogger(model={type(model).__name__}): has no parameters, so it cannot be trained"
+            + (
+                f"; keep the modules in {called_all(hidden, 3)} in a torch.nn.ModuleList or "
+                "ModuleDict, so that PyTorch finds them"
+                if hidden
+                else ""
+            )
         )
     selection.check(model)
     if optimizer is None:

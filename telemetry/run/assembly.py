@@ -20,7 +20,7 @@ from telemetry.alert import Alert, TelemetryAlert
 from telemetry.capture import Budget, Capture, Content
 from telemetry.capture.probe import Sample
 from telemetry.events.background import NoThreadError, each_within
-from telemetry.failures import Failures, show
+from telemetry.failures import Failures, show_at_end
 from telemetry.flight import is_fault
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
@@ -31,6 +31,7 @@ from telemetry.pipeline import (
     Processor,
     ReadyValues,
 )
+from telemetry.plain_text import printable_lines
 from telemetry.ranks.exchange import Exchange, RankExchange
 from telemetry.ranks.role import Ranks, rank_and_world_size, role_of
 from telemetry.ranks.topology import RankObserver
@@ -55,6 +56,9 @@ _FOREIGN_FLUSH_S = 30.0
 
 # Time limit in seconds for the disk when a checkpoint is taken.
 _CHECKPOINT_S = 10.0
+
+_MAX_NOTES = 5  # that are shown at the end
+_GOES_ON = 'training goes on; HookLogger(on_alert="stop") or "raise" ends it at such an alert'
 
 
 class ActiveRun:
@@ -94,7 +98,7 @@ class ActiveRun:
         self._light_steps = LightSteps(limited=max_overhead is None)
         self.noted_alerts: list[Alert] = []
         self._on_alert = on_alert
-        self._may_stop = on_alert in ("raise", "stop")
+        self._may_stop = on_alert is not None  # a function may return "raise" or "stop"
         self._may_stop_at_steps = self._may_stop  # on several ranks, an alert of another one may
         self.should_stop = False
         self._ending = RLock()  # a signal handler may close on the thread that closes
@@ -346,10 +350,15 @@ class ActiveRun:
         """Store an alert and respond to it; on the background thread."""
         self.noted_alerts.append(alert)
         self._files.write_alert(alert, wall_time)
+        response: object = self._on_alert
         if callable(self._on_alert):
-            self._on_alert(alert)
-        elif self._may_stop and alert.stage != "resolved" and alert.severity != "note":
-            self._ranks.raise_on_all(alert)
+            response = self._on_alert(alert)
+        elif alert.stage == "resolved" or alert.severity == "note":
+            return
+        if response in ("raise", "stop"):
+            self._ranks.raise_on_all(alert, raises=response == "raise")
+        elif alert.kind == "nonfinite" and alert.severity == "error":
+            self._failures.log_once(_GOES_ON)
 
     def _step_ended(self) -> None:
         if self._may_stop_at_steps:
@@ -360,7 +369,7 @@ class ActiveRun:
         if self._pipeline.on_own_thread():
             return
         if (alert := self._ranks.to_raise(step)) is not None:
-            if self._on_alert == "raise":
+            if self._ranks.raises:
                 raise TelemetryAlert(alert)
             self.should_stop = True
 
@@ -434,8 +443,13 @@ class ActiveRun:
         log.log(level, message, scheduled, requested, hint)
 
     def _show_notes(self) -> None:
-        """Name the notes of the run, since Python shows no messages at INFO by default."""
+        """Show the notes of the run, since Python shows no messages at INFO by default."""
         notes = [a for a in self.noted_alerts if a.severity == "note" and a.stage == "started"]
         if notes and self._role.writes:
-            kinds = ", ".join(dict.fromkeys(alert.kind for alert in notes))
-            show(f"telemetry: notes: {kinds}. Read them: telemetry alerts {quote(self.log_dir)}")
+            lines = [f"telemetry: {len(notes)} notes, of things that may be intended:"]
+            lines += [
+                f"  {alert.title}: {printable_lines(alert.message)}" for alert in notes[:_MAX_NOTES]
+            ]
+            if len(notes) > _MAX_NOTES:
+                lines.append(f"  and more: telemetry alerts {quote(self.log_dir)}")
+            show_at_end("\n".join(lines))
