@@ -81,6 +81,9 @@ class CheckResult:
                 grid.add_row(*map(Text, (called(module.name), printable(module.type_name), *cells)))
         console.print(grid)
         console.print(f"\nloss {figure(self.loss, 4)}")
+        sizes, trainable = self.record.layout.sizes, self.record.trainable
+        count, total = int(sizes[trainable].sum()), int(sizes.sum())
+        console.print(f"{count:,} of {total:,} parameters are trainable ({count / total:.0%})")
         for found in self.findings:
             console.print(f"{found.severity}: {found.kind.replace('_', ' ')}{found.where}")
             console.print(f"  {found.message}".replace("\n", "\n  "))

@@ -35,7 +35,7 @@ _STEADY = 1.25  # a trend by a smaller factor counts as steady
 # healthy CNNs have up to 2.6, and 58 or more where the learning rate jumps 300-fold.
 _PEAK = 10
 _RECORD = (
-    "run", "statistic", "module_name", "type_name", "last", "median", "trend", "largest",
+    "run", "statistic", "module_name", "type_name", "state", "last", "median", "trend", "largest",
     "largest_step", "alert_count",
 )  # fmt: skip
 
@@ -69,7 +69,12 @@ def summary(args: argparse.Namespace, console: Console) -> int:
     for log_dir, run in runs.opened():
         head = f"{printable(str(log_dir))}: " if several else ""
         _print_run(
-            head, run.overview(), (_full_steps(run), _usage(run)), shown(run), statistic, console
+            head,
+            run.overview(),
+            (_trained(run), _full_steps(run), _usage(run)),
+            shown(run),
+            statistic,
+            console,
         )
         if several:
             console.print()
@@ -85,31 +90,40 @@ def _sorted(
         last = lasts[layer["module_name"]]
         return math.isnan(last), last
 
-    has_value = [layer for layer in layers if layer["module_name"] in lasts]
-    has_none = [layer for layer in layers if layer["module_name"] not in lasts]
+    has_value = [layer for layer in layers if lasts.get(layer["module_name"]) is not None]
+    has_none = [layer for layer in layers if lasts.get(layer["module_name"]) is None]
     return [*sorted(has_value, key=key, reverse=not is_reversed), *has_none]
 
 
 def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
-    """Yield the layers that have the statistic, in forward order.
+    """Yield the layers that have the statistic or parameters, in forward order.
 
+    Without a value, ``last``, ``median``, ``largest`` and ``largest_step`` are None.
     ``last`` may be NaN or infinite; ``median`` is so if most values are. ``trend`` is the
     median of the last quarter of the values divided by that of the first: infinite if the last
     values are not finite, NaN with fewer than four values or if the first median is 0 or infinite.
     ``largest`` and ``largest_step`` are of the first NaN or infinity, else of the largest value.
     """
     layers, matrix = run.overview().layers, run.matrix(statistic.name)
-    found = run.overview().alerts
+    found, states = run.overview().alerts, run.training_states()
     alerts = Counter(name for alert in found for name in {alert.module_name, alert.observed_in})
-    for row in np.flatnonzero((matrix.values != MISSING).any(axis=0)):
+    has_value = (matrix.values != MISSING).any(axis=0)
+    for row in np.flatnonzero(has_value | np.array([bool(x.parameters) for x in layers], bool)):
+        known: dict[str, Any] = {
+            "module_name": layers[row].name,
+            "type_name": layers[row].type_name,
+            "state": states[row],
+            "alert_count": alerts[layers[row].name],
+        }
+        if not has_value[row]:
+            yield known | _NOT_MEASURED
+            continue
         is_known = matrix.values[:, row] != MISSING
         values = matrix.values[is_known, row].astype(np.float64)
         sizes = np.where(np.isnan(values), math.inf, values)
         largest, middle = int(sizes.argmax()), float(np.median(sizes))
         first, last = _ends(sizes)
-        yield {
-            "module_name": layers[row].name,
-            "type_name": layers[row].type_name,
+        yield known | {
             "last": float(values[-1]),
             "median": middle if math.isfinite(middle) else float(values[largest]),
             "trend": last / first if sizes.size >= 4 and 0 < first < math.inf else math.nan,
@@ -117,14 +131,30 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
             "largest_step": int(matrix.steps[is_known][largest]),
             "is_peak": bool(sizes[largest] > _PEAK * max(first, last)),
             "curve": sparkline(values, width=_CURVE_WIDTH, log=statistic.log),
-            "alert_count": alerts[layers[row].name],
         }
+
+
+_NOT_MEASURED: Mapping[str, Any] = {
+    "last": None,
+    "median": None,
+    "trend": math.nan,
+    "largest": None,
+    "largest_step": None,
+    "is_peak": False,
+    "curve": "",
+}
 
 
 def _ends(sizes: NDArray[np.float64]) -> tuple[float, float]:
     """Return the medians of the first and the last quarter of some values."""
     quarter = max(1, sizes.size // 4)
     return float(np.median(sizes[:quarter])), float(np.median(sizes[-quarter:]))
+
+
+def _trained(run: RunData) -> str:
+    """Return the share of the parameters that are in layers that train as a text, if not all."""
+    share = run.trained_share()
+    return "" if share in (None, 1.0) else f"{share:.1%} of the parameters are in layers that train"
 
 
 def _full_steps(run: RunData) -> str:
@@ -178,18 +208,23 @@ def _print_run(
         [printable(layer["module_name"]) or "(the model)" for layer in layers],
         [
             Column("class", [Text(printable(layer["type_name"])) for layer in layers], 0),
-            Column("last", [number(layer["last"]) for layer in layers], 5, True),
-            Column("median", [number(layer["median"]) for layer in layers], 1, True),
+            Column("state", [Text(layer["state"]) for layer in layers], 4),
+            Column("last", [_number(layer["last"]) for layer in layers], 6, True),
+            Column("median", [_number(layer["median"]) for layer in layers], 1, True),
             Column("trend", [_arrow(layer) for layer in layers], 2, True),
             Column("over time", [Text(layer["curve"], "cyan") for layer in layers], 3),
             Column(
                 "alerts",
                 [Text(str(layer["alert_count"] or ""), "bold red") for layer in layers],
-                4,
+                5,
                 True,
             ),
         ],
     )
+
+
+def _number(value: float | None) -> Text:
+    return Text("") if value is None else number(value)
 
 
 def _arrow(layer: Mapping[str, Any]) -> Text:
@@ -198,6 +233,8 @@ def _arrow(layer: Mapping[str, Any]) -> Text:
     Where most values of an end are not finite, return the first step with one instead.
     """
     ratio, peak = layer["trend"], layer["largest"]
+    if peak is None:
+        return Text("")
     arrow = "↗" if ratio > _STEADY else "↘" if ratio < 1 / _STEADY else "→"
     text = Text("" if math.isnan(ratio) else f"{arrow} ×{ratio:.2g}")
     if layer["is_peak"]:

@@ -71,6 +71,36 @@ def update_ratio(layers: Layers) -> Column:
     return Column(np.sqrt(moved / size), count > 0)
 
 
+TRAINING_STATES = (
+    "trains",
+    "learning rate 0",
+    "no gradient",
+    "not in an optimizer",
+    "frozen",
+)
+"""Texts of the numbers of :func:`training_state`."""
+
+
+def training_state(layers: Layers) -> Column:
+    """Return which of :data:`TRAINING_STATES` a layer's parameters have, the lowest of them.
+
+    Unknown for layers without parameters, and at steps that are not measured in full.
+    """
+    record, layout = layers.record, layers.record.layout
+    count, states = len(layout.modules), np.full(len(layout.parameters), 0.0)
+    if len(record.trainable) != len(states):
+        return Column(np.full(count, math.nan), np.zeros(count, bool))
+    if len(record.groups) == len(states) and record.learning_rates:
+        rates = np.array([*record.learning_rates, math.nan])  # of -1: no group
+        states[rates[record.groups] == 0] = 1
+    states[~record.reached] = 2
+    states[~record.held] = 3
+    states[~record.trainable] = 4
+    lowest = np.full(count, math.inf)
+    np.minimum.at(lowest, layout.owners, states)
+    return Column(lowest, np.isfinite(lowest))
+
+
 def _by_module(layers: Layers, values: Mapping[str, float]) -> Column:
     """Return the column of a figure that only some modules have, by their names."""
     count, position = layers.outputs.size, layers.record.layout.position

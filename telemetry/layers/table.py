@@ -314,6 +314,15 @@ STATISTICS = (
         as_curve=True,
         zero_is_silent=True,
     ),
+    Statistic(
+        name="training_state",
+        title="What trains",
+        log=False,
+        description="Whether the layer's parameters train: "
+        + ", ".join(f"{number} {text}" for number, text in enumerate(formulas.TRAINING_STATES))
+        + ". Of several parameters, the one that trains most.",
+        of=formulas.training_state,
+    ),
 )
 """All statistics, in the order in which they are shown."""
 

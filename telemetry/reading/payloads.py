@@ -19,7 +19,7 @@ from telemetry.plain_text import json_plain
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix, Numbers, UnitExtremes
-from telemetry.reading.run_data import Overview, RunData
+from telemetry.reading.run_data import RunData
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
 from telemetry.tag_names import plain
@@ -40,8 +40,9 @@ _Item: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Header and arrays."""
 
 
-def overview(run: Overview, hparams: Mapping[str, Any], source: RunSource) -> dict[str, Any]:
+def overview(data: RunData, hparams: Mapping[str, Any], source: RunSource) -> dict[str, Any]:
     """Return layers, statistics, alerts and hyperparameters of a run."""
+    run, states = data.overview(), data.training_states()
     pictured = builtin_tags.places_of_images(source.tags("images"))
     return {
         "format": FORMAT_VERSION,
@@ -52,10 +53,12 @@ def overview(run: Overview, hparams: Mapping[str, Any], source: RunSource) -> di
                 "type": layer.type_name,
                 "code": layer.code,
                 "hasPictures": not pictured.isdisjoint(layer.places),
+                "state": state,
                 "parameters": [{"name": p.name, "shape": p.shape} for p in layer.parameters],
             }
-            for layer in run.layers
+            for layer, state in zip(run.layers, states, strict=True)
         ],
+        "trainedShare": data.trained_share(),
         "statistics": [
             {key: getattr(statistic, key) for key in _OF_STATISTIC}
             for statistic in PAGE_STATISTICS

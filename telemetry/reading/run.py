@@ -111,7 +111,9 @@ class Run:
     def modules(self) -> Table:
         """The layers in forward order, and their source locations.
 
-        Columns ``module_name``, ``type_name``, ``forward`` (file and line) and ``user_code``: the
+        Columns ``module_name``, ``type_name``, ``state`` (what its parameters did at the last full
+        step: ``trains``, ``learning rate 0``, ``no gradient``, ``not in an optimizer`` or
+        ``frozen``; empty without parameters), ``forward`` (file and line) and ``user_code``: the
         same if that is your own code, else the location and name of the nearest enclosing module.
         """
         layers = self._data.overview().layers
@@ -119,6 +121,7 @@ class Run:
         return _table(
             module_name=(rows, [layer.name for layer in layers]),
             type_name=(rows, [layer.type_name for layer in layers]),
+            state=(rows, self._data.training_states()),
             forward=(rows, [layer.forward for layer in layers]),
             user_code=(rows, [str(layer.user_code or "") for layer in layers]),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.events import page_format
 from telemetry.layers import MISSING, PAGE_STATISTICS
+from telemetry.layers.formulas import TRAINING_STATES
 from telemetry.layers.onset import FEWEST_TO_SHOW, LOOK_BACK, Onset, onsets
 from telemetry.layers.units import decode_units
 from telemetry.reading.matrix import (
@@ -102,6 +104,32 @@ class RunData:
         with self._lock:
             self._refresh()
             return self._matrix(statistic, region)
+
+    def training_states(self) -> list[str]:
+        """Return what each layer's parameters did at the last full step, a text for each layer.
+
+        It is one of :data:`~telemetry.layers.formulas.TRAINING_STATES`, or empty for layers
+        without parameters or before the first full step.
+        """
+        return ["" if n < 0 else TRAINING_STATES[n] for n in self._last_states()]
+
+    def trained_share(self) -> float | None:
+        """Return the share of the parameters that are in layers that train; None if unknown."""
+        states, layers = self._last_states(), self.overview().layers
+        sizes = [sum(math.prod(p.shape) for p in layer.parameters) for layer in layers]
+        known = sum(size for size, state in zip(sizes, states, strict=True) if state >= 0)
+        trained = sum(size for size, state in zip(sizes, states, strict=True) if state == 0)
+        return trained / known if known else None
+
+    def _last_states(self) -> list[int]:
+        with self._lock:
+            self._refresh()
+            full = [tag for tag in self._structure.tags if tag.kind == "m"]
+            since = max((tag.after + 1 for tag in full), default=0)
+            values = self._matrix("training_state", Region(first_step=since)).values
+        last = [column[column != MISSING][-1:] for column in values.T]
+        valid = range(len(TRAINING_STATES))
+        return [int(n) if len(of) and (n := of[0]) in valid else -1 for of in last]
 
     def _matrix(self, statistic: str, region: Region) -> Matrix:
         count = len(self._structure.layers)

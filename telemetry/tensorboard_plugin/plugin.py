@@ -109,7 +109,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         try:
             run = self._run(request)
             found = read_hparams_content(self._provider, *self._key(request))
-            return payloads.overview(run.overview(), dict(read_hparams(found)), run.source)
+            return payloads.overview(run, dict(read_hparams(found)), run.source)
         except NewerFormatError as error:
             return {"newerFormat": str(error)}
 

@@ -226,7 +226,7 @@ def _data(
     tags = run.source.tags("histograms")
     steps = sorted({alert.step for alert in overview.alerts})[:MAX_ALERTS]
     return {
-        "overview": payloads.overview(overview, row["hparams"], run.source),
+        "overview": payloads.overview(run, row["hparams"], run.source),
         "onsets": {step: payloads.onsets(run, step) for step in steps},
         "matrices": matrices,
         "scalars": _packed(payloads.scalars(run.source)),

@@ -295,9 +295,9 @@ def _series(rows: Any) -> list[list[float]]:
 
 
 def differences(frozen: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Yield each place that differs by more than another processor's rounding."""
+    """Yield each frozen number that differs by more than another processor's rounding."""
     if isinstance(frozen, dict) and isinstance(now, dict):
-        for key in frozen.keys() | now.keys():
+        for key in frozen:
             yield from differences(frozen.get(key), now.get(key), f"{path}/{key}")
     elif isinstance(frozen, list) and isinstance(now, list) and len(frozen) == len(now):
         for index, (before, after) in enumerate(zip(frozen, now, strict=True)):
