@@ -32,7 +32,7 @@ PAGES = {
     ),
     "mistakes.md": (
         "wrong_loss_input", "targets_broadcast", "eval_mode", "same_batch", "learning_rate_zero",
-        "loss_at_start", "input_ignored", "batch_leak",
+        "loss_at_start", "input_ignored", "input_scale", "batch_leak",
     ),
     "attention.md": ("attention_collapse", "logit_growth"),
     "resources.md": ("input_bound", "memory_growth", "slow_steps"),

@@ -26,6 +26,7 @@ from telemetry.alerts.mistakes import (
     CheckKind,
     EvalMode,
     InputIgnored,
+    InputScale,
     LossAtStart,
     WrongLossInput,
 )
@@ -122,6 +123,7 @@ def check(
     depth, dead and saturated units, NaN and infinity and their origin, parameters without a
     gradient, new batch norms in evaluation mode. It also checks
 
+    - that the inputs are about standardized: not pixels up to 255, nor divided twice;
     - that the outputs depend on the inputs;
     - that no sample's output depends on another sample: in evaluation mode, by gradients, from the
       first floating-point tensor with one row per sample;
@@ -166,6 +168,7 @@ def check(
         judged: list[Alert | str | None] = [*_of_training(record)]
         # Parameters without a gradient.
         judged += UntrainedParameters(steps=1, evaluations=1)(record)
+        judged.append(_of_inputs(record))
         judged.append(_of_loss(output[0], loss_function, targets, inputs, loss))
         for parameter in model.parameters():
             parameter.grad = None
@@ -245,6 +248,22 @@ def _of_training(record: StepRecord) -> Iterator[Alert]:
 # Adam moves layers with small gradients, unless they are far below its epsilon: 1e-8, compared with
 # gradients of 1e-4 or more.
 _FAINT = 1e4
+
+
+def _of_inputs(record: StepRecord) -> Alert | None:
+    """Return an alert if the inputs of the model are far from standardized."""
+    given, owning = record.inputs.get(""), record.layout.owning
+    if given is None or not len(owning) or not given.sketch.finite_count > given.sketch.zero_count:
+        return None
+    first = record.layout.modules[owning[0]].type_name
+    sketch = given.sketch
+    size = math.sqrt(sketch.sum_squares / (sketch.finite_count - sketch.zero_count))
+    fits = InputScale.smallest <= size <= InputScale.largest
+    if "Norm" in first or (fits and sketch.std >= InputScale.varies * sketch.rms):
+        return None
+    mean, std = figure(sketch.mean), figure(sketch.std)
+    summary = f"The inputs have a mean of {mean} and a standard deviation of {std}"
+    return InputScale.alert(summary, size, threshold=InputScale.largest)
 
 
 def _of_loss(

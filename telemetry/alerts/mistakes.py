@@ -426,6 +426,24 @@ class InputIgnored(CheckKind):
     )
 
 
+class InputScale(CheckKind):
+    """The inputs of a model are far from standardized. Only ``telemetry.check`` reports it.
+
+    Evidence: mean and standard deviation of the inputs.
+    Causes: pixels that are not divided by 255, or twice, a wrong mean or deviation, mixed units.
+    Remedies: standardize the inputs: mean 0 and standard deviation 1.
+    Silent: integers, a normalization as the first layer.
+    Example: inputs = 256 * inputs
+    """
+
+    kind = "input_scale"
+    # Root mean square of the values that are not zero: pixels in [0, 1] have 0.1 to 0.8.
+    largest: ClassVar[float] = 10.0
+    smallest: ClassVar[float] = 0.02
+    varies: ClassVar[float] = 0.02  # share of the standard deviation in the root mean square
+    advice = ("Standardize the inputs: subtract their mean, divide by their standard deviation",)
+
+
 class BatchLeak(CheckKind):
     """The output of one sample depends on another sample of the batch, in evaluation mode. A note
     if the first axis may be time or samples are related. Only ``telemetry.check`` reports it.
@@ -445,4 +463,4 @@ class BatchLeak(CheckKind):
     )
 
 
-CHECK_KINDS = {check.kind: check for check in (LossAtStart, InputIgnored, BatchLeak)}
+CHECK_KINDS = {check.kind: check for check in (LossAtStart, InputIgnored, InputScale, BatchLeak)}

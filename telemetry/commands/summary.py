@@ -134,7 +134,7 @@ def summarize(run: RunData, statistic: Statistic) -> Iterator[dict[str, Any]]:
         }
 
 
-_NOT_MEASURED: Mapping[str, Any] = {
+_NOT_MEASURED: dict[str, Any] = {
     "last": None,
     "median": None,
     "trend": math.nan,

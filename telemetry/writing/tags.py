@@ -68,6 +68,11 @@ def _curves_of_run(record: StepRecord) -> Iterator[tuple[str, float]]:
     yield TOTAL_GRAD_NORM, record.total_grad_norm
     if not record.full:
         return
+    if (given := record.inputs.get("")) is not None:
+        sketch = given.sketch
+        for name in ("mean", "std", "min", "max"):
+            yield f"{RUN}input/{name}", getattr(sketch, name)
+        yield f"{RUN}input/nonfinite", sketch.nonfinite_count
     if record.loss_scale is not None:
         yield f"{RUN}scaler/scale", record.loss_scale
         yield f"{RUN}scaler/skipped_steps", record.skipped_steps
