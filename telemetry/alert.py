@@ -45,6 +45,7 @@ class Alert:
         batches: Batches that may be the cause, with the ids that ``HookLogger.batch`` received.
         observed_in: The module whose numbers show the fault, if it is not ``module_name``: the ReLU
             that zeroes the outputs of a layer.
+        statistic: The statistic of layers that shows the fault, as on the page.
         value: The measured figure that the rule judged; of an escalated alert that of the
             consequence that escalated it.
         threshold: The figure it was compared with, in the same unit.
@@ -70,6 +71,7 @@ class Alert:
     stage: Stage = "started"
     observed_in: str | None = None
     batches: tuple[Batch, ...] = ()
+    statistic: str = "grad_norm"
 
     @property
     def kinds(self) -> frozenset[str]:

@@ -37,6 +37,7 @@ class Finding:
     momentary: bool = False  # an event of this step, which neither lasts nor resolves
     escalates: bool = False  # escalates an active alert though its severity is the same
     resolved: bool = False  # is over already
+    statistic: str | None = None  # of layers, that shows it; None: the detector's
     batch_steps: Iterable[int] = ()  # steps with a batch that may be the cause
 
 
@@ -69,6 +70,7 @@ class Detector(Rule):
     # Which steps it evaluates: each, full steps, or those with a finite loss.
     on: ClassVar[_Moment] = "step"
     severity: ClassVar[Severity] = "warning"
+    statistic: ClassVar[str] = "grad_norm"  # of layers, that shows the fault
     explained_by: ClassVar[frozenset[str]] = frozenset()  # kinds that may be its root cause
     persistent: ClassVar[bool] = False  # may outlast its root cause
     explained_by_rate_jump: ClassVar[bool] = False  # a recent jump of the learning rate explains it
@@ -238,6 +240,7 @@ class Detector(Rule):
             cause=found.cause,
             advice=found.advice,
             batches=tuple([Batch(step=max(step, 0)) for step in found.batch_steps]),
+            statistic=found.statistic or self.statistic,
         )
         grown = active is not None and (active.severity, alert.severity) == ("warning", "error")
         if found.resolved:

@@ -35,6 +35,7 @@ class LossDivergence(Detector):
     """
 
     kind = "loss_divergence"
+    statistic = "update_ratio"
     clear_after = 10  # losses
     explained_by = EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
     update_ratio = LARGE_STEP

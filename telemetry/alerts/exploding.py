@@ -40,6 +40,7 @@ class ExplodingActivation(Detector):
     """
 
     kind = "exploding_activation"
+    statistic = "activation_rms"
     on = "full"
     confirm_after = 2
     clear_after = 3  # chosen manually: one more than start it
@@ -268,6 +269,7 @@ class ExplodingGradient(Detector):
             f"gradients {figure(10**backward.decades, 2)}-fold in the backward pass",
             10**product,
             self.depth_factor,
+            statistic="activation_grad_rms",
             where=_began_large(baseline) or forward.stretch,
             advice=_WEIGHTS if baseline.is_young else _STEPS_TOO_LARGE,
         )
@@ -282,6 +284,7 @@ class ExplodingGradient(Detector):
         where: Stretch | None = None,
         confined: Stretch | None = None,
         advice: tuple[str, ...] = (),
+        statistic: str | None = None,
     ) -> Finding:
         """Return a finding that blames ``where``, else the batch or the first growth."""
         cause, batch, batch_steps = None, 0.0, list[int]()
@@ -308,6 +311,7 @@ class ExplodingGradient(Detector):
             threshold=threshold,
             module_name=where.first if where is not None else None,
             batch_steps=batch_steps,
+            statistic=statistic,
         )
 
 

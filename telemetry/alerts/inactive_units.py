@@ -51,6 +51,7 @@ class DeadUnits(Detector):
     """
 
     kind = "dead_units"
+    statistic = "dead_units"
     on = "full"
     clear_after = 3  # chosen manually: one more than start it
     explained_by = (
@@ -243,6 +244,7 @@ class SaturatedUnits(Detector):
     """
 
     kind = "saturated_units"
+    statistic = "saturation"
     on = "full"
     clear_after = 3  # chosen manually: one more than start it
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"exponential_trend"}

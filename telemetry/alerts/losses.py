@@ -300,6 +300,7 @@ class UnboundedLoss(Detector):
     """
 
     kind = "unbounded_loss"
+    statistic = "activation_rms"
     on = "loss"
     clear_after = NEVER
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite"}

@@ -24,7 +24,7 @@ from telemetry.records.tensor import figures_of
 
 class EvalMode(Detector):
     """Steps were taken in evaluation mode, 20 in a row, and the model has dropout or batch norm. Or
-    new batch norms evaluate from the first step on.
+    new batch norms evaluate from the first step on, a note.
 
     Evidence: the types of modules that behave differently, or the first batch norm.
     Causes: no ``train()`` after a validation or ``from_pretrained()``.
@@ -38,7 +38,7 @@ class EvalMode(Detector):
     """
 
     kind = "eval_mode"
-    severity = "note"
+    statistic = "activation_rms"
     confirm_after = "steps"
     steps = 20  # chosen manually: a step or two may be intended
 
@@ -80,6 +80,7 @@ def _idle_norms(record: StepRecord) -> Finding | None:
         value=len(idle),
         threshold=new / 2,
         module_name=idle[0],
+        severity="note",  # batch norms are frozen on purpose
         confirmed=True,
         momentary=True,
     )
@@ -189,6 +190,7 @@ class WrongLossInput(Detector):
     """
 
     kind = "wrong_loss_input"
+    statistic = "activation_rms"
     on = "full"
     confirm_after = 3
     steps = 20  # chosen manually; until then, a squared error may have similar gradients
@@ -262,7 +264,6 @@ class TargetsBroadcast(Detector):
     """
 
     kind = "targets_broadcast"
-    severity = "note"
     on = "full"
     confirm_after = 3
     steps = 50  # chosen manually: returns may all be equal for some steps

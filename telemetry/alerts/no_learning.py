@@ -44,6 +44,7 @@ class NoLearning(Detector):
     """
 
     kind = "no_learning"
+    statistic = "update_ratio"
     explained_by = LOST
     # A thousand such steps move a weight by 0.3 % of its size. At 3e-7 mlp_lr_low is missed;
     # tried 3e-5.
@@ -146,7 +147,7 @@ _RATE = (
 
 class LossStuck(Detector):
     """Loss that after 200 steps is still that of the first steps, or ln C for C classes, though the
-    weights move. Or it is the same at each step though the batches differ.
+    weights move. Or it is the same at each step though the batches differ. A note, but for ln C.
 
     Evidence: the loss of the last steps, and its value for a guess.
     Causes: targets of other inputs, strong weight decay, a wrong learning rate, a constant output.
@@ -163,6 +164,7 @@ class LossStuck(Detector):
     """
 
     kind = "loss_stuck"
+    statistic = "update_ratio"
     severity = "note"
     clear_after = 2
     explained_by = frozenset(
@@ -221,6 +223,7 @@ class LossStuck(Detector):
             else:
                 return None
         return Finding(
+            severity="warning" if reference == guess else None,
             summary=f"The loss of the last {self.steps} steps is {figure(now, 4)}, {what}",
             cause=cause,
             advice=(
@@ -264,7 +267,7 @@ class LearningRateZero(Detector):
     """
 
     kind = "learning_rate_zero"
-    severity = "note"
+    statistic = "update_ratio"
     confirm_after = "steps"
     # A million such steps equal one at the peak. Schedules usually end at 0.1 to 0.001 of it.
     fraction = 1e-6
@@ -313,6 +316,7 @@ class UntrainedParameters(Detector):
     """
 
     kind = "untrained_parameters"
+    statistic = "training_state"
     explained_by = frozenset({"vanishing_gradient"})
     # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that is
     # detached by mistake usually a third or more. Chosen manually between them.

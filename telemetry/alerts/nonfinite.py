@@ -36,6 +36,7 @@ class Nonfinite(Detector):
     """
 
     kind = "nonfinite"
+    statistic = "nonfinite"
     severity = "error"
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"ranks_diverge"}
     persistent = True

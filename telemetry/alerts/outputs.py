@@ -41,6 +41,7 @@ class AttentionCollapse(Detector):
     """
 
     kind = "attention_collapse"
+    statistic = "attention_entropy"
     on = "full"
     severity = "note"
     clear_after = 2
@@ -131,6 +132,7 @@ class LogitGrowth(Detector):
     """
 
     kind = "logit_growth"
+    statistic = "activation_rms"
     on = "full"
     severity = "note"
     clear_after = 2
@@ -178,6 +180,7 @@ class OutputCollapse(Detector):
     """
 
     kind = "output_collapse"
+    statistic = "activation_std"
     on = "full"
     confirm_after = 2
     clear_after = 3
@@ -275,6 +278,7 @@ class ExpertCollapse(Detector):
     """
 
     kind = "expert_collapse"
+    statistic = "dead_experts"
     on = "full"
     severity = "note"
     confirm_after = 2
@@ -346,6 +350,7 @@ class LowPrecision(Detector):
     """
 
     kind = "low_precision"
+    statistic = "outlier_ratio"
     on = "full"
     severity = "note"
     confirm_after = 2

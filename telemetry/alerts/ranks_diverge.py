@@ -25,6 +25,7 @@ class RanksDiverge(Detector):
     """
 
     kind = "ranks_diverge"
+    statistic = "weight_norm"
     severity = "error"
     clear_after = 20
     _moved: bool = False  # a step changed the parameters

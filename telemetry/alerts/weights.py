@@ -36,6 +36,7 @@ class WeightJump(Detector):
     """
 
     kind = "weight_jump"
+    statistic = "weight_norm"
     on = "full"
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "dead_units", "saturated_units"}
     factor = 3.0  # healthy runs have 2.3, after a spike (llm_spike_recovers)
@@ -107,6 +108,7 @@ class LayersNotLearning(Detector):
     """
 
     kind = "layers_not_learning"
+    statistic = "update_ratio"
     on = "full"
     clear_after = 3
     explained_by = (
@@ -207,6 +209,7 @@ class RoundedUpdates(Detector):
     """
 
     kind = "rounded_updates"
+    statistic = "update_ratio"
     severity = "note"
     on = "full"
     confirm_after = 3
@@ -270,6 +273,7 @@ class ExponentialTrend(Detector):
     """
 
     kind = "exponential_trend"
+    statistic = "weight_norm"
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "dead_units", "saturated_units"}
     shrinkage = 2.0  # healthy matrices keep at least 0.7 of their size
     weight_growth = 10.0  # warm_restarts has 4.8 in a hundred steps

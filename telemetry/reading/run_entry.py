@@ -14,7 +14,6 @@ from google.protobuf.message import DecodeError
 from tensorboard.plugins.hparams import error as hparams_error
 from tensorboard.plugins.hparams import metadata
 
-from telemetry.alert import Alert
 from telemetry.events import page_format
 from telemetry.plain_text import natural_key
 from telemetry.reading.builtin_tags import loss_of
@@ -27,8 +26,8 @@ from telemetry.untrusted import MAX_INTEGER
 _SILENT_S = 300.0
 _SILENT_STEPS = 50
 
-# Alerts of a run that are read to find the first one above a note.
-MAX_ALERTS = 8
+# Alerts of a run that are read to find the worst one.
+MAX_ALERTS = 64
 _MAX_HPARAMS = 1000
 _MAX_TEXT = 200
 
@@ -76,8 +75,7 @@ class RunEntry:
             "started": self.started_s,
             "written": self.written_s,
             "loss": loss,
-            "alertCount": len(self.alert_tags),
-            "alert": _first_alert(texts.get(tag) for tag in self.alert_tags[:MAX_ALERTS]),
+            **_worst_alert(texts.get(tag) for tag in self.alert_tags[:MAX_ALERTS]),
             "hparams": dict(read_hparams(hparams)),
         }
 
@@ -151,13 +149,18 @@ def differing(rows: Collection[Mapping[str, Any]]) -> list[str]:
 
 
 def loss_summary(tag: str, data: Sequence[object]) -> dict[str, Any]:
-    """Return tag, last and smallest finite value; NaN without one."""
+    """Return tag, last value, and the smallest mean of successive ones; NaN without one.
+
+    A mean is over a fiftieth of the finite values, at least one: the best batch is luck.
+    """
     values = np.array([value for value in data if isinstance(value, (int, float))], np.float64)
     finite = values[np.isfinite(values)]
+    count = max(1, len(finite) // 50)
+    means = np.convolve(finite, np.full(count, 1 / count), "valid") if finite.size else finite
     return {
         "tag": tag,
         "last": float(values[-1]) if values.size else math.nan,
-        "best": float(finite.min()) if finite.size else math.nan,
+        "best": float(means.min()) if means.size else math.nan,
     }
 
 
@@ -167,21 +170,30 @@ def _exception(text: object) -> str | None:
     return None
 
 
-def _first_alert(texts: Iterable[object]) -> dict[str, Any] | None:
-    """Return the first alert above a note, or the note shortly before it; else the first note."""
-    alerts: list[Alert] = []
+def _worst_alert(texts: Iterable[object]) -> dict[str, Any]:
+    """Return the number of faults above a note, and the worst fault.
+
+    That is the first of the highest severity that it reached, and preferably one that has not
+    resolved; ``resolved`` says whether it has.
+    """
+    faults: list[dict[str, Any]] = []
     for text in texts:
+        alert = None
         with suppress(ValueError):  # the page of the run reports it
-            alerts += [page_format.decode_alert(text)] if isinstance(text, bytes) else []
-    loud = next((alert.step for alert in alerts if alert.severity != "note"), None)
-    since = -math.inf if loud is None else loud - _NAMES_CAUSE
-    found = next((alert for alert in alerts if alert.step >= since), None)
-    if found is None:
-        return None
-    return {name: getattr(found, name) for name in ("kind", "severity", "step", "module_name")}
-
-
-_NAMES_CAUSE = 100  # steps: other batches kill units 23 steps later
+            alert = page_format.decode_alert(text) if isinstance(text, bytes) else None
+        same = [f for f in faults if alert and f["kind"] == alert.kind and not f["resolved"]]
+        if alert is None or (alert.stage != "started" and not same):
+            continue
+        if alert.stage == "resolved":
+            same[-1]["resolved"] = True
+        elif alert.stage == "escalated":
+            same[-1]["severity"] = alert.severity
+        else:
+            names = ("kind", "severity", "step", "module_name")
+            faults.append({name: getattr(alert, name) for name in names} | {"resolved": False})
+    rank = ("error", "warning", "note").index
+    worst = min(faults, key=lambda f: (rank(f["severity"]), f["resolved"]), default=None)
+    return {"alertCount": sum(f["severity"] != "note" for f in faults), "alert": worst}
 
 
 def hparams_content(source: RunSource) -> bytes | None:
