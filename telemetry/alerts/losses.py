@@ -332,6 +332,9 @@ class UnboundedLoss(Detector):
         size, loss = np.interp(middle, steps, sizes), np.interp(middle, steps, losses)
         grows = sizes[-1] > max(self.growth * sizes[0], _HALF * size, _LARGE)
         falls = losses[0] > loss and loss - losses[-1] >= _UNDIMINISHED * (losses[0] - loss)
+        # Between full steps it may have risen again.
+        best = baseline.loss.best
+        falls &= recent <= best + _FALLEN * (first - best)
         if not grows or not falls or steps[-1] - steps[0] < _STEPS:
             return None
         times, last = sizes[-1] / sizes[0], next(reversed(record.activations))

@@ -26,7 +26,7 @@ class Onset:
 
     name: str
     step: int  # at which the gradient norm left its baseline
-    factor: float  # farthest norm on that side, as a multiple of the usual one; below 1 if it fell
+    factor: float  # its norm at that step, as a multiple of the usual one; below 1 if it fell
 
 
 def onsets(
@@ -65,10 +65,9 @@ def onsets(
     for column in np.flatnonzero(np.isfinite(usual)).tolist():
         first = _begins(is_off[:, column], steps, since)
         if first is not None:
-            side = np.sign(off[first, column])
-            farthest = side * np.nanmax(side * off[first:, column])
-            onset = Onset(name=names[column], step=int(steps[first]), factor=float(10**farthest))
-            found.append((onset.step, -abs(farthest), onset))
+            distance = float(off[first, column])
+            onset = Onset(name=names[column], step=int(steps[first]), factor=10**distance)
+            found.append((onset.step, -abs(distance), onset))
     return [onset for *_, onset in sorted(found, key=lambda item: item[:2])]
 
 

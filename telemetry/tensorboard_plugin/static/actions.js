@@ -170,14 +170,15 @@ export class Actions {
     this.chooseAlert(alerts[(next + alerts.length) % alerts.length]);
   }
 
-  /** Goes to an alert: its layer is selected, and the steps around it are shown. */
+  /** Goes to an alert: its layer is selected; its statistic and the steps around it are shown. */
   chooseAlert(alert) {
     const { app } = this;
     const panel = app.panels.find((known) => known.alerts.includes(alert)) ?? app.panels[0];
     app.state.ofOther = panel.run === app.state.other;
     app.chosenAlert = alert;
     const layer = panel.overview.layers[alert.layer];
-    app.change({ zoom: null });
+    const isKnown = panel.overview.statistics.some(({ name }) => name === alert.statistic);
+    app.change({ zoom: null, ...(isKnown ? { statistic: alert.statistic } : {}) });
     if (layer && this.#rowIndex(layer.name) < 0) {
       app.change({ search: "", folded: new Set(), all: true });
     }

@@ -71,7 +71,7 @@ export class Detail {
     fill(
       this.node,
       this.#heading(),
-      shown.hasSteps ? frozenNote(layer, groups[runs.indexOf(run)]) : null,
+      shown.hasSteps ? untrainedNote(layer, groups[runs.indexOf(run)]) : null,
       data ? null : element("p", { class: "muted" }, "Loading…"),
       data?.error ? element("p", { class: "failure" }, data.error) : null,
       data?.histograms?.length ? this.#histograms(data.histograms) : null,
@@ -299,15 +299,23 @@ export class Detail {
   }
 }
 
-/** Which parameters have had no gradient at any step; null if all have, or it is unknown. */
-function frozenNote({ parameters }, group) {
+const STATES = {
+  frozen: ["Frozen", "requires_grad is False."],
+  "not in an optimizer": ["Not in an optimizer", "no optimizer that stepped has these parameters."],
+  "no gradient": ["No gradient", "backward() did not reach it at the last full step."],
+  "learning rate 0": ["Learning rate 0", "that of its parameter group at the last full step."],
+};
+
+/** Why a layer does not train, or which of its parameters have had no gradient at any step; else null. */
+function untrainedNote({ parameters, state }, group) {
+  const note = (head, text) => element("p", { class: "frozen" }, element("b", {}, `${head}: `), text);
+  if (STATES[state]) return note(...STATES[state]);
   if (!group?.parameters) return null;
   const short = ({ name }) => name.split(".").pop();
-  const frozen = parameters.filter(({ name }) => !group.parameters.has(name)).map(short);
+  const without = parameters.filter(({ name }) => !group.parameters.has(name)).map(short);
   const others = parameters.filter(({ name }) => group.parameters.has(name)).map(short);
-  if (!frozen.length) return null;
-  const of = others.length ? ` Gradients and update ratio are those of ${others.join(", ")}.` : "";
-  return element("p", { class: "frozen" }, element("b", {}, `Frozen: ${frozen.join(", ")}`), ` (no gradient at any step).${of}`);
+  if (!without.length || !others.length) return null;
+  return note("No gradient at any step", `${without.join(", ")}. Gradients and update ratio are those of ${others.join(", ")}.`);
 }
 
 /** A row of the table that says at which step those below it were measured. */

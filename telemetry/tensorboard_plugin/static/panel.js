@@ -17,7 +17,7 @@ import { Heatmap, RIGHT } from "./heatmap.js";
 import { COSTS_HEIGHT, drawCosts } from "./costs.js";
 import { drawLayerCurves, drawStrip, STRIP_HEIGHT } from "./curves.js";
 import { drawProfile, profileWidth } from "./profile.js";
-import { groupByPath, groupByRole, makeRows, rowOfLayer, titleOf } from "./rows.js";
+import { groupByPath, groupByRole, isUntrained, makeRows, rowOfLayer, titleOf } from "./rows.js";
 import { firstNonfinite } from "./view.js";
 
 export class Panel {
@@ -174,11 +174,12 @@ export class Panel {
     return this.known.rows;
   }
 
-  /** Layers with a value or an alert; all of them if none has. */
+  /** Layers with a value or an alert, and those that do not train; all of them if none has. */
   #worthShowing(field) {
     const shown = measuredLayers(field);
     if (!shown.size) return null;
     for (const alert of this.alerts) if (alert.layer !== null) shown.add(alert.layer);
+    this.overview.layers.forEach((layer, index) => isUntrained(layer) && shown.add(index));
     return shown;
   }
 
@@ -309,7 +310,7 @@ export class Panel {
     const hasNothingCommon = mode === "run" && field.steps.length && values.every((value) => value === -1);
     const text = hasNothingCommon
       ? "No layer has this statistic at a common step in both runs: there is no ratio to show."
-      : isFound ? noticeOf(field, statistic, this.overview.layers) : `No layer matches “${search}”.`;
+      : isFound ? noticeOf(field, statistic, this.overview) : `No layer matches “${search}”.`;
     this.notice.hidden = !text;
     if (this.notice.textContent !== text) this.notice.textContent = text;
   }
@@ -322,20 +323,23 @@ function originText(alerts) {
   return named ? `; alert: ${named.module_name}` : "";
 }
 
-/** A notice about omitted cells; "" if the picture shows everything. */
-function noticeOf(field, statistic, layers) {
+/** A notice about layers that do not train and about omitted cells; "" without any. */
+function noticeOf(field, statistic, { layers, trainedShare }) {
   if (!layers.length) return "This run has no layers: only scalars were logged.";
   if (!field.steps.length) return `${statistic.title}: not measured yet.`;
   const parts = [];
   if (field.layerFactor > 1) parts.push(`${field.layerFactor} layers`);
   if (field.stepFactor > 1) parts.push(`${field.stepFactor} steps`);
   const notices = [];
+  if (trainedShare !== null && trainedShare < 1)
+    notices.push(`${(100 * trainedShare).toFixed(1)} % of the parameters are in layers that train.`);
+  const isWhole = !parts.length && !field.sampled;
   if (parts.length) notices.push(`Reduced: each cell is the largest of ${parts.join(" × ")}.`);
   if (field.sampled) notices.push("Too much to read at once: some steps are omitted.");
-  if (notices.length) return [...notices, field.isAll ? "" : "Zoom in to see all."].join(" ");
-  return field.values.some((value) => value >= 0 || value !== value)
-    ? ""
-    : `${statistic.title}: not measured for any layer of this run.`;
+  if (!isWhole && !field.isAll) notices.push("Zoom in to see all.");
+  if (!field.values.some((value) => value >= 0 || value !== value))
+    notices.push(`${statistic.title}: not measured for any layer of this run.`);
+  return notices.join(" ");
 }
 
 const DELAY_MS = 200;

@@ -93,7 +93,7 @@ export class Parallel {
       context.setLineDash([]);
       if (!known.length) continue;
       const last = known.at(-1);
-      context.fillStyle = run.alert ? theme[run.alert.severity] : context.strokeStyle;
+      context.fillStyle = run.alert && !run.alert.resolved ? theme[run.alert.severity] : context.strokeStyle;
       context.fillRect(axes[last].x - 3, yOf(places[last]) - 3, 6, 6);
     }
     context.globalAlpha = 1;

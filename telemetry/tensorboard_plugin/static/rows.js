@@ -18,6 +18,11 @@ export function titleOf(layer) {
   return layer.name || `${layer.type} (the model)`;
 }
 
+/** Whether a layer has parameters of which none trains. */
+export function isUntrained({ state }) {
+  return Boolean(state) && state !== "trains";
+}
+
 /**
  * How layers are grouped.
  * @typedef {Object} Grouping
@@ -94,15 +99,15 @@ export function deepest({ keys }) {
  * @param {{name: string, type: string}[]} layers
  * @param {Grouping} grouping
  * @param {Set<string>} folded paths of groups that take one row each
- * @param {string} search the name, the class or the word pictures contains it
+ * @param {string} search the name, the class, the state or the word pictures contains it
  * @param {Set<number>|null} shown the only layers that are shown; null: all
  * @returns {Row[]} a group at the place of its first layer
  */
 export function makeRows(layers, grouping, folded, search, shown = null) {
   const wanted = search.trim().toLowerCase();
   const isShown = (index) => {
-    const { name, type, hasPictures } = layers[index];
-    const words = `${name} ${type}${hasPictures ? " pictures" : ""}`;
+    const { name, type, hasPictures, state } = layers[index];
+    const words = `${name} ${type} ${state}${hasPictures ? " pictures" : ""}`;
     return (!shown || shown.has(index)) && words.toLowerCase().includes(wanted);
   };
   const keyOf = (index) => grouping.keys[index].find((key) => folded.has(key)) ?? index;
@@ -110,7 +115,9 @@ export function makeRows(layers, grouping, folded, search, shown = null) {
     const { length } = behind;
     if (typeof key === "string")
       return { layers: behind, label: key, type: `${length} layer${length > 1 ? "s" : ""}`, folded: key };
-    return { layers: behind, label: titleOf(layers[key]), type: layers[key].type, folded: null };
+    const layer = layers[key];
+    const type = isUntrained(layer) ? `${layer.type}, ${layer.state}` : layer.type;
+    return { layers: behind, label: titleOf(layer), type, folded: null };
   });
 }
 

@@ -32,7 +32,7 @@ const BASE = [
   number("Last loss", (run) => run.loss && Number(run.loss.last)), // NaN comes as a text
   number("Best loss", (run) => run.loss && Number(run.loss.best)),
   {
-    title: "First alert",
+    title: "Worst alert",
     key: (run) => run.alert && run.alert.kind,
     show: (run) => (run.alert ? alertOf(run.alert) : run.status ? "none" : ""),
     isShown: true,
@@ -150,11 +150,12 @@ function statusOf({ status, written }) {
 
 function alertOf(alert) {
   const { severity } = alert;
-  return element("span", { class: `first-alert ${severity}`, title: severity }, alertText(alert));
+  const title = alert.resolved ? `${severity}, resolved` : severity;
+  return element("span", { class: `first-alert ${alert.resolved ? "note" : severity}`, title }, alertText(alert));
 }
 
-function alertText({ kind, step, module_name: layer }) {
-  return `${kindTitle(kind)}${layer ? ` in ${layer}` : ""}, step ${formatStep(step)}`;
+function alertText({ kind, step, module_name: layer, resolved }) {
+  return `${kindTitle(kind)}${layer ? ` in ${layer}` : ""}, step ${formatStep(step)}${resolved ? ", resolved" : ""}`;
 }
 
 /** Time since then as text. */

@@ -5,6 +5,8 @@ import { Parallel } from "./parallel.js";
 import { columnsOf, isMissing, matcher, rankCorrelation } from "./run_columns.js";
 import { RunCurves } from "./run_curves.js";
 
+// Names of metrics that are measured on other data than those of training.
+const VALIDATION = /(^|[^a-z])(val|valid|validation|eval|dev|test)([^a-z]|$)/i;
 const collator = new Intl.Collator("en", { numeric: true });
 
 export class RunTable {
@@ -19,7 +21,7 @@ export class RunTable {
     this.save = save;
     this.sortedBy = "Started";
     this.isReversed = false;
-    this.objective = "Best loss";
+    this.objective = null; // the default: a validation metric, else the best loss
     this.search = element("input", {
       type: "search",
       placeholder: "name, alert, lr<1e-3, optimizer=adam",
@@ -114,7 +116,11 @@ export class RunTable {
     const { checked, columns: choices } = this.state();
     const columns = columnsOf(this.runs);
     const objectives = columns.filter(({ group, title }) => group === "metric" || title.endsWith(" loss"));
-    const objective = objectives.find(({ title }) => title === this.objective) ?? objectives[0];
+    const objective =
+      objectives.find(({ title }) => title === this.objective) ??
+      objectives.find(({ group, title }) => group === "metric" && VALIDATION.test(title)) ??
+      objectives.find(({ title }) => title === "Best loss") ??
+      objectives[0];
     const offered = this.runs.filter(({ name }) => name !== this.omitted);
     const matching = offered.filter(matcher(this.search.value, columns));
     const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
