@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import weakref
 from collections.abc import Mapping
@@ -19,7 +20,9 @@ from telemetry.integrations.trainer_logger import TrainerLogger
 
 
 class TelemetryCallback(TrainerLogger, TrainerCallback):
-    """Logs the model of a ``Trainer``, by default into ``output_dir/runs`` like its own callback.
+    """Logs the model of a ``Trainer``, by default into the run that its own callback writes.
+
+    Without ``report_to="tensorboard"`` it writes into a new directory in ``output_dir/runs``.
 
     Arguments are as for :class:`TrainerLogger`. The loss is the mean over all micro-batches of a
     step, if the model returns it as ``loss``.
@@ -30,8 +33,7 @@ class TelemetryCallback(TrainerLogger, TrainerCallback):
         with self.failures.contained("to read its state next to the checkpoint"):
             if saved.is_file():
                 self.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
-        default = Path(args.output_dir, "runs", time.strftime("%b%d_%H-%M-%S_telemetry"))
-        self.begin(model, default, first_step=state.global_step)
+        self.begin(model, _log_dir(args), first_step=state.global_step)
         ranks = args.world_size // (getattr(model, "tp_size", None) or 1)
         self._loss = ReturnedLoss(model, ranks if args.average_tokens_across_devices else 1)
 
@@ -60,6 +62,18 @@ class TelemetryCallback(TrainerLogger, TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._loss.handle.remove()
         self.end()
+
+
+def _log_dir(args: Any) -> Path:
+    """Return the directory that the trainer's own callback has just begun, else a new one."""
+    runs = Path(args.output_dir, "runs")
+    if "tensorboard" in args.report_to:
+        if given := os.environ.get("TENSORBOARD_LOGGING_DIR"):
+            return Path(given).expanduser()
+        of_process = runs.glob(f"*/events.out.tfevents.*.{os.getpid()}.*")
+        if files := sorted(of_process, key=lambda path: path.stat().st_mtime_ns):
+            return files[-1].parent
+    return runs / time.strftime("%b%d_%H-%M-%S_telemetry")
 
 
 def _saved(args: Any, state: Any) -> Path:

@@ -102,7 +102,8 @@ class LossChoice:
         if not self._others:
             return (
                 f"no loss was logged in {_SILENCE} steps, but most rules need it: "
-                "call logger.log(loss=loss) at each step"
+                "call logger.log(loss=loss) at each step, or use the callback of your trainer in "
+                "telemetry.integrations"
             )
         shown = ", ".join(map(printable, self._others[:_MAX_NAMED]))
         shown += ", ..." if len(self._others) > _MAX_NAMED else ""
