@@ -34,7 +34,7 @@ from telemetry.writing.size_budget import SizeBudget
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | Detector | None] | None
 FirstStep: TypeAlias = int | Literal["auto"]
 HistogramForm: TypeAlias = Literal["tensor", "classic"]
-OnAlert: TypeAlias = Callable[[Alert], None] | Literal["raise", "stop"] | None
+OnAlert: TypeAlias = Callable[[Alert], object] | Literal["raise", "stop"] | None
 
 # Arguments of ``wandb.log`` and ``SummaryWriter.add_scalar`` other than scalars.
 _FOREIGN_ARGUMENTS = {"step", "global_step", "walltime", "commit"}

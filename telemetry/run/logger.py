@@ -118,10 +118,11 @@ class HookLogger:
         alerts: Rules that check each step; None: the default rules; ``()``: none. A dict sets
             parameters of the default rules, omits some, or adds detectors of your own:
             ``{"dead_units": {"fraction": 0.8}, "saturated_units": None, "my_kind": MyDetector()}``.
-        on_alert: A function that is called with each :class:`Alert` on a background thread, or
-            ``"raise"`` to raise :class:`TelemetryAlert` from the end of an optimizer step,
+        on_alert: ``"raise"`` to raise :class:`TelemetryAlert` from the end of an optimizer step,
             :meth:`log`, :meth:`step` or the end of the ``with`` block; or ``"stop"`` to set
-            :attr:`should_stop` there. Notes neither raise nor stop.
+            :attr:`should_stop` there. Notes neither raise nor stop. Or a function that is called
+            with each :class:`Alert` on a background thread; it may return ``"raise"`` or ``"stop"``
+            to respond in that way, whatever the severity.
         first_step: Number of the first step of a resumed run; ``"auto"``: the step after the last
             one in the local directory, or 0. TensorBoard then hides earlier records of this step
             and later ones. :meth:`load_state_dict` also restores the state of the alerts.
@@ -272,7 +273,7 @@ class HookLogger:
 
     @property
     def should_stop(self) -> bool:
-        """Whether an alert requests the end of training; False without ``on_alert="stop"``.
+        """Whether ``on_alert``, or the function given for it, requests the end of training.
 
         It changes on all ranks at the end of the same optimizer step.
         """
