@@ -12,6 +12,7 @@ from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Findin
 from telemetry.alerts.growth import Stretch
 from telemetry.alerts.window import FEWEST
 from telemetry.layers import table
+from telemetry.layers.module_types import BOUNDED, UNBOUNDED
 from telemetry.plain_text import called, figure
 from telemetry.records import Layout, StepRecord
 
@@ -148,11 +149,7 @@ class VanishingGradient(Detector):
             summary=f"The gradient of {called(self._names[first])} is {factor}x "
             f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
             cause="The loss has not fallen" if moves else "The optimizer hardly moves it",
-            advice=(
-                "Replace sigmoid and tanh by ReLU or GELU",
-                "Add normalization or skip connections",
-                "Use He or Xavier initialization",
-            ),
+            advice=(_LESS_DECAY if _is_rectified(record.layout) else _SMOOTH, *_LARGER),
             value=float(10 ** share[first]),
             threshold=1 / self.factor,
             module_name=self._names[first],
@@ -231,6 +228,9 @@ class VanishingGradient(Detector):
         )
 
 
+_SMOOTH = "Replace sigmoid and tanh by ReLU or GELU"
+_LESS_DECAY = "Lower the weight decay if there is one: it makes weights and gradients small"
+_LARGER = ("Add normalization or skip connections", "Use He or Xavier initialization")
 _FREEZE = "Freeze layers that should not learn by requires_grad_(False)"
 _STILL: tuple[str, ...] = (
     "Raise the learning rate of that group: a scale that starts at 0 passes no gradient",
@@ -247,6 +247,12 @@ _FALLEN = 0.03  # of the first loss, as in LossStuck
 _STEADY = 0.2
 _ZERO_FULL_STEPS = 2
 _SOON = 2  # steps until a requested full step
+
+
+def _is_rectified(layout: Layout) -> bool:
+    """Whether the model has activation modules, and none is bounded."""
+    types = {module.type_name for module in layout.modules}
+    return bool(types & UNBOUNDED) and types.isdisjoint(BOUNDED)
 
 
 def _cut_off(zero: Marks, counts: Marks) -> tuple[Marks, Marks]:
