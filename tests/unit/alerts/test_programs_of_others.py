@@ -1,0 +1,162 @@
+"""Healthy programs of others stay without a warning; figures belong to the step that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+
+import telemetry
+from telemetry import Alert, HookLogger
+from telemetry.testing import CapturedRun, capture_run
+
+
+def loud(alerts: list[Alert]) -> list[str]:
+    return [alert.kind for alert in alerts if alert.severity != "note"]
+
+
+class TwoHeads(nn.Module):
+    """Trunk with a main head and an auxiliary one, which is called last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.main, self.auxiliary = (
+            nn.Linear(16, 64), nn.Linear(64, 10), nn.Linear(64, 10),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.trunk(x).relu()
+        return self.main(hidden), self.auxiliary(hidden)
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_head_whose_loss_is_switched_off_is_no_explosion(every: int) -> None:
+    model = TwoHeads()
+    optimizer, classes_of = SGD(model.parameters(), 0.05), torch.randn(16, 10)
+    with capture_run(model, every_n_steps=every) as run:
+        for step in range(220):
+            x = torch.randn(64, 16)
+            classes = (x @ classes_of).argmax(1)
+            main, auxiliary = model(x)
+            weight = 0.3 if step < 60 else 1e-5
+            loss = F.cross_entropy(main, classes) + weight * F.cross_entropy(auxiliary, classes)
+            run.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert loud(run.alerts) == []
+
+
+class Decorrelation(nn.Module):
+    """Mean squared correlation of different features: one number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = x.transpose(-1, -2) @ x / x.shape[-2]
+        off = second.square().sum((-1, -2)) - second.diagonal(dim1=-2, dim2=-1).square().sum(-1)
+        return off.mean() / (x.shape[-1] * (x.shape[-1] - 1))
+
+
+class WithOwnLoss(nn.Module):
+    """Model that computes a part of its loss in a module, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(16, 32), nn.LayerNorm(32)
+        self.loss, self.head = Decorrelation(), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(self.first(x))
+        part = self.loss(x)
+        return self.head(x[:, 0]), part
+
+
+def test_a_module_that_computes_a_loss_is_not_saturated() -> None:
+    model = WithOwnLoss()
+    optimizer, classes_of = Adam(model.parameters(), 3e-4), torch.randn(16, 10)
+    with capture_run(model) as run:
+        for _ in range(60):
+            x = torch.randn(8, 16, 16)
+            outputs, part = model(x)
+            loss = F.cross_entropy(outputs, (x[:, 0] @ classes_of).argmax(1)) + 0.1 * part
+            run.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert loud(run.alerts) == []
+
+
+def test_of_two_optimizers_of_one_model_the_one_that_ends_steps_counts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    first, second = (SGD(model.parameters(), 1e-4) for _ in range(2))
+    used = []
+    with capture_run(model) as run:
+        for _ in range(12):
+            x = torch.randn(32, 8)
+            for optimizer, scale in ((first, 1.0), (second, 100.0)):
+                optimizer.zero_grad()
+                (scale * (model(x) - 1).square().mean()).backward()
+                if optimizer is first:
+                    used.append([float(p.grad.norm()) for p in model.parameters()])
+                optimizer.step()
+    assert [record.grad_norms.tolist() for record in run.records] == [
+        pytest.approx(norms, rel=1e-5) for norms in used
+    ]
+
+
+def _trend(rate: Callable[[int], float]) -> CapturedRun:
+    """Weights that change by a factor at each step, at a loss that does not fall."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = SGD(model.parameters(), 1.0)
+    with capture_run(model, every_n_steps=10, rules=None) as run:
+        for step in range(150):
+            loss = 0 * model(torch.randn(64, 16)).square().mean() + 3 + 0.3 * torch.rand(())
+            run.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.grad = rate(step) * parameter.detach()
+            optimizer.step()
+    return run
+
+
+def test_weights_shrink_only_below_their_first_size() -> None:
+    trends = [a for a in _trend(lambda step: 0.03).alerts if a.kind == "exponential_trend"]
+    assert [alert.value < 1 for alert in trends] == [True]
+    grown = _trend(lambda step: -0.9 if step < 5 else 0.02)  # still 2.3 times the first at the end
+    assert [a for a in grown.alerts if a.kind == "exponential_trend"] == []
+
+
+class Hidden(nn.Module):
+    """Model whose layers PyTorch does not find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4), nn.Linear(4, 2)]
+
+
+def test_layers_in_a_plain_list_are_named_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"modules in layers in a torch\.nn\.ModuleList"):
+        HookLogger(Hidden(), tmp_path)
+
+
+@pytest.mark.parametrize(("factor", "is_far"), [(1.0, False), (256.0, True), (1 / 65025, True)])
+def test_inputs_far_from_standardized_are_named_before_training(
+    factor: float, is_far: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    inputs, classes = factor * torch.rand(32, 8), torch.randint(3, (32,))
+    result = telemetry.check(model, inputs, nn.CrossEntropyLoss(), targets=classes, show=False)
+    assert ("input_scale" in [found.kind for found in result.findings]) == is_far
+    normed = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
+    result = telemetry.check(normed, inputs, nn.CrossEntropyLoss(), targets=classes, show=False)
+    assert "input_scale" not in [found.kind for found in result.findings]
