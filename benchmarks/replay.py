@@ -458,8 +458,10 @@ def judged(before: Mapping[str, list[Verdict]], now: Mapping[str, list[Verdict]]
             faults.append(f"{name} is healthy and has a new {', '.join(sorted(loud[1] - loud[0]))}")
     old, new = (latencies({name: some[name] for name in common}) for some in (before, now))
     faults += [f"{n} is no longer found" for n in old if old[n] is not None and new[n] is None]
-    ends = [[s for s in some.values() if s is not None] for some in (old, new)]
-    if all(ends):
+    pairs = [(old[name], new[name]) for name in old]
+    both = [(before, after) for before, after in pairs if None not in (before, after)]
+    ends = [np.array(some, float) for some in zip(*both, strict=True)]
+    if ends:
         was, is_now = (np.percentile(some, (50, 90)).tolist() for some in ends)
         print(f"latency in steps, median and 90th percentile: {was} -> {is_now}")
         faults += ["the 90th percentile of the latency has grown"] * (is_now[1] > was[1])
