@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from telemetry.ranks.role import is_rank_0, rank_and_world_size
+from telemetry import HookLogger
+from tests.helpers.frameworks import AlertFrom, mlp
 from tests.helpers.paths import ROOT
 
 SCRIPT = ROOT / "tests" / "helpers" / "launched.py"
@@ -24,58 +26,63 @@ VARIABLES = [
 
 
 @pytest.mark.parametrize(
-    ("variables", "first"),
+    ("variables", "folder", "logs"),
     [
-        ({}, True),
-        ({"RANK": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, True),  # torchrun under srun
-        ({"RANK": "3", "LOCAL_RANK": "0"}, False),
-        ({"LOCAL_RANK": "1"}, False),
-        ({"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "2"}, True),
-        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, False),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, True),
-        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, False),
-        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "1"}, True),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "LOCAL_RANK": "1"}, False),  # no srun
-        ({"OMPI_COMM_WORLD_RANK": "1"}, False),
-        ({"PMI_RANK": "1"}, False),
-        ({"PMIX_RANK": "1"}, False),
-        ({"MV2_COMM_WORLD_RANK": "1"}, False),
-        ({"JSM_NAMESPACE_RANK": "1"}, False),
-        ({"RANK": "", "PMI_RANK": "none"}, True),
+        ({}, "", True),
+        # torchrun under srun
+        (
+            {"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+            "rank-0003",
+            False,
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "8", "SLURM_PROCID": "3"}, "rank-0000", True),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "", True),
+        ({"RANK": "3", "LOCAL_RANK": "0"}, "unknown", False),
+        ({"RANK": "4", "WORLD_SIZE": "four"}, "unknown", False),
+        ({"RANK": "", "PMI_RANK": "none"}, "", True),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "unknown", False),  # Lightning forms it later
+        ({"LOCAL_RANK": "0", "NODE_RANK": "0", "WORLD_SIZE": "2"}, "", True),
+        ({"LOCAL_RANK": "0", "NODE_RANK": "1"}, "unknown", False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, "rank-0000", True),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, "rank-0005", False),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "", True),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "1"}, "", True),
+        # no srun
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "LOCAL_RANK": "1"}, "rank-0000", False),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, "unknown", False),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "rank-0001", False),
+        ({"PMI_RANK": "1"}, "unknown", False),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "rank-0001", False),
+        ({"PMIX_RANK": "1"}, "unknown", False),
+        ({"MV2_COMM_WORLD_RANK": "1"}, "unknown", False),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, "rank-0001", False),
+        ({"JSM_NAMESPACE_RANK": "1"}, "unknown", False),
     ],
 )
 def test_the_launchers_variables_give_the_rank_before_a_process_group_exists(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], first: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variables: dict[str, str],
+    folder: str,
+    logs: bool,
 ) -> None:
+    """Each rank writes into its own folder, and only rank 0 logs alerts."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert is_rank_0() is first
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, None),
-        ({"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, (3, 8)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
-        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, None),  # Lightning makes the group later
-        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "8"}, (5, 8)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, (1, 4)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2)),
-        ({"RANK": "4", "WORLD_SIZE": "four"}, None),
-    ],
-)
-def test_the_launchers_variables_give_the_number_of_ranks(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[int, int] | None
-) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert rank_and_world_size() == expected
+    model = mlp()
+    if folder == "unknown":
+        with pytest.raises(ValueError, match="does not know its rank"):
+            HookLogger(model, tmp_path, ranks="each")
+    else:
+        with HookLogger(model, tmp_path, ranks="each", alerts=[AlertFrom(0)]):
+            model(torch.ones(1, 4)).sum().backward()
+            torch.optim.SGD(model.parameters()).step()
+        [events] = tmp_path.rglob("events.out.*")
+        assert events.parent == tmp_path / folder
+        assert ("stop here" in caplog.text) == logs
 
 
 def launch(*command: str) -> str:

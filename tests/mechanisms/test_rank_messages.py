@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
+from telemetry import Layout, Module, Parameter, TensorRecord
 from telemetry.alert import Consequence
 from telemetry.ranks.exchange import Announcement
 from telemetry.ranks.partial_record import (
@@ -27,7 +28,7 @@ from telemetry.ranks.partial_record import (
     encode,
 )
 from telemetry.ranks.topology import LocalShard
-from telemetry.records import CodeLocation, Layout, Module, Parameter, TensorRecord
+from telemetry.records import CodeLocation
 from telemetry.records.batches import Batch
 from telemetry.records.sketch import sketch_array
 from tests.helpers.members import ALERT
