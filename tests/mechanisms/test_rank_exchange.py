@@ -1,0 +1,179 @@
+"""All ranks raise at the end of the same step, and no rank blocks forever or queues too much."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from telemetry import Layout, Module, Parameter
+from telemetry.ranks import collector, exchange
+from telemetry.ranks.collector import Barrier
+from telemetry.ranks.connection import BARRIER, ENDED
+from telemetry.ranks.exchange import RankExchange
+from telemetry.ranks.merging import MergedStep
+from telemetry.ranks.partial_record import ParameterPart
+from tests.helpers.members import ALERT, exchange_of, measured
+
+Start = Callable[..., RankExchange]
+
+
+def end_step(one: Barrier, step: int) -> tuple[threading.Thread, list[bool]]:
+    """Start a training thread that ends a step."""
+    raises: list[bool] = []
+    thread = threading.Thread(target=lambda: raises.append(one.step_ended(step)))
+    thread.start()
+    return thread, raises
+
+
+def test_a_waiting_rank_continues_to_the_step_of_another_rank() -> None:
+    """A rank in a collective of step 11 needs the rank that waits at the end of step 10."""
+    behind, ahead = Barrier(), Barrier()
+    assert not behind.step_ended(9)
+    assert not ahead.step_ended(10)
+    stopped = behind.close()
+    thread, raises = end_step(behind, 10)
+    assert (stopped, ahead.close()) == (10, 11)
+    assert thread.is_alive()
+    behind.decide(11)
+    ahead.decide(11)
+    thread.join()
+    assert raises == [False]
+    assert behind.step_ended(11)
+    assert ahead.step_ended(11)
+    assert not ahead.step_ended(12), "once"
+
+
+def test_a_rank_that_waits_at_the_decided_step_raises_and_one_beyond_it_at_its_next_step() -> None:
+    waiting, beyond = Barrier(first_step=5), Barrier(first_step=21)
+    assert (waiting.close(), beyond.close()) == (5, 21)
+    thread, raises = end_step(waiting, 5)
+    waiting.decide(5)
+    beyond.decide(5)
+    thread.join()
+    assert raises == [True]
+    assert beyond.step_ended(21)
+
+
+def test_an_alert_for_a_step_that_never_starts_is_raised_at_the_end() -> None:
+    own = Barrier()
+    assert not own.step_ended(None)
+    assert not own.step_ended(3)
+    own.close()
+    own.decide(4)
+    assert own.step_ended(None)
+    assert not own.step_ended(None)
+
+
+def test_training_continues_without_a_decision_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(collector, "BARRIER_S", 0.01)
+    silent, closed = Barrier(), Barrier()
+    silent.close()
+    assert not silent.step_ended(3)
+    assert not silent.step_ended(4)
+    assert len(caplog.messages) == 1
+    closed.close()
+    closed.decide(None)
+    assert not closed.step_ended(3)
+    assert len(caplog.messages) == 1
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start the exchange of rank 0 among so many ranks."""
+    started = list[RankExchange]()
+
+    def start(size: int, put: Callable[[MergedStep], object] = print) -> RankExchange:
+        started.append(exchange_of("run", 0, size, put))
+        return started[0]
+
+    yield start
+    started[0].close(0.1)
+
+
+def arrives(first: RankExchange, rank: int, kind: bytes = b"", payload: bytes = b"") -> None:
+    """Deliver a frame of another rank to rank 0; without a kind it only shows a living rank."""
+    first._submit(first._receive, kind, payload, rank)
+
+
+def test_a_rank_that_does_not_answer_does_not_block_the_barrier(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "ANSWER_S", 0.1)
+    first = start(2)
+    arrives(first, 1)
+    first.raise_on_all(ALERT)
+    assert first.barrier._decided.wait(300)
+    assert first.to_raise(0) == ALERT
+
+
+def test_the_latest_step_of_all_connected_ranks_is_the_step_at_which_to_raise(
+    start: Start,
+) -> None:
+    first = start(4)
+    for rank in range(1, 4):
+        arrives(first, rank)
+    arrives(first, 3, ENDED)
+    first.raise_on_all(ALERT)
+    arrives(first, 1, BARRIER, b"6")
+    arrives(first, 2, BARRIER, b"7")
+    assert first.barrier._decided.wait(300)
+    assert [first.to_raise(step) for step in (6, 7)] == [None, ALERT]
+
+
+LAYOUT = Layout(
+    modules=(Module(name="layer", type_name="Linear"),),
+    parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),
+)
+
+
+def merged(*, scalars_alone: bool) -> MergedStep:
+    """Return step 0 of two ranks, of which rank 0 did not measure everything."""
+    own = {"norms": np.ones(1), "present": np.ones(1, bool), "finite": np.ones(1, bool)}
+    parameters = ParameterPart(
+        stage=0, layout_id="a", layout=LAYOUT, columns={**own, "copies": np.zeros(1, np.int64)}
+    )
+    step = MergedStep(replace(measured(0, 0), parameters=None if scalars_alone else parameters))
+    step.add(replace(measured(1, 0), parameters=parameters, full=True))
+    return step
+
+
+def test_merged_steps_above_the_byte_limit_are_dropped_and_logged_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    queued = list[MergedStep]()
+    first, step = start(2, queued.append), merged(scalars_alone=False)
+    monkeypatch.setattr(exchange, "MAX_BYTES", 3 * step.nbytes)
+    for _ in range(10):
+        first.take(step)
+    assert len(queued) == 4
+    for _ in queued:
+        first.note_recorded(step)
+    first.take(step)
+    assert len(queued) == 5
+    assert caplog.text.count("is not recorded") == 1
+
+
+@pytest.mark.parametrize("scalars_alone", [True, False])
+def test_a_rank_that_only_logged_scalars_of_a_step_has_no_other_interval(
+    start: Start, caplog: pytest.LogCaptureFixture, scalars_alone: bool
+) -> None:
+    assert start(2).merged(merged(scalars_alone=scalars_alone)) is not None
+    assert ("every_n_steps" in caplog.text) is not scalars_alone
+
+
+def test_a_forked_child_does_not_block(start: Start) -> None:
+    first = start(2)
+    first.send_part(measured(0, 0))  # the other rank never sends its part
+    child = os.fork()
+    if child == 0:
+        first.close(1e6)
+        first.wait(1e6)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
