@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,21 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry import Alert, HookLogger, Rule, TelemetryAlert
+from telemetry import HookLogger, Rule, StepRecord, TelemetryAlert
 from telemetry.ranks.connection import Address, Rendezvous
 from telemetry.ranks.exchange import RankExchange
 from telemetry.ranks.partial_record import PartialRecord
-from telemetry.records import StepRecord
 from tests.helpers import training
-from tests.helpers.members import exchange_of
+from tests.helpers.frameworks import AlertFrom
+from tests.helpers.members import exchange_of, measured
 from tests.helpers.twins import Recorder, draw, seed
 
 
@@ -70,30 +72,13 @@ def parameters(model: nn.Module) -> list[list[float]]:
     return [training.own(p).detach().flatten().tolist() for p in model.parameters()]
 
 
-class AtStep:
-    """Rule that raises an alert at one step."""
-
-    name = "planned"
-
-    def __call__(self, record: StepRecord) -> list[Alert]:
-        if record.step != 3:
-            return []
-        return [
-            Alert(
-                kind="planned", severity="error", step=3, module_name=None, value=1.0,
-                threshold=0.0,
-                summary="A rule said so.",
-            )
-        ]  # fmt: skip
-
-
 def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
     """Train until the alert is raised; a collective keeps all ranks at the same step."""
     model = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = -1
     try:
-        with HookLogger(model, log_dir, every_n_steps=2, alerts=[AtStep()], on_alert="raise"):
+        with HookLogger(model, log_dir, every_n_steps=2, alerts=[AlertFrom(3)], on_alert="raise"):
             while step < 100_000:
                 step += 1
                 optimizer.zero_grad()
@@ -104,11 +89,11 @@ def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
     return {"step": None}
 
 
-def poisoned(rank: int, size: int, log_dir: Path) -> None:
+def poisoned(rank: int, size: int, every_n_steps: int, log_dir: Path) -> None:
     """Train; the last rank's batch 25 has a NaN. Ids name the rank and the step."""
     model = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, log_dir, every_n_steps=10) as logger:
+    with HookLogger(model, log_dir, every_n_steps=every_n_steps) as logger:
         seed(rank)
         for step in range(30):
             logger.batch([f"{rank}/{step}"])
@@ -120,19 +105,51 @@ def poisoned(rank: int, size: int, log_dir: Path) -> None:
             optimizer.step()
 
 
-def tampered(rank: int, size: int, log_dir: Path) -> list[tuple[int, str]]:
+def tampered(rank: int, size: int, way: str, log_dir: Path) -> list[tuple[int, str]]:
     """Train; the last rank changes a weight before step 50. Alerts of this rank."""
-    model = DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, log_dir, every_n_steps=10) as logger:
+    seed(0)
+    made = training.setup(way, rank, size)
+    optimizer = torch.optim.SGD(made.watched.parameters(), lr=0.01)
+    index, count = made.share
+    with HookLogger(made.watched, log_dir, every_n_steps=10) as logger:
         for step in range(70):
             if step == 50 and rank == size - 1:
                 with torch.no_grad():
-                    model.module[0].weight[0, 0] += 1e-6
+                    training.own(next(made.watched.parameters())).view(-1)[0] += 1e-6
             optimizer.zero_grad()
-            model(torch.randn(4, 6)).square().mean().backward()
+            made.run(training.batches()[step % training.STEPS].chunk(count)[index])
             optimizer.step()
         return [(a.step, a.summary) for a in logger.alerts if a.kind == "ranks_diverge"]
+
+
+def sent_tensors(rank: int, size: int, log_dir: Path) -> list[tuple[str, str]]:
+    """Return kind and name of the tensors that this rank measures at the first step of DDP."""
+    parts: list[PartialRecord] = []
+    send_part = RankExchange.send_part
+
+    def spy(self: RankExchange, part: PartialRecord) -> None:
+        parts.append(part)
+        send_part(self, part)
+
+    RankExchange.send_part = spy  # type: ignore[method-assign]
+    train(rank, size, "ddp", log_dir)
+    RankExchange.send_part = send_part  # type: ignore[method-assign]
+    assert parts[0].tensors is not None
+    return [(row.kind, row.name) for row in parts[0].tensors.rows]
+
+
+def sum_of_many(rank: int, size: int, log_dir: Path) -> None:
+    """Train a norm under sequence parallelism: its gradients are sums of 70,000 elements."""
+    model = nn.Sequential(nn.LayerNorm(70_000))
+    mesh = init_device_mesh("cpu", (size,))
+    parallelize_module(model, mesh, {"0": SequenceParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, log_dir, alerts=()):
+        for _ in range(3):
+            optimizer.zero_grad()
+            out: Any = model(torch.randn(1, size, 70_000))
+            out.to_local().square().sum().backward()
+            optimizer.step()
 
 
 def apart(
@@ -214,7 +231,7 @@ class OnceFull(Rule):
     def requests_full_step(self) -> bool:
         return self.seen is None
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+    def __call__(self, record: StepRecord) -> tuple[()]:
         if record.full and record.step > 0 and self.seen is None:
             self.seen = record
         return ()
@@ -315,18 +332,19 @@ def wait_until_expecting(rank: int, size: int, other: int) -> None:
 
 
 def end(rank: int, size: int) -> dict[str, Any]:
-    """Results of a training, the duration of its end, and of each step whose measurements the
-    record says to hold, whose are in the full ones, and how many numbers these have."""
+    """Results of a training, and the ranks of its steps.
+
+    ``held``: ranks in the record; ``measured``: ranks in a full record; ``counts``: its numbers.
+    """
     loner = loners.pop()
-    began = time.monotonic()
     if loner.logger is not None:
         loner.logger.close()
+    records = loner.recorder.records
     return {
-        "close_s": time.monotonic() - began,
         "left": loner.left(),
-        "held": [sorted(r.ranks.held) for r in loner.recorder.records if r.ranks],
-        "measured": [sorted(r.ranks.measured) for r in loner.recorder.records if r.ranks],
-        "counts": [r.activations["0"].sketch.count for r in loner.recorder.records if r.full],
+        "held": [sorted(r.ranks.held) for r in records if r.ranks],
+        "measured": [sorted(r.ranks.measured) for r in records if r.ranks],
+        "counts": [r.activations["0"].sketch.count for r in records if r.full],
     }
 
 
@@ -366,11 +384,7 @@ def simulate(
         exchange = exchange_of("0", other, world)
         simulated.append(exchange)
         for step in range(6):
-            exchange.send_part(
-                PartialRecord(
-                    rank=other, size=world, step=step, wall_time=0.0, scalars={"number": 1.0}
-                )
-            )
+            exchange.send_part(replace(measured(other, step), size=world))
     while sum(exchange._client.is_known for exchange in simulated) < connected:  # type: ignore[union-attr]
         time.sleep(0.05)
 
