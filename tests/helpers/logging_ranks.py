@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -41,35 +42,73 @@ def twins(rank: int, size: int, way: str, folder: Path, **options: Any) -> dict[
     return {"bare": train(rank, size, way), "watched": train(rank, size, way, folder, **options)}
 
 
-def train(
-    rank: int, size: int, way: str, log_dir: Path | None = None, **options: Any
+def shards(
+    rank: int, size: int, way: str, folder: Path, *, alone: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Results of a training; see :func:`training.setup`."""
+    """Twins whose ranks write a run each, or rank 0 alone; with the records of this rank."""
+    recorder = Recorder()
+    bare = train(rank, size, way, **options)
+    log_dir = None if alone and rank else folder
+    watched = train(rank, size, way, log_dir, ranks="each", alerts=[recorder], **options)
+    return {"bare": bare, "watched": watched, "records": recorder.records}
+
+
+def train(
+    rank: int,
+    size: int,
+    way: str,
+    log_dir: Path | None = None,
+    *,
+    is_wrapped: bool = True,
+    micro_batches: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """Results of a training; see :func:`training.setup`.
+
+    The logger gets the wrapped model or the bare one, before it is wrapped.
+    """
     seed(0)
-    made = training.setup(way, rank, size)
-    optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)
-    logger = None
-    if log_dir is not None:
+    model, logger = training.Net(), None
+    if log_dir is not None and not is_wrapped:
+        logger = HookLogger(model, log_dir, every_n_steps=2, **options)
+    made = training.setup(way, rank, size, model)
+    if log_dir is not None and is_wrapped:
         logger = HookLogger(made.watched, log_dir, every_n_steps=2, **options)
+    parameters = [*made.watched.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=0.01)
     index, count = made.share
-    losses = []
+    losses, norms, second_moments = [], [], []
     with logger or nullcontext():
         for batch in training.batches():
             optimizer.zero_grad()
+            for _ in range(micro_batches - 1):
+                with made.watched.no_sync():  # type: ignore[operator]
+                    made.run(batch.chunk(count)[index])
             losses.append(made.run(batch.chunk(count)[index]))
+            grads = local(p.grad for p in parameters if p.grad is not None)
+            norms.append(float(torch.cat(grads).norm()))
             if made.clips:
-                nn.utils.clip_grad_norm_(made.watched.parameters(), training.MAX_NORM)
+                nn.utils.clip_grad_norm_(parameters, training.MAX_NORM)
             if logger is not None:
                 own = {"own": rank} if losses[-1] is None else {"own": rank, "loss": losses[-1]}
                 logger.log(own)
             optimizer.step()
+            squares = local(state["exp_avg_sq"] for state in optimizer.state.values())
+            second_moments.append([float(values.double().sum()) for values in squares])
         if logger is not None:
             logger.log(accuracy=rank)
-    return {"losses": losses, "parameters": parameters(made.watched), "random": draw()}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "second_moments": second_moments,
+        "parameters": [values.tolist() for values in local(parameters)],
+        "random": draw(),
+    }
 
 
-def parameters(model: nn.Module) -> list[list[float]]:
-    return [training.own(p).detach().flatten().tolist() for p in model.parameters()]
+def local(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the local shards of tensors, flat."""
+    return [training.own(tensor).detach().flatten() for tensor in tensors]
 
 
 def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
@@ -108,7 +147,7 @@ def poisoned(rank: int, size: int, every_n_steps: int, log_dir: Path) -> None:
 def tampered(rank: int, size: int, way: str, log_dir: Path) -> list[tuple[int, str]]:
     """Train; the last rank changes a weight before step 50. Alerts of this rank."""
     seed(0)
-    made = training.setup(way, rank, size)
+    made = training.setup(way, rank, size, training.Net())
     optimizer = torch.optim.SGD(made.watched.parameters(), lr=0.01)
     index, count = made.share
     with HookLogger(made.watched, log_dir, every_n_steps=10) as logger:
@@ -300,7 +339,7 @@ class Loner:
             self.step += 1
 
     def left(self) -> Any:
-        return parameters(self.model), draw()
+        return [values.tolist() for values in local(self.model.parameters())], draw()
 
 
 loners: list[Loner] = []

@@ -35,9 +35,7 @@ from telemetry.ranks.partial_record import PartialRecord
 ANSWER_S = 300.0
 """A test fails when something takes longer."""
 
-PRELOADED = [
-    f"tests.helpers.{name}" for name in ("members", "training", "logging_ranks", "wrapping")
-]
+PRELOADED = [f"tests.helpers.{name}" for name in ("members", "training", "logging_ranks")]
 
 
 def measured(rank: int, step: int, phase: str = "") -> PartialRecord:

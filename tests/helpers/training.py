@@ -117,8 +117,8 @@ def plainly(model: nn.Module) -> Callable[[Tensor], float]:
     return run
 
 
-def setup(name: str, rank: int, size: int) -> Setup:
-    model = Net()
+def setup(name: str, rank: int, size: int, model: Net) -> Setup:
+    """Wrap the model, or make another one if it is to have experts."""
     if name in ("alone", "alone unclipped"):
         return Setup(model, (0, 1), plainly(model), clips=name == "alone")
     if name in ("ddp", "ddp inside"):

@@ -164,22 +164,55 @@ def test_the_spread_of_activations_is_the_ratio_of_the_ranks_root_mean_squares(
     trained: Any,
 ) -> None:
     seed(0)
-    model = training.setup("alone", 0, 1).watched
+    model = training.Net()
     outputs = [model(half) for half in training.batches()[0].chunk(2)]
     low, high = sorted(float(out.detach().square().mean().sqrt()) for out in outputs)
     step, spread = scalars(trained[2, "ddp"][0])["rank_spread/0008.head"][0]
     assert (step, spread) == (0, pytest.approx(1 - low / high, rel=1e-3))
 
 
-def test_each_rank_writes_its_own_run(two_ranks: list[Process], tmp_path: Path) -> None:
-    left = every(two_ranks, "call", logging_ranks.twins, "by hand", tmp_path, ranks="each")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0000", "rank-0001"]
-    for rank in range(2):
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        ("by hand", {}),
+        ("ddp", {"is_wrapped": False}),
+        ("ddp", {"micro_batches": 2}),
+        ("fsdp", {}),
+        ("fsdp", {"is_wrapped": False}),
+        ("fsdp", {"is_wrapped": False, "alone": True}),
+    ],
+)
+def test_each_rank_writes_its_own_run_of_its_local_shards(
+    two_ranks: list[Process], tmp_path: Path, way: str, options: dict[str, Any]
+) -> None:
+    calls = options.get("micro_batches", 1)
+    of_ranks = every(two_ranks, "call", logging_ranks.shards, way, tmp_path, **options)
+    for rank, left in enumerate(of_ranks):
+        watched, records = left["watched"], left["records"]
+        assert left["bare"] == watched
+        if rank and "alone" in options:
+            assert records == []
+            continue
         run = tmp_path / f"rank-000{rank}"
-        assert left[rank]["bare"] == left[rank]["watched"]
         assert len(files_of(run)) == 1
-        got = [value for _, value in scalars(run)["loss"]]
-        assert got == pytest.approx(left[rank]["watched"]["losses"])
+        assert [value for _, value in scalars(run)["loss"]] == pytest.approx(watched["losses"])
+        assert [record.step for record in records] == list(range(training.STEPS))
+        for record in records[::2]:
+            assert {tensor.calls for tensor in record.activations.values()} == {calls}
+            assert {tensor.calls for tensor in record.activation_grads.values()} == {calls}
+            assert record.activations["head"].sketch.count == calls * 4 * 4 * 3
+            weights = [tensor.sketch.count for tensor in record.weights.values()]
+            assert weights == [*map(len, watched["parameters"])]
+            assert len(record.update_ratios) == len(weights)
+            assert not np.isnan([*record.update_ratios.values()]).any()
+            moments = [tensor.sketch.sum for tensor in record.second_moments.values()]
+            assert moments == pytest.approx(watched["second_moments"][record.step], rel=1e-5)
+            if way == "by hand" or (way == "fsdp" and "is_wrapped" in options and not record.step):
+                continue  # gradients change later, or parameters did after the step had started
+            expected = watched["norms"][record.step]
+            assert record.total_grad_norm_before_clipping == pytest.approx(expected, rel=1e-5)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["rank-0000", "rank-0001"][: 1 if "alone" in options else 2]
 
 
 def test_only_rank_0_writes(two_ranks: list[Process], tmp_path: Path) -> None:
