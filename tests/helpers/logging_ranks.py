@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +22,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry import HookLogger, Rule, StepRecord, TelemetryAlert
-from telemetry.ranks.connection import Address, Rendezvous
 from telemetry.ranks.exchange import RankExchange
 from telemetry.ranks.partial_record import PartialRecord
 from tests.helpers import training
 from tests.helpers.frameworks import AlertFrom
-from tests.helpers.members import exchange_of, measured
 from tests.helpers.twins import Recorder, draw, seed
 
 
@@ -385,49 +380,3 @@ def end(rank: int, size: int) -> dict[str, Any]:
         "measured": [sorted(r.ranks.measured) for r in records if r.ranks],
         "counts": [r.activations["0"].sketch.count for r in records if r.full],
     }
-
-
-# --- more ranks than files ------------------------------------------------------------------------
-
-simulated: list[RankExchange] = []
-
-
-def begin_with_few_files(
-    rank: int, size: int, log_dir: Path, most_files: int, world: int
-) -> tuple[str, int, str]:
-    """Rank 0 of many, in a process that may open few files; where others find it."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    begin(rank, world, log_dir, timeout_s=15.0)  # others connect before the first step
-    logger = loners[-1].logger
-    assert logger is not None
-    exchange = logger._run._ranks  # type: ignore[union-attr]
-    while exchange._server is None:  # type: ignore[union-attr]
-        time.sleep(0.01)
-    server = exchange._server  # type: ignore[union-attr]
-    return (*server._listening.getsockname()[:2], server._token)
-
-
-def simulate(
-    rank: int, size: int, address: tuple[str, int, str], world: int, connected: int
-) -> None:
-    """All other ranks, in one process; each sends a number at every step.
-
-    Returns when this many are connected.
-    """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world)
-    Rendezvous.find = lambda self: Address(*address)  # type: ignore[method-assign]
-    for other in range(1, world):
-        exchange = exchange_of("0", other, world)
-        simulated.append(exchange)
-        for step in range(6):
-            exchange.send_part(replace(measured(other, step), size=world))
-    while sum(exchange._client.is_known for exchange in simulated) < connected:  # type: ignore[union-attr]
-        time.sleep(0.05)
-
-
-def end_simulation(rank: int, size: int) -> None:
-    for exchange in simulated:
-        exchange._close(0.01)

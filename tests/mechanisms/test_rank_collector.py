@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telemetry.ranks.collector import LAST_SEQUENCE, Collector
+from telemetry.ranks.collector import Collector
 from telemetry.ranks.partial_record import PartialRecord
 from tests.helpers.members import measured, total
 
@@ -104,18 +104,6 @@ def test_a_slow_rank_that_keeps_sending_is_not_unresponsive() -> None:
         assert complete_steps(collected, float(step)) == [(step, "012345")]
 
 
-def test_a_rank_that_exits_is_not_waited_for_and_one_that_joins_is() -> None:
-    collected = collector()
-    add(collected, 0, "3", 0.0)
-    add(collected, 1, "01", 0.0)
-    assert complete_steps(collected, 9.0) == []
-    collected.note(3, 9.0)
-    assert complete_steps(collected, 10.0) == [(0, "3")]
-    collected.note(3, 10.0, LAST_SEQUENCE)
-    assert complete_steps(collected, 10.0) == [(1, "01")]
-    assert collected.members == {0, 1}
-
-
 def test_late_and_repeated_parts_of_a_delivered_step_are_dropped() -> None:
     collected = started()
     add(collected, 0, "012345", 1.0)
@@ -136,22 +124,3 @@ def test_the_oldest_step_is_delivered_incomplete_above_the_byte_limit(
     assert complete_steps(collected, 0.0) == []
     add(collected, 4, "0", 0.0)
     assert complete_steps(collected, 0.0) == [(1, "0")]
-
-
-def test_each_missing_rank_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    collected = collector()
-    for rank in (0, 1, 2):
-        collected.note(rank, 0.0)
-    for step, sent in enumerate(["01", "01", "012", "01", "012"]):
-        add(collected, step, sent, 100.0 * step)
-        while (found := collected.take(100.0 * step + 50)) is not None:
-            collected.log_missing(found, refused={5})
-    reasons = [message.partition(": ")[2] for message in caplog.messages]
-    assert [
-        (line.partition(" on,")[0], line.rpartition("ranks: ")[2][:16]) for line in reasons
-    ] == [
-        ("from step 0", "rank 5 cannot co"),
-        ("from step 0", "ranks 3-4 made n"),
-        ("from step 0", "rank 2 sent noth"),
-        ("from step 2", "from step 2 on, "),
-    ]

@@ -191,38 +191,3 @@ async def test_above_the_limit_middle_records_are_dropped_and_barrier_frames_are
     addresses.append(zero.address)
     await zero.has((RECORDS, b"0"), (BARRIER, b"5"), (RECORDS, b"c"))
     await rank.finish()
-
-
-@on_a_loop
-async def test_ranks_beyond_the_file_descriptors_are_refused_and_accepted_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    zero = Listener()
-    monkeypatch.setattr(connection, "_most_files", lambda: 8)
-    rank = Sender(lambda: zero.address)
-    rank.start(b"records")
-    await until(lambda: rank.client.attempts >= 3)
-    assert zero.server.refused == {3}
-    assert zero.received == []
-    monkeypatch.setattr(connection, "_most_files", lambda: 10**6)
-    await zero.has((RECORDS, b"records"))
-    assert zero.server.refused == set()
-    await rank.finish()
-
-
-@on_a_loop
-async def test_retries_back_off_exponentially_with_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    rank = Sender(lambda: None)
-
-    async def pause(seconds: float, event: asyncio.Event) -> bool:
-        pauses.append(seconds)
-        if len(pauses) == 60:
-            rank.client.finish()
-        return event.is_set()
-
-    monkeypatch.setattr(connection, "is_set_within", pause)
-    await rank.client.run()
-    assert pauses[0] <= 0.075
-    assert all(15 <= pause <= 30 for pause in pauses[-30:])
-    assert len(set(pauses)) == 60

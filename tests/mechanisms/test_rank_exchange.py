@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -22,41 +21,12 @@ from tests.helpers.members import ALERT, exchange_of, measured
 Start = Callable[..., RankExchange]
 
 
-def end_step(one: Barrier, step: int) -> tuple[threading.Thread, list[bool]]:
-    """Start a training thread that ends a step."""
-    raises: list[bool] = []
-    thread = threading.Thread(target=lambda: raises.append(one.step_ended(step)))
-    thread.start()
-    return thread, raises
-
-
-def test_a_waiting_rank_continues_to_the_step_of_another_rank() -> None:
-    """A rank in a collective of step 11 needs the rank that waits at the end of step 10."""
-    behind, ahead = Barrier(), Barrier()
-    assert not behind.step_ended(9)
-    assert not ahead.step_ended(10)
-    stopped = behind.close()
-    thread, raises = end_step(behind, 10)
-    assert (stopped, ahead.close()) == (10, 11)
-    assert thread.is_alive()
-    behind.decide(11)
-    ahead.decide(11)
-    thread.join()
-    assert raises == [False]
-    assert behind.step_ended(11)
-    assert ahead.step_ended(11)
-    assert not ahead.step_ended(12), "once"
-
-
-def test_a_rank_that_waits_at_the_decided_step_raises_and_one_beyond_it_at_its_next_step() -> None:
-    waiting, beyond = Barrier(first_step=5), Barrier(first_step=21)
-    assert (waiting.close(), beyond.close()) == (5, 21)
-    thread, raises = end_step(waiting, 5)
-    waiting.decide(5)
-    beyond.decide(5)
-    thread.join()
-    assert raises == [True]
-    assert beyond.step_ended(21)
+def test_a_rank_beyond_the_decided_step_raises_at_the_end_of_its_step() -> None:
+    late = Barrier(first_step=20)
+    assert late.close() == 20
+    late.decide(7)
+    assert late.step_ended(20)
+    assert not late.step_ended(21), "once"
 
 
 def test_an_alert_for_a_step_that_never_starts_is_raised_at_the_end() -> None:

@@ -9,9 +9,7 @@ import itertools
 import sys
 from pathlib import Path
 
-import lightning
 import torch
-import transformers
 
 from telemetry.integrations import huggingface
 from telemetry.integrations import lightning as telemetry_lightning
@@ -21,43 +19,37 @@ from tests.contract.integrations.test_huggingface import (
     assert_losses_of,
     train,
 )
-from tests.contract.integrations.test_lightning import Module
+from tests.contract.integrations.test_lightning import Module, trainer
 from tests.helpers.frameworks import AlertFrom, batches
 
 
 def lightning_steps(folder: Path) -> int:
     callback = telemetry_lightning.TelemetryCallback(alerts=[AlertFrom(3)], on_alert="stop")
-    trainer = lightning.Trainer(
-        accelerator="cpu", strategy="ddp", devices=2, max_steps=50_000, callbacks=[callback],
-        default_root_dir=folder, enable_progress_bar=False, enable_checkpointing=False,
+    used = trainer(
+        folder, callback, strategy="ddp", devices=2, max_epochs=None, max_steps=50_000,
+        enable_checkpointing=False,
     )  # fmt: skip
-    trainer.fit(Module(), batches())
-    return int(trainer.global_step)
+    used.fit(Module(), batches())
+    return int(used.global_step)
 
 
 def huggingface_steps(folder: Path) -> int:
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, max_steps=50_000, use_cpu=True,
-        disable_tqdm=True, report_to="none", save_strategy="no",
-    )  # fmt: skip
     callback = huggingface.TelemetryCallback(folder / "run", alerts=[AlertFrom(3)], on_alert="stop")
-    rows = [{"x": x, "labels": y} for x, y in batches().dataset]
-    trainer = transformers.Trainer(Regressor(), arguments, train_dataset=rows, callbacks=[callback])
-    trainer.train()
-    return int(trainer.state.global_step)
+    options = {"max_steps": 50_000, "report_to": "none", "save_strategy": "no"}
+    return int(train(Regressor(), folder, callback, **options).state.global_step)
 
 
 def compare_huggingface_losses(folder: Path) -> None:
     models, choices = (Regressor, CountsLabels), (True, False)
     for model, average, unused in itertools.product(models, choices, choices):
         run = folder / f"{model.__name__}-{average}-{unused}"
-        trainer = train(
+        used = train(
             model(), folder, huggingface.TelemetryCallback(run), logging_steps=1,
             gradient_accumulation_steps=2, average_tokens_across_devices=average,
             ddp_find_unused_parameters=unused, save_strategy="no", report_to="none",
         )  # fmt: skip
         if torch.distributed.get_rank() == 0:
-            assert_losses_of(trainer, run, steps=2)
+            assert_losses_of(used, run, steps=2)
 
 
 if __name__ == "__main__":

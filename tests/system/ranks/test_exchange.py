@@ -227,6 +227,25 @@ def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank
     os.kill(child, signal.SIGKILL)
 
 
+def test_ranks_beyond_the_limit_of_open_files_are_reported_and_connect_once_it_is_raised(
+    four: list[Process],
+) -> None:
+    first, *others = four
+    first.do("open")
+    first.do("address")
+    first.do("limit_files", 2)
+    every(others, "open")
+    every(four, "send", range(3))
+    members = first.do("got", 2)[2][1]
+    assert len(members) == 3
+    assert first.occurrences("cannot connect, as rank 0 may not open more files") == 1
+    first.do("limit_files", 100)
+    first.do("wait_until_expecting", *set(EVERYONE).difference(members))
+    every(four, "send", range(3, 6))
+    assert first.do("got", 5)[5] == (5, EVERYONE, total(EVERYONE, 5))
+    every(four, "close")
+
+
 def test_unauthenticated_peers_neither_fill_rank_0_nor_keep_a_rank_out(four: list[Process]) -> None:
     """A client without the token may send any amount over any number of connections."""
     first, *others, late = four

@@ -428,23 +428,3 @@ def test_flat_parameters_are_measured_on_rank_0_and_activations_on_all_ranks(
     shard = left[0]["watched"]["parameters"]
     weights = [count for tag, count in counts.items() if tag.startswith("weight/")]
     assert sorted(weights) == sorted(len(values) for values in shard if values)
-
-
-def test_ranks_beyond_the_limit_of_open_files_are_reported_and_training_is_left_alone(
-    tmp_path: Path,
-) -> None:
-    """Rank 0 may open fewer files than other ranks send to it."""
-    files, world = 160, 180
-    with ranks(tmp_path, 2) as (zero, others):
-        begun = logging_ranks.begin_with_few_files
-        address = zero.do("call", begun, tmp_path / "run", files, world)
-        others.do("call", logging_ranks.simulate, address, world, 60)
-        zero.do("call", logging_ranks.train_to, 6)
-        left = zero.do("call", logging_ranks.end)
-        others.do("call", logging_ranks.end_simulation)
-        assert left["left"] == bare(6)
-        assert 60 < len(left["held"][-1]) < files
-        assert zero.occurrences("cannot connect, as rank 0 may not open more files") == 1
-        assert zero.occurrences("telemetry failed") == 0, zero.log.read_text()
-    steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
-    assert steps == list(range(6))

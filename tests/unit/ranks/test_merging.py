@@ -211,17 +211,6 @@ def test_tokens_of_experts_add_up_over_the_ranks_of_a_stage() -> None:
     }  # fmt: skip
 
 
-def test_a_layout_is_sent_once() -> None:
-    merged_records, full = MergedRecords(), part(0, 1.0)
-    assert full.parameters is not None
-    light = replace(full, step=1, parameters=replace(full.parameters, layout=None))
-    assert merged_records.record(merge([light])) is None
-    first, later = (merged_records.record(merge([one])) for one in (full, light))
-    assert first is not None
-    assert later is not None
-    assert later.layout is first.layout
-
-
 @pytest.mark.parametrize(("rank", "step"), [(0, 0), (1, 1)])
 def test_repeated_ranks_and_other_steps_are_refused(rank: int, step: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} sent step {step}"):
