@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +31,19 @@ def batches(count: int = 6) -> DataLoader[tuple[torch.Tensor, ...]]:
 
 def curve(log_dir: Path, tag: str) -> dict[int, float]:
     """The points of a scalar in the event files at and below a directory, by step."""
-    paths = [path for folder in {p.parent for p in log_dir.rglob("*tfevents*")}
-             for path in list_event_files(folder)]  # fmt: skip
-    return {
-        event.step: value.simple_value
-        for path in paths
-        for event in read_events(path)
-        for value in event.summary.value
-        if plain(value.tag) == tag
-    }
+    return {step: value.simple_value for step, value in _values(log_dir) if plain(value.tag) == tag}
 
 
 def tags(log_dir: Path) -> set[str]:
     """All tags at and below a directory."""
-    return {
-        plain(value.tag)
-        for path in log_dir.rglob("*tfevents*")
-        for event in read_events(path)
-        for value in event.summary.value
-    }
+    return {plain(value.tag) for _, value in _values(log_dir)}
+
+
+def _values(log_dir: Path) -> Iterator[tuple[int, Any]]:
+    for folder in {path.parent for path in log_dir.rglob("*tfevents*")}:
+        for path in list_event_files(folder):
+            for event in read_events(path):
+                yield from ((event.step, value) for value in event.summary.value)
 
 
 def assert_same_weights(bare: nn.Module, watched: nn.Module) -> None:
@@ -68,15 +62,10 @@ class AlertFrom:
             return ()
         return [
             Alert(
-                kind="made_up",
-                severity="error",
-                step=record.step,
-                module_name=None,
-                value=1.0,
-                threshold=0.0,
-                summary="stop here",
+                kind="made_up", severity="error", step=record.step, module_name=None, value=1.0,
+                threshold=0.0, summary="stop here",
             )
-        ]
+        ]  # fmt: skip
 
 
 def run_example(heading: str, **names: Any) -> dict[str, Any]:

@@ -340,12 +340,10 @@ class Loner:
 loners: list[Loner] = []
 
 
-def begin(
-    rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2, timeout_s: float = 3.0
-) -> None:
+def begin(rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2) -> None:
     """Start a loner whose timeout exceeds every pause of a test."""
     assert RankExchange.__init__.__kwdefaults__ is not None
-    RankExchange.__init__.__kwdefaults__["timeout_s"] = timeout_s
+    RankExchange.__init__.__kwdefaults__["timeout_s"] = 3.0
     loners.append(Loner(log_dir, every_n_steps=every_n_steps))
 
 
@@ -354,6 +352,13 @@ def train_to(rank: int, size: int, end: int) -> None:
     loners[-1].train_to(end)
     if rank == 0 and loners[-1].logger is not None:
         loners[-1].logger.flush()
+
+
+def log(rank: int, size: int, value: float) -> None:
+    """Log a scalar."""
+    logger = loners[-1].logger
+    assert logger is not None
+    logger.log(value=value)
 
 
 def wait_until_expecting(rank: int, size: int, other: int) -> None:

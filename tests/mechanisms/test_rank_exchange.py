@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from telemetry import Layout, Module, Parameter
 from telemetry.ranks import collector, exchange
 from telemetry.ranks.collector import Barrier
 from telemetry.ranks.connection import BARRIER, ENDED
 from telemetry.ranks.exchange import RankExchange
 from telemetry.ranks.merging import MergedStep
-from telemetry.ranks.partial_record import ParameterPart
 from tests.helpers.members import ALERT, exchange_of, measured
 
 Start = Callable[..., RankExchange]
@@ -97,29 +93,13 @@ def test_the_latest_step_of_all_connected_ranks_is_the_step_at_which_to_raise(
     assert [first.to_raise(step) for step in (6, 7)] == [None, ALERT]
 
 
-LAYOUT = Layout(
-    modules=(Module(name="layer", type_name="Linear"),),
-    parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),
-)
-
-
-def merged(*, scalars_alone: bool) -> MergedStep:
-    """Return step 0 of two ranks, of which rank 0 did not measure everything."""
-    own = {"norms": np.ones(1), "present": np.ones(1, bool), "finite": np.ones(1, bool)}
-    parameters = ParameterPart(
-        stage=0, layout_id="a", layout=LAYOUT, columns={**own, "copies": np.zeros(1, np.int64)}
-    )
-    step = MergedStep(replace(measured(0, 0), parameters=None if scalars_alone else parameters))
-    step.add(replace(measured(1, 0), parameters=parameters, full=True))
-    return step
-
-
 def test_merged_steps_above_the_byte_limit_are_dropped_and_logged_once(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     queued = list[MergedStep]()
-    first, step = start(2, queued.append), merged(scalars_alone=False)
-    monkeypatch.setattr(exchange, "MAX_BYTES", 3 * step.nbytes)
+    first, step = start(2, queued.append), MergedStep(measured(0, 0))
+    step.nbytes = 10
+    monkeypatch.setattr(exchange, "MAX_BYTES", 30)
     for _ in range(10):
         first.take(step)
     assert len(queued) == 4
@@ -128,14 +108,6 @@ def test_merged_steps_above_the_byte_limit_are_dropped_and_logged_once(
     first.take(step)
     assert len(queued) == 5
     assert caplog.text.count("is not recorded") == 1
-
-
-@pytest.mark.parametrize("scalars_alone", [True, False])
-def test_a_rank_that_only_logged_scalars_of_a_step_has_no_other_interval(
-    start: Start, caplog: pytest.LogCaptureFixture, scalars_alone: bool
-) -> None:
-    assert start(2).merged(merged(scalars_alone=scalars_alone)) is not None
-    assert ("every_n_steps" in caplog.text) is not scalars_alone
 
 
 def test_a_forked_child_does_not_block(start: Start) -> None:

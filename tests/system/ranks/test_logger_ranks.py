@@ -367,11 +367,13 @@ def test_ranks_that_hang_or_die_are_reported_and_the_others_continue(
     every([third, second, first], "call", logging_ranks.train_to, 12)
     third.signal(signal.SIGKILL)
     every([second, first], "call", logging_ranks.train_to, 16)
+    first.do("call", logging_ranks.log, 1.0)  # of step 16, which only the other rank ends
+    second.do("call", logging_ranks.train_to, 17)
     left = every([first, second], "call", logging_ranks.end)
-    assert [rank["left"] for rank in left] == [bare(16)] * 2
+    assert [rank["left"] for rank in left] == [bare(16), bare(17)]
     held = [[0, 1, 2], [0, 2], [0, 1, 2], [0, 1]]
-    assert left[0]["held"] == [ranks for ranks in held for _ in range(4)]
-    assert left[0]["counts"] == [2 * 8 * len(ranks) for ranks in held for _ in range(2)]
+    assert left[0]["held"] == [ranks for ranks in held for _ in range(4)] + [[0, 1]]
+    assert left[0]["counts"] == [2 * 8 * len(ranks) for ranks in held for _ in range(2)] + [2 * 8]
     for line in (
         "from step 4 on, the records hold 2 of 3 ranks: rank 1 sent nothing in time",
         "from step 8 on, the records hold what rank 1 measured",
@@ -381,7 +383,7 @@ def test_ranks_that_hang_or_die_are_reported_and_the_others_continue(
         assert first.occurrences(line) == 1, first.log.read_text()
     assert first.occurrences("telemetry:") == 4, first.log.read_text()
     steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
-    assert steps == list(range(16))
+    assert steps == list(range(17))
 
 
 def test_a_rank_without_a_logger_and_one_with_another_interval_are_reported(
