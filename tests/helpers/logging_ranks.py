@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,8 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry import HookLogger, Rule, StepRecord, TelemetryAlert
+from telemetry import Alert, HookLogger, Rule, StepRecord, TelemetryAlert
 from telemetry.ranks.exchange import RankExchange
-from telemetry.ranks.partial_record import PartialRecord
 from tests.helpers import training
 from tests.helpers.frameworks import AlertFrom
 from tests.helpers.twins import Recorder, draw, seed
@@ -106,37 +106,47 @@ def local(tensors: Iterable[Any]) -> list[torch.Tensor]:
     return [training.own(tensor).detach().flatten() for tensor in tensors]
 
 
-def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
-    """Train until the alert is raised; a collective keeps all ranks at the same step."""
-    model = DistributedDataParallel(mlp())
+def train_mlp(
+    model: nn.Module, log_dir: Path, batches: Callable[[HookLogger], Iterable[Any]], **options: Any
+) -> tuple[Alert, ...]:
+    """Train on batches, which may depend on the logger; return the alerts."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    step = -1
+    with HookLogger(model, log_dir, **options) as logger:
+        for batch in batches(logger):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    return tuple(logger.alerts)
+
+
+def until_raised(rank: int, size: int, log_dir: Path) -> tuple[int, str]:
+    """Train until the alert is raised; a collective keeps all ranks at the same step."""
+    steps = 0
+
+    def batches(logger: HookLogger) -> Iterator[Any]:
+        nonlocal steps
+        for steps in range(100_000):  # noqa: B007 - read below
+            yield torch.randn(2, 6)
+
+    options: dict[str, Any] = {"alerts": [AlertFrom(3)], "on_alert": "raise", "every_n_steps": 2}
     try:
-        with HookLogger(model, log_dir, every_n_steps=2, alerts=[AlertFrom(3)], on_alert="raise"):
-            while step < 100_000:
-                step += 1
-                optimizer.zero_grad()
-                model(torch.randn(2, 6)).square().mean().backward()
-                optimizer.step()
+        train_mlp(DistributedDataParallel(mlp()), log_dir, batches, **options)
     except TelemetryAlert as raised:
-        return {"step": step, "kind": raised.alert.kind, "summary": raised.alert.summary}
-    return {"step": None}
+        return steps, raised.alert.summary
+    return -1, ""
 
 
 def poisoned(rank: int, size: int, every_n_steps: int, log_dir: Path) -> None:
     """Train; the last rank's batch 25 has a NaN. Ids name the rank and the step."""
-    model = DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, log_dir, every_n_steps=every_n_steps) as logger:
+
+    def batches(logger: HookLogger) -> Iterator[Any]:
         seed(rank)
         for step in range(30):
             logger.batch([f"{rank}/{step}"])
-            inputs = torch.randn(4, 6)
-            if step == 25 and rank == size - 1:
-                inputs[0, 0] = math.nan
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            optimizer.step()
+            is_bad = step == 25 and rank == size - 1
+            yield torch.randn(4, 6) * (math.nan if is_bad else 1)
+
+    train_mlp(DistributedDataParallel(mlp()), log_dir, batches, every_n_steps=every_n_steps)
 
 
 def tampered(rank: int, size: int, way: str, log_dir: Path) -> list[tuple[int, str]]:
@@ -158,18 +168,12 @@ def tampered(rank: int, size: int, way: str, log_dir: Path) -> list[tuple[int, s
 
 def sent_tensors(rank: int, size: int, log_dir: Path) -> list[tuple[str, str]]:
     """Return kind and name of the tensors that this rank measures at the first step of DDP."""
-    parts: list[PartialRecord] = []
-    send_part = RankExchange.send_part
-
-    def spy(self: RankExchange, part: PartialRecord) -> None:
-        parts.append(part)
-        send_part(self, part)
-
-    RankExchange.send_part = spy  # type: ignore[method-assign]
-    train(rank, size, "ddp", log_dir)
-    RankExchange.send_part = send_part  # type: ignore[method-assign]
-    assert parts[0].tensors is not None
-    return [(row.kind, row.name) for row in parts[0].tensors.rows]
+    with patch.object(
+        RankExchange, "send_part", autospec=True, side_effect=RankExchange.send_part
+    ) as sends:
+        train(rank, size, "ddp", log_dir)
+    _, first = sends.call_args_list[0].args
+    return [(row.kind, row.name) for row in first.tensors.rows]
 
 
 def sum_of_many(rank: int, size: int, log_dir: Path) -> None:
@@ -242,14 +246,10 @@ def fed(rank: int, size: int, way: str, seed_of_all: bool, log_dir: Path) -> lis
         model = DistributedDataParallel(model)
     elif way == "fully_shard":
         fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(0 if seed_of_all else rank)
-    with HookLogger(model, log_dir, every_n_steps=5) as logger:
-        for _ in range(30):
-            optimizer.zero_grad()
-            model(torch.randn(4, 6, generator=generator)).square().mean().backward()
-            optimizer.step()
-    return [(a.severity, a.summary) for a in logger.alerts if a.kind == "ranks_same_batch"]
+    batches = (torch.randn(4, 6, generator=generator) for _ in range(30))
+    alerts = train_mlp(model, log_dir, lambda _: batches, every_n_steps=5)
+    return [(a.severity, a.summary) for a in alerts if a.kind == "ranks_same_batch"]
 
 
 def mlp() -> nn.Sequential:
@@ -354,11 +354,10 @@ def train_to(rank: int, size: int, end: int) -> None:
         loners[-1].logger.flush()
 
 
-def log(rank: int, size: int, value: float) -> None:
-    """Log a scalar."""
+def log(rank: int, size: int, loss: float) -> None:
     logger = loners[-1].logger
     assert logger is not None
-    logger.log(value=value)
+    logger.log(loss=loss)
 
 
 def wait_until_expecting(rank: int, size: int, other: int) -> None:

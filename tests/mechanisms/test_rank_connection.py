@@ -68,22 +68,10 @@ async def until(is_true: Callable[[], Any]) -> None:
 def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run a test on its own thread, because another test's browser may have a loop on this one."""
 
-    def run(**fixtures: Any) -> None:
-        loop = asyncio.SelectorEventLoop()
-        try:
-            loop.run_until_complete(asyncio.wait_for(test(**fixtures), 300))
-        finally:
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    loop.run_until_complete(task)
-            loop.run_until_complete(asyncio.sleep(0))
-            loop.close()
-
     @wraps(test)
     def on_a_thread(**fixtures: Any) -> None:
         with ThreadPoolExecutor(1) as executor:
-            executor.submit(run, **fixtures).result()
+            executor.submit(asyncio.run, asyncio.wait_for(test(**fixtures), 300)).result()
 
     return on_a_thread
 

@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -28,13 +27,13 @@ class Regressor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.net = mlp()
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         y = self.net(x)
         loss = (y - labels).square().mean()
         if self.training:
-            self.losses.append(loss.item())
+            self.losses.append(loss.detach())
         return {"loss": loss, "logits": y}
 
 
@@ -72,7 +71,7 @@ def test_the_callback_writes_next_to_the_trainers_runs_and_leaves_training_alone
     train(watched, tmp_path / "watched", TelemetryCallback(), **options)
     assert_same_weights(bare, watched)
     [run] = (tmp_path / "watched" / "runs").glob("*_telemetry")
-    by_step = np.reshape(watched.losses, (steps, -1)).mean(axis=1)
+    by_step = torch.stack(watched.losses).reshape(steps, -1).mean(1).tolist()
     assert curve(run, "loss") == pytest.approx(dict(enumerate(by_step)))
     assert list(curve(run, "grad_norm/total")) == list(range(steps))
     assert "validation/activation/0000.net.0" in tags(run)
@@ -141,28 +140,19 @@ def test_an_alert_stops_the_trainer(tmp_path: Path) -> None:
     assert "train_runtime" in trainer.state.log_history[-1]  # the training ended regularly
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.net(x).square().mean()}
-
-
 def test_the_loss_hook_ignores_copies_compiled_calls_and_outputs_without_a_scalar_loss(
     tmp_path: Path,
 ) -> None:
-    model, x = Plain(), torch.randn(4, 4)
+    model, x, y = Regressor(), torch.randn(4, 4), torch.randn(4, 2)
     callback = TelemetryCallback(tmp_path)
     callback.begin(model, None)
     hook = ReturnedLoss(model)
-    copy.deepcopy(model)(x)
-    torch.compile(model, backend="eager", fullgraph=True)(x)
+    copy.deepcopy(model)(x, y)
+    torch.compile(model, backend="eager", fullgraph=True)(x, y)
     hook(model, (), {}, (x, x))
     hook(model, (), {}, {"loss": x})  # of each sample
     assert hook.of_step() is None
-    loss = model(x)["loss"]
+    loss = model(x, y)["loss"]
     assert hook.of_step() == loss
     callback.end()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ignite.engine import create_supervised_evaluator, create_supervised_trainer
+from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
 from ignite.handlers import Checkpoint
 from torch import nn
 
@@ -38,8 +38,6 @@ def test_the_handler_logs_an_engine_and_leaves_training_alone(tmp_path: Path) ->
     losses: list[float] = []
     handler = TelemetryHandler(tmp_path)
     handler.attach(trainer, watched, {"validation": evaluator})
-    from ignite.engine import Events
-
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: losses.append(e.state.output))
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches()))
     trainer.run(batches(), max_epochs=2)
