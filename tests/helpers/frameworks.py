@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +30,25 @@ def batches(count: int = 6) -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def curve(log_dir: Path, tag: str) -> dict[int, float]:
-    """The points of a scalar in the event files at and below a directory, by step."""
-    return {step: value.simple_value for step, value in _values(log_dir) if plain(value.tag) == tag}
+    """The points of a tag in the event files at and below a directory, by step; 0 if no scalar."""
+    paths = [
+        path
+        for folder in {path.parent for path in log_dir.rglob("*tfevents*")}
+        for path in list_event_files(folder)
+    ]
+    return {
+        event.step: value.simple_value
+        for path in paths
+        for event in read_events(path)
+        for value in event.summary.value
+        if plain(value.tag) == tag
+    }
 
 
-def tags(log_dir: Path) -> set[str]:
-    """All tags at and below a directory."""
-    return {plain(value.tag) for _, value in _values(log_dir)}
-
-
-def _values(log_dir: Path) -> Iterator[tuple[int, Any]]:
-    for folder in {path.parent for path in log_dir.rglob("*tfevents*")}:
-        for path in list_event_files(folder):
-            for event in read_events(path):
-                yield from ((event.step, value) for value in event.summary.value)
-
-
-def assert_same_weights(bare: nn.Module, watched: nn.Module) -> None:
-    for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
-        assert torch.equal(expected, got)
+def same_weights(bare: nn.Module, watched: nn.Module) -> bool:
+    """Whether all parameters are equal, bit for bit."""
+    pairs = zip(bare.parameters(), watched.parameters(), strict=True)
+    return all(torch.equal(expected, got) for expected, got in pairs)
 
 
 class AlertFrom:

@@ -1,4 +1,4 @@
-"""Run by test_role.py: two processes train one model, started by one of several launchers."""
+"""Run by test_launchers.py: two processes train one model, started by one of several launchers."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +28,7 @@ from telemetry import Alert, HookLogger, Rule, StepRecord, TelemetryAlert
 from telemetry.ranks.exchange import RankExchange
 from tests.helpers import training
 from tests.helpers.frameworks import AlertFrom
+from tests.helpers.members import until
 from tests.helpers.twins import Recorder, draw, seed
 
 
@@ -365,8 +365,7 @@ def wait_until_expecting(rank: int, size: int, other: int) -> None:
     logger = loners[-1].logger
     assert logger is not None
     exchange = logger._run._ranks  # type: ignore[union-attr]
-    while other not in exchange._collector.members:  # type: ignore[union-attr]
-        time.sleep(0.01)
+    until(lambda: other in exchange._collector.members)  # type: ignore[union-attr]
 
 
 def end(rank: int, size: int) -> dict[str, Any]:

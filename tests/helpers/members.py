@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -241,13 +242,9 @@ def load_server(context: multiprocessing.context.ForkServerContext) -> None:
 
     Before Python 3.13 it finds them only by the environment.
     """
-    former = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    context.set_forkserver_preload(PRELOADED)
-    forkserver.ensure_running()
-    del os.environ["PYTHONPATH"]
-    if former is not None:
-        os.environ["PYTHONPATH"] = former
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        context.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
 
 
 class Process:
@@ -301,6 +298,9 @@ class Process:
         self.process.join()
 
 
+Ranks: TypeAlias = list[Process]
+
+
 def serve(
     connection: Connection, rank: int, world_size: int, log: Path, network: str | None
 ) -> None:
@@ -333,7 +333,7 @@ def every(processes: Sequence[Process], command: str, *arguments: Any, **named: 
 
 
 @contextmanager
-def ranks(folder: Path, count: int, networks: Sequence[str] = ()) -> Iterator[list[Process]]:
+def ranks(folder: Path, count: int, networks: Sequence[str] = ()) -> Iterator[Ranks]:
     """Start ``count`` processes; ``networks`` names the network namespace of each."""
     processes = [
         Process(r, count, folder / f"{r}.log", networks[r] if networks else None)

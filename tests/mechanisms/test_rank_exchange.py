@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -115,6 +116,7 @@ def test_a_forked_child_does_not_block(start: Start) -> None:
     first.send_part(measured(0, 0))  # the other rank never sends its part
     child = os.fork()
     if child == 0:
+        signal.alarm(300)
         first.close(1e6)
         first.wait(1e6)
         os._exit(0)

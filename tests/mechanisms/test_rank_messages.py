@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from telemetry import Layout, Module, Parameter, TensorRecord
+from telemetry import TensorRecord
 from telemetry.alert import Consequence
 from telemetry.ranks.exchange import Announcement
 from telemetry.ranks.partial_record import (
@@ -27,6 +27,7 @@ from telemetry.ranks.topology import LocalShard
 from telemetry.records import CodeLocation
 from telemetry.records.batches import Batch
 from telemetry.records.sketch import sketch_array
+from tests.helpers.known_runs import layout_of
 from tests.helpers.members import ALERT
 
 
@@ -43,10 +44,7 @@ def parameters(norm: float = 1.0) -> ParameterPart:
     return ParameterPart(
         stage=1,
         layout_id="a",
-        layout=Layout(
-            modules=(Module(name="layer", type_name="Linear"),),
-            parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4, 2)),),
-        ),
+        layout=layout_of(["layer"]),
         columns={
             "copies": np.array([2**40]),
             "norms": np.array([norm]),
@@ -179,20 +177,16 @@ def test_tensor_columns_of_different_lengths_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        *({name: np.ones(2, np.int64)} for name in ("copies", "parameter_copies")),
+        {"copies": np.ones(2, np.int64)},
         *({name: np.ones(2, bool)} for name in ("present", "finite")),
-        *({name: np.ones(2)} for name in ("norms", "before", "moved")),
+        *({name: np.ones(2)} for name in ("norms", "before")),
+        {"moved": np.ones(2), "parameter_copies": np.ones(1, np.int64)},
+        {"moved": np.ones(1), "parameter_copies": np.ones(2, np.int64)},
+        {"moved": np.ones(1)},  # without its copies
         *({name: np.ones(1, np.int16)} for name in ("copies", "norms", "present")),
     ],
 )
 def test_parameter_columns_of_another_length_or_type_are_refused(changed: dict[str, Any]) -> None:
     known = parameters()
-    columns = {**known.columns, "parameter_copies": np.ones(1, np.int64), **changed}
     with pytest.raises(ValueError, match="different lengths"):
-        replace(known, columns=columns)
-
-
-def test_parameter_columns_without_their_copies_are_refused() -> None:
-    known = parameters()
-    with pytest.raises(ValueError, match="different lengths"):
-        replace(known, columns={**known.columns, "moved": np.ones(1)})
+        replace(known, columns={**known.columns, **changed})

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.members import Process, every, form_group, ranks, total
+from tests.helpers.members import Ranks, every, form_group, ranks, total
 
 PATIENT_S = 1000.0
 """Timeout with which a test would not end if anybody waited for a late rank."""
@@ -20,7 +20,7 @@ PATIENT_S = 1000.0
 EVERYONE = [0, 1, 2, 3]
 
 
-def assert_silent(processes: list[Process]) -> None:
+def assert_silent(processes: Ranks) -> None:
     for process in processes:
         lines = process.log.read_text().splitlines()
         # The library logs this for its own connections, too, where addresses have no names.
@@ -28,14 +28,14 @@ def assert_silent(processes: list[Process]) -> None:
 
 
 @pytest.fixture
-def four(tmp_path: Path) -> Iterator[list[Process]]:
+def four(tmp_path: Path) -> Iterator[Ranks]:
     """Four ranks of one process group, over TCP."""
     with ranks(tmp_path, 4) as processes:
         form_group(processes, tmp_path)
         yield processes
 
 
-def test_records_of_healthy_ranks_are_merged_and_no_file_remains(four: list[Process]) -> None:
+def test_records_of_healthy_ranks_are_merged_and_no_file_remains(four: Ranks) -> None:
     first = four[0]
     keys = first.do("keys")
     every(four[::-1], "open", "other", timeout_s=PATIENT_S)
@@ -60,7 +60,7 @@ def test_records_of_healthy_ranks_are_merged_and_no_file_remains(four: list[Proc
     assert [process.exit_code() for process in four] == [0] * 4
 
 
-def test_records_of_phases_are_merged_separately_and_in_order(four: list[Process]) -> None:
+def test_records_of_phases_are_merged_separately_and_in_order(four: Ranks) -> None:
     first, second = four[:2]
     every([first, second], "open", timeout_s=PATIENT_S)
     every([second, first], "send", [0])
@@ -81,7 +81,7 @@ def test_records_of_phases_are_merged_separately_and_in_order(four: list[Process
     every([first, second], "close")
 
 
-def test_without_rank_0s_logger_the_others_are_left_alone(four: list[Process]) -> None:
+def test_without_rank_0s_logger_the_others_are_left_alone(four: Ranks) -> None:
     every(four[1:], "open")
     every(four[1:], "send", range(1000))
     every(four[1:], "close")
@@ -89,7 +89,7 @@ def test_without_rank_0s_logger_the_others_are_left_alone(four: list[Process]) -
     assert [process.exit_code() for process in four] == [0] * 4
 
 
-def test_a_rank_0_that_ends_or_hangs_blocks_no_rank(four: list[Process]) -> None:
+def test_a_rank_0_that_ends_or_hangs_blocks_no_rank(four: Ranks) -> None:
     first, second, *others = four
     every(four, "open", "short", timeout_s=PATIENT_S)
     every(four, "open")
@@ -111,7 +111,7 @@ def test_a_rank_0_that_ends_or_hangs_blocks_no_rank(four: list[Process]) -> None
 
 
 def test_a_rank_0_with_fewer_steps_receives_the_rest_and_waits_for_no_step_of_its_own(
-    four: list[Process],
+    four: Ranks,
 ) -> None:
     first, *others = four
     every(four, "open", timeout_s=PATIENT_S)
@@ -126,7 +126,7 @@ def test_a_rank_0_with_fewer_steps_receives_the_rest_and_waits_for_no_step_of_it
     assert_silent(four)
 
 
-def test_ranks_connect_although_an_earlier_run_left_its_address(four: list[Process]) -> None:
+def test_ranks_connect_although_an_earlier_run_left_its_address(four: Ranks) -> None:
     first, *others = four
     first.do("leave_behind")
     every(others, "open")
@@ -137,7 +137,7 @@ def test_ranks_connect_although_an_earlier_run_left_its_address(four: list[Proce
     every(four, "close")
 
 
-def test_ranks_of_different_pace_raise_at_the_end_of_the_same_step(four: list[Process]) -> None:
+def test_ranks_of_different_pace_raise_at_the_end_of_the_same_step(four: Ranks) -> None:
     every(four, "open")
     every(four, "send", [0])
     four[0].do("got", 0)
@@ -211,7 +211,7 @@ def test_records_of_ranks_on_other_machines_are_merged_without_dead_ranks(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank: int) -> None:
+def test_a_forked_child_does_not_keep_connections_open(four: Ranks, rank: int) -> None:
     """A DataLoader's worker is such a child: it survives its rank for seconds."""
     first, *others = four
     every(four, "open", timeout_s=PATIENT_S)
@@ -228,7 +228,7 @@ def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank
 
 
 def test_ranks_beyond_the_limit_of_open_files_are_reported_and_connect_once_it_is_raised(
-    four: list[Process],
+    four: Ranks,
 ) -> None:
     first, *others = four
     first.do("open")
@@ -246,7 +246,7 @@ def test_ranks_beyond_the_limit_of_open_files_are_reported_and_connect_once_it_i
     every(four, "close")
 
 
-def test_unauthenticated_peers_neither_fill_rank_0_nor_keep_a_rank_out(four: list[Process]) -> None:
+def test_unauthenticated_peers_neither_fill_rank_0_nor_keep_a_rank_out(four: Ranks) -> None:
     """A client without the token may send any amount over any number of connections."""
     first, *others, late = four
     every([first, *others], "open", timeout_s=PATIENT_S)

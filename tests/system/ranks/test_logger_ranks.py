@@ -14,7 +14,7 @@ from torch import multiprocessing
 
 import telemetry
 from tests.helpers import logging_ranks, training
-from tests.helpers.members import Process, every, form_group, ranks
+from tests.helpers.members import Ranks, every, form_group, ranks
 from tests.helpers.plain_events import EventAccumulator
 from tests.helpers.twins import seed
 
@@ -44,7 +44,7 @@ def single(way: str) -> str:
 
 @pytest.fixture(scope="module")
 def trained(
-    tmp_path_factory: pytest.TempPathFactory, two_ranks: list[Process], four_ranks: list[Process]
+    tmp_path_factory: pytest.TempPathFactory, two_ranks: Ranks, four_ranks: Ranks
 ) -> dict[tuple[int, str], tuple[Path, list[Any]]]:
     """Runs and training results, by number of ranks and way of training."""
     folder, groups = tmp_path_factory.mktemp("runs"), {2: two_ranks, 4: four_ranks}
@@ -145,12 +145,9 @@ def test_logged_scalars_are_means_over_ranks(trained: Any, way: str) -> None:
     assert got["accuracy"] == [(training.STEPS, 0.5)]
     for name, pick in {"min": min, "max": max}.items():
         found = [pick((losses[rank][step], rank) for rank in range(2)) for step in steps]
-        assert got[f"rank_spread/loss/{name}"] == [
-            (step, pytest.approx(value)) for step, (value, _) in enumerate(found)
-        ]
-        assert got[f"rank_spread/loss/{name}_rank"] == [
-            (step, rank) for step, (_, rank) in enumerate(found)
-        ]
+        values = [value for _, value in got[f"rank_spread/loss/{name}"]]
+        of_ranks = [rank for _, rank in got[f"rank_spread/loss/{name}_rank"]]
+        assert list(zip(values, of_ranks, strict=True)) == [(pytest.approx(v), r) for v, r in found]
     assert [step for step, _ in got["rank_time/slowest"]] == list(steps)[1:]
     assert {rank for _, rank in got["rank_time/slowest_rank"]} <= {0, 1}
 
@@ -178,7 +175,7 @@ def test_the_spread_of_activations_is_the_ratio_of_the_ranks_root_mean_squares(
     ],
 )
 def test_each_rank_writes_its_own_run_of_its_local_shards(
-    two_ranks: list[Process], tmp_path: Path, way: str, options: dict[str, Any]
+    two_ranks: Ranks, tmp_path: Path, way: str, options: dict[str, Any]
 ) -> None:
     calls = options.get("micro_batches", 1)
     of_ranks = every(two_ranks, "call", logging_ranks.shards, way, tmp_path, **options)
@@ -210,7 +207,7 @@ def test_each_rank_writes_its_own_run_of_its_local_shards(
     assert names == ["rank-0000", "rank-0001"][: 1 if "alone" in options else 2]
 
 
-def test_only_rank_0_writes(two_ranks: list[Process], tmp_path: Path) -> None:
+def test_only_rank_0_writes(two_ranks: Ranks, tmp_path: Path) -> None:
     left = every(two_ranks, "call", logging_ranks.twins, "by hand", tmp_path, ranks="rank0")
     assert [rank["bare"] == rank["watched"] for rank in left] == [True, True]
     assert len(files_of(tmp_path)) == 1
@@ -219,7 +216,7 @@ def test_only_rank_0_writes(two_ranks: list[Process], tmp_path: Path) -> None:
     assert got["own"][0] == (0, 0.0)
 
 
-def test_all_ranks_raise_at_the_same_step(two_ranks: list[Process], tmp_path: Path) -> None:
+def test_all_ranks_raise_at_the_same_step(two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = every(two_ranks, "call", logging_ranks.until_raised, tmp_path)
     assert first == second
     step, summary = first
@@ -244,7 +241,7 @@ def test_a_weight_that_changes_on_one_rank_is_named(
 
 @pytest.mark.parametrize(("every_n_steps", "kind"), [(10, "nonfinite"), (5, "ranks_diverge")])
 def test_a_rank_whose_batch_alone_is_bad_is_named_and_the_batches_of_all_are(
-    two_ranks: list[Process], tmp_path: Path, every_n_steps: int, kind: str
+    two_ranks: Ranks, tmp_path: Path, every_n_steps: int, kind: str
 ) -> None:
     """Only a full step shows which rank alone has a NaN."""
     every(two_ranks, "call", logging_ranks.poisoned, every_n_steps, tmp_path)
@@ -258,7 +255,7 @@ def test_a_rank_whose_batch_alone_is_bad_is_named_and_the_batches_of_all_are(
 
 
 def test_ranks_share_the_measurement_of_replicated_parameters(
-    two_ranks: list[Process], tmp_path: Path
+    two_ranks: Ranks, tmp_path: Path
 ) -> None:
     """Under DDP, each rank measures its own outputs."""
     first, second = every(two_ranks, "call", logging_ranks.sent_tensors, tmp_path)
@@ -269,7 +266,7 @@ def test_ranks_share_the_measurement_of_replicated_parameters(
 
 
 def test_a_gradient_that_is_a_large_sum_over_ranks_is_logged_once(
-    two_ranks: list[Process], tmp_path: Path
+    two_ranks: Ranks, tmp_path: Path
 ) -> None:
     """Ranks add up gradients of up to 65,536 elements."""
     before = [process.occurrences("65536 elements") for process in two_ranks]
@@ -295,7 +292,7 @@ APART: dict[str, list[str]] = {
 @pytest.mark.parametrize("every_n_steps", [1, 10])
 @pytest.mark.parametrize("way", APART)
 def test_copies_that_are_not_kept_equal_raise_only_the_expected_alerts(
-    two_ranks: list[Process], tmp_path: Path, way: str, every_n_steps: int
+    two_ranks: Ranks, tmp_path: Path, way: str, every_n_steps: int
 ) -> None:
     alerts, others = every(two_ranks, "call", logging_ranks.apart, way, every_n_steps, tmp_path)
     assert [stage for stage, *_ in alerts] == APART[way]
@@ -307,7 +304,7 @@ def test_copies_that_are_not_kept_equal_raise_only_the_expected_alerts(
 @pytest.mark.parametrize("way", ["ddp", "fully_shard", "by hand"])
 @pytest.mark.parametrize("same", [True, False])
 def test_ranks_that_get_the_same_batch_are_named(
-    two_ranks: list[Process], tmp_path: Path, way: str, same: bool
+    two_ranks: Ranks, tmp_path: Path, way: str, same: bool
 ) -> None:
     alerts, others = every(two_ranks, "call", logging_ranks.fed, way, same, tmp_path)
     if same and way != "by hand":  # nothing requires different data on each rank here
@@ -335,7 +332,7 @@ def test_loggers_that_precede_the_process_group_write_one_run(tmp_path: Path) ->
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Iterator[list[Process]]:
+def three(tmp_path: Path) -> Iterator[Ranks]:
     """Three ranks that train independently."""
     with ranks(tmp_path, 3) as processes:
         form_group(processes, tmp_path)
@@ -350,7 +347,7 @@ def bare(steps: int) -> Any:
 
 
 def test_ranks_that_hang_or_die_are_reported_and_the_others_continue(
-    three: list[Process], tmp_path: Path
+    three: Ranks, tmp_path: Path
 ) -> None:
     first, second, third = three
     every(three, "call", logging_ranks.begin, tmp_path / "run")
@@ -383,7 +380,7 @@ def test_ranks_that_hang_or_die_are_reported_and_the_others_continue(
 
 
 def test_a_rank_without_a_logger_and_one_with_another_interval_are_reported(
-    three: list[Process], tmp_path: Path
+    three: Ranks, tmp_path: Path
 ) -> None:
     first, second, third = three
     for process, log_dir, every_n_steps in zip(
@@ -407,7 +404,7 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_are_reported(
 
 
 def test_flat_parameters_are_measured_on_rank_0_and_activations_on_all_ranks(
-    two_ranks: list[Process], tmp_path: Path
+    two_ranks: Ranks, tmp_path: Path
 ) -> None:
     """FullyShardedDataParallel: flattened parameters are measured on rank 0 alone."""
     first = two_ranks[0]

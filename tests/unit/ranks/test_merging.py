@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from telemetry import Layout, Module, Parameter, StepRecord, TensorRecord
+from telemetry import StepRecord, TensorRecord
 from telemetry.ranks.merging import (
     MergedRecords,
     MergedStep,
@@ -32,8 +32,9 @@ from telemetry.ranks.partial_record import (
     encode,
 )
 from telemetry.ranks.topology import LocalShard
-from telemetry.records import AttentionHeads, Spread
+from telemetry.records import AttentionHeads, Parameter, Spread
 from telemetry.records.sketch import sketch_array
+from tests.helpers.known_runs import layout_of
 from tests.helpers.moments_close import assert_moments_close
 
 ROW = Row(0, "weights", "layer.weight")
@@ -79,8 +80,15 @@ def test_shards_add_up_in_any_grouping_and_other_copies_do_not_count(
     np.testing.assert_array_equal(got.counts, whole.counts)
 
 
-@given(norms=st.lists(st.floats(0, 1e300), min_size=1, max_size=6), data=st.data())
+NORMS = st.lists(
+    st.floats(0, 1e300) | st.just(math.inf) | st.just(math.nan), min_size=1, max_size=6
+)
+
+
+@given(norms=NORMS, data=st.data())
 def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.DataObject) -> None:
+    """NaN and infinity add up to NaN."""
+    whole = math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
     parts = [part(rank, norm) for rank, norm in enumerate(norms)]
     copies = [part(10, 1e301, copy=3), *parts, part(11, math.nan, copy=2)]
     for several in (parts, data.draw(st.permutations(copies))):
@@ -88,16 +96,11 @@ def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.Dat
         merged = merge_parameters([(one, np.array([1])) for one in own], 2)
         assert merged["norms"].tolist() == [
             pytest.approx(math.nan, nan_ok=True),
-            pytest.approx(math.hypot(*norms), rel=1e-14),
+            pytest.approx(whole, rel=1e-14, nan_ok=True),
         ]
         assert merged["present"].tolist() == [False, True]
+        assert merged["finite"].tolist() == [True, bool(np.isfinite(norms).all())]
         assert "before" not in merged
-
-
-def test_nan_of_one_shard_and_infinity_of_another_add_up_to_nan() -> None:
-    record = record_from([part(0, math.inf), part(1, math.nan)])
-    assert math.isnan(record.total_grad_norm)
-    assert not record.grad_finite[0]
 
 
 def test_units_of_several_shards_are_joined_if_complete() -> None:
@@ -219,14 +222,10 @@ def test_repeated_ranks_and_other_steps_are_refused(rank: int, step: int) -> Non
 
 def part(rank: int, norm: float, *, stage: int = 0, copy: int = 0) -> PartialRecord:
     """Return the partial record of a rank with a shard of one gradient."""
-    layout = Layout(
-        modules=(Module(name="layer", type_name="Linear"),),
-        parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),
-    )
     own = ParameterPart(
         stage=stage,
         layout_id="a",
-        layout=layout,
+        layout=layout_of(["layer"]),
         columns={
             "copies": np.array([copy]),
             "norms": np.array([norm]),
