@@ -166,14 +166,13 @@ def tampered(rank: int, size: int, way: str, log_dir: Path) -> list[tuple[int, s
         return [(a.step, a.summary) for a in logger.alerts if a.kind == "ranks_diverge"]
 
 
-def sent_tensors(rank: int, size: int, log_dir: Path) -> list[tuple[str, str]]:
-    """Return kind and name of the tensors that this rank measures at the first step of DDP."""
+def first_sent(rank: int, size: int, way: str, log_dir: Path) -> Any:
+    """Return the partial record that this rank sends of its first step."""
     with patch.object(
         RankExchange, "send_part", autospec=True, side_effect=RankExchange.send_part
     ) as sends:
-        train(rank, size, "ddp", log_dir)
-    _, first = sends.call_args_list[0].args
-    return [(row.kind, row.name) for row in first.tensors.rows]
+        train(rank, size, way, log_dir)
+    return sends.call_args_list[0].args[1]
 
 
 def sum_of_many(rank: int, size: int, log_dir: Path) -> None:

@@ -258,11 +258,20 @@ def test_ranks_share_the_measurement_of_replicated_parameters(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
     """Under DDP, each rank measures its own outputs."""
-    first, second = every(two_ranks, "call", logging_ranks.sent_tensors, tmp_path)
-    weights = [[name for kind, name in sent if kind == "weights"] for sent in (first, second)]
+    parts = every(two_ranks, "call", logging_ranks.first_sent, "ddp", tmp_path)
+    weights, outputs = (
+        [[row.name for row in part.tensors.rows if row.kind == kind] for part in parts]
+        for kind in ("weights", "outputs")
+    )
     assert [len(names) for names in weights] == [7, 7]
     assert set(weights[0]).isdisjoint(weights[1])
-    assert [o for o in first if o[0] == "outputs"] == [o for o in second if o[0] == "outputs"]
+    assert outputs[0] == outputs[1]
+
+
+def test_flat_parameters_are_not_compared(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Shards with equal initial values, such as biases, are no replicas."""
+    for part in every(two_ranks, "call", logging_ranks.first_sent, "fsdp1", tmp_path):
+        assert part.parameters.checks.size == 0
 
 
 def test_a_gradient_that_is_a_large_sum_over_ranks_is_logged_once(
@@ -416,7 +425,7 @@ def test_flat_parameters_are_measured_on_rank_0_and_activations_on_all_ranks(
     steps = [step for step, _ in scalars(tmp_path)["grad_norm/total"]]
     assert steps == list(range(training.STEPS))
     run = telemetry.read(tmp_path)
-    assert run.alerts == (), "shards with equal initial values, such as biases, are no replicas"
+    assert run.alerts == ()
     counts = {tag: run.histogram(tag)[0][:, 2].sum() for tag in run.histogram_tags}
     [head] = [n for tag, n in counts.items() if tag.startswith("activation/") and "head" in tag]
     assert head == training.BATCH * training.LENGTH * training.CLASSES
