@@ -30,9 +30,12 @@ def batches(count: int = 6) -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def curve(log_dir: Path, tag: str) -> dict[int, float]:
-    """The points of a scalar in the event files at and below a directory, by step."""
-    paths = [path for folder in {p.parent for p in log_dir.rglob("*tfevents*")}
-             for path in list_event_files(folder)]  # fmt: skip
+    """The points of a tag in the event files at and below a directory, by step; 0 if no scalar."""
+    paths = [
+        path
+        for folder in {path.parent for path in log_dir.rglob("*tfevents*")}
+        for path in list_event_files(folder)
+    ]
     return {
         event.step: value.simple_value
         for path in paths
@@ -42,19 +45,10 @@ def curve(log_dir: Path, tag: str) -> dict[int, float]:
     }
 
 
-def tags(log_dir: Path) -> set[str]:
-    """All tags at and below a directory."""
-    return {
-        plain(value.tag)
-        for path in log_dir.rglob("*tfevents*")
-        for event in read_events(path)
-        for value in event.summary.value
-    }
-
-
-def assert_same_weights(bare: nn.Module, watched: nn.Module) -> None:
-    for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
-        assert torch.equal(expected, got)
+def same_weights(bare: nn.Module, watched: nn.Module) -> bool:
+    """Whether all parameters are equal, bit for bit."""
+    pairs = zip(bare.parameters(), watched.parameters(), strict=True)
+    return all(torch.equal(expected, got) for expected, got in pairs)
 
 
 class AlertFrom:
@@ -68,15 +62,10 @@ class AlertFrom:
             return ()
         return [
             Alert(
-                kind="made_up",
-                severity="error",
-                step=record.step,
-                module_name=None,
-                value=1.0,
-                threshold=0.0,
-                summary="stop here",
+                kind="made_up", severity="error", step=record.step, module_name=None, value=1.0,
+                threshold=0.0, summary="stop here",
             )
-        ]
+        ]  # fmt: skip
 
 
 def run_example(heading: str, **names: Any) -> dict[str, Any]:

@@ -1,18 +1,16 @@
-"""Run by test_role.py: two processes train one model, started by one of several launchers."""
+"""Run by test_launchers.py: two processes train one model, started by one of several launchers."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
 
 from telemetry import HookLogger
-from telemetry.ranks.role import is_rank_0
 
 STEPS = 4
 
@@ -33,11 +31,9 @@ def train(model: nn.Module, log_dir: str) -> None:
 
 def spawned(rank: int, log_dir: str) -> None:
     """Train in a spawned process, which has no rank before the process group exists."""
-    before = is_rank_0()
     dist.init_process_group(
         "gloo", init_method=f"file://{log_dir}-rendezvous", rank=rank, world_size=2
     )
-    Path(f"{log_dir}-{rank}").write_text(f"{before} {is_rank_0()}")
     train(nn.Linear(3, 1), log_dir)
     dist.destroy_process_group()
 

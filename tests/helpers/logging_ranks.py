@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import resource
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,19 +17,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry import Alert, HookLogger, Rule, TelemetryAlert
-from telemetry.ranks.connection import Address, Rendezvous
+from telemetry import Alert, HookLogger, Rule, StepRecord, TelemetryAlert
 from telemetry.ranks.exchange import RankExchange
-from telemetry.ranks.partial_record import PartialRecord
-from telemetry.records import StepRecord
 from tests.helpers import training
-from tests.helpers.members import exchange_of
+from tests.helpers.frameworks import AlertFrom
+from tests.helpers.members import until
 from tests.helpers.twins import Recorder, draw, seed
 
 
@@ -39,100 +37,156 @@ def twins(rank: int, size: int, way: str, folder: Path, **options: Any) -> dict[
     return {"bare": train(rank, size, way), "watched": train(rank, size, way, folder, **options)}
 
 
-def train(
-    rank: int, size: int, way: str, log_dir: Path | None = None, **options: Any
+def shards(
+    rank: int, size: int, way: str, folder: Path, *, alone: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Results of a training; see :func:`training.setup`."""
+    """Twins whose ranks write a run each, or rank 0 alone; with the records of this rank."""
+    recorder = Recorder()
+    bare = train(rank, size, way, **options)
+    log_dir = None if alone and rank else folder
+    watched = train(rank, size, way, log_dir, ranks="each", alerts=[recorder], **options)
+    return {"bare": bare, "watched": watched, "records": recorder.records}
+
+
+def train(
+    rank: int,
+    size: int,
+    way: str,
+    log_dir: Path | None = None,
+    *,
+    is_wrapped: bool = True,
+    micro_batches: int = 1,
+    **options: Any,
+) -> dict[str, Any]:
+    """Results of a training; see :func:`training.setup`.
+
+    The logger gets the wrapped model or the bare one, before it is wrapped.
+    """
     seed(0)
-    made = training.setup(way, rank, size)
-    optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)
-    logger = None
-    if log_dir is not None:
+    model, logger = training.Net(), None
+    if log_dir is not None and not is_wrapped:
+        logger = HookLogger(model, log_dir, every_n_steps=2, **options)
+    made = training.setup(way, rank, size, model)
+    if log_dir is not None and is_wrapped:
         logger = HookLogger(made.watched, log_dir, every_n_steps=2, **options)
+    parameters = [*made.watched.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=0.01)
     index, count = made.share
-    losses = []
+    losses, norms, second_moments = [], [], []
     with logger or nullcontext():
         for batch in training.batches():
             optimizer.zero_grad()
+            for _ in range(micro_batches - 1):
+                with made.watched.no_sync():  # type: ignore[operator]
+                    made.run(batch.chunk(count)[index])
             losses.append(made.run(batch.chunk(count)[index]))
+            grads = local(p.grad for p in parameters if p.grad is not None)
+            norms.append(float(torch.cat(grads).norm()))
             if made.clips:
-                nn.utils.clip_grad_norm_(made.watched.parameters(), training.MAX_NORM)
+                nn.utils.clip_grad_norm_(parameters, training.MAX_NORM)
             if logger is not None:
                 own = {"own": rank} if losses[-1] is None else {"own": rank, "loss": losses[-1]}
                 logger.log(own)
             optimizer.step()
+            squares = local(state["exp_avg_sq"] for state in optimizer.state.values())
+            second_moments.append([float(values.double().sum()) for values in squares])
         if logger is not None:
             logger.log(accuracy=rank)
-    return {"losses": losses, "parameters": parameters(made.watched), "random": draw()}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "second_moments": second_moments,
+        "parameters": [values.tolist() for values in local(parameters)],
+        "random": draw(),
+    }
 
 
-def parameters(model: nn.Module) -> list[list[float]]:
-    return [training.own(p).detach().flatten().tolist() for p in model.parameters()]
+def local(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the local shards of tensors, flat."""
+    return [training.own(tensor).detach().flatten() for tensor in tensors]
 
 
-class AtStep:
-    """Rule that raises an alert at one step."""
-
-    name = "planned"
-
-    def __call__(self, record: StepRecord) -> list[Alert]:
-        if record.step != 3:
-            return []
-        return [
-            Alert(
-                kind="planned", severity="error", step=3, module_name=None, value=1.0,
-                threshold=0.0,
-                summary="A rule said so.",
-            )
-        ]  # fmt: skip
+def train_mlp(
+    model: nn.Module, log_dir: Path, batches: Callable[[HookLogger], Iterable[Any]], **options: Any
+) -> tuple[Alert, ...]:
+    """Train on batches, which may depend on the logger; return the alerts."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, log_dir, **options) as logger:
+        for batch in batches(logger):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    return tuple(logger.alerts)
 
 
-def until_raised(rank: int, size: int, log_dir: Path) -> dict[str, Any]:
+def until_raised(rank: int, size: int, log_dir: Path) -> tuple[int, str]:
     """Train until the alert is raised; a collective keeps all ranks at the same step."""
-    model = DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    step = -1
+    steps = 0
+
+    def batches(logger: HookLogger) -> Iterator[Any]:
+        nonlocal steps
+        for steps in range(100_000):  # noqa: B007 - read below
+            yield torch.randn(2, 6)
+
+    options: dict[str, Any] = {"alerts": [AlertFrom(3)], "on_alert": "raise", "every_n_steps": 2}
     try:
-        with HookLogger(model, log_dir, every_n_steps=2, alerts=[AtStep()], on_alert="raise"):
-            while step < 100_000:
-                step += 1
-                optimizer.zero_grad()
-                model(torch.randn(2, 6)).square().mean().backward()
-                optimizer.step()
+        train_mlp(DistributedDataParallel(mlp()), log_dir, batches, **options)
     except TelemetryAlert as raised:
-        return {"step": step, "kind": raised.alert.kind, "summary": raised.alert.summary}
-    return {"step": None}
+        return steps, raised.alert.summary
+    return -1, ""
 
 
-def poisoned(rank: int, size: int, log_dir: Path) -> None:
+def poisoned(rank: int, size: int, every_n_steps: int, log_dir: Path) -> None:
     """Train; the last rank's batch 25 has a NaN. Ids name the rank and the step."""
-    model = DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, log_dir, every_n_steps=10) as logger:
+
+    def batches(logger: HookLogger) -> Iterator[Any]:
         seed(rank)
         for step in range(30):
             logger.batch([f"{rank}/{step}"])
-            inputs = torch.randn(4, 6)
-            if step == 25 and rank == size - 1:
-                inputs[0, 0] = math.nan
-            optimizer.zero_grad()
-            model(inputs).square().mean().backward()
-            optimizer.step()
+            is_bad = step == 25 and rank == size - 1
+            yield torch.randn(4, 6) * (math.nan if is_bad else 1)
+
+    train_mlp(DistributedDataParallel(mlp()), log_dir, batches, every_n_steps=every_n_steps)
 
 
-def tampered(rank: int, size: int, log_dir: Path) -> list[tuple[int, str]]:
+def tampered(rank: int, size: int, way: str, log_dir: Path) -> list[tuple[int, str]]:
     """Train; the last rank changes a weight before step 50. Alerts of this rank."""
-    model = DistributedDataParallel(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, log_dir, every_n_steps=10) as logger:
+    seed(0)
+    made = training.setup(way, rank, size, training.Net())
+    optimizer = torch.optim.SGD(made.watched.parameters(), lr=0.01)
+    index, count = made.share
+    with HookLogger(made.watched, log_dir, every_n_steps=10) as logger:
         for step in range(70):
             if step == 50 and rank == size - 1:
                 with torch.no_grad():
-                    model.module[0].weight[0, 0] += 1e-6
+                    training.own(next(made.watched.parameters())).view(-1)[0] += 1e-6
             optimizer.zero_grad()
-            model(torch.randn(4, 6)).square().mean().backward()
+            made.run(training.batches()[step % training.STEPS].chunk(count)[index])
             optimizer.step()
         return [(a.step, a.summary) for a in logger.alerts if a.kind == "ranks_diverge"]
+
+
+def first_sent(rank: int, size: int, way: str, log_dir: Path) -> Any:
+    """Return the partial record that this rank sends of its first step."""
+    with patch.object(
+        RankExchange, "send_part", autospec=True, side_effect=RankExchange.send_part
+    ) as sends:
+        train(rank, size, way, log_dir)
+    return sends.call_args_list[0].args[1]
+
+
+def sum_of_many(rank: int, size: int, log_dir: Path) -> None:
+    """Train a norm under sequence parallelism: its gradients are sums of 70,000 elements."""
+    model = nn.Sequential(nn.LayerNorm(70_000))
+    mesh = init_device_mesh("cpu", (size,))
+    parallelize_module(model, mesh, {"0": SequenceParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, log_dir, alerts=()):
+        for _ in range(3):
+            optimizer.zero_grad()
+            out: Any = model(torch.randn(1, size, 70_000))
+            out.to_local().square().sum().backward()
+            optimizer.step()
 
 
 def apart(
@@ -191,14 +245,10 @@ def fed(rank: int, size: int, way: str, seed_of_all: bool, log_dir: Path) -> lis
         model = DistributedDataParallel(model)
     elif way == "fully_shard":
         fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(0 if seed_of_all else rank)
-    with HookLogger(model, log_dir, every_n_steps=5) as logger:
-        for _ in range(30):
-            optimizer.zero_grad()
-            model(torch.randn(4, 6, generator=generator)).square().mean().backward()
-            optimizer.step()
-    return [(a.severity, a.summary) for a in logger.alerts if a.kind == "ranks_same_batch"]
+    batches = (torch.randn(4, 6, generator=generator) for _ in range(30))
+    alerts = train_mlp(model, log_dir, lambda _: batches, every_n_steps=5)
+    return [(a.severity, a.summary) for a in alerts if a.kind == "ranks_same_batch"]
 
 
 def mlp() -> nn.Sequential:
@@ -214,7 +264,7 @@ class OnceFull(Rule):
     def requests_full_step(self) -> bool:
         return self.seen is None
 
-    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+    def __call__(self, record: StepRecord) -> tuple[()]:
         if record.full and record.step > 0 and self.seen is None:
             self.seen = record
         return ()
@@ -283,18 +333,16 @@ class Loner:
             self.step += 1
 
     def left(self) -> Any:
-        return parameters(self.model), draw()
+        return [values.tolist() for values in local(self.model.parameters())], draw()
 
 
 loners: list[Loner] = []
 
 
-def begin(
-    rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2, timeout_s: float = 3.0
-) -> None:
+def begin(rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2) -> None:
     """Start a loner whose timeout exceeds every pause of a test."""
     assert RankExchange.__init__.__kwdefaults__ is not None
-    RankExchange.__init__.__kwdefaults__["timeout_s"] = timeout_s
+    RankExchange.__init__.__kwdefaults__["timeout_s"] = 3.0
     loners.append(Loner(log_dir, every_n_steps=every_n_steps))
 
 
@@ -305,76 +353,32 @@ def train_to(rank: int, size: int, end: int) -> None:
         loners[-1].logger.flush()
 
 
+def log(rank: int, size: int, loss: float) -> None:
+    logger = loners[-1].logger
+    assert logger is not None
+    logger.log(loss=loss)
+
+
 def wait_until_expecting(rank: int, size: int, other: int) -> None:
     """Wait until rank 0 expects measurements of another rank."""
     logger = loners[-1].logger
     assert logger is not None
     exchange = logger._run._ranks  # type: ignore[union-attr]
-    while other not in exchange._collector.members:  # type: ignore[union-attr]
-        time.sleep(0.01)
+    until(lambda: other in exchange._collector.members)  # type: ignore[union-attr]
 
 
 def end(rank: int, size: int) -> dict[str, Any]:
-    """Results of a training, the duration of its end, and of each step whose measurements the
-    record says to hold, whose are in the full ones, and how many numbers these have."""
+    """Results of a training, and the ranks of its steps.
+
+    ``held``: ranks in the record; ``measured``: ranks in a full record; ``counts``: its numbers.
+    """
     loner = loners.pop()
-    began = time.monotonic()
     if loner.logger is not None:
         loner.logger.close()
+    records = loner.recorder.records
     return {
-        "close_s": time.monotonic() - began,
         "left": loner.left(),
-        "held": [sorted(r.ranks.held) for r in loner.recorder.records if r.ranks],
-        "measured": [sorted(r.ranks.measured) for r in loner.recorder.records if r.ranks],
-        "counts": [r.activations["0"].sketch.count for r in loner.recorder.records if r.full],
+        "held": [sorted(r.ranks.held) for r in records if r.ranks],
+        "measured": [sorted(r.ranks.measured) for r in records if r.ranks],
+        "counts": [r.activations["0"].sketch.count for r in records if r.full],
     }
-
-
-# --- more ranks than files ------------------------------------------------------------------------
-
-simulated: list[RankExchange] = []
-
-
-def begin_with_few_files(
-    rank: int, size: int, log_dir: Path, most_files: int, world: int
-) -> tuple[str, int, str]:
-    """Rank 0 of many, in a process that may open few files; where others find it."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    begin(rank, world, log_dir, timeout_s=15.0)  # others connect before the first step
-    logger = loners[-1].logger
-    assert logger is not None
-    exchange = logger._run._ranks  # type: ignore[union-attr]
-    while exchange._server is None:  # type: ignore[union-attr]
-        time.sleep(0.01)
-    server = exchange._server  # type: ignore[union-attr]
-    return (*server._listening.getsockname()[:2], server._token)
-
-
-def simulate(
-    rank: int, size: int, address: tuple[str, int, str], world: int, connected: int
-) -> None:
-    """All other ranks, in one process; each sends a number at every step.
-
-    Returns when this many are connected.
-    """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=world)
-    Rendezvous.find = lambda self: Address(*address)  # type: ignore[method-assign]
-    for other in range(1, world):
-        exchange = exchange_of("0", other, world)
-        simulated.append(exchange)
-        for step in range(6):
-            exchange.send_part(
-                PartialRecord(
-                    rank=other, size=world, step=step, wall_time=0.0, scalars={"number": 1.0}
-                )
-            )
-    while sum(exchange._client.is_known for exchange in simulated) < connected:  # type: ignore[union-attr]
-        time.sleep(0.05)
-
-
-def end_simulation(rank: int, size: int) -> None:
-    for exchange in simulated:
-        exchange._close(0.01)

@@ -1,14 +1,9 @@
-"""Called on several ranks by test_merged_records.py: trains bare and watched, and keeps the parts.
-
-Every way of training is that of :func:`train` in one process, and computes the same.
-"""
+"""Ways of training on several ranks, which all compute the same as one process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,15 +22,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-
-from telemetry.capture import Capture, CapturedStep, Content, LightStep
-from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps
-from telemetry.ranks.partial_record import PartMaker, encode
-from telemetry.ranks.topology import RankObserver
-from telemetry.records import StepRecord
-from telemetry.selection import Selection
-from tests.helpers.twins import draw, seed
 
 STEPS, BATCH, LENGTH, WIDTH, CLASSES = 5, 8, 4, 8, 3
 EXPERTS = 6
@@ -131,8 +117,8 @@ def plainly(model: nn.Module) -> Callable[[Tensor], float]:
     return run
 
 
-def setup(name: str, rank: int, size: int) -> Setup:
-    model = Net()
+def setup(name: str, rank: int, size: int, model: Net) -> Setup:
+    """Wrap the model, or make another one if it is to have experts."""
     if name in ("alone", "alone unclipped"):
         return Setup(model, (0, 1), plainly(model), clips=name == "alone")
     if name in ("ddp", "ddp inside"):
@@ -271,34 +257,6 @@ def pipeline(model: Net, rank: int, size: int) -> Setup:
     return Setup(model, (0, 1), run, clips=False)
 
 
-@contextmanager
-def watched(
-    model: nn.Module, rank: int, size: int, deliver: Callable[[CapturedStep | LightStep], None]
-) -> Iterator[tuple[Capture, RankObserver | None]]:
-    ranks = RankObserver(rank=rank, size=size) if size > 1 else None
-    capture = Capture(
-        model,
-        selection=Selection.parse(None, None),
-        is_full=FullSteps(2),
-        content=Content(),
-        deliver=deliver,
-        safe_point=lambda: None,
-        primary=None,
-        failures=Loud(),
-        find_ranks=lambda: ranks,
-    )
-    capture.attach()
-    try:
-        yield capture, ranks
-    finally:
-        capture.end()
-
-
-class Loud(Failures):
-    def report(self, doing: str) -> None:
-        raise
-
-
 def batches() -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(STEPS)]
@@ -306,63 +264,3 @@ def batches() -> list[Tensor]:
 
 def own(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def train(
-    name: str, rank: int, size: int, *, watch: bool, fault: str = ""
-) -> tuple[dict[str, Any], list[StepRecord], list[bytes]]:
-    """Results of a training, the records of this rank, and its parts."""
-    seed(0)
-    made = setup(name, rank, size)
-    optimizer = torch.optim.Adam(made.watched.parameters(), lr=0.01)
-    taken: list[CapturedStep | LightStep] = []
-    losses: list[float | None] = []
-    norms: list[float] = []
-
-    def loop() -> None:
-        for step, batch in enumerate(batches()):
-            if step == 2 and rank == size - 1:
-                if fault == "tampered":
-                    with torch.no_grad():
-                        own(next(made.watched.parameters())).view(-1)[0] += 1
-                elif fault == "poisoned":
-                    batch[-1] = torch.nan
-            index, count = made.share
-            optimizer.zero_grad()
-            losses.append(made.run(batch.chunk(count)[index]))
-            if made.clips:
-                total = nn.utils.clip_grad_norm_(made.watched.parameters(), MAX_NORM)
-                norms.append(float(total.full_tensor() if isinstance(total, DTensor) else total))
-            optimizer.step()
-
-    records: list[StepRecord] = []
-    parts: list[bytes] = []
-    if watch:
-        with watched(made.watched, rank, size, taken.append) as (_, ranks):
-            loop()
-        maker = None if ranks is None else PartMaker(ranks)
-        scalars = [{} if loss is None else {"loss": loss} for loss in losses]
-        for captured in taken:
-            record = captured.record(scalars[captured.step])
-            made_of = captured if isinstance(captured, CapturedStep) else None
-            records.append(record)
-            if maker is not None:
-                parts.append(encode(maker.part(record, made_of)))
-    else:
-        loop()
-    parameters = [own(p).detach().flatten().tolist() for p in made.watched.parameters()]
-    left = {"losses": losses, "norms": norms, "parameters": parameters, "random": draw()}
-    return left, records, parts
-
-
-def run(rank: int, size: int, folder: Path, names: list[str]) -> dict[str, Any]:
-    """Run all ways of training one after the other; return the results of each."""
-    results: dict[str, Any] = {}
-    for name in names:
-        kind, _, fault = name.partition(", ")
-        bare, _, _ = train(kind, rank, size, watch=False, fault=fault)
-        seen, _, parts = train(kind, rank, size, watch=True, fault=fault)
-        results[name] = {"bare": bare, "watched": seen}
-        for step, part in enumerate(parts):
-            (folder / f"{size}-{name}-{step}-{rank}").write_bytes(part)
-    return results

@@ -12,15 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
 from telemetry.integrations.lightning import TelemetryCallback
-from tests.helpers.frameworks import (
-    AlertFrom,
-    assert_same_weights,
-    batches,
-    curve,
-    mlp,
-    run_example,
-    tags,
-)
+from tests.helpers.frameworks import AlertFrom, batches, curve, mlp, run_example, same_weights
 
 
 class Module(lightning.LightningModule):
@@ -50,22 +42,22 @@ def trainer(folder: Path, callback: TelemetryCallback | None = None, **options: 
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("silent")
 @pytest.mark.parametrize(("options", "steps"), [({}, 6), ({"accumulate_grad_batches": 2}, 3)])
 def test_the_callback_writes_into_the_trainers_run_and_leaves_training_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], steps: int
+    tmp_path: Path, options: dict[str, Any], steps: int
 ) -> None:
     bare, watched = Module(), Module()
     trainer(tmp_path / "bare", **options).fit(bare, batches(), batches())
     used = trainer(tmp_path / "watched", TelemetryCallback(), **options)
     used.fit(watched, batches(), batches())
-    assert_same_weights(bare, watched)
+    assert same_weights(bare, watched)
     run = Path(used.logger.log_dir)
     micro = 6 // steps
     assert curve(run, "loss") == pytest.approx(dict(enumerate(watched.losses[::micro])))
     assert list(curve(run, "grad_norm/total")) == list(range(steps))
-    assert "validation/activation/0000.net.0" in tags(run)
+    assert curve(run, "validation/activation/0000.net.0")
     assert used.callbacks[0].hook_logger.current_step == steps
-    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 
 def test_a_trainer_without_tensorboard_has_a_separate_run(tmp_path: Path) -> None:
@@ -73,7 +65,8 @@ def test_a_trainer_without_tensorboard_has_a_separate_run(tmp_path: Path) -> Non
     assert list(curve(tmp_path / "telemetry", "loss")) == list(range(6))
 
 
-def test_a_checkpoint_resumes_the_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.usefixtures("silent")
+def test_a_checkpoint_resumes_the_steps(tmp_path: Path) -> None:
     def logger() -> TensorBoardLogger:
         return TensorBoardLogger(tmp_path, name="run", version=0)
 
@@ -84,7 +77,6 @@ def test_a_checkpoint_resumes_the_steps(tmp_path: Path, caplog: pytest.LogCaptur
     second.fit(Module(), batches(), ckpt_path=saved)
     run = Path(second.logger.log_dir)
     assert sorted(curve(run, "grad_norm/total")) == list(range(12))
-    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 
 def test_an_alert_stops_the_trainer(tmp_path: Path) -> None:
@@ -114,8 +106,7 @@ def test_an_unknown_argument_is_refused_at_once() -> None:
         TelemetryCallback(evry_n_steps=10)
 
 
-def test_the_example_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_example_of_the_docs_runs() -> None:
     run_example("Lightning", Trainer=lightning.Trainer, module=Module(), loader=batches())
-    [run] = (tmp_path / "lightning_logs").iterdir()
+    [run] = Path("lightning_logs").iterdir()
     assert list(curve(run, "loss")) == list(range(12))

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers.frameworks import curve
-from tests.helpers.paths import ROOT
+import torch
 
-SCRIPT = Path(__file__).with_name("trainers_on_ranks.py")
+from telemetry.integrations import huggingface
+from telemetry.integrations import lightning as telemetry_lightning
+from tests.contract.integrations.test_huggingface import (
+    CountsLabels,
+    Regressor,
+    assert_losses_of,
+    train,
+)
+from tests.contract.integrations.test_lightning import Module, trainer
+from tests.helpers.frameworks import AlertFrom, batches, curve
+from tests.helpers.paths import ROOT
 
 
 def test_two_ranks_write_one_run_and_stop_at_the_same_step(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "--max-restarts=0", str(SCRIPT), str(tmp_path)],
+         "--max-restarts=0", __file__, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -29,3 +39,39 @@ def test_two_ranks_write_one_run_and_stop_at_the_same_step(tmp_path: Path) -> No
         assert sorted(curve(run, "grad_norm/total")) == list(range(steps))
         assert sorted(curve(run, "loss")) == list(range(steps))
     assert "telemetry failed" not in done.stderr
+
+
+def lightning_steps(folder: Path) -> int:
+    callback = telemetry_lightning.TelemetryCallback(alerts=[AlertFrom(3)], on_alert="stop")
+    used = trainer(
+        folder, callback, strategy="ddp", devices=2, max_epochs=None, max_steps=50_000,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    used.fit(Module(), batches())
+    return int(used.global_step)
+
+
+def huggingface_steps(folder: Path) -> int:
+    callback = huggingface.TelemetryCallback(folder / "run", alerts=[AlertFrom(3)], on_alert="stop")
+    options = {"max_steps": 50_000, "report_to": "none", "save_strategy": "no"}
+    return int(train(Regressor(), folder, callback, **options).state.global_step)
+
+
+def compare_huggingface_losses(folder: Path) -> None:
+    models, choices = (Regressor, CountsLabels), (True, False)
+    for model, average, unused in itertools.product(models, choices, choices):
+        run = folder / f"{model.__name__}-{average}-{unused}"
+        used = train(
+            model(), folder, huggingface.TelemetryCallback(run), logging_steps=1,
+            gradient_accumulation_steps=2, average_tokens_across_devices=average,
+            ddp_find_unused_parameters=unused, save_strategy="no", report_to="none",
+        )  # fmt: skip
+        if torch.distributed.get_rank() == 0:
+            assert_losses_of(used, run, steps=2)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    steps = lightning_steps(folder / "lightning"), huggingface_steps(folder / "huggingface")
+    (folder / f"{torch.distributed.get_rank()}.txt").write_text(f"{steps[0]} {steps[1]}")
+    compare_huggingface_losses(folder / "losses")

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.members import Process, every, form_group, ranks, total
+from tests.helpers.members import Ranks, every, form_group, ranks, total
 
 PATIENT_S = 1000.0
 """Timeout with which a test would not end if anybody waited for a late rank."""
 
+EVERYONE = [0, 1, 2, 3]
 
-def assert_silent(processes: list[Process]) -> None:
+
+def assert_silent(processes: Ranks) -> None:
     for process in processes:
         lines = process.log.read_text().splitlines()
         # The library logs this for its own connections, too, where addresses have no names.
@@ -26,38 +28,39 @@ def assert_silent(processes: list[Process]) -> None:
 
 
 @pytest.fixture
-def four(tmp_path: Path) -> Iterator[list[Process]]:
+def four(tmp_path: Path) -> Iterator[Ranks]:
     """Four ranks of one process group, over TCP."""
     with ranks(tmp_path, 4) as processes:
         form_group(processes, tmp_path)
         yield processes
 
 
-def test_records_of_healthy_ranks_are_merged_and_no_file_remains(four: list[Process]) -> None:
+def test_records_of_healthy_ranks_are_merged_and_no_file_remains(four: Ranks) -> None:
     first = four[0]
     keys = first.do("keys")
     every(four[::-1], "open", "other", timeout_s=PATIENT_S)
     every(four, "open", timeout_s=PATIENT_S)
     every(four, "send", range(30))
     every(four, "send", range(100, 110), "other")
-    everyone = [0, 1, 2, 3]
-    assert first.do("got", 29) == [(s, everyone, total(everyone, s)) for s in range(30)]
+    assert first.do("address")[0] == "127.0.0.1", "on one machine"
+    assert first.do("got", 29) == [(s, EVERYONE, total(EVERYONE, s)) for s in range(30)]
     assert [step for step, *_ in first.do("got", 109, "other")] == list(range(100, 110))
     # Back to an earlier step, as after loading a checkpoint.
     every(four, "send", range(20, 25))
     seen = first.do("got", 24, count=2)
     assert [step for step, *_ in seen[30:]] == list(range(20, 25))
-    assert all(members == everyone for _, members, _ in seen)
+    assert all(members == EVERYONE for _, members, _ in seen)
     first.do("announce", 7)
     every(four, "await_announcement", 7)
-    assert max(every(four, "close", "other") + every(four, "close")) < 5
+    every(four, "close", "other")
+    every(four, "close")
     assert first.do("keys") == keys
     assert every(four, "threads") == [[]] * 4
     assert_silent(four)
     assert [process.exit_code() for process in four] == [0] * 4
 
 
-def test_records_of_phases_are_merged_separately_and_in_order(four: list[Process]) -> None:
+def test_records_of_phases_are_merged_separately_and_in_order(four: Ranks) -> None:
     first, second = four[:2]
     every([first, second], "open", timeout_s=PATIENT_S)
     every([second, first], "send", [0])
@@ -78,69 +81,15 @@ def test_records_of_phases_are_merged_separately_and_in_order(four: list[Process
     every([first, second], "close")
 
 
-def test_a_rank_that_dies_is_reported_missing_once(four: list[Process]) -> None:
-    first, *_, last = four
-    every(four, "open")
-    every(four, "send", range(5))
-    first.do("got", 4)
-    last.signal(signal.SIGKILL)
-    every(four[:3], "send", range(5, 300))
-    seen = first.do("got", 299)
-    assert [step for step, *_ in seen] == list(range(300))
-    three = [0, 1, 2]
-    assert seen[5:] == [(s, three, total(three, s)) for s in range(5, 300)]
-    assert (
-        first.occurrences("from step 5 on, the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
-    )
-    assert len(first.log.read_text().splitlines()) == 1
-    assert max(every(four[:3], "close")) < 10
-    assert [process.exit_code() for process in four[:3]] == [0] * 3
-
-
-def test_a_rank_that_hangs_is_reported_missing_and_reported_again_once_it_continues(
-    four: list[Process],
-) -> None:
-    first, *_, last = four
-    every(four, "open")
-    every(four, "send", range(5))
-    first.do("got", 4)
-    last.signal(signal.SIGSTOP)
-    every(four[:3], "send", range(5, 10))
-    assert first.do("got", 9)[9] == (9, [0, 1, 2], total([0, 1, 2], 9))
-    last.signal(signal.SIGCONT)
-    last.do("send", range(5, 20))
-    first.do("wait_until_expecting", 3)
-    every(four[:3], "send", range(10, 20))
-    assert first.do("got", 19)[19] == (19, [0, 1, 2, 3], total(range(4), 19))
-    assert first.occurrences("the records hold 3 of 4 ranks: rank 3 sent nothing") == 1
-    assert first.occurrences("the records hold what rank 3 measured") == 1
-    assert max(every(four, "close")) < 10
-
-
-def test_ranks_without_a_logger_or_with_another_interval_block_no_other(
-    four: list[Process],
-) -> None:
-    first, second, third, _ = four
-    every(four[:3], "open")
-    every([first, second], "send", range(40))
-    third.do("send", range(0, 40, 4))
-    seen = first.do("got", 39)
-    assert [step for step, *_ in seen] == list(range(40))
-    assert [members for _, members, _ in seen] == [[0, 1, 2], [0, 1], [0, 1], [0, 1]] * 10
-    assert first.occurrences("rank 3 made no HookLogger") == 1
-    assert first.occurrences("and not by rank 2, which skipped it") == 1
-    assert max(every(four[:3], "close")) < 10
-
-
-def test_without_rank_0s_logger_the_others_are_left_alone(four: list[Process]) -> None:
+def test_without_rank_0s_logger_the_others_are_left_alone(four: Ranks) -> None:
     every(four[1:], "open")
     every(four[1:], "send", range(1000))
-    assert max(every(four[1:], "close")) < 10  # they search rank 0 for 5 seconds
+    every(four[1:], "close")
     assert_silent(four)
     assert [process.exit_code() for process in four] == [0] * 4
 
 
-def test_a_rank_0_that_ends_or_hangs_blocks_no_rank(four: list[Process]) -> None:
+def test_a_rank_0_that_ends_or_hangs_blocks_no_rank(four: Ranks) -> None:
     first, second, *others = four
     every(four, "open", "short", timeout_s=PATIENT_S)
     every(four, "open")
@@ -148,21 +97,21 @@ def test_a_rank_0_that_ends_or_hangs_blocks_no_rank(four: list[Process]) -> None
     first.do("got", 2, "short")
     first.do("close", "short")
     every(four[1:], "send", range(3, 6), "short")
-    assert max(every(four[1:], "close", "short")) < 10
+    every(four[1:], "close", "short")
     assert_silent(four)
     every(four, "send", range(3))
     first.do("got", 2)
     first.signal(signal.SIGSTOP)
     every(four[1:], "send", range(3, 6))
-    assert max(every(others, "close", timeout_s=1)) < 10
+    every(others, "close", timeout_s=1)
     assert [process.exit_code() for process in others] == [0] * 2
     first.signal(signal.SIGCONT)
-    assert second.do("close") < 10
-    assert first.do("close") < 15
+    second.do("close")
+    first.do("close")
 
 
 def test_a_rank_0_with_fewer_steps_receives_the_rest_and_waits_for_no_step_of_its_own(
-    four: list[Process],
+    four: Ranks,
 ) -> None:
     first, *others = four
     every(four, "open", timeout_s=PATIENT_S)
@@ -171,44 +120,29 @@ def test_a_rank_0_with_fewer_steps_receives_the_rest_and_waits_for_no_step_of_it
     first.begin("close")
     every(others, "send", range(3, 9))
     every(others, "close")
-    assert first.answer() < 5
+    first.answer()
     three = [1, 2, 3]
     assert first.do("got", 8)[3:] == [(s, three, total(three, s)) for s in range(3, 9)]
     assert_silent(four)
 
 
-def test_records_are_merged_if_the_process_group_follows_the_logger(tmp_path: Path) -> None:
-    with ranks(tmp_path, 2) as processes:
-        every(processes, "open", timeout_s=PATIENT_S)
-        every(processes, "send", range(3))
-        form_group(processes, tmp_path)
-        assert processes[0].do("got", 2)[2] == (2, [0, 1], total([0, 1], 2))
-        every(processes, "close")
-        assert_silent(processes)
-
-
-def test_ranks_connect_although_an_earlier_run_left_its_address(four: list[Process]) -> None:
+def test_ranks_connect_although_an_earlier_run_left_its_address(four: Ranks) -> None:
     first, *others = four
     first.do("leave_behind")
     every(others, "open")
     every(others, "has_tried")
     first.do("open", timeout_s=PATIENT_S)
     every(four, "send", range(3))
-    everyone = [0, 1, 2, 3]
-    assert first.do("got", 2)[2] == (2, everyone, total(everyone, 2))
+    assert first.do("got", 2)[2] == (2, EVERYONE, total(EVERYONE, 2))
     every(four, "close")
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["in lock-step", "each at its own pace"])
-def test_all_ranks_raise_at_the_end_of_the_same_step(
-    four: list[Process], *, together: bool
-) -> None:
+def test_ranks_of_different_pace_raise_at_the_end_of_the_same_step(four: Ranks) -> None:
     every(four, "open")
     every(four, "send", [0])
     four[0].do("got", 0)
     for process in four:
-        pause_s = 0.001 * (1 + 3 * process.rank)
-        process.do("train", 100_000, pause_s, together=together)
+        process.do("train", 100_000, pause_s=0.001 * (1 + 3 * process.rank))
     four[0].do("alert")
     (step,) = set(every(four, "trained"))
     assert step is not None
@@ -273,17 +207,11 @@ def test_records_of_ranks_on_other_machines_are_merged_without_dead_ranks(
         every(others, "send", range(6, 9))
         assert first.do("got", 8)[8] == (8, [0, 1, 3, 4], total([0, 1, 3, 4], 8))
         first.signal(signal.SIGKILL)
-        assert max(every([third, last], "close", timeout_s=5)) < 10
-
-
-def test_ranks_of_one_machine_use_the_loopback(four: list[Process]) -> None:
-    every(four, "open")
-    assert four[0].do("address")[0] == "127.0.0.1"
-    every(four, "close")
+        every([third, last], "close")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank: int) -> None:
+def test_a_forked_child_does_not_keep_connections_open(four: Ranks, rank: int) -> None:
     """A DataLoader's worker is such a child: it survives its rank for seconds."""
     first, *others = four
     every(four, "open", timeout_s=PATIENT_S)
@@ -293,33 +221,51 @@ def test_a_forked_child_does_not_keep_connections_open(four: list[Process], rank
     four[rank].signal(signal.SIGKILL)
     if rank == 0:
         every(others, "send", range(3, 6))
-        assert max(every(others, "close", timeout_s=20)) < 10
+        every(others, "close")
     else:
         first.do("disconnected", 1)
     os.kill(child, signal.SIGKILL)
 
 
-def test_rank_0_stores_nothing_of_unauthenticated_peers(four: list[Process]) -> None:
-    """A client without the token may send any amount over any number of connections."""
-    first = four[0]
-    every(four, "open", timeout_s=PATIENT_S)
+def test_ranks_beyond_the_limit_of_open_files_are_reported_and_connect_once_it_is_raised(
+    four: Ranks,
+) -> None:
+    first, *others = four
+    first.do("open")
+    first.do("address")
+    first.do("limit_files", 2)
+    every(others, "open")
     every(four, "send", range(3))
-    first.do("got", 2)
+    members = first.do("got", 2)[2][1]
+    assert len(members) == 3
+    assert first.occurrences("cannot connect, as rank 0 may not open more files") == 1
+    first.do("limit_files", 100)
+    first.do("wait_until_expecting", *set(EVERYONE).difference(members))
+    every(four, "send", range(3, 6))
+    assert first.do("got", 5)[5] == (5, EVERYONE, total(EVERYONE, 5))
+    every(four, "close")
+
+
+def test_unauthenticated_peers_neither_fill_rank_0_nor_keep_a_rank_out(four: Ranks) -> None:
+    """A client without the token may send any amount over any number of connections."""
+    first, *others, late = four
+    every([first, *others], "open", timeout_s=PATIENT_S)
     address, before = first.do("address"), first.do("peak_bytes")
     sent = 0
     strangers = [socket.create_connection(tuple(address)) for _ in range(100)]
     for stranger in strangers:
-        stranger.settimeout(30)
+        stranger.settimeout(300)
         with suppress(OSError):
             while True:
                 sent += stranger.send(b"x" * 2**20)
                 if sent > 300 * 2**20:
                     break
+    silent = [socket.create_connection(tuple(address)) for _ in range(100)]
+    late.do("open", timeout_s=PATIENT_S)
+    every(four, "send", range(3))
+    assert first.do("got", 2)[2] == (2, EVERYONE, total(EVERYONE, 2))
     assert first.do("peak_bytes") - before < 16 * 2**20
-    every(four, "send", range(3, 6))
-    everyone = [0, 1, 2, 3]
-    assert first.do("got", 5)[5] == (5, everyone, total(everyone, 5))
-    for stranger in strangers:
+    for stranger in strangers + silent:
         stranger.close()
     every(four, "close")
     assert_silent(four)

@@ -1,36 +1,124 @@
-"""A run of several ranks continues as one curve after torchrun has restarted them."""
+"""Only one of several processes logs and writes one run, with every launcher."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
 from tensorboard.util.tensor_util import make_ndarray
 
+from telemetry import HookLogger
 from tests.helpers import restarted_run
+from tests.helpers.frameworks import AlertFrom, mlp
 from tests.helpers.paths import ROOT
 from tests.helpers.plain_events import EventAccumulator
 
-SCRIPT = Path(restarted_run.__file__)
+SCRIPT = ROOT / "tests" / "helpers" / "launched.py"
+VARIABLES = [
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "SLURM_PROCID", "SLURM_NTASKS"),
+    *("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "JSM_NAMESPACE_RANK",
+]
+
+
+@pytest.mark.parametrize(
+    ("variables", "folder", "logs"),
+    [
+        ("", "", True),
+        ("RANK=3 WORLD_SIZE=8 SLURM_PROCID=0 SLURM_NTASKS=2", "rank-0003", False),  # under srun
+        ("RANK=0 WORLD_SIZE=8 SLURM_PROCID=3 SLURM_NTASKS=4", "rank-0000", True),
+        ("RANK=0 WORLD_SIZE=1", "", True),
+        ("RANK=3 LOCAL_RANK=0", None, False),
+        ("RANK=4 WORLD_SIZE=four", None, False),
+        ("RANK= PMI_RANK=none", "", True),
+        ("LOCAL_RANK=1 WORLD_SIZE=2", None, False),  # Lightning forms the group later
+        ("LOCAL_RANK=0 NODE_RANK=0 WORLD_SIZE=2", "", True),
+        ("LOCAL_RANK=0 NODE_RANK=1", None, False),
+        ("SLURM_PROCID=0 SLURM_NTASKS=8", "rank-0000", True),
+        ("SLURM_PROCID=5 SLURM_NTASKS=8", "rank-0005", False),
+        ("SLURM_PROCID=0 SLURM_NTASKS=1", "", True),
+        ("SLURM_PROCID=5 SLURM_NTASKS=1", "", True),
+        ("SLURM_PROCID=0 SLURM_NTASKS=2 LOCAL_RANK=1", "rank-0000", False),  # without srun
+        ("OMPI_COMM_WORLD_RANK=1", None, False),
+        ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", "rank-0001", False),
+        ("PMI_RANK=1", None, False),
+        ("PMI_RANK=1 PMI_SIZE=2", "rank-0001", False),
+        ("PMIX_RANK=1", None, False),
+        ("MV2_COMM_WORLD_RANK=1", None, False),
+        ("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2", "rank-0001", False),
+        ("JSM_NAMESPACE_RANK=1", None, False),
+    ],
+)
+def test_the_launchers_variables_give_the_rank_before_a_process_group_exists(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variables: str,
+    folder: str | None,
+    logs: bool,
+) -> None:
+    """Each rank writes into its own folder, if it is known, and only rank 0 logs alerts."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    model = mlp()
+    if folder is None:
+        with pytest.raises(ValueError, match="does not know its rank"):
+            HookLogger(model, tmp_path, ranks="each")
+    else:
+        with HookLogger(model, tmp_path, ranks="each", alerts=[AlertFrom(0)]):
+            model(torch.ones(1, 4)).sum().backward()
+            torch.optim.SGD(model.parameters()).step()
+        [events] = tmp_path.rglob("events.out.*")
+        assert events.parent == tmp_path / folder
+        assert ("stop here" in caplog.text) == logs
+
+
+def launch(*command: str) -> str:
+    """Return stderr and stdout of two processes."""
+    environment = {n: value for n, value in os.environ.items() if n not in VARIABLES}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr + done.stdout
+
+
+def assert_logged_once(output: str, log_dir: Path) -> None:
+    assert output.count("tensorboard --logdir") == 1, output
+    assert output.count("nonfinite") == 1, output
+    assert output.count("flight-3.json") == 1, output
+    lines = (log_dir / "alerts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["nonfinite"]
+    assert len(list(log_dir.glob("events.out.*"))) == 1, "the first rank writes for all"
+
+
+def test_one_process_of_mp_spawn_writes_and_logs(tmp_path: Path) -> None:
+    output = launch(str(SCRIPT), "spawn", str(tmp_path / "run"))
+    assert_logged_once(output, tmp_path / "run")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
+def test_one_process_of_lightning_writes_and_logs(tmp_path: Path) -> None:
+    output = launch(str(SCRIPT), "lightning", str(tmp_path / "run"))
+    assert_logged_once(output, tmp_path / "run")
 
 
 def test_a_restart_by_torchrun_continues_each_curve(tmp_path: Path) -> None:
-    launcher = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1")
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(SCRIPT), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("tensorboard --logdir") == 2, (
-        "one rank speaks for all, at each attempt"
-    )
-    assert "telemetry failed" not in done.stderr
-    assert "the records hold" not in done.stderr
+    torchrun = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "--max-restarts=1")
+    output = launch("-m", *torchrun, restarted_run.__file__, str(tmp_path))
+    assert output.count("tensorboard --logdir") == 2, "one rank speaks for all, at each attempt"
+    assert "telemetry failed" not in output
+    assert "the records hold" not in output
     events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
     events.Reload()
     assert len(list(tmp_path.glob("events.out.*"))) == 2

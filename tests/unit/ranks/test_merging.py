@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
+from telemetry import StepRecord, TensorRecord
 from telemetry.ranks.merging import (
     MergedRecords,
     MergedStep,
     differing,
     merge_parameters,
     merge_tensors,
-    over_ranks,
     with_whole_units,
 )
 from telemetry.ranks.partial_record import (
@@ -32,16 +32,9 @@ from telemetry.ranks.partial_record import (
     encode,
 )
 from telemetry.ranks.topology import LocalShard
-from telemetry.records import (
-    AttentionHeads,
-    Layout,
-    Module,
-    Parameter,
-    Spread,
-    StepRecord,
-    TensorRecord,
-)
+from telemetry.records import AttentionHeads, Parameter, Spread
 from telemetry.records.sketch import sketch_array
+from tests.helpers.known_runs import layout_of
 from tests.helpers.moments_close import assert_moments_close
 
 ROW = Row(0, "weights", "layer.weight")
@@ -87,8 +80,15 @@ def test_shards_add_up_in_any_grouping_and_other_copies_do_not_count(
     np.testing.assert_array_equal(got.counts, whole.counts)
 
 
-@given(norms=st.lists(st.floats(0, 1e300), min_size=1, max_size=6), data=st.data())
+NORMS = st.lists(
+    st.floats(0, 1e300) | st.just(math.inf) | st.just(math.nan), min_size=1, max_size=6
+)
+
+
+@given(norms=NORMS, data=st.data())
 def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.DataObject) -> None:
+    """NaN and infinity add up to NaN."""
+    whole = math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
     parts = [part(rank, norm) for rank, norm in enumerate(norms)]
     copies = [part(10, 1e301, copy=3), *parts, part(11, math.nan, copy=2)]
     for several in (parts, data.draw(st.permutations(copies))):
@@ -96,16 +96,11 @@ def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.Dat
         merged = merge_parameters([(one, np.array([1])) for one in own], 2)
         assert merged["norms"].tolist() == [
             pytest.approx(math.nan, nan_ok=True),
-            pytest.approx(math.hypot(*norms), rel=1e-14),
+            pytest.approx(whole, rel=1e-14, nan_ok=True),
         ]
         assert merged["present"].tolist() == [False, True]
+        assert merged["finite"].tolist() == [True, bool(np.isfinite(norms).all())]
         assert "before" not in merged
-
-
-def test_nan_of_one_shard_and_infinity_of_another_add_up_to_nan() -> None:
-    record = record_from([part(0, math.inf), part(1, math.nan)])
-    assert math.isnan(record.total_grad_norm)
-    assert not record.grad_finite[0]
 
 
 def test_units_of_several_shards_are_joined_if_complete() -> None:
@@ -124,38 +119,33 @@ def test_units_of_several_shards_are_joined_if_complete() -> None:
     assert incomplete.unit_min is None
 
 
-@pytest.mark.parametrize("kind", ["scalars", "usage"])
-def test_figures_become_means_and_spreads_of_the_ranks_that_have_them(kind: Any) -> None:
-    logged = [(0, {"loss": 1.0}), (2, {"loss": 4.0}), (1, {"other": 7.0}), (3, {"none": math.nan})]
+NUMBERS = st.sampled_from([1.0, 2.0, math.nan, math.inf])
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), NUMBERS), min_size=1, max_size=5))
+def test_figures_are_means_and_spreads_of_the_ranks_that_have_them(
+    logged: list[dict[str, float]],
+) -> None:
+    """The lowest rank of each extreme is named."""
     parts = [
-        PartialRecord(rank=rank, size=4, step=0, wall_time=0.0, **{kind: figures})
-        for rank, figures in logged
+        PartialRecord(rank=rank, size=5, step=0, wall_time=0.0, scalars=own, usage=own)
+        for rank, own in enumerate(logged)
     ]
-    assert merge(parts).figures(kind) == (
-        {"loss": 2.5, "other": 7.0, "none": pytest.approx(math.nan, nan_ok=True)},
-        {
-            "loss": Spread(low=1.0, low_rank=0, high=4.0, high_rank=2),
-            "other": Spread(low=7.0, low_rank=1, high=7.0, high_rank=1),
-        },
-    )
-
-
-@given(
-    st.integers(1, 5).flatmap(
-        lambda n: arrays(np.float64, (n, 2), elements=st.sampled_from([1.0, 2.0, np.nan, np.inf]))
-    )
-)
-def test_spreads_name_the_lowest_rank_of_each_extreme(values: NDArray[np.float64]) -> None:
-    of_ranks = {rank: dict(enumerate(row)) for rank, row in enumerate(values.tolist())}
-    for place, column in enumerate(values.T):
-        found = over_ranks(of_ranks)[1].get(place)
-        pairs = [(value, rank) for rank, value in enumerate(column) if not math.isnan(value)]
-        if not pairs:
-            assert found is None
+    step = merge(parts[::-1])
+    means, spreads = step.figures("scalars")
+    assert means.keys() == {name for own in logged for name in own}
+    for name, mean in means.items():
+        values = {rank: own[name] for rank, own in enumerate(logged) if name in own}
+        assert mean == pytest.approx(np.mean([*values.values()]), nan_ok=True)
+        known = [rank for rank, value in values.items() if not math.isnan(value)]
+        if not known:
+            assert name not in spreads
             continue
-        (low, low_rank), high = min(pairs), max(value for value, _ in pairs)
-        high_rank = min(rank for value, rank in pairs if value == high)
-        assert found == Spread(low=low, low_rank=low_rank, high=high, high_rank=high_rank)
+        low, high = min(known, key=values.__getitem__), max(known, key=values.__getitem__)
+        assert spreads[name] == Spread(
+            low=values[low], low_rank=low, high=values[high], high_rank=high
+        )
+    assert step.figures("usage")[1] == spreads
 
 
 @pytest.mark.parametrize(
@@ -188,53 +178,40 @@ def test_stages_with_equal_parameter_names_are_distinguished() -> None:
     assert record.total_grad_norm == 5.0
 
 
+def record_with(stages: Sequence[int], **of_ranks: Sequence[Any]) -> StepRecord:
+    """Return the record of ranks in these stages, with values of ``layer`` and of no layer."""
+    parts = [
+        replace(
+            part(rank, 1.0, stage=stage, copy=rank),
+            **{name: {"layer": own[rank], "gone": own[rank]} for name, own in of_ranks.items()},
+        )
+        for rank, stage in enumerate(stages)
+    ]
+    return record_from([decode(PartialRecord, encode(one)) for one in parts])
+
+
 def test_heads_have_the_largest_logit_and_the_mean_entropy_of_the_ranks() -> None:
     heads = [
         AttentionHeads(np.array([1.0, -5.0]), np.array([0.5, 0.25])),
         AttentionHeads(np.array([-2.0, 3.0]), np.array([1.0, np.nan])),
     ]
-    parts = [
-        replace(part(rank, 1.0, copy=rank), attention={"layer": own, "gone": own})
-        for rank, own in enumerate(heads)
-    ]
-    parts = [decode(PartialRecord, encode(one)) for one in parts]
-    record = record_from(parts)
+    record = record_with([0, 0], attention=heads)
     assert [*record.attention] == ["layer"]
     assert record.attention["layer"].logit_max.tolist() == [1.0, 3.0]
     assert record.attention["layer"].entropy.tolist() == [0.75, 0.25]
-    staged = [
-        replace(part(rank, 1.0, stage=rank), attention={"layer": own})
-        for rank, own in enumerate(heads)
-    ]
-    assert [*record_from(staged).attention] == ["stage0.layer", "stage1.layer"]
+    staged = record_with([0, 1], attention=heads)
+    assert [*staged.attention] == ["stage0.layer", "stage1.layer"]
 
 
 def test_tokens_of_experts_add_up_over_the_ranks_of_a_stage() -> None:
     loads = [np.array([3, 0, 5]), np.array([1, 2, 0])]
-    parts = [
-        replace(part(rank, 1.0, copy=rank), expert_loads={"router": load})
-        for rank, load in enumerate(loads)
-    ]
-    parts = [decode(PartialRecord, encode(one)) for one in parts]
-    assert record_from(parts).expert_loads["router"].tolist() == [4, 2, 5]
-    staged = [
-        replace(part(rank, 1.0, stage=rank), expert_loads={"router": load})
-        for rank, load in enumerate(loads)
-    ]
-    assert [*record_from(staged).expert_loads] == ["stage0.router", "stage1.router"]
-
-
-def test_a_layout_is_sent_once() -> None:
-    merged_records, full = MergedRecords(), part(0, 1.0)
-    assert full.parameters is not None
-    light = replace(full, step=1, parameters=replace(full.parameters, layout=None))
-    assert merged_records.record(merge([light])) is None
-    first = merged_records.record(merge([full]))
-    record = merged_records.record(merge([light]))
-    assert first is not None
-    assert record is not None
-    assert record.layout.parameters[0].name == "layer.weight"
-    assert record.layout is first.layout
+    record = record_with([0, 0], expert_loads=loads)
+    assert record.expert_loads["layer"].tolist() == [4, 2, 5]
+    staged = record_with([0, 1], expert_loads=loads)
+    assert {name: load.tolist() for name, load in staged.expert_loads.items()} == {
+        "stage0.layer": [3, 0, 5], "stage0.gone": [3, 0, 5],
+        "stage1.layer": [1, 2, 0], "stage1.gone": [1, 2, 0],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("rank", "step"), [(0, 0), (1, 1)])
@@ -243,18 +220,12 @@ def test_repeated_ranks_and_other_steps_are_refused(rank: int, step: int) -> Non
         merge([part(0, 1.0), replace(part(rank, 1.0), step=step)])
 
 
-def part(
-    rank: int, norm: float, *, stage: int = 0, copy: int = 0, table: TensorTable | None = None
-) -> PartialRecord:
+def part(rank: int, norm: float, *, stage: int = 0, copy: int = 0) -> PartialRecord:
     """Return the partial record of a rank with a shard of one gradient."""
-    layout = Layout(
-        modules=(Module(name="layer", type_name="Linear"),),
-        parameters=(Parameter(name="layer.weight", module_name="layer", shape=(4,)),),
-    )
     own = ParameterPart(
         stage=stage,
         layout_id="a",
-        layout=layout,
+        layout=layout_of(["layer"]),
         columns={
             "copies": np.array([copy]),
             "norms": np.array([norm]),
@@ -262,11 +233,4 @@ def part(
             "finite": np.isfinite([norm]),
         },
     )
-    return PartialRecord(
-        rank=rank,
-        size=8,
-        step=0,
-        wall_time=0.0,
-        parameters=own,
-        tensors=table,
-    )
+    return PartialRecord(rank=rank, size=8, step=0, wall_time=0.0, parameters=own)

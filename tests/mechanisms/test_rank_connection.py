@@ -1,0 +1,181 @@
+"""Frames of any size arrive once and in order, and only from ranks that have the token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import wraps
+from typing import Any
+
+import pytest
+
+from telemetry.ranks import connection
+from telemetry.ranks.connection import (
+    BARRIER,
+    ENDED,
+    RECORDS,
+    Address,
+    Client,
+    Rendezvous,
+    Server,
+    frame,
+)
+
+
+class Listener:
+    """Server of rank 0 on this event loop."""
+
+    def __init__(self) -> None:
+        self.received: list[tuple[bytes, bytes, int]] = []
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.address = Address("127.0.0.1", listening.getsockname()[1], "run")
+        self.server = Server(listening, "run", lambda *one: self.received.append(one), b"first")
+        self.running = asyncio.create_task(self.server.run())
+
+    async def has(self, *frames: tuple[bytes, bytes]) -> None:
+        await until(lambda: len(self.received) >= len(frames))
+        assert self.received == [(kind, payload, 3) for kind, payload in frames]
+
+
+class Sender:
+    """Client of rank 3, whose rendezvous returns the address of ``find``."""
+
+    def __init__(self, find: Callable[[], Address | None]) -> None:
+        rendezvous = Rendezvous("run")
+        rendezvous.find = find  # type: ignore[method-assign]
+        self.announced = asyncio.Queue[bytes]()
+        self.client = Client(rendezvous, 3, self.announced.put_nowait)
+
+    def start(self, *records: bytes) -> None:
+        for data in records:
+            self.client.put(RECORDS, data)
+        self.running = asyncio.create_task(self.client.run())
+
+    async def finish(self) -> None:
+        self.client.finish()
+        await self.running
+
+
+async def until(is_true: Callable[[], Any]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.01)
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on its own thread, because another test's browser may have a loop on this one."""
+
+    @wraps(test)
+    def on_a_thread(**fixtures: Any) -> None:
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(asyncio.run, asyncio.wait_for(test(**fixtures), 300)).result()
+
+    return on_a_thread
+
+
+@on_a_loop
+async def test_frames_of_any_size_arrive_in_order_and_announcements_are_received() -> None:
+    zero = Listener()
+    rank = Sender(lambda: zero.address)
+    in_flight = list[int]()
+    take = zero.server._receive
+
+    def receive(*one: Any) -> None:
+        in_flight.append(rank.client._in_flight)
+        take(*one)
+
+    zero.server._receive = receive
+    sent = [os.urandom(size) for size in (1, 2**16, 2**23 + 1, 30 * 2**20, *[5] * 50)]
+    rank.start(*sent)
+    assert await rank.announced.get() == b"first"
+    zero.server.announce(b"second")
+    assert await rank.announced.get() == b"second"
+    await zero.has(*((RECORDS, data) for data in sent))
+    await rank.finish()
+    await zero.has(*((RECORDS, data) for data in sent), (ENDED, b""))
+    assert max(in_flight) == 8, "frames are sent before earlier ones are acknowledged"
+
+
+@on_a_loop
+async def test_frames_that_are_not_acknowledged_are_sent_again() -> None:
+    """A connection breaks; the client receives the announcement of the next one, too."""
+    broken = Listener()
+    addresses = [broken.address]
+    rank = Sender(lambda: addresses[-1])
+    received = asyncio.Event()
+
+    def receive(*one: Any) -> None:
+        received.set()
+        raise ValueError("closes the connection without an acknowledgement")
+
+    broken.server._receive = receive
+    rank.start(b"a" * 10**6)
+    await received.wait()
+    rank.client.put(BARRIER, b"5")
+    zero = Listener()
+    addresses.append(zero.address)
+    await zero.has((RECORDS, b"a" * 10**6), (BARRIER, b"5"))
+    assert await rank.announced.get() == b"first"
+    await rank.finish()
+
+
+async def received_by_stranger(zero: Listener, sends: bytes) -> bytes:
+    """Return the bytes that a client without the token receives until the connection is closed."""
+    stream, writer = await asyncio.open_connection("127.0.0.1", zero.address.port)
+    found = b""
+    with suppress(OSError):
+        writer.write(sends)
+        found = await stream.read()
+    writer.close()
+    return found
+
+
+@on_a_loop
+async def test_unauthenticated_peers_receive_at_most_a_nonce_and_store_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "AUTHENTICATION_S", 0.2)
+    zero = Listener()
+    for sends in (b"GET / HTTP/1.1\r\n\r\n", b"", os.urandom(10**6), frame(RECORDS, b"x" * 99)):
+        found = await received_by_stranger(zero, sends)
+        assert len(found) <= 68, "a nonce and a digest, at most"
+    other = Sender(lambda: zero.address._replace(token="other"))
+    other.start(b"records")
+    await until(lambda: other.client.attempts >= 3)
+    assert zero.received == []
+
+
+@on_a_loop
+async def test_a_rank_sends_no_records_to_an_unauthenticated_server() -> None:
+    """Server without the token at the address of a dead rank 0."""
+    received = list[bytes]()
+
+    async def pretend(stream: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(os.urandom(68))
+        received.append(await stream.read())
+        writer.close()
+
+    server = await asyncio.start_server(pretend, "127.0.0.1", 0)
+    rank = Sender(lambda: Address("127.0.0.1", server.sockets[0].getsockname()[1], "run"))
+    rank.start(b"records" * 100)
+    await until(lambda: len(received) >= 2)
+    server.close()
+    assert {len(data) for data in received} == {68}, "a nonce and a digest"
+
+
+@on_a_loop
+async def test_above_the_limit_middle_records_are_dropped_and_barrier_frames_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "MAX_QUEUED_BYTES", 2)
+    addresses = list[Address]()
+    rank = Sender(lambda: addresses[0] if addresses else None)
+    rank.start(b"0", b"a", b"b", b"c")
+    rank.client.put(BARRIER, b"5")
+    zero = Listener()
+    addresses.append(zero.address)
+    await zero.has((RECORDS, b"0"), (BARRIER, b"5"), (RECORDS, b"c"))
+    await rank.finish()
