@@ -106,7 +106,7 @@ def test_a_click_opens_the_layer_and_escape_closes_it(page: TelemetryPage) -> No
     assert "The gradient of head exploded." not in page.locator(".alerts").inner_text()
     assert page.link()["layer"] == ".head"
     page.screenshot("page-detail")
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
     detail.wait_for(state="detached")
 
 
@@ -152,7 +152,7 @@ def test_zero_and_nan_of_one_run_are_differences_in_both_runs(page: TelemetryPag
 
 def test_hostile_names_are_shown_as_text(page: TelemetryPage) -> None:
     page.open(run=HOSTILE, layer="." + HOSTILE, step="2")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     page.heatmap.hover(position=page.point(0.25, 0.5))
     page.locator(".tooltip").wait_for(state="visible")
     assert HOSTILE in page.locator(".tooltip").inner_text()

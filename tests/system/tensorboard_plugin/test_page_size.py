@@ -64,7 +64,7 @@ def test_a_thousand_layers_and_steps_are_fetched_once(page: TelemetryPage) -> No
     fetched = dict(sizes)
     page.heatmap.focus()
     for key in "+++0":
-        page.page.keyboard.press(key)
+        page.keys(key)
         page.wait()
     assert sum(fetched.values()) < FIRST_OPEN_BYTES
     assert sizes == fetched

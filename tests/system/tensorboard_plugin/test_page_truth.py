@@ -18,7 +18,7 @@ from telemetry.alert import Consequence
 from telemetry.events import FileWriter
 from telemetry.measure.images import _GAP_LEVEL
 from telemetry.writing import hparams
-from tests.helpers.browser import TelemetryPage, serve, wait_for
+from tests.helpers.browser import TelemetryPage, box_of, serve, wait_for
 from tests.helpers.known_runs import alert_at, layout_of, write_run
 
 DIES, NAN, EVERY, STEPS = 24, 46, 10, 60
@@ -111,7 +111,7 @@ def address(logdir: Path, browser: Any) -> Iterator[str]:
 
 def details(page: TelemetryPage) -> list[list[str]]:
     """The rows of the statistics of a layer."""
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     rows = page.locator(".statistics tbody tr").all()
     return [row.locator("th, td:not(:has(canvas))").all_inner_texts() for row in rows]
 
@@ -141,7 +141,7 @@ def test_the_line_of_the_first_nan_names_the_layer_of_the_alert(page: TelemetryP
 
 def test_an_escalated_alert_names_its_consequence(page: TelemetryPage) -> None:
     page.open(run="staged", layer=".b", step="20")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     titles = page.locator(".alerts .alert-head b").all_inner_texts()
     now = "Loss spike, now: vanishing gradient in b"
     assert [title.removesuffix("error").strip() for title in titles] == [
@@ -177,8 +177,8 @@ def test_values_measured_earlier_show_their_step(page: TelemetryPage) -> None:
     assert all(len(row) == 2 for row in details(page))
     page.open(run="nan", layer=".fc", step=str(NAN), statistic="update_ratio")
     page.heatmap.focus()
-    page.page.keyboard.press("ArrowUp")  # a ReLU has none
-    page.page.keyboard.press("ArrowDown")
+    page.keys("ArrowUp")  # a ReLU has none
+    page.keys("ArrowDown")
     said = page.locator(".announcer").inner_text()
     assert re.fullmatch(rf"fc, step {NAN}: \S+ \(of step {NAN - NAN % EVERY}\)", said)
 
@@ -201,21 +201,20 @@ def test_zeros_are_separate_in_histograms_and_count_in_quantiles(page: Telemetry
     assert quantiles["5 %"] == "0"
     assert float(quantiles["95 %"]) > 0.1
     histogram = page.locator(".large canvas")
-    box = histogram.bounding_box()
-    assert box is not None
+    box = box_of(histogram)
     # The lowest of the bars, which are of this step.
     histogram.hover(position={"x": box["width"] - 20, "y": box["height"] - 26})
     page.locator(".tooltip", has_text="exactly zero").filter(has_text=share).wait_for()
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
 
 
 def test_each_map_has_the_number_of_its_channel(page: TelemetryPage) -> None:
     page.open(run="nan", layer=".same", step="20")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     for title, count in (("Feature maps", MAPS), ("Filters", MAPS)):
         page.locator(".pictures", has_text=title).locator("button.enlarge").click()
         page.locator(f".large canvas[aria-label$='numbered 0 to {count - 1}']").wait_for()
-        page.page.keyboard.press("Escape")
+        page.keys("Escape")
     page.locator(".pictures", has_text="Feature maps").locator("button.enlarge").click()
     canvas = page.locator(".large canvas[aria-label*=numbered]")
     canvas.wait_for()
@@ -232,23 +231,23 @@ def test_each_map_has_the_number_of_its_channel(page: TelemetryPage) -> None:
         [rows, columns],
     )
     assert [white > 200 for white in whitest] == [True] * MAPS + [False] * (rows * columns - MAPS)
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
 
 
 def test_enter_opens_the_only_matching_run_or_layer(page: TelemetryPage) -> None:
     page.open(run="nan")
     page.locator("button[data-key=Run]").focus()
-    page.page.keyboard.press("Enter")
-    page.locator(".runs[data-loaded]").wait_for()
+    page.keys("Enter")
+    page.table()
     page.page.keyboard.type("growing")
-    page.page.keyboard.press("Enter")
+    page.keys("Enter")
     page.locator(".panel[data-run=growing]").wait_for()
     assert page.locator("dialog[open]").count() == 0
     search = page.locator("label:has-text('Filter layers') input")
     search.fill("b")
     search.press("Enter")
     page.locator(".detail[data-layer=b][data-loaded=true]").wait_for()
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
     page.open(run="growing")
     search.fill("oth")
     search.press("Enter")
@@ -277,7 +276,7 @@ def test_a_cell_outside_of_the_zoom_is_not_marked(page: TelemetryPage) -> None:
 def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage) -> None:
     page.open(run="nan")
     page.locator("button[data-key=Run]").click()
-    page.locator(".runs[data-loaded]").wait_for()
+    page.table()
     page.locator(".parallel summary").click()
     canvas = page.locator(".parallel canvas[aria-label]")
     canvas.wait_for()
@@ -293,7 +292,7 @@ def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage
         axes.index("lr") / (len(axes) - 1),
     )
     assert min(colors) > 100  # both rates, at the ends of the axis
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
 
 
 def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
@@ -313,8 +312,7 @@ def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
     page.locator("label:has-text('Statistic') select").select_option("weight_norm")
     wait_for(lambda: page.page.wait_for_timeout(20) or pending, "the question for a statistic")
     page.heatmap.focus()
-    for key in ("ArrowRight", "ArrowDown", "n", "+", "ArrowLeft"):
-        page.page.keyboard.press(key)
+    page.keys("ArrowRight", "ArrowDown", "n", "+", "ArrowLeft")
     assert (page.link()["layer"], page.link()["step"]) == (".b", "3")
     answer()
     page.locator(".notice", has_text="not measured").wait_for()
@@ -328,8 +326,7 @@ def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
 
     wait_for(is_asked, "the question for what is new")
     page.heatmap.focus()
-    page.page.keyboard.press("ArrowRight")
-    page.page.keyboard.press("ArrowDown")
+    page.keys("ArrowRight", "ArrowDown")
     assert (page.link()["layer"], page.link()["step"]) == (".b", "4")
     answer()
     page.locator(".panel[data-steps='20']").wait_for()
