@@ -1,4 +1,4 @@
-"""Values that a written run gets in addition."""
+"""Values that a written run or an alert gets in addition."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from telemetry.alert import Consequence
 from telemetry.events import FileWriter, summaries
 from telemetry.writing import hparams as hyperparameters
 
@@ -24,3 +25,8 @@ def add_values(
         for step, value in curve.items():
             writer.write_values([summaries.scalar(tag, value)], step)
     writer.close()
+
+
+def consequence(kind: str, module_name: str) -> Consequence:
+    """A fault that an alert caused, for ``alert_at(consequences=...)``."""
+    return Consequence(kind=kind, module_name=module_name)

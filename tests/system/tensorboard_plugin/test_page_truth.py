@@ -14,15 +14,13 @@ import torch
 from torch import nn
 
 from telemetry import HookLogger
-from telemetry.alert import Consequence
-from telemetry.events import FileWriter
-from telemetry.measure.images import _GAP_LEVEL
-from telemetry.writing import hparams
+from tests.helpers.added_values import add_values, consequence
 from tests.helpers.browser import TelemetryPage, box_of, serve, wait_for
 from tests.helpers.known_runs import alert_at, layout_of, write_run
 
 DIES, NAN, EVERY, STEPS = 24, 46, 10, 60
 MAPS = 10
+GAP_LEVEL = 48  # gray between the maps
 LR = {"lr/0": 0.1, "lr/1": 0.001}
 BEFORE = range(10)
 
@@ -34,14 +32,14 @@ def cnn() -> nn.Sequential:
         "flat": nn.Flatten(), "fc": nn.Linear(8 * 30 * 30, 3),
     }  # fmt: skip
     layers["same"].weight.data[:] = 1  # all maps are the input
-    layers["same"].weight.data[-1] = 2 * _GAP_LEVEL / 255 - 1  # a filter as gray as the gaps
+    layers["same"].weight.data[-1] = 2 * GAP_LEVEL / 255 - 1  # a filter as gray as the gaps
     return nn.Sequential(OrderedDict(layers))
 
 
 def batch() -> torch.Tensor:
     """Return images whose corner has the gray of the gaps between maps."""
     images = (torch.rand(16, 1, 32, 32) > 0.5).float()
-    images[:, :, :8, :8] = _GAP_LEVEL / 255
+    images[:, :, :8, :8] = GAP_LEVEL / 255
     return images
 
 
@@ -77,7 +75,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(
         folder / "bare", layout_of([]), steps=range(5), norms=lambda _: np.ones(0, np.float32)
     )
-    symptom = Consequence(kind="vanishing_gradient", module_name="b")
+    symptom = consequence("vanishing_gradient", "b")
     changes: dict[str, Any] = {"kind": "loss_spike", "consequences": (symptom,)}
     write_run(
         folder / "staged", layout_of(["a", "b"]), steps=range(40),
@@ -97,9 +95,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = {f"batch/{i}": {"a_batch": 2**i, "optimizer": f"o{i}"} for i in range(2)}
     for name, values in {**sweeps, **others}.items():
         write_growing(folder / name, BEFORE)
-        writer = FileWriter(folder / name)
-        writer.write_values(hparams.values_of(values, ["loss"]), 0)
-        writer.close()
+        add_values(folder / name, hparams=values)
     return folder
 
 
