@@ -193,6 +193,17 @@ class TelemetryPage:
         table.wait_for()
         return table
 
+    def search(self, words: str) -> None:
+        """Filter the table of runs."""
+        self.locator(".runs input[type=search]").fill(words)
+
+    def save(self, element: Locator, path: Path) -> str:
+        """Click what starts a download; return the suggested name."""
+        with self.page.expect_download() as started:
+            element.click()
+        started.value.save_as(path)
+        return started.value.suggested_filename
+
     def run_names(self) -> list[str]:
         """The runs in the table, from above."""
         names: list[str] = self.locator(".run-link").all_inner_texts()

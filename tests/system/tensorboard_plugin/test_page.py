@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.browser import TelemetryPage, serve
-from tests.helpers.known_runs import layout_of, write_run
+from tests.helpers.browser import TelemetryPage, serve, wait_for
+from tests.helpers.known_runs import alert_at, layout_of, write_run
 from tests.helpers.page_runs import (
     COLORS,
     DARKEST,
@@ -163,30 +163,27 @@ def test_hostile_names_are_shown_as_text(page: TelemetryPage) -> None:
     assert page.page.evaluate("window.hacked") is None
 
 
-def test_a_growing_run_is_followed_and_only_new_data_is_read(
-    page: TelemetryPage, logdir: Path, loader: str
-) -> None:
+def test_live_mode_follows_a_growing_run(page: TelemetryPage, logdir: Path, loader: str) -> None:
     run = f"live-{loader}"
-    names = layout_of(NAMES)
-    write_run(logdir / run, names, steps=range(20), norms=rising, session="20260101-000000.000-a")
-    reload = page.page.locator("app-header-reload button").first
+
+    def write(steps: range, part: str) -> None:
+        write_run(
+            logdir / run, layout_of(NAMES), steps=steps, norms=rising,
+            session=f"20260101-000000.000-a{part}", alerts=[alert_at(20, None)] if part else (),
+        )  # fmt: skip
+
+    write(range(10), "")
     page.open(run="demo")
-    for _ in range(60):
-        if run in [known["name"] for known in page.frame.evaluate(RUNS)]:
-            break
-        page.page.wait_for_timeout(250)  # the loader checks once a second
-    reload.click()
-    page.locator("button[aria-label='Run: demo']").click()
-    page.locator(".runs[data-loaded]").get_by_role("button", name=run, exact=True).click()
-    page.locator(f".panel[data-run='{run}'][data-steps='20']").wait_for()
-    requested: list[str] = []
-    page.page.on("request", lambda request: requested.append(request.url))
-    write_run(
-        logdir / run, names, steps=range(20, 33), norms=rising, session="20260101-000000.000-a.0001"
-    )
-    for _ in range(60):
-        reload.click()
-        page.page.wait_for_timeout(250)
-        if page.locator(f".panel[data-run='{run}'][data-steps='33']").count():
-            break
-    assert page.locator(f".panel[data-run='{run}']").get_attribute("data-last-step") == "32"
+    names = "(all) => all.map((run) => run.name)"
+    wait_for(lambda: run in page.frame.evaluate(f"{RUNS}.then({names})"), "the loader")
+    live = page.locator("button[data-key=live]")
+    live.click()
+    page.open_table("demo").get_by_role("button", name=run, exact=True).click()
+    page.locator(".live:has-text('as of step 9')").wait_for()
+    write(range(10, 25), ".0001")
+    page.locator(".live:has-text('as of step 24')").wait_for()
+    page.locator(f".panel[data-run='{run}'][data-steps='25']").wait_for()
+    said = page.locator(".announcer", has_text="New alert: error at step 20")
+    said.wait_for(state="attached")
+    live.click()
+    assert live.get_attribute("aria-pressed") == "false"

@@ -10,11 +10,9 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import axe_playwright_python
-import numpy as np
 import pytest
 
 from tests.helpers.browser import TelemetryPage, box_of, serve
-from tests.helpers.known_runs import alert_at, layout_of, write_run
 from tests.helpers.page_runs import LIGHTEST
 from tests.helpers.story_runs import BLOCKS, BOOM, HOSTILE, write_story
 
@@ -42,77 +40,55 @@ def zoom(page: TelemetryPage) -> tuple[float, float]:
 # --- runs
 
 
-def test_the_newest_run_opens_and_the_others_follow_in_natural_order(page: TelemetryPage) -> None:
+def test_the_table_lists_runs_newest_first_and_filters_them_by_numbers(
+    page: TelemetryPage,
+) -> None:
     page.open()
     page.open_table()
     assert page.run_names() == ["boom", "old9", "old10"]
     row = page.locator(".runs tbody tr").first.inner_text()
     for text in ("died", "399", "0.005", "Logit growth in head, step 20", "0.5"):
         assert text in row
-    assert page.locator(".runs th").all_inner_texts()[-1].strip() == "lr"  # depth is the same
-    assert "val/accuracy" in page.locator(".runs th").all_inner_texts()
+    heads = page.locator(".runs th").all_inner_texts()
+    assert heads[-1].strip() == "lr"  # depth is the same
+    assert "val/accuracy" in heads
+    for words, found in {
+        "lr=1e-2": ["old9"],
+        "lr>0.1": ["boom"],
+        "lr<=0.5 val/accuracy>=0.9": ["old9"],
+        "status=die": [],  # a part of the text
+        "alerts>2": ["boom"],
+    }.items():
+        page.search(words)
+        assert page.run_names() == found, words
+    page.keys("Escape")
 
 
-def test_runs_are_filtered_sorted_and_opened(page: TelemetryPage) -> None:
+def test_runs_are_searched_sorted_opened_and_compared(page: TelemetryPage) -> None:
     page.open()
     page.heatmap.focus()
     page.keys("r")
-    page.table()
-    page.page.keyboard.type("lr=0.01")
-    assert page.run_names() == ["old9"]
-    page.locator(".runs input[type=search]").fill("")
-    page.locator(".runs").get_by_role("button", name="Run", exact=True).click()
-    assert page.run_names() == ["boom", "old9", "old10"]
-    page.locator(".runs").get_by_role("button", name="lr", exact=True).click()
-    assert page.run_names() == ["old9", "boom", "old10"]
-    page.locator(".run-link").nth(2).focus()
+    table = page.table()
+    for name, order in (("Run", ["boom", "old9", "old10"]), ("lr", ["old9", "boom", "old10"])):
+        table.get_by_role("button", name=name, exact=True).click()
+        assert page.run_names() == order
+    page.search("old")
+    page.keys("Enter")  # there are two
+    assert page.run_names() == ["old9", "old10"]
+    page.page.keyboard.type("10")
+    heads = page.locator(".runs th").all_inner_texts()
+    assert "Last loss" in heads
+    assert "lr" not in heads  # that run has none
     page.keys("Enter")
     page.locator(".panel[data-run=old10]").wait_for()
     assert page.link()["run"] == "old10"
     page.locator("button[aria-label='Compare with: none']").click()
-    page.table()
+    table = page.table()
     assert "old10" not in page.run_names()  # it is open
-    page.locator(".runs[data-loaded] tr:has-text('boom')").click()
+    table.locator("tr:has-text('boom')").click()
     page.locator(".panel[data-run=boom]").wait_for()
     page.locator("button:has-text('Stop comparing')").click()
     page.locator(".panel[data-run=boom]").wait_for(state="detached")
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("lr=1e-2", ["old9"]),
-        ("lr>0.1", ["boom"]),
-        ("lr<=0.5 val/accuracy>=0.9", ["old9"]),
-        ("status=die", []),  # a part of the text
-        ("alerts>2", ["boom"]),
-    ],
-)
-def test_a_filter_of_runs_compares_numbers(
-    page: TelemetryPage, words: str, found: list[str]
-) -> None:
-    page.open(run="boom")
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded] .run-link").nth(2).wait_for()
-    page.locator(".runs input[type=search]").fill(words)
-    assert page.run_names() == found
-    page.keys("Escape")
-
-
-def test_a_chosen_column_stays_while_the_table_is_filtered(page: TelemetryPage) -> None:
-    page.open(run="boom")
-    page.locator("button.sweep", has_text="1 of 3 runs have alerts").click()
-    page.table()
-    assert page.run_names() == ["boom"]
-    heads = page.locator(".runs th")
-    assert "depth" not in heads.all_inner_texts()  # it is 3 in all runs
-    page.locator(".runs summary:has-text('Columns')").click()
-    page.locator(".columns label:has-text('depth') input").check()
-    page.locator(".runs input[type=search]").fill("old9")
-    assert "depth" in heads.all_inner_texts()
-    accuracy = heads.all_inner_texts().index("val/accuracy")
-    assert page.locator(".runs tbody tr").first.locator("td").nth(accuracy).inner_text() == "0.99"
-    page.keys("Escape")
 
 
 def test_checked_runs_are_drawn_together(page: TelemetryPage) -> None:
@@ -133,22 +109,27 @@ def test_checked_runs_are_drawn_together(page: TelemetryPage) -> None:
     page.keys("Escape")
 
 
-def test_the_table_of_runs_is_in_the_link(page: TelemetryPage) -> None:
+def test_the_table_of_runs_with_its_columns_is_in_the_link(page: TelemetryPage) -> None:
     page.open(run="boom")
-    page.open_table()
+    page.locator("button.sweep", has_text="1 of 3 runs have alerts").click()
+    page.table()
+    assert page.run_names() == ["boom"]
+    heads = page.locator(".runs th")
+    assert "depth" not in heads.all_inner_texts()  # it is 3 in all runs
+    page.search("alerts=0")
     page.locator(".runs input[aria-label='Draw old9']").check()
     page.locator(".runs summary:has-text('Columns')").click()
     page.locator(".columns label:has-text('depth') input").check()
     page.locator(".columns label:has-text('beta0') input").uncheck()
     page.locator(".run-curves input[type=range]").fill("0.5")
-    page.locator(".runs input[type=search]").fill("alerts=0")
-    link = {name: unquote(text) for name, text in page.link().items()}
-    page.open(**link)
+    page.open(**{name: unquote(text) for name, text in page.link().items()})
     page.locator(".runs[open][data-loaded]").wait_for()
     assert page.run_names() == ["old9", "old10"]
     assert page.locator(".runs header .count").inner_text() == "2 of 3 runs, 1 checked"
-    heads = page.locator(".runs th").all_inner_texts()
-    assert ("depth" in heads, "beta0" in heads, "beta1" in heads) == (True, False, True)
+    shown = heads.all_inner_texts()
+    assert ("depth" in shown, "beta0" in shown, "beta1" in shown) == (True, False, True)
+    cells = page.locator(".runs tbody tr").first.locator("td")
+    assert cells.nth(shown.index("val/accuracy")).inner_text() == "0.99"
     assert page.locator(".run-curves input[type=range]").input_value() == "0.5"
     page.locator(".run-curves .curve-legend", has_text="old9").wait_for()
     page.locator(".runs button:has-text('Close')").click()
@@ -157,7 +138,7 @@ def test_the_table_of_runs_is_in_the_link(page: TelemetryPage) -> None:
 
 def test_the_table_stays_closed_when_the_current_run_is_chosen(page: TelemetryPage) -> None:
     page.open(run="boom", table="run")
-    page.locator(".runs[data-loaded] .run-link", has_text="boom").click()
+    page.table().locator(".run-link", has_text="boom").click()
     page.page.wait_for_function("!location.hash.includes('telemetry.table')")
     page.wait()
     assert not page.locator(".runs").is_visible()
@@ -172,32 +153,27 @@ def test_different_hyperparameters_of_two_runs_are_emphasized(page: TelemetryPag
     assert page.locator(".hparams tr:has-text('depth') .strong").count() == 0
 
 
-def test_the_report_is_saved_from_the_page(page: TelemetryPage, tmp_path: Path) -> None:
+def test_reports_of_one_run_and_of_the_checked_runs_are_saved(
+    page: TelemetryPage, tmp_path: Path
+) -> None:
+    report = page.page.context.new_page()
+
+    def save(button: str) -> str:
+        name = page.save(page.locator(button), tmp_path / "report.html")
+        report.goto((tmp_path / "report.html").as_uri())
+        report.locator("html[data-ready=true]").wait_for(state="attached")
+        return name
+
     page.open(run="boom")
     page.locator("summary:has-text('Save')").click()
-    with page.page.expect_download() as started:
-        page.locator(".toolbar a:has-text('Report')").click()
-    started.value.save_as(tmp_path / "report.html")
-    assert started.value.suggested_filename == "boom.html"
-    report = page.page.context.new_page()
-    report.goto((tmp_path / "report.html").as_uri())
-    report.locator("html[data-ready=true]").wait_for(state="attached")
+    assert save(".toolbar a:has-text('Report')") == "boom.html"
     assert "2026-03-01 00:00 UTC" in report.locator(".report-title").inner_text()
     assert "lr\t0.5" in report.locator(".hparams tr").all_inner_texts()
-    report.close()
-
-
-def test_a_report_of_the_checked_runs_is_saved(page: TelemetryPage, tmp_path: Path) -> None:
     page.open(run="boom", checked="old9,old10")
     page.locator("summary:has-text('Save')").click()
     assert page.locator("a:has-text('Report of 3 runs')").is_visible()
     page.open_table()
-    with page.page.expect_download() as started:
-        page.locator(".runs a:has-text('Report')").click()
-    started.value.save_as(tmp_path / "report.html")
-    report = page.page.context.new_page()
-    report.goto((tmp_path / "report.html").as_uri())
-    report.locator("html[data-ready=true]").wait_for(state="attached")
+    save(".runs a:has-text('Report')")
     rows = report.locator(".comparison tbody tr").all()
     assert [row.locator("td").first.inner_text() for row in rows] == ["old9", "old10"]
     assert "lr 0.01" in rows[0].inner_text()
@@ -208,7 +184,6 @@ def test_a_column_keeps_the_width_it_was_dragged_to(page: TelemetryPage) -> None
     page.open(run="old9")
     page.open_table("old9")
     head = page.locator(".runs th", has_text="First alert")
-
     before, mouse = box_of(head), page.page.mouse
     right, bottom = before["x"] + before["width"], before["y"] + before["height"]
     for move, act in ((-3, mouse.down), (-100, mouse.up)):  # by its handle
@@ -232,7 +207,7 @@ def test_one_statistic_of_many_runs_is_drawn_below_the_table(page: TelemetryPage
     assert sorted(legend.inner_text().split()) == ["old10", "old9"]  # boom does not have this layer
     curves.locator("canvas").hover(position={"x": 200, "y": 80})
     page.locator(".tooltip tr:has-text('old9')").wait_for()
-    page.locator(".runs input[type=search]").fill("lr=")
+    page.search("lr=")
     legend.filter(has_not_text="old10").wait_for()
     page.keys("Escape")
     page.open(run="old9")
@@ -264,26 +239,9 @@ def test_a_run_that_started_after_the_page_loaded_opens(page: TelemetryPage) -> 
     known = '[{"name": "boom"}, {"name": "old9"}]'
     page.page.route("**/plugin/telemetry/runs", lambda route: route.fulfill(body=known))
     page.open(run="boom")
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded] .run-link", has_text="old10").click()
+    page.open_table().locator(".run-link", has_text="old10").click()
     page.locator(".panel[data-run=old10]").wait_for()
     assert page.link()["run"] == "old10"
-
-
-def test_enter_opens_the_only_run_that_matches(page: TelemetryPage) -> None:
-    page.open()
-    page.heatmap.focus()
-    page.keys("r")
-    page.table()
-    page.page.keyboard.type("old")
-    page.keys("Enter")  # there are two
-    assert page.run_names() == ["old9", "old10"]
-    page.page.keyboard.type("10")
-    heads = page.locator(".runs th").all_inner_texts()
-    assert "Last loss" in heads
-    assert "lr" not in heads  # that run has none
-    page.keys("Enter")
-    page.locator(".panel[data-run=old10]").wait_for()
 
 
 def test_a_link_to_a_missing_run_shows_a_message(page: TelemetryPage) -> None:
@@ -292,8 +250,7 @@ def test_a_link_to_a_missing_run_shows_a_message(page: TelemetryPage) -> None:
     assert said.inner_text() == "No telemetry data of “gone” and “lost”; showing “boom”."
     page.open(run="old9", other="gone")
     assert said.inner_text() == "No telemetry data of “gone”; showing “old9”."
-    page.locator("button[aria-label='Run: old9']").click()
-    page.locator(".runs[data-loaded] .run-link", has_text="old10").click()
+    page.open_table("old9").locator(".run-link", has_text="old10").click()
     page.locator(".panel[data-run=old10]").wait_for()
     assert said.is_hidden()
 
@@ -520,11 +477,9 @@ def test_the_view_is_saved_as_picture_and_numbers(page: TelemetryPage, tmp_path:
     files = {}
     for kind in ("png", "svg", "csv"):
         page.locator("summary:has-text('Save')").click()
-        with page.page.expect_download() as started:
-            page.locator(f"button[aria-label='Save as {kind.upper()}']").click()
+        button = page.locator(f"button[aria-label='Save as {kind.upper()}']")
+        assert page.save(button, tmp_path / kind) == f"old10-grad_norm.{kind}"
         page.locator("summary:has-text('Save')").click()
-        started.value.save_as(tmp_path / kind)
-        assert started.value.suggested_filename == f"old10-grad_norm.{kind}"
         files[kind] = (tmp_path / kind).read_bytes()
     assert files["png"].startswith(b"\x89PNG")
     texts = [node.text or "" for node in ElementTree.fromstring(files["svg"]).iter()]
@@ -562,33 +517,3 @@ def test_the_page_is_accessible_to_assistive_technology(page: TelemetryPage, dar
 def check_access(page: TelemetryPage) -> None:
     found = page.frame.evaluate("axe.run(document)")["violations"]
     assert [(item["impact"], item["id"], item["nodes"][0]["target"]) for item in found] == []
-
-
-# --- live; last, for it adds a run
-
-
-def test_live_mode_reads_new_data(page: TelemetryPage, logdir: Path) -> None:
-    def write(steps: range, part: str) -> None:
-        write_run(
-            logdir / "live", layout_of(["a", "b"]), steps=steps, norms=lambda _: np.ones(2, "f"),
-            session=f"20260101-000000.000-a{part}", alerts=[alert_at(20, None)] if part else (),
-        )  # fmt: skip
-
-    write(range(10), "")
-    page.open(run="boom")
-    live = page.locator("button[data-key=live]")
-    live.click()
-    while not page.locator(".run-link", has_text="live").count():  # the loader checks each second
-        page.page.wait_for_timeout(250)
-        page.locator("button[aria-label='Run: boom']").click()
-        page.table()
-        if not page.locator(".run-link", has_text="live").count():
-            page.locator(".runs button:has-text('Close')").click()
-    page.locator(".run-link", has_text="live").click()
-    page.locator(".live:has-text('as of step 9')").wait_for()
-    write(range(10, 25), ".0001")
-    page.locator(".live:has-text('as of step 24')").wait_for()
-    said = page.locator(".announcer", has_text="New alert: error at step 20")
-    said.wait_for(state="attached")
-    live.click()
-    assert live.get_attribute("aria-pressed") == "false"
