@@ -223,19 +223,6 @@ def test_no_tuple_is_filled_by_a_generator() -> None:
     assert found == []
 
 
-def test_only_capture_assigns_its_state() -> None:
-    """Hooks, optimizers and steps read it."""
-    found = [
-        f"{path.name}:{node.lineno}"
-        for path in (PACKAGE / "capture").glob("*.py")
-        if path.name != "capture.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if ast.unparse(node.value) in {"state", "self._state", "capture", "self._capture"}
-    ]
-    assert found == []
-
-
 # --- doors of the tests --------------------------------------------------------------------------
 
 TESTS = ROOT / "tests"

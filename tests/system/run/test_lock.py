@@ -48,24 +48,19 @@ def test_a_new_logger_replaces_the_old_one(
 
 
 def test_a_logger_is_still_replaced_after_the_code_is_reloaded(tmp_path: Path) -> None:
-    output, log = run_script(
-        tmp_path,
-        """
+    script = """
         import importlib, sys
-        from torch import nn
-        import telemetry.run.files, telemetry.run.logger
-        model = nn.Linear(3, 2)
-        old = telemetry.run.logger.HookLogger(model, sys.argv[1])
-        importlib.reload(telemetry.run.files)
-        importlib.reload(telemetry.run.logger)
-        new = telemetry.run.logger.HookLogger(model, sys.argv[1])
-        print(old)
-        """,
-        tmp_path / "run",
-    )
+        import telemetry
+        from tests.helpers.loops import mlp
+        model = mlp()
+        old = telemetry.HookLogger(model, sys.argv[1])
+        importlib.reload(sys.modules[telemetry.HookLogger.__module__])
+        new = telemetry.HookLogger(model, sys.argv[1])
+        print(old, type(new) is type(old))
+    """
+    output, log = run_script(tmp_path, script, tmp_path / "run")
     assert output.startswith("<HookLogger removed")
-    assert log.count(TAKES_THE_PLACE) == 1
-    assert log.count(WRITTEN_TO) == 0
+    assert (log.count(TAKES_THE_PLACE), log.count(WRITTEN_TO)) == (1, 0)
 
 
 def test_a_logger_is_replaced_if_its_directory_is_spelled_differently(

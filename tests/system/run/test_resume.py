@@ -337,25 +337,6 @@ def test_an_invalid_state_is_refused(tmp_path: Path) -> None:
     assert logger.state_dict()["step"] == 0
 
 
-# --- frameworks ----------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::Warning")  # of the framework
-def test_accelerate_saves_and_loads_the_state(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    loop = Loop()
-    with HookLogger(loop.model, tmp_path / "a") as logger:
-        accelerator = accelerate.Accelerator(cpu=True)
-        accelerator.register_for_checkpointing(logger)
-        loop(4)
-        accelerator.save_state(str(tmp_path / "checkpoint"))
-    with HookLogger(loop.model, tmp_path / "b") as logger:
-        accelerator = accelerate.Accelerator(cpu=True)
-        accelerator.register_for_checkpointing(logger)
-        accelerator.load_state(str(tmp_path / "checkpoint"))
-        assert logger.current_step == 4
-
-
 # --- first_step="auto" ---------------------------------------------------------------------------
 
 
@@ -365,7 +346,8 @@ def auto_step(log_dir: Path | SummaryWriter | TorchWriter) -> int:
         return logger.current_step
 
 
-def test_auto_continues_after_the_last_step(tmp_path: Path) -> None:
+def test_auto_continues_after_the_last_step_that_counts(tmp_path: Path) -> None:
+    assert auto_step(tmp_path) == auto_step(tmp_path / "absent") == 0
     leave(tmp_path, 7)
     loop = Loop()
     with HookLogger(loop.model, tmp_path, first_step="auto") as logger:
@@ -374,6 +356,11 @@ def test_auto_continues_after_the_last_step(tmp_path: Path) -> None:
     assert list(scalars(tmp_path)) == list(range(9))
     assert auto_step(tmp_path) == 9
     assert auto_step(tmp_path) == 9  # the newest file holds no step
+    with HookLogger(loop.model, tmp_path, first_step=4):  # replaces the steps from 4 on
+        loop(2)
+    assert auto_step(tmp_path) == 6
+    with pytest.raises(ValueError, match=r"local directories only, not in memory://run; pass the"):
+        HookLogger(loop.model, "memory://run", first_step="auto")
 
 
 def test_auto_replaces_the_loss_of_a_step_that_did_not_end(tmp_path: Path) -> None:
@@ -394,19 +381,6 @@ def test_auto_continues_runs_that_record_only_gradients_or_activations(
     names = ("activations", "activation_gradients", "gradients", "weights", "images")
     leave(tmp_path, 3, **{name: name == content for name in names})
     assert auto_step(tmp_path) == 3
-
-
-def test_auto_in_an_empty_or_absent_directory_is_zero(tmp_path: Path) -> None:
-    assert auto_step(tmp_path) == 0
-    assert auto_step(tmp_path / "absent") == 0
-
-
-def test_auto_continues_from_the_session_that_replaced_others(tmp_path: Path) -> None:
-    leave(tmp_path, 10)
-    loop = Loop()
-    with HookLogger(loop.model, tmp_path, first_step=4):
-        loop(2)
-    assert auto_step(tmp_path) == 6
 
 
 @pytest.mark.parametrize("kind", [SummaryWriter, TorchWriter])
@@ -436,23 +410,15 @@ def test_auto_tolerates_torn_tails_and_foreign_files(tmp_path: Path) -> None:
     assert auto_step(tmp_path) == 5
 
 
-def test_auto_is_refused_for_a_remote_directory() -> None:
-    with pytest.raises(ValueError, match=r"local directories only, not in memory://run; pass the"):
-        HookLogger(Loop().model, "memory://run", first_step="auto")
-
-
 def test_auto_continues_after_a_kill(tmp_path: Path) -> None:
     script = """
-        import sys, time, torch
+        import sys
         from telemetry import HookLogger
-        model = torch.nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        from tests.helpers.loops import batches, mlp
+        model = mlp()
         logger = HookLogger(model, sys.argv[1], every_n_steps=10)
-        while True:
-            optimizer.zero_grad()
-            model(torch.rand(8, 3)).square().mean().backward()
-            optimizer.step()
-            if logger.current_step == 200:
+        for step, _ in enumerate(batches(model, steps=10**9)):
+            if step == 199:
                 logger.flush()
                 print("flushed", flush=True)
     """

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -262,15 +260,6 @@ def test_other_ids_are_refused(
         logger.batch(ids)
 
 
-def test_a_disabled_or_removed_logger_accepts_ids(tmp_path: Path) -> None:
-    HookLogger(model(), tmp_path, enabled=False).batch([1])
-    net = model()
-    logger = HookLogger(net, tmp_path)
-    logger.remove()
-    logger.batch([1])
-    logger.close()
-
-
 def test_the_ids_of_the_latest_32_large_batches_are_kept(tmp_path: Path) -> None:
     ids = {step: range(4096) for step in range(50)}
     alert = blamed(tmp_path, ids, 17, 18, 49)
@@ -285,13 +274,3 @@ def test_many_ids_are_shortened_in_messages_alone(tmp_path: Path) -> None:
     assert "4,088" in first
     assert len(first) < 100
     assert "\x1b" not in second
-
-
-def test_the_command_loads_no_torch(tmp_path: Path) -> None:
-    train(tmp_path, "NaN")
-    code = (
-        "import sys; from tests.helpers.shell import run; "
-        f"run('batches', {str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)[0]["ids"] == OF_BAD

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +34,7 @@ from tests.helpers.loops import (
     written,
 )
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import run_script
 from tests.helpers.shell import run
 from tests.helpers.twins import Recorder
 
@@ -153,6 +153,7 @@ def test_removing_and_attaching_again_continues_the_count(tmp_path: Path) -> Non
         train(model, steps=2)
         logger.remove()
         assert not is_hooked(model)
+        logger.batch([1])
         train(model, steps=2)
         logger.attach()
         train(model, steps=1)
@@ -213,18 +214,14 @@ def test_closing_on_two_threads_at_once_raises_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_script_that_never_closes_the_logger_loses_no_step(tmp_path: Path) -> None:
     script = """
-        import sys, torch
-        from torch import nn
+        import sys
         from telemetry import HookLogger
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        HookLogger(model, sys.argv[1])
-        for _ in range(3):
-            model(torch.rand(4, 2)).sum().backward()
-            optimizer.step()
+        from tests.helpers.loops import mlp, train
+        HookLogger(model := mlp(), sys.argv[1])
+        train(model, steps=3)
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], check=True)
-    assert list(scalars(tmp_path)) == [0, 1, 2]
+    run_script(tmp_path, script, tmp_path / "run")
+    assert list(scalars(tmp_path / "run")) == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -333,6 +330,7 @@ def test_a_disabled_logger_does_nothing(
         for _ in batches(model, steps=3):
             assert not is_hooked(model)
             logger.log(loss=torch.nan, size=torch.ones(3))
+            logger.batch([1])
             with logger.phase("validation"):
                 model(torch.randn(2, 3))
         logger.step()

@@ -9,7 +9,6 @@ import pickle
 import pty
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -35,6 +34,7 @@ from tests.helpers.loops import (
     train,
     written,
 )
+from tests.helpers.scripts import run_script
 from tests.helpers.shell import run
 from tests.helpers.twins import Recorder
 
@@ -272,13 +272,13 @@ def test_a_notebook_shows_state_step_directory_and_alerts(tmp_path: Path, enable
 
 
 MAKES_THREE_LOGGERS = """
-    import logging, sys
-    from torch import nn
-    from telemetry import HookLogger
-    if sys.argv[2] != "unset":
-        logging.basicConfig(level=sys.argv[2])
-    for number in range(3):
-        HookLogger(nn.Linear(2, 1), f"{sys.argv[1]}/{number}")
+import logging, sys
+from torch import nn
+from telemetry import HookLogger
+if sys.argv[2] != "unset":
+    logging.basicConfig(level=sys.argv[2])
+for number in range(3):
+    HookLogger(nn.Linear(2, 1), f"{sys.argv[1]}/{number}")
 """
 
 
@@ -296,41 +296,31 @@ def test_the_command_that_shows_the_runs_is_logged_once_in_a_process(
     tmp_path: Path, terminal: bool, level: str, expected: list[str]
 ) -> None:
     screen, stderr = pty.openpty() if terminal else os.pipe()
-    script = textwrap.dedent(MAKES_THREE_LOGGERS)
-    subprocess.run([sys.executable, "-c", script, str(tmp_path), level], check=True, stderr=stderr)
+    command = [sys.executable, "-c", MAKES_THREE_LOGGERS, str(tmp_path), level]
+    subprocess.run(command, check=True, stderr=stderr)
     os.close(stderr)
-    lines = read_all(screen).decode().splitlines()
-    assert [line for line in lines if "tensorboard" in line] == [
-        s.format(tmp_path) for s in expected
-    ]
-
-
-def read_all(descriptor: int) -> bytes:
-    """Return the text written to a pipe or terminal whose other end is closed, up to 64 KiB."""
     try:
-        return os.read(descriptor, 65536)
-    except OSError:  # Linux raises it for a closed terminal
-        return b""
-    finally:
-        os.close(descriptor)
-
-
-NOTES = """
-import sys, torch
-from telemetry import HookLogger
-model = torch.nn.Linear(8, 2)
-optimizer, batch = torch.optim.SGD(model.parameters(), 0.01), torch.randn(16, 8)
-with HookLogger(model, sys.argv[1], every_n_steps=1, max_overhead=float("inf")) as logger:
-    for step in range(300):
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
-"""
+        printed = os.read(screen, 65536).decode()
+    except OSError:  # Linux raises it for a closed terminal without text
+        printed = ""
+    os.close(screen)
+    lines = [line for line in printed.splitlines() if "tensorboard" in line]
+    assert lines == [line.format(tmp_path) for line in expected]
 
 
 def test_the_kinds_of_notes_are_printed_at_the_end_without_logging(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", NOTES, str(tmp_path)]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True)
-    last = ended.stderr.splitlines()[-1]
+    script = """
+        import sys, torch
+        from telemetry import HookLogger
+        model = torch.nn.Linear(8, 2)
+        optimizer, batch = torch.optim.SGD(model.parameters(), 0.01), torch.randn(16, 8)
+        with HookLogger(model, sys.argv[1], every_n_steps=1, max_overhead=float("inf")) as logger:
+            for step in range(300):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+    """
+    _, errors = run_script(tmp_path, script, tmp_path / "run")
+    last = errors.splitlines()[-1]
     assert last.startswith("telemetry: notes: same_batch")
-    assert last.endswith(f". Read them: telemetry alerts {tmp_path}")
+    assert last.endswith(f". Read them: telemetry alerts {tmp_path / 'run'}")
