@@ -75,24 +75,6 @@ def test_a_long_name_is_cut_between_its_parts(page: TelemetryPage) -> None:
     assert any(text.endswith(".10.attention.projection") for text in shown), shown
 
 
-def test_short_names_of_layers_tell_their_blocks_apart(page: TelemetryPage) -> None:
-    page.open(run="demo")
-    names = [
-        f"base_model.model.model.layers.{block}.self_attn.q_proj.lora_A.default"
-        for block in range(12)
-    ]
-    short: list[str] = page.frame.evaluate(
-        """async (names) => {
-          const { fitText } = await import("/data/plugin/telemetry/static/canvas.js");
-          const context = document.createElement("canvas").getContext("2d");
-          return names.map((name) => fitText(context, name, 150));
-        }""",
-        names,
-    )
-    assert all(f"…{block}…" in name for block, name in enumerate(short)), short
-    assert all(name.endswith(".default") for name in short)
-
-
 def test_a_click_opens_the_layer_and_escape_closes_it(page: TelemetryPage) -> None:
     page.open(run="demo")
     page.heatmap.click(position=page.point(5.5 / 6, 30.5 / 60))

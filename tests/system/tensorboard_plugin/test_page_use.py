@@ -170,22 +170,6 @@ def test_the_side_panel_stays_next_to_the_picture(page: TelemetryPage) -> None:
     page.frame.evaluate("window.scrollTo(0, 0)")
 
 
-def test_a_link_keeps_groups_apart_whatever_they_are_called(page: TelemetryPage) -> None:
-    page.open(run="demo")
-    names = ["a,b", "c%2Cd", "50%", "blocks.0"]
-    found = page.page.evaluate(
-        """async (names) => {
-            const { defaultState, fromLink, toLink } = await import(
-                "/data/plugin/telemetry/static/permalink.js"
-            );
-            const link = toLink({ ...defaultState(), folded: new Set(names) });
-            return [...fromLink(link).folded];
-        }""",
-        names,
-    )
-    assert found == names
-
-
 def test_a_search_keeps_the_matching_layers(page: TelemetryPage) -> None:
     page.open(run="demo")
     page.locator(".toolbar input[type=search]").fill("act")
