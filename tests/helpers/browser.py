@@ -98,7 +98,7 @@ def _get(url: str) -> str:
 
 
 def box_of(element: Locator) -> FloatRect:
-    """Where a visible element is in the window."""
+    """Rectangle of a visible element in the window."""
     box = element.bounding_box()
     assert box is not None
     return box
