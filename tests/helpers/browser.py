@@ -20,7 +20,7 @@ import pytest
 from tests.helpers.paths import ROOT
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Frame, Locator, Page, ViewportSize
+    from playwright.sync_api import Browser, FloatRect, Frame, Locator, Page, ViewportSize
 
 SCREENSHOTS = ROOT / "screenshots"
 CHROMIUM_ARGUMENTS = [
@@ -97,6 +97,13 @@ def _get(url: str) -> str:
         return ""
 
 
+def box_of(element: Locator) -> FloatRect:
+    """Rectangle of a visible element in the window."""
+    box = element.bounding_box()
+    assert box is not None
+    return box
+
+
 _TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
 
 
@@ -165,6 +172,43 @@ class TelemetryPage:
     def frame(self) -> Frame:
         return next(frame for frame in self.page.frames if "name=telemetry" in frame.url)
 
+    def keys(self, *names: str) -> None:
+        for name in names:
+            self.page.keyboard.press(name)
+
+    def detail(self) -> Locator:
+        """The details of the selected layer, once they are complete."""
+        detail = self.locator(".detail[data-loaded=true]")
+        detail.wait_for()
+        return detail
+
+    def open_table(self, run: str = "boom") -> Locator:
+        """Open the table of runs from the button that has the name of the current run."""
+        self.locator(f"button[aria-label='Run: {run}']").click()
+        return self.table()
+
+    def table(self) -> Locator:
+        """The table of runs, once it is complete."""
+        table = self.locator(".runs[data-loaded]")
+        table.wait_for()
+        return table
+
+    def search(self, words: str) -> None:
+        """Filter the table of runs."""
+        self.locator(".runs input[type=search]").fill(words)
+
+    def save(self, element: Locator, path: Path) -> str:
+        """Click what starts a download; return the suggested name."""
+        with self.page.expect_download() as started:
+            element.click()
+        started.value.save_as(path)
+        return started.value.suggested_filename
+
+    def run_names(self) -> list[str]:
+        """The runs in the table, from above."""
+        names: list[str] = self.locator(".run-link").all_inner_texts()
+        return names
+
     def pixel(self, row: float, column: float, panel: int = 0) -> str:
         """Color of the picture, ``#rrggbb``; ``row`` and ``column`` as shares, 0 to 1."""
         color: str = self.frame.evaluate(PIXEL, [row, column, panel])
@@ -184,12 +228,10 @@ class TelemetryPage:
 
     def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
         """Drags a rectangle between two places, each (row, column) as shares."""
-        box = self.heatmap.bounding_box()
-        assert box is not None
-        mouse = self.page.mouse
-        for place, act in ((start, mouse.down), (end, mouse.up)):
+        box = box_of(self.heatmap)
+        for place, act in ((start, self.page.mouse.down), (end, self.page.mouse.up)):
             at = self.point(*place)
-            mouse.move(box["x"] + at["x"], box["y"] + at["y"], steps=4)
+            self.page.mouse.move(box["x"] + at["x"], box["y"] + at["y"], steps=4)
             act()
 
     def link(self) -> dict[str, str]:

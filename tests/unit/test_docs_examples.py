@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,11 +27,22 @@ def printed(code: str) -> list[str]:
     return re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
 
 
+def put_command_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``telemetry`` run by this interpreter, wherever it is installed."""
+    folder.mkdir()
+    command = folder / "telemetry"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m telemetry "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
 @pytest.mark.parametrize("name", [f"howto/{name}" for name in GUIDES] + ALONE)
 def test_the_code_of_a_page_prints_its_documented_output(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    put_command_on_path(tmp_path / "bin", monkeypatch)
     names: dict[str, object] = {"__name__": "page"}
     if name.startswith("howto/"):
         exec(code_of("howto/index"), names)

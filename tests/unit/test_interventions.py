@@ -10,9 +10,11 @@ import threading
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +35,7 @@ from telemetry.interventions import (
     scale_gradients,
     zero_gradients,
 )
+from tests.helpers.loops import batches, is_hooked, small_cnn
 from tests.helpers.twins import Recorder, assert_left_alone
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -68,30 +70,6 @@ def grads_after(model: nn.Module, passes: int = 1) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_each_tensor_is_clipped_to_its_own_norm() -> None:
-    plain = grads_after(net())
-    limit = sorted(g.norm().item() for g in plain.values())[3]
-    model = net()
-    with clip_gradients(model, max_norm=limit):
-        clipped = grads_after(model)
-    for name, grad in plain.items():
-        expected = nn.Parameter(torch.zeros_like(grad))
-        expected.grad = grad.clone()
-        torch.nn.utils.clip_grad_norm_([expected], limit)
-        torch.testing.assert_close(clipped[name], expected.grad, rtol=1e-5, atol=0)
-        if grad.norm() <= limit:
-            assert torch.equal(clipped[name], grad), "small values stay equal bit by bit"
-
-
-def test_each_element_is_clipped_to_a_value() -> None:
-    plain = grads_after(net())
-    model = net()
-    with clip_gradients(model, max_value=0.5):
-        clipped = grads_after(model)
-    for name, grad in plain.items():
-        assert torch.equal(clipped[name], grad.clamp(-0.5, 0.5))
-
-
 @given(
     grad=arrays.arrays(np.float32, (2, 3), elements=st.floats(-(2.0**100), 2.0**100, width=32)),
     limit=st.floats(2.0**-20, 2.0**20),
@@ -106,6 +84,8 @@ def test_a_clipped_gradient_keeps_its_direction(grad: np.ndarray, limit: float) 
     norm = np.linalg.norm(wide)
     expected = wide * min(1.0, limit / norm) if norm else wide
     np.testing.assert_allclose(parameter.grad.double(), expected, rtol=1e-6, atol=1e-38)
+    if norm < 0.999 * limit:
+        assert torch.equal(parameter.grad, torch.from_numpy(grad)), "equal bit by bit"
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"max_value": 1.0}])
@@ -151,17 +131,6 @@ def test_sparse_gradients_are_changed_like_dense_ones() -> None:
         torch.testing.assert_close(grads[0], grads[1])
 
 
-def test_gradients_are_zeroed_and_scaled_by_name() -> None:
-    plain = grads_after(net())
-    model = net()
-    with zero_gradients(model, "fc*.bias"), scale_gradients(model, "encoder", -0.5):
-        changed = grads_after(model)
-    for name, grad in plain.items():
-        factor = {"encoder": -0.5, "fc1": 0.0, "fc2": 0.0}[name.partition(".")[0]]
-        factor = 1.0 if name == "fc1.weight" else factor
-        assert torch.equal(changed[name], grad * factor), name
-
-
 @pytest.mark.parametrize(
     ("select", "names"),
     [
@@ -181,9 +150,7 @@ def test_parameters_are_selected_like_modules(select: object, names: list[str]) 
 
 
 def test_each_backward_pass_is_changed_separately() -> None:
-    plain = grads_after(net())["fc1.weight"]
-    limit = 0.1 * plain.norm().item()
-    model = net()
+    limit, model = 0.1 * grads_after(net())["fc1.weight"].norm().item(), net()
     with clip_gradients(model, max_norm=limit):
         grads = grads_after(model, passes=3)
     assert grads["fc1.weight"].norm().item() == pytest.approx(3 * limit, rel=1e-4)
@@ -217,23 +184,6 @@ def test_the_clipping_bound_excludes_the_factor_of_a_scaler() -> None:
         torch.testing.assert_close(p.grad, expected, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.slow
-def test_a_compiled_model_is_clipped() -> None:
-    model = net()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    grads_after(compiled)
-    with clip_gradients(compiled, max_norm=0.25):
-        grads = grads_after(compiled)
-    assert max(g.norm().item() for g in grads.values()) == pytest.approx(0.25)
-    assert max(g.norm().item() for g in grads_after(compiled).values()) > 1.0
-
-
-def hooks_on(model: nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) + sum(
-        len(p._backward_hooks or ()) for p in model.parameters()
-    )
-
-
 MAKERS: list[Callable[[nn.Module], Intervention]] = [
     lambda model: clip_gradients(model, max_norm=0.1),
     lambda model: scale_gradients(model, "*", 0.5),
@@ -242,22 +192,40 @@ MAKERS: list[Callable[[nn.Module], Intervention]] = [
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_removing_restores_the_plain_network(make: Callable[[nn.Module], Intervention]) -> None:
+def test_removing_or_raising_restores_the_plain_network(
+    make: Callable[[nn.Module], Intervention],
+) -> None:
     plain, model = grads_after(net()), net()
-    handle = make(model)
-    assert not all(torch.equal(g, plain[n]) for n, g in grads_after(model).items())
+    with suppress(ZeroDivisionError), make(model) as handle:
+        assert not all(torch.equal(g, plain[n]) for n, g in grads_after(model).items())
+        raise ZeroDivisionError
     handle.remove()
-    handle.remove()
-    assert hooks_on(model) == 0
+    assert not is_hooked(model)
     assert all(torch.equal(g, plain[n]) for n, g in grads_after(model).items())
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_hooks_are_removed_when_the_body_raises(make: Callable[[nn.Module], Intervention]) -> None:
-    model = net()
-    with pytest.raises(ZeroDivisionError), make(model):
-        raise ZeroDivisionError
-    assert hooks_on(model) == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [MAKERS[0], MAKERS[2]])
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_compiled_model_is_changed_until_the_intervention_is_removed(
+    make: Callable[[nn.Module], Intervention], compiled_before: bool
+) -> None:
+    torch.compiler.reset()
+    plain, model, twin = grads_after(net()), net(), net()
+    with make(twin):
+        changed = grads_after(twin)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if compiled_before:
+        grads_after(compiled)
+    for _ in range(2):
+        with make(compiled):
+            assert_all_close(grads_after(compiled), changed)
+        assert_all_close(grads_after(compiled), plain)
+
+
+def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    by_name = {name.removeprefix("_orig_mod."): grad for name, grad in got.items()}
+    torch.testing.assert_close(by_name, expected)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -277,30 +245,22 @@ def test_interventions_combine_and_the_logger_records_the_result(tmp_path: Path)
     model, recorder = net(), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with HookLogger(model, tmp_path, every_n_steps=1, alerts=[recorder]):
-        grads_after(model)
+        plain = grads_after(model)
         optimizer.step()
         with (
-            scale_gradients(model, "encoder", 1000.0),
+            scale_gradients(model, "encoder", -1000.0),
             clip_gradients(model, max_norm=0.01),
             zero_gradients(model, "fc2"),
         ):
-            grads_after(model)
+            changed = grads_after(model)
             optimizer.step()
-        grads_after(model)
-        optimizer.step()
-    before, during, after = (
-        dict(zip(names(r), r.grad_norms, strict=True)) for r in recorder.records
-    )
-    assert before == after
-    assert during["encoder.0.weight"] == pytest.approx(0.01)
-    assert during["fc1.bias"] == pytest.approx(0.01)
-    assert during["fc1.weight"] == during["fc2.bias"] == 0.0
-    shown = recorder.records[1].grads["encoder.0.weight"].sketch
-    assert shown.norm == pytest.approx(0.01, rel=1e-4)
-
-
-def names(record: object) -> list[str]:
-    return [parameter.name for parameter in record.layout.parameters]
+    record = recorder.records[1]
+    names = [parameter.name for parameter in record.layout.parameters]
+    norms = dict(zip(names, record.grad_norms, strict=True))
+    assert [norms["encoder.0.weight"], norms["fc1.bias"]] == pytest.approx([0.01, 0.01])
+    assert norms["fc1.weight"] == norms["fc2.bias"] == 0.0
+    assert record.grads["encoder.0.weight"].sketch.norm == pytest.approx(0.01, rel=1e-4)
+    assert (changed["encoder.0.weight"] * plain["encoder.0.weight"] <= 0).all()
 
 
 def test_frozen_parameters_are_skipped_unless_all_are() -> None:
@@ -321,36 +281,42 @@ Pair = namedtuple("Pair", ["first", "second"])
 @dataclass(frozen=True)
 class Answer:
     values: Tensor
-    kind: str = "logits"
+    others: object = "logits"
 
 
 class Returns(nn.Module):
-    """Returns a structure made of its input."""
+    """Returns what a function makes of its input."""
 
-    def __init__(self, make: Callable[[Tensor], object]) -> None:
+    def __init__(self, make: Callable[..., object]) -> None:
         super().__init__()
         self.make = make
 
-    def forward(self, x: Tensor) -> object:
-        return self.make(x)
+    def forward(self, *args: Tensor, **options: object) -> object:
+        return self.make(*args, **options)
 
 
 X = torch.tensor([-2.0, -0.5, -0.49, 0.0, 0.3, 0.5, torch.nan, torch.inf])
 
 
-PRUNED = torch.tensor([-2.0, -0.5, 0.0, 0.0, 0.0, 0.5, torch.nan, torch.inf])
-
-
 def test_small_magnitudes_become_zero_and_have_no_gradient() -> None:
-    model = nn.Identity()
-    x = X.clone().requires_grad_()
+    model, x = nn.Identity(), X.clone().requires_grad_()
     with prune_activations(model, threshold=0.5):
         y = model(x)
-    torch.testing.assert_close(y, PRUNED, rtol=0, atol=0, equal_nan=True)
+    expected = torch.tensor([-2.0, -0.5, 0.0, 0.0, 0.0, 0.5, torch.nan, torch.inf])
+    torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
     upstream = torch.arange(1.0, 9.0)
     upstream[3] = torch.nan
     y.backward(upstream)
     assert x.grad.tolist() == [1.0, 2.0, 0.0, 0.0, 0.0, 6.0, 7.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor([0, 1]), torch.tensor([False]), None, MappingProxyType({"a": X})]
+)
+def test_other_values_than_floating_point_tensors_are_unchanged(value: object) -> None:
+    model = Returns(lambda x: value)
+    with prune_activations(model, threshold=0.5):
+        assert model(X) is value
 
 
 @pytest.mark.parametrize(
@@ -378,137 +344,58 @@ def test_every_structure_is_rebuilt_as_it_was(
         assert torch.equal(after, torch.where(before.abs() < 0.5, 0.0, before))
 
 
-def test_other_values_than_floating_point_tensors_are_unchanged() -> None:
-    for value in (torch.tensor([0, 1]), torch.tensor([False]), None, MappingProxyType({"a": X})):
-        model = Returns(lambda x, value=value: value)
-        with prune_activations(model, threshold=0.5):
-            assert model(X) is value
-
-
-def test_only_selected_modules_are_pruned() -> None:
-    model = nn.Sequential(OrderedDict(a=nn.Identity(), b=nn.Identity(), c=nn.Identity()))
-    seen = {}
-    for name, module in model.named_children():
-        module.register_forward_hook(lambda m, a, out, name=name: seen.__setitem__(name, out))
-    with prune_activations(model, "[bc]", threshold=1.0):
-        model(X[:6])
-    assert seen["a"].count_nonzero() == 5
-    assert seen["b"].count_nonzero() == seen["c"].count_nonzero() == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled_before", [False, True])
-def test_a_compiled_model_is_pruned_until_the_intervention_is_removed(
-    compiled_before: bool,
-) -> None:
-    torch.compiler.reset()
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    x = torch.randn(4, 3)
-    plain = model(x)
-    if compiled_before:
-        assert torch.equal(compiled(x), plain)
-    for _ in range(2):
-        with prune_activations(compiled, threshold=0.5):
-            pruned = model(x)
-            assert torch.equal(compiled(x), pruned)
-            assert not torch.equal(pruned, plain)
-        assert torch.equal(compiled(x), plain)
-
-
 # --- capturing -----------------------------------------------------------------------------------
 
 
-class ConvNet(nn.Module):
-    """Convolutions with an in-place activation after the first and a dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, 2, 3)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(2, 3, 3)
-        self.drop = nn.Dropout(0.5)
-        self.fc = nn.Linear(3 * 4 * 4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv2(self.relu(self.conv1(x)))
-        x += 1
-        return self.fc(self.drop(x).flatten(1))
-
-
-def without_hooks(model: ConvNet, x: Tensor) -> dict[str, Tensor]:
-    """Return values and gradients of the intermediate results without hooks."""
-    first = model.conv1(x)
-    first.retain_grad()
-    second = model.conv2(first.relu())
-    second.retain_grad()
-    (model.drop(second + 1).flatten(1) @ model.fc.weight.T + model.fc.bias).sum().backward()
-    return {"conv1": first, "conv2": second}
-
-
 def test_captured_values_and_gradients_equal_those_of_the_network() -> None:
-    model, x = ConvNet(), torch.randn(4, 1, 8, 8)
+    model, x = small_cnn(), torch.randn(8, 1, 8, 8)
     torch.manual_seed(1)
-    expected = without_hooks(model, x)
+    values = [model[0](x)]
+    values += [model[1](values[0])]
+    values += [values[1].relu()]
+    grads = torch.autograd.grad(model[3:](values[2]).sum(), values)
     torch.manual_seed(1)
-    with capture(model, "conv*") as captured:
+    with capture(model, "[012]") as captured:
+        with pytest.raises(KeyError, match="'1' has not run since"):
+            captured["1"]
         model(x).sum().backward()
-    assert list(captured) == ["conv1", "conv2"]
-    for name, value in expected.items():
-        [output], [grad] = captured[name].outputs, captured[name].grad_outputs
-        assert torch.equal(output, value), "in-place operations do not change it"
-        assert torch.equal(grad, value.grad)
+        with pytest.raises(KeyError, match="'5' is not captured; choose from 0, 1, 2"):
+            captured["5"]
+    assert list(captured) == ["0", "1", "2"]
+    for call, taken, value, expected in zip(
+        captured.values(), [x, *values[:2]], values, grads, strict=True
+    ):
+        [output], [grad], [given] = call.outputs, call.grad_outputs, call.inputs
+        assert torch.equal(given, taken), "although the last one changes it in place"
+        assert torch.equal(output, value)
+        assert torch.equal(grad, expected)
         assert not output.requires_grad
-    assert torch.equal(captured["conv1"].inputs[0], x)
-    assert torch.equal(captured["conv2"].inputs[0], expected["conv1"].relu())
-
-
-def train(model: nn.Module, logger: HookLogger | None = None) -> Iterator[Tensor]:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(3):
-        loss = F.cross_entropy(model(torch.rand(4, 1, 8, 8)), torch.randint(0, 2, (4,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield loss
 
 
 def test_capturing_changes_nothing_bit_for_bit(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        if logger is None:
-            yield from train(model)
-            return
-        with capture(model, nn.Module) as captured:
-            yield from train(model)
-        assert captured["fc"].grad_outputs[0] is not None
+        with ExitStack() as stack:
+            if logger is not None:
+                captured = stack.enter_context(capture(model, nn.Module))
+            yield from batches(model, steps=3)
+        if logger is not None:
+            assert captured["5"].grad_outputs[0] is not None
 
-    assert_left_alone(ConvNet, loop, tmp_path)
-
-
-@dataclass
-class Scaled:
-    logits: Tensor
-    hidden: dict[str, Tensor]
-
-
-class Structured(nn.Module):
-    def forward(self, x: Tensor, *, scale: Tensor, words: str = "") -> Scaled:
-        return Scaled(logits=x * scale, hidden={"square": x * x, "index": x.argmax()})
+    assert_left_alone(small_cnn, loop, tmp_path)
 
 
 def test_structures_and_keyword_arguments_are_traversed() -> None:
-    model = Structured()
-    x = torch.randn(3, requires_grad=True)
+    def make(x: Tensor, *, scale: Tensor, words: str = "") -> Answer:
+        return Answer(x * scale, {"square": x * x, "index": x.argmax()})
+
+    model, x = Returns(make), torch.randn(3, requires_grad=True)
     with capture(model) as captured:
         answer = model(x, scale=torch.tensor(2.0), words="words")
-        (answer.logits.sum() + 3 * answer.logits.sum()).backward()
-    call = captured[""]
+        answer.values.sum().backward(retain_graph=True)
+        (3 * answer.values).sum().backward()
+    call, expected = captured[""], [answer.values, *answer.others.values()]
     assert [t.tolist() for t in call.inputs] == [x.tolist(), 2.0]
-    assert [t.tolist() for t in call.outputs] == [
-        answer.logits.tolist(),
-        answer.hidden["square"].tolist(),
-        answer.hidden["index"].tolist(),
-    ]
+    assert [t.tolist() for t in call.outputs] == [t.tolist() for t in expected]
     assert call.grad_outputs[0].tolist() == [4.0] * 3
     assert call.grad_outputs[1:] == (None, None)
 
@@ -531,49 +418,38 @@ def test_the_latest_calls_of_a_shared_module_are_kept() -> None:
         assert torch.equal(call.grad_outputs[0], returned.grad)
 
 
-def test_gradients_of_several_backward_passes_add_up() -> None:
-    model = nn.Linear(2, 2)
-    with capture(model) as captured:
-        y = model(torch.randn(1, 2))
-        y.sum().backward(retain_graph=True)
-        (2 * y).sum().backward()
-    assert captured[""].grad_outputs[0].tolist() == [[3.0, 3.0]]
-
-
-def test_without_gradients_only_values_are_captured() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_only_values_are_captured(mode: Callable[[], Any]) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    for mode in (torch.no_grad, torch.inference_mode):
-        with capture(model) as captured, mode():
-            y = model(torch.randn(1, 2))
-        assert torch.equal(captured["0"].outputs[0], y)
-        assert not captured["0"].outputs[0].is_inference()
-        assert captured["0"].grad_outputs == (None,)
+    with capture(model) as captured, mode():
+        y = model(torch.randn(1, 2))
+    assert torch.equal(captured["0"].outputs[0], y)
+    assert not captured["0"].outputs[0].is_inference()
+    assert captured["0"].grad_outputs == (None,)
 
 
-def test_a_parameter_that_is_passed_through_has_no_gradient() -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rows = nn.Parameter(torch.ones(2))
-
-        def forward(self) -> Tensor:
-            return self.rows
-
-    model = Table()
-    with capture(model) as captured:
-        model().sum().backward()
-    assert captured[""].grad_outputs == (None,)
-    assert not model.rows._backward_hooks
+def test_reentrant_checkpointing_and_parameters_have_values_without_gradients() -> None:
+    layer, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    passes_on = Returns(lambda _: passes_on.rows)
+    passes_on.rows = nn.Parameter(torch.ones(1, 2))
+    for model, run in ((layer, checkpoint), (passes_on, lambda model, x, **_: model(x))):
+        with capture(model) as captured:
+            y = run(model, x, use_reentrant=True)
+            y.sum().backward()
+        [call] = captured.values()
+        assert torch.equal(call.outputs[0], y)
+        assert call.grad_outputs == (None,)
+        assert not is_hooked(model)
 
 
 def test_checkpointing_gives_each_call_its_gradient() -> None:
     layer, drop = nn.Linear(2, 2), nn.Dropout(0.5)
     x = torch.randn(3, 2, requires_grad=True)
 
-    def twice(v: Tensor) -> Tensor:
-        return layer(drop(layer(v)))
-
     def run(*, checkpointed: bool) -> list[tuple[Tensor, Tensor | None]]:
+        def twice(v: Tensor) -> Tensor:
+            return layer(drop(layer(v)))
+
         torch.manual_seed(2)
         with capture(layer, calls=9) as captured:
             y = x
@@ -583,30 +459,17 @@ def test_checkpointing_gives_each_call_its_gradient() -> None:
         return [(call.outputs[0], call.grad_outputs[0]) for call in captured.calls("")]
 
     plain, checkpointed = run(checkpointed=False), run(checkpointed=True)
-    assert len(plain) == len(checkpointed) == 4
-    for expected, got in zip(plain, checkpointed, strict=True):
-        assert torch.equal(expected[0], got[0])
-        assert torch.equal(expected[1], got[1])
-
-
-def test_reentrant_checkpointing_keeps_values_without_gradients() -> None:
-    model = nn.Linear(2, 2)
-    with capture(model) as captured:
-        y = checkpoint(model, torch.ones(1, 2, requires_grad=True), use_reentrant=True)
-        y.sum().backward()
-    [call] = captured.values()
-    assert torch.equal(call.outputs[0], y)
-    assert call.grad_outputs == (None,)
+    assert len(plain) == 4
+    torch.testing.assert_close(checkpointed, plain, rtol=0, atol=0)
 
 
 def test_a_failed_call_is_not_kept_nor_are_its_inputs() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if x < 0:
-                raise ArithmeticError
-            return x + 1
+    def make(x: Tensor) -> Tensor:
+        if x < 0:
+            raise ArithmeticError
+        return x + 1
 
-    model = Fails()
+    model = Returns(make)
     with capture(model, calls=9) as captured:
         with pytest.raises(ArithmeticError):
             model(torch.tensor(-1.0))
@@ -615,16 +478,8 @@ def test_a_failed_call_is_not_kept_nor_are_its_inputs() -> None:
     assert [call.inputs[0].item(), call.outputs[0].item()] == [2.0, 3.0]
 
 
-def test_captured_inputs_are_copied_before_in_place_changes() -> None:
-    model = nn.ReLU(inplace=True)
-    with capture(model) as captured:
-        model(torch.tensor([-1.0, 2.0]))
-    assert captured[""].inputs[0].tolist() == [-1.0, 2.0]
-    assert captured[""].outputs[0].tolist() == [0.0, 2.0]
-
-
 def test_calls_of_concurrent_threads_have_their_own_inputs() -> None:
-    model, barrier = nn.Sequential(nn.Identity()), threading.Barrier(2, timeout=20)
+    model, barrier = nn.Sequential(nn.Identity()), threading.Barrier(2, timeout=120)
 
     def meet(module: nn.Module, args: object) -> None:
         barrier.wait()
@@ -705,64 +560,33 @@ def test_calls_inside_a_function_transform_are_not_captured() -> None:
     assert not captured
 
 
-def test_removing_removes_hooks_of_modules_and_of_the_graph() -> None:
-    model = ConvNet()
-
-    def fail(y: Tensor) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), capture(model) as captured:
-        fail(y := model(torch.randn(4, 1, 8, 8)))
-    assert hooks_on(model) == 0
-    y.sum().backward()
-    captured.remove()
-    assert len(captured) == 5
-    assert all(call.grad_outputs == (None,) for call in captured.values())
-
-
-@pytest.mark.slow
-def test_dropping_the_result_removes_the_hooks() -> None:
-    model = ConvNet()
-    capture(model)
-    gc.collect()
-    assert hooks_on(model) == 0
+@pytest.mark.parametrize("way", ["raises", pytest.param("dropped", marks=pytest.mark.slow)])
+def test_hooks_of_modules_and_of_the_graph_are_removed(way: str) -> None:
+    model = small_cnn()
+    captured = capture(model)
+    y = model(torch.randn(4, 1, 8, 8))
+    if way == "raises":
+        with suppress(ZeroDivisionError), captured:
+            raise ZeroDivisionError
+        y.sum().backward()
+        captured.remove()
+        assert len(captured) == 6
+        assert all(call.grad_outputs == (None,) for call in captured.values())
+    else:
+        del captured
+        gc.collect()
+    assert not is_hooked(model)
 
 
 def test_neither_the_model_nor_its_graph_is_kept_alive() -> None:
-    model = ConvNet()
+    model, x = small_cnn(), torch.randn(4, 1, 8, 8, requires_grad=True)
     captured = capture(model)
-    x = torch.randn(4, 1, 8, 8, requires_grad=True)
     references = weakref.ref(model), weakref.ref(x)
     model(x)
     del model, x
     gc.collect()
     assert [ref() for ref in references] == [None, None]
-    assert len(captured) == 5
-
-
-def test_internal_errors_do_not_reach_the_training(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(value: object) -> Iterator[Tensor]:
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr("telemetry.interventions.tensors_in", broken)
-    model = nn.Linear(1, 1)
-    with capture(model) as captured:
-        for _ in range(2):
-            model(torch.ones(1, 1)).sum().backward()
-    assert not captured
-    assert caplog.text.count("telemetry failed to capture the inputs of the model") == 1
-    assert caplog.text.count("telemetry failed to capture the outputs of the model") == 1
-
-
-def test_a_module_without_a_call_or_outside_the_selection_is_named() -> None:
-    model = ConvNet()
-    with capture(model, "conv*") as captured:
-        with pytest.raises(KeyError, match="'conv1' has not run since"):
-            captured["conv1"]
-        with pytest.raises(KeyError, match="'fc' is not captured; choose from conv1, conv2"):
-            captured["fc"]
+    assert len(captured) == 6
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -798,4 +622,4 @@ def test_an_invalid_argument_is_named(
     model = net()
     with pytest.raises(error, match=message):
         call(model)
-    assert hooks_on(model) == 0
+    assert not is_hooked(model)

@@ -4,103 +4,101 @@ from __future__ import annotations
 
 import string
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils.parametrizations import weight_norm
 
-from telemetry.selection import Selection, Selector, clean_name, cleaned, evenly
+from telemetry import HookLogger, StepRecord
+from telemetry.testing import capture_run
 
 
-class Net(nn.Module):
-    """Two blocks and a head."""
+class Chain(nn.Module):
+    """Calls its parts in turn, whatever they are called, except for containers."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self.encoder = nn.Sequential(
-            nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), nn.Sequential(nn.Conv2d(2, 2, 3))
-        )
-        self.dropout = nn.Dropout()
-        self.head = nn.Linear(2, 2)
+        for name, part in parts.items():
+            self.add_module(name, part)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = x if isinstance(part, nn.ModuleList | nn.ParameterList) else part(x)
+        return x
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(2, 2)
+
+
+def net() -> Chain:
+    """Two blocks and a head."""
+    blocks = nn.Sequential(nn.Sequential(linear(), nn.ReLU()), nn.Sequential(linear()))
+    return Chain({"encoder": blocks, "dropout": nn.Dropout(), "head": nn.LayerNorm(2)})
 
 
 LEAVES = ["encoder.0.0", "encoder.0.1", "encoder.1.0", "dropout", "head"]
 
 
-def watched(model: nn.Module, modules: object = None, exclude: object = None) -> list[str]:
-    selection = Selection.parse(modules, exclude)  # type: ignore[arg-type]
-    selection.check(model)
-    return list(selection.apply(model))
+def record_of(
+    model: nn.Module, modules: Any = None, exclude: Any = None, inputs: Tensor | None = None
+) -> StepRecord:
+    """Train one step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture_run(model, modules=modules, exclude=exclude, rules=[]) as run:
+        model(torch.ones(1, 2) if inputs is None else inputs).sum().backward()
+        optimizer.step()
+    return run.records[0]
 
 
-def test_every_leaf_is_watched_by_default() -> None:
-    model = Net()
-    selected = Selection.parse().apply(model)
-    assert list(selected) == LEAVES
-    assert all(model.get_submodule(name) is module for name, module in selected.items())
+def watched(model: nn.Module, modules: Any = None, exclude: Any = None) -> list[str]:
+    """Return the modules whose outputs are measured, in the order of their names."""
+    return sorted(record_of(model, modules, exclude).activations)
 
 
-@pytest.mark.parametrize("name", [*string.punctuation.replace(".", ""), "a[0]", "[!a]", "\n", "*"])
+@pytest.mark.parametrize("name", [*string.punctuation.replace(".", ""), "a[0]", "[!a]", "\n"])
 def test_an_exact_name_with_special_characters_selects_its_module(name: str) -> None:
-    model = nn.Sequential(nn.ModuleDict({name: nn.Linear(1, 1)}), nn.ReLU())
+    model = nn.Sequential(Chain({name: linear()}), nn.ReLU())
     assert f"0.{name}" in watched(model, f"0.{name}")
 
 
-def test_the_error_of_a_glob_with_a_bracket_names_the_escape() -> None:
-    model = nn.ModuleDict({"a[0]": nn.Linear(1, 1)})
-    assert watched(model, "*a[[]0]*") == ["a[0]"]
-    with pytest.raises(ValueError, match=r"\[ begins a set of characters, \[\[\] matches the char"):
-        watched(model, "*a[0]*")
+def inner(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and "." in name
 
 
-def test_a_model_without_parts_is_watched_itself() -> None:
-    assert watched(nn.Linear(1, 1)) == [""]
+def second(name: str, module: nn.Module) -> bool:
+    return name.endswith(".1")
 
 
 @pytest.mark.parametrize(
-    ("modules", "names"),
+    ("modules", "exclude", "names"),
     [
-        ("head", ["head"]),
-        ("encoder.?", ["encoder.0", "encoder.1"]),
-        ("encoder.*", ["encoder.0", "encoder.0.0", "encoder.0.1", "encoder.1", "encoder.1.0"]),
-        (["head", "*.0.0"], ["encoder.0.0", "head"]),
-        (nn.Conv2d, ["encoder.0.0", "encoder.1.0"]),
-        ((nn.Linear, nn.ReLU, nn.LSTM), ["encoder.0.1", "head"]),
-        (lambda name, module: isinstance(module, nn.Sequential) and "." in name,
-         ["encoder.0", "encoder.1"]),
-        ([nn.Linear, "dropout", lambda name, module: name == ""], ["", "dropout", "head"]),
-        (("head",) * 2, ["head"]),
+        (None, None, " ".join(LEAVES)),
+        ("head", None, "head"),
+        (("head",) * 2, None, "head"),
+        ("encoder.?", None, "encoder.0 encoder.1"),
+        ("encoder.*", None, "encoder.0 encoder.0.0 encoder.0.1 encoder.1 encoder.1.0"),
+        (["head", "*.0.0"], None, "encoder.0.0 head"),
+        (nn.Linear, None, "encoder.0.0 encoder.1.0"),
+        ((nn.LayerNorm, nn.ReLU, nn.LSTM), None, "encoder.0.1 head"),
+        (inner, None, "encoder.0 encoder.1"),
+        ([nn.LayerNorm, "dropout", inner], None, "dropout encoder.0 encoder.1 head"),
+        (None, "encoder.*", "dropout head"),
+        (None, nn.Dropout, "encoder.0.0 encoder.0.1 encoder.1.0 head"),
+        (None, ["head", second], "dropout encoder.0.0 encoder.1.0"),
+        ("encoder.*", ["encoder.1*", nn.Sequential], "encoder.0.0 encoder.0.1"),
     ],
-)  # fmt: skip
-def test_modules_picks_by_glob_type_and_predicate(modules: Selector, names: list[str]) -> None:
-    assert watched(Net(), modules) == names
-
-
-@pytest.mark.parametrize(
-    ("exclude", "names"),
-    [
-        ("encoder.*", ["dropout", "head"]),
-        (nn.Dropout, ["encoder.0.0", "encoder.0.1", "encoder.1.0", "head"]),
-        (["head", lambda name, module: name.endswith(".1")], ["encoder.0.0", "encoder.1.0",
-                                                               "dropout"]),
-    ],
-)  # fmt: skip
-def test_exclude_omits_by_glob_type_and_predicate(exclude: object, names: list[str]) -> None:
-    assert watched(Net(), exclude=exclude) == names
-
-
-def test_exclude_wins_over_modules() -> None:
-    assert watched(Net(), modules="encoder.*", exclude=["encoder.1*", nn.Sequential]) == [
-        "encoder.0.0",
-        "encoder.0.1",
-    ]
+)
+def test_globs_types_and_predicates_pick_modules_and_exclude_wins(
+    modules: Any, exclude: Any, names: str
+) -> None:
+    assert watched(net(), modules, exclude) == sorted(names.split())
 
 
 class Encoder(nn.Module):
@@ -114,6 +112,10 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 5)
         self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position
+        return self.head(self.norm(self.attn(x, x, x)[0]))
 
 
 @pytest.mark.parametrize(
@@ -132,173 +134,133 @@ class Encoder(nn.Module):
 def test_parameters_of_watched_modules_and_below_are_recorded(
     modules: Any, exclude: Any, recorded: str
 ) -> None:
-    model = Encoder()
-    found = Selection.parse(modules, exclude).parameters(model)
-    owners = {n.rpartition(".")[0] for n, p in model.named_parameters() if id(p) in found}
+    tokens = torch.arange(4).reshape(2, 2)
+    layout = record_of(Encoder(), modules, exclude, tokens).layout
+    owners = {p.name.rpartition(".")[0] for p in layout.parameters if p.recorded}
     assert owners == {"" if name == "position" else name for name in recorded.split()}
 
 
-def test_globs_are_case_sensitive() -> None:
-    with pytest.raises(ValueError, match="matches none"):
-        watched(Net(), "Head")
+# --- what is refused -----------------------------------------------------------------------------
 
 
-def test_a_glob_that_matches_nothing_names_the_closest() -> None:
-    model = nn.ModuleDict({"encoder": nn.Sequential(*(nn.Identity() for _ in range(35)))})
-    with pytest.raises(
-        ValueError,
-        match=r'HookLogger\(modules="encodr\.1"\): matches none of the 37 modules; '
-        r"the closest names are encoder\.1, encoder\.\d+",
-    ):
-        watched(model, ["encoder.*", "encodr.1"])
-
-
-def test_names_that_are_not_close_are_not_suggested() -> None:
-    model = nn.Sequential(*(nn.Identity() for _ in range(12)))
-    with pytest.raises(ValueError, match=r"their names are 0, 1, 2, 3, 4 and 7 more$"):
-        watched(model, "nothing*")
-
-
-def test_an_exclude_glob_that_matches_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'exclude="drpout"\): .*names are dropout'):
-        watched(Net(), exclude="drpout")
-
-
-def test_a_glob_on_a_model_without_parts_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'modules="fc"\): matches none of the 1 module$'):
-        watched(nn.Linear(1, 1), "fc")
+def many() -> nn.Module:
+    return nn.ModuleDict({"encoder": nn.Sequential(*(linear() for _ in range(35)))})
 
 
 @pytest.mark.parametrize(
-    ("modules", "exclude", "message"),
+    ("model", "options", "message"),
     [
-        (nn.LSTM, None, r"HookLogger\(modules=\.\.\.\): leaves none of the 9 modules"),
-        ((), None, r"HookLogger\(modules=\.\.\.\): leaves none"),
-        (None, "*", r"HookLogger\(exclude=\.\.\.\): leaves none"),
-        (nn.LSTM, "head", r"HookLogger\(modules=\.\.\.\): leaves none"),
-        (nn.Linear, nn.Module, r"HookLogger\(exclude=\.\.\.\): leaves none"),
+        (net(), {"modules": "Head"}, "matches none"),  # case-sensitive
+        (
+            many(),
+            {"modules": ["encoder.*", "encodr.1"]},
+            r'HookLogger\(modules="encodr\.1"\): matches none of the 37 modules; '
+            r"the closest names are encoder\.1, encoder\.\d+",
+        ),
+        (
+            nn.Sequential(*(linear() for _ in range(12))),
+            {"modules": "nothing*"},
+            r"their names are 0, 1, 2, 3, 4 and 7 more$",
+        ),
+        (net(), {"exclude": "drpout"}, r'exclude="drpout"\): .*names are dropout'),
+        (linear(), {"modules": "fc"}, r'modules="fc"\): matches none of the 1 module$'),
+        (
+            Chain({"a[0]": linear()}),
+            {"modules": "*a[0]*"},
+            r"\[ begins a set of characters, \[\[\] matches the char",
+        ),
+        (net(), {"modules": nn.LSTM}, r"HookLogger\(modules=\.\.\.\): leaves none of the 9 module"),
+        (net(), {"modules": ()}, r"HookLogger\(modules=\.\.\.\): leaves none"),
+        (net(), {"exclude": "*"}, r"HookLogger\(exclude=\.\.\.\): leaves none"),
+        (net(), {"modules": nn.LSTM, "exclude": "head"}, r"\(modules=\.\.\.\): leaves none"),
+        (net(), {"modules": nn.Linear, "exclude": nn.Module}, r"\(exclude=\.\.\.\): leaves none"),
     ],
 )
-def test_a_selection_of_nothing_is_refused(modules: object, exclude: object, message: str) -> None:
+def test_a_selection_of_nothing_is_refused_with_the_closest_names(
+    tmp_path: Path, model: nn.Module, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        watched(Net(), modules, exclude)
+        HookLogger(model, tmp_path, **options)
 
 
 @pytest.mark.parametrize("argument", ["modules", "exclude"])
 @pytest.mark.parametrize("value", [3, [3], int, nn.Linear(1, 1), ["head", None], b"head"])
-def test_other_selectors_are_refused(argument: str, value: object) -> None:
+def test_other_selectors_are_refused(tmp_path: Path, argument: str, value: object) -> None:
     with pytest.raises(TypeError, match=rf"HookLogger\({argument}=.*must be a glob"):
-        Selection.parse(**{argument: value})  # type: ignore[arg-type]
+        HookLogger(net(), tmp_path, **{argument: value})
 
 
-def test_replaced_modules_are_found_when_applied_again() -> None:
-    model = Net()
-    selection = Selection.parse("head*")
-    selection.check(model)
-    model.head = nn.Sequential(nn.Linear(2, 2))  # type: ignore[assignment]
-    assert list(selection.apply(model)) == ["head", "head.0"]
-    del model.head
-    assert selection.apply(model) == {}
+# --- what is a leaf, and its name ----------------------------------------------------------------
 
 
-def test_a_shared_module_is_watched_once_under_its_first_name() -> None:
-    shared = nn.Linear(1, 1)
-    assert watched(nn.Sequential(shared, nn.ReLU(), shared)) == ["0", "1"]
-
-
-def test_modules_that_cannot_run_are_not_leaves() -> None:
-    model = Net()
-    model.scales = nn.ParameterList([nn.Parameter(torch.ones(1))])
-    model.spare = nn.ModuleList()
-    assert watched(model) == LEAVES
-
-
-def test_modules_that_only_hold_parameters_do_not_make_a_parent() -> None:
+def test_a_leaf_is_a_module_whose_parts_cannot_run() -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
             self.scales = nn.ParameterDict({"x": nn.Parameter(torch.ones(1))})
+            self.register_module("bias_net", None)
 
-    model = nn.Sequential(Scaled(), nn.MultiheadAttention(2, 1), nn.ModuleList([nn.Linear(2, 2)]))
-    assert watched(model) == ["0", "1", "2.0"]
-
-
-def test_a_missing_child_does_not_make_a_parent() -> None:
-    layer = nn.Linear(1, 1)
-    layer.register_module("bias_net", None)
-    assert watched(nn.Sequential(layer)) == ["0"]
-
-
-def test_a_child_that_a_user_named_module_is_not_a_wrapped_module() -> None:
-    block = nn.Sequential()
-    block.module = nn.Linear(1, 1)
-    model = nn.Sequential(block, nn.ReLU())
-    assert watched(model, "0*") == ["0", "0.module"]
-
-
-def test_a_parametrized_module_stays_a_leaf() -> None:
-    assert watched(nn.Sequential(weight_norm(nn.Linear(2, 2)), nn.ReLU())) == ["0", "1"]
-
-
-def test_wrappers_are_not_watched_and_globs_may_omit_them() -> None:
-    model = torch.compile(nn.DataParallel(Net()), backend="eager")
-    prefix = "_orig_mod.module"
-    assert watched(model) == [f"{prefix}.{leaf}" for leaf in LEAVES]
-    assert watched(model, "head") == watched(model, f"{prefix}.head") == [f"{prefix}.head"]
-    assert watched(model, lambda name, module: clean_name(name) == "") == [prefix]
-
-
-def test_a_checkpointed_block_is_watched_once() -> None:
-    model = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)))
-    assert watched(model, "0") == ["0._checkpoint_wrapped_module"]
+    shared = linear()
+    parts = {
+        "alone": nn.ParameterList([nn.Parameter(torch.ones(1))]),
+        "spare": nn.ModuleList(),
+        "scaled": Scaled(),
+        "normed": weight_norm(linear()),
+        "checkpointed": checkpoint_wrapper(linear()),
+        "first": shared,
+        "again": shared,
+    }
+    assert watched(Chain(parts)) == ["checkpointed", "first", "normed", "scaled"]
+    assert watched(linear()) == [""]
 
 
 @pytest.mark.parametrize(
     ("name", "clean"),
     [
-        ("", ""),
-        ("module", ""),
-        ("_orig_mod", ""),
         ("encoder.0", "encoder.0"),
         ("module.encoder.0", "encoder.0"),
         ("_orig_mod.module.encoder.0", "encoder.0"),
-        ("module._orig_mod.encoder.0.weight", "encoder.0.weight"),
+        ("module._orig_mod.encoder.0", "encoder.0"),
         ("_fsdp_wrapped_module.a._fsdp_wrapped_module.b", "a.b"),
         ("a._checkpoint_wrapped_module.b", "a.b"),
         ("encoder.module.0", "encoder.module.0"),
-        ("modules.0", "modules.0"),
+        ("modular.0", "modular.0"),
     ],
 )
 def test_names_are_cleaned_of_wrappers(name: str, clean: str) -> None:
-    assert clean_name(name) == clean
+    model: nn.Module = linear()
+    for part in reversed(name.split(".")):
+        model = Chain({part: model})
+    assert watched(model) == watched(model, name) == watched(model, clean) == [clean]
 
 
-def test_clean_names_are_the_keys_unless_two_are_the_same() -> None:
-    assert cleaned([("module.a", 1), ("module.b", 2)]) == {"a": 1, "b": 2}
-    assert cleaned([("module.a", 1), ("a", 2)]) == {"module.a": 1, "a": 2}
+def test_names_are_kept_if_two_would_be_the_same() -> None:
+    model = Chain({"module": linear(), "a": Chain({"module": linear()})})
+    assert watched(model) == ["", "a.module"]
+    model = Chain({"module": Chain({"a": linear(), "b": linear()}), "a": linear()})
+    assert watched(model) == ["a", "module.a", "module.b"]
 
 
-def test_a_clean_name_names_the_wrapped_module() -> None:
-    model = torch.compile(nn.DataParallel(Net()), backend="eager")
-    modules = cleaned(model.named_modules())
-    assert modules.keys() == dict(Net().named_modules()).keys()
-    assert isinstance(modules[""], Net)
-    block = nn.Sequential(checkpoint_wrapper(nn.Linear(1, 1)))
-    assert [type(m) for m in cleaned(block.named_modules()).values()] == [nn.Sequential, nn.Linear]
+def test_a_wrapped_model_has_the_names_of_the_model() -> None:
+    model = torch.compile(nn.DataParallel(net()), backend="eager")
+    assert watched(model) == sorted(LEAVES)
+    assert watched(model, "head") == watched(model, "_orig_mod.module.head") == ["head"]
 
 
-@pytest.mark.parametrize(
-    ("count", "most", "kept"),
-    [(0, 3, []), (3, 3, [0, 1, 2]), (5, 3, [0, 2, 4]), (100, 4, [0, 33, 66, 99]), (4, 2, [0, 3])],
-)
-def test_a_spread_keeps_the_ends_and_even_steps(count: int, most: int, kept: list[int]) -> None:
-    assert evenly(range(count), most) == kept
+def test_replaced_modules_are_found_at_the_next_step() -> None:
+    model = net()
+    with capture_run(model, modules="head*", rules=[]) as run:
+        for _ in range(2):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            model.head = nn.Sequential(linear())
+    assert [sorted(r.activations) for r in run.records] == [["head"], ["head", "head.0"]]
 
 
 def calls_to_select(count: int) -> int:
     """Count the function calls that select ``count`` of three times as many modules."""
-    model = nn.Sequential(*(nn.Sequential(nn.ReLU(), nn.ReLU()) for _ in range(count)))
-    selection = Selection.parse("*.1", nn.Linear)
+    model = nn.Sequential(*(nn.Sequential(nn.ReLU(), linear()) for _ in range(count)))
     calls = 0
 
     def tally(frame: FrameType, event: str, arg: Any) -> None:
@@ -307,10 +269,10 @@ def calls_to_select(count: int) -> int:
 
     sys.setprofile(tally)
     try:
-        selected = selection.apply(model)
+        with capture_run(model, modules="*.1", exclude=nn.ReLU, rules=[]):
+            pass
     finally:
         sys.setprofile(None)
-    assert len(selected) == count
     return calls
 
 

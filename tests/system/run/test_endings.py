@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import struct
-import subprocess
 import textwrap
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +16,11 @@ from torch.utils import tensorboard
 
 import telemetry
 from telemetry import Alert, HookLogger
-from telemetry.events import list_event_files, read_events
-from telemetry.reading.run_data import RunData
-from telemetry.reading.sources import FileSource
-from telemetry.records import StepRecord
-from telemetry.tag_names import TOTAL_GRAD_NORM
+from tests.helpers.disks import FreezableDisk
+from tests.helpers.loops import fault_at, written
 from tests.helpers.scripts import run_script, start_script
+from tests.helpers.shell import run as run_command
+from tests.helpers.twins import Recorder
 
 KILLED = 8
 PROMISED_S = 2.0
@@ -65,8 +60,14 @@ def train(log_dir, pause_s, steps, progress):
 
 
 def written_steps(log_dir: Path, tag: str) -> list[int]:
-    events = (event for path in list_event_files(log_dir) for event in read_events(path))
-    return [e.step for e in events if any(value.tag.startswith(tag) for value in e.summary.value)]
+    """Return the steps of a group of tags, in the order of writing."""
+    values = written(log_dir)
+    return [step for _, step, v in values if v.tag.removeprefix("~run/").startswith(tag)]
+
+
+def norm_steps(log_dir: Path) -> set[int]:
+    layers = telemetry.read(log_dir).layers
+    return set(layers[layers.statistic == "grad_norm"].step.tolist())
 
 
 # --- kill -9 -------------------------------------------------------------------------------------
@@ -108,13 +109,12 @@ def test_after_kill_9_no_record_of_a_run_older_than_two_seconds_is_missing(
     for run, count in counts.items():
         log_dir, old = tmp_path / "runs" / run, set(range(count))
         alerts = {step for step in old if step % 10 == 0}
-        assert old <= set(written_steps(log_dir, TOTAL_GRAD_NORM)), run
+        assert old <= set(written_steps(log_dir, "grad_norm/total")), run
         assert old <= set(written_steps(log_dir, "loss")), run
         assert alerts <= set(written_steps(log_dir, "~alerts/")), run
         if old:
-            page = RunData(FileSource(log_dir))
-            assert old <= set(page.matrix("grad_norm").steps.tolist()), run
-            assert alerts <= {alert.step for alert in page.overview().alerts}, run
+            assert old <= norm_steps(log_dir), run
+            assert alerts <= {alert.step for alert in telemetry.read(log_dir).alerts}, run
             lines = (log_dir / "alerts.jsonl").read_text().splitlines()
             assert alerts <= {json.loads(line)["step"] for line in lines}, run
 
@@ -126,15 +126,16 @@ def test_the_last_norms_are_in_the_file_although_no_step_follows(tmp_path: Path)
         process.stdout.buffer.read(40 * STEP.size)  # returns when all are done
         time.sleep(PROMISED_S)
         process.kill()
-    page = RunData(FileSource(tmp_path / "run"))
-    assert page.matrix("grad_norm").steps.tolist() == list(range(40))
+    assert norm_steps(tmp_path / "run") == set(range(40))
 
 
 # --- Ctrl-C --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("then", ["", "logger.close()"])
-def test_steps_queued_when_ctrl_c_interrupts_close_are_written(tmp_path: Path, then: str) -> None:
+def test_steps_queued_when_ctrl_c_interrupts_close_are_written(
+    tmp_path: Path, then: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = f"""
 import os, signal, sys, threading, time
 import torch
@@ -162,51 +163,46 @@ except KeyboardInterrupt:
     output, errors = run_script(tmp_path, script, tmp_path / "run")
     assert output.startswith("interrupted <HookLogger removed")
     assert written_steps(tmp_path / "run", "loss") == list(range(60))
-    assert len(written_steps(tmp_path / "run", "telemetry/end/")) == 1
+    assert run_command("runs", tmp_path / "run", "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["status"] == "ended"
     assert "Traceback" not in errors
 
 
 # --- a disk that hangs ---------------------------------------------------------------------------
 
 
-class FrozenDisk:
-    """A file system on which writing hangs, as on an unreachable network drive."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def freeze(self) -> None:
-        subprocess.run(["fsfreeze", "--freeze", str(self.path)], check=True)
-
-    def thaw(self) -> None:
-        subprocess.run(["fsfreeze", "--unfreeze", str(self.path)], stderr=subprocess.DEVNULL)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[FrozenDisk]:
-    image, path = tmp_path / "image", tmp_path / "disk"
-    path.mkdir()
-    image.touch()
-    os.truncate(image, 16 << 20)
-    if not all(map(shutil.which, ["mkfs.ext4", "mount", "fsfreeze"])):
-        pytest.skip("no tools to make a file system that hangs")
-    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True)
-    mount = ["mount", "-o", "loop", str(image), str(path)]
-    if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("may not mount a file system")
-    disk = FrozenDisk(path)
-    try:
-        yield disk
-    finally:
-        disk.thaw()
-        subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def alert_at(step: int) -> Alert:
-    return Alert(
-        kind="nonfinite", severity="error", step=step, module_name="0",
-        value=1.0, threshold=0.0, summary="planted",
+def test_with_a_hanging_disk_each_step_is_checked_and_close_has_one_deadline(
+    freezable_disk: FreezableDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder, received, model = Recorder(), list[Alert](), nn.Linear(4, 2)
+    # Errors: alerts.jsonl and flight files are written, too.
+    logger = HookLogger(
+        model, freezable_disk.path / "run", alerts=[recorder, fault_at(*range(0, 2000, 100))],
+        every_n_steps=50, on_alert=received.append,
     )  # fmt: skip
+    with freezable_disk.frozen():
+        train(model, 2000)
+        logger.close(timeout_s=3)  # returns although the disk hangs
+    assert [record.step for record in recorder.records] == list(range(2000))
+    assert [alert.step for alert in received] == list(range(0, 2000, 100))
+    lost = [message for message in caplog.messages if "could not be written" in message]
+    assert any("events could not be written" in message for message in lost), caplog.messages
+    assert any("has not ended" in message for message in lost), caplog.messages
+
+
+@pytest.mark.parametrize("kind", [tensorboard.SummaryWriter, telemetry.SummaryWriter])
+def test_a_given_writer_on_a_hanging_disk_does_not_block_closing(
+    freezable_disk: FreezableDisk, kind: type[tensorboard.SummaryWriter]
+) -> None:
+    model, writer = nn.Linear(4, 2), kind(freezable_disk.path / "run")
+    threads = set(threading.enumerate())
+    logger = HookLogger(model, writer, alerts=(), every_n_steps=50)
+    with freezable_disk.frozen():
+        train(model, 500)
+        logger.close(timeout_s=1)  # returns although the disk hangs
+    for thread in set(threading.enumerate()) - threads:
+        thread.join()  # or it continues to write when the disk is unmounted
+    writer.close()
 
 
 def train(model: nn.Module, steps: int) -> None:
@@ -215,49 +211,3 @@ def train(model: nn.Module, steps: int) -> None:
         optimizer.zero_grad()
         model(torch.rand(8, 4)).square().mean().backward()
         optimizer.step()
-
-
-def test_with_a_hanging_disk_each_step_is_checked_and_close_has_one_deadline(
-    disk: FrozenDisk, caplog: pytest.LogCaptureFixture
-) -> None:
-    judged: list[int] = []
-    received: list[Alert] = []
-
-    def rule(record: StepRecord) -> Iterable[Alert]:
-        judged.append(record.step)
-        if record.step % 100 == 0:  # an error: alerts.jsonl and flight files are written, too
-            yield alert_at(record.step)
-
-    model = nn.Linear(4, 2)
-    log_dir = disk.path / "run"
-    logger = HookLogger(model, log_dir, alerts=[rule], every_n_steps=50, on_alert=received.append)
-    disk.freeze()
-    train(model, 2000)
-    begin = time.monotonic()
-    logger.close(timeout_s=3)
-    took_s = time.monotonic() - begin
-    assert judged == list(range(2000))
-    assert [alert.step for alert in received] == list(range(0, 2000, 100))
-    assert took_s < 6
-    lost = [message for message in caplog.messages if "could not be written" in message]
-    assert any("events could not be written" in message for message in lost), caplog.messages
-    assert any("has not ended" in message for message in lost), caplog.messages
-    disk.thaw()
-
-
-@pytest.mark.parametrize("kind", [tensorboard.SummaryWriter, telemetry.SummaryWriter])
-def test_a_given_writer_on_a_hanging_disk_blocks_no_longer_than_the_timeout(
-    disk: FrozenDisk, kind: type[tensorboard.SummaryWriter]
-) -> None:
-    model, writer = nn.Linear(4, 2), kind(disk.path / "run")
-    threads = set(threading.enumerate())
-    logger = HookLogger(model, writer, alerts=(), every_n_steps=50)
-    disk.freeze()
-    train(model, 500)
-    begin = time.monotonic()
-    logger.close(timeout_s=1)
-    assert time.monotonic() - begin < 6
-    disk.thaw()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join()  # or it continues to write when the disk is unmounted
-    writer.close()

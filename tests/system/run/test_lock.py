@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry import HookLogger
+from tests.helpers.loops import train
 from tests.helpers.scripts import run_script, start_script
 from tests.helpers.twins import Recorder
 
@@ -21,14 +21,6 @@ WRITTEN_TO = "another HookLogger, in this process"
 
 def count(caplog: pytest.LogCaptureFixture, words: str) -> int:
     return sum(words in message for message in caplog.messages)
-
-
-def train(model: nn.Linear, steps: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.rand(8, 3)).square().mean().backward()
-        optimizer.step()
 
 
 @pytest.fixture
@@ -55,6 +47,22 @@ def test_a_new_logger_replaces_the_old_one(
     assert len(caplog.messages) == 3
 
 
+def test_a_logger_is_still_replaced_after_the_code_is_reloaded(tmp_path: Path) -> None:
+    script = """
+        import importlib, sys
+        import telemetry
+        from tests.helpers.loops import mlp
+        model = mlp()
+        old = telemetry.HookLogger(model, sys.argv[1])
+        importlib.reload(sys.modules[telemetry.HookLogger.__module__])
+        new = telemetry.HookLogger(model, sys.argv[1])
+        print(old, type(new) is type(old))
+    """
+    output, log = run_script(tmp_path, script, tmp_path / "run")
+    assert output.startswith("<HookLogger removed")
+    assert (log.count(TAKES_THE_PLACE), log.count(WRITTEN_TO)) == (1, 0)
+
+
 def test_a_logger_is_replaced_if_its_directory_is_spelled_differently(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -62,52 +70,34 @@ def test_a_logger_is_replaced_if_its_directory_is_spelled_differently(
     second = HookLogger(model, str(tmp_path / "run" / ".." / "run"))
     assert "removed" in repr(first)
     second.close()
-    assert count(caplog, TAKES_THE_PLACE) == 1
-
-
-def test_a_shared_writer_stays_open_when_a_logger_is_replaced(
-    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
-) -> None:
-    with SummaryWriter(tmp_path) as writer:
+    with SummaryWriter(tmp_path / "shared") as writer:  # stays open
         HookLogger(model, writer)
         recorder = Recorder()
         with HookLogger(model, writer, alerts=[recorder]):
             train(model, 2)
-        assert len(recorder.records) == 2
-    assert count(caplog, TAKES_THE_PLACE) == 1
-    assert count(caplog, WRITTEN_TO) == 0
+    assert len(recorder.records) == 2
+    assert (count(caplog, TAKES_THE_PLACE), count(caplog, WRITTEN_TO)) == (2, 0)
 
 
-def test_other_directories_and_closed_loggers_are_not_reported(
+def test_other_directories_closed_loggers_and_shared_writers_are_not_reported(
     tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
 ) -> None:
+    other = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match="matches none"):
+        HookLogger(model, tmp_path / "a", modules="nothing.*")
     with HookLogger(model, tmp_path / "a") as one, HookLogger(model, tmp_path / "b") as two:
+        [file] = (tmp_path / "a").iterdir()
+        assert "tfevents" in file.name
         train(model, 1)
         assert one.current_step == two.current_step == 1
     with HookLogger(model, tmp_path / "a", first_step=1):
         train(model, 1)
+    with SummaryWriter(tmp_path / "c") as writer:
+        with HookLogger(model, writer), HookLogger(other, writer):
+            pass
+        with HookLogger(model, writer):
+            pass
     assert caplog.messages == []
-
-
-def test_a_logger_is_still_replaced_after_the_code_is_reloaded(tmp_path: Path) -> None:
-    output, log = run_script(
-        tmp_path,
-        """
-        import importlib, sys
-        from torch import nn
-        import telemetry.run.files, telemetry.run.logger
-        model = nn.Linear(3, 2)
-        old = telemetry.run.logger.HookLogger(model, sys.argv[1])
-        importlib.reload(telemetry.run.files)
-        importlib.reload(telemetry.run.logger)
-        new = telemetry.run.logger.HookLogger(model, sys.argv[1])
-        print(old)
-        """,
-        tmp_path / "run",
-    )
-    assert output.startswith("<HookLogger removed")
-    assert log.count(TAKES_THE_PLACE) == 1
-    assert log.count(WRITTEN_TO) == 0
 
 
 # --- one directory -------------------------------------------------------------------------------
@@ -124,33 +114,6 @@ def test_two_writers_in_one_directory_are_reported(
     with HookLogger(model, tmp_path):
         pass
     assert len(caplog.messages) == 1
-
-
-def test_two_models_that_share_a_writer_are_not_reported(
-    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
-) -> None:
-    discriminator = nn.Linear(2, 1)
-    with SummaryWriter(tmp_path) as writer:
-        with HookLogger(model, writer), HookLogger(discriminator, writer):
-            pass
-        with HookLogger(model, writer):
-            pass
-    assert caplog.messages == []
-
-
-def test_a_directory_contains_only_the_files_of_the_run(tmp_path: Path, model: nn.Linear) -> None:
-    with HookLogger(model, tmp_path):
-        [file] = tmp_path.iterdir()
-    assert "tfevents" in file.name
-
-
-def test_a_logger_that_fails_to_be_built_leaves_no_lock(
-    tmp_path: Path, model: nn.Linear, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(ValueError, match="matches none"):
-        HookLogger(model, tmp_path, modules="nothing.*")
-    with HookLogger(model, tmp_path):
-        assert caplog.messages == []
 
 
 # --- other processes -----------------------------------------------------------------------------
@@ -225,16 +188,3 @@ def test_a_third_process_reports_the_second_after_the_first_exits(
             tmp_path,
         )
     assert log.count(WRITTEN_TO) == 1
-
-
-def test_without_locks_no_conflict_is_reported(
-    tmp_path: Path,
-    model: nn.Linear,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("telemetry.run.files.fcntl", None)
-    other = nn.Linear(3, 2)
-    with HookLogger(model, tmp_path), HookLogger(other, tmp_path):
-        pass
-    assert caplog.messages == []

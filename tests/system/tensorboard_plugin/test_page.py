@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.browser import TelemetryPage, serve
-from tests.helpers.known_runs import layout_of, write_run
+from tests.helpers.browser import TelemetryPage, serve, wait_for
+from tests.helpers.known_runs import alert_at, layout_of, write_run
 from tests.helpers.page_runs import (
     COLORS,
     DARKEST,
@@ -75,24 +75,6 @@ def test_a_long_name_is_cut_between_its_parts(page: TelemetryPage) -> None:
     assert any(text.endswith(".10.attention.projection") for text in shown), shown
 
 
-def test_short_names_of_layers_tell_their_blocks_apart(page: TelemetryPage) -> None:
-    page.open(run="demo")
-    names = [
-        f"base_model.model.model.layers.{block}.self_attn.q_proj.lora_A.default"
-        for block in range(12)
-    ]
-    short: list[str] = page.frame.evaluate(
-        """async (names) => {
-          const { fitText } = await import("/data/plugin/telemetry/static/canvas.js");
-          const context = document.createElement("canvas").getContext("2d");
-          return names.map((name) => fitText(context, name, 150));
-        }""",
-        names,
-    )
-    assert all(f"…{block}…" in name for block, name in enumerate(short)), short
-    assert all(name.endswith(".default") for name in short)
-
-
 def test_a_click_opens_the_layer_and_escape_closes_it(page: TelemetryPage) -> None:
     page.open(run="demo")
     page.heatmap.click(position=page.point(5.5 / 6, 30.5 / 60))
@@ -106,7 +88,7 @@ def test_a_click_opens_the_layer_and_escape_closes_it(page: TelemetryPage) -> No
     assert "The gradient of head exploded." not in page.locator(".alerts").inner_text()
     assert page.link()["layer"] == ".head"
     page.screenshot("page-detail")
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
     detail.wait_for(state="detached")
 
 
@@ -152,7 +134,7 @@ def test_zero_and_nan_of_one_run_are_differences_in_both_runs(page: TelemetryPag
 
 def test_hostile_names_are_shown_as_text(page: TelemetryPage) -> None:
     page.open(run=HOSTILE, layer="." + HOSTILE, step="2")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     page.heatmap.hover(position=page.point(0.25, 0.5))
     page.locator(".tooltip").wait_for(state="visible")
     assert HOSTILE in page.locator(".tooltip").inner_text()
@@ -163,30 +145,27 @@ def test_hostile_names_are_shown_as_text(page: TelemetryPage) -> None:
     assert page.page.evaluate("window.hacked") is None
 
 
-def test_a_growing_run_is_followed_and_only_new_data_is_read(
-    page: TelemetryPage, logdir: Path, loader: str
-) -> None:
+def test_live_mode_follows_a_growing_run(page: TelemetryPage, logdir: Path, loader: str) -> None:
     run = f"live-{loader}"
-    names = layout_of(NAMES)
-    write_run(logdir / run, names, steps=range(20), norms=rising, session="20260101-000000.000-a")
-    reload = page.page.locator("app-header-reload button").first
+
+    def write(steps: range, part: str) -> None:
+        write_run(
+            logdir / run, layout_of(NAMES), steps=steps, norms=rising,
+            session=f"20260101-000000.000-a{part}", alerts=[alert_at(20, None)] if part else (),
+        )  # fmt: skip
+
+    write(range(10), "")
     page.open(run="demo")
-    for _ in range(60):
-        if run in [known["name"] for known in page.frame.evaluate(RUNS)]:
-            break
-        page.page.wait_for_timeout(250)  # the loader checks once a second
-    reload.click()
-    page.locator("button[aria-label='Run: demo']").click()
-    page.locator(".runs[data-loaded]").get_by_role("button", name=run, exact=True).click()
-    page.locator(f".panel[data-run='{run}'][data-steps='20']").wait_for()
-    requested: list[str] = []
-    page.page.on("request", lambda request: requested.append(request.url))
-    write_run(
-        logdir / run, names, steps=range(20, 33), norms=rising, session="20260101-000000.000-a.0001"
-    )
-    for _ in range(60):
-        reload.click()
-        page.page.wait_for_timeout(250)
-        if page.locator(f".panel[data-run='{run}'][data-steps='33']").count():
-            break
-    assert page.locator(f".panel[data-run='{run}']").get_attribute("data-last-step") == "32"
+    names = "(all) => all.map((run) => run.name)"
+    wait_for(lambda: run in page.frame.evaluate(f"{RUNS}.then({names})"), "the loader")
+    live = page.locator("button[data-key=live]")
+    live.click()
+    page.open_table("demo").get_by_role("button", name=run, exact=True).click()
+    page.locator(".live:has-text('as of step 9')").wait_for()
+    write(range(10, 25), ".0001")
+    page.locator(".live:has-text('as of step 24')").wait_for()
+    page.locator(f".panel[data-run='{run}'][data-steps='25']").wait_for()
+    said = page.locator(".announcer", has_text="New alert: error at step 20")
+    said.wait_for(state="attached")
+    live.click()
+    assert live.get_attribute("aria-pressed") == "false"

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from telemetry.layers import MATRIX_STATISTICS
 from tests.helpers.browser import TelemetryPage, serve
-from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_run
 
 FIRST_OPEN_BYTES = 4.5e6
 """Of the picture of a million cells: a float32 each, and what names them."""
@@ -29,7 +28,7 @@ def write_large(log_dir: Path, count: int, steps: int, every: int) -> None:
         return row
 
     def matrices(step: int) -> np.ndarray:
-        return np.repeat(noise[step % 16][:, None], len(MATRIX_STATISTICS), axis=1)
+        return np.repeat(noise[step % 16][:, None], len(COLUMN), axis=1)
 
     write_run(
         log_dir, layout_of(names), steps=range(steps), norms=norms, matrices=matrices,
@@ -64,7 +63,7 @@ def test_a_thousand_layers_and_steps_are_fetched_once(page: TelemetryPage) -> No
     fetched = dict(sizes)
     page.heatmap.focus()
     for key in "+++0":
-        page.page.keyboard.press(key)
+        page.keys(key)
         page.wait()
     assert sum(fetched.values()) < FIRST_OPEN_BYTES
     assert sizes == fetched

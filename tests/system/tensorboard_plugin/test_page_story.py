@@ -10,11 +10,9 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import axe_playwright_python
-import numpy as np
 import pytest
 
-from tests.helpers.browser import TelemetryPage, serve
-from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.browser import TelemetryPage, box_of, serve
 from tests.helpers.page_runs import LIGHTEST
 from tests.helpers.story_runs import BLOCKS, BOOM, HOSTILE, write_story
 
@@ -42,84 +40,60 @@ def zoom(page: TelemetryPage) -> tuple[float, float]:
 # --- runs
 
 
-def test_the_newest_run_opens_and_the_others_follow_in_natural_order(page: TelemetryPage) -> None:
+def test_the_table_lists_runs_newest_first_and_filters_them_by_numbers(
+    page: TelemetryPage,
+) -> None:
     page.open()
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded]").wait_for()
-    assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
+    page.open_table()
+    assert page.run_names() == ["boom", "old9", "old10"]
     row = page.locator(".runs tbody tr").first.inner_text()
     for text in ("died", "399", "0.005", "Logit growth in head, step 20", "0.5"):
         assert text in row
-    assert page.locator(".runs th").all_inner_texts()[-1].strip() == "lr"  # depth is the same
-    assert "val/accuracy" in page.locator(".runs th").all_inner_texts()
+    heads = page.locator(".runs th").all_inner_texts()
+    assert heads[-1].strip() == "lr"  # depth is the same
+    assert "val/accuracy" in heads
+    for words, found in {
+        "lr=1e-2": ["old9"],
+        "lr>0.1": ["boom"],
+        "lr<=0.5 val/accuracy>=0.9": ["old9"],
+        "status=die": [],  # a part of the text
+        "alerts>2": ["boom"],
+    }.items():
+        page.search(words)
+        assert page.run_names() == found, words
+    page.keys("Escape")
 
 
-def test_runs_are_filtered_sorted_and_opened(page: TelemetryPage) -> None:
+def test_runs_are_searched_sorted_opened_and_compared(page: TelemetryPage) -> None:
     page.open()
     page.heatmap.focus()
-    page.page.keyboard.press("r")
-    page.locator(".runs[data-loaded]").wait_for()
-    page.page.keyboard.type("lr=0.01")
-    assert page.locator(".run-link").all_inner_texts() == ["old9"]
-    page.locator(".runs input[type=search]").fill("")
-    page.locator(".runs").get_by_role("button", name="Run", exact=True).click()
-    assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
-    page.locator(".runs").get_by_role("button", name="lr", exact=True).click()
-    assert page.locator(".run-link").all_inner_texts() == ["old9", "boom", "old10"]
-    page.locator(".run-link").nth(2).focus()
-    page.page.keyboard.press("Enter")
+    page.keys("r")
+    table = page.table()
+    for name, order in (("Run", ["boom", "old9", "old10"]), ("lr", ["old9", "boom", "old10"])):
+        table.get_by_role("button", name=name, exact=True).click()
+        assert page.run_names() == order
+    page.search("old")
+    page.keys("Enter")  # there are two
+    assert page.run_names() == ["old9", "old10"]
+    page.page.keyboard.type("10")
+    heads = page.locator(".runs th").all_inner_texts()
+    assert "Last loss" in heads
+    assert "lr" not in heads  # that run has none
+    page.keys("Enter")
     page.locator(".panel[data-run=old10]").wait_for()
     assert page.link()["run"] == "old10"
     page.locator("button[aria-label='Compare with: none']").click()
-    page.locator(".runs[data-loaded]").wait_for()
-    assert "old10" not in page.locator(".run-link").all_inner_texts()  # it is open
-    page.locator(".runs[data-loaded] tr:has-text('boom')").click()
+    table = page.table()
+    assert "old10" not in page.run_names()  # it is open
+    table.locator("tr:has-text('boom')").click()
     page.locator(".panel[data-run=boom]").wait_for()
     page.locator("button:has-text('Stop comparing')").click()
     page.locator(".panel[data-run=boom]").wait_for(state="detached")
 
 
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("lr=1e-2", ["old9"]),
-        ("lr>0.1", ["boom"]),
-        ("lr<=0.5 val/accuracy>=0.9", ["old9"]),
-        ("status=die", []),  # a part of the text
-        ("alerts>2", ["boom"]),
-    ],
-)
-def test_a_filter_of_runs_compares_numbers(
-    page: TelemetryPage, words: str, found: list[str]
-) -> None:
-    page.open(run="boom")
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded] .run-link").nth(2).wait_for()
-    page.locator(".runs input[type=search]").fill(words)
-    assert page.locator(".run-link").all_inner_texts() == found
-    page.page.keyboard.press("Escape")
-
-
-def test_a_chosen_column_stays_while_the_table_is_filtered(page: TelemetryPage) -> None:
-    page.open(run="boom")
-    page.locator("button.sweep", has_text="1 of 3 runs have alerts").click()
-    page.locator(".runs[data-loaded]").wait_for()
-    assert page.locator(".run-link").all_inner_texts() == ["boom"]
-    heads = page.locator(".runs th")
-    assert "depth" not in heads.all_inner_texts()  # it is 3 in all runs
-    page.locator(".runs summary:has-text('Columns')").click()
-    page.locator(".columns label:has-text('depth') input").check()
-    page.locator(".runs input[type=search]").fill("old9")
-    assert "depth" in heads.all_inner_texts()
-    accuracy = heads.all_inner_texts().index("val/accuracy")
-    assert page.locator(".runs tbody tr").first.locator("td").nth(accuracy).inner_text() == "0.99"
-    page.page.keyboard.press("Escape")
-
-
 def test_checked_runs_are_drawn_together(page: TelemetryPage) -> None:
     page.open(run="boom")
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded]").wait_for()
+    page.open_table()
     for name in ("boom", "old10"):
         page.locator(f".runs input[aria-label='Draw {name}']").check()
     curves = page.locator(".run-curves")
@@ -132,26 +106,30 @@ def test_checked_runs_are_drawn_together(page: TelemetryPage) -> None:
     curves.locator(".curve-legend").filter(has_not_text="boom").wait_for()
     after = dict(zip(legend.all_inner_texts(), legend.evaluate_all(colors), strict=True))
     assert after == {"old10": before["old10"]}  # it keeps its color
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
 
 
-def test_the_table_of_runs_is_in_the_link(page: TelemetryPage) -> None:
+def test_the_table_of_runs_with_its_columns_is_in_the_link(page: TelemetryPage) -> None:
     page.open(run="boom")
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded]").wait_for()
+    page.locator("button.sweep", has_text="1 of 3 runs have alerts").click()
+    page.table()
+    assert page.run_names() == ["boom"]
+    heads = page.locator(".runs th")
+    assert "depth" not in heads.all_inner_texts()  # it is 3 in all runs
+    page.search("alerts=0")
     page.locator(".runs input[aria-label='Draw old9']").check()
     page.locator(".runs summary:has-text('Columns')").click()
     page.locator(".columns label:has-text('depth') input").check()
     page.locator(".columns label:has-text('beta0') input").uncheck()
     page.locator(".run-curves input[type=range]").fill("0.5")
-    page.locator(".runs input[type=search]").fill("alerts=0")
-    link = {name: unquote(text) for name, text in page.link().items()}
-    page.open(**link)
+    page.open(**{name: unquote(text) for name, text in page.link().items()})
     page.locator(".runs[open][data-loaded]").wait_for()
-    assert page.locator(".run-link").all_inner_texts() == ["old9", "old10"]
+    assert page.run_names() == ["old9", "old10"]
     assert page.locator(".runs header .count").inner_text() == "2 of 3 runs, 1 checked"
-    heads = page.locator(".runs th").all_inner_texts()
-    assert ("depth" in heads, "beta0" in heads, "beta1" in heads) == (True, False, True)
+    shown = heads.all_inner_texts()
+    assert ("depth" in shown, "beta0" in shown, "beta1" in shown) == (True, False, True)
+    cells = page.locator(".runs tbody tr").first.locator("td")
+    assert cells.nth(shown.index("val/accuracy")).inner_text() == "0.99"
     assert page.locator(".run-curves input[type=range]").input_value() == "0.5"
     page.locator(".run-curves .curve-legend", has_text="old9").wait_for()
     page.locator(".runs button:has-text('Close')").click()
@@ -160,7 +138,7 @@ def test_the_table_of_runs_is_in_the_link(page: TelemetryPage) -> None:
 
 def test_the_table_stays_closed_when_the_current_run_is_chosen(page: TelemetryPage) -> None:
     page.open(run="boom", table="run")
-    page.locator(".runs[data-loaded] .run-link", has_text="boom").click()
+    page.table().locator(".run-link", has_text="boom").click()
     page.page.wait_for_function("!location.hash.includes('telemetry.table')")
     page.wait()
     assert not page.locator(".runs").is_visible()
@@ -175,33 +153,27 @@ def test_different_hyperparameters_of_two_runs_are_emphasized(page: TelemetryPag
     assert page.locator(".hparams tr:has-text('depth') .strong").count() == 0
 
 
-def test_the_report_is_saved_from_the_page(page: TelemetryPage, tmp_path: Path) -> None:
+def test_reports_of_one_run_and_of_the_checked_runs_are_saved(
+    page: TelemetryPage, tmp_path: Path
+) -> None:
+    report = page.page.context.new_page()
+
+    def save(button: str) -> str:
+        name = page.save(page.locator(button), tmp_path / "report.html")
+        report.goto((tmp_path / "report.html").as_uri())
+        report.locator("html[data-ready=true]").wait_for(state="attached")
+        return name
+
     page.open(run="boom")
     page.locator("summary:has-text('Save')").click()
-    with page.page.expect_download() as started:
-        page.locator(".toolbar a:has-text('Report')").click()
-    started.value.save_as(tmp_path / "report.html")
-    assert started.value.suggested_filename == "boom.html"
-    report = page.page.context.new_page()
-    report.goto((tmp_path / "report.html").as_uri())
-    report.locator("html[data-ready=true]").wait_for(state="attached")
+    assert save(".toolbar a:has-text('Report')") == "boom.html"
     assert "2026-03-01 00:00 UTC" in report.locator(".report-title").inner_text()
     assert "lr\t0.5" in report.locator(".hparams tr").all_inner_texts()
-    report.close()
-
-
-def test_a_report_of_the_checked_runs_is_saved(page: TelemetryPage, tmp_path: Path) -> None:
     page.open(run="boom", checked="old9,old10")
     page.locator("summary:has-text('Save')").click()
     assert page.locator("a:has-text('Report of 3 runs')").is_visible()
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded]").wait_for()
-    with page.page.expect_download() as started:
-        page.locator(".runs a:has-text('Report')").click()
-    started.value.save_as(tmp_path / "report.html")
-    report = page.page.context.new_page()
-    report.goto((tmp_path / "report.html").as_uri())
-    report.locator("html[data-ready=true]").wait_for(state="attached")
+    page.open_table()
+    save(".runs a:has-text('Report')")
     rows = report.locator(".comparison tbody tr").all()
     assert [row.locator("td").first.inner_text() for row in rows] == ["old9", "old10"]
     assert "lr 0.01" in rows[0].inner_text()
@@ -210,32 +182,23 @@ def test_a_report_of_the_checked_runs_is_saved(page: TelemetryPage, tmp_path: Pa
 
 def test_a_column_keeps_the_width_it_was_dragged_to(page: TelemetryPage) -> None:
     page.open(run="old9")
-    page.locator("button[aria-label='Run: old9']").click()
-    page.locator(".runs[data-loaded]").wait_for()
+    page.open_table("old9")
     head = page.locator(".runs th", has_text="First alert")
-
-    def width() -> float:
-        box = head.bounding_box()
-        assert box is not None
-        return box["width"]
-
-    before, box = width(), head.bounding_box()
-    assert box is not None
-    mouse = page.page.mouse
+    before, mouse = box_of(head), page.page.mouse
+    right, bottom = before["x"] + before["width"], before["y"] + before["height"]
     for move, act in ((-3, mouse.down), (-100, mouse.up)):  # by its handle
-        mouse.move(box["x"] + before + move, box["y"] + box["height"] - 3, steps=4)
+        mouse.move(right + move, bottom - 3, steps=4)
         act()
-    narrow = width()
-    assert narrow < before - 50
+    narrow = box_of(head)["width"]
+    assert narrow < before["width"] - 50
     page.locator(".runs").get_by_role("button", name="lr", exact=True).click()
-    assert width() == pytest.approx(narrow, abs=2)
-    page.page.keyboard.press("Escape")
+    assert box_of(head)["width"] == pytest.approx(narrow, abs=2)
+    page.keys("Escape")
 
 
 def test_one_statistic_of_many_runs_is_drawn_below_the_table(page: TelemetryPage) -> None:
     page.open(run="old9", layer=".b", step="5")
-    page.locator("button[aria-label='Run: old9']").click()
-    page.locator(".runs[data-loaded]").wait_for()
+    page.open_table("old9")
     curves = page.locator(".run-curves")
     curves.locator("summary").click()
     assert curves.locator("summary").inner_text() == "Gradient norm of b of 3 runs"
@@ -244,9 +207,9 @@ def test_one_statistic_of_many_runs_is_drawn_below_the_table(page: TelemetryPage
     assert sorted(legend.inner_text().split()) == ["old10", "old9"]  # boom does not have this layer
     curves.locator("canvas").hover(position={"x": 200, "y": 80})
     page.locator(".tooltip tr:has-text('old9')").wait_for()
-    page.locator(".runs input[type=search]").fill("lr=")
+    page.search("lr=")
     legend.filter(has_not_text="old10").wait_for()
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
     page.open(run="old9")
     page.locator("button[aria-label='Run: old9']").click()
     assert page.locator(".run-curves summary").inner_text() == "Loss of 3 runs"
@@ -254,50 +217,31 @@ def test_one_statistic_of_many_runs_is_drawn_below_the_table(page: TelemetryPage
 
 def test_a_range_of_a_hyperparameter_filters_the_table(page: TelemetryPage) -> None:
     page.open(run="boom")
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded]").wait_for()
+    page.open_table()
     page.locator(".runs").get_by_role("button", name="Run", exact=True).click()
     page.locator(".parallel summary").click()
     canvas = page.locator(".parallel canvas[aria-label*=beta0]")
     canvas.wait_for()
     canvas.scroll_into_view_if_needed()
-    box = canvas.bounding_box()
-    assert box is not None
+    box = box_of(canvas)
     mouse, x = page.page.mouse, box["x"] + 60  # the first axis; boom has the highest value
     mouse.move(x, box["y"] + 90)
     mouse.down()
     mouse.move(x, box["y"] + 20, steps=4)
     mouse.up()
-    assert page.locator(".run-link").all_inner_texts() == ["boom"]
+    assert page.run_names() == ["boom"]
     assert canvas.bounding_box() == box  # two rows fewer do not move it
     canvas.click(position={"x": 60, "y": 100})
-    assert page.locator(".run-link").all_inner_texts() == ["boom", "old9", "old10"]
+    assert page.run_names() == ["boom", "old9", "old10"]
 
 
 def test_a_run_that_started_after_the_page_loaded_opens(page: TelemetryPage) -> None:
     known = '[{"name": "boom"}, {"name": "old9"}]'
     page.page.route("**/plugin/telemetry/runs", lambda route: route.fulfill(body=known))
     page.open(run="boom")
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded] .run-link", has_text="old10").click()
+    page.open_table().locator(".run-link", has_text="old10").click()
     page.locator(".panel[data-run=old10]").wait_for()
     assert page.link()["run"] == "old10"
-
-
-def test_enter_opens_the_only_run_that_matches(page: TelemetryPage) -> None:
-    page.open()
-    page.heatmap.focus()
-    page.page.keyboard.press("r")
-    page.locator(".runs[data-loaded]").wait_for()
-    page.page.keyboard.type("old")
-    page.page.keyboard.press("Enter")  # there are two
-    assert page.locator(".run-link").all_inner_texts() == ["old9", "old10"]
-    page.page.keyboard.type("10")
-    heads = page.locator(".runs th").all_inner_texts()
-    assert "Last loss" in heads
-    assert "lr" not in heads  # that run has none
-    page.page.keyboard.press("Enter")
-    page.locator(".panel[data-run=old10]").wait_for()
 
 
 def test_a_link_to_a_missing_run_shows_a_message(page: TelemetryPage) -> None:
@@ -306,8 +250,7 @@ def test_a_link_to_a_missing_run_shows_a_message(page: TelemetryPage) -> None:
     assert said.inner_text() == "No telemetry data of “gone” and “lost”; showing “boom”."
     page.open(run="old9", other="gone")
     assert said.inner_text() == "No telemetry data of “gone”; showing “old9”."
-    page.locator("button[aria-label='Run: old9']").click()
-    page.locator(".runs[data-loaded] .run-link", has_text="old10").click()
+    page.open_table("old9").locator(".run-link", has_text="old10").click()
     page.locator(".panel[data-run=old10]").wait_for()
     assert said.is_hidden()
 
@@ -324,7 +267,7 @@ def test_details_show_the_run_that_was_clicked(page: TelemetryPage) -> None:
     page.open(**link)
     detail.filter(has_text="old10").wait_for()
     page.locator(".heatmap").first.focus()
-    page.page.keyboard.press("ArrowLeft")
+    page.keys("ArrowLeft")
     assert page.locator(".announcer").inner_text() == "old9: b, step 14: 2"
     detail.filter(has_text="old9").wait_for()
     assert "of" not in page.link()
@@ -387,7 +330,7 @@ def test_an_alert_shows_the_steps_around_it_and_which_layers_changed_first(
 def test_onsets_are_shown_for_any_step(page: TelemetryPage) -> None:
     page.open(run="boom", layer=".head", step="60")
     page.heatmap.focus()
-    page.page.keyboard.press("w")
+    page.keys("w")
     page.locator(".onsets", has_text="No layer's gradient norm was unusual at step 60").wait_for()
     page.open(run="boom", layer=".head", step="10")
     page.locator("button:has-text('Which layers changed first?')").click()
@@ -429,7 +372,7 @@ def test_the_profile_over_the_depth_follows_the_pointer(page: TelemetryPage) -> 
     page.locator(".tooltip:has-text('Gradient norm: ')").wait_for()
     statistic = page.locator("label:has-text('Statistic') select")
     statistic.focus()
-    page.page.keyboard.press("ArrowDown")  # the pointer stays where it is
+    page.keys("ArrowDown")  # the pointer stays where it is
     page.locator(".tooltip:has-text('Gradient RMS: ')").wait_for()
     assert statistic.evaluate("(select) => select === document.activeElement")
 
@@ -454,8 +397,7 @@ def test_a_crosshair_spans_all_plots_over_steps(page: TelemetryPage) -> None:
     assert "0.0392" in tooltip.inner_text()  # the loss there, 2 / 51
     hairs = page.locator(".plot .hair:visible")
     for hair in hairs.all():
-        hair_box = hair.bounding_box()
-        assert hair_box is not None
+        hair_box = box_of(hair)
         assert abs(hair_box["x"] - x) < 2
     assert hairs.count() == 2  # the strip, and the curves below the picture
     label = page.locator("canvas.profile").get_attribute("aria-label") or ""
@@ -480,8 +422,7 @@ def test_the_controls_take_one_row_and_little_of_a_small_window(page: TelemetryP
     assert max(right for _, right in places) <= 1280
     for width in (640, 480):
         page.page.set_viewport_size({"width": width, "height": 400})
-        toolbar = page.locator(".toolbar").bounding_box()
-        assert toolbar is not None
+        toolbar = box_of(page.locator(".toolbar"))
         assert toolbar["height"] < 80
     page.locator("button.more").click()
     page.locator("label:has-text('Filter layers')").wait_for()
@@ -498,10 +439,10 @@ def test_layers_are_ordered_by_role(page: TelemetryPage) -> None:
     page.locator("label:has-text('Order') select").select_option("role")
     page.heatmap.focus()
     order = []
-    page.page.keyboard.press("ArrowDown")
+    page.keys("ArrowDown")
     for _ in BLOCKS:
         order.append(page.link()["layer"])
-        page.page.keyboard.press("ArrowDown")
+        page.keys("ArrowDown")
     roles = [f".blocks.{block}.{role}" for role in ("attn.qkv", "fc1") for block in range(3)]
     assert order == [".embed", ".head", *roles, ".blocks.2.norm"]
     page.locator("label:has-text('Layers') select").select_option("1")
@@ -512,8 +453,7 @@ def test_a_search_without_hits_shows_a_message(page: TelemetryPage) -> None:
     page.open(run="boom", search="nothing")
     assert "No layer matches “nothing”" in page.locator(".notice").inner_text()
     page.heatmap.focus()
-    for key in ("ArrowDown", "ArrowRight", "n", "0"):
-        page.page.keyboard.press(key)
+    page.keys("ArrowDown", "ArrowRight", "n", "0")
 
 
 def test_details_are_a_drawer_where_the_window_is_narrow(page: TelemetryPage) -> None:
@@ -522,14 +462,13 @@ def test_details_are_a_drawer_where_the_window_is_narrow(page: TelemetryPage) ->
     page.locator(".alerts").wait_for(state="hidden")
     page.locator("button.drawer-open").click()
     page.locator(".alerts .alert.error", has_text="exploded").click()
-    box = page.locator(".side").bounding_box()
-    assert box is not None
+    box = box_of(page.locator(".side"))
     assert box["y"] < 100
     page.locator(".chosen-alert .alert").wait_for()
     page.locator(".detail h2").wait_for()
     assert page.locator(".side button:visible", has_text=re.compile("Close|✕")).count() == 1
     page.heatmap.focus()
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
     page.locator(".alerts").wait_for(state="hidden")
 
 
@@ -538,11 +477,9 @@ def test_the_view_is_saved_as_picture_and_numbers(page: TelemetryPage, tmp_path:
     files = {}
     for kind in ("png", "svg", "csv"):
         page.locator("summary:has-text('Save')").click()
-        with page.page.expect_download() as started:
-            page.locator(f"button[aria-label='Save as {kind.upper()}']").click()
+        button = page.locator(f"button[aria-label='Save as {kind.upper()}']")
+        assert page.save(button, tmp_path / kind) == f"old10-grad_norm.{kind}"
         page.locator("summary:has-text('Save')").click()
-        started.value.save_as(tmp_path / kind)
-        assert started.value.suggested_filename == f"old10-grad_norm.{kind}"
         files[kind] = (tmp_path / kind).read_bytes()
     assert files["png"].startswith(b"\x89PNG")
     texts = [node.text or "" for node in ElementTree.fromstring(files["svg"]).iter()]
@@ -567,47 +504,16 @@ def test_the_page_is_accessible_to_assistive_technology(page: TelemetryPage, dar
     check_access(page)
     page.locator(".alerts .alert.error").first.click()
     page.locator(".onsets li").first.wait_for()
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     assert "error at step" in page.locator(".announcer").inner_text()
     check_access(page)
     page.page.set_viewport_size({"width": 1100, "height": 700})
     page.locator("button.drawer-close").wait_for()
     check_access(page)
-    page.locator("button[aria-label='Run: boom']").click()
-    page.locator(".runs[data-loaded]").wait_for()
+    page.open_table()
     check_access(page)
 
 
 def check_access(page: TelemetryPage) -> None:
     found = page.frame.evaluate("axe.run(document)")["violations"]
     assert [(item["impact"], item["id"], item["nodes"][0]["target"]) for item in found] == []
-
-
-# --- live; last, for it adds a run
-
-
-def test_live_mode_reads_new_data(page: TelemetryPage, logdir: Path) -> None:
-    def write(steps: range, part: str) -> None:
-        write_run(
-            logdir / "live", layout_of(["a", "b"]), steps=steps, norms=lambda _: np.ones(2, "f"),
-            session=f"20260101-000000.000-a{part}", alerts=[alert_at(20, None)] if part else (),
-        )  # fmt: skip
-
-    write(range(10), "")
-    page.open(run="boom")
-    live = page.locator("button[data-key=live]")
-    live.click()
-    while not page.locator(".run-link", has_text="live").count():  # the loader checks each second
-        page.page.wait_for_timeout(250)
-        page.locator("button[aria-label='Run: boom']").click()
-        page.locator(".runs[data-loaded]").wait_for()
-        if not page.locator(".run-link", has_text="live").count():
-            page.locator(".runs button:has-text('Close')").click()
-    page.locator(".run-link", has_text="live").click()
-    page.locator(".live:has-text('as of step 9')").wait_for()
-    write(range(10, 25), ".0001")
-    page.locator(".live:has-text('as of step 24')").wait_for()
-    said = page.locator(".announcer", has_text="New alert: error at step 20")
-    said.wait_for(state="attached")
-    live.click()
-    assert live.get_attribute("aria-pressed") == "false"

@@ -14,15 +14,13 @@ import torch
 from torch import nn
 
 from telemetry import HookLogger
-from telemetry.alert import Consequence
-from telemetry.events import FileWriter
-from telemetry.measure.images import _GAP_LEVEL
-from telemetry.writing import hparams
-from tests.helpers.browser import TelemetryPage, serve, wait_for
+from tests.helpers.added_values import add_values, consequence
+from tests.helpers.browser import TelemetryPage, box_of, serve, wait_for
 from tests.helpers.known_runs import alert_at, layout_of, write_run
 
 DIES, NAN, EVERY, STEPS = 24, 46, 10, 60
 MAPS = 10
+GAP_LEVEL = 48  # gray between the maps
 LR = {"lr/0": 0.1, "lr/1": 0.001}
 BEFORE = range(10)
 
@@ -34,14 +32,14 @@ def cnn() -> nn.Sequential:
         "flat": nn.Flatten(), "fc": nn.Linear(8 * 30 * 30, 3),
     }  # fmt: skip
     layers["same"].weight.data[:] = 1  # all maps are the input
-    layers["same"].weight.data[-1] = 2 * _GAP_LEVEL / 255 - 1  # a filter as gray as the gaps
+    layers["same"].weight.data[-1] = 2 * GAP_LEVEL / 255 - 1  # a filter as gray as the gaps
     return nn.Sequential(OrderedDict(layers))
 
 
 def batch() -> torch.Tensor:
     """Return images whose corner has the gray of the gaps between maps."""
     images = (torch.rand(16, 1, 32, 32) > 0.5).float()
-    images[:, :, :8, :8] = _GAP_LEVEL / 255
+    images[:, :, :8, :8] = GAP_LEVEL / 255
     return images
 
 
@@ -77,7 +75,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(
         folder / "bare", layout_of([]), steps=range(5), norms=lambda _: np.ones(0, np.float32)
     )
-    symptom = Consequence(kind="vanishing_gradient", module_name="b")
+    symptom = consequence("vanishing_gradient", "b")
     changes: dict[str, Any] = {"kind": "loss_spike", "consequences": (symptom,)}
     write_run(
         folder / "staged", layout_of(["a", "b"]), steps=range(40),
@@ -97,9 +95,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = {f"batch/{i}": {"a_batch": 2**i, "optimizer": f"o{i}"} for i in range(2)}
     for name, values in {**sweeps, **others}.items():
         write_growing(folder / name, BEFORE)
-        writer = FileWriter(folder / name)
-        writer.write_values(hparams.values_of(values, ["loss"]), 0)
-        writer.close()
+        add_values(folder / name, hparams=values)
     return folder
 
 
@@ -111,7 +107,7 @@ def address(logdir: Path, browser: Any) -> Iterator[str]:
 
 def details(page: TelemetryPage) -> list[list[str]]:
     """The rows of the statistics of a layer."""
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     rows = page.locator(".statistics tbody tr").all()
     return [row.locator("th, td:not(:has(canvas))").all_inner_texts() for row in rows]
 
@@ -141,7 +137,7 @@ def test_the_line_of_the_first_nan_names_the_layer_of_the_alert(page: TelemetryP
 
 def test_an_escalated_alert_names_its_consequence(page: TelemetryPage) -> None:
     page.open(run="staged", layer=".b", step="20")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     titles = page.locator(".alerts .alert-head b").all_inner_texts()
     now = "Loss spike, now: vanishing gradient in b"
     assert [title.removesuffix("error").strip() for title in titles] == [
@@ -177,8 +173,8 @@ def test_values_measured_earlier_show_their_step(page: TelemetryPage) -> None:
     assert all(len(row) == 2 for row in details(page))
     page.open(run="nan", layer=".fc", step=str(NAN), statistic="update_ratio")
     page.heatmap.focus()
-    page.page.keyboard.press("ArrowUp")  # a ReLU has none
-    page.page.keyboard.press("ArrowDown")
+    page.keys("ArrowUp")  # a ReLU has none
+    page.keys("ArrowDown")
     said = page.locator(".announcer").inner_text()
     assert re.fullmatch(rf"fc, step {NAN}: \S+ \(of step {NAN - NAN % EVERY}\)", said)
 
@@ -201,21 +197,20 @@ def test_zeros_are_separate_in_histograms_and_count_in_quantiles(page: Telemetry
     assert quantiles["5 %"] == "0"
     assert float(quantiles["95 %"]) > 0.1
     histogram = page.locator(".large canvas")
-    box = histogram.bounding_box()
-    assert box is not None
+    box = box_of(histogram)
     # The lowest of the bars, which are of this step.
     histogram.hover(position={"x": box["width"] - 20, "y": box["height"] - 26})
     page.locator(".tooltip", has_text="exactly zero").filter(has_text=share).wait_for()
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
 
 
 def test_each_map_has_the_number_of_its_channel(page: TelemetryPage) -> None:
     page.open(run="nan", layer=".same", step="20")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     for title, count in (("Feature maps", MAPS), ("Filters", MAPS)):
         page.locator(".pictures", has_text=title).locator("button.enlarge").click()
         page.locator(f".large canvas[aria-label$='numbered 0 to {count - 1}']").wait_for()
-        page.page.keyboard.press("Escape")
+        page.keys("Escape")
     page.locator(".pictures", has_text="Feature maps").locator("button.enlarge").click()
     canvas = page.locator(".large canvas[aria-label*=numbered]")
     canvas.wait_for()
@@ -232,23 +227,16 @@ def test_each_map_has_the_number_of_its_channel(page: TelemetryPage) -> None:
         [rows, columns],
     )
     assert [white > 200 for white in whitest] == [True] * MAPS + [False] * (rows * columns - MAPS)
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
 
 
-def test_enter_opens_the_only_matching_run_or_layer(page: TelemetryPage) -> None:
-    page.open(run="nan")
-    page.locator("button[data-key=Run]").focus()
-    page.page.keyboard.press("Enter")
-    page.locator(".runs[data-loaded]").wait_for()
-    page.page.keyboard.type("growing")
-    page.page.keyboard.press("Enter")
-    page.locator(".panel[data-run=growing]").wait_for()
-    assert page.locator("dialog[open]").count() == 0
+def test_enter_opens_the_only_matching_layer(page: TelemetryPage) -> None:
+    page.open(run="growing")
     search = page.locator("label:has-text('Filter layers') input")
     search.fill("b")
     search.press("Enter")
     page.locator(".detail[data-layer=b][data-loaded=true]").wait_for()
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
     page.open(run="growing")
     search.fill("oth")
     search.press("Enter")
@@ -277,7 +265,7 @@ def test_a_cell_outside_of_the_zoom_is_not_marked(page: TelemetryPage) -> None:
 def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage) -> None:
     page.open(run="nan")
     page.locator("button[data-key=Run]").click()
-    page.locator(".runs[data-loaded]").wait_for()
+    page.table()
     page.locator(".parallel summary").click()
     canvas = page.locator(".parallel canvas[aria-label]")
     canvas.wait_for()
@@ -293,7 +281,7 @@ def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage
         axes.index("lr") / (len(axes) - 1),
     )
     assert min(colors) > 100  # both rates, at the ends of the axis
-    page.page.keyboard.press("Escape")
+    page.keys("Escape")
 
 
 def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
@@ -313,8 +301,7 @@ def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
     page.locator("label:has-text('Statistic') select").select_option("weight_norm")
     wait_for(lambda: page.page.wait_for_timeout(20) or pending, "the question for a statistic")
     page.heatmap.focus()
-    for key in ("ArrowRight", "ArrowDown", "n", "+", "ArrowLeft"):
-        page.page.keyboard.press(key)
+    page.keys("ArrowRight", "ArrowDown", "n", "+", "ArrowLeft")
     assert (page.link()["layer"], page.link()["step"]) == (".b", "3")
     answer()
     page.locator(".notice", has_text="not measured").wait_for()
@@ -328,8 +315,7 @@ def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
 
     wait_for(is_asked, "the question for what is new")
     page.heatmap.focus()
-    page.page.keyboard.press("ArrowRight")
-    page.page.keyboard.press("ArrowDown")
+    page.keys("ArrowRight", "ArrowDown")
     assert (page.link()["layer"], page.link()["step"]) == (".b", "4")
     answer()
     page.locator(".panel[data-steps='20']").wait_for()

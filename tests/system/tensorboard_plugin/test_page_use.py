@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tensorboard_data_server
 
-from tests.helpers.browser import TelemetryPage, serve, wait_for
+from tests.helpers.browser import TelemetryPage, box_of, serve, wait_for
 from tests.helpers.page_runs import NAN, write_runs
 
 
@@ -51,32 +51,30 @@ def test_hovering_names_layer_step_and_value(page: TelemetryPage) -> None:
 def test_the_keyboard_moves_through_steps_and_layers(page: TelemetryPage) -> None:
     page.open(run="demo", layer=".blocks.0.fc", step="20")
     page.heatmap.focus()
-    for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft"):
-        page.page.keyboard.press(key)
+    page.keys("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft")
     assert (page.link()["layer"], page.link()["step"]) == (".blocks.0.act", "21")
-    for key in ("Home", "PageDown", "Shift+ArrowRight"):
-        page.page.keyboard.press(key)
+    page.keys("Home", "PageDown", "Shift+ArrowRight")
     assert (page.link()["layer"], page.link()["step"]) == (".head", "10")
-    page.page.keyboard.press("n")
+    page.keys("n")
     assert (page.link()["layer"], page.link()["step"]) == (".blocks.0.fc", "7")
     # What is read out at each key is short.
     said = page.locator(".announcer")
     assert said.inner_text() == (
         "warning at step 7: Vanishing gradient in blocks.0.fc. blocks.0.fc, step 7: 10.1"
     )
-    page.page.keyboard.press("ArrowRight")
+    page.keys("ArrowRight")
     assert said.inner_text() == "blocks.0.fc, step 8: 10.1"
 
 
 def test_keys_work_without_focus_on_the_picture_but_not_in_a_field(page: TelemetryPage) -> None:
     page.open(run="demo", layer=".blocks.0.fc", step="20")
     page.locator("h2.curves-title").click()
-    page.page.keyboard.press("ArrowRight")
+    page.keys("ArrowRight")
     assert page.link()["step"] == "21"
     page.locator("button.reset").focus()
-    page.page.keyboard.press("n")
+    page.keys("n")
     assert page.link()["step"] == "7"
-    page.page.keyboard.press("/")
+    page.keys("/")
     page.page.keyboard.type("n0")
     assert (page.link()["search"], page.link()["step"]) == ("n0", "7")
 
@@ -91,7 +89,7 @@ def test_dragging_zooms_in_both_directions(page: TelemetryPage) -> None:
     assert step1 == pytest.approx(30, abs=1)
     page.locator("button.reset:not([disabled])").wait_for()
     assert page.pixel(0.1, 0.5) != whole
-    page.page.keyboard.press("0")
+    page.keys("0")
     page.locator("button.reset[disabled]").wait_for(state="attached")
     assert page.pixel(0.1, 0.5) == whole
 
@@ -147,7 +145,7 @@ def test_a_parameter_without_gradients_is_marked_as_frozen(page: TelemetryPage) 
     page.open(run="roles", layer=".frozen", all="1")
     page.locator(".detail .frozen", has_text="Frozen: weight").wait_for()
     page.open(run="roles", layer=".blocks.0.fc")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     assert page.locator(".detail .frozen").count() == 0
 
 
@@ -159,7 +157,7 @@ def test_two_runs_without_a_common_layer_show_a_message(page: TelemetryPage) -> 
 def test_the_side_panel_stays_next_to_the_picture(page: TelemetryPage) -> None:
     page.page.set_viewport_size({"width": 1400, "height": 500})
     page.open(run="demo", layer=".stem", step="20")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     page.frame.evaluate("window.scrollTo(0, 200)")
     assert page.frame.evaluate("scrollY") == 200
     tops = page.locator(".toolbar, .side").evaluate_all(
@@ -170,22 +168,6 @@ def test_the_side_panel_stays_next_to_the_picture(page: TelemetryPage) -> None:
     units.scroll_into_view_if_needed()
     assert page.frame.evaluate("scrollY") == 200  # only the panel has scrolled
     page.frame.evaluate("window.scrollTo(0, 0)")
-
-
-def test_a_link_keeps_groups_apart_whatever_they_are_called(page: TelemetryPage) -> None:
-    page.open(run="demo")
-    names = ["a,b", "c%2Cd", "50%", "blocks.0"]
-    found = page.page.evaluate(
-        """async (names) => {
-            const { defaultState, fromLink, toLink } = await import(
-                "/data/plugin/telemetry/static/permalink.js"
-            );
-            const link = toLink({ ...defaultState(), folded: new Set(names) });
-            return [...fromLink(link).folded];
-        }""",
-        names,
-    )
-    assert found == names
 
 
 def test_a_search_keeps_the_matching_layers(page: TelemetryPage) -> None:
@@ -211,14 +193,13 @@ def test_units_are_shown_over_steps(page: TelemetryPage) -> None:
     units = page.locator(".units")
     units.scroll_into_view_if_needed()
     assert "3 units; at step 20 dead: 0" in units.inner_text()
-    box = units.locator("canvas").bounding_box()
-    assert box is not None
+    box = box_of(units.locator("canvas"))
     units.locator("canvas").hover(position={"x": box["width"] * 0.99 - 10, "y": 24})
     text = page.locator(".tooltip").inner_text()
     assert "Unit 1 at step 50" in text
     assert "-50 to 50" in text
     page.open(run="demo", layer=".head")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     assert page.locator(".units").count() == 0
 
 
@@ -280,7 +261,7 @@ def test_the_page_requests_no_other_host(page: TelemetryPage) -> None:
     requested: list[str] = []
     page.page.on("request", lambda request: requested.append(request.url))
     page.open(run="demo", layer=".head")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     ours = [url for url in requested if "/plugin/telemetry/" in url]
     assert ours
     assert all(url.startswith((page.address, "data:", "about:")) for url in requested)
@@ -289,7 +270,7 @@ def test_the_page_requests_no_other_host(page: TelemetryPage) -> None:
 def test_the_page_fits_a_narrow_window(page: TelemetryPage) -> None:
     page.page.set_viewport_size({"width": 900, "height": 900})
     page.open(run="demo", layer=".head", step="30")
-    page.locator(".detail[data-loaded=true]").wait_for()
+    page.detail()
     assert page.frame.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.screenshot("page-narrow")
 

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
-from telemetry.commands.cli import main
-from telemetry.commands.export import write_report as write_report_of
-from telemetry.events import FileWriter, summaries
-from telemetry.layers import MATRIX_STATISTICS
-from telemetry.reading.run import open_run
-from telemetry.tensorboard_plugin.report import MAX_RUNS
-from telemetry.writing import hparams
-from telemetry.writing.page import PageWriter
-from tests.helpers import serialized
+import telemetry
+from telemetry import Alert, HookLogger, Rule, StepRecord
+from tests.helpers.added_values import add_values
 from tests.helpers.browser import PIXEL
-from tests.helpers.hostile_runs import png
-from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_run
+from tests.helpers.loops import fault_at, mlp, train
+from tests.helpers.shell import run
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 HOSTILE = "</script><img src=x onerror=window.hacked=1>"
 NAMES = ["low", HOSTILE, "high"]
+OpenReport = Callable[..., Any]
 
 
-def write_report(log_dir: Path, path: Path) -> list[str]:
-    return write_report_of({log_dir: open_run(log_dir)}, path)
+def write_report(*arguments: Path) -> Path:
+    """Write the report of these runs next to the first."""
+    path = arguments[0].parent / "report.html"
+    assert run("report", *arguments, "-o", path) == 0
+    return path
 
 
 def norms(step: int) -> np.ndarray:
@@ -40,26 +40,47 @@ def norms(step: int) -> np.ndarray:
 
 
 def write_demo(log_dir: Path) -> None:
-    ones = np.ones((3, len(MATRIX_STATISTICS)), np.float32)
+    ones = np.ones((3, len(COLUMN)), np.float32)
     write_run(
         log_dir, layout_of(NAMES), steps=range(40), norms=norms, matrices=lambda _: ones, every=10,
         alerts=[alert_at(20, HOSTILE, summary=HOSTILE)],
     )  # fmt: skip
-    writer = FileWriter(log_dir)
-    edges = np.linspace(-1, 1, 11)
-    buckets = serialized.histogram("activation/0002.high", edges[:-1], edges[1:], np.ones(10))
-    picture = summaries.image("feature_maps/0002.high", [png(1, 1)], 1, 1)
-    writer.write_values([buckets, picture], 10)
-    writer.close()
+    with telemetry.SummaryWriter(log_dir) as writer:
+        edges = np.linspace(-1, 1, 11)
+        writer.add_histogram(
+            "~tensors/activation/0002.high", np.linspace(-1, 1, 1001), 10, bins=edges
+        )
+        writer.add_image(
+            "~tensors/feature_maps/0002.high", np.ones((1, 1, 3)), 10, dataformats="HWC"
+        )
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     write_demo(folder / "demo")
-    path = folder / "report.html"
-    assert write_report(folder / "demo", path) == []
-    return path
+    return write_report(folder / "demo")
+
+
+@pytest.fixture
+def open_report(browser: Browser) -> Iterator[OpenReport]:
+    """Opens a report from disk; its console must show no error."""
+    pages: list[Page] = []
+    errors: list[str] = []
+
+    def open_path(path: Path, fragment: str = "", **options: Any) -> Page:
+        page = browser.new_page(viewport={"width": 1300, "height": 800}, **options)
+        pages.append(page)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
+        page.goto(f"{path.as_uri()}{fragment}")
+        page.locator("html[data-ready=true]").wait_for(state="attached")
+        return page
+
+    yield open_path
+    for page in pages:
+        page.close()
+    assert errors == []
 
 
 def test_the_report_requests_nothing_else(report: Path) -> None:
@@ -68,39 +89,55 @@ def test_the_report_requests_nothing_else(report: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_data_cannot_end_its_script(report: Path) -> None:
+def data_of(report: Path) -> dict[str, Any]:
     text = report.read_text(encoding="utf-8")
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
     assert found is not None
-    data = json.loads(found[1])
-    assert data["runs"]["demo"]["overview"]["layers"][1]["name"] == HOSTILE
-    assert HOSTILE not in text
+    data: dict[str, Any] = json.loads(found[1])
+    return data
 
 
-def test_the_report_opens_from_disk(report: Path, browser: Browser) -> None:
-    errors: list[str] = []
-    page = browser.new_page(viewport={"width": 1300, "height": 800})
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda m: errors.append(m.text) if m.type == "error" else None)
-    page.goto(f"{report.as_uri()}#p.telemetry.layer=.high&p.telemetry.step=10")
-    check_page(page)
+def test_data_cannot_end_its_script(report: Path) -> None:
+    assert data_of(report)["runs"]["demo"]["overview"]["layers"][1]["name"] == HOSTILE
+    assert HOSTILE not in report.read_text(encoding="utf-8")
+
+
+def test_the_report_opens_from_disk(report: Path, open_report: OpenReport) -> None:
+    page = open_report(report, "#p.telemetry.layer=.high&p.telemetry.step=10")
+    assert "demo" in page.locator(".report-title").inner_text()
+    rows = [page.evaluate(PIXEL, [(i + 0.5) / 3, 0.1, 0]) for i in range(3)]
+    assert (rows[0], rows[2]) == ("#440154", "#fde725")
+    detail = page.locator(".detail[data-loaded=true]")
+    detail.wait_for()
+    assert "Histogram over time" in detail.inner_text()
+    assert detail.locator("img").get_attribute("src") is not None
+    assert HOSTILE in page.locator(".alerts").inner_text()
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("canvas.strip").is_visible()
+    assert page.locator("canvas.costs").is_hidden()  # the run has no times
+    detail.get_by_role("button", name="Enlarge", exact=True).first.click()
+    assert page.locator(".large b").inner_text() == "step 10"
+    values = page.locator(".large .quantiles td").all_inner_texts()
+    expected = [-0.98, -0.9, -0.5, 0, 0.5, 0.9, 0.98]  # of ten equal bins from -1 to 1
+    assert [float(value) for value in values[1:]] == pytest.approx(expected, abs=0.03)
+    page.keyboard.press("Escape")
+    page.locator("label:has-text('Statistic') select").select_option("weight_norm")
+    page.locator(".panel[data-steps='4']").wait_for()
     page.emulate_media(media="print")
     assert page.locator(".toolbar").is_hidden()
     assert page.locator(".alerts").is_visible()
-    page.close()
-    assert errors == []
 
 
-def test_a_printed_report_has_its_picture_in_light_colors(report: Path, browser: Browser) -> None:
-    page = browser.new_page(color_scheme="dark")
-    page.goto(report.as_uri())
-    page.locator("html[data-ready=true].dark").wait_for(state="attached")
+def test_a_printed_report_has_its_picture_in_light_colors(
+    report: Path, open_report: OpenReport
+) -> None:
+    page = open_report(report, color_scheme="dark")
+    page.locator("html.dark").wait_for(state="attached")
     page.emulate_media(media="print", color_scheme="dark")
     # Keep the canvas in a separate layer: there, clearing it does not erase the picture below.
     assert float(page.locator(".overlay").evaluate("(n) => getComputedStyle(n).opacity")) < 1
     assert page.evaluate(LABELS) > 200
     assert page.evaluate(f"window.dispatchEvent(new Event('beforeprint')), {LABELS}") < 150
-    page.close()
 
 
 LABELS = """(() => {
@@ -110,27 +147,6 @@ LABELS = """(() => {
     return Math.max(...data.filter(isInk));
 })()"""
 """How bright the brightest of the names beside the picture is, 0 to 255."""
-
-
-def check_page(page: Page) -> None:
-    page.locator("html[data-ready=true]").wait_for(state="attached")
-    assert "demo" in page.locator(".report-title").inner_text()
-    rows = [page.evaluate(PIXEL, [(i + 0.5) / 3, 0.1, 0]) for i in range(3)]
-    assert (rows[0], rows[2]) == ("#440154", "#fde725")
-    detail = page.locator(".detail[data-loaded=true]")
-    detail.wait_for()
-    assert "Histogram over time" in detail.inner_text()
-    assert detail.locator("img").get_attribute("src", timeout=5000) is not None
-    assert HOSTILE in page.locator(".alerts").inner_text()
-    assert page.evaluate("window.hacked") is None
-    detail.get_by_role("button", name="Enlarge", exact=True).first.click()
-    assert page.locator(".large b").inner_text() == "step 10"
-    values = page.locator(".large .quantiles td").all_inner_texts()
-    expected = [-0.98, -0.9, -0.5, 0, 0.5, 0.9, 0.98]  # of ten equal bins from -1 to 1
-    assert [float(value) for value in values[1:]] == pytest.approx(expected, abs=0.03)
-    page.keyboard.press("Escape")
-    page.locator("label:has-text('Statistic') select").select_option("weight_norm")
-    page.locator(".panel[data-steps='4']").wait_for()
 
 
 STRIP = """() => {
@@ -150,81 +166,51 @@ STRIP = """() => {
 """Of each column of the strip in which there is a curve, where it begins and ends."""
 
 
-def test_a_learning_rate_is_drawn_as_steps(tmp_path: Path, browser: Browser) -> None:
+def test_a_learning_rate_is_drawn_as_steps(tmp_path: Path, open_report: OpenReport) -> None:
     write_run(tmp_path / "demo", layout_of(NAMES), steps=range(40), norms=norms, losses=False)
-    writer = FileWriter(tmp_path / "demo")
-    for step, rate in ((0, 0.1), (39, 0.01)):
-        writer.write_values([summaries.scalar("learning_rate/0", rate)], step)
-    writer.close()
-    write_report(tmp_path / "demo", tmp_path / "report.html")
-    page = browser.new_page(viewport={"width": 1300, "height": 800})
-    page.goto((tmp_path / "report.html").as_uri())
-    page.locator("html[data-ready=true]").wait_for(state="attached")
-    columns = page.evaluate(STRIP)
-    page.close()
+    add_values(tmp_path / "demo", scalars={"learning_rate/0": {0: 0.1, 39: 0.01}})
+    columns = open_report(write_report(tmp_path / "demo")).evaluate(STRIP)
     assert len(columns) > 100
     assert [column for column in columns if column[0] > 0.3 and column[1] < 0.7] == []
 
 
-def test_a_large_report_has_no_histograms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_LAYERS_IN_DETAIL", 1)
-    monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_CELLS", 30)
-    write_demo(tmp_path / "demo")
-    write_report(tmp_path / "demo", tmp_path / "small.html")
-    text = (tmp_path / "small.html").read_text(encoding="utf-8")
-    found = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    assert json.loads(found[1])["runs"]["demo"]["histograms"] == {}
+def test_a_report_of_many_layers_has_histograms_of_some(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(101)])
+    with HookLogger(model, tmp_path / "demo", alerts=()):
+        train(model, steps=1)
+    found = data_of(write_report(tmp_path / "demo"))["runs"]["demo"]["histograms"]
+    assert sorted(map(int, found)) == list(range(0, 101, 2))
 
 
-def test_records_around_a_fault_are_in_the_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("telemetry.commands.export.flight_files", lambda _: [tmp_path])
-    monkeypatch.setattr(
-        "telemetry.commands.export.print_faults",
-        lambda _, console: console.print(HOSTILE, markup=False),
-    )
-    write_demo(tmp_path / "demo")
-    write_report(tmp_path / "demo", tmp_path / "report.html")
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+def test_records_around_a_fault_are_in_the_report(tmp_path: Path) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path / "demo", alerts=[fault_at(1)]):
+        train(model, steps=3)
+    text = write_report(tmp_path / "demo").read_text(encoding="utf-8")
     assert "Around alerts and exceptions" in text
-    assert HOSTILE not in text
 
 
-def test_files_without_our_data_are_reported(tmp_path: Path) -> None:
-    writer = FileWriter(tmp_path)
-    writer.write_values([summaries.scalar("loss", 1.0)], 0)
-    writer.close()
-    with pytest.raises(ValueError, match="no telemetry data"):
-        write_report(tmp_path, tmp_path / "report.html")
+class AtOnce(Rule):
+    """Reports the first loss, before any step."""
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        return ()
+
+    def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
+        return [alert_at(step, None)]
 
 
-def test_a_run_with_an_alert_and_no_step_has_a_report(tmp_path: Path, browser: Browser) -> None:
-    writer = FileWriter(tmp_path)
-    writer.write_values([PageWriter().alert_value(alert_at(0, None), 0)], 0)
-    writer.close()
-    write_report(tmp_path, tmp_path / "report.html")
-    page = browser.new_page(viewport={"width": 1300, "height": 800})
-    failed: list[object] = []
-    page.on("pageerror", lambda error: failed.append(error))
-    page.goto((tmp_path / "report.html").as_uri())
+def test_a_run_with_an_alert_and_no_step_has_a_report(
+    tmp_path: Path, open_report: OpenReport
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path / "demo", alerts=[AtOnce()]) as logger:
+        logger.log(loss=1.0)
+    page = open_report(write_report(tmp_path / "demo"))
     page.locator(".panel[data-layers='0'][data-steps='0']").wait_for()
     for key in ("n", "w", "Escape", "ArrowDown", "+", "0"):
         page.keyboard.press(key)
-    notices = page.locator(".notice").all_inner_texts()
-    page.close()
-    assert failed == []
-    assert [notice for notice in notices if "matches" in notice] == []
-
-
-def test_pictures_beyond_the_limit_are_omitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_demo(tmp_path / "demo")
-    monkeypatch.setattr("telemetry.tensorboard_plugin.report.MAX_PICTURES_BYTES", 10)
-    [problem] = write_report(tmp_path / "demo", tmp_path / "report.html")
-    assert "pictures" in problem
+    assert "matches" not in " ".join(page.locator(".notice").all_inner_texts())
 
 
 COST = """([step, share]) => {
@@ -237,20 +223,14 @@ COST = """([step, share]) => {
 """Color of the row of costs at a step and a share of its height."""
 
 
-def test_phases_of_a_step_are_stacked_as_shares(tmp_path: Path, browser: Browser) -> None:
+def test_phases_of_a_step_are_stacked_as_shares(tmp_path: Path, open_report: OpenReport) -> None:
     write_run(tmp_path / "demo", layout_of(NAMES), steps=range(40), norms=norms)
-    writer = FileWriter(tmp_path / "demo")
-    seconds = {"data_wait_s": (0.1, 0.1, 0.9), "forward_s": (0.1,) * 3, "backward_s": (0.1,) * 3,
-               "optimizer_s": (0.1,) * 3}  # fmt: skip
-    for i, step in enumerate((0, 20, 39)):
-        times = [(f"~run/time/{name}", values[i]) for name, values in seconds.items()]
-        memory = ("~run/memory/host_rss_bytes", (i + 1) * 2**30)
-        writer.write_values([summaries.scalar(*point) for point in [*times, memory]], step)
-    writer.close()
-    write_report(tmp_path / "demo", tmp_path / "report.html")
-    page = browser.new_page(viewport={"width": 1300, "height": 800})
-    page.goto((tmp_path / "report.html").as_uri())
-    page.locator("html[data-ready=true]").wait_for(state="attached")
+    phases = ("data_wait_s", "forward_s", "backward_s", "optimizer_s")
+    curves = {f"~run/time/{name}": {0: 0.1, 20: 0.1, 39: 0.1} for name in phases}
+    curves["~run/time/data_wait_s"][39] = 0.9
+    curves["~run/memory/host_rss_bytes"] = {0: 2**30, 20: 2 * 2**30, 39: 3 * 2**30}
+    add_values(tmp_path / "demo", scalars=curves)
+    page = open_report(write_report(tmp_path / "demo"))
     legend = page.locator(".panel .curve-legend").nth(1).locator("span")
     assert legend.all_inner_texts() == [
         "Time, memory (GiB)",
@@ -262,16 +242,6 @@ def test_phases_of_a_step_are_stacked_as_shares(tmp_path: Path, browser: Browser
     assert page.evaluate(COST, [38, 0.12]) == page.evaluate(COST, [38, 0.38]) == waits
     page.locator("canvas.costs").hover(position={"x": 600, "y": 30})
     assert "data wait" in page.locator(".tooltip").inner_text()
-    page.close()
-
-
-def test_a_run_without_times_has_no_row_of_them(report: Path, browser: Browser) -> None:
-    page = browser.new_page(viewport={"width": 1300, "height": 800})
-    page.goto(report.as_uri())
-    page.locator("html[data-ready=true]").wait_for(state="attached")
-    assert page.locator("canvas.strip").is_visible()
-    assert page.locator("canvas.costs").is_hidden()
-    page.close()
 
 
 def changed(step: int) -> np.ndarray:
@@ -279,7 +249,7 @@ def changed(step: int) -> np.ndarray:
 
 
 @pytest.fixture
-def compared(tmp_path: Path, browser: Browser) -> Iterator[Page]:
+def compared(tmp_path: Path, open_report: OpenReport) -> Page:
     """The report of three runs.
 
     ``one`` differs from ``base`` at step 5; ``other`` has no common layer.
@@ -292,17 +262,10 @@ def compared(tmp_path: Path, browser: Browser) -> Iterator[Page]:
             norms={"base": norms, "one": changed, "other": lambda _: np.ones(1, np.float32)}[name],
             alerts=[alert_at(20, NAMES[2], summary=HOSTILE)] if name == "one" else [],
         )  # fmt: skip
-        writer = FileWriter(tmp_path / name)
-        writer.write_values(hparams.values_of(values, ["loss"]) if values else [], 0)
-        writer.close()
-    runs = [str(tmp_path / name) for name in hparams_of]
-    assert main(["report", *runs, "-o", str(tmp_path / "report.html")]) == 0
-    page = browser.new_page(viewport={"width": 1300, "height": 800}, color_scheme="dark")
-    page.goto((tmp_path / "report.html").as_uri())
-    page.locator("html[data-ready=true]").wait_for(state="attached")
+        add_values(tmp_path / name, hparams=values)
+    page = open_report(write_report(*(tmp_path / name for name in hparams_of)), color_scheme="dark")
     page.locator(".comparison canvas").wait_for()
-    yield page
-    page.close()
+    return page
 
 
 def test_a_report_of_several_runs_compares_them(compared: Page) -> None:
@@ -349,26 +312,22 @@ def test_a_printed_comparison_is_light_and_nothing_is_cut(compared: Page) -> Non
     assert right <= 718
 
 
-def test_a_report_of_two_runs_opens_with_their_ratio(tmp_path: Path, browser: Browser) -> None:
-    write_demo(tmp_path / "a" / "run")
-    write_demo(tmp_path / "b" / "run")
-    arguments = [str(tmp_path), "-o", str(tmp_path / "report.html")]
-    assert main(["report", *arguments]) == 0
-    page = browser.new_page(viewport={"width": 1300, "height": 800})
-    page.goto((tmp_path / "report.html").as_uri())
-    page.locator("html[data-ready=true]").wait_for(state="attached")
-    assert page.locator(".panel").evaluate_all("(all) => all.map((n) => n.dataset.run)") == [
-        "a/run",
-        "b/run",
-    ]
+def test_a_report_of_two_runs_opens_with_their_ratio(
+    tmp_path: Path, open_report: OpenReport
+) -> None:
+    for name in ("a", "b"):
+        write_demo(tmp_path / "runs" / name / "run")
+    page = open_report(write_report(tmp_path / "runs"))
+    names = page.locator(".panel").evaluate_all("(all) => all.map((n) => n.dataset.run)")
+    assert names == ["a/run", "b/run"]
     assert page.evaluate(PIXEL, [0.9, 0.9, 0]) == page.evaluate(PIXEL, [0.1, 0.1, 1])
     assert "none in 40 steps" in page.locator(".comparison").inner_text()
-    page.close()
 
 
-def test_a_report_of_too_many_runs_is_refused(tmp_path: Path) -> None:
-    write_demo(tmp_path / "demo")
-    run = open_run(tmp_path / "demo")
-    many = {tmp_path / str(number): run for number in range(MAX_RUNS + 1)}
-    with pytest.raises(ValueError, match=str(MAX_RUNS)):
-        write_report_of(many, tmp_path / "report.html")
+def test_a_report_of_more_than_20_runs_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(21):
+        write_run(tmp_path / str(number), layout_of(NAMES), steps=[0], norms=norms)
+    assert run("report", tmp_path, "-o", tmp_path / "report.html") == 2
+    assert "20" in capsys.readouterr().err

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from telemetry import Alert, HookLogger
-from telemetry.commands.cli import main
-from telemetry.flight import flight_files, read_flight
-from telemetry.records.batches import Batch, RecentBatches
-from telemetry.run.arguments import batch_ids_of
+from telemetry import Alert, Baseline, Detector, Finding, HookLogger, StepRecord
+from tests.helpers.shell import run
 
 BATCH = 8
 BAD = 157
@@ -76,57 +72,59 @@ def train(
 def printed(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     """Return the output of ``telemetry batches``."""
     capsys.readouterr()
-    assert main(["batches", str(log_dir)]) == 0
+    assert run("batches", log_dir) == 0
     return json.loads(capsys.readouterr().out)
 
 
+def flight(log_dir: Path) -> list[dict[str, Any]]:
+    """Return the batches in the flight file of the bad step."""
+    [file] = log_dir.glob("flight-*.json")
+    return json.loads(file.read_text())["batches"]
+
+
 OF_BAD = list(range(BAD * BATCH, (BAD + 1) * BATCH))
+BLAMED = {"step": BAD, "rank": 0, "ids": OF_BAD}
 KINDS = {"NaN": "nonfinite", "unit": "loss_spike", "scale": "exploding_gradient"}
 
 
-@pytest.mark.parametrize("every_n_steps", [1, 10, 100])
+@pytest.mark.parametrize("every_n_steps", [1, 100])
 @pytest.mark.parametrize("fault", KINDS)
 def test_a_bad_batch_is_found_by_its_ids(
     fault: str, every_n_steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, fault, every_n_steps=every_n_steps)
-    found = printed(tmp_path, capsys)
-    assert [(f["kind"], f["step"], f["rank"], f["ids"]) for f in found] == [
-        (KINDS[fault], BAD, 0, OF_BAD)
-    ]
+    [found] = printed(tmp_path, capsys)
+    assert found["kind"] == KINDS[fault]
+    assert {name: found[name] for name in BLAMED} == BLAMED
     lines = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
-    assert {"step": BAD, "rank": 0, "ids": OF_BAD} in [b for one in lines for b in one["batches"]]
-    flight = read_flight(flight_files(tmp_path)[0])
-    assert flight["batches"] == (Batch(step=BAD, ids=tuple(OF_BAD)),)
-    assert main(["explain", str(tmp_path)]) == 0
+    assert BLAMED in [batch for line in lines for batch in line["batches"]]
+    assert flight(tmp_path) == [BLAMED]
+    assert run("explain", tmp_path) == 0
     assert str(OF_BAD[0]) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fault", KINDS)
-def test_losses_logged_after_the_step_belong_to_the_batch_before(
-    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("fault", "options"),
+    [*((fault, {"logs_after": True}) for fault in KINDS), ("unit", {"micro_batches": 4})],
+)
+def test_losses_after_the_step_and_micro_batches_belong_to_their_batch(
+    fault: str, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path, fault, every_n_steps=10, logs_after=True)
-    assert [found["ids"] for found in printed(tmp_path, capsys)] == [OF_BAD]
-
-
-def test_ids_of_micro_batches_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, "unit", every_n_steps=10, micro_batches=4)
+    train(tmp_path, fault, every_n_steps=10, **options)
     assert [found["ids"] for found in printed(tmp_path, capsys)] == [OF_BAD]
 
 
 def test_the_batch_of_an_exception_is_in_its_flight_file(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         train(tmp_path, "exception")
-    (file,) = flight_files(tmp_path)
-    assert read_flight(file)["batches"] == (Batch(step=BAD, ids=tuple(OF_BAD)),)
+    assert flight(tmp_path) == [BLAMED]
 
 
 def test_without_ids_the_step_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    alerts = train(tmp_path, "NaN", with_ids=False)
-    assert [found.batches for found in alerts if found.batches] == [(Batch(step=BAD),)]
+    [found] = [alert.batches for alert in train(tmp_path, "NaN", with_ids=False) if alert.batches]
+    assert [(batch.step, batch.ids) for batch in found] == [(BAD, ())]
     assert [(f["step"], f["ids"]) for f in printed(tmp_path, capsys)] == [(BAD, [])]
-    assert read_flight(flight_files(tmp_path)[0])["batches"] == ()
+    assert flight(tmp_path) == []
 
 
 def test_ids_of_the_first_steps_are_apart(tmp_path: Path) -> None:
@@ -140,8 +138,8 @@ def test_ids_of_the_first_steps_are_apart(tmp_path: Path) -> None:
             for optimizer in optimizers:
                 optimizer.step()
             net.zero_grad()
-        (blamed,) = [alert.batches for alert in logger.alerts if alert.kind == "nonfinite"]
-    assert blamed == (Batch(step=1, ids=(1,)),)
+        [blamed] = [alert.batches for alert in logger.alerts if alert.kind == "nonfinite"]
+    assert [(batch.step, batch.ids) for batch in blamed] == [(1, (1,))]
 
 
 def test_a_jump_of_the_learning_rate_blames_no_batch(tmp_path: Path) -> None:
@@ -184,6 +182,38 @@ def test_ids_go_on_after_a_resume_and_those_of_repeated_steps_are_forgotten(
     assert [found["ids"] for found in printed(tmp_path, capsys)] == [["again/25"]]
 
 
+# --- ids -----------------------------------------------------------------------------------------
+
+
+class Blames(Detector):
+    """Blames these batches at the last of their steps."""
+
+    kind = "blamed"
+    severity = "warning"
+
+    def __init__(self, *steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        if record.step != self.steps[-1]:
+            return None
+        return Finding(value=1.0, threshold=0.0, summary="Blamed.", batch_steps=self.steps)
+
+
+def blamed(log_dir: Path, ids: Mapping[int, Any], *steps: int) -> Alert:
+    """Return the alert that blames batches of these steps, whose ids are given."""
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with HookLogger(layer, log_dir, alerts=[Blames(*steps)]) as logger:
+        for step in range(steps[-1] + 1):
+            logger.batch(ids.get(step, ()))
+            layer(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        [alert] = logger.alerts
+    return alert
+
+
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
@@ -198,9 +228,12 @@ def test_ids_go_on_after_a_resume_and_those_of_repeated_steps_are_forgotten(
         ([2**70], (2**70,)),
     ],
 )
-def test_ids_are_strings_and_whole_numbers(ids: Any, expected: tuple[int | str, ...]) -> None:
-    assert batch_ids_of(ids) == expected
-    assert {*map(type, batch_ids_of(ids))} <= {int, str}
+def test_ids_are_strings_and_whole_numbers(
+    tmp_path: Path, ids: Any, expected: tuple[int | str, ...]
+) -> None:
+    [batch] = blamed(tmp_path, {0: ids}, 0).batches
+    assert batch.ids == expected
+    assert {*map(type, batch.ids)} <= {int, str}
 
 
 @pytest.mark.parametrize(
@@ -219,58 +252,25 @@ def test_ids_are_strings_and_whole_numbers(ids: Any, expected: tuple[int | str, 
         (torch.zeros(2, dtype=torch.int64, device="meta"), TypeError, r"\.cpu\(\)"),
     ],
 )
-def test_other_ids_are_refused(ids: Any, error: type[Exception], named: str) -> None:
-    with pytest.raises(error, match=named):
-        batch_ids_of(ids)
-
-
-def test_wrong_ids_raise_in_the_loop(tmp_path: Path) -> None:
+def test_other_ids_are_refused(
+    tmp_path: Path, ids: Any, error: type[Exception], named: str
+) -> None:
     net = model()
-    with HookLogger(net, tmp_path) as logger, pytest.raises(ValueError, match="ids"):
-        logger.batch(range(5000))  # type: ignore[arg-type]
+    with HookLogger(net, tmp_path) as logger, pytest.raises(error, match=named):
+        logger.batch(ids)
 
 
-def test_a_disabled_closed_or_removed_logger_accepts_ids(tmp_path: Path) -> None:
-    HookLogger(model(), tmp_path, enabled=False).batch([1])
-    net = model()
-    logger = HookLogger(net, tmp_path)
-    logger.remove()
-    logger.batch([1])
-    logger.close()
-    logger.batch([1])
+def test_the_ids_of_the_latest_32_large_batches_are_kept(tmp_path: Path) -> None:
+    ids = {step: range(4096) for step in range(50)}
+    alert = blamed(tmp_path, ids, 17, 18, 49)
+    assert [len(batch.ids) for batch in alert.batches] == [0, 4096, 4096]
 
 
-def test_memory_is_limited() -> None:
-    recent = RecentBatches()
-    for step in range(100):
-        recent.add([Batch(step=step, ids=tuple(range(4096)))])
-    assert [bool(recent.of(step)) for step in (67, 68, 99)] == [False, True, True]
-    recent.clear()
-    recent.add(Batch(step=step) for step in range(5000))
-    assert not recent.of(5000 - 2049)
-    assert recent.of(5000 - 2048) == (Batch(step=2952),)
-
-
-def test_batches_of_several_ranks_are_apart() -> None:
-    recent = RecentBatches()
-    recent.add([Batch(step=3, ids=(1,)), Batch(step=3, rank=2, ids=("a",))])
-    recent.add([Batch(step=3, ids=(2,)), Batch(step=4, ids=(9,))])
-    assert recent.of(3) == (Batch(step=3, ids=(1, 2)), Batch(step=3, rank=2, ids=("a",)))
-
-
-def test_many_ids_are_shortened_in_messages_alone() -> None:
-    text = str(Batch(step=5, rank=1, ids=tuple(range(4096))))
-    assert "7" in text
-    assert "4,088" in text
-    assert len(text) < 100
-    assert "\x1b" not in str(Batch(step=5, ids=("\x1b[31m" * 40,)))
-
-
-def test_the_command_loads_no_torch(tmp_path: Path) -> None:
-    train(tmp_path, "NaN")
-    code = (
-        "import sys; from telemetry.commands.cli import main; "
-        f"main(['batches', {str(tmp_path)!r}]); sys.exit('torch' in sys.modules)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout)[0]["ids"] == OF_BAD
+def test_many_ids_are_shortened_in_messages_alone(tmp_path: Path) -> None:
+    alert = blamed(tmp_path, {0: range(4096), 1: ["\x1b[31m" * 40]}, 0, 1)
+    assert [len(batch.ids) for batch in alert.batches] == [4096, 1]
+    first, second = (line for line in alert.message.splitlines() if "Batch" in line)
+    assert "7" in first
+    assert "4,088" in first
+    assert len(first) < 100
+    assert "\x1b" not in second

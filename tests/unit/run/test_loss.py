@@ -1,116 +1,110 @@
-"""One function chooses the logged scalar that is the loss, for all parts of the package."""
+"""One of the logged scalars is the loss, and it is the same one for all parts of the package."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 from torch import nn
 
-from telemetry import HookLogger
-from telemetry.events.page_format import PLUGIN_NAME, chosen_loss
-from telemetry.reading.builtin_tags import scalar_curves
-from telemetry.reading.comparison import compare
-from telemetry.reading.run import open_run
-from telemetry.records.loss import _WORDS, LOSS_TAGS, LossChoice, loss_among
+from telemetry import HookLogger, StepRecord
 from telemetry.testing import capture_run
+from tests.helpers.board import open_slow
+from tests.helpers.client import Client
+from tests.helpers.loops import load
 from tests.helpers.paths import ROOT
-from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.shell import run
 from tests.helpers.twins import Recorder
 
 LOSSES = [
     *("loss", "Loss", "train_loss", "train/loss", "Loss/train", "loss/total", "training_loss"),
     *("loss_train", "train/total_loss", "train_loss_step", "train_loss_epoch", "trainLoss"),
-    *(
-        "losses/total",
-        "training/batchloss",
-        "epoch_loss",
-        "running_loss",
-        "train.loss",
-        "Train Loss",
-    ),
+    *("losses/total", "training/batchloss", "epoch_loss", "running_loss", "train.loss"),
+    "Train Loss",
 ]
 OTHERS = [
     *("val_loss", "val/loss", "Loss/test", "loss_eval", "validation/loss", "train/val_loss"),
     *("loss_kl", "loss/kl", "aux_loss", "train/loss/kl", "loss_d", "loss_0", "d_loss", "train"),
-    *(
-        "blossom",
-        "lossless",
-        "loss_scale",
-        "~run/loss",
-        "~statistics/weight_rms/0000.loss",
-        "",
-        "eval_loss",
-    ),
+    *("blossom", "lossless", "loss_scale", "eval_loss"),
 ]
+
+
+def records_of(*steps: Mapping[str, float]) -> list[StepRecord]:
+    """Return the records of steps that log these scalars."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with capture_run(model, rules=[]) as captured:
+        for scalars in steps:
+            captured.log(scalars)
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+    return captured.records
+
+
+def losses_of(*steps: Mapping[str, float]) -> list[float | None]:
+    return [record.loss for record in records_of(*steps)]
 
 
 @pytest.mark.parametrize("tag", LOSSES)
 def test_names_of_the_loss_are_recognized(tag: str) -> None:
-    assert loss_among([*OTHERS, tag]) == tag
+    assert losses_of({**dict.fromkeys(OTHERS, 2.0), tag: 1.0}) == [1.0]
 
 
 def test_validation_test_and_component_losses_never_count() -> None:
-    assert loss_among(OTHERS) is None
+    assert losses_of(dict.fromkeys(OTHERS, 2.0)) == [None]
 
 
 @pytest.mark.parametrize(
-    ("tags", "best"),
+    ("best", "other"),
     [
-        (["train/loss", "loss"], "loss"),
-        (["train_loss_epoch", "train_loss_step"], "train_loss_step"),
-        (["train/loss", "train/batch_loss"], "train/batch_loss"),
-        (["running_loss", "train_loss"], "train_loss"),
-        (["train/total_loss", "train/loss"], "train/loss"),
+        ("loss", "train/loss"),
+        ("train_loss_step", "train_loss_epoch"),
+        ("train/batch_loss", "train/loss"),
+        ("train_loss", "running_loss"),
+        ("train/loss", "train/total_loss"),
     ],
 )
-def test_a_loss_logged_at_each_step_is_preferred(tags: list[str], best: str) -> None:
-    assert loss_among(tags) == loss_among(tags[::-1]) == best
+def test_a_loss_logged_at_each_step_is_preferred(best: str, other: str) -> None:
+    assert losses_of({best: 1.0, other: 2.0}) == losses_of({other: 2.0, best: 1.0}) == [1.0]
 
 
-def test_a_very_long_name_is_refused_quickly() -> None:
-    assert loss_among(["train_" * 5000 + "los", "loss" + "_" * 20_000 + "x"]) is None
+def test_a_very_long_name_is_refused_and_does_not_hang() -> None:
+    long = ["train_" * 5000 + "los", "loss" + "_" * 20_000 + "x"]
+    assert losses_of(dict.fromkeys(long, 1.0)) == [None]
 
 
 def test_the_loss_is_chosen_at_the_first_step_with_one_and_stays() -> None:
-    choice = LossChoice()
-    choice.add(0, ["accuracy"])
-    choice.add(3, ["train_loss_epoch"])
-    choice.add(3, ["train_loss_step"])
-    assert not choice.is_final(2)
-    assert choice.is_final(3)
-    choice.add(4, ["loss"])
-    assert choice.tag == "train_loss_step"
-    resumed = LossChoice()
-    resumed.load_state_dict(choice.state_dict())
-    resumed.add(5, ["loss", "train_loss_step"])
-    assert resumed.tag == "train_loss_step"
-    given = LossChoice("ce")
-    given.load_state_dict("loss")
-    given.add(5, ["loss", "ce"])
-    assert given.tag == "ce"
+    both = {"train_loss_epoch": 2.0, "train_loss_step": 1.0}
+    steps = [{"accuracy": 0.5}, both, {"loss": 3.0, "train_loss_step": 1.5}, {"loss": 3.0}]
+    assert losses_of(*steps) == [None, 1.0, 1.5, None]
 
 
-def test_a_loss_whose_first_value_follows_the_first_step_is_logged_after_the_step() -> None:
-    for logged, delay in ((0, 0), (1, 1), (2, 0), (10, 0)):
-        choice = LossChoice()
-        for step in range(logged):
-            choice.step_ended(step)
-        choice.add(logged, ["loss"])
-        choice.step_ended(logged)
-        choice.add(logged + 1, ["loss"])
-        assert choice.delay == delay
-    resumed = LossChoice()
-    resumed.load_state_dict("loss")
-    resumed.step_ended(700)
-    resumed.add(701, ["loss"])
-    assert resumed.delay == 1
+@pytest.mark.parametrize(("first", "delay"), [(0, 0), (1, 1), (2, 0), (10, 0)])
+def test_a_loss_whose_first_value_follows_the_first_step_is_logged_after_the_step(
+    first: int, delay: int
+) -> None:
+    records = records_of(*[{}] * first, {"loss": 1.0}, {"loss": 1.0})
+    assert records[-1].loss_delay == delay
+
+
+def test_the_docs_list_the_words_of_a_loss_tag() -> None:
+    page = (ROOT / "docs" / "reference" / "logger.md").read_text(encoding="utf-8")
+    section = page.partition("## The loss")[2].partition(": such as")[0]
+    words = re.findall(r"\*(\w+)\*", section)
+    assert {"train", "total", "batch", "epoch", "running"} <= set(words)
+    for word in words:
+        assert losses_of({f"{word}_loss": 1.0}) == [1.0], word
+
+
+# --- in a written run ----------------------------------------------------------------------------
 
 
 def train(
@@ -141,8 +135,10 @@ def train(
     return kept
 
 
-def curves(log_dir: Path) -> Sequence[str]:
-    return [tag for kind, tag in scalar_curves(open_run(log_dir).source) if kind == "loss"]
+def shown(log_dir: Path) -> list[str]:
+    """Return the tags that the page draws as the loss."""
+    header, _ = Client(open_slow(log_dir)).arrays("scalars", run=".")
+    return [curve["tag"] for curve in header["curves"] if curve["kind"] == "loss"]
 
 
 @pytest.mark.slow
@@ -152,55 +148,55 @@ def test_rules_receive_a_loss_under_any_of_its_names() -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        with capture_run(model) as run:
+        with capture_run(model) as captured:
             for step in range(120):
                 optimizer.zero_grad()
                 loss = model(torch.randn(8, 4)).square().mean()
                 loss.backward()
-                run.log({tag: loss.item() * (1e4 if step == 80 else 1)})
+                captured.log({tag: loss.item() * (1e4 if step == 80 else 1)})
                 optimizer.step()
-        found[tag] = [(alert.kind, alert.step) for alert in run.alerts]
+        found[tag] = [(alert.kind, alert.step) for alert in captured.alerts]
     assert found["loss"] == found["train/loss"] != []
     assert found["val/loss"] == []
 
 
-def test_rules_records_page_hparams_and_diff_have_the_same_loss(tmp_path: Path) -> None:
+def test_rules_records_page_hparams_and_diff_have_the_same_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorder = Recorder()
     values = {"val_loss": 9.0, "train_loss_epoch": 2.0, "train_loss_step": 1.0, "loss_kl": 3.0}
     train(tmp_path / "a", values, options={"alerts": [recorder]})
     assert {record.loss for record in recorder.records} == {1.0}
     assert dict(recorder.records[0].scalars) == values
-    assert curves(tmp_path / "a") == ["train_loss_step"]
-    metadata_of = EventAccumulator(str(tmp_path / "a"), {"tensors": 0}).Reload().SummaryMetadata
-    content = metadata_of(metadata.EXPERIMENT_TAG).plugin_data.content
+    assert shown(tmp_path / "a") == ["train_loss_step"]
+    content = load(tmp_path / "a").SummaryMetadata(metadata.EXPERIMENT_TAG).plugin_data.content
     [metric] = metadata.parse_experiment_plugin_data(content).metric_infos
     assert metric.name.tag == "train_loss_step"
     train(tmp_path / "b", {"loss": 1.0}, spike="loss")
-    found = compare(open_run(tmp_path / "a"), open_run(tmp_path / "b")).differences
-    assert [(d.statistic, d.step) for d in found if d.module_name is None] == [("loss", 80)]
+    assert run("diff", tmp_path / "a", tmp_path / "b", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(d["statistic"], d["step"]) for d in found] == [("loss", 80)]
 
 
 def test_loss_tag_names_the_loss(tmp_path: Path) -> None:
     recorder = Recorder()
     train(tmp_path, {"loss": 1.0, "ce": 2.0}, options={"loss_tag": "ce", "alerts": [recorder]})
     assert {record.loss for record in recorder.records} == {2.0}
-    assert curves(tmp_path) == ["ce"]
+    assert shown(tmp_path) == ["ce"]
 
 
-def test_a_resumed_run_keeps_its_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [None, "loss"])
+def test_a_resumed_run_keeps_its_loss_unless_it_names_one(
+    tmp_path: Path, given: str | None
+) -> None:
     state = train(tmp_path, {"train/loss": 1.0}, steps=5)
     recorder = Recorder()
-    train(
-        tmp_path,
-        {"loss": 5.0, "train/loss": 1.0},
-        steps=5,
-        state=state,
-        options={"alerts": [recorder]},
-    )
-    assert {record.loss for record in recorder.records} == {1.0}
-    source = open_run(tmp_path).source
-    assert chosen_loss(source.tags(PLUGIN_NAME)) == "train/loss"
-    assert curves(tmp_path) == ["train/loss"]
+    options = {"alerts": [recorder], "loss_tag": given}
+    values = {"loss": 5.0, "train/loss": 1.0}
+    train(tmp_path, values, steps=5, state=state, options=options)
+    tag = given or "train/loss"
+    assert {record.loss for record in recorder.records} == {values[tag]}
+    assert shown(tmp_path) == [tag]
 
 
 @pytest.mark.parametrize(
@@ -222,12 +218,10 @@ def test_one_line_reports_that_no_logged_scalar_is_a_loss(
         train(tmp_path, {"val_loss": 1.0, "loss_kl": 2.0}, steps=steps, options=options)
     [line] = caplog.messages
     assert re.search(expected, line)
-    assert curves(tmp_path) == []
+    assert shown(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("first", "steps", "count"), [(0, 3, 0), (0, 49, 0), (0, 120, 1), (70, 3, 0)]
-)
+@pytest.mark.parametrize(("first", "steps", "count"), [(0, 49, 0), (0, 120, 1), (70, 3, 0)])
 def test_a_missing_loss_is_reported_after_fifty_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, steps: int, count: int
 ) -> None:
@@ -236,21 +230,9 @@ def test_a_missing_loss_is_reported_after_fifty_steps(
     assert [line.levelname for line in lines] == ["WARNING"] * count
 
 
-@pytest.mark.parametrize(
-    ("loss", "error"), [(3, TypeError), ("", ValueError), (["loss"], TypeError)]
-)
-def test_a_loss_that_is_not_a_tag_is_refused(
-    tmp_path: Path, loss: Any, error: type[Exception]
-) -> None:
-    with pytest.raises(error, match=r"HookLogger\(loss_tag=.*must be the tag of a logged scalar"):
-        HookLogger(nn.Linear(1, 1), tmp_path, loss_tag=loss)
-
-
-def test_the_docs_list_all_words_of_a_loss_tag() -> None:
-    page = (ROOT / "docs" / "reference" / "logger.md").read_text(encoding="utf-8")
-    section = page.partition("## The loss")[2].partition(": such as")[0]
-    assert sorted(re.findall(r"\*(\w+)\*", section)) == sorted(_WORDS)
-
-
-def test_the_pattern_of_the_loss_chart_matches_the_same_tags() -> None:
-    assert [tag for tag in LOSSES + OTHERS if re.compile(LOSS_TAGS).match(tag)] == LOSSES
+def test_the_pattern_of_the_loss_chart_matches_the_same_tags(tmp_path: Path) -> None:
+    train(tmp_path, {}, steps=1)
+    [event] = load(tmp_path).Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
+    [pattern] = layout.category[0].chart[0].multiline.tag
+    assert [tag for tag in LOSSES + OTHERS if re.search(pattern, tag)] == LOSSES

@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import telemetry
 from tests.helpers.paths import ROOT
+
+pytestmark = pytest.mark.slow
 
 ENTRY = '''    Statistic(
         name="activation_span",

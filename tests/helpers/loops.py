@@ -1,0 +1,106 @@
+"""Two small models, a loop that trains them, and readers of the runs that it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import telemetry
+from telemetry import Alert, HookLogger, StepRecord
+from tests.helpers.plain_events import EventAccumulator
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(inplace=True),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(4 * 6 * 6, 5),
+    )
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def batches(model: nn.Module, logger: HookLogger | None = None, steps: int = 5) -> Iterator[Tensor]:
+    """Train on images if the model starts with a convolution, else on three features."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    is_cnn = isinstance(next(model.children(), None), nn.Conv2d)
+    for _ in range(steps):
+        inputs = torch.rand(8, 1, 8, 8) if is_cnn else torch.rand(8, 3)
+        loss = F.cross_entropy(model(inputs), torch.randint(0, 2, (8,)))
+        optimizer.zero_grad()
+        loss.backward()
+        if logger is not None:
+            logger.log(loss=loss)
+        optimizer.step()
+        yield loss
+
+
+def train(model: nn.Module, steps: int = 5) -> None:
+    finish(batches(model, steps=steps))
+
+
+def finish(iterator: Iterator[object]) -> None:
+    for _ in iterator:
+        pass
+
+
+def fault_at(*steps: int) -> Callable[[StepRecord], Iterable[Alert]]:
+    """A rule that reports an error in module 0 at these steps."""
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        if record.step in steps:
+            yield Alert(
+                kind="nonfinite",
+                severity="error",
+                step=record.step,
+                module_name="0",
+                value=1.0,
+                threshold=0.0,
+                summary="planted fault in module 0",
+                advice=("try to remove it",),
+            )
+
+    return rule
+
+
+def is_hooked(model: nn.Module) -> bool:
+    on_modules = any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    on_parameters = any(
+        p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters()
+    )
+    return on_modules or on_parameters
+
+
+def load(log_dir: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(log_dir), size_guidance={"tensors": 0, "scalars": 0})
+    return accumulator.Reload()
+
+
+def scalars(log_dir: Path, tag: str = "grad_norm/total") -> dict[int, float]:
+    """One curve as TensorBoard shows it; by default the one that has each step."""
+    return {event.step: event.value for event in load(log_dir).Scalars(tag)}
+
+
+def written(log_dir: Path) -> Iterator[tuple[Path, int, Any]]:
+    """Yield file, step and value of everything in the event files, also what readers hide."""
+    for path in sorted(log_dir.glob("*tfevents*"), key=lambda path: path.stat().st_ctime_ns):
+        for event in LegacyEventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                yield path, event.step, value
+
+
+def measured_steps(log_dir: Path) -> list[int]:
+    """Return the steps at which the whole model was measured."""
+    layers = telemetry.read(log_dir).layers
+    return sorted(set(layers[layers.statistic == "weight_rms"].step.tolist()))

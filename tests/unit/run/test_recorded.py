@@ -1,0 +1,240 @@
+"""Content of a run: its numbers, histograms, images and names, as TensorBoard reads them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.util.tensor_util import make_ndarray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import telemetry
+from telemetry import HookLogger
+from tests.helpers.loops import batches, load, mlp, scalars, small_cnn, train, written
+from tests.helpers.twins import Recorder, assert_left_alone
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 2])
+def test_training_is_the_same_bit_for_bit(tmp_path: Path, every_n_steps: int) -> None:
+    outcome = assert_left_alone(small_cnn, batches, tmp_path, every_n_steps=every_n_steps)
+    assert [record.step for record in outcome.records] == [0, 1, 2, 3, 4]
+    assert [record.step for record in outcome.full] == list(range(0, 5, every_n_steps))
+
+
+class HookedTensors:
+    """Tensors of a step that hooks of the test captured."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        self.outputs: dict[str, np.ndarray] = {}
+        self.output_grads: dict[str, np.ndarray] = {}
+        for name, module in model.named_children():
+            module.register_forward_hook(lambda m, a, out, name=name: self._take(name, out))
+
+    def _take(self, name: str, output: Tensor) -> None:
+        self.outputs[name] = output.detach().double().numpy()
+        output.register_hook(
+            lambda grad: self.output_grads.__setitem__(name, grad.double().numpy().copy())
+        )
+
+
+def test_logged_values_are_those_that_numpy_computes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    captured = HookedTensors(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with HookLogger(model, tmp_path, alerts=()):
+        F.cross_entropy(model(torch.rand(8, 3)), torch.randint(0, 2, (8,))).backward()
+        before = {name: p.detach().double().numpy().copy() for name, p in model.named_parameters()}
+        grads = {name: p.grad.double().numpy().copy() for name, p in model.named_parameters()}
+        optimizer.step()
+    after = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
+    board, norm = load(tmp_path), np.linalg.norm
+
+    def check(tag: str, expected: float, rel: float = 1e-6) -> None:
+        [event] = board.Scalars(tag)
+        assert event.value == pytest.approx(expected, rel=rel), tag
+
+    def check_histogram(tag: str, values: np.ndarray) -> None:
+        [event] = board.Tensors(tag)
+        assert_histogram_of(values, make_ndarray(event.tensor_proto))
+
+    check("grad_norm/total", np.sqrt(sum(np.square(grad).sum() for grad in grads.values())))
+    check("learning_rate/0", 0.5)
+    for name, grad in grads.items():
+        tag = f"{int(name[0]):04d}.{name}"
+        check(f"grad_norm/{tag}", norm(grad))
+        check(f"weight_norm/{tag}", norm(before[name]))
+        moved = norm(after[name] - before[name]) / norm(before[name])
+        check(f"update_ratio/{tag}", moved, rel=1e-4)
+        check_histogram(f"grad/{tag}", grad)
+        check_histogram(f"weight/{tag}", before[name])
+    for name, output in captured.outputs.items():
+        tag = f"{int(name):04d}.{name}"
+        check(f"activation_mean/{tag}", output.mean(), rel=1e-5)
+        check(f"activation_rms/{tag}", np.sqrt((output**2).mean()))
+        check(f"activation_min/{tag}", output.min())
+        check(f"activation_max/{tag}", output.max())
+        check(f"zero_fraction/{tag}", np.mean(output == 0))
+        check(f"dead_units/{tag}", np.mean((output == 0).all(axis=0)))
+        check_histogram(f"activation/{tag}", output)
+        check_histogram(f"activation_grad/{tag}", captured.output_grads[name])
+
+
+def assert_histogram_of(values: np.ndarray, buckets: np.ndarray) -> None:
+    """``buckets`` ``[k, 3]`` hold left edge, right edge and count of ``values``."""
+    values = values.ravel()
+    assert buckets[:, 2].sum() == values.size
+    assert buckets[0, 0] == pytest.approx(values.min())
+    assert buckets[-1, 1] == pytest.approx(values.max())
+    for left, right, count in buckets[1:-1]:
+        assert count == np.sum((left <= values) & (values < right))
+
+
+def test_images_show_feature_maps_filters_and_input(tmp_path: Path) -> None:
+    model = small_cnn()
+    with HookLogger(model, tmp_path, every_n_steps=2):
+        train(model)
+    accumulator = load(tmp_path)
+    for tag in ("feature_maps/0000.0", "filters/0000.0", "input"):
+        events = accumulator.Tensors(tag)
+        assert [event.step for event in events] == [0, 2, 4]
+        width, height, png = events[0].tensor_proto.string_val
+        assert int(width) > 8
+        assert int(height) > 8
+        assert png.startswith(b"\x89PNG")
+
+
+def test_names_are_numbered_in_forward_order(tmp_path: Path) -> None:
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = nn.Linear(4, 2)
+            self.first = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x))
+
+    model = Reversed()
+    with HookLogger(model, tmp_path, alerts=()):
+        train(model, steps=1)
+    assert telemetry.read(tmp_path).modules.module_name.tolist() == ["first", "second"]
+    tags = load(tmp_path).Tags()["scalars"]
+    assert "grad_norm/0000.first.weight" in tags
+    assert "grad_norm/0001.second.weight" in tags
+
+
+def test_many_parameters_show_twelve_layers_and_their_range(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), *[nn.Linear(2, 2) for _ in range(39)])
+    with HookLogger(model, tmp_path, alerts=()):
+        train(model, steps=1)
+    tags = load(tmp_path).Tags()
+    curves = {tag.partition("/")[2] for tag in tags["scalars"] if tag.startswith("grad_norm/")}
+    assert {"total", "min", "median", "max"} < curves
+    assert sum(curve[0].isdigit() for curve in curves) == 12
+    assert "0000.0.weight" in curves
+    assert "0039.39.bias" in curves
+    assert sum(tag.startswith("grad/") for tag in tags["tensors"]) == 80
+
+
+def test_every_step_has_its_gradient_norms(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=100):
+        expected = [
+            [p.grad.double().norm().item() for p in model.parameters()]
+            for _ in batches(model, steps=4)
+        ]
+    np.testing.assert_allclose([r.grad_norms for r in recorder.records], expected, rtol=1e-6)
+    assert list(scalars(tmp_path)) == [0, 1, 2, 3]
+
+
+def test_norms_distinguish_overflowing_squares_from_infinite_gradients(tmp_path: Path) -> None:
+    model, recorder = nn.Linear(2, 1), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with HookLogger(model, tmp_path, alerts=[recorder]):
+        for value in (1e25, float("inf"), float("nan")):
+            model.weight.grad = torch.tensor([[value, 0.0]])
+            optimizer.step()
+    assert recorder.records[0].grad_norms[0] == pytest.approx(1e25)
+    assert [bool(record.grad_finite[0]) for record in recorder.records] == [True, False, False]
+
+
+def test_user_scalars_are_written_at_the_current_step(tmp_path: Path) -> None:
+    model, recorder = mlp(), Recorder()
+    with HookLogger(model, tmp_path, alerts=[recorder]) as logger:
+        losses = [loss.item() for loss in batches(model, logger, steps=3)]
+        logger.log({"loss/train set": 1, "both": 2}, both=3, accuracy=0.5, epoch=np.int64(1))
+    assert scalars(tmp_path, "loss") == pytest.approx(dict(enumerate(losses)))
+    assert [record.loss for record in recorder.records] == pytest.approx(losses)
+    expected = {"accuracy": 0.5, "epoch": 1.0, "loss/train set": 1.0, "both": 3.0}
+    assert {tag: scalars(tmp_path, tag) for tag in expected} == {
+        tag: {3: value} for tag, value in expected.items()
+    }
+
+
+def test_hyperparameters_are_written_into_the_run(tmp_path: Path) -> None:
+    """None and lists become texts."""
+    model = mlp()
+    with HookLogger(model, tmp_path) as logger:
+        logger.hparams({"resume": None, "betas": (0.9, 0.99), "widths": [32, 16], "lr": 0.1})
+        with pytest.raises(TypeError, match=r"not set; pass str\(value\), or leave it out"):
+            logger.hparams({"lr": {0.1}})
+        train(model, steps=1)
+    texts = {"resume": "None", "betas": "(0.9, 0.99)", "widths": "[32, 16]", "lr": 0.1}
+    assert telemetry.read(tmp_path).hparams == texts
+    assert "_hparams_/session_start_info" in load(tmp_path).Tags()["tensors"]
+
+
+def test_content_can_be_switched_off(tmp_path: Path) -> None:
+    model = small_cnn()
+    switches = ("activations", "activation_gradients", "gradients", "weights", "images")
+    with HookLogger(model, tmp_path, **dict.fromkeys(switches, False)):
+        train(model)
+    tags = load(tmp_path).Tags()
+    assert not any(tag.startswith(("activation", "grad", "weight")) for tag in tags["tensors"])
+    groups = {tag.partition("/")[0] for tag in tags["scalars"]}
+    assert groups == {"alerts", "depth", "full_steps", "grad_norm", "learning_rate", "memory"}
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 3])
+def test_parameters_of_unselected_modules_are_only_in_totals_and_in_records_for_rules(
+    tmp_path: Path, every_n_steps: int
+) -> None:
+    model, recorder = small_cnn(), Recorder()
+    options: Any = {"every_n_steps": every_n_steps, "alerts": [recorder]}
+    with HookLogger(model, tmp_path, modules="[05]", exclude="5", **options):
+        train(model)
+    for record in recorder.records:
+        assert [p.recorded for p in record.layout.parameters] == 2 * [True] + 4 * [False]
+        assert record.grad_present.all()
+        assert len(record.weights) == len(record.update_ratios) == 6 * record.full
+    run = telemetry.read(tmp_path)
+    assert run.modules.module_name.tolist() == ["0"]
+    assert set(run.layers.module_name) == {"0"}
+    names = run.scalars.tag.str.partition("/")
+    of_layers = names[names[2].str.match(r"\d{4}\.")]
+    assert set(of_layers[2]) == {"0000.0", "0000.0.weight", "0000.0.bias"}
+    assert {"grad_norm", "weight_norm", "update_ratio", "weight_rms"} <= set(of_layers[0])
+    expected = [np.linalg.norm(record.grad_norms) for record in recorder.records]
+    assert list(scalars(tmp_path).values()) == pytest.approx(expected, rel=1e-6)
+    norms = run.layers[run.layers.statistic == "grad_norm"].value.tolist()
+    own = [np.linalg.norm(record.grad_norms[:2]) for record in recorder.records]
+    assert norms == pytest.approx(own, rel=1e-6)
+    found = {t.partition("/")[2] for t in run.histogram_tags if t.startswith(("grad/", "weight/"))}
+    assert found == {"0000.0.weight", "0000.0.bias"}
+
+
+def test_histograms_and_pictures_of_a_step_stay_within_their_bytes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 3))
+    with HookLogger(model, tmp_path, every_n_steps=1, alerts=(), max_bytes_per_step=9_000):
+        train(model, steps=3)
+    sizes: Counter[int] = Counter()
+    for _, step, value in written(tmp_path):
+        if value.metadata.plugin_data.plugin_name in ("histograms", "images"):
+            sizes[step] += value.ByteSize()
+    assert all(6_000 < size <= 9_000 for size in sizes.values())
+    assert len(sizes) == 3

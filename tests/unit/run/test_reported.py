@@ -1,0 +1,326 @@
+"""Reports of a run: alerts and what they do, its end, and what is printed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import pty
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+import telemetry
+from telemetry import Alert, HookLogger, StepRecord, TelemetryAlert
+from tests.helpers.disks import FreezableDisk
+from tests.helpers.loops import (
+    batches,
+    fault_at,
+    finish,
+    is_hooked,
+    load,
+    mlp,
+    scalars,
+    train,
+    written,
+)
+from tests.helpers.scripts import run_script
+from tests.helpers.shell import run
+from tests.helpers.twins import Recorder
+
+
+def lines_of(log_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (log_dir / "alerts.jsonl").read_text().splitlines()]
+
+
+def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, received, recorder = mlp(), [], Recorder()
+    rules = [recorder, fault_at(1)]
+    with HookLogger(model, tmp_path, alerts=rules, on_alert=received.append) as logger:
+        train(model)
+        [alert] = logger.alerts
+    assert (alert.kind, alert.step, alert.module_name) == ("nonfinite", 1, "0")
+    assert received == [alert]
+    [message] = [r for r in caplog.records if "planted fault" in r.getMessage()]
+    assert message.levelno == logging.ERROR
+    tags = load(tmp_path).Tags()["tensors"]
+    assert [tag for tag in tags if tag.startswith("~alerts/")] == ["~alerts/0000.nonfinite.0"]
+    count = [(event.step, event.value) for event in load(tmp_path).Scalars("alerts/count")]
+    assert count == [(0, 0), (1, 0), (1, 1), (4, 1)], "steps, up to the end"
+    [line] = lines_of(tmp_path)
+    assert (line["kind"], line["step"]) == ("nonfinite", 1)
+    assert line["wall_time"] == recorder.records[1].wall_time
+    assert (tmp_path / "flight-1.json").exists()
+
+
+def test_lines_of_alerts_name_the_session_whose_records_the_run_holds(tmp_path: Path) -> None:
+    model = mlp()
+    for _ in range(2):
+        with HookLogger(model, tmp_path, alerts=[fault_at(1, 4)], first_step="auto"):
+            train(model, steps=3)
+    first, second = lines_of(tmp_path)
+    assert (first["step"], second["step"]) == (1, 4)
+    tags: dict[Path, str] = {}
+    for path, _, value in written(tmp_path):
+        tags[path] = tags.get(path, "") + value.tag
+    assert [first["session"] in text for text in tags.values()] == [True, False]
+    assert [second["session"] in text for text in tags.values()] == [False, True]
+
+
+def test_a_remote_directory_gets_no_lines_of_alerts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    with HookLogger(model, "memory://alerts", alerts=[fault_at(1)]):
+        train(model, steps=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_alert_is_reported_and_written_without_a_later_step(tmp_path: Path) -> None:
+    model, reported = mlp(), threading.Event()
+    options: Any = {"every_n_steps": 100, "on_alert": lambda _: reported.set()}
+    with HookLogger(model, tmp_path, alerts=[fault_at(17)], **options):
+        train(model, steps=18)
+        assert reported.wait(120)
+
+        def is_written() -> bool:
+            try:
+                return bool(telemetry.read(tmp_path).alerts)
+            except ValueError:  # the first event is on its way to the disk
+                return False
+
+        assert any(is_written() for _ in range(2000))
+
+
+def test_alerts_do_not_block_on_the_disk(freezable_disk: FreezableDisk) -> None:
+    model = mlp()
+    log_dir = freezable_disk.path / "run"
+    log_dir.mkdir()
+    writer = SummaryWriter(freezable_disk.path.parent / "elsewhere")
+    writer.log_dir = str(log_dir)  # alerts and flight files are written to the frozen disk
+    with HookLogger(model, writer, alerts=[fault_at(1, 3)]) as logger:
+        with freezable_disk.frozen():
+            train(model)
+            assert [alert.step for alert in logger.alerts] == [1, 3]
+        logger.flush()
+        assert [line["step"] for line in lines_of(log_dir)] == [1, 3]
+        assert (log_dir / "flight-1.json").exists()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("exception", "status"),
+    [
+        (None, "ended"),
+        (KeyError("a"), "died"),
+        (SystemExit(1), "ended"),
+        (StopIteration(), "ended"),
+    ],
+)
+def test_a_run_records_how_it_ended(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    exception: BaseException | None,
+    status: str,
+) -> None:
+    model = mlp()
+    with (
+        suppress(KeyError, SystemExit, StopIteration),
+        HookLogger(model, tmp_path, alerts=()),
+    ):
+        train(model, steps=2)
+        if exception:
+            raise exception
+    assert run("runs", tmp_path, "--json") == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert row["status"] == status
+    assert (tmp_path / "flight-2.json").exists() == (status == "died")
+
+
+# --- what an alert does to the training ----------------------------------------------------------
+
+
+def test_a_resolved_alert_does_not_raise(tmp_path: Path) -> None:
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        for alert in fault_at(1)(record):
+            yield replace(alert, stage="resolved")
+
+    model = mlp()
+    with HookLogger(model, tmp_path, alerts=[rule], on_alert="raise") as logger:
+        train(model)
+        assert len(logger.alerts) == 1
+
+
+def test_an_alert_raises_between_two_steps_if_requested(tmp_path: Path) -> None:
+    model = mlp()
+    with (
+        pytest.raises(TelemetryAlert, match="planted fault") as raised,
+        HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert="raise") as logger,
+    ):
+        finish(logger.flush() for _ in batches(model, steps=100))
+    assert raised.value.alert.step == 1
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
+    assert str(raised.value).startswith("nonfinite in module 0 at step 1: planted fault")
+    assert not is_hooked(model)
+
+
+def test_an_alert_requests_a_stop_between_two_steps_if_configured(tmp_path: Path) -> None:
+    model, seen = mlp(), []
+    with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert="stop") as logger:
+        for _ in batches(model, steps=4):
+            seen.append(logger.should_stop)
+            logger.flush()
+    assert seen[0] is False
+    assert seen[2:] == [True, True]
+    with HookLogger(model, tmp_path, alerts=[fault_at(1)], on_alert=print) as logger:
+        train(model, steps=4)
+    assert not logger.should_stop
+
+
+@pytest.mark.parametrize("kind", [SummaryWriter, telemetry.SummaryWriter])
+@pytest.mark.parametrize("method", ["flush", "close"])
+def test_a_callback_may_flush_or_close_the_writer(
+    tmp_path: Path, kind: type[SummaryWriter], method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, writer = mlp(), kind(tmp_path)
+
+    def on_alert(alert: Alert) -> None:
+        getattr(writer, method)()
+
+    with HookLogger(model, writer, alerts=[fault_at(1)], on_alert=on_alert):
+        train(model)
+    writer.close()
+    # By names, torch's tenth file of a second comes before its ninth.
+    assert sorted(scalars(tmp_path)) == [0, 1, 2, 3, 4]
+    assert "failed" not in caplog.text
+
+
+def test_a_callback_may_close_the_logger_and_queued_steps_are_checked(tmp_path: Path) -> None:
+    model, recorder, closed = mlp(), Recorder(), threading.Event()
+    may_start = threading.Event()
+
+    def blocked(record: StepRecord) -> Iterable[Alert]:
+        assert may_start.wait(120)
+        return fault_at(1)(record)
+
+    def on_alert(alert: Alert) -> None:
+        logger.close()
+        closed.set()
+
+    logger = HookLogger(model, tmp_path, alerts=[blocked, recorder], on_alert=on_alert)
+    train(model, steps=9)
+    may_start.set()
+    assert closed.wait(120)
+    logger.close()  # returns after the callback's close()
+    assert [record.step for record in recorder.records] == list(range(9))
+    assert list(scalars(tmp_path)) == list(range(9))
+
+
+def broken(_: object) -> list[Alert]:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alerts": [broken]}, "telemetry failed to apply the rule 'broken'"),
+        ({"alerts": [fault_at(1)], "on_alert": broken}, "telemetry failed to call on_alert"),
+        *(
+            ({"alerts": [lambda _, found=found: found]}, f"() for none; it returned {found!r}")
+            for found in ("diverged", None, {"step": 1}, [1])
+        ),
+    ],
+)
+def test_a_rule_or_callback_that_fails_is_logged_once_and_training_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], message: str
+) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path, **options):
+        train(model)
+    assert sum(message in text for text in caplog.text.splitlines()) == 1
+    assert len(scalars(tmp_path)) == 5
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_notebook_shows_state_step_directory_and_alerts(tmp_path: Path, enabled: bool) -> None:
+    log_dir, model = tmp_path / "a<b", mlp()
+    with HookLogger(model, log_dir, alerts=[fault_at(1)], enabled=enabled) as logger:
+        train(model, steps=3)
+        alerts = [alert.kind for alert in logger.alerts]
+        table = ElementTree.fromstring(logger._repr_html_())
+    cells = {row[0].text: row[1].text or "" for row in table.iter("tr")}
+    assert cells["log_dir"] == str(log_dir)
+    assert (cells["state"], cells["step"]) == (("attached", "3") if enabled else ("removed", "0"))
+    assert len(alerts) == enabled
+    assert all(kind in cells["alerts"] for kind in alerts)
+
+
+MAKES_THREE_LOGGERS = """
+import logging, sys
+from torch import nn
+from telemetry import HookLogger
+if sys.argv[2] != "unset":
+    logging.basicConfig(level=sys.argv[2])
+for number in range(3):
+    HookLogger(nn.Linear(2, 1), f"{sys.argv[1]}/{number}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("terminal", "level", "expected"),
+    [
+        (True, "WARNING", ["tensorboard --logdir {}"]),
+        (True, "INFO", ["INFO:telemetry:tensorboard --logdir {}"]),
+        (False, "WARNING", []),
+        (False, "unset", ["tensorboard --logdir {}"]),
+    ],
+)
+def test_the_command_that_shows_the_runs_is_logged_once_in_a_process(
+    tmp_path: Path, terminal: bool, level: str, expected: list[str]
+) -> None:
+    screen, stderr = pty.openpty() if terminal else os.pipe()
+    command = [sys.executable, "-c", MAKES_THREE_LOGGERS, str(tmp_path), level]
+    subprocess.run(command, check=True, stderr=stderr)
+    os.close(stderr)
+    try:
+        printed = os.read(screen, 65536).decode()
+    except OSError:  # Linux raises it for a closed terminal without text
+        printed = ""
+    os.close(screen)
+    lines = [line for line in printed.splitlines() if "tensorboard" in line]
+    assert lines == [line.format(tmp_path) for line in expected]
+
+
+def test_the_kinds_of_notes_are_printed_at_the_end_without_logging(tmp_path: Path) -> None:
+    script = """
+        import sys, torch
+        from telemetry import HookLogger
+        model = torch.nn.Linear(8, 2)
+        optimizer, batch = torch.optim.SGD(model.parameters(), 0.01), torch.randn(16, 8)
+        with HookLogger(model, sys.argv[1], every_n_steps=1, max_overhead=float("inf")) as logger:
+            for step in range(300):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+    """
+    _, errors = run_script(tmp_path, script, tmp_path / "run")
+    last = errors.splitlines()[-1]
+    assert last.startswith("telemetry: notes: same_batch")
+    assert last.endswith(f". Read them: telemetry alerts {tmp_path / 'run'}")
