@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from telemetry import TensorRecord
 from telemetry.measure.tensors import working
-from telemetry.records import TensorRecord
 from telemetry.records.sketch import sketch_array
 from tests.helpers.moments_close import assert_moments_close
 
@@ -79,17 +79,22 @@ def made(dtype: torch.dtype, values: str) -> Tensor:
 
 
 def assert_measured(
-    record: TensorRecord, tensor: Tensor, axis: int | None = None, *, powers: int = 4
+    record: TensorRecord,
+    tensor: Tensor,
+    axis: int | None = None,
+    *,
+    powers: int = 4,
+    rtol: float = 1e-6,
 ) -> None:
     """Compare a measured tensor with NumPy's float64 values.
 
-    Sums may differ by some of float32's last digits: a device may add up a few neighbours in it.
+    Sums may differ by ``rtol``: a device may add up a few neighbours in float32.
     Of two powers, the sums of others are not compared.
     """
     values = working(tensor.cpu()).to(torch.float64).numpy()
     unknown = {} if powers == 4 else {"sum_cubes": nan, "sum_fourth_powers": nan}
     sketch, expected = (replace(s, **unknown) for s in (record.sketch, sketch_array(values)))
-    assert_moments_close(sketch, expected, rtol=1e-6)
+    assert_moments_close(sketch, expected, rtol=rtol)
     np.testing.assert_array_equal(sketch.buckets, expected.buckets)
     np.testing.assert_array_equal(sketch.counts, expected.counts)
     if axis is None or not values.size:
