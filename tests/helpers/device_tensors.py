@@ -1,17 +1,18 @@
-"""Tensors of every dtype and layout that a device measures, and their statistics by NumPy."""
+"""Tensors of every dtype and layout that are measured, and their statistics by NumPy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from math import nan
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.measure.tensors import working
-from telemetry.records import TensorRecord
+from telemetry import TensorRecord
 from telemetry.records.sketch import sketch_array
 from tests.helpers.moments_close import assert_moments_close
 
@@ -38,20 +39,10 @@ LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], int | None]] = {
     "transposed": (lambda x: x.view(240, 256).t(), 1),
     "columns": (lambda x: x.view(240, 256)[:, 3:200], 1),
     "expanded": (lambda x: x[:256].expand(3, 256), 1),
+    "negative bit": (lambda x: torch._neg_view(x).view(240, 256), 1),
 }
 
-SPECIAL = [
-    float("nan"),
-    float("inf"),
-    -float("inf"),
-    3.4e38,
-    -1e30,
-    65504.0,
-    1e-25,
-    1e-45,
-    0.0,
-    -0.0,
-]
+SPECIAL = [nan, float("inf"), -float("inf"), 3.4e38, -1e30, 65504.0, 1e-25, 1e-45, 0.0, -0.0]
 
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
     "ordinary": lambda x: x,
@@ -65,7 +56,10 @@ VALUES: dict[str, Callable[[Tensor], Tensor]] = {
         0, torch.arange(len(SPECIAL) * 99)[::97][: len(SPECIAL)], torch.tensor(SPECIAL)
     ),
     "special ones": lambda x: torch.tensor(SPECIAL * (COUNT // len(SPECIAL))),
-    "all NaN": lambda x: x * float("nan"),
+    "all NaN": lambda x: x * nan,
+    "any bits": lambda x: torch.from_numpy(
+        np.random.default_rng(0).integers(0, 1 << 32, COUNT, dtype=np.uint32).view(np.float32)
+    ),
 }
 
 
@@ -73,30 +67,51 @@ def made(dtype: torch.dtype, values: str) -> Tensor:
     """Numbers in CPU memory, always the same, ``[COUNT]``."""
     normal = torch.randn(COUNT, generator=torch.Generator().manual_seed(0))
     x = VALUES[values](normal)
-    if dtype.is_floating_point or dtype.is_complex:
+    if dtype.is_complex:
+        return torch.complex(x.double(), x.double().flip(0)).to(dtype)
+    if dtype.is_floating_point:
         return x.to(dtype)
     return (x.nan_to_num(0, 0, 0).clamp(-9, 9) * 10).abs().to(dtype)
 
 
+def to_float64(tensor: Tensor) -> NDArray[Any]:
+    """Return the values of any dense tensor; magnitudes of complex numbers."""
+    tensor = tensor.detach().cpu().clone()  # also of zeros that have no memory
+    if tensor.is_complex():
+        return tensor.to(torch.complex128).abs().numpy()
+    if tensor.is_floating_point() and tensor.element_size() < 8:
+        tensor = tensor.to(torch.float32)
+    return tensor.to(torch.float64).resolve_neg().numpy()
+
+
 def assert_measured(
-    record: TensorRecord, tensor: Tensor, axis: int | None = None, *, powers: int = 4
+    record: TensorRecord,
+    tensor: Tensor,
+    axis: int | None = None,
+    *,
+    powers: int = 4,
+    rtol: float = 1e-6,
+    sampled: bool = False,
 ) -> None:
     """Compare a measured tensor with NumPy's float64 values.
 
-    Sums may differ by some of float32's last digits: a device may add up a few neighbours in it.
-    Of two powers, the sums of others are not compared.
+    Sums may differ by ``rtol``: a device may add up a few neighbours in float32. Of two powers,
+    the sums of others are not compared, and no histogram of a sample.
     """
-    values = working(tensor.cpu()).to(torch.float64).numpy()
+    values = to_float64(tensor)
     unknown = {} if powers == 4 else {"sum_cubes": nan, "sum_fourth_powers": nan}
     sketch, expected = (replace(s, **unknown) for s in (record.sketch, sketch_array(values)))
-    assert_moments_close(sketch, expected, rtol=1e-6)
-    np.testing.assert_array_equal(sketch.buckets, expected.buckets)
-    np.testing.assert_array_equal(sketch.counts, expected.counts)
+    assert_moments_close(sketch, expected, rtol=rtol)
+    if not sampled:
+        np.testing.assert_array_equal(sketch.buckets, expected.buckets)
+        np.testing.assert_array_equal(sketch.counts, expected.counts)
     if axis is None or not values.size:
-        assert record.unit_min is None
+        assert record.unit_min is record.unit_max is None
         return
     others = tuple(other for other in range(values.ndim) if other != axis % values.ndim)
     with np.errstate(invalid="ignore"):  # NaN
         low, high = values.min(others), values.max(others)
-    np.testing.assert_array_equal(record.unit_min, low.astype(np.float32))
-    np.testing.assert_array_equal(record.unit_max, high.astype(np.float32))
+    for found, wanted in ((record.unit_min, low), (record.unit_max, high)):
+        assert found is not None
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, wanted.astype(np.float32))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from telemetry.records import StepRecord, TensorRecord
+from telemetry import StepRecord, TensorRecord
 from tests.helpers.twins import Loop, Outcome, assert_left_alone, seed
 
 Arrays = dict[str, list[np.ndarray]]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import pickle
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,38 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from telemetry import Alert, HookLogger
-from telemetry.records import StepRecord
+from telemetry import Alert, HookLogger, StepRecord
 
 Loop = Callable[[nn.Module, "HookLogger | None"], Iterable[object]]
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def batch() -> Tensor:
+    return torch.randn(6, 4)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], x: Tensor | None = None) -> Tensor:
+    return model(batch() if x is None else x).square().mean()
+
+
+def training(
+    loss_of: Callable[[Any], Tensor] = loss_of, steps: int = 3, optimizer: Any = None
+) -> Loop:
+    """A loop that yields the loss of each step; ``optimizer``: makes one, of the parameters."""
+
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        made = (optimizer or partial(torch.optim.SGD, lr=0.1, momentum=0.9))(model.parameters())
+        for _ in range(steps):
+            made.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            made.step()
+            yield loss
+
+    return loop
 
 
 class Recorder:

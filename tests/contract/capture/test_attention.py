@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +23,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import telemetry
-from telemetry import HookLogger
-from telemetry.layers import table
-from telemetry.measure import attention as measure_attention
-from telemetry.reading.run import open_run
-from telemetry.records import AttentionHeads, StepRecord
+from telemetry import HookLogger, StepRecord
 from telemetry.testing import capture_run
 from tests.helpers.require import needs_observable_graphs, require
-from tests.helpers.twins import assert_left_alone, run
+from tests.helpers.twins import assert_left_alone, run, training
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 12, 16, 4
 
@@ -117,17 +116,26 @@ def expected(
     return largest, entropies
 
 
-def assert_heads(heads: AttentionHeads, wanted: tuple[Any, Any], rtol: float = 2e-5) -> None:
+def assert_heads(heads: Any, wanted: tuple[Any, Any], rtol: float = 2e-5) -> None:
     np.testing.assert_allclose(heads.logit_max, wanted[0], rtol=rtol, atol=1e-6)
     np.testing.assert_allclose(heads.entropy, wanted[1], rtol=rtol, atol=1e-6)
 
 
-def one_step(model: nn.Module, *inputs: Tensor) -> StepRecord:
+def one_step(model: nn.Module, *batches: Any, **options: Any) -> StepRecord:
+    """Train one step on some micro-batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with capture_run(model) as run:
-        model(*inputs).square().mean().backward()
+    with capture_run(model, **options) as run:
+        for inputs in batches:
+            model(inputs).square().mean().backward()
         optimizer.step()
     return run.records[0]
+
+
+def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Any]:
+    optimizer = partial(torch.optim.AdamW, lr=0.01)
+    for loss in training(lambda m: m(batch()).float().square().mean(), 4, optimizer)(model, logger):
+        yield loss
+        yield from (p.grad for p in model.parameters())
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -159,37 +167,21 @@ def test_figures_are_those_of_explicit_logits(name: str, length: int) -> None:
     record = one_step(model, batch(length))
     q, k = model.attn.seen
     oracle = {key: o(length) if callable(o) else o for key, o in oracle.items()}
-    wanted = expected(q[0], k[0], **oracle)
-    assert_heads(record.attention["attn"], wanted)
-    layers = table(record)
-    row = record.layout.position["attn"]
-    assert layers.value(row, "attention_logit_max") == pytest.approx(wanted[0].max(), rel=1e-5)
-    assert layers.value(row, "attention_entropy") == pytest.approx(np.nanmean(wanted[1]), rel=1e-5)
-    assert layers.value(record.layout.position["embed"], "attention_entropy") is None
-
-
-@pytest.mark.parametrize("most", [1, 400])
-def test_heads_beyond_a_limit_of_memory_are_measured_in_turn(
-    monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    monkeypatch.setattr(measure_attention, "_MOST_ELEMENTS", most)
-    model = Net(**GROUPED, attn_mask=sloped)
-    record = one_step(model, batch())
-    q, k = model.attn.seen
-    assert_heads(record.attention["attn"], expected(q[0], k[0], mask=sloped(LENGTH)))
+    assert_heads(record.attention["attn"], expected(q[0], k[0], **oracle))
 
 
 class Single(nn.Module):
-    """Attention of one head, without an axis for heads."""
+    """Attention without an axis for heads, or with one, to the inputs or to fixed keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Tensor | None = None) -> None:
         super().__init__()
-        self.q = nn.Linear(WIDTH, WIDTH)
+        self.q, self.keys = nn.Linear(WIDTH, WIDTH), keys
         self.seen: tuple[Tensor, Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen = (q := self.q(x)).detach(), x
-        return functional.scaled_dot_product_attention(q, x, x)
+        keys = x if self.keys is None else self.keys
+        self.seen = (q := self.q(x)).detach(), keys
+        return functional.scaled_dot_product_attention(q, keys, keys)
 
 
 @pytest.mark.parametrize("axes", [2, 3])
@@ -200,6 +192,14 @@ def test_tensors_with_fewer_axes_have_one_head(axes: int) -> None:
     assert_heads(record.attention[""], expected(q[:1], k[:1]))
 
 
+def test_heads_of_many_keys_are_measured_in_turn() -> None:
+    """A head's logits alone are more numbers than one intermediate tensor may have."""
+    model = Single(torch.randn(1, HEADS, 70_000, WIDTH))
+    record = one_step(model, torch.randn(1, HEADS, LENGTH, WIDTH))
+    q, k = model.seen
+    assert_heads(record.attention[""], expected(q[0], k[0]), rtol=1e-4)
+
+
 def test_nan_is_not_hidden_and_rows_with_one_key_do_not_count() -> None:
     model = Net(attn_mask=lambda length: torch.eye(length, dtype=torch.bool))
     record = one_step(model, batch())
@@ -208,100 +208,77 @@ def test_nan_is_not_hidden_and_rows_with_one_key_do_not_count() -> None:
     x = batch()
     x[0, 3, 2] = math.nan
     record = one_step(model, x)
-    row = record.layout.position["attn"]
-    assert math.isnan(table(record).value(row, "attention_logit_max") or 0.0)
+    assert np.isnan(record.attention["attn"].logit_max).any()
 
 
-def mha_logits(attention: nn.MultiheadAttention, x: Tensor, rows: Tensor) -> tuple[Any, Any]:
-    """Return the figures of a self-attention of one sample; ``rows``: additive mask."""
-    weight, bias = attention.in_proj_weight.detach(), attention.in_proj_bias.detach()
-    q, k, _ = (x @ weight.T + bias).chunk(3, -1)
-    split = (WIDTH // HEADS, HEADS)
-    q, k = (o.unflatten(-1, split[::-1]).transpose(0, 1) for o in (q, k))
-    return expected(q, k, mask=rows)
+class SelfAttention(nn.Module):
+    def __init__(self, mask: Tensor | None) -> None:
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.self_attn(x, x, x, attn_mask=self.mask, need_weights=False)[0]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_calls_inside_of_multihead_attention_are_measured(masked: bool) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-
-        def forward(self, x: Tensor) -> Tensor:
-            mask = ~causal(LENGTH) if masked else None
-            y, _ = self.attention(x, x, x, attn_mask=mask, need_weights=False)
-            return y
-
-    torch.manual_seed(0)
-    model, x = Model(), batch()
-    before = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    before.load_state_dict(model.attention.state_dict())
-    record = one_step(model, x)
-    allowed = causal(LENGTH) if masked else torch.ones(LENGTH, LENGTH, dtype=torch.bool)
-    assert_heads(record.attention["attention"], mha_logits(before, x[0], allowed))
-
-
-def test_an_encoder_layer_is_measured() -> None:
+@pytest.mark.parametrize("kind", ["attention", "masked attention", "encoder layers"])
+def test_calls_inside_of_multihead_attention_are_measured(kind: str) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, 2), batch()
-    before = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    before.load_state_dict(model.layers[0].self_attn.state_dict())
+    allowed = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    layers: list[nn.Module] = [layer, copy.deepcopy(layer)]
+    if kind != "encoder layers":
+        allowed = causal(LENGTH) if kind == "masked attention" else allowed
+        layers = [SelfAttention(~allowed if kind == "masked attention" else None)]
+    model, x = nn.Sequential(*layers), batch()
+    before, [sample, *_] = copy.deepcopy(layers[0].self_attn), x
     record = one_step(model, x)
-    assert [*record.attention] == ["layers.0.self_attn", "layers.1.self_attn"]
-    wanted = mha_logits(before, x[0], torch.ones(LENGTH, LENGTH, dtype=torch.bool))
-    assert_heads(record.attention["layers.0.self_attn"], wanted)
+    assert [*record.attention] == [f"{place}.self_attn" for place in range(len(layers))]
+    weight, bias = before.in_proj_weight.detach(), before.in_proj_bias.detach()
+    q, k, _ = (sample @ weight.T + bias).chunk(3, -1)
+    q, k = (o.unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(0, 1) for o in (q, k))
+    assert_heads(record.attention["0.self_attn"], expected(q, k, mask=allowed))
 
 
-def test_several_calls_are_merged() -> None:
+@pytest.mark.parametrize("heads", [(HEADS, HEADS, HEADS), (2, HEADS)])
+def test_several_calls_are_merged(heads: tuple[int, ...]) -> None:
+    """Heads that a call does not have are those of the others."""
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wanted = []
-    with capture_run(model) as run:
-        for _ in range(3):
-            model(batch()).square().mean().backward()
-            q, k = model.attn.seen
-            wanted.append(expected(q[0], k[0]))
-        optimizer.step()
-    largest, entropies = zip(*wanted, strict=True)
-    merged = np.max(largest, axis=0), np.mean(entropies, axis=0)
-    assert_heads(run.records[0].attention["attn"], merged)
+    largest, entropies = np.full((2, len(heads), HEADS), np.nan)
 
+    def note(attention: Attention, args: Any) -> None:
+        attention.heads = attention.kv_heads = heads[note.calls]
 
-def test_heads_of_different_numbers_are_merged() -> None:
-    merged = AttentionHeads.merged(
-        [
-            AttentionHeads(np.array([1.0, 5.0]), np.array([0.25, np.nan])),
-            AttentionHeads(np.array([3.0, -1.0, -2.0]), np.array([0.75, 0.5, np.nan])),
-        ]
-    )
-    assert merged.logit_max.tolist() == [3, 5, -2]
-    np.testing.assert_array_equal(merged.entropy, [0.5, 0.5, np.nan])
+    def compare(attention: Attention, args: Any, output: Tensor) -> None:
+        (q, k), count = attention.seen, heads[note.calls]
+        largest[note.calls, :count], entropies[note.calls, :count] = expected(q[0], k[0])
+        note.calls += 1
+
+    note.calls = 0
+    model.attn.register_forward_pre_hook(note)
+    model.attn.register_forward_hook(compare)
+    record = one_step(model, *(batch() for _ in heads))
+    merged = np.nanmax(largest, axis=0), np.nanmean(entropies, axis=0)
+    assert_heads(record.attention["attn"], merged)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_counts_no_call_twice(reentrant: bool) -> None:
+def test_checkpointing_measures_the_first_call(reentrant: bool) -> None:
     calls = []
 
     class Model(Net):
         def forward(self, x: Tensor) -> Tensor:
             x = self.embed(x)
-            return self.attn.out(x + checkpoint(self.attn, x, use_reentrant=reentrant))
+            y = x + checkpoint(self.attn, x, use_reentrant=reentrant)
+            self.first = self.attn.seen
+            return self.attn.out(y)
 
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.attn.q.register_forward_pre_hook(lambda *args: calls.append(1))
-    with capture_run(model) as run:
-        loss = model(batch()).square().mean()
-        first = model.attn.seen
-        loss.backward()
-        assert run._capture is not None
-        counted = [*map(len, run._capture._step.captured.detail.attention.values())]
-        optimizer.step()
+    record = one_step(model, batch())
     assert len(calls) == 2
-    assert counted == [1]
-    assert_heads(run.records[0].attention["attn"], expected(first[0][0], first[1][0]))
+    q, k = model.first
+    assert_heads(record.attention["attn"], expected(q[0], k[0]))
 
 
 def test_under_autocast_the_logits_are_those_of_the_given_tensors() -> None:
@@ -323,21 +300,19 @@ def test_a_written_run_has_the_statistics_of_attention_where_there_is_some(
 ) -> None:
     watched = run(Net if has_attention else lambda: nn.Linear(WIDTH, WIDTH), loop, tmp_path)
     layers = telemetry.read(tmp_path).layers
-    for name in ("attention_logit_max", "attention_entropy"):
+    heads = [record.attention["attn"] for record in watched.full if has_attention]
+    wanted = {
+        "attention_logit_max": [one.logit_max.max() for one in heads],
+        "attention_entropy": [np.nanmean(one.entropy) for one in heads],
+    }
+    for name, values in wanted.items():
         found = layers[layers["statistic"] == name]
         assert found["module_name"].tolist() == ["attn"] * (4 if has_attention else 0)
-        values = [table(record).column(name) for record in watched.full if has_attention]
-        rows = [record.layout.position["attn"] for record in watched.full if has_attention]
-        wanted = [column[row] for column, row in zip(values, rows, strict=True)]
-        np.testing.assert_allclose(found["value"], wanted, rtol=1e-6)
-
-
-def test_the_units_of_attention_are_its_heads(tmp_path: Path) -> None:
-    watched = run(Net, loop, tmp_path)
-    logits = watched.full[-1].attention["attn"].logit_max
-    assert len(logits) > 1
-    units = open_run(tmp_path).units("attn").extremes[-1]
-    np.testing.assert_allclose(units, np.stack([logits, logits], axis=1), rtol=2**-7)
+        np.testing.assert_allclose(found["value"], values, rtol=1e-6)
+    if heads:  # the units of attention are its heads
+        units = telemetry.read(tmp_path).units("attn")
+        low_and_high = np.stack([heads[-1].logit_max] * 2, axis=1)
+        np.testing.assert_allclose(units.extremes[-1], low_and_high, rtol=2**-7)
 
 
 # --- when -----------------------------------------------------------------------------------------
@@ -357,12 +332,8 @@ def test_only_full_steps_of_training_are_measured() -> None:
 
 @pytest.mark.parametrize("selected", ["attn", "attn.out", "embed"])
 def test_attention_outside_of_the_selection_is_not_measured(selected: str) -> None:
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with capture_run(model, modules=selected) as run:
-        model(batch()).square().mean().backward()
-        optimizer.step()
-    assert [*run.records[0].attention] == (["attn"] if selected == "attn" else [])
+    record = one_step(Net(), batch(), modules=selected)
+    assert [*record.attention] == (["attn"] if selected == "attn" else [])
 
 
 @pytest.mark.parametrize(("name", "seen"), [("SelfAttention", True), ("Mixer", False)])
@@ -409,13 +380,9 @@ def test_a_forward_that_raises_leaves_no_mode() -> None:
     assert not torch.nn.modules.module._global_forward_hooks_always_called
 
 
-class Interrupts(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        raise KeyboardInterrupt
-
-
 def test_a_mode_that_is_still_active_at_the_end_is_left() -> None:
-    model = Interrupts()
+    model = Net()
+    model.attn.register_forward_pre_hook(lambda *args: signal.raise_signal(signal.SIGINT))
     with capture_run(model):
         with pytest.raises(KeyboardInterrupt):
             model(batch())
@@ -465,17 +432,6 @@ class Deep(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.second, self.first(x), use_reentrant=False)
         return self.encoder(x)
-
-
-def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Any]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = model(batch()).float().square().mean()
-        loss.backward()
-        yield loss
-        yield from (p.grad for p in model.parameters() if p.grad is not None)
-        optimizer.step()
 
 
 def autocast_loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Any]:

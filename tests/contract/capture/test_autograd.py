@@ -20,19 +20,11 @@ from telemetry import HookLogger
 from tests.helpers.hand import TwoParts, assert_logged, assert_tensor, by_hand, check, not_training
 from tests.helpers.plain_events import EventAccumulator
 from tests.helpers.require import require
-from tests.helpers.twins import Recorder, assert_left_alone, seed
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+from tests.helpers.twins import Recorder, assert_left_alone, batch, loss_of, mlp, seed, training
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def batch() -> Tensor:
-    return torch.randn(6, 4)
 
 
 def stepping(
@@ -51,34 +43,21 @@ def stepping(
     return loop
 
 
-def loss_of(model: nn.Module, x: Tensor | None = None) -> Tensor:
-    return model(batch() if x is None else x).square().mean()
-
-
 # --- several passes of one step -------------------------------------------------------------------
 
 
-def test_micro_batches_are_merged_into_their_step(tmp_path: Path) -> None:
-    def passes(model: nn.Module, logger: HookLogger | None) -> None:
-        for _ in range(3):
-            (loss_of(model) / 3).backward()
-
-    outcome, _ = check(mlp, stepping(passes), tmp_path)
-    assert outcome.full[0].activations["2"].calls == 3
-    assert outcome.full[0].activation_grads["2"].calls == 3
-    assert outcome.full[0].grads["2.weight"].calls == 1
-
-
-def test_gradients_of_several_backward_passes_over_one_graph_are_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("one_graph", [False, True])
+def test_several_backward_passes_of_one_step_are_merged(tmp_path: Path, one_graph: bool) -> None:
     def passes(model: nn.Module, logger: HookLogger | None) -> None:
         y = model(batch())
-        y.square().mean().backward(retain_graph=True)
-        y.abs().mean().backward(retain_graph=True)
-        y.sum().backward()
+        for number in range(3):
+            y = y if one_graph else model(batch())
+            (y.square() * (1 + number)).mean().backward(retain_graph=True)
 
     outcome, _ = check(mlp, stepping(passes), tmp_path)
-    assert outcome.full[0].activations["0"].calls == 1
-    assert outcome.full[0].activation_grads["0"].calls == 3
+    assert outcome.full[0].activations["2"].calls == (1 if one_graph else 4)
+    assert outcome.full[0].activation_grads["2"].calls == 3
+    assert outcome.full[0].grads["2.weight"].calls == 1
 
 
 def test_gradients_through_the_graph_of_an_earlier_step_are_not_logged(tmp_path: Path) -> None:
@@ -114,7 +93,7 @@ def test_probes_by_autograd_grad_are_not_logged(tmp_path: Path) -> None:
 
 
 def test_a_gradient_penalty_is_logged_with_the_loss_and_its_grad_call_is_not(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def passes(model: nn.Module, logger: HookLogger | None) -> None:
         x = batch().requires_grad_()
@@ -125,6 +104,8 @@ def test_a_gradient_penalty_is_logged_with_the_loss_and_its_grad_call_is_not(
 
     outcome, _ = check(mlp, stepping(passes), tmp_path)
     assert outcome.full[0].activation_grads["2"].calls == 1
+    assert set(outcome.full[0].activation_grads) == set(outcome.full[0].activations)
+    assert [record for record in caplog.records if record.name == "telemetry"] == []
 
 
 def test_a_backward_pass_that_builds_a_graph_is_logged(tmp_path: Path) -> None:
@@ -262,30 +243,20 @@ def test_a_nested_phase_is_logged_apart_from_the_outer_phase(tmp_path: Path) -> 
     assert histogram_counts(tmp_path, "inner/activation/0000.0") == {0: 2 * 6 * 6}
 
 
-def test_a_phase_that_raises_removes_its_hooks(tmp_path: Path) -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    with HookLogger(model, tmp_path, every_n_steps=100, alerts=()) as logger:
-        loss_of(model).backward()
-        optimizer.step()
+def test_hooks_of_a_phase_are_removed_when_it_raises_or_a_step_ends_in_it(tmp_path: Path) -> None:
+    """The step is counted, without activations."""
+    model, recorder = mlp(), Recorder()
+    train = partial(training(), model)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
+        with logger.phase("warm-up"):
+            assert len([*train(None)]) == 3
+        assert len([*train(None)]) == 3
+        assert logger.current_step == 6
         with pytest.raises(KeyError), logger.phase("validation"):
             raise KeyError
         assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_a_step_inside_of_a_phase_is_counted_and_has_no_activations(tmp_path: Path) -> None:
-    model, recorder = mlp(), Recorder()
-    optimizer = sgd(model)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
-        with logger.phase("warm-up"):
-            for _ in range(3):
-                loss_of(model).backward()
-                optimizer.step()
-        loss_of(model).backward()
-        optimizer.step()
-        assert logger.current_step == 4
-    assert [list(record.activations) for record in recorder.records] == [[]] * 4
-    assert not any(module._forward_hooks for module in model.modules())
+    activations = [len(record.activations) for record in recorder.records]
+    assert activations == [0, 0, 0, 0, 3, 0]
 
 
 # --- differential equations -----------------------------------------------------------------------
@@ -331,8 +302,7 @@ class Flow(nn.Module):
 def test_a_function_that_only_runs_in_the_backward_pass_has_no_activation_gradients(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = stepping(lambda model, logger: loss_of(model).backward())
-    outcome = assert_left_alone(Flow, loop, tmp_path)
+    outcome = assert_left_alone(Flow, training(), tmp_path)
     for record in outcome.full:
         assert {name: record.activations[name].calls for name in record.activations} == {
             "before": 1, "after": 1, "slope.0": 4, "slope.1": 4,
@@ -341,21 +311,6 @@ def test_a_function_that_only_runs_in_the_backward_pass_has_no_activation_gradie
         assert set(record.grads) == {name for name, _ in outcome.model.named_parameters()}
     [line] = [record for record in caplog.records if record.name == "telemetry"]
     assert "activation gradients of slope.0, slope.1 are" in line.getMessage()
-
-
-def penalize(model: nn.Module, logger: HookLogger | None) -> None:
-    x = batch().requires_grad_()
-    loss = loss_of(model, x)
-    [grad] = torch.autograd.grad(loss, x, create_graph=True)
-    (loss + grad.square().mean()).backward()
-
-
-def test_a_gradient_penalty_has_all_activation_gradients_and_logs_no_message(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    outcome = assert_left_alone(mlp, stepping(penalize), tmp_path)
-    assert set(outcome.full[0].activation_grads) == set(outcome.full[0].activations)
-    assert [record for record in caplog.records if record.name == "telemetry"] == []
 
 
 # --- checkpointing --------------------------------------------------------------------------------
@@ -469,8 +424,11 @@ def relative_update(before: list[Tensor], model: nn.Module) -> float:
     return float((after - before[0]).norm() / before[0].norm())
 
 
-def test_passes_in_closures_of_ordinary_optimizers_are_logged(tmp_path: Path) -> None:
-    """Closures of Lightning's automatic optimization, by position and by keyword."""
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_passes_in_closures_of_ordinary_optimizers_are_logged(
+    tmp_path: Path, by_keyword: bool
+) -> None:
+    """Closures of Lightning's automatic optimization; one that raises does not end a step."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
         optimizer = sgd(model)
@@ -481,30 +439,16 @@ def test_passes_in_closures_of_ordinary_optimizers_are_logged(tmp_path: Path) ->
             loss.backward()
             return loss
 
-        for step in range(3):
-            optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
+        def failing() -> Tensor:
+            raise KeyError
+
+        for _ in range(3):
+            with pytest.raises(KeyError):
+                optimizer.step(failing)
+            optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
             yield
 
     check(mlp, loop, tmp_path)
-
-
-def test_a_closure_that_raises_does_not_end_a_step(tmp_path: Path) -> None:
-    model, recorder = mlp(), Recorder()
-    optimizer = sgd(model)
-
-    def closure(fail: bool) -> Tensor:
-        loss = loss_of(model)
-        if fail:
-            raise KeyError
-        loss.backward()
-        return loss
-
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
-        with pytest.raises(KeyError):
-            optimizer.step(lambda: closure(True))
-        optimizer.step(lambda: closure(False))
-    [record] = recorder.records
-    assert record.activation_grads["0"].calls == 1
 
 
 def stepping_in_backward(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -568,13 +512,9 @@ def test_several_optimizers_are_one_step(tmp_path: Path, order: tuple[str, str])
 def test_parameters_without_an_optimizer_do_not_delay_the_step(tmp_path: Path) -> None:
     """A head is trained, but the rest is not frozen and its gradients are never cleared."""
 
-    def loop(model: Any, logger: HookLogger | None) -> Iterator[None]:
-        optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            optimizer.step()
-            yield
+    def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = lambda _: torch.optim.SGD(model.second.parameters(), lr=0.1)  # noqa: E731
+        return training(optimizer=optimizer)(model, logger)
 
     outcome = assert_left_alone(TwoParts, loop, tmp_path)
     assert [record.step for record in outcome.full] == [0, 1, 2]
@@ -583,35 +523,16 @@ def test_parameters_without_an_optimizer_do_not_delay_the_step(tmp_path: Path) -
     assert [record.grad_present.tolist() for record in outcome.full] == expected
 
 
-def test_a_step_pending_on_other_optimizers_is_not_lost(tmp_path: Path) -> None:
-    model, recorder = TwoParts(), Recorder()
-    optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
-        loss_of(model).backward()
-        optimizer.step()
-    [record] = recorder.records
-    assert record.activations["first"].calls == 1
-
-
-def alternating(steps: int = 12) -> Callable[..., Iterator[None]]:
-    """Two stages of training; the first stage's optimizer lives on."""
-
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[None]:
-        optimizers = [sgd(model), torch.optim.Adam(model.parameters(), lr=1e-3)]
-        for optimizer, count in zip(optimizers, (2, 25), strict=True):
-            for _ in range(count):
-                optimizer.zero_grad()
-                loss_of(model).backward()
-                optimizer.step()
-                yield
-
-    return loop
-
-
 def test_steps_of_a_second_optimizer_are_counted_once_the_first_has_stopped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    outcome = assert_left_alone(mlp, alternating(), tmp_path, every_n_steps=4)
+    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        """Two stages of training; the first stage's optimizer lives on."""
+        optimizers = [sgd(model), torch.optim.Adam(model.parameters(), lr=1e-3)]
+        for optimizer, count in zip(optimizers, (2, 25), strict=True):
+            yield from training(steps=count, optimizer=lambda _, made=optimizer: made)(model, None)
+
+    outcome = assert_left_alone(mlp, loop, tmp_path, every_n_steps=4)
     assert "Adam steps more often than SGD" in caplog.text
     assert [record.step for record in outcome.records] == list(range(2 + 25))
 
@@ -661,58 +582,45 @@ def test_a_gan_is_watched_by_two_loggers(tmp_path: Path) -> None:
     assert [record.activations["0"].calls for record in d_records] == [2, 3, 3]
 
 
-def test_loggers_of_two_models_with_one_optimizer_each_log_one_model(tmp_path: Path) -> None:
+def test_an_optimizer_of_two_models_ends_the_steps_of_the_models_that_it_has(
+    tmp_path: Path,
+) -> None:
     encoder, decoder, recorders = mlp(), nn.Linear(2, 4), [Recorder(), Recorder()]
-    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)
+    optimizer = torch.optim.Adam(decoder.parameters(), lr=0.01)
     with (
-        HookLogger(encoder, tmp_path / "a", alerts=[recorders[0]], every_n_steps=1),
+        HookLogger(encoder, tmp_path / "a", alerts=[recorders[0]], every_n_steps=1) as first,
         HookLogger(decoder, tmp_path / "b", alerts=[recorders[1]], every_n_steps=1),
     ):
+        decoder(torch.randn(6, 2)).sum().backward()
+        optimizer.step()
+        assert first.current_step == 0
+        optimizer.add_param_group({"params": encoder.parameters()})
         for _ in range(2):
             x = batch()
             optimizer.zero_grad()
             (decoder(encoder(x)) - x).square().mean().backward()
             optimizer.step()
-    for recorder, parameters in zip(recorders, (4, 2), strict=True):
-        assert [len(record.grads) for record in recorder.records] == [parameters] * 2
-    assert recorders[1].records[0].activations[""].calls == 1
-
-
-def test_steps_are_counted_once_the_optimizer_has_the_models_parameters(tmp_path: Path) -> None:
-    model, other, recorder = mlp(), nn.Linear(4, 2), Recorder()
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1) as logger:
-        other(batch()).sum().backward()
-        optimizer.step()
-        assert logger.current_step == 0
-        optimizer.add_param_group({"params": model.parameters()})
-        loss_of(model).backward()
-        optimizer.step()
-        assert logger.current_step == 1
-    assert recorder.records[0].grad_present.all()
+    for recorder, norms in zip(recorders, (4, 2), strict=True):
+        assert [len(record.grads) for record in recorder.records][-2:] == [norms] * 2
+        assert recorder.records[0].grad_present.all()
+    assert [len(recorder.records) for recorder in recorders] == [2, 3]
+    assert recorders[1].records[1].activations[""].calls == 1
 
 
 # --- modes of the caller --------------------------------------------------------------------------
 
 
 class SeenByDispatch(TorchDispatchMode):
-    def __init__(self, seen: list[str]) -> None:
-        super().__init__()
-        self.seen = seen
+    seen: list[str]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(str(func))
+        self.seen.append(getattr(func, "__name__", str(func)))
         return func(*args, **(kwargs or {}))
 
 
 class SeenByFunction(TorchFunctionMode):
-    def __init__(self, seen: list[str]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(getattr(func, "__name__", str(func)))
-        return func(*args, **(kwargs or {}))
+    seen: list[str]
+    __torch_function__ = SeenByDispatch.__torch_dispatch__
 
 
 @pytest.mark.parametrize("mode", [SeenByDispatch, SeenByFunction])
@@ -731,13 +639,13 @@ def test_the_callers_modes_receive_no_operations_of_the_logger(tmp_path: Path, m
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[str]:
         optimizer = sgd(model)
         for _ in range(2):
-            seen: list[str] = []
-            x = torch.randn(6, 64)
-            with mode(seen):
+            x, watching = torch.randn(6, 64), mode()
+            watching.seen = []
+            with watching:
                 optimizer.zero_grad()
                 loss_of(model, x).backward()
                 optimizer.step()
-            yield from seen
+            yield from watching.seen
 
     outcome = assert_left_alone(Net, loop, tmp_path)
     assert outcome.full[1].activation_grads["wide"].calls == 1

@@ -23,10 +23,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils.checkpoint import checkpoint
 
-from telemetry import HookLogger
-from telemetry.records import StepRecord
-from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
-from tests.helpers.twins import Recorder, assert_same, draw, seed
+from telemetry import HookLogger, StepRecord
+from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED
+from tests.helpers.twins import Recorder, assert_same, batch, draw, loss_of, seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of PyTorch
 
@@ -51,9 +50,9 @@ class Program:
         )
         self.compiles = compiles
 
-    def steps(self, *optimizers: Optimizer) -> Iterator[int]:
+    def steps(self, *optimizers: Optimizer, count: int = STEPS) -> Iterator[int]:
         """The usual loop; its body leaves gradients."""
-        for index in range(STEPS):
+        for index in range(count):
             for optimizer in optimizers:
                 optimizer.zero_grad()
             yield index
@@ -79,14 +78,6 @@ def program(make: Callable[[], nn.Module]) -> Callable[[Train], Train]:
 
 def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def batch() -> Tensor:
-    return torch.randn(6, 4)
-
-
-def loss_of(model: Callable[..., Tensor]) -> Tensor:
-    return model(batch()).square().mean()
 
 
 # --- one optimizer --------------------------------------------------------------------------------
@@ -139,41 +130,33 @@ def two_losses_of_one_graph(p: Program) -> None:
         out.abs().mean().backward()
 
 
-@program(net)
-def closure_of_lbfgs(p: Program) -> None:
-    optimizer = torch.optim.LBFGS(p.model.parameters(), 0.1, max_iter=1)
+def step_by_closures(p: Program, optimizer: Optimizer) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(p.model)
+        loss.backward()
+        return loss.item()
+
     for _ in range(STEPS):
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(p.model)
-            loss.backward()
-            return loss
-
         optimizer.step(closure)
         p.step_ended()
+
+
+@program(net)
+def closure_of_lbfgs(p: Program) -> None:
+    step_by_closures(p, torch.optim.LBFGS(p.model.parameters(), 0.1, max_iter=1))
 
 
 @program(net)
 def closure_of_sgd(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1, momentum=0.9)
-    for _ in range(STEPS):
-
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = loss_of(p.model)
-            loss.backward()
-            return loss.item()
-
-        optimizer.step(closure)
-        p.step_ended()
+    step_by_closures(p, SGD(p.model.parameters(), 0.1, momentum=0.9))
 
 
 @program(net)
 def sharpness_aware(p: Program) -> None:
     """SAM: the gradients of a second pass, at weights that were moved by hand, are stepped with."""
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
+    for _ in p.steps(optimizer):
         x, moved = batch(), []
         p.model(x).square().mean().backward()
         with torch.no_grad():
@@ -186,22 +169,16 @@ def sharpness_aware(p: Program) -> None:
         with torch.no_grad():
             for parameter, by in zip(p.model.parameters(), moved, strict=True):
                 parameter -= by
-        optimizer.step()
-        optimizer.zero_grad()
-        p.step_ended()
 
 
 @program(net)
 def gradients_by_autograd_grad(p: Program) -> None:
     parameters = list(p.model.parameters())
     optimizer = SGD(parameters, 0.1)
-    for _ in range(STEPS):
-        for parameter, grad in zip(
-            parameters, torch.autograd.grad(loss_of(p.model), parameters), strict=True
-        ):
+    for _ in p.steps(optimizer):
+        grads = torch.autograd.grad(loss_of(p.model), parameters)
+        for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
@@ -226,19 +203,16 @@ def halves(model: nn.Module, *, momentum_first: bool) -> list[Optimizer]:
     return both if momentum_first else both[::-1]
 
 
-def step_both(p: Program, *, momentum_first: bool) -> None:
-    for _ in p.steps(*halves(p.model, momentum_first=momentum_first)):
+@program(net)
+def muon_before_adamw(p: Program) -> None:
+    for _ in p.steps(*halves(p.model, momentum_first=True)):
         loss_of(p.model).backward()
 
 
 @program(net)
-def muon_before_adamw(p: Program) -> None:
-    step_both(p, momentum_first=True)
-
-
-@program(net)
 def adamw_before_muon(p: Program) -> None:
-    step_both(p, momentum_first=False)
+    for _ in p.steps(*halves(p.model, momentum_first=False)):
+        loss_of(p.model).backward()
 
 
 @program(net)
@@ -287,16 +261,13 @@ def ppo(p: Program) -> None:
 def dqn_with_target(p: Program) -> None:
     target = copy.deepcopy(p.model)
     optimizer = SGD(p.model.parameters(), 0.1)
-    for index in range(STEPS):
-        with torch.no_grad():
-            goal = target(batch())[0].amax(-1)
-        optimizer.zero_grad()
-        actions, value = p.model(batch())
-        (actions.amax(-1) - goal + value.mean()).square().mean().backward()
-        optimizer.step()
+    for index in p.steps(optimizer):
         if index % 2:
             target.load_state_dict(p.model.state_dict())
-        p.step_ended()
+        with torch.no_grad():
+            goal = target(batch())[0].amax(-1)
+        actions, value = p.model(batch())
+        (actions.amax(-1) - goal + value.mean()).square().mean().backward()
 
 
 @program(net)
@@ -337,12 +308,8 @@ def critic_of_a_gan(p: Program) -> None:
 @program(net)
 def optimizer_made_anew(p: Program) -> None:
     for _ in range(STEPS // 2):
-        optimizer = SGD(p.model.parameters(), 0.1)
-        for _ in range(2):
-            optimizer.zero_grad()
+        for _ in p.steps(SGD(p.model.parameters(), 0.1), count=2):
             loss_of(p.model).backward()
-            optimizer.step()
-            p.step_ended()
 
 
 @program(net)
@@ -413,27 +380,20 @@ def layers_dropped_at_random(p: Program) -> None:
 def layer_added(p: Program) -> None:
     model: Any = p.model
     optimizer = SGD(p.model.parameters(), 0.1)
-    for index in range(STEPS):
+    for index in p.steps(optimizer):
         if index == 3:
             model.append(nn.Linear(2, 2))
             optimizer.add_param_group({"params": model[-1].parameters()})
-        optimizer.zero_grad()
         loss_of(p.model).backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
 def head_replaced(p: Program) -> None:
     model: Any = p.model
-    for index in range(STEPS):
-        if index % 3 == 0:
-            model[4] = nn.Linear(8, 2 + index)
-            optimizer = SGD(p.model.parameters(), 0.1)
-        optimizer.zero_grad()
-        loss_of(p.model).backward()
-        optimizer.step()
-        p.step_ended()
+    for start in range(0, STEPS, 3):
+        model[4] = nn.Linear(8, 2 + start)
+        for _ in p.steps(SGD(p.model.parameters(), 0.1), count=3):
+            loss_of(p.model).backward()
 
 
 @program(net)
@@ -441,13 +401,9 @@ def trunk_unfrozen_later(p: Program) -> None:
     model: Any = p.model
     model[0].requires_grad_(False)
     optimizer = SGD(p.model.parameters(), 0.1)
-    for index in range(STEPS):
-        if index == 3:
-            model[0].requires_grad_(True)
-        optimizer.zero_grad()
+    for index in p.steps(optimizer):
+        model[0].requires_grad_(index >= 3)
         loss_of(p.model).backward()
-        optimizer.step()
-        p.step_ended()
 
 
 def shared() -> nn.Sequential:
@@ -474,11 +430,8 @@ def two_views(p: Program) -> None:
 @program(two_views_net)
 def validated_between_steps(p: Program) -> None:
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for _ in p.steps(optimizer):
         loss_of(p.model).backward()
-        optimizer.step()
-        p.step_ended()
         p.model.eval()
         with torch.no_grad():
             p.model(batch())
@@ -491,13 +444,11 @@ def validated_between_steps(p: Program) -> None:
 def averaged_weights(p: Program) -> None:
     average = torch.optim.swa_utils.AveragedModel(p.model)
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
+    for index in p.steps(optimizer):
+        if index:
+            average.update_parameters(p.model)
+            average(batch())
         loss_of(p.model).backward()
-        optimizer.step()
-        p.step_ended()
-        average.update_parameters(p.model)
-        average(batch())
 
 
 class Recurrent(nn.Module):
@@ -524,19 +475,17 @@ def truncated_backpropagation(p: Program) -> None:
 def functional_parameters(p: Program) -> None:
     """The model is called with weights of the caller's; gradients are put where they belong."""
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
+    for _ in p.steps(optimizer):
         weights = {n: w.detach().clone().requires_grad_() for n, w in p.model.named_parameters()}
         functional_call(p.model, weights, (batch(),)).square().mean().backward()
         for name, parameter in p.model.named_parameters():
             parameter.grad = weights[name].grad
-        optimizer.step()
-        p.step_ended()
 
 
 @program(net)
 def inner_loop_of_maml(p: Program) -> None:
     optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in range(STEPS):
+    for _ in p.steps(optimizer):
         weights = dict(p.model.named_parameters())
         inner = functional_call(p.model, weights, (batch(),)).square().mean()
         with p.aside():
@@ -544,8 +493,6 @@ def inner_loop_of_maml(p: Program) -> None:
         moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
         optimizer.zero_grad()
         functional_call(p.model, moved, (batch(),)).square().mean().backward()
-        optimizer.step()
-        p.step_ended()
 
 
 @program(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)))
@@ -582,13 +529,8 @@ def sparse_embedding(p: Program) -> None:
     model: Any = p.model
     first = torch.optim.SparseAdam(model.embedding.parameters(), 0.01)
     second = AdamW(model.head.parameters(), 0.01)
-    for _ in range(STEPS):
+    for _ in p.steps(first, second):
         p.model(torch.randint(0, 10, (6,))).square().mean().backward()
-        first.step()
-        second.step()
-        first.zero_grad()
-        second.zero_grad()
-        p.step_ended()
 
 
 # --- precision and compilers ----------------------------------------------------------------------
@@ -637,8 +579,8 @@ def compiled_step_function(p: Program) -> None:
 
 # --- plain hooks ----------------------------------------------------------------------------------
 
-Figures = dict[str, tuple[float, float, float]]
-"""Norm, minimum and maximum by module and kind."""
+Figures = dict[str, tuple[float, ...]]
+"""Norm, minimum, maximum and number of calls by module and kind."""
 
 
 class PlainHooks:
@@ -718,6 +660,7 @@ class PlainHooks:
                 float(torch.cat([tensor.flatten() for tensor in tensors]).norm()),
                 min(float(tensor.min()) for tensor in tensors),
                 max(float(tensor.max()) for tensor in tensors),
+                len(tensors),
             )
             for key, tensors in self._seen.items()
         }
@@ -734,7 +677,7 @@ def figures_of(record: StepRecord) -> tuple[Figures, dict[str, float]]:
             if output.place == 0:
                 sketch = tensor.sketch
                 norm = float(np.sqrt(sketch.sum_squares))
-                found[f"{kind} {output.module_name}"] = norm, sketch.min, sketch.max
+                found[f"{kind} {output.module_name}"] = norm, sketch.min, sketch.max, tensor.calls
     names = [parameter.name for parameter in record.layout.parameters]
     norms = dict(zip(names, record.grad_norms.tolist(), strict=True))
     return found, {

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import realruns
 
 import runs
 from telemetry import Alert
-from telemetry.alert import Severity, Stage
+from tests.helpers.rules import rule
 
 
 @pytest.fixture(autouse=True)
@@ -68,19 +69,14 @@ def test_a_fault_is_reported_correctly(name: str, every: int) -> None:
 
 
 def test_every_run_has_a_label_and_every_label_a_kind_that_exists() -> None:
-    from telemetry.alerts.configuration import DETECTORS
-
     assert set(runs.RUNS) == set(runs.LABELS)
-    assert set().union(*(label.kinds for label in runs.LABELS.values())) <= set(DETECTORS)
+    for kind in set().union(*(label.kinds for label in runs.LABELS.values())):
+        rule(kind)
 
 
-def alert(
-    kind: str, step: int, severity: Severity = "warning", stage: Stage = "started", name: str = ""
-) -> Alert:
-    return Alert(
-        kind=kind, severity=severity, step=step, module_name=name or None, value=0.0,
-        threshold=0.0, summary="seen", stage=stage,
-    )  # fmt: skip
+def alert(kind: str, step: int, severity: Any = "warning", **fields: Any) -> Alert:
+    known = {"module_name": None, "value": 0.0, "threshold": 0.0, "summary": "seen"}
+    return Alert(kind=kind, step=step, severity=severity, **(known | fields))
 
 
 HEALTHY = realruns.Wanted(want="H", kinds=frozenset(), layers=(), onset=0, by=None)
@@ -95,11 +91,11 @@ GAP = replace(FAULTY, want="G", kinds=frozenset())
         (HEALTHY, [alert("k", 1, "note")], ("note", None)),
         (HEALTHY, [alert("k", 1)], ("FALSE ALARM", None)),
         (FAULTY, [], ("MISSED", None)),
-        (FAULTY, [alert("k", 12, name="a.b.c")], ("ok", True)),
-        (FAULTY, [alert("k", 12, "note", name="a.bc")], ("ok", False)),
-        (FAULTY, [alert("k", 21, name="a.b")], ("LATE", True)),
+        (FAULTY, [alert("k", 12, module_name="a.b.c")], ("ok", True)),
+        (FAULTY, [alert("k", 12, "note", module_name="a.bc")], ("ok", False)),
+        (FAULTY, [alert("k", 21, module_name="a.b")], ("LATE", True)),
         (FAULTY, [alert("k", 9)], ("EARLY", None)),
-        (FAULTY, [alert("k", 9, "note"), alert("k", 12, name="a.b")], ("ok", True)),
+        (FAULTY, [alert("k", 9, "note"), alert("k", 12, module_name="a.b")], ("ok", True)),
         (FAULTY, [alert("other", 12)], ("WRONG KIND", None)),
         (FAULTY, [alert("other", 12, "note")], ("MISSED", None)),
         (FAULTY, [alert("k", 12, stage="resolved")], ("MISSED", None)),

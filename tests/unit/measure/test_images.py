@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -41,57 +42,40 @@ def tile(image: np.ndarray, row: int, column: int, side: int = SIDE) -> np.ndarr
 # --- samples
 
 
-def test_the_first_sample_and_64_channels_are_copied() -> None:
-    output = torch.randn(3, 100, 5, 7, requires_grad=True)
+@pytest.mark.parametrize(
+    ("shape", "shown"),
+    [
+        ((3, 100, 5, 7), lambda output: output[0, :64]),
+        ((2, 3, 50), lambda output: output[0, :, None, :]),  # rows of a 1D convolution
+        ((2, 3, 5, 6, 7), lambda output: output[0, :, 2]),  # the middle slice of a 3D one
+        ((1, 1, 4, 128), lambda output: output[0]),
+        ((1, 1, 4, 129), lambda output: output[0, :, :, ::2]),
+        ((1, 1, 4, 1000), lambda output: output[0, :, :, ::8]),
+    ],
+    ids=str,
+)
+def test_maps_are_of_the_first_sample_and_at_most_64_of_128_pixels_a_side(
+    shape: tuple[int, ...], shown: Callable[[Tensor], Tensor]
+) -> None:
+    output = torch.randn(shape, requires_grad=True)
     maps = sample_feature_maps(output)
     assert maps is not None
-    assert torch.equal(maps, output[0, :64])
+    assert torch.equal(maps, shown(output))
     assert not maps.requires_grad
-    with torch.no_grad():
-        output.zero_()
-    assert maps.any()
-
-
-def test_maps_of_a_1d_convolution_are_one_row_high() -> None:
-    output = torch.randn(2, 3, 50)
-    maps = sample_feature_maps(output)
-    assert maps is not None
-    assert torch.equal(maps, output[0, :, None, :])
-
-
-def test_maps_of_a_3d_convolution_are_its_middle_slice() -> None:
-    output = torch.randn(2, 3, 5, 6, 7)
-    maps = sample_feature_maps(output)
-    assert maps is not None
-    assert torch.equal(maps, output[0, :, 2])
-
-
-@pytest.mark.parametrize(("side", "kept"), [(128, 128), (129, 65), (1000, 125)])
-def test_large_maps_are_reduced_to_128_pixels_a_side(side: int, kept: int) -> None:
-    output = torch.arange(float(side)).expand(1, 1, 4, side)
-    maps = sample_feature_maps(output)
-    assert maps is not None
-    assert maps.shape == (1, 4, kept)
-    assert maps[0, 0, 1] == -(-side // 128)
 
 
 @pytest.mark.parametrize(
     "dtype",
     [torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8,
-     torch.bool],
+     torch.bool, torch.complex64],
 )  # fmt: skip
 def test_samples_are_float32_copies_of_every_dtype(dtype: torch.dtype) -> None:
+    """Of complex numbers, they are the magnitudes."""
     output = torch.tensor([[[[0.0, 1.0]]]]).to(dtype)
-    maps = sample_feature_maps(output)
+    maps = sample_feature_maps(output * 1j if dtype.is_complex else output)
     assert maps is not None
     assert maps.dtype == torch.float32
     assert maps.tolist() == [[[0.0, 1.0]]]
-
-
-def test_complex_maps_show_magnitudes() -> None:
-    maps = sample_feature_maps(torch.tensor([[[[3 + 4j]]]]))
-    assert maps is not None
-    assert maps.tolist() == [[[5.0]]]
 
 
 def test_a_float32_sample_does_not_share_memory() -> None:
@@ -119,22 +103,13 @@ def test_tensors_that_are_not_maps_give_no_sample(output: Tensor) -> None:
     assert sample_filters(output) is None
 
 
-def test_sampling_draws_no_random_numbers() -> None:
-    state = torch.get_rng_state()
-    sample_feature_maps(torch.zeros(2, 2, 200, 200))
-    assert torch.equal(state, torch.get_rng_state())
-
-
-def test_sixteen_inputs_are_copied() -> None:
+def test_sixteen_inputs_that_are_images_are_copied() -> None:
     batch = torch.randn(20, 3, 8, 8)
     images = sample_inputs(batch)
     assert images is not None
     assert torch.equal(images, batch[:16])
-
-
-@pytest.mark.parametrize("shape", [(4, 2, 8, 8), (4, 4, 8, 8), (4, 3, 8)])
-def test_inputs_that_are_not_images_give_no_sample(shape: tuple[int, ...]) -> None:
-    assert sample_inputs(torch.zeros(shape)) is None
+    for shape in [(4, 2, 8, 8), (4, 4, 8, 8), (4, 3, 8)]:
+        assert sample_inputs(torch.zeros(shape)) is None
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 8])
@@ -195,17 +170,14 @@ def test_nonfinite_pixels_are_magenta_and_leave_the_others_as_they_are(value: fl
 
 
 def test_a_map_that_is_half_infinite_shows_the_other_half() -> None:
-    maps = ramp(0, 1)[None].clone()
+    maps = ramp(0, 1).repeat(2, 1, 1)
     maps[0, :16] = torch.inf
+    maps[1], maps[1, :5] = torch.nan, torch.inf
     image = feature_map_grid(maps)
-    assert (image[:16] == MAGENTA).all()
-    assert (image[16].max(), image[31].min()) == (13, 242)
-
-
-def test_a_map_without_a_finite_value_is_magenta() -> None:
-    maps = torch.full((1, SIDE, SIDE), torch.nan)
-    maps[0, :5] = torch.inf
-    assert (feature_map_grid(maps) == MAGENTA).all()
+    half, nothing = tile(image, 0, 0), tile(image, 0, 1)
+    assert (half[:16] == MAGENTA).all()
+    assert (half[16].max(), half[31].min()) == (13, 242)
+    assert (nothing == MAGENTA).all()
 
 
 def test_a_map_of_7_by_7_is_enlarged_without_blurring() -> None:
@@ -235,17 +207,14 @@ def test_zero_is_the_middle_of_all_filters() -> None:
     assert tile(image, 0, 0).max() == 255
 
 
-def test_filters_of_three_channels_are_in_color() -> None:
+def test_filters_of_three_channels_are_in_color_and_zeros_are_flat() -> None:
     filters = torch.zeros(1, 3, SIDE, SIDE)
+    assert np.ptp(filter_grid(filters)) == 0
     filters[0, 0, :16] = 1.0
     filters[0, 2, 16:] = -1.0
     image = filter_grid(filters)
     assert image[0, 0].tolist() == [255, 128, 128]
     assert image[31, 0].tolist() == [128, 128, 0]
-
-
-def test_filters_that_are_all_zero_are_flat() -> None:
-    assert np.ptp(filter_grid(torch.zeros(1, 1, 3, 3))) == 0
 
 
 def test_inputs_share_one_scale() -> None:
@@ -256,17 +225,14 @@ def test_inputs_share_one_scale() -> None:
     assert tile(image, 0, 1).max() == 255
 
 
-def test_colors_of_inputs_are_kept() -> None:
+def test_colors_of_inputs_are_kept_and_one_nonfinite_color_makes_a_pixel_magenta() -> None:
     images = torch.zeros(1, 3, SIDE, SIDE)
     images[:, 0, :10] = 1.0
     images[:, 1, :10] = 0.5
-    assert input_grid(images)[0, 0].tolist() == [255, 128, 0]
-
-
-def test_a_pixel_with_one_nonfinite_color_is_magenta() -> None:
-    images = torch.rand(1, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     images[0, 1, 2, 3] = torch.nan
-    assert (input_grid(images) == MAGENTA).all(-1).nonzero() == ([2], [3])
+    image = input_grid(images)
+    assert image[0, 0].tolist() == [255, 128, 0]
+    assert (image == MAGENTA).all(-1).nonzero() == ([2], [3])
 
 
 @pytest.mark.parametrize("hole", [False, True])

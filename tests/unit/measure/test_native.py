@@ -23,17 +23,15 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from torch import Tensor
 
+from telemetry import TensorRecord
 from telemetry.measure import native
-from telemetry.measure.native import HostRows
-from telemetry.measure.tensors import sample_step, values_of
-from telemetry.records import TensorRecord
+from telemetry.measure.tensors import sample_step
 from telemetry.records.buckets import bucket_indices
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import sketch_array
 from tests.helpers.moments_close import assert_moments_close
 from tests.helpers.native_cases import LETTERS, libc, read_everything
 from tests.helpers.paths import ROOT
-from tests.helpers.require import needs_tensor_reader
 
 if native.available:
     from telemetry.measure import _native
@@ -169,77 +167,6 @@ def test_a_sample_of_equal_numbers_is_all_of_them(value: float) -> None:
     assert sketch.counts.tolist() == [200_000]
 
 
-def layout(value: object) -> str | None:
-    if not isinstance(value, Tensor):
-        return None
-    return f"{value.layout} {list(value.shape)} {value.dtype}"
-
-
-X = torch.randn(6, 4, 5, 3, generator=torch.Generator().manual_seed(0))
-
-
-class Labelled(Tensor):
-    """Subclass, which may override any method."""
-
-
-@needs_tensor_reader
-@pytest.mark.parametrize(
-    ("tensor", "axis"),
-    [
-        *[(X, axis) for axis in (None, 0, 1, 2, 3, -1, -4)],
-        *[(X.to(memory_format=torch.channels_last), axis) for axis in (None, 1, 3)],
-        (X.permute(2, 0, 3, 1), 3),
-        (X[:1].transpose(0, 2), 2),
-        (X[:, :1].contiguous(memory_format=torch.channels_last), 1),
-        (X.double(), 1),
-        (X.half(), 1),
-        (X.bfloat16(), 1),
-        (X.clone().requires_grad_() * 2, 1),
-        (torch.nn.Parameter(X), 1),
-        (torch.randn(200_000), None),
-        (torch.randn(50, 20_000), 0),
-        (torch.tensor(3.0), None),
-    ],
-    ids=layout,
-)
-def test_a_tensor_object_is_read_like_its_values(tensor: Tensor, axis: int | None) -> None:
-    found, expected = HostRows(), HostRows()
-    values = values_of(tensor, axis)
-    assert values is not None
-    assert found.add_plain([tensor], axis, 4) == [True]
-    expected.add(values, 4)
-    assert (found.heads, found.pairs, found.units) == (
-        expected.heads,
-        expected.pairs,
-        expected.units,
-    )
-
-
-@needs_tensor_reader
-@pytest.mark.parametrize(
-    ("tensor", "axis"),
-    [
-        (X, 4),
-        (X, -5),
-        (X[..., :2], None),
-        (X[:1].expand(6, 4, 5, 3), None),
-        (X[:0], None),
-        (X.long(), None),
-        (X.to_sparse(), None),
-        (X.to("meta"), None),
-        (torch._neg_view(X), None),
-        (X.as_subclass(Labelled), None),
-    ],
-    ids=layout,
-)
-def test_other_tensor_objects_are_refused(tensor: Tensor, axis: int | None) -> None:
-    rows = HostRows()
-    assert rows.add_plain([tensor], axis, 4) == [False]
-    assert len(rows) == 0
-    assert rows.add_plain([X, tensor, X], None, 4) == [True, axis is not None, True]
-    assert len(rows) == 2 + (axis is not None)
-
-
 # --- units ---------------------------------------------------------------------------------------
 
 
@@ -281,30 +208,6 @@ def test_squared_norms_are_nonfinite_only_for_nonfinite_values(index: int) -> No
 
 
 # --- calls ---------------------------------------------------------------------------------------
-
-
-@needs_tensor_reader
-def test_invalid_arguments_with_tensors_are_refused() -> None:
-    rows = bytearray(), bytearray(), bytearray()
-    with pytest.raises(TypeError, match="list"):
-        _native.measure_tensors((X,), None, (Tensor,), native.TENSORS, sample_step, 4, *rows)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="PyCapsule"):
-        _native.measure_tensors([X], None, (Tensor,), None, sample_step, 4, *rows)
-    with pytest.raises(ValueError, match="count"):
-        _native.measure_tensors([X, X], None, (Tensor,), native.TENSORS, lambda count: -1, 4, *rows)
-    with pytest.raises(TypeError, match="bytearrays"):
-        _native.measure_tensors([X], None, (Tensor,), native.TENSORS, sample_step, 4, b"", b"", b"")  # type: ignore[arg-type]
-    assert rows == (b"", b"", b"")
-
-
-@needs_tensor_reader
-@pytest.mark.parametrize("locked", range(3))
-def test_rows_are_unchanged_if_one_of_their_parts_cannot_grow(locked: int) -> None:
-    rows = bytearray(b"a"), bytearray(b"b"), bytearray(b"c")
-    arguments = [X], 1, (Tensor,), native.TENSORS, sample_step, 4
-    with memoryview(rows[locked]), pytest.raises(BufferError):
-        _native.measure_tensors(*arguments, *rows)
-    assert rows == (b"a", b"b", b"c")
 
 
 @needs_extension
@@ -407,9 +310,14 @@ def test_a_build_without_a_compiler_fails_where_the_extension_is_required(
 @pytest.mark.slow
 @pytest.mark.skipif(not native.available, reason=native.native)
 def test_numpy_measures_the_same_without_the_extension() -> None:
-    tests = ["tests/unit/measure/test_measure.py", f"{__file__}::{NUMPY}"]
+    """The module is loaded without it, so that none of its functions can be called."""
+    program = """
+import sys, pytest, telemetry.measure.native as native
+assert not native.available and native.DTYPES == {}
+sys.exit(pytest.main(["-q", "--hypothesis-profile=brief", "tests/unit/measure/test_measure.py"]))
+"""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=brief", *tests],
+        [sys.executable, "-c", program],
         cwd=ROOT,
         env={**os.environ, "TELEMETRY_NATIVE": "0"},
         stdout=subprocess.PIPE,
@@ -417,11 +325,3 @@ def test_numpy_measures_the_same_without_the_extension() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout
-
-
-NUMPY = "test_without_the_extension_native_code_reads_nothing"
-
-
-@pytest.mark.skipif(native.available, reason="for NumPy alone")
-def test_without_the_extension_native_code_reads_nothing() -> None:
-    assert native.DTYPES == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from telemetry.records import Layout, Module, Parameter, StepRecord, once
+from telemetry import Layout, Module, Parameter, StepRecord
 
 MODULES = tuple(Module(name=name, type_name="Linear") for name in ("first", "relu", "last"))
 PARAMETERS = tuple(
@@ -40,18 +40,6 @@ def test_the_gradient_norm_of_a_module_joins_those_of_its_parameters(
     norms: list[float], expected: list[float]
 ) -> None:
     record = record_of(norms)
+    assert record.layout.owned == [[0, 1], [], [2, 3]]
     np.testing.assert_allclose(record.module_grad_norms, expected, rtol=1e-12)
     assert record.all_grads_finite == np.isfinite(norms).all()
-
-
-def test_a_cached_function_of_a_record_is_computed_once() -> None:
-    computed: list[StepRecord] = []
-    total = once(lambda record: computed.append(record) or record.total_grad_norm)
-    first, second = record_of([3.0, 4.0, 0.0, 0.0]), record_of([6.0, 8.0, 0.0, 0.0])
-    assert [total(first), total(first), total(second), total(first)] == [5.0, 5.0, 10.0, 5.0]
-    assert computed == [first, second]
-
-
-def test_each_module_owns_its_parameters() -> None:
-    layout = Layout(modules=MODULES, parameters=PARAMETERS)
-    assert layout.owned == [[0, 1], [], [2, 3]]

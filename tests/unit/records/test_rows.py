@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from telemetry.measure.measurer import Measurer
+from telemetry import Sketch, TensorRecord
+from telemetry.measure import Measurer
 from telemetry.records.rows import HEAD, PAIR, UNIT, Rows
-from telemetry.records.sketch import Sketch, sketch_array
-from telemetry.records.tensor import TensorRecord, Tensors
+from telemetry.records.sketch import sketch_array
+from telemetry.records.tensor import Tensors
 from tests.helpers.moments_close import assert_moments_close
 
 Floats = NDArray[np.float32]
@@ -42,10 +43,6 @@ def assert_rows_are(rows: Rows, values: list[Floats]) -> None:
 def test_encoded_rows_are_decoded(values: list[Floats]) -> None:
     heads, pairs, units = rows_of(values).encode()
     assert_rows_are(Rows.decode(bytearray(heads), bytearray(pairs), bytearray(units)), values)
-
-
-def test_no_rows_are_decoded_from_nothing() -> None:
-    assert len(Rows.decode(bytearray(), bytearray(), bytearray())) == 0
 
 
 def test_a_sample_is_scaled_to_the_values_that_are_not_zero_and_its_zeros_are_exact() -> None:
@@ -111,12 +108,6 @@ def test_variation_is_the_smaller_of_deviation_and_half_of_the_ranges_of_units()
     within = np.sqrt((ranges**2).mean()) / 2
     assert other.std() < within < apart.std()
     np.testing.assert_allclose(rows.variation, [0, other.std(dtype=np.float64), within], rtol=1e-5)
-
-
-def test_rows_times_powers_of_two_are_those_of_the_products() -> None:
-    x = np.random.default_rng(0).normal(size=100).astype(np.float32)
-    scaled = rows_of([x, x]).scaled(np.array([4.0, 0.25]))
-    assert_rows_are(scaled, [x * np.float32(4), x * np.float32(0.25)])
 
 
 def test_tensors_share_their_rows_and_keep_their_order() -> None:
