@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from telemetry import Baseline, Detector, Finding, StepRecord
-from telemetry.records import Layout, Module, Parameter
+from telemetry import Baseline, Detector, Finding, Layout, Module, Parameter, StepRecord
 
 LAYOUT = Layout(
     modules=(Module(name="fc", type_name="Linear"),),
@@ -17,15 +16,15 @@ LAYOUT = Layout(
 
 
 def record(step: int, **known: Any) -> StepRecord:
-    return StepRecord(
-        step=step,
-        wall_time=0.0,
-        layout=LAYOUT,
-        grad_norms=np.ones(1),
-        grad_present=np.ones(1, bool),
-        grad_finite=np.ones(1, bool),
-        **known,
-    )
+    values: dict[str, Any] = {
+        "step": step,
+        "wall_time": 0.0,
+        "layout": LAYOUT,
+        "grad_norms": np.ones(1),
+        "grad_present": np.ones(1, bool),
+        "grad_finite": np.ones(1, bool),
+    }
+    return StepRecord(**values | known)
 
 
 def finding(**known: Any) -> Finding:

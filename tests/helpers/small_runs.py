@@ -1,4 +1,4 @@
-"""A loop for tests of single rules: a small net, fresh data at each step, one rule."""
+"""A loop for tests of single rules: a small net, fresh data at each step, some rules."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from telemetry import Alert, Rule
 from telemetry.testing import capture_run
 
 Batch = tuple[Tensor, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def net() -> nn.Sequential:
@@ -29,33 +30,43 @@ def draw() -> Batch:
 def train(
     rule: Rule,
     steps: int,
-    *,
+    *others: Rule,
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
     before: Callable[[int], None] = lambda step: None,
     batch: Callable[[int], Batch] = lambda step: draw(),
     weight: Callable[[int], float] = lambda step: 1.0,
+    loss_function: Loss = F.cross_entropy,
+    micro_batches: int = 1,
+    zeroes: Callable[[int], bool] = lambda step: True,
+    after_backward: Callable[[], object] = lambda: None,
     every: int = 10,
     logs_after: bool = False,
 ) -> list[Alert]:
-    """Alerts of the rule.
+    """Alerts of the rule and of others.
 
     Args:
         before: Called before each step.
         weight: Factor on the loss.
+        micro_batches: Batches of a step, of which the last one's loss is logged.
+        zeroes: Whether gradients are zeroed at a step.
+        after_backward: Called before the loss is logged and the optimizer steps.
         every: Interval of full steps.
         logs_after: The loss is logged after the optimizer's step, not before.
     """
     model = model or net()
     optimizer = optimizer or SGD(model.parameters(), 0.1, 0.9)
     torch.manual_seed(1)
-    with capture_run(model, every_n_steps=every, rules=[rule]) as run:
+    with capture_run(model, every_n_steps=every, rules=[rule, *others]) as run:
         for step in range(steps):
             before(step)
-            points, classes = batch(step)
-            optimizer.zero_grad()
-            loss = weight(step) * F.cross_entropy(model(points), classes)
-            loss.backward()
+            if zeroes(step):
+                optimizer.zero_grad()
+            for _ in range(micro_batches):
+                points, classes = batch(step)
+                loss = weight(step) * loss_function(model(points), classes)
+                (loss / micro_batches).backward()
+            after_backward()
             if not logs_after:
                 run.log(loss=loss)
             optimizer.step()

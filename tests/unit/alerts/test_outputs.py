@@ -1,0 +1,256 @@
+"""Outputs that collapse or spread: attention and its logits, experts, and 8-bit floats."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from telemetry import Alert, Detector, Layout, Module, Output, Parameter, StepRecord
+from telemetry.testing import alerts_of
+from tests.helpers.rules import rule
+from tests.helpers.scripted import record
+from tests.helpers.small_records import full_record, heads, units
+from tests.helpers.small_runs import train
+
+# --- attention of modules ------------------------------------------------------------------------
+
+
+class Attends(nn.Module):
+    """One layer of attention over eight tokens."""
+
+    def __init__(self, scale: float, name: str = "attention") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.query, self.key = nn.Linear(1, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale, self.name = scale, name
+        self.add_module(name, nn.Softmax(-1))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x[..., None])
+        weights = getattr(self, self.name)(self.scale * self.query(h) @ self.key(h).mT)
+        logits: Tensor = self.head((weights @ h).mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("scale", [5.0, 20.0, 1000.0])
+def test_attention_is_judged_by_the_entropy_of_its_rows(scale: float) -> None:
+    model, rows = Attends(scale), list[Tensor]()
+    model.attention.register_forward_hook(lambda module, given, out: rows.append(out.detach()))
+    [alert] = train(rule("attention_collapse", fraction=1.0), 30, model=model)
+    exact = torch.special.entr(rows[0].double()).sum(-1).mean().item() / math.log(8)
+    assert (alert.severity, alert.module_name) == ("note", "attention")
+    assert alert.value == pytest.approx(exact, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("scale", "name", "count"), [(1000.0, "attention", 1), (0.25, "attention", 0), (1e3, "gate", 0)]
+)
+def test_attention_to_a_single_token_is_noted_once_and_no_other_softmax(
+    scale: float, name: str, count: int
+) -> None:
+    alerts = train(rule("attention_collapse"), 30, model=Attends(scale, name))
+    assert [alert.value < 0.1 for alert in alerts] == [True] * count
+
+
+class Scores(nn.Module):
+    """Attention logits with the future masked."""
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        scores = query @ key.mT
+        return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1) > 0, -float("inf"))
+
+
+class ScoringNet(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.query, self.key, self.scale = nn.Linear(1, 16), nn.Linear(1, 16), scale
+        self.attn = nn.ModuleDict({"scores": Scores()})
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[..., None]
+        weights = self.attn["scores"](self.scale * self.query(tokens), self.key(tokens)).softmax(-1)
+        logits: Tensor = self.head((weights @ tokens)[..., 0])
+        return logits
+
+
+@pytest.mark.parametrize(("scale", "count"), [(0.25, 0), (1e5, 1)])
+def test_only_very_large_attention_scores_are_noted(scale: float, count: int) -> None:
+    alerts = train(rule("logit_growth"), 20, model=ScoringNet(scale))
+    assert [(alert.severity, alert.stage) for alert in alerts] == [("note", "started")] * count
+
+
+# --- heads of scaled_dot_product_attention -------------------------------------------------------
+
+
+def with_heads(logits: list[float], entropies: list[float]) -> list[StepRecord]:
+    """Return steps of which two modules have attention, the first with usual heads."""
+    attention = {"layer1": heads([5.0] * 2, [0.7] * 2), "layer2": heads(logits, entropies)}
+    return [full_record(step, attention=attention) for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("logits", "entropies", "kind", "head", "value"),
+    [
+        ([80.0, 5.0], [0.04, 0.6], "attention_collapse", 0, 0.04),
+        ([300.0, 300.0], [0.05, 0.02], "attention_collapse", 1, 0.02),
+        ([math.nan, 60.0], [math.nan, 0.09], "attention_collapse", 1, 0.09),
+        ([900.0, 1100.0], [0.5, 0.5], "logit_growth", 1, 1100.0),
+        ([40.0, 5.0], [0.01, 0.6], None, 0, 0.0),  # learned: its logits are usual
+        ([400.0, 5.0], [0.3, 0.6], None, 0, 0.0),
+        ([math.nan, math.nan], [math.nan, math.nan], None, 0, 0.0),
+    ],
+)
+def test_heads_with_large_logits_that_attend_to_single_tokens_are_named(
+    logits: list[float], entropies: list[float], kind: str | None, head: int, value: float
+) -> None:
+    rules = [rule("attention_collapse"), rule("logit_growth")]
+    alerts = alerts_of(with_heads(logits, entropies), rules)
+    assert [(a.kind, a.severity, a.module_name, a.value) for a in alerts] == [
+        (kind, "note", "layer2", value)
+    ] * (kind is not None)
+    assert all(f"head {head} of layer2" in alert.summary for alert in alerts)
+
+
+def test_growth_of_logits_explains_the_collapse() -> None:
+    records = with_heads([2000.0, 1100.0], [0.01, 0.0])
+    started = [a.kind for a in alerts_of(records) if a.stage == "started"]
+    assert "logit_growth" in started
+    assert "attention_collapse" not in started
+
+
+# --- experts -------------------------------------------------------------------------------------
+
+EVEN, ONE = [40, 40, 40, 40], [160, 0, 0, 0]
+
+
+def judged(loads: Sequence[Sequence[int]], detector: Detector | None = None) -> list[Alert]:
+    records = [
+        full_record(step, expert_loads={"router": np.array(load)})
+        for step, load in enumerate(loads)
+    ]
+    return alerts_of(records, [detector or rule("expert_collapse")])
+
+
+@pytest.mark.parametrize(
+    ("load", "severity", "share"),
+    [([80, 80, 0, 0], "warning", 0.5), (ONE, "warning", 0.75), ([60, 50, 50, 0], "note", 0.25)],
+)
+def test_experts_that_lose_their_tokens_are_named_until_they_are_chosen_again(
+    load: list[int], severity: str, share: float
+) -> None:
+    alert, end = judged([EVEN] * 3 + [load] * 6 + [EVEN] * 30)
+    assert (alert.severity, alert.module_name, alert.value) == (severity, "router", share)
+    assert alert.step == 6  # 120 expected tokens at step 5, confirmed by the next one
+    idle = [expert for expert, tokens in enumerate(load) if not tokens]
+    assert str(idle[-1]) in alert.summary
+    assert end.stage == "resolved"
+
+
+def test_all_load_on_one_from_the_start_is_a_note() -> None:
+    [alert] = judged([ONE] * 6)
+    assert (alert.severity, alert.value) == ("note", 0.75)
+
+
+def test_a_few_tokens_of_an_expert_count_as_none() -> None:
+    [alert] = judged([[100] * 4] + [[398, 1, 0, 1]] * 4)
+    assert alert.value == 0.75
+    assert judged([[100] * 4] + [[196, 100, 102, 2]] * 9) == []  # 2 % of an even load
+
+
+def test_experts_that_few_tokens_miss_by_chance_are_not_reported() -> None:
+    draw = np.random.default_rng(0)
+    uneven = np.array([0.3, 0.2, 0.15, 0.15, 0.1, 0.05, 0.03, 0.02])
+    assert judged(draw.multinomial(16, uneven, size=400).tolist()) == []
+    assert judged(draw.multinomial(4, np.full(8, 1 / 8), size=400).tolist()) == []
+
+
+def test_a_collapse_requests_full_steps_and_its_state_survives_a_checkpoint() -> None:
+    before, after = rule("expert_collapse"), rule("expert_collapse")
+    judged([EVEN] * 3, before)
+    assert not before.requests_full_step
+    judged([ONE] * 2, before)
+    assert before.requests_full_step
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert len(judged([ONE] * 3, after)) == 1
+
+
+# --- 8-bit floats --------------------------------------------------------------------------------
+
+LAYOUT = Layout(
+    modules=(Module(name="layer", type_name="Linear"), Module(name="act", type_name="Sigmoid")),
+    parameters=(Parameter(name="layer.weight", module_name="layer", shape=(16, 4)),),
+)
+Make = Callable[[int], np.ndarray[Any, Any]]
+
+
+def usual(step: int) -> np.ndarray[Any, Any]:
+    """Return 32 samples of 16 units."""
+    return np.random.default_rng(step).normal(size=(32, 16))
+
+
+def with_a_large_unit(step: int) -> np.ndarray[Any, Any]:
+    return usual(step) * np.where(np.arange(16) == 3, 1000, 1)
+
+
+def with_a_huge_value(step: int) -> np.ndarray[Any, Any]:
+    values = usual(step)
+    values[0, 3] = 1e9
+    return values
+
+
+def records(
+    outputs: Make, weights: Make = usual, steps: Iterable[int] = range(40), module: str = "layer"
+) -> list[StepRecord]:
+    """Return full steps whose values change at step 30."""
+    return [
+        record(
+            step, layout=LAYOUT, full=True,
+            outputs={Output(module): units((outputs if step >= 30 else usual)(step))},
+            weights={"layer.weight": units((weights if step >= 30 else usual)(step))},
+        )
+        for step in steps
+    ]  # fmt: skip
+
+
+def of_low_precision(steps: Iterable[StepRecord], **limits: float) -> list[Alert]:
+    return alerts_of(steps, [rule("low_precision", **limits)])
+
+
+def test_a_large_unit_is_reported_at_the_second_step_with_it_until_it_is_usual() -> None:
+    later = [replace(step, step=step.step + 40) for step in records(usual)]
+    alert, end = of_low_precision([*records(with_a_large_unit), *later])
+    assert (alert.step, alert.module_name, alert.severity) == (31, "layer", "note")
+    sizes = np.abs(with_a_large_unit(31)).max(axis=0)
+    assert alert.value == pytest.approx(sizes.max() / np.median(sizes), rel=1e-6)
+    assert end.stage == "resolved"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "weights"), [(with_a_huge_value, usual), (usual, with_a_huge_value)]
+)
+def test_values_that_8_bit_floats_lose_are_reported(outputs: Make, weights: Make) -> None:
+    [alert] = of_low_precision(records(outputs, weights))
+    assert (alert.step, alert.module_name) == (31, "layer")
+    assert alert.value == pytest.approx(511 / 512, abs=1e-3)
+
+
+def test_a_layer_without_parameters_or_without_a_usual_past_is_not_reported() -> None:
+    assert of_low_precision(records(with_a_huge_value, module="act")) == []
+    always = records(with_a_large_unit, steps=range(30, 40))
+    assert of_low_precision(always) == []
+    early = [record(step, layout=LAYOUT, full=True) for step in range(30)]
+    assert of_low_precision([*early, *always]) == []
+
+
+def test_limits_of_low_precision_are_arguments() -> None:
+    assert of_low_precision(records(with_a_large_unit), outlier_ratio=1e6, share=0.5) == []
