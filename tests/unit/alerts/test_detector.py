@@ -31,20 +31,40 @@ def steps(count: int, **known: Any) -> list[StepRecord]:
     return [record(step, **known) for step in range(count)]
 
 
-# --- confirmation --------------------------------------------------------------------------------
+# --- stages --------------------------------------------------------------------------------------
+
+SEVERITIES = ["warning", "warning", "error", "error", "warning", "error"]
 
 
 @pytest.mark.parametrize(
-    ("confirm_after", "expected"), [(1, [0, 2, 5]), (2, [3, 6]), (3, [7]), (4, [])]
-)
-def test_consecutive_findings_start_an_alert(confirm_after: int, expected: list[int]) -> None:
-    detector = Scripted(at(0, 2, 3, 5, 6, 7), confirm_after=confirm_after)
-    started = [step for step, stage in reported(detector, steps(20)) if stage == "started"]
-    assert started == expected
-
-
-def test_a_confirmed_finding_starts_an_alert_at_once() -> None:
-    assert reported(Scripted(at(4, confirmed=True), confirm_after=3), steps(5)) == [(4, "started")]
+    ("found", "how", "expected"),
+    [
+        # Consecutive findings start an alert, a confirmed one at once.
+        (at(0, 2, 3, 4), {"confirm_after": 3}, [(4, "started"), (5, "resolved")]),
+        (at(0, 2, 3), {"confirm_after": 3}, []),
+        (at(4, confirmed=True), {"confirm_after": 3}, [(4, "started"), (5, "resolved")]),
+        # Consecutive evaluations without a finding resolve it.
+        (at(0, 2), {"clear_after": 2}, [(0, "started"), (4, "resolved")]),
+        (at(0, 2), {"clear_after": 3}, [(0, "started"), (5, "resolved")]),
+        # An unconfirmed finding keeps it active, and so does a fault that is still present.
+        (at(0, 1, 3), {"confirm_after": 2, "clear_after": 2}, [(1, "started"), (5, "resolved")]),
+        (at(0), {"lasts_at": range(2, 6), "clear_after": 2}, [(0, "started"), (7, "resolved")]),
+        # It may have ended already, or be a single event.
+        (at(7, started_at=5, resolved=True), {}, [(5, "started"), (7, "resolved")]),
+        (at(2, 3, momentary=True), {}, [(2, "started"), (3, "started")]),
+        # A warning that becomes an error escalates once, and a finding may escalate anyway.
+        (
+            {step: finding(severity=severity) for step, severity in enumerate(SEVERITIES)},
+            {"clear_after": 9}, [(0, "started"), (2, "escalated")],
+        ),
+        (at(0, 1, 2) | at(3, escalates=True), {"clear_after": 9},
+         [(0, "started"), (3, "escalated")]),
+    ],
+)  # fmt: skip
+def test_findings_start_escalate_and_resolve_an_alert(
+    found: dict[int, Finding], how: dict[str, Any], expected: list[tuple[int, str]]
+) -> None:
+    assert reported(Scripted(found, **how), steps(9)) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,39 +94,10 @@ def test_only_the_selected_steps_are_evaluated(on: str, evaluated: list[int]) ->
     detector = Scripted(at(*range(5), momentary=True), on=on)
     losses = [1.0, 2.0, None, math.nan, math.inf]
     records = [
-        record(
-            step, full=step in (0, 3), scalars={} if loss is None else {"loss": loss},
-            loss_tag="loss",
-        )
+        record(step, full=step in (0, 3), scalars={} if loss is None else {"loss": loss})
         for step, loss in enumerate(losses)
-    ]  # fmt: skip
+    ]
     assert [step for step, _ in reported(detector, records)] == evaluated
-
-
-# --- resolving -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("found", "how", "expected"),
-    [
-        (at(0, 2), {"clear_after": 1}, [(0, "started"), (1, "resolved")]),
-        (at(0, 2), {"clear_after": 2}, [(0, "started"), (4, "resolved")]),
-        (at(0, 2), {"clear_after": 3}, [(0, "started"), (5, "resolved")]),
-        # An unconfirmed finding keeps it active, and so does a fault that is still present.
-        (
-            at(0, 1, 3, 5),
-            {"confirm_after": 2, "clear_after": 2},
-            [(1, "started"), (7, "resolved")],
-        ),
-        (at(0), {"lasts_at": range(2, 6), "clear_after": 2}, [(0, "started"), (7, "resolved")]),
-        (at(7, started_at=5, resolved=True), {}, [(5, "started"), (7, "resolved")]),
-        (at(2, 3, momentary=True), {}, [(2, "started"), (3, "started")]),
-    ],
-)
-def test_an_alert_resolves_after_consecutive_evaluations_without_the_fault(
-    found: dict[int, Finding], how: dict[str, Any], expected: list[tuple[int, str]]
-) -> None:
-    assert reported(Scripted(found, **how), steps(9))[:2] == expected
 
 
 def test_only_evaluated_steps_count_towards_resolving() -> None:
@@ -124,25 +115,6 @@ def test_the_resolved_alert_names_its_kind_module_and_step() -> None:
     assert (end.stage, end.step, end.title) == ("resolved", 4, "my_kind in fc_1 resolved at step 4")
     assert (end.advice, figures(end.summary)) == ((), [3])
     assert end.severity == "warning"
-
-
-# --- severity ------------------------------------------------------------------------------------
-
-
-def test_a_warning_that_becomes_an_error_escalates_once() -> None:
-    kinds = ["warning", "warning", "error", "error", "warning", "error"]
-    detector = Scripted({step: finding(severity=kind) for step, kind in enumerate(kinds)})
-    alerts = alerts_of(steps(6), [detector])
-    assert [(a.step, a.stage, a.severity) for a in alerts] == [
-        (0, "started", "warning"),
-        (2, "escalated", "error"),
-    ]
-
-
-def test_a_finding_can_escalate_at_the_same_severity() -> None:
-    found = at(0, 1, 2) | at(3, escalates=True, value=9.0)
-    *_, worse = alerts_of(steps(5), [Scripted(found, clear_after=9)])
-    assert (worse.step, worse.stage, worse.value) == (3, "escalated", 9.0)
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -193,15 +165,11 @@ def test_limits_are_the_public_numbers_of_a_class_and_its_bases() -> None:
     assert Stricter.limits() == ["losses", "share", "depth"]
 
 
-def test_users_set_limits_of_one_detector() -> None:
+def test_users_set_limits_of_one_detector_such_as_its_confirming_findings() -> None:
     detector = Stricter(losses=5, share=0.1)
     assert (detector.losses, detector.share, detector.depth) == (5, 0.1, 4)
     assert (Stricter().losses, Stricter.losses) == (2, 2)
-
-
-def test_a_limit_can_be_the_number_of_confirming_findings() -> None:
-    [started, *_] = alerts_of(steps(9), [NoLoss(losses=5)])
-    assert started.step == 4
+    assert reported(detector, steps(9)) == [(4, "started"), (6, "resolved")]
 
 
 @pytest.mark.parametrize("name", ["los", "_bad", "counted", "clear_after", "kind"])
@@ -212,22 +180,13 @@ def test_an_unknown_limit_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("kind", "My kind!"),
-        ("on", "sometimes"),
-        ("severity", "fatal"),
-        ("confirm_after", 0),
-        ("confirm_after", "loses"),
-        ("explained_by", "nonfinite"),
-    ],
-)
+    [("kind", "My kind!"), ("on", "sometimes"), ("severity", "fatal"), ("confirm_after", 0),
+     ("confirm_after", "loses"), ("explained_by", "nonfinite")],
+)  # fmt: skip
 def test_a_detector_class_with_a_wrong_attribute_is_refused(name: str, value: object) -> None:
     kind = type("Wrong", (NoLoss,), {name: value})
     with pytest.raises(ValueError, match=rf"^Wrong\.{name} = {re.escape(repr(value))}: must be "):
         kind()
-
-
-def test_a_detector_class_without_a_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^Nameless\.kind = None: must be letters"):
         type("Nameless", (Detector,), {})()
 
