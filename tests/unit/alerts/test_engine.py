@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from telemetry import Alert, Baseline, Detector, HookLogger, Rule, StepRecord
+from telemetry import Alert, Baseline, Detector, HookLogger, StepRecord
 from telemetry.testing import alerts_of, capture_run
 from tests.helpers.figures import figures
 from tests.helpers.interrupted_runs import RUNS
@@ -282,28 +282,6 @@ def test_a_detector_that_raises_does_not_stop_the_others() -> None:
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-def several() -> Rule:
-    """A cause that escalates and resolves, consequences of each kind, one reported later."""
-    return combined(
-        cause(*range(5, 30), severity="warning", confirm_after=2),
-        effect(7, persistent=True),
-        effect(9, 10, 11, kind="passing", clear_after=3),
-        effect(50, 51, 70, kind="alone", confirm_after=2, clear_after=4),
-        Scripted({}, kind="eager", needs_full_step=True),
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cut", range(1, 60, 3))
-def test_combined_detectors_continue_from_their_state(cut: int) -> None:
-    records = [record(step, learning_rates=(0.1,)) for step in range(90)]
-    before, after, uninterrupted = several(), several(), several()
-    first = alerts_of(records[:cut], [before])
-    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    assert first + alerts_of(records[cut:], [after]) == alerts_of(records, [uninterrupted])
-    assert repr(after.state_dict()) == repr(uninterrupted.state_dict())
 
 
 def differing(one: Any, other: Any, path: str = "") -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -146,9 +147,8 @@ def test_no_layer_is_named_for_a_batch_in_another_unit(at: int, factor: list[flo
 
 @pytest.mark.slow
 def test_gradients_of_a_loss_that_falls_without_bound_explode() -> None:
-    model = net()
     alert = train(
-        rule("exploding_gradient"), 160, model=model, optimizer=Adam(model.parameters(), 0.01),
+        rule("exploding_gradient"), 160, optimizer=partial(Adam, lr=0.01),
         loss_function=lambda points, classes: (points[:, 0] - classes).square().mean(),
         weight=lambda step: 1.0 if step < 60 else -1.0,
     )[0]  # fmt: skip
@@ -171,8 +171,7 @@ def test_growth_from_layer_to_layer_is_not_resolved_while_it_persists() -> None:
     model = deep()
     for index in range(2, 18, 2):
         model[index].weight.data.mul_(12.0)
-    optimizer = SGD(model.parameters(), 1e-12)
-    [alert] = train(rule("exploding_gradient"), 90, model=model, optimizer=optimizer)
+    [alert] = train(rule("exploding_gradient"), 90, model=model, rate=lambda step: 1e-12)
     assert alert.stage == "started"
     assert "He or Xavier" in alert.advice[0]
 

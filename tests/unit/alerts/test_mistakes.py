@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.optim import SGD
 from telemetry import Alert
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import Batch, Loss, net, train
+from tests.helpers.small_runs import Batch, EndsWith, Loss, net, train
 
 # --- evaluation mode -----------------------------------------------------------------------------
 
@@ -81,17 +82,6 @@ def test_batch_norms_that_train_on_nearly_constant_batches_are_not_noted(size: f
 Last = nn.Module | Callable[[Tensor], Tensor]
 
 
-class EndsWith(nn.Sequential):
-    """Layers, and a function of their output."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], *layers: nn.Module) -> None:
-        super().__init__(*layers)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(super().forward(x))
-
-
 def run(
     last: Last,
     loss_function: Loss,
@@ -114,7 +104,7 @@ def run(
 
     return train(
         rule("wrong_loss_input"), 100, rule("targets_broadcast"),
-        model=model, optimizer=SGD(model.parameters(), rate, 0.9), batch=batch,
+        model=model, optimizer=partial(SGD, lr=rate, momentum=0.9), batch=batch,
         loss_function=loss_function, micro_batches=micro_batches, every=every,
     )  # fmt: skip
 

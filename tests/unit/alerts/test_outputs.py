@@ -1,4 +1,4 @@
-"""Outputs that collapse or spread: attention and its logits, experts, and 8-bit floats."""
+"""Outputs that collapse or spread: attention, its logits, experts, 8-bit floats, inactive units."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from telemetry import Alert, Detector, Layout, Module, Output, Parameter, StepRecord
 from telemetry.testing import alerts_of
+from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.scripted import record
 from tests.helpers.small_records import full_record, heads, units
-from tests.helpers.small_runs import train
+from tests.helpers.small_runs import EndsWith, net, train
 
 # --- attention of modules ------------------------------------------------------------------------
 
@@ -38,24 +41,22 @@ class Attends(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.query, self.key = nn.Linear(1, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-        self.scale, self.parts = (
-            scale,
-            nn.ModuleDict({"scores": Scores(), "weights": nn.Softmax(-1)}),
-        )
-        self.add_module(name, self.parts)
+        self.scale, self.name = scale, name
+        self.add_module(name, nn.ModuleDict({"scores": Scores(), "weights": nn.Softmax(-1)}))
         self.head = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x[..., None])
-        scores = self.parts["scores"](self.scale * self.query(h), self.key(h))
-        logits: Tensor = self.head((self.parts["weights"](scores) @ h).mean(1))
+        attention = getattr(self, self.name)
+        scores = attention["scores"](self.scale * self.query(h), self.key(h))
+        logits: Tensor = self.head((attention["weights"](scores) @ h).mean(1))
         return logits
 
 
 @pytest.mark.parametrize("scale", [1.0, 20.0, 1000.0])
 def test_attention_is_judged_by_the_entropy_of_its_rows(scale: float) -> None:
     model, rows = Attends(scale), list[Tensor]()
-    model.parts["weights"].register_forward_hook(lambda *call: rows.append(call[2].detach()))
+    model.attn["weights"].register_forward_hook(lambda *call: rows.append(call[2].detach()))
     [alert] = train(rule("attention_collapse", fraction=1.0), 30, model=model)
     exact = torch.special.entr(rows[0].double()).sum(-1).mean().item() / math.log(8)
     assert (alert.severity, alert.module_name) == ("note", "attn.weights")
@@ -66,7 +67,7 @@ def test_attention_is_judged_by_the_entropy_of_its_rows(scale: float) -> None:
     ("scale", "name", "kinds"),
     [
         (0.25, "attn", []),
-        (1000.0, "attn", ["attention_collapse"]),
+        (100.0, "attn", ["attention_collapse"]),
         (1e6, "attn", ["attention_collapse", "logit_growth"]),
         (1e6, "gate", []),
     ],
@@ -245,3 +246,89 @@ def test_a_layer_without_parameters_or_without_a_usual_past_is_not_reported() ->
 
 def test_limits_of_low_precision_are_arguments() -> None:
     assert of_low_precision(records(with_a_large_unit), outlier_ratio=1e6, share=0.5) == []
+
+
+# --- dead and saturated units ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient_is_left", [False, True])
+def test_dead_units_escalate_to_an_error(gradient_is_left: bool) -> None:
+    model = net()
+    _, bias, *head = model.parameters()
+
+    def silence(step: int) -> None:
+        if step == 150:
+            bias.data[1:] = -999.0
+        elif step == 160:
+            bias.data[0] = -999.0
+            for parameter in head:
+                parameter.requires_grad_(gradient_is_left)
+
+    sgd = partial(SGD, lr=0.1)
+    found = train(rule("dead_units"), 200, model=model, optimizer=sgd, before=silence, every=1)
+    assert [(a.severity, a.stage, a.module_name, a.observed_in) for a in found] == [
+        ("warning", "started", "0", "1"),
+        ("error", "escalated", "0", "1"),
+    ]
+    assert figures(found[0].summary)[:2] == [31, 32]
+    last = found[-1]
+    if gradient_is_left:
+        assert (last.step, last.value, figures(last.summary)[:4]) == (161, 1, [32, 32, 0, 2])
+    else:  # at once, though one unit is alive
+        assert (last.step, last.value) == (160, 31 / 32)
+
+
+def stages(
+    kind: str, activation: nn.Module, bias: float, count: Callable[[int], int]
+) -> list[tuple[str, int]]:
+    """Return the stages of alerts on ``count(step)`` of 32 units with this bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), activation, nn.Linear(32, 3))
+
+    def set_biases(step: int) -> None:
+        model[0].bias.data[:] = torch.where(torch.arange(32) < count(step), bias, 0.1)
+
+    alerts = train(rule(kind), 200, model=model, before=set_biases)
+    return [(alert.stage, alert.step) for alert in alerts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (lambda step: 29 if 30 <= step < 70 else 26, []),
+        (lambda step: 29 if step >= 30 else 26, [("started", 80)]),
+        (lambda step: 31 if step >= 31 else 26, [("started", 43)]),  # a full step is requested
+        (lambda step: 31 if step % 40 < 20 else 26, [("started", 3)]),
+        (lambda step: 31 if step < 100 else 26 if step < 150 else 20,
+         [("started", 3), ("resolved", 170)]),
+    ],
+)  # fmt: skip
+def test_dead_units_near_the_limit_start_and_resolve_one_alert(
+    count: Callable[[int], int], expected: list[tuple[str, int]]
+) -> None:
+    assert stages("dead_units", nn.ReLU(), -50.0, count) == expected
+
+
+def test_saturated_units_near_the_limit_start_and_resolve_one_alert() -> None:
+    def count(step: int) -> int:
+        return (30 if step % 40 < 20 else 22) if step < 130 else 4
+
+    (stage, _), end = stages("saturated_units", nn.Tanh(), 9.0, count)
+    assert (stage, end) == ("started", ("resolved", 150))
+
+
+def test_the_advice_fits_a_saturated_function_and_a_dropout() -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(8, 32)
+    first.weight.data *= 1000.0
+    model = nn.Sequential(EndsWith(torch.tanh, first), nn.Linear(32, 3))
+    [alert] = train(rule("saturated_units"), 60, model=model)
+    assert alert.module_name == "0.0"
+    assert "initial weights of 0.0" in (alert.cause or "")
+    assert any("queries and keys" in phrase for phrase in alert.advice)
+    dropped = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.9999), nn.Linear(32, 3))
+    [alert, *_] = train(rule("dead_units"), 60, model=dropped)
+    assert alert.module_name == "2"
+    assert "dropout" in alert.advice[0]
