@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from telemetry import Alert, Rule
+from telemetry import Alert, Rule, StepRecord
 from telemetry.testing import capture_run
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
+AnyRule = Rule | Callable[[StepRecord], Iterable[Alert]]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -40,9 +41,9 @@ def draw() -> Batch:
 
 
 def train(
-    rule: Rule,
+    rule: AnyRule,
     steps: int,
-    *others: Rule,
+    *others: AnyRule,
     model: nn.Module | None = None,
     optimizer: Optimizer | MakeOptimizer = lambda parameters: SGD(parameters, 0.1, 0.9),
     rate: Callable[[int], float] | None = None,

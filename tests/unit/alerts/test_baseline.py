@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from telemetry import Baseline, StepRecord
 from telemetry.alerts.window import Window
-from tests.helpers.known_runs import layout_of
 from tests.helpers.scripted import record
 
 units = pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
@@ -29,7 +28,7 @@ def losses(values: Iterable[float]) -> list[StepRecord]:
 
 
 def norms(values: Iterable[float]) -> list[StepRecord]:
-    return [record(step, grad_norms=np.array([norm])) for step, norm in enumerate(values)]
+    return [record(step, norms=[norm]) for step, norm in enumerate(values)]
 
 
 def noise(level: float, count: int) -> list[float]:
@@ -109,8 +108,8 @@ def test_exploded_norms_enter_the_baseline_only_after_the_latest_steps() -> None
 def at_rate(
     step: int, rate: float = 0.1, norm: float = 1.0, ratio: float | None = None
 ) -> StepRecord:
-    ratios = {} if ratio is None else {"fc.weight": ratio}
-    return record(step, grad_norms=np.array([norm]), learning_rates=(rate,), update_ratios=ratios)
+    ratios = {} if ratio is None else {"0.weight": ratio}
+    return record(step, norms=[norm], learning_rates=(rate,), update_ratios=ratios)
 
 
 def test_gradients_lead_only_if_the_learning_rate_stays() -> None:
@@ -150,11 +149,8 @@ def test_a_return_to_an_earlier_high_rate_is_not_a_jump() -> None:
 def test_a_layer_is_unusual_if_zero_or_for_three_steps_tenfold_beyond_all(
     usual: tuple[float, float], now: tuple[float, float], steps: int, unusual: bool
 ) -> None:
-    both = {"grad_present": np.ones(2, bool), "grad_finite": np.ones(2, bool)}
-    records = [
-        record(step, layout=layout_of("ab"), grad_norms=np.array(rows), **both)
-        for step, rows in enumerate([*[usual] * 60, *[now] * steps])
-    ]
+    rows = [*[usual] * 60, *[now] * steps]
+    records = [record(step, norms=norms) for step, norms in enumerate(rows)]
     assert not after(records[:60]).layers.are_unusual
     assert after(records).layers.are_unusual == unusual
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch import nn
 from telemetry import Alert, Baseline, Detector, Finding, HookLogger, StepRecord
 from telemetry.testing import alerts_of
 from tests.helpers.figures import figures
-from tests.helpers.rules import default_rule
+from tests.helpers.rules import default_rule, differences
 from tests.helpers.scripted import Scripted, at, finding, record
 
 
@@ -160,12 +159,9 @@ class Stricter(NoLoss):
     counted: int = 0  # an annotated attribute is state, not a limit
 
 
-def test_limits_are_the_public_numbers_of_a_class_and_its_bases() -> None:
+def test_users_set_the_public_numbers_of_a_class_and_its_bases() -> None:
     assert NoLoss.limits() == ["losses", "share"]
     assert Stricter.limits() == ["losses", "share", "depth"]
-
-
-def test_users_set_limits_of_one_detector_such_as_its_confirming_findings() -> None:
     detector = Stricter(losses=5, share=0.1)
     assert (detector.losses, detector.share, detector.depth) == (5, 0.1, 4)
     assert (Stricter().losses, Stricter.losses) == (2, 2)
@@ -194,33 +190,19 @@ def test_a_detector_class_with_a_wrong_attribute_is_refused(name: str, value: ob
 # --- state ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", range(1, 14))
-def test_a_detector_and_its_baseline_continue_from_their_state(cut: int) -> None:
+def test_a_restored_detector_remembers_all_but_the_limits_of_the_earlier_run() -> None:
     records = [
         record(
-            step, full=True, grad_norms=np.array([1.0 + step % 3]), learning_rates=(0.1 * step,),
-            update_ratios={"fc.weight": 0.01}, scalars={"loss": 1.0 + step % 5},
+            step, full=True, norms=[1.0 + step % 3], learning_rates=(0.1 * step,),
+            update_ratios={"0.weight": 0.01}, scalars={"loss": 1.0 + step % 5},
         )
         for step in range(40)
     ]  # fmt: skip
-
-    def both() -> list[Detector]:
-        fault = at(2, 3, 4, 8, 12, 13, severity="warning") | at(5, severity="error")
-        return [Scripted(fault, confirm_after=3, clear_after=2, on="full"), NoLoss()]
-
-    for before, after, uninterrupted in zip(both(), both(), both(), strict=True):
-        found = alerts_of(records[:cut], [before])
+    for count in range(1, 40):
+        before, after = NoLoss(losses=4), NoLoss(losses=5)
+        alerts_of(records[:count], [before])
         after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-        found += alerts_of(records[cut:], [after])
-        assert found == alerts_of(records, [uninterrupted])
-        assert len(found) >= 2
-        assert repr(after.state_dict()) == repr(uninterrupted.state_dict())
-
-
-def test_a_restored_detector_keeps_the_limits_of_the_new_run() -> None:
-    after = NoLoss(losses=5)
-    after.load_state_dict(NoLoss(losses=4).state_dict())
-    assert after.losses == 5
+        assert differences(after, before) == [".losses"]
 
 
 # --- in a logger ---------------------------------------------------------------------------------
@@ -271,36 +253,16 @@ def test_a_custom_detector_reports_the_start_and_the_end_of_a_fault(
     assert figures(begin.summary)[-1] == begin.step  # the age of the baseline
 
 
-def test_a_custom_detector_that_raises_is_named_in_the_log(
+def test_a_note_is_kept_written_logged_at_info_and_passed_on_but_not_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(Detector):
-        kind = "broken"
-
-        def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-            raise RuntimeError("planted")
-
-    train(tmp_path, 3, alerts={"broken": Broken()})
-    assert caplog.text.count("telemetry failed to apply the rule 'broken'; training continues") == 1
-
-
-def noted() -> Detector:
-    return Scripted(at(1, summary="Perhaps meant so", momentary=True), severity="note")
-
-
-def test_a_note_is_kept_written_and_logged_at_info_without_a_flight_file_and_not_raised(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    note, seen = at(1, summary="Perhaps meant so", momentary=True), list[Alert]()
     with caplog.at_level(logging.INFO, "telemetry"):
-        logger = train(tmp_path, 4, alerts=[noted()], on_alert="raise")
+        logger = train(tmp_path, 4, alerts=[Scripted(note, severity="note")], on_alert="raise")
     assert [alert.severity for alert in logger.alerts] == ["note"]
     [line] = (tmp_path / "alerts.jsonl").read_text().splitlines()
     assert json.loads(line)["severity"] == "note"
     assert [r.levelname for r in caplog.records if "Perhaps" in r.getMessage()] == ["INFO"]
     assert not list(tmp_path.glob("flight-*"))
-
-
-def test_a_note_is_passed_to_a_callback(tmp_path: Path) -> None:
-    seen = list[Alert]()
-    train(tmp_path, 4, alerts=[noted()], on_alert=seen.append)
-    assert [alert.kind for alert in seen] == ["scripted"]
+    train(tmp_path / "again", 4, alerts=[Scripted(note, severity="note")], on_alert=seen.append)
+    assert [alert.severity for alert in seen] == ["note"]

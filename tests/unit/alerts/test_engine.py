@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from torch import nn
 from torch.optim import SGD
 
 from telemetry import Alert, Baseline, Detector, HookLogger, StepRecord
-from telemetry.testing import alerts_of, capture_run
+from telemetry.testing import alerts_of
 from tests.helpers.figures import figures
 from tests.helpers.interrupted_runs import RUNS
 from tests.helpers.interrupted_runs import train as train_interrupted
-from tests.helpers.rules import KINDS, combined, default_rule, rule
+from tests.helpers.rules import KINDS, combined, default_rule, differences, rule
 from tests.helpers.scripted import Scripted, at, finding, record
 from tests.helpers.small_runs import net, train
 
@@ -210,10 +209,10 @@ def test_a_jump_of_the_rate_is_the_cause_of_units_that_died_between_two_measurem
 # --- requests of full steps ----------------------------------------------------------------------
 
 
-def requests(*detectors: Detector, steps: int, **known: Any) -> list[int]:
+def requests(*detectors: Detector, steps: int) -> list[int]:
     engine, found = combined(*detectors), []
     for step in range(steps):
-        alerts_of([record(step, **known)], [engine])
+        alerts_of([record(step)], [engine])
         if engine.requests_full_step:
             found.append(step)
     return found
@@ -278,24 +277,11 @@ def test_a_detector_that_raises_does_not_stop_the_others() -> None:
         found.extend(engine(record(0)))
     with pytest.raises(RuntimeError, match="planted in find_in_loss"):
         found.extend(engine.on_loss(1, 0.5))
+    assert engine.failed == "broken"
     assert [alert.kind for alert in found] == ["cause", "in_loss"]
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-def differing(one: Any, other: Any, path: str = "") -> list[str]:
-    """Return where two objects and the objects in their attributes differ."""
-    if isinstance(one, dict):
-        one, other = [*one.items()], [*other.items()]
-    if isinstance(one, list | tuple | deque) and len(one) == len(other):
-        items = zip(one, other, strict=True)
-        return [at for i, pair in enumerate(items) for at in differing(*pair, f"{path}[{i}]")]
-    if not hasattr(one, "__dict__") or is_dataclass(one) or isinstance(one, type):
-        return [] if repr(one) == repr(other) else [path]
-    names = sorted(vars(one).keys() | vars(other).keys())  # of others, the class has the value
-    pairs = [(getattr(one, name), getattr(other, name), f"{path}.{name}") for name in names]
-    return [at for pair in pairs for at in differing(*pair)]
 
 
 @pytest.mark.slow
@@ -309,7 +295,7 @@ def test_restored_default_rules_remember_all_that_the_saved_ones_do(
         if record.step % 3 == 0:
             restored = default_rule()
             restored.load_state_dict(json.loads(json.dumps(used.state_dict())))
-            found.update(differing(restored, used))
+            found.update(differences(restored, used))
         return ()
 
     def of_any_machine(record: StepRecord) -> Iterable[Alert]:
@@ -328,11 +314,8 @@ def test_each_incompatible_part_of_a_state_is_reported() -> None:
     state["of_another"] = {}
     with pytest.raises(ValueError, match="resets") as raised:
         default_rule().load_state_dict(state)
-    assert set(str(raised.value).split(", ")) == {
-        "baseline resets",
-        "eval_mode resets",
-        "there is no rule of_another",
-    }
+    problems = {"baseline resets", "eval_mode resets", "there is no rule of_another"}
+    assert set(str(raised.value).split(", ")) == problems
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -386,32 +369,27 @@ def test_an_invalid_configuration_is_refused(
 # --- cost ----------------------------------------------------------------------------------------
 
 
-def _calls_of_a_full_step(blocks: int) -> int:
+def calls_of_a_full_step(blocks: int) -> int:
     """Return the Python calls with which all rules judge the eighth full step of a model."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()) for _ in range(blocks)]
-    model = nn.Sequential(*layers, nn.Linear(8, 2))
-    optimizer, calls = SGD(model.parameters(), lr=0.01), 0
-    with capture_run(model, rules=(), optimizer=optimizer) as run:
-        for _ in range(8):
-            optimizer.zero_grad()
-            model(torch.randn(32, 8)).square().mean().backward()
-            optimizer.step()
+    engine, calls = default_rule(), [0]
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
+        calls[-1] += event == "call"
 
-    engine = default_rule()
-    alerts_of(run.records[:-1], [engine])
-    sys.setprofile(count)
-    try:
-        list(engine(run.records[-1]))
-    finally:
-        sys.setprofile(None)
-    return calls
+    def judge(record: StepRecord) -> list[Alert]:
+        calls.append(0)
+        sys.setprofile(count)
+        try:
+            return list(engine(record))
+        finally:
+            sys.setprofile(None)
+
+    train(judge, 8, model=nn.Sequential(*layers, nn.Linear(8, 3)), every=1)
+    return calls[-1]
 
 
 def test_the_calls_of_a_full_step_do_not_grow_with_the_layers() -> None:
-    few, many = map(_calls_of_a_full_step, (3, 30))
+    few, many = map(calls_of_a_full_step, (3, 30))
     assert many < few + 120  # a call or two for each of 108 more modules would be more

@@ -15,7 +15,6 @@ from torch.optim import SGD, Adam
 from telemetry import StepRecord
 from telemetry.testing import alerts_of, capture_run
 from tests.helpers.figures import figures
-from tests.helpers.known_runs import layout_of
 from tests.helpers.rules import rule
 from tests.helpers.scripted import record
 from tests.helpers.small_runs import Batch, draw, net, train
@@ -112,18 +111,9 @@ def test_the_only_layer_whose_gradient_grows_is_named() -> None:
 def test_a_majority_of_three_layers_or_more_has_to_grow_tenfold(
     factors: list[float], module: str | None
 ) -> None:
-    frozen = 9
-    grown, before = (
-        np.array([*norms, *[0.0] * frozen]) for norms in (factors, [1.0] * len(factors))
-    )
-    count, layout = len(grown), layout_of([str(index) for index in range(len(grown))])
-    records = [
-        record(
-            step, layout=layout, grad_norms=grown if step >= 40 else before,
-            grad_present=np.ones(count, bool), grad_finite=np.ones(count, bool),
-        )
-        for step in range(41)
-    ]  # fmt: skip
+    frozen = [0.0] * 9
+    rows = [[*[1.0] * len(factors), *frozen]] * 40 + [[*factors, *frozen]]
+    records = [record(step, norms=norms) for step, norms in enumerate(rows)]
     [alert] = alerts_of(records, [rule("exploding_gradient")])
     assert (alert.step, alert.module_name) == (40, module)
 

@@ -32,8 +32,8 @@ def test_a_model_left_in_evaluation_mode_is_noted_until_it_trains_again() -> Non
     assert (end.severity, end.step, end.stage) == ("note", 60, "resolved")
 
 
-def test_validation_between_steps_is_not_noted() -> None:
-    model = net()
+def test_neither_validation_nor_a_module_nor_a_model_without_modes_is_noted() -> None:
+    model, part = net(), net()
 
     def validate(step: int) -> None:
         model.eval()
@@ -42,14 +42,10 @@ def test_validation_between_steps_is_not_noted() -> None:
         model.train()
 
     assert train(rule("eval_mode"), 60, model=model, before=validate) == []
-
-
-def test_neither_a_single_module_nor_a_model_that_is_the_same_in_both_modes_is_noted() -> None:
-    model = net()
-    model[2].eval()
-    assert train(rule("eval_mode"), 60, model=model) == []
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).eval()
-    assert train(rule("eval_mode"), 60, model=model) == []
+    part[2].eval()
+    assert train(rule("eval_mode"), 60, model=part) == []
+    same = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).eval()
+    assert train(rule("eval_mode"), 60, model=same) == []
 
 
 def with_norms() -> nn.Sequential:
@@ -71,10 +67,10 @@ def test_only_new_batch_norms_that_evaluate_from_the_start_are_noted() -> None:
     assert figures(note.summary)[:2] == [2, 2]
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-3])
-def test_batch_norms_that_train_on_nearly_constant_batches_are_not_noted(size: float) -> None:
-    batch = size * torch.randn(16, 8), torch.arange(16) % 3
-    assert train(rule("eval_mode"), 3, model=with_norms(), batch=lambda step: batch) == []
+def test_batch_norms_that_train_on_nearly_constant_batches_are_not_noted() -> None:
+    for size in (0.0, 1e-3):
+        batch = size * torch.randn(16, 8), torch.arange(16) % 3
+        assert train(rule("eval_mode"), 3, model=with_norms(), batch=lambda _, b=batch: b) == []
 
 
 # --- the loss ------------------------------------------------------------------------------------
