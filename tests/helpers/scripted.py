@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from telemetry import Baseline, Detector, Finding, StepRecord
-from telemetry.records import Layout, Module, Parameter
-
-LAYOUT = Layout(
-    modules=(Module(name="fc", type_name="Linear"),),
-    parameters=(Parameter(name="fc.weight", module_name="fc", shape=(4, 4)),),
-)
+from tests.helpers.known_runs import layout_of
 
 
-def record(step: int, **known: Any) -> StepRecord:
-    return StepRecord(
-        step=step,
-        wall_time=0.0,
-        layout=LAYOUT,
-        grad_norms=np.ones(1),
-        grad_present=np.ones(1, bool),
-        grad_finite=np.ones(1, bool),
-        **known,
-    )
+def record(step: int, *, norms: Sequence[float] = (1.0,), **known: Any) -> StepRecord:
+    """Return a light step of as many layers, named 0, 1, ..., as there are gradient norms."""
+    count = len(norms)
+    values: dict[str, Any] = {
+        "step": step,
+        "wall_time": 0.0,
+        "layout": layout_of([str(layer) for layer in range(count)]),
+        "grad_norms": np.array(norms),
+        "grad_present": np.ones(count, bool),
+        "grad_finite": np.ones(count, bool),
+    }
+    return StepRecord(**values | known)
 
 
 def finding(**known: Any) -> Finding:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from telemetry.records import Output, StepRecord, TensorRecord
+from telemetry import Output, StepRecord, TensorRecord
+from telemetry.records import AttentionHeads
 from telemetry.records.sketch import sketch_array
 from tests.helpers.known_runs import layout_of
 
@@ -18,6 +20,17 @@ def tensor(scale: float) -> TensorRecord:
     values = np.linspace(-scale, scale, 100)
     high = np.array([0, scale, scale, scale], np.float32)
     return TensorRecord(sketch=sketch_array(values), unit_min=-high, unit_max=high)
+
+
+def units(values: np.ndarray[Any, Any]) -> TensorRecord:
+    """Return the record of values [samples, units]."""
+    low, high = values.min(axis=0).astype(np.float32), values.max(axis=0).astype(np.float32)
+    return TensorRecord(sketch=sketch_array(values), unit_min=low, unit_max=high)
+
+
+def heads(logits: Sequence[float], entropies: Sequence[float]) -> AttentionHeads:
+    """Return the largest logit and the share of entropy of each head of a module."""
+    return AttentionHeads(np.array(logits), np.array(entropies))
 
 
 def full_record(step: int, **changes: Any) -> StepRecord:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections import deque
@@ -15,9 +16,9 @@ import torch
 from torch import nn
 
 from telemetry import Alert, Baseline, Detector, Finding, HookLogger, StepRecord
-from telemetry.alerts import default_rules
 from telemetry.testing import alerts_of
 from tests.helpers.figures import figures
+from tests.helpers.rules import default_rule, differences
 from tests.helpers.scripted import Scripted, at, finding, record
 
 
@@ -29,39 +30,60 @@ def steps(count: int, **known: Any) -> list[StepRecord]:
     return [record(step, **known) for step in range(count)]
 
 
-# --- confirmation --------------------------------------------------------------------------------
+# --- stages --------------------------------------------------------------------------------------
+
+SEVERITIES = ["warning", "warning", "error", "error", "warning", "error"]
 
 
 @pytest.mark.parametrize(
-    ("confirm_after", "expected"), [(1, [0, 2, 5]), (2, [3, 6]), (3, [7]), (4, [])]
+    ("found", "how", "expected"),
+    [
+        # Consecutive findings start an alert, a confirmed one at once.
+        (at(0, 2, 3, 4), {"confirm_after": 3}, [(4, "started"), (5, "resolved")]),
+        (at(0, 2, 3), {"confirm_after": 3}, []),
+        (at(4, confirmed=True), {"confirm_after": 3}, [(4, "started"), (5, "resolved")]),
+        # Consecutive evaluations without a finding resolve it.
+        (at(0, 2), {"clear_after": 2}, [(0, "started"), (4, "resolved")]),
+        (at(0, 2), {"clear_after": 3}, [(0, "started"), (5, "resolved")]),
+        # An unconfirmed finding keeps it active, and so does a fault that is still present.
+        (at(0, 1, 3), {"confirm_after": 2, "clear_after": 2}, [(1, "started"), (5, "resolved")]),
+        (at(0), {"lasts_at": range(2, 6), "clear_after": 2}, [(0, "started"), (7, "resolved")]),
+        # It may have ended already, or be a single event.
+        (at(7, started_at=5, resolved=True), {}, [(5, "started"), (7, "resolved")]),
+        (at(2, 3, momentary=True), {}, [(2, "started"), (3, "started")]),
+        # A warning that becomes an error escalates once, and a finding may escalate anyway.
+        (
+            {step: finding(severity=severity) for step, severity in enumerate(SEVERITIES)},
+            {"clear_after": 9}, [(0, "started"), (2, "escalated")],
+        ),
+        (at(0, 1, 2) | at(3, escalates=True), {"clear_after": 9},
+         [(0, "started"), (3, "escalated")]),
+    ],
+)  # fmt: skip
+def test_findings_start_escalate_and_resolve_an_alert(
+    found: dict[int, Finding], how: dict[str, Any], expected: list[tuple[int, str]]
+) -> None:
+    assert reported(Scripted(found, **how), steps(9)) == expected
+
+
+@pytest.mark.parametrize(
+    ("on", "needs", "requests"),
+    [
+        # Found at step 0, not at 2, then at 4, 6 and 8: a light step between changes nothing.
+        ("full", False, [0, 1, 4, 5, 6, 7]),
+        ("step", False, []),
+        ("step", True, [*range(10)]),
+    ],
 )
-def test_consecutive_findings_start_an_alert(confirm_after: int, expected: list[int]) -> None:
-    detector = Scripted(at(0, 2, 3, 5, 6, 7), confirm_after=confirm_after)
-    started = [step for step, stage in reported(detector, steps(20)) if stage == "started"]
-    assert started == expected
-
-
-def test_a_confirmed_finding_starts_an_alert_at_once() -> None:
-    assert reported(Scripted(at(4, confirmed=True), confirm_after=3), steps(5)) == [(4, "started")]
-
-
-def test_full_steps_are_requested_until_a_finding_is_confirmed() -> None:
-    detector, baseline = Scripted(at(0, 4, 6, 8), on="full", confirm_after=3), Baseline()
-    requests = []
+def test_full_steps_are_requested_until_a_finding_of_them_is_confirmed(
+    on: str, needs: bool, requests: list[int]
+) -> None:
+    detector = Scripted(at(0, 4, 6, 8), on=on, confirm_after=3, needs_full_step=needs)
+    found = []
     for step in range(10):
-        detector.evaluate(record(step, full=step % 2 == 0), baseline)
-        requests.append(detector.requests_full_step)
-    # Found at step 0, not at 2, then at 4, 6 and 8: a light step between changes nothing.
-    assert requests == [True, True, False, False, True, True, True, True, False, False]
-
-
-def test_a_detector_of_all_steps_requests_a_full_step_only_if_it_needs_one() -> None:
-    detector = Scripted(at(0, 1), confirm_after=3)
-    detector.evaluate(record(0), Baseline())
-    assert not detector.requests_full_step
-    detector.needs_full_step = True
-    detector.evaluate(record(1), Baseline())
-    assert detector.requests_full_step
+        alerts_of([record(step, full=step % 2 == 0)], [detector])
+        found += [step] if detector.requests_full_step else []
+    assert found == requests
 
 
 @pytest.mark.parametrize(
@@ -71,40 +93,16 @@ def test_only_the_selected_steps_are_evaluated(on: str, evaluated: list[int]) ->
     detector = Scripted(at(*range(5), momentary=True), on=on)
     losses = [1.0, 2.0, None, math.nan, math.inf]
     records = [
-        record(
-            step, full=step in (0, 3), scalars={} if loss is None else {"loss": loss},
-            loss_tag="loss",
-        )
+        record(step, full=step in (0, 3), scalars={} if loss is None else {"loss": loss})
         for step, loss in enumerate(losses)
-    ]  # fmt: skip
+    ]
     assert [step for step, _ in reported(detector, records)] == evaluated
-
-
-# --- resolving -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("clear_after", "end"), [(1, 1), (2, 4), (3, 5)])
-def test_an_alert_resolves_after_consecutive_evaluations_without_a_finding(
-    clear_after: int, end: int
-) -> None:
-    detector = Scripted(at(0, 2), clear_after=clear_after)
-    assert reported(detector, steps(9))[:2] == [(0, "started"), (end, "resolved")]
 
 
 def test_only_evaluated_steps_count_towards_resolving() -> None:
     detector = Scripted(at(0), on="full", clear_after=2)
     records = [record(step, full=step % 10 == 0) for step in range(30)]
     assert reported(detector, records) == [(0, "started"), (20, "resolved")]
-
-
-def test_an_unconfirmed_finding_keeps_an_alert_active() -> None:
-    detector = Scripted(at(0, 1, 3, 5), confirm_after=2, clear_after=2)
-    assert reported(detector, steps(9)) == [(1, "started"), (7, "resolved")]
-
-
-def test_a_fault_that_is_still_present_is_not_resolved() -> None:
-    detector = Scripted(at(0), lasts_at=range(2, 6), clear_after=2)
-    assert reported(detector, steps(9)) == [(0, "started"), (7, "resolved")]
 
 
 def test_the_resolved_alert_names_its_kind_module_and_step() -> None:
@@ -116,37 +114,6 @@ def test_the_resolved_alert_names_its_kind_module_and_step() -> None:
     assert (end.stage, end.step, end.title) == ("resolved", 4, "my_kind in fc_1 resolved at step 4")
     assert (end.advice, figures(end.summary)) == ((), [3])
     assert end.severity == "warning"
-
-
-def test_a_fault_that_has_already_ended_starts_and_resolves_at_once() -> None:
-    detector = Scripted(at(7, started_at=5, resolved=True))
-    assert reported(detector, steps(9)) == [(5, "started"), (7, "resolved")]
-
-
-def test_a_momentary_finding_is_reported_each_time_and_never_resolves() -> None:
-    assert reported(Scripted(at(2, 3, momentary=True)), steps(9)) == [
-        (2, "started"),
-        (3, "started"),
-    ]
-
-
-# --- severity ------------------------------------------------------------------------------------
-
-
-def test_a_warning_that_becomes_an_error_escalates_once() -> None:
-    kinds = ["warning", "warning", "error", "error", "warning", "error"]
-    detector = Scripted({step: finding(severity=kind) for step, kind in enumerate(kinds)})
-    alerts = alerts_of(steps(6), [detector])
-    assert [(a.step, a.stage, a.severity) for a in alerts] == [
-        (0, "started", "warning"),
-        (2, "escalated", "error"),
-    ]
-
-
-def test_a_finding_can_escalate_at_the_same_severity() -> None:
-    found = at(0, 1, 2) | at(3, escalates=True, value=9.0)
-    *_, worse = alerts_of(steps(5), [Scripted(found, clear_after=9)])
-    assert (worse.step, worse.stage, worse.value) == (3, "escalated", 9.0)
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -192,20 +159,13 @@ class Stricter(NoLoss):
     counted: int = 0  # an annotated attribute is state, not a limit
 
 
-def test_limits_are_the_public_numbers_of_a_class_and_its_bases() -> None:
+def test_users_set_the_public_numbers_of_a_class_and_its_bases() -> None:
     assert NoLoss.limits() == ["losses", "share"]
     assert Stricter.limits() == ["losses", "share", "depth"]
-
-
-def test_users_set_limits_of_one_detector() -> None:
     detector = Stricter(losses=5, share=0.1)
     assert (detector.losses, detector.share, detector.depth) == (5, 0.1, 4)
     assert (Stricter().losses, Stricter.losses) == (2, 2)
-
-
-def test_a_limit_can_be_the_number_of_confirming_findings() -> None:
-    [started, *_] = alerts_of(steps(9), [NoLoss(losses=5)])
-    assert started.step == 4
+    assert reported(detector, steps(9)) == [(4, "started"), (6, "resolved")]
 
 
 @pytest.mark.parametrize("name", ["los", "_bad", "counted", "clear_after", "kind"])
@@ -216,22 +176,13 @@ def test_an_unknown_limit_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("kind", "My kind!"),
-        ("on", "sometimes"),
-        ("severity", "fatal"),
-        ("confirm_after", 0),
-        ("confirm_after", "loses"),
-        ("explained_by", "nonfinite"),
-    ],
-)
+    [("kind", "My kind!"), ("on", "sometimes"), ("severity", "fatal"), ("confirm_after", 0),
+     ("confirm_after", "loses"), ("explained_by", "nonfinite")],
+)  # fmt: skip
 def test_a_detector_class_with_a_wrong_attribute_is_refused(name: str, value: object) -> None:
     kind = type("Wrong", (NoLoss,), {name: value})
     with pytest.raises(ValueError, match=rf"^Wrong\.{name} = {re.escape(repr(value))}: must be "):
         kind()
-
-
-def test_a_detector_class_without_a_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^Nameless\.kind = None: must be letters"):
         type("Nameless", (Detector,), {})()
 
@@ -239,30 +190,37 @@ def test_a_detector_class_without_a_kind_is_refused() -> None:
 # --- state ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", range(1, 14))
-def test_a_detector_continues_from_its_state(cut: int) -> None:
-    records = steps(20, full=True)
-
-    def both() -> list[Detector]:
-        fault = at(2, 3, 4, 8, 12, 13, severity="warning") | at(5, severity="error")
-        return [Scripted(fault, confirm_after=3, clear_after=2, on="full"), NoLoss()]
-
-    for before, after, uninterrupted in zip(both(), both(), both(), strict=True):
-        first = alerts_of(records[:cut], [before])
+def test_a_restored_detector_remembers_all_but_the_limits_of_the_earlier_run() -> None:
+    records = [
+        record(
+            step, full=True, norms=[1.0 + step % 3], learning_rates=(0.1 * step,),
+            update_ratios={"0.weight": 0.01}, scalars={"loss": 1.0 + step % 5},
+        )
+        for step in range(40)
+    ]  # fmt: skip
+    for count in range(1, 40):
+        before, after = NoLoss(losses=4), NoLoss(losses=5)
+        alerts_of(records[:count], [before])
         after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-        second = alerts_of(records[cut:], [after])
-        assert first + second == alerts_of(records, [uninterrupted])
-        assert len(first + second) >= 2
-        assert repr(after.state_dict()) == repr(uninterrupted.state_dict())
-
-
-def test_a_restored_detector_keeps_the_limits_of_the_new_run() -> None:
-    after = NoLoss(losses=5)
-    after.load_state_dict(NoLoss(losses=4).state_dict())
-    assert after.losses == 5
+        assert differences(after, before) == [".losses"]
 
 
 # --- in a logger ---------------------------------------------------------------------------------
+
+
+def train(log_dir: Path, steps: int, *, large_at: range = range(0), **settings: Any) -> HookLogger:
+    """Train a layer whose biases are large at some steps."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with HookLogger(model, log_dir, every_n_steps=10, **settings) as logger:
+        for step in range(steps):
+            if step in (large_at.start, large_at.stop):
+                nn.init.constant_(model.bias, 30.0 if step in large_at else 0.0)
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            logger.flush()
+    return logger
 
 
 class LargeBias(Detector):
@@ -283,23 +241,11 @@ class LargeBias(Detector):
 def test_a_custom_detector_reports_the_start_and_the_end_of_a_fault(
     tmp_path: Path, form: str
 ) -> None:
-    model, own = nn.Linear(4, 2), LargeBias(largest=20.0)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    alerts: Any = [*default_rules(), own] if form == "list" else {"large_bias": own}
-    received: list[Alert] = []
-    with HookLogger(
-        model, tmp_path, every_n_steps=10, alerts=alerts, on_alert=received.append
-    ) as log:
-        for step in range(60):
-            if step in (20, 40):
-                nn.init.constant_(model.bias, 30.0 if step == 20 else 0.0)
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-            log.flush()
-    mine = [alert for alert in received if alert.kind == "large_bias"]
-    assert [alert.stage for alert in mine] == ["started", "resolved"]
-    begin, end = mine
+    own, received = LargeBias(largest=20.0), list[Alert]()
+    alerts: Any = [default_rule(), own] if form == "list" else {"large_bias": own}
+    train(tmp_path, 60, large_at=range(20, 40), alerts=alerts, on_alert=received.append)
+    begin, end = (alert for alert in received if alert.kind == "large_bias")
+    assert (begin.stage, end.stage) == ("started", "resolved")
     assert 20 < begin.step < 30  # requested after step 20; the next due one is 30
     assert end.step == 40
     assert begin.threshold == 20.0
@@ -307,19 +253,16 @@ def test_a_custom_detector_reports_the_start_and_the_end_of_a_fault(
     assert figures(begin.summary)[-1] == begin.step  # the age of the baseline
 
 
-def test_a_custom_detector_that_raises_is_named_in_the_log(
+def test_a_note_is_kept_written_logged_at_info_and_passed_on_but_not_raised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken(Detector):
-        kind = "broken"
-
-        def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-            raise RuntimeError("planted")
-
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with HookLogger(model, tmp_path, alerts={"broken": Broken()}):
-        for _ in range(3):
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-    assert caplog.text.count("telemetry failed to apply the rule 'broken'; training continues") == 1
+    note, seen = at(1, summary="Perhaps meant so", momentary=True), list[Alert]()
+    with caplog.at_level(logging.INFO, "telemetry"):
+        logger = train(tmp_path, 4, alerts=[Scripted(note, severity="note")], on_alert="raise")
+    assert [alert.severity for alert in logger.alerts] == ["note"]
+    [line] = (tmp_path / "alerts.jsonl").read_text().splitlines()
+    assert json.loads(line)["severity"] == "note"
+    assert [r.levelname for r in caplog.records if "Perhaps" in r.getMessage()] == ["INFO"]
+    assert not list(tmp_path.glob("flight-*"))
+    train(tmp_path / "again", 4, alerts=[Scripted(note, severity="note")], on_alert=seen.append)
+    assert [alert.severity for alert in seen] == ["note"]

@@ -1,0 +1,335 @@
+"""Outputs that collapse or spread: attention, its logits, experts, 8-bit floats, inactive units."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from telemetry import Alert, Detector, Output, StepRecord
+from telemetry.testing import alerts_of
+from tests.helpers.figures import figures
+from tests.helpers.known_runs import layout_of
+from tests.helpers.rules import rule
+from tests.helpers.scripted import record
+from tests.helpers.small_records import full_record, heads, units
+from tests.helpers.small_runs import EndsWith, net, train
+
+# --- attention of modules ------------------------------------------------------------------------
+
+
+class Scores(nn.Module):
+    """Attention logits with the future masked."""
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        scores = query @ key.mT
+        return scores.masked_fill(scores.new_ones(scores.shape[-2:]).triu(1) > 0, -float("inf"))
+
+
+class Attends(nn.Module):
+    """One layer of attention over eight tokens."""
+
+    def __init__(self, scale: float, name: str = "attn") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.query, self.key = nn.Linear(1, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale, self.name = scale, name
+        self.add_module(name, nn.ModuleDict({"scores": Scores(), "weights": nn.Softmax(-1)}))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x[..., None])
+        attention = getattr(self, self.name)
+        scores = attention["scores"](self.scale * self.query(h), self.key(h))
+        logits: Tensor = self.head((attention["weights"](scores) @ h).mean(1))
+        return logits
+
+
+@pytest.mark.parametrize("scale", [1.0, 20.0, 1000.0])
+def test_attention_is_judged_by_the_entropy_of_its_rows(scale: float) -> None:
+    model, rows = Attends(scale), list[Tensor]()
+    model.attn["weights"].register_forward_hook(lambda *call: rows.append(call[2].detach()))
+    [alert] = train(rule("attention_collapse", fraction=1.0), 30, model=model)
+    exact = torch.special.entr(rows[0].double()).sum(-1).mean().item() / math.log(8)
+    assert (alert.severity, alert.module_name) == ("note", "attn.weights")
+    assert alert.value == pytest.approx(exact, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("scale", "name", "kinds"),
+    [
+        (0.25, "attn", []),
+        (20.0, "attn", ["attention_collapse"]),
+        (1e6, "attn", ["attention_collapse", "logit_growth"]),
+        (1e6, "gate", []),
+    ],
+)
+def test_attention_to_single_tokens_and_very_large_scores_are_noted_once(
+    scale: float, name: str, kinds: list[str]
+) -> None:
+    alerts = train(rule("attention_collapse"), 20, rule("logit_growth"), model=Attends(scale, name))
+    assert [(alert.kind, alert.severity, alert.stage) for alert in alerts] == [
+        (kind, "note", "started") for kind in kinds
+    ]
+
+
+# --- heads of scaled_dot_product_attention -------------------------------------------------------
+
+
+def with_heads(logits: list[float], entropies: list[float]) -> list[StepRecord]:
+    """Return steps of which two modules have attention, the first with usual heads."""
+    attention = {"layer1": heads([5.0] * 2, [0.7] * 2), "layer2": heads(logits, entropies)}
+    return [full_record(step, attention=attention) for step in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("logits", "entropies", "kind", "head", "value"),
+    [
+        ([80.0, 5.0], [0.04, 0.6], "attention_collapse", 0, 0.04),
+        ([300.0, 300.0], [0.05, 0.02], "attention_collapse", 1, 0.02),
+        ([math.nan, 60.0], [math.nan, 0.09], "attention_collapse", 1, 0.09),
+        ([900.0, 1100.0], [0.5, 0.5], "logit_growth", 1, 1100.0),
+        ([40.0, 5.0], [0.01, 0.6], None, 0, 0.0),  # learned: its logits are usual
+        ([400.0, 5.0], [0.3, 0.6], None, 0, 0.0),
+        ([math.nan, math.nan], [math.nan, math.nan], None, 0, 0.0),
+    ],
+)
+def test_heads_with_large_logits_that_attend_to_single_tokens_are_named(
+    logits: list[float], entropies: list[float], kind: str | None, head: int, value: float
+) -> None:
+    rules = [rule("attention_collapse"), rule("logit_growth")]
+    alerts = alerts_of(with_heads(logits, entropies), rules)
+    assert [(a.kind, a.severity, a.module_name, a.value) for a in alerts] == [
+        (kind, "note", "layer2", value)
+    ] * (kind is not None)
+    assert all(f"head {head} of layer2" in alert.summary for alert in alerts)
+
+
+def test_growth_of_logits_explains_the_collapse() -> None:
+    records = with_heads([2000.0, 1100.0], [0.01, 0.0])
+    started = [a.kind for a in alerts_of(records) if a.stage == "started"]
+    assert "logit_growth" in started
+    assert "attention_collapse" not in started
+
+
+# --- experts -------------------------------------------------------------------------------------
+
+EVEN, ONE = [40, 40, 40, 40], [160, 0, 0, 0]
+
+
+def judged(loads: Sequence[Sequence[int]], detector: Detector | None = None) -> list[Alert]:
+    known = [{"router": np.array(load)} for load in loads]
+    records = [full_record(step, expert_loads=load) for step, load in enumerate(known)]
+    return alerts_of(records, [detector or rule("expert_collapse")])
+
+
+@pytest.mark.parametrize(
+    ("load", "severity", "share"),
+    [([80, 80, 0, 0], "warning", 0.5), (ONE, "warning", 0.75), ([60, 50, 50, 0], "note", 0.25)],
+)
+def test_experts_that_lose_their_tokens_are_named_until_they_are_chosen_again(
+    load: list[int], severity: str, share: float
+) -> None:
+    alert, end = judged([EVEN] * 3 + [load] * 6 + [EVEN] * 30)
+    assert (alert.severity, alert.module_name, alert.value) == (severity, "router", share)
+    assert alert.step == 6  # 120 expected tokens at step 5, confirmed by the next one
+    idle = [expert for expert, tokens in enumerate(load) if not tokens]
+    assert str(idle[-1]) in alert.summary
+    assert end.stage == "resolved"
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        ([ONE] * 6, [("note", 0.75)]),  # from the start
+        ([[100] * 4] + [[398, 1, 0, 1]] * 4, [("warning", 0.75)]),
+        ([[100] * 4] + [[196, 100, 102, 2]] * 9, []),  # 2 % of an even load
+    ],
+)
+def test_a_few_tokens_of_an_expert_count_as_none(
+    loads: list[list[int]], expected: list[tuple[str, float]]
+) -> None:
+    assert [(alert.severity, alert.value) for alert in judged(loads)] == expected
+
+
+def test_experts_that_few_tokens_miss_by_chance_are_not_reported() -> None:
+    draw = np.random.default_rng(0)
+    uneven = np.array([0.3, 0.2, 0.15, 0.15, 0.1, 0.05, 0.03, 0.02])
+    assert judged(draw.multinomial(16, uneven, size=400).tolist()) == []
+    assert judged(draw.multinomial(4, np.full(8, 1 / 8), size=400).tolist()) == []
+
+
+def test_a_collapse_requests_full_steps_and_its_state_survives_a_checkpoint() -> None:
+    before, after = rule("expert_collapse"), rule("expert_collapse")
+    judged([EVEN] * 3, before)
+    assert not before.requests_full_step
+    judged([ONE] * 2, before)
+    assert before.requests_full_step
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert len(judged([ONE] * 3, after)) == 1
+
+
+# --- 8-bit floats --------------------------------------------------------------------------------
+
+LAYOUT = layout_of(["layer", "act"])
+LAYOUT = replace(LAYOUT, parameters=LAYOUT.parameters[:1])
+Make = Callable[[int], np.ndarray[Any, Any]]
+
+
+def usual(step: int) -> np.ndarray[Any, Any]:
+    """Return 32 samples of 16 units."""
+    return np.random.default_rng(step).normal(size=(32, 16))
+
+
+def with_a_large_unit(step: int) -> np.ndarray[Any, Any]:
+    return usual(step) * np.where(np.arange(16) == 3, 1000, 1)
+
+
+def with_a_huge_value(step: int) -> np.ndarray[Any, Any]:
+    values = usual(step)
+    values[0, 3] = 1e9
+    return values
+
+
+def records(
+    outputs: Make = usual,
+    weights: Make = usual,
+    *,
+    steps: Iterable[int] = range(40),
+    module: str = "layer",
+) -> list[StepRecord]:
+    """Return full steps whose values change at step 30."""
+    return [
+        record(
+            step, layout=LAYOUT, full=True,
+            outputs={Output(module): units((outputs if step >= 30 else usual)(step))},
+            weights={"layer.weight": units((weights if step >= 30 else usual)(step))},
+        )
+        for step in steps
+    ]  # fmt: skip
+
+
+def of_low_precision(steps: Iterable[StepRecord], **limits: float) -> list[Alert]:
+    return alerts_of(steps, [rule("low_precision", **limits)])
+
+
+def test_a_large_unit_is_reported_at_the_second_step_with_it_until_it_is_usual() -> None:
+    later = [replace(step, step=step.step + 40) for step in records()]
+    alert, end = of_low_precision([*records(with_a_large_unit), *later])
+    assert (alert.step, alert.module_name, alert.severity) == (31, "layer", "note")
+    sizes = np.abs(with_a_large_unit(31)).max(axis=0)
+    assert alert.value == pytest.approx(sizes.max() / np.median(sizes), rel=1e-6)
+    assert end.stage == "resolved"
+
+
+@pytest.mark.parametrize("where", ["outputs", "weights"])
+def test_values_that_8_bit_floats_lose_are_reported(where: str) -> None:
+    [alert] = of_low_precision(records(**{where: with_a_huge_value}))
+    assert (alert.step, alert.module_name) == (31, "layer")
+    assert alert.value == pytest.approx(511 / 512, abs=1e-3)
+
+
+def test_a_layer_without_parameters_or_without_a_usual_past_is_not_reported() -> None:
+    assert of_low_precision(records(with_a_huge_value, module="act")) == []
+    always = records(with_a_large_unit, steps=range(30, 40))
+    early = [record(step, layout=LAYOUT, full=True) for step in range(30)]
+    assert of_low_precision(always) == of_low_precision([*early, *always]) == []
+
+
+def test_limits_of_low_precision_are_arguments() -> None:
+    assert of_low_precision(records(with_a_large_unit), outlier_ratio=1e6, share=0.5) == []
+
+
+# --- dead and saturated units ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradient_is_left", [False, True])
+def test_dead_units_escalate_to_an_error(gradient_is_left: bool) -> None:
+    model = net()
+    _, bias, *head = model.parameters()
+
+    def silence(step: int) -> None:
+        if step == 150:
+            bias.data[1:] = -999.0
+        elif step == 160:
+            bias.data[0] = -999.0
+            for parameter in head:
+                parameter.requires_grad_(gradient_is_left)
+
+    sgd = partial(SGD, lr=0.1)
+    found = train(rule("dead_units"), 200, model=model, optimizer=sgd, before=silence, every=1)
+    assert [(a.severity, a.stage, a.module_name, a.observed_in) for a in found] == [
+        ("warning", "started", "0", "1"),
+        ("error", "escalated", "0", "1"),
+    ]
+    assert figures(found[0].summary)[:2] == [31, 32]
+    last = found[-1]
+    if gradient_is_left:
+        assert (last.step, last.value, figures(last.summary)[:4]) == (161, 1, [32, 32, 0, 2])
+    else:  # at once, though one unit is alive
+        assert (last.step, last.value) == (160, 31 / 32)
+
+
+def stages(
+    kind: str, activation: nn.Module, bias: float, count: Callable[[int], int]
+) -> list[tuple[str, int]]:
+    """Return the stages of alerts on ``count(step)`` of 32 units with this bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), activation, nn.Linear(32, 3))
+
+    def set_biases(step: int) -> None:
+        model[0].bias.data[:] = torch.where(torch.arange(32) < count(step), bias, 0.1)
+
+    alerts = train(rule(kind), 200, model=model, before=set_biases)
+    return [(alert.stage, alert.step) for alert in alerts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        (lambda step: 29 if 30 <= step < 70 else 26, []),
+        (lambda step: 29 if step >= 30 else 26, [("started", 80)]),
+        (lambda step: 31 if step >= 31 else 26, [("started", 43)]),  # a full step is requested
+        (lambda step: 31 if step % 40 < 20 else 26, [("started", 3)]),
+        (lambda step: 31 if step < 100 else 26 if step < 150 else 20,
+         [("started", 3), ("resolved", 170)]),
+    ],
+)  # fmt: skip
+def test_dead_units_near_the_limit_start_and_resolve_one_alert(
+    count: Callable[[int], int], expected: list[tuple[str, int]]
+) -> None:
+    assert stages("dead_units", nn.ReLU(), -50.0, count) == expected
+
+
+def test_saturated_units_near_the_limit_start_and_resolve_one_alert() -> None:
+    def count(step: int) -> int:
+        return (30 if step % 40 < 20 else 22) if step < 130 else 4
+
+    (stage, _), end = stages("saturated_units", nn.Tanh(), 9.0, count)
+    assert (stage, end) == ("started", ("resolved", 150))
+
+
+def test_the_advice_fits_a_saturated_function_and_a_dropout() -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(8, 32)
+    first.weight.data *= 1000.0
+    model = nn.Sequential(EndsWith(torch.tanh, first), nn.Linear(32, 3))
+    [alert] = train(rule("saturated_units"), 60, model=model)
+    assert alert.module_name == "0.0"
+    assert "initial weights of 0.0" in (alert.cause or "")
+    assert any("queries and keys" in phrase for phrase in alert.advice)
+    dropped = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.9999), nn.Linear(32, 3))
+    [alert, *_] = train(rule("dead_units"), 60, model=dropped)
+    assert alert.module_name == "2"
+    assert "dropout" in alert.advice[0]
