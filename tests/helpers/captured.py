@@ -1,0 +1,70 @@
+"""Loops with any loss, for tests of rules in unusual models and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+from telemetry import HookLogger, Rule
+from telemetry.testing import CapturedRun, capture_run
+from tests.helpers.small_runs import draw
+
+Before = Callable[[int], object]
+LossOf = Callable[[int], Tensor]
+Logged = Callable[[int, Tensor], Tensor]
+
+
+def classify(model: nn.Module) -> Tensor:
+    """Cross entropy of a new batch of the task of :mod:`tests.helpers.small_runs`."""
+    points, classes = draw()
+    return F.cross_entropy(model(points), classes)
+
+
+def fit(
+    run: CapturedRun | HookLogger,
+    steps: int,
+    loss_of: LossOf,
+    optimizer: Optimizer,
+    *,
+    before: Before = lambda step: None,
+    logged: Logged = lambda step, loss: loss,
+) -> None:
+    """Train, and log the loss of each step.
+
+    Args:
+        loss_of: Loss of a step, of which gradients are taken.
+        before: Called before each step.
+        logged: What is logged for a step and its loss.
+    """
+    for step in range(steps):
+        before(step)
+        optimizer.zero_grad()
+        loss = loss_of(step)
+        loss.backward()
+        run.log(loss=logged(step, loss))
+        optimizer.step()
+
+
+def captured(
+    model: nn.Module,
+    steps: int,
+    *,
+    rules: Iterable[Rule] | None = (),
+    loss_of: LossOf | None = None,
+    optimizer: Optimizer | None = None,
+    every: int = 10,
+    seed: int = 1,
+    before: Before = lambda step: None,
+    logged: Logged = lambda step, loss: loss,
+) -> CapturedRun:
+    """Return what is captured of :func:`fit`; the loss is that of :func:`classify` by default."""
+    optimizer = optimizer or SGD(model.parameters(), 0.1, 0.9)
+    loss_of = loss_of or (lambda step: classify(model))
+    torch.manual_seed(seed)
+    with capture_run(model, every_n_steps=every, rules=rules) as run:
+        fit(run, steps, loss_of, optimizer, before=before, logged=logged)
+    return run
