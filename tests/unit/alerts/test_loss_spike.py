@@ -291,14 +291,16 @@ def test_some_batches_of_other_data_are_noted_with_their_steps(every: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "ends"),
+    ("steps", "count"),
     [
-        ([range(173, 180), range(183, 187)], [186]),  # two close together are one
-        ([range(173, 250)], []),  # permanent
-        ([range(step, step + 1) for step in range(120, 300, 15)], []),  # single batches
-        ([range(step, step + 4) for step in range(173, 333, 40)], [176, 216]),  # noted twice
+        ([range(173, 180), range(183, 187)], 1),  # two close together are one
+        ([range(173, 250)], 0),  # permanent
+        ([range(step, step + 1) for step in range(120, 300, 15)], 0),  # single batches
+        ([range(step, step + 4) for step in range(150, 330, 40)], 2),  # usual for the data
     ],
 )
-def test_bursts_are_short_and_rare(steps: list[range], ends: list[int]) -> None:
+def test_bursts_are_short_and_are_noted_twice(steps: list[range], count: int) -> None:
     alerts = train(rule("loss_burst"), 340, batch=bursts(*steps), **slow())
-    assert [max(figures(alert.summary)) for alert in alerts] == ends
+    assert len(alerts) == count
+    if count == 1:
+        assert {173, 186} <= {*figures(alerts[0].summary)}
