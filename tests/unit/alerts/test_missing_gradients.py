@@ -1,0 +1,332 @@
+"""Parameters that no gradient reaches or no optimizer steps, unless that should be so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from telemetry import Alert
+from telemetry.testing import capture_run
+from tests.helpers.captured import classify, fit
+from tests.helpers.figures import figures
+from tests.helpers.rules import rule
+from tests.helpers.small_runs import train
+
+# --- vanishing_gradient: it is exactly zero behind working layers ---------------------------------
+
+
+def vanished(model: nn.Module, steps: int = 60, **more: Any) -> list[Alert]:
+    return train(rule("vanishing_gradient"), steps, model=model, **more)
+
+
+class TwoTowers(nn.Module):
+    """Network with a tower for each half of the input; ``join`` combines their outputs.
+
+    Args:
+        join: Function of the outputs of both towers; a head classifies its result.
+        swap: Whether the tower of interest runs behind the other one.
+        wide: Units of the tower of interest.
+    """
+
+    def __init__(
+        self, join: Callable[[Tensor, Tensor], Tensor], *, swap: bool = False, wide: int = 16
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = nn.Sequential(nn.Linear(4, wide), nn.ReLU(), nn.Linear(wide, 16))
+        self.other = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.head, self.join, self.swap = nn.Linear(32, 3), join, swap
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.swap:
+            other, tower = self.other(x[:, 4:]), self.tower(x[:, :4])
+        else:
+            tower, other = self.tower(x[:, :4]), self.other(x[:, 4:])
+        y: Tensor = self.head(self.join(tower, other))
+        return y
+
+
+def usual(tower: Tensor, other: Tensor) -> Tensor:
+    return torch.cat([tower, other], 1).relu()
+
+
+def detached(tower: Tensor, other: Tensor) -> Tensor:
+    return usual(tower.detach(), other)
+
+
+def multiplied_by_zero(tower: Tensor, other: Tensor) -> Tensor:
+    return usual(0.0 * tower, other)
+
+
+def underflown(tower: Tensor, other: Tensor) -> Tensor:
+    for _ in range(12):
+        tower = 1e-4 * tower
+    return usual(tower, other)
+
+
+@pytest.mark.parametrize(
+    ("join", "swap"),
+    [(detached, False), (detached, True), (multiplied_by_zero, False), (underflown, False)],
+)
+def test_a_gradient_that_is_cut_off_or_underflows_has_vanished(
+    join: Callable[[Tensor, Tensor], Tensor], swap: bool
+) -> None:
+    [alert] = vanished(TwoTowers(join, swap=swap))
+    assert (alert.module_name, alert.step) == ("tower.0", 21)  # at the second evaluation
+    assert 22 in figures(alert.summary)
+    assert "tower.0 to tower.2" in alert.summary
+
+
+def test_layers_that_never_had_a_gradient_are_checked_before_the_next_due_step() -> None:
+    [alert] = vanished(TwoTowers(multiplied_by_zero), every=1000)
+    assert alert.step == 22
+
+
+def frozen(model: TwoTowers) -> TwoTowers:
+    model.tower.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        TwoTowers(usual),
+        frozen(TwoTowers(detached)),
+        TwoTowers(multiplied_by_zero, swap=True),  # a term of the loss whose weight is zero
+        TwoTowers(detached, swap=True, wide=2),  # an unused head
+    ],
+)
+def test_gradients_that_should_be_zero_have_not_vanished(model: TwoTowers) -> None:
+    assert vanished(model) == []
+
+
+def test_gradients_of_parameters_without_an_optimizer_have_not_vanished() -> None:
+    model = TwoTowers(usual)
+    rest = [*model.other.parameters(), *model.head.parameters()]
+    assert vanished(model, optimizer=SGD(rest, 0.1)) == []
+
+
+def test_a_generator_whose_critic_is_trained_alone_at_first_has_not_vanished() -> None:
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
+    model = nn.ModuleList([nn.Linear(4, 2), critic])
+    of_generator, of_critic = (SGD(part.parameters(), 0.01) for part in model)
+    with capture_run(model, every_n_steps=10, rules=[rule("vanishing_gradient")]) as run:
+        for step in range(80):
+            made = model[0](torch.randn(32, 4))
+            of_critic.zero_grad()
+            real = (-critic(torch.randn(32, 2) + 1)).exp().mean()
+            (critic(made.detach()).exp().mean() + real).backward()
+            of_critic.step()
+            if step >= 50:
+                of_generator.zero_grad()
+                (-critic(made)).exp().mean().backward()
+                of_generator.step()
+    assert run.alerts == []
+
+
+def scheduled(factor_at: Callable[[int], float], steps: int) -> list[Alert]:
+    """Return the alerts of a run whose tower is multiplied by a factor of the step."""
+    factor = [1.0]
+    model = TwoTowers(lambda tower, other: usual(factor[0] * tower, other))
+
+    def change(step: int) -> None:
+        factor[0] = factor_at(step)
+
+    return vanished(model, steps, before=change)
+
+
+def test_gradients_that_are_zero_in_phases_have_not_vanished() -> None:
+    assert scheduled(lambda step: float(step % 12 < 2), 100) == []
+
+
+@pytest.mark.slow
+def test_the_alert_resolves_when_gradients_return_and_not_when_they_become_zero() -> None:
+    begin, end = scheduled(lambda step: 1e-7 if step < 40 else 0.0 if step < 120 else 1.0, 200)
+    assert (begin.stage, end.stage) == ("started", "resolved")
+    assert begin.step < 40
+    assert end.step > 120
+    assert figures(end.summary)[-1] == begin.step
+
+
+def deep(*between: nn.Module) -> nn.Module:
+    """Return 16 layers as PyTorch makes them, each of which halves gradients at least."""
+    torch.manual_seed(0)
+    hidden = [part for _ in range(16) for part in (nn.Linear(32, 32), *between, nn.ReLU())]
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), *hidden, nn.Linear(32, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_vanishing_gradients_are_reported_though_adam_moves_every_layer(every: int) -> None:
+    model = deep()
+    alert, *_ = vanished(model, 80, every=every, optimizer=Adam(model.parameters(), 1e-4))
+    assert alert.module_name == "0"
+    assert "loss has not fallen" in (alert.cause or "")
+
+
+@pytest.mark.slow
+def test_a_deep_network_that_adam_trains_raises_no_alert() -> None:
+    model = deep(nn.LayerNorm(32))
+    assert vanished(model, 80, optimizer=Adam(model.parameters(), 1e-4)) == []
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-7])
+def test_a_learning_rate_of_zero_is_the_cause_of_a_missing_gradient(rate: float) -> None:
+    """The second of two layers starts at 0, as in LoRA, and passes no gradient to the first."""
+    model = TwoTowers(usual)
+    up = model.tower[2].weight
+    nn.init.zeros_(up)
+    up.register_hook(lambda grad: grad * (rate == 0))  # at the other rate its gradient is zero
+    moving = [*model.other.parameters(), *model.head.parameters()]
+    groups = [{"params": moving}, {"params": model.tower.parameters(), "lr": rate}]
+    [alert] = vanished(model, optimizer=SGD(groups, 0.1))
+    assert alert.module_name == "tower.0"
+    assert figures(alert.cause) == ([0] if rate == 0 else [])
+
+
+# --- untrained_parameters -------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A trunk, a used head, and perhaps a part that is used at some calls or never."""
+
+    def __init__(self, detached: bool = False, spare_every: int | None = None) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.spare = nn.Linear(8, 3) if spare_every is not None else None
+        self.head = nn.Linear(16, 3)
+        self.detached, self.every, self.calls = detached, spare_every, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.trunk(x)
+        logits: Tensor = self.head(h.detach() if self.detached else h)
+        is_used = self.spare is not None and self.every and self.calls % self.every == 0
+        return logits + self.spare(x) if is_used else logits  # type: ignore[misc]
+
+
+class Experts(Net):
+    """One of three experts transforms the output of the trunk; the last one is never chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        logits: Tensor = self.head(self.experts[self.calls % 2](self.trunk(x)))
+        return logits
+
+
+class Stack(nn.Module):
+    """Equal layers, of which the first two run detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x.detach() if i == 2 else x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def untrained(
+    model: nn.Module, optimizer: Optimizer | None = None, steps: int = 150, **more: Any
+) -> list[Alert]:
+    return train(rule("untrained_parameters"), steps, model=model, optimizer=optimizer, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_a_head_that_was_replaced_after_the_optimizer_was_made_is_reported(every: int) -> None:
+    model = Net()
+    optimizer = SGD(model.parameters(), 0.1)
+    model.head = nn.Linear(16, 3)
+    [alert] = untrained(model, optimizer, every=every)
+    assert (alert.severity, alert.module_name) == ("warning", "head")
+    assert alert.step <= 100
+    assert "no optimizer steps it" in alert.summary
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 10, 100])
+def test_a_detached_trunk_is_named_as_one_part(every: int) -> None:
+    [alert] = untrained(Net(detached=True), every=every)
+    assert (alert.severity, alert.module_name) == ("warning", "trunk")
+    assert "got none in" in alert.summary
+
+
+def test_the_first_of_several_equal_layers_are_reported_if_they_run_detached() -> None:
+    [alert] = untrained(Stack())
+    assert (alert.severity, alert.module_name) == ("warning", "layers.0")
+    assert "layers.0, layers.1 (" in alert.summary
+
+
+def test_a_small_unused_head_is_a_note() -> None:
+    [alert] = untrained(Net(spare_every=0))
+    assert (alert.severity, alert.module_name) == ("note", "spare")
+
+
+@pytest.mark.parametrize("model", [Net(spare_every=40), Experts()], ids=["rare", "expert"])
+def test_a_part_that_is_rarely_trained_and_one_of_several_experts_are_not_reported(
+    model: Net,
+) -> None:
+    assert untrained(model) == []
+
+
+def test_parameters_of_an_optimizer_that_is_never_stepped_are_reported() -> None:
+    model = Net()
+    SGD(model.head.parameters(), 0.1)  # never stepped
+    [alert] = untrained(model, SGD(model.trunk.parameters(), 0.01))
+    assert (alert.severity, alert.module_name) == ("warning", "head")
+
+
+def test_parameters_that_are_frozen_or_trained_by_another_optimizer_are_not_reported() -> None:
+    model = Net(spare_every=0)
+    assert model.spare is not None
+    model.spare.requires_grad_(False)
+    other = SGD(model.trunk.parameters(), 0.01)
+
+    def before(step: int) -> None:
+        if step % 5 == 4:
+            other.step()
+
+    assert untrained(model, SGD(model.head.parameters(), 0.1), before=before) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [10, 100])
+def test_parameters_that_are_unfrozen_later_and_not_in_the_optimizer_are_reported(
+    every: int,
+) -> None:
+    model = Net()
+
+    def unfreeze(step: int) -> None:
+        model.trunk.requires_grad_(step >= 130)
+
+    unfreeze(0)
+    optimizer = SGD(model.head.parameters(), 0.1)
+    [alert] = untrained(model, optimizer, 420, before=unfreeze, every=every)
+    assert (alert.severity, alert.module_name) == ("warning", "trunk")
+    assert 200 <= alert.step <= 310
+
+
+@pytest.mark.slow
+def test_parameters_that_an_optimizer_no_longer_steps_are_a_note() -> None:
+    model = Net()
+    rules = [rule("untrained_parameters")]
+    with capture_run(model, every_n_steps=10, rules=rules) as run:
+        fit(run, 120, lambda step: classify(model), SGD(model.parameters(), 0.1))
+        assert run.alerts == []
+        fit(run, 210, lambda step: classify(model), SGD(model.head.parameters(), 0.1))
+    [alert] = run.alerts
+    assert (alert.severity, alert.module_name) == ("note", "trunk")
+    assert "no optimizer has stepped it for" in alert.summary
