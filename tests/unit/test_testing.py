@@ -1,4 +1,4 @@
-"""Public test doubles, and the examples of the page about rules."""
+"""Rules, public test doubles for them, and the examples of their page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from telemetry import Alert, Baseline, Detector, Finding, HookLogger, Rule, StepRecord
-from telemetry.alerts import rules_from
 from telemetry.testing import CapturedRun, alerts_of, capture_run
 from tests.helpers.paths import ROOT
 
@@ -37,7 +36,7 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-class Requests(Rule):
+class Losses(Rule):
     """Rule that requests a full step after steps 1 and 2 and reports each loss."""
 
     requests_full_step = False
@@ -47,18 +46,37 @@ class Requests(Rule):
         return ()
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        return [replace(AN_ALERT, step=step, value=loss)]
+        yield Alert(
+            kind="loss", severity="note", step=step, module_name=None, value=loss, threshold=0.0,
+            summary="Logged",
+        )  # fmt: skip
 
 
-AN_ALERT = Alert(
-    kind="planted",
-    severity="warning",
-    step=0,
-    module_name=None,
-    value=0.0,
-    threshold=0.0,
-    summary="Planted.",
+class Plain(Rule):
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        return ()
+
+
+def test_only_the_call_of_a_rule_must_be_written() -> None:
+    rule = Plain()
+    assert (rule.name, rule.requests_full_step) == ("Plain", False)
+    assert (rule.on_loss(3, 0.5), rule.state_dict()) == ((), {})
+    rule.load_state_dict({})
+    with pytest.raises(TypeError, match="__call__"):
+        Rule()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1, "1 is not a rule: it cannot be called"),
+        (Plain, r"pass an instance: Plain\(\)"),
+        ("dead_units", "is the name of a rule"),
+    ],
 )
+def test_an_object_that_is_not_a_rule_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        alerts_of([], [value])
 
 
 def test_a_run_is_recorded_at_once_and_without_files(
@@ -66,7 +84,7 @@ def test_a_run_is_recorded_at_once_and_without_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = make()
-    with capture_run(model, every_n_steps=10, rules=[Requests()]) as run:
+    with capture_run(model, every_n_steps=10, rules=[Losses()]) as run:
         train(model, run, 5)
     assert [record.step for record in run.records] == [0, 1, 2, 3, 4]
     assert [record.step for record in run.records if record.full] == [0, 3, 4]
@@ -125,7 +143,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     records = page["run"].records
     assert [record.full for record in records] == [step in (0, 10, 20) for step in range(30)]
 
-    [rule] = rules_from({"heavy_tails": page["HeavyTails"](kurtosis=1.0)})
+    rule = page["HeavyTails"](kurtosis=1.0)
     found = alerts_of([replace(records[0], step=step) for step in range(9)], [rule])
     assert [(alert.kind, alert.step, alert.stage) for alert in found] == [
         ("heavy_tails", 6, "started")
