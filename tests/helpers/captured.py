@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 
-from telemetry import HookLogger, Rule
+from telemetry import HookLogger
 from telemetry.testing import CapturedRun, capture_run
+from tests.helpers.rules import rule
 from tests.helpers.small_runs import draw
 
 Before = Callable[[int], object]
@@ -53,7 +54,7 @@ def captured(
     model: nn.Module,
     steps: int,
     *,
-    rules: Iterable[Rule] | None = (),
+    rules: Iterable[str] | None = (),
     loss_of: LossOf | None = None,
     optimizer: Optimizer | None = None,
     every: int = 10,
@@ -61,10 +62,16 @@ def captured(
     before: Before = lambda step: None,
     logged: Logged = lambda step, loss: loss,
 ) -> CapturedRun:
-    """Return what is captured of :func:`fit`; the loss is that of :func:`classify` by default."""
+    """Return what is captured of :func:`fit`.
+
+    Args:
+        rules: Kinds; None: the default rules.
+        loss_of: By default that of :func:`classify`.
+    """
     optimizer = optimizer or SGD(model.parameters(), 0.1, 0.9)
     loss_of = loss_of or (lambda step: classify(model))
     torch.manual_seed(seed)
-    with capture_run(model, every_n_steps=every, rules=rules) as run:
+    detectors = None if rules is None else [*map(rule, rules)]
+    with capture_run(model, every_n_steps=every, rules=detectors) as run:
         fit(run, steps, loss_of, optimizer, before=before, logged=logged)
     return run

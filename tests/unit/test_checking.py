@@ -14,24 +14,12 @@ from torch.nn import functional as F
 
 import telemetry
 from telemetry import CheckResult
+from tests.helpers.applied import Applied
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-class Applied(nn.Module):
-    """Layers by name, and a function that applies them."""
-
-    def __init__(self, apply: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.function = apply
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self.function(self, *given, **named)
 
 
 def mlp(*widths: int, activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Sequential:

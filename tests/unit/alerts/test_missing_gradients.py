@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 from telemetry import Alert
 from telemetry.testing import capture_run
+from tests.helpers.applied import Applied
 from tests.helpers.captured import classify, fit
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
@@ -24,8 +26,11 @@ def vanished(model: nn.Module, steps: int = 60, **more: Any) -> list[Alert]:
     return train(rule("vanishing_gradient"), steps, model=model, **more)
 
 
-class TwoTowers(nn.Module):
-    """Network with a tower for each half of the input; ``join`` combines their outputs.
+Join = Callable[[Tensor, Tensor], Tensor]
+
+
+def towers(join: Join, *, swap: bool = False, wide: int = 16) -> Any:
+    """Return a network with a tower for each half of the input.
 
     Args:
         join: Function of the outputs of both towers; a head classifies its result.
@@ -33,22 +38,17 @@ class TwoTowers(nn.Module):
         wide: Units of the tower of interest.
     """
 
-    def __init__(
-        self, join: Callable[[Tensor, Tensor], Tensor], *, swap: bool = False, wide: int = 16
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tower = nn.Sequential(nn.Linear(4, wide), nn.ReLU(), nn.Linear(wide, 16))
-        self.other = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 16))
-        self.head, self.join, self.swap = nn.Linear(32, 3), join, swap
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.swap:
-            other, tower = self.other(x[:, 4:]), self.tower(x[:, :4])
-        else:
-            tower, other = self.tower(x[:, :4]), self.other(x[:, 4:])
-        y: Tensor = self.head(self.join(tower, other))
+    def apply(self: Any, x: Tensor) -> Tensor:
+        parts = [(self.tower, x[:, :4]), (self.other, x[:, 4:])]
+        outputs = {part: part(half) for part, half in (parts[::-1] if swap else parts)}
+        y: Tensor = self.head(join(outputs[self.tower], outputs[self.other]))
         return y
+
+    torch.manual_seed(0)
+    tower, other = (
+        nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 16)) for width in (wide, 16)
+    )
+    return Applied(apply, tower=tower, other=other, head=nn.Linear(32, 3))
 
 
 def usual(tower: Tensor, other: Tensor) -> Tensor:
@@ -73,21 +73,19 @@ def underflown(tower: Tensor, other: Tensor) -> Tensor:
     ("join", "swap"),
     [(detached, False), (detached, True), (multiplied_by_zero, False), (underflown, False)],
 )
-def test_a_gradient_that_is_cut_off_or_underflows_has_vanished(
-    join: Callable[[Tensor, Tensor], Tensor], swap: bool
-) -> None:
-    [alert] = vanished(TwoTowers(join, swap=swap))
+def test_a_gradient_that_is_cut_off_or_underflows_has_vanished(join: Join, swap: bool) -> None:
+    [alert] = vanished(towers(join, swap=swap))
     assert (alert.module_name, alert.step) == ("tower.0", 21)  # at the second evaluation
     assert 22 in figures(alert.summary)
     assert "tower.0 to tower.2" in alert.summary
 
 
 def test_layers_that_never_had_a_gradient_are_checked_before_the_next_due_step() -> None:
-    [alert] = vanished(TwoTowers(multiplied_by_zero), every=1000)
+    [alert] = vanished(towers(multiplied_by_zero), every=1000)
     assert alert.step == 22
 
 
-def frozen(model: TwoTowers) -> TwoTowers:
+def frozen(model: Any) -> Any:
     model.tower.requires_grad_(False)
     return model
 
@@ -95,18 +93,18 @@ def frozen(model: TwoTowers) -> TwoTowers:
 @pytest.mark.parametrize(
     "model",
     [
-        TwoTowers(usual),
-        frozen(TwoTowers(detached)),
-        TwoTowers(multiplied_by_zero, swap=True),  # a term of the loss whose weight is zero
-        TwoTowers(detached, swap=True, wide=2),  # an unused head
+        towers(usual),
+        frozen(towers(detached)),
+        towers(multiplied_by_zero, swap=True),  # a term of the loss whose weight is zero
+        towers(detached, swap=True, wide=2),  # an unused head
     ],
 )
-def test_gradients_that_should_be_zero_have_not_vanished(model: TwoTowers) -> None:
+def test_gradients_that_should_be_zero_have_not_vanished(model: nn.Module) -> None:
     assert vanished(model) == []
 
 
 def test_gradients_of_parameters_without_an_optimizer_have_not_vanished() -> None:
-    model = TwoTowers(usual)
+    model = towers(usual)
     rest = [*model.other.parameters(), *model.head.parameters()]
     assert vanished(model, optimizer=SGD(rest, 0.1)) == []
 
@@ -133,7 +131,7 @@ def test_a_generator_whose_critic_is_trained_alone_at_first_has_not_vanished() -
 def scheduled(factor_at: Callable[[int], float], steps: int) -> list[Alert]:
     """Return the alerts of a run whose tower is multiplied by a factor of the step."""
     factor = [1.0]
-    model = TwoTowers(lambda tower, other: usual(factor[0] * tower, other))
+    model = towers(lambda tower, other: usual(factor[0] * tower, other))
 
     def change(step: int) -> None:
         factor[0] = factor_at(step)
@@ -179,7 +177,7 @@ def test_a_deep_network_that_adam_trains_raises_no_alert() -> None:
 @pytest.mark.parametrize("rate", [0.0, 1e-7])
 def test_a_learning_rate_of_zero_is_the_cause_of_a_missing_gradient(rate: float) -> None:
     """The second of two layers starts at 0, as in LoRA, and passes no gradient to the first."""
-    model = TwoTowers(usual)
+    model = towers(usual)
     up = model.tower[2].weight
     nn.init.zeros_(up)
     up.register_hook(lambda grad: grad * (rate == 0))  # at the other rate its gradient is zero
@@ -193,49 +191,30 @@ def test_a_learning_rate_of_zero_is_the_cause_of_a_missing_gradient(rate: float)
 # --- untrained_parameters -------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    """A trunk, a used head, and perhaps a part that is used at some calls or never."""
+def network(detached: bool = False, spare_every: int | None = None) -> Any:
+    """Return a trunk, a used head, and perhaps a part that is used at some calls or never (0)."""
+    calls = itertools.count(1)
 
-    def __init__(self, detached: bool = False, spare_every: int | None = None) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
-        self.spare = nn.Linear(8, 3) if spare_every is not None else None
-        self.head = nn.Linear(16, 3)
-        self.detached, self.every, self.calls = detached, spare_every, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+    def apply(self: Any, x: Tensor) -> Tensor:
         h = self.trunk(x)
-        logits: Tensor = self.head(h.detach() if self.detached else h)
-        is_used = self.spare is not None and self.every and self.calls % self.every == 0
-        return logits + self.spare(x) if is_used else logits  # type: ignore[misc]
+        logits: Tensor = self.head(h.detach() if detached else h)
+        is_used = spare_every and next(calls) % spare_every == 0
+        return logits + self.spare(x) if is_used else logits
+
+    trunk = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+    more = {} if spare_every is None else {"spare": nn.Linear(8, 3)}
+    return Applied(apply, trunk=trunk, head=nn.Linear(16, 3), **more)
 
 
-class Experts(Net):
-    """One of three experts transforms the output of the trunk; the last one is never chosen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        logits: Tensor = self.head(self.experts[self.calls % 2](self.trunk(x)))
-        return logits
-
-
-class Stack(nn.Module):
-    """Equal layers, of which the first two run detached."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = layer(x.detach() if i == 2 else x)
-        logits: Tensor = self.head(x)
-        return logits
+def experts() -> nn.Module:
+    """Return a trunk whose output one of three experts transforms; the last is never chosen."""
+    chosen = itertools.cycle([0, 1])
+    return Applied(
+        lambda self, x: self.head(self.experts[next(chosen)](self.trunk(x))),
+        trunk=nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)),
+        head=nn.Linear(16, 3),
+        experts=nn.ModuleList(nn.Linear(16, 16) for _ in range(3)),
+    )
 
 
 def untrained(
@@ -247,7 +226,7 @@ def untrained(
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_head_that_was_replaced_after_the_optimizer_was_made_is_reported(every: int) -> None:
-    model = Net()
+    model = network()
     optimizer = SGD(model.parameters(), 0.1)
     model.head = nn.Linear(16, 3)
     [alert] = untrained(model, optimizer, every=every)
@@ -259,39 +238,45 @@ def test_a_head_that_was_replaced_after_the_optimizer_was_made_is_reported(every
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10, 100])
 def test_a_detached_trunk_is_named_as_one_part(every: int) -> None:
-    [alert] = untrained(Net(detached=True), every=every)
+    [alert] = untrained(network(detached=True), every=every)
     assert (alert.severity, alert.module_name) == ("warning", "trunk")
     assert "got none in" in alert.summary
 
 
 def test_the_first_of_several_equal_layers_are_reported_if_they_run_detached() -> None:
-    [alert] = untrained(Stack())
+    def apply(self: Any, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x.detach() if i == 2 else x)
+        logits: Tensor = self.head(x)
+        return logits
+
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    [alert] = untrained(Applied(apply, layers=layers, head=nn.Linear(8, 3)))
     assert (alert.severity, alert.module_name) == ("warning", "layers.0")
     assert "layers.0, layers.1 (" in alert.summary
 
 
 def test_a_small_unused_head_is_a_note() -> None:
-    [alert] = untrained(Net(spare_every=0))
+    [alert] = untrained(network(spare_every=0))
     assert (alert.severity, alert.module_name) == ("note", "spare")
 
 
-@pytest.mark.parametrize("model", [Net(spare_every=40), Experts()], ids=["rare", "expert"])
+@pytest.mark.parametrize("model", [network(spare_every=40), experts()], ids=["rare", "expert"])
 def test_a_part_that_is_rarely_trained_and_one_of_several_experts_are_not_reported(
-    model: Net,
+    model: nn.Module,
 ) -> None:
     assert untrained(model) == []
 
 
 def test_parameters_of_an_optimizer_that_is_never_stepped_are_reported() -> None:
-    model = Net()
+    model = network()
     SGD(model.head.parameters(), 0.1)  # never stepped
     [alert] = untrained(model, SGD(model.trunk.parameters(), 0.01))
     assert (alert.severity, alert.module_name) == ("warning", "head")
 
 
 def test_parameters_that_are_frozen_or_trained_by_another_optimizer_are_not_reported() -> None:
-    model = Net(spare_every=0)
-    assert model.spare is not None
+    model = network(spare_every=0)
     model.spare.requires_grad_(False)
     other = SGD(model.trunk.parameters(), 0.01)
 
@@ -307,7 +292,7 @@ def test_parameters_that_are_frozen_or_trained_by_another_optimizer_are_not_repo
 def test_parameters_that_are_unfrozen_later_and_not_in_the_optimizer_are_reported(
     every: int,
 ) -> None:
-    model = Net()
+    model = network()
 
     def unfreeze(step: int) -> None:
         model.trunk.requires_grad_(step >= 130)
@@ -321,7 +306,7 @@ def test_parameters_that_are_unfrozen_later_and_not_in_the_optimizer_are_reporte
 
 @pytest.mark.slow
 def test_parameters_that_an_optimizer_no_longer_steps_are_a_note() -> None:
-    model = Net()
+    model = network()
     rules = [rule("untrained_parameters")]
     with capture_run(model, every_n_steps=10, rules=rules) as run:
         fit(run, 120, lambda step: classify(model), SGD(model.parameters(), 0.1))

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam
 
 from telemetry import Alert
 from telemetry.testing import capture_run
+from tests.helpers.applied import Applied
 from tests.helpers.captured import captured, classify
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
@@ -23,31 +24,19 @@ from tests.helpers.small_runs import Batch, draw, net, train
 ANYWHERE = "It began in the inputs, the targets, the loss or a function"
 
 
-class Function(nn.Module):
-    """A function as a layer; a test may set its factor."""
+def functions(enter: Callable[[Tensor], Tensor]) -> Any:
+    """Return two layers, before each of which a function runs that is no module."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function, self.factor = function, 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x) * self.factor
-
-
-class Functions(nn.Module):
-    """Two layers, before each of which a function runs that is no module."""
-
-    def __init__(self, enter: Callable[[Tensor], Tensor] = torch.clone) -> None:
-        super().__init__()
-        self.score, self.head, self.enter = nn.Linear(8, 16), nn.Linear(16, 3), enter
-        self.is_masked = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.score(self.enter(x))
+    def apply(self: Any, x: Tensor) -> Tensor:
+        scores = self.score(enter(x))
         if self.is_masked:
             scores = scores.masked_fill(torch.arange(len(x))[:, None] == 5, -math.inf)
         logits: Tensor = self.head(scores.softmax(1))
         return logits
+
+    model = Applied(apply, score=nn.Linear(8, 16), head=nn.Linear(16, 3))
+    model.is_masked = False
+    return model
 
 
 def first(at: int, **faults: Any) -> Alert:
@@ -81,22 +70,21 @@ def test_a_bad_batch_is_attributed_to_the_inputs_at_a_full_step_only(
 
 
 def test_inputs_of_the_first_layer_are_distinguished_from_the_batch() -> None:
-    model = Functions(lambda x: x / x.norm(dim=1, keepdim=True))
+    model = functions(lambda x: x / x.norm(dim=1, keepdim=True))
     alert = first(10, model=model, batch=row_5(0.0, at=10))
     assert (alert.step, alert.module_name) == (10, "score")
     assert "8 of 256 values of the input of score" in alert.summary
 
 
 def test_missing_values_that_the_model_fills_in_are_not_the_cause() -> None:
-    model, factor = Functions(torch.nan_to_num), [1.0] * 10 + [math.inf]
-    steps = iter(factor)
-    model.score.register_forward_hook(lambda module, args, output: output * next(steps))
+    model, factors = functions(torch.nan_to_num), iter([1.0] * 10 + [math.inf])
+    model.score.register_forward_hook(lambda module, args, output: output * next(factors))
     alert = first(10, model=model, batch=row_5(math.nan))
     assert (alert.step, alert.module_name) == (10, "score")
 
 
 def test_nan_that_reaches_a_layer_from_a_function_is_attributed_to_the_function() -> None:
-    model = Functions()
+    model = functions(torch.clone)
     alert = first(10, model=model, before=lambda step: setattr(model, "is_masked", step == 10))
     assert alert.module_name == "head"
     assert alert.summary.endswith("in the input of head, by a function after score")
@@ -127,7 +115,7 @@ def test_the_head_whose_term_of_the_loss_is_nan_is_named() -> None:
         root = (heads[0](hidden).square() - (1e9 if step == 13 else -1.0)).sqrt().mean()
         return root + F.cross_entropy(heads[1](hidden), classes)
 
-    [alert] = captured(model, 14, rules=[rule("nonfinite")], loss_of=loss_of).alerts
+    [alert] = captured(model, 14, rules=["nonfinite"], loss_of=loss_of).alerts
     assert (alert.step, alert.module_name) == (13, "heads.0")
     assert "a function, targets or a term of the loss after heads.0" in alert.summary
     assert "the term of heads.1 is finite" in alert.summary
@@ -148,14 +136,10 @@ def test_the_head_whose_term_of_the_loss_is_nan_is_named() -> None:
 def test_nan_is_attributed_to_the_forward_or_the_backward_pass(
     at: int, factor: float, module: str | None, seen: str
 ) -> None:
-    gate = Function(lambda x: x.square().clamp_min(1.0))
-    # A root's gradient is infinite at 0, and its value is NaN below.
-    model = nn.Sequential(nn.Linear(8, 16), gate, Function(torch.sqrt), nn.Linear(16, 3))
-
-    def turn(step: int) -> None:
-        gate.factor = factor if step == at else 1.0
-
-    alert = first(at, model=model, before=turn)
+    factors = iter([1.0] * at + [factor])
+    gate = Applied(lambda self, x: x.square().clamp_min(1.0) * next(factors))
+    root = Applied(lambda self, x: x.sqrt())  # its gradient is infinite at 0, its value NaN below
+    alert = first(at, model=nn.Sequential(nn.Linear(8, 16), gate, root, nn.Linear(16, 3)))
     assert (alert.step, alert.module_name) == (at, module)
     assert seen in alert.summary
 
@@ -215,26 +199,25 @@ def test_an_optimizer_step_that_produces_nan_is_the_cause(every: int) -> None:
     assert "first in 0.weight: the optimizer step broke it" in alert.summary
 
 
-class Recurrent(nn.Module):
-    """A network that repeats a layer 50 times, whose gain is above 1."""
+def recurrent() -> nn.Module:
+    """Return a network that repeats a layer 50 times, whose gain is above 1."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.enter, self.repeat, self.leave = nn.Linear(8, 48), nn.Linear(48, 48), nn.Linear(48, 3)
-        nn.init.normal_(self.repeat.weight, std=1.6 / 48**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def apply(self: Any, x: Tensor) -> Tensor:
         state = torch.zeros(len(x), 48)
         for _ in range(50):
             state = torch.relu(self.enter(x) + self.repeat(state))
         out: Tensor = self.leave(state)
         return out
 
+    torch.manual_seed(0)
+    enter, repeat, leave = nn.Linear(8, 48), nn.Linear(48, 48), nn.Linear(48, 3)
+    nn.init.normal_(repeat.weight, std=1.6 / 48**0.5)
+    return Applied(apply, enter=enter, repeat=repeat, leave=leave)
+
 
 @pytest.mark.parametrize("every", [1, 1000])
 @pytest.mark.parametrize(
-    ("make", "rate", "latest"), [(net, 1e7, 39), (Recurrent, 1.0, 2)], ids=["later", "first"]
+    ("make", "rate", "latest"), [(net, 1e7, 39), (recurrent, 1.0, 2)], ids=["later", "first"]
 )
 def test_an_overflow_after_too_large_steps_states_the_growth(
     make: Callable[[], nn.Module], rate: float, latest: int, every: int
@@ -263,20 +246,18 @@ def test_weights_that_are_overwritten_after_a_good_step_are_named() -> None:
 # --- buffers --------------------------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
-    """Module that multiplies by its buffer, and averages its outputs in another one."""
+def scaled(inner: nn.Module) -> nn.Module:
+    """Return a module that multiplies by a buffer, and averages its outputs in another one."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.register_buffer("gain", torch.ones(()))
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def apply(self: Any, x: Tensor) -> Tensor:
         y: Tensor = self.inner(x) * self.gain
-        with torch.no_grad():
-            self.mean.lerp_(y.mean(), 0.1)
+        self.mean.lerp_(y.detach().mean(), 0.1)
         return y
+
+    model = Applied(apply, inner=inner)
+    model.register_buffer("gain", torch.ones(()))
+    model.register_buffer("mean", torch.zeros(()))
+    return model
 
 
 def spoiled(model: nn.Module, at: int, buffer: str, value: float = math.nan) -> Alert:
@@ -299,15 +280,15 @@ def spoiled(model: nn.Module, at: int, buffer: str, value: float = math.nan) -> 
     ],
 )
 def test_a_buffer_that_is_nan_is_named(at: int, buffer: str, module: str, named: str) -> None:
-    parts = nn.Linear(8, 8), Scaled(nn.Identity()), Scaled(nn.Linear(8, 8)), nn.Linear(8, 3)
-    alert = spoiled(Scaled(nn.Sequential(*parts)), at, buffer)
+    parts = nn.Linear(8, 8), scaled(nn.Identity()), scaled(nn.Linear(8, 8)), nn.Linear(8, 3)
+    alert = spoiled(scaled(nn.Sequential(*parts)), at, buffer)
     assert (alert.step, alert.module_name) == (at, module)
     seen = f"in or before {named}: its buffer {buffer} is NaN" if at == 13 else f"buffer {buffer}"
     assert seen in alert.summary
 
 
 def test_buffers_changed_by_a_bad_batch_are_not_the_cause() -> None:
-    model = Scaled(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    model = scaled(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
     alert = first(10, model=model, batch=row_5(math.nan, at=10))
     assert {8, 256} <= {*figures(alert.summary)}
 

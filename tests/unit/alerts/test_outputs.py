@@ -26,9 +26,7 @@ def mlp(outputs: int, *end: nn.Module, activation: type[nn.Module] = nn.ReLU) ->
 def found(
     kind: str, model: nn.Module, steps: int, loss_of: LossOf, optimizer: Optimizer, every: int = 10
 ) -> list[Alert]:
-    run = captured(
-        model, steps, rules=[rule(kind)], loss_of=loss_of, optimizer=optimizer, every=every
-    )
+    run = captured(model, steps, rules=[kind], loss_of=loss_of, optimizer=optimizer, every=every)
     return run.alerts
 
 

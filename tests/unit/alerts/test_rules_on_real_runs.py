@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam
 
 from telemetry import Alert, HookLogger
+from tests.helpers.applied import Applied
 
 Train = Callable[..., list[Alert]]
 
@@ -81,31 +82,22 @@ def test_a_healthy_run_raises_no_alert_in_any_unit(
     assert train(model, lr=0.05 / unit, weigh=lambda step: unit) == []
 
 
-class SqueezeAndExcite(nn.Module):
-    """Convolution whose maps are scaled by a gate, which is computed from their means."""
-
-    def __init__(self, *, as_convolutions: bool, stride: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inputs = nn.Conv2d(1, 16, 8 if stride == 8 else 3, stride=stride)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.squeeze, self.excite = (
-            nn.Conv2d(16, 16, 1) if as_convolutions else nn.Linear(16, 16) for _ in range(2)
-        )
-        self.relu, self.gate = nn.ReLU(), nn.Sigmoid()
-        self.outputs = nn.Conv2d(16, 16, 3, padding=1)
-        self.head = nn.Linear(16, 10)
-        # Most gates are open or closed for every image.
-        self.excite.bias.data.copy_(torch.tensor([9.0, -9.0] * 7 + [0.0, 0.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inputs(x.view(-1, 1, 8, 8))
-        pooled = self.pool(x)
-        pooled = pooled if isinstance(self.excite, nn.Conv2d) else pooled.flatten(1)
-        gate = self.gate(self.excite(self.relu(self.squeeze(pooled))))
-        scaled = x * gate.view(-1, 16, 1, 1)
-        y: Tensor = self.head(self.outputs(scaled).relu().mean((2, 3)))
-        return y
+def squeeze_and_excite(*, as_convolutions: bool, stride: int) -> nn.Module:
+    """Return a network whose maps are scaled by a gate, which is computed from their means."""
+    torch.manual_seed(0)
+    inner = (nn.Conv2d(16, 16, 1) if as_convolutions else nn.Linear(16, 16) for _ in range(2))
+    shape = nn.Identity() if as_convolutions else nn.Flatten()
+    squeeze, excite = inner
+    # Most gates are open or closed for every image.
+    excite.bias.data.copy_(torch.tensor([9.0, -9.0] * 7 + [0.0, 0.0]))
+    gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), shape, squeeze, nn.ReLU(), excite, nn.Sigmoid())
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 16, 8 if stride == 8 else 3, stride=stride),
+        Applied(lambda self, x: x * self.gate(x).view(-1, 16, 1, 1), gate=gate),
+        *(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        nn.Linear(16, 10),
+    )
 
 
 @pytest.mark.slow
@@ -114,29 +106,18 @@ class SqueezeAndExcite(nn.Module):
 def test_gates_that_are_open_or_closed_are_not_saturated(
     train: Train, as_convolutions: bool, stride: int
 ) -> None:
-    assert train(SqueezeAndExcite(as_convolutions=as_convolutions, stride=stride), steps=40) == []
-
-
-class ResidualsBeforeRecurrence(nn.Module):
-    """Residual layers before an LSTM, whose outputs are bounded for any input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.residuals = nn.ModuleList(nn.Linear(4, 4) for _ in range(48))
-        self.recurrent, self.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.view(-1, 16, 4) * 4 - 2
-        for residual in self.residuals:
-            x = x + residual(x)
-        y: Tensor = self.head(self.recurrent(x)[0].flatten(1))
-        return y
+    assert train(squeeze_and_excite(as_convolutions=as_convolutions, stride=stride), steps=40) == []
 
 
 @pytest.mark.slow
 def test_layers_before_a_recurrent_one_are_not_saturated(train: Train) -> None:
-    kinds = [alert.kind for alert in train(ResidualsBeforeRecurrence(), steps=41, lr=1e-2)]
+    """Residual layers before an LSTM, whose outputs are bounded for any input, may be large."""
+    torch.manual_seed(0)
+    residuals = [Applied(lambda s, x: x + s.layer(x), layer=nn.Linear(4, 4)) for _ in range(48)]
+    recurrent = Applied(lambda s, x: s.lstm(x)[0], lstm=nn.LSTM(4, 4, batch_first=True))
+    rows = nn.Unflatten(1, (16, 4))
+    model = nn.Sequential(rows, *residuals, recurrent, nn.Flatten(), nn.Linear(64, 10))
+    kinds = [alert.kind for alert in train(model, steps=41, lr=1e-2)]
     assert "saturated_units" not in kinds
 
 
@@ -228,9 +209,8 @@ def test_weights_that_grow_during_training_explode(
 def test_another_weight_of_the_loss_is_a_note_and_not_an_explosion(
     train: Train, weight: float
 ) -> None:
-    alerts = train(
-        mlp(), steps=110, adam=True, lr=1e-3, weigh=lambda step: weight if step >= 60 else 1.0
-    )
+    weights = [1.0] * 60 + [weight] * 50
+    alerts = train(mlp(), steps=110, adam=True, lr=1e-3, weigh=weights.__getitem__)
     assert [(alert.kind, alert.severity) for alert in alerts] == [("loss_spike", "note")]
 
 

@@ -57,27 +57,16 @@ def test_the_share_of_changed_weights_stays_below_its_bound() -> None:
     before = [weight.detach().clone() for weight in weights]
     shares: list[float] = []
 
-    def compare(step: int) -> None:
+    def batch(step: int) -> Batch:
         for weight, old in zip(weights, before, strict=True):
             shares.append(float(old[weight != old].float().norm() / old.float().norm()) ** 2)
             old.copy_(weight.detach())
-
-    def loss_of(step: int) -> Tensor:
         points, classes = draw()
-        return F.cross_entropy(model(points.bfloat16()), classes)
+        return points.bfloat16(), classes
 
     bound = rule("rounded_updates", share=1e9)  # reported at the first step that may be
     optimizer = AdamW(model.parameters(), 1e-4)
-    run = captured(
-        model,
-        60,
-        rules=[bound],
-        loss_of=loss_of,
-        optimizer=optimizer,
-        before=compare,
-        every=1,
-    )
-    [alert] = run.alerts
+    [alert] = train(bound, 60, model=model, optimizer=optimizer, batch=batch, every=1)
     assert 0 < max(shares[: 2 * alert.step]) <= alert.value
 
 
@@ -274,7 +263,7 @@ def trends(
     run = captured(
         model,
         steps,
-        rules=[rule("exponential_trend")],
+        rules=["exponential_trend"],
         loss_of=lambda step: loss_of(model),
         optimizer=optimizer_of(model),
         every=every,
