@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from telemetry import HookLogger
 from telemetry.testing import CapturedRun, capture_run
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import draw
+from tests.helpers.small_runs import Batch, draw
 
 Before = Callable[[int], object]
 LossOf = Callable[[int], Tensor]
@@ -23,6 +23,39 @@ def classify(model: nn.Module) -> Tensor:
     """Cross entropy of a new batch of the task of :mod:`tests.helpers.small_runs`."""
     points, classes = draw()
     return F.cross_entropy(model(points), classes)
+
+
+def toward(model: nn.Module, targets_of: Callable[[Tensor], Tensor], width: int = 8) -> LossOf:
+    """Return mean squares of the distance to targets, which are a function of random inputs."""
+
+    def loss_of(step: int) -> Tensor:
+        x = torch.randn(32, width)
+        return F.mse_loss(model(x), targets_of(x))
+
+    return loss_of
+
+
+def drawn(
+    points: Callable[[int, Tensor], Tensor] = lambda step, points: points,
+    classes: Callable[[int, Tensor], Tensor] = lambda step, classes: classes,
+) -> Callable[[int], Batch]:
+    """Return new batches, of which a function of the step changes points or classes."""
+
+    def batch(step: int) -> Batch:
+        some, others = draw()
+        return points(step, some), classes(step, others)
+
+    return batch
+
+
+def at_step(at: int, do: Callable[[], object]) -> Before:
+    """Return what does this before one step."""
+    return lambda step: do() if step == at else None
+
+
+def rate_of(optimizer: Optimizer, rate: Callable[[int], float], group: int = 0) -> Before:
+    """Return what sets the learning rate of each step."""
+    return lambda step: optimizer.param_groups[group].update(lr=rate(step))
 
 
 def fit(

@@ -16,21 +16,18 @@ from torch.optim import SGD, Adam
 from telemetry import Alert, HookLogger
 from telemetry.testing import alerts_of
 from tests.helpers.board import open_slow
-from tests.helpers.captured import captured, classify, fit
+from tests.helpers.captured import captured, classify, drawn, fit, rate_of
 from tests.helpers.client import Client
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import Batch, draw, net, train
+from tests.helpers.small_runs import Batch, net, train
 
 
 def rates(high: dict[int, float], usual: float = 3e-3) -> dict[str, Any]:
     model = net()
     optimizer = Adam(model.parameters(), usual)
-
-    def set_rate(step: int) -> None:
-        optimizer.param_groups[0]["lr"] = high.get(step, usual)
-
-    return {"model": model, "optimizer": optimizer, "before": set_rate}
+    before = rate_of(optimizer, lambda step: high.get(step, usual))
+    return {"model": model, "optimizer": optimizer, "before": before}
 
 
 def with_returns(settings: dict[str, Any], at: Collection[int], *, after: int) -> dict[str, Any]:
@@ -72,11 +69,8 @@ def test_the_layers_of_the_group_whose_rate_jumped_are_named() -> None:
     model = net()
     groups = [{"params": model[0].parameters()}, {"params": model[3].parameters()}]
     optimizer = Adam(groups, 3e-3)
-
-    def set_rate(step: int) -> None:
-        optimizer.param_groups[1]["lr"] = 3.0 if step in (205, 206, 207) else 3e-3
-
-    begin, *_ = spikes(250, model=model, optimizer=optimizer, before=set_rate)
+    jump = rate_of(optimizer, lambda step: 3.0 if step in (205, 206, 207) else 3e-3, group=1)
+    begin, *_ = spikes(250, model=model, optimizer=optimizer, before=jump)
     assert begin.module_name == "3"
     assert {1000, 3, 205} <= {*figures(begin.cause)}
 
@@ -117,10 +111,7 @@ def test_five_spikes_of_a_run_that_returns_to_its_checkpoint_are_five_alerts() -
 
 @pytest.mark.slow
 def test_one_batch_in_another_unit_is_reported_when_the_next_is_usual() -> None:
-    def batch(step: int) -> Batch:
-        points, classes = draw()
-        return (points * 3e4, classes) if step == 220 else (points, classes)
-
+    batch = drawn(points=lambda step, points: points * (3e4 if step == 220 else 1.0))
     begin, end = spikes(300, batch=batch, **rates({}, usual=1e-3))
     assert (begin.step, begin.stage, end.stage) == (220, "started", "resolved")
     assert "The batch" in (begin.cause or "")
@@ -144,26 +135,21 @@ def test_one_high_loss_is_a_spike_only_after_a_baseline_without_heavy_tails(
 
 @pytest.mark.slow
 def test_batches_as_rare_and_as_high_as_an_earlier_one_are_reported_once() -> None:
-    def weight(step: int) -> float:
-        return 1e3 if step in (220, 341, 463) else 1.0
-
-    alerts = spikes(600, weight=weight, **rates({}, usual=1e-4))
+    weights = {220: 1e3, 341: 1e3, 463: 1e3}
+    alerts = spikes(600, weight=lambda step: weights.get(step, 1.0), **rates({}, usual=1e-4))
     assert [(alert.step, alert.stage) for alert in alerts] == [(220, "started"), (221, "resolved")]
 
 
 @pytest.mark.slow
 def test_random_classes_are_noted_though_the_loss_was_as_high_before() -> None:
-    def batch(step: int) -> Batch:
-        points, classes = draw()
-        return points, torch.randint(3, classes.shape) if step >= 110 else classes
-
+    batch = drawn(
+        classes=lambda step, usual: torch.randint(3, usual.shape) if step >= 110 else usual
+    )
     [alert] = spikes(150, batch=batch, **rates({}, usual=1e-3))
     assert (alert.step, alert.severity) == (110, "note")
 
 
-def shifted(step: int) -> Batch:
-    points, classes = draw()
-    return points, (classes + (step >= 200)) % 3
+shifted = drawn(classes=lambda step, classes: (classes + (step >= 200)) % 3)
 
 
 @pytest.mark.slow
@@ -252,7 +238,7 @@ def test_no_flight_file_is_written_for_a_note(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_spike_writes_a_flight_file_and_names_the_onsets_of_the_page(tmp_path: Path) -> None:
     high = dict.fromkeys((200, 201, 202), 0.9)
-    spike = logged_run(tmp_path / "run", rates(high), lambda step: draw())
+    spike = logged_run(tmp_path / "run", rates(high), drawn())
     assert spike.severity == "warning"
     assert len(list(tmp_path.glob("run/flight-*.json"))) == 1
     page = Client(open_slow(tmp_path)).json("onsets", run="run", step=spike.step)
@@ -265,12 +251,7 @@ def test_a_spike_writes_a_flight_file_and_names_the_onsets_of_the_page(tmp_path:
 def bursts(*steps: range) -> Callable[[int], Batch]:
     """Return batches whose targets belong to other points at these steps."""
     other = frozenset(step for some in steps for step in some)
-
-    def batch(step: int) -> Batch:
-        points, classes = draw()
-        return points, (classes + 1) % 3 if step in other else classes
-
-    return batch
+    return drawn(classes=lambda step, classes: (classes + (step in other)) % 3)
 
 
 def slow() -> dict[str, Any]:

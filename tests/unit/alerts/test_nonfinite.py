@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam
 from telemetry import Alert
 from telemetry.testing import capture_run
 from tests.helpers.applied import Applied
-from tests.helpers.captured import captured, classify
+from tests.helpers.captured import at_step, captured, classify, drawn
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.small_runs import Batch, draw, net, train
@@ -46,13 +46,8 @@ def first(at: int, **faults: Any) -> Alert:
 
 def row_5(value: float, *, at: int | None = None) -> Callable[[int], Batch]:
     """Return batches of which one sample is this value, at one step or at all steps."""
-
-    def batch(step: int) -> Batch:
-        points, classes = draw()
-        points[5] = value if at in (None, step) else points[5]
-        return points, classes
-
-    return batch
+    of_row = (torch.arange(32) == 5)[:, None]
+    return drawn(lambda step, x: x.masked_fill(of_row & (at in (None, step)), value))
 
 
 # --- batches, targets and functions ---------------------------------------------------------------
@@ -233,11 +228,7 @@ def test_an_overflow_after_too_large_steps_states_the_growth(
 
 def test_weights_that_are_overwritten_after_a_good_step_are_named() -> None:
     model = net()
-
-    def overwrite(step: int) -> None:
-        if step == 13:
-            model[3].weight.data[1, 2] = math.inf
-
+    overwrite = at_step(13, lambda: model[3].weight.data[1, 2].fill_(math.inf))
     alert = first(13, model=model, before=overwrite)
     assert (alert.step, alert.module_name) == (13, "3")
     assert "3.weight: the optimizer or other code broke it" in alert.summary
@@ -262,11 +253,7 @@ def scaled(inner: nn.Module) -> nn.Module:
 
 def spoiled(model: nn.Module, at: int, buffer: str, value: float = math.nan) -> Alert:
     """Return the first alert of a run in which a buffer is overwritten."""
-
-    def spoil(step: int) -> None:
-        if step == at:
-            model.get_buffer(buffer).fill_(value)
-
+    spoil = at_step(at, lambda: model.get_buffer(buffer).fill_(value))
     return first(at, model=model, before=spoil)
 
 

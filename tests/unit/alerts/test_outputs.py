@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, Optimizer
 
 from telemetry import Alert
-from tests.helpers.captured import LossOf, captured, classify
+from tests.helpers.captured import LossOf, at_step, captured, classify, toward
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.small_runs import draw, net, train
@@ -38,12 +38,8 @@ def found(
 @pytest.mark.parametrize("left", [0.0, 0.3])
 def test_an_output_that_becomes_one_vector_is_named(left: float, every: int) -> None:
     model = mlp(16, nn.Linear(16, 3))
-
-    def collapse(step: int) -> None:
-        if step == 150:
-            model[2].weight.data.mul_(left)
-            model[2].bias.data.fill_(1.0)
-
+    layer = model[2]
+    collapse = at_step(150, lambda: (layer.weight.data.mul_(left), layer.bias.data.fill_(1.0)))
     settings = {"model": model, "optimizer": SGD(model.parameters(), 1e-5), "before": collapse}
     alerts = train(rule("output_collapse"), 320, every=every, **settings)
     named = [alert.module_name for alert in alerts if alert.stage == "started"]
@@ -58,11 +54,7 @@ def test_outputs_far_from_zero_have_not_collapsed(
     outputs: int, offset: float, rate: float, steps: int
 ) -> None:
     model = mlp(outputs)
-
-    def loss_of(step: int) -> Tensor:
-        x = torch.randn(64, 8)
-        return F.mse_loss(model(x), offset + x[:, :outputs])
-
+    loss_of = toward(model, lambda x: offset + x[:, :outputs])
     optimizer = Adam(model.parameters(), rate)
     assert found("output_collapse", model, steps, loss_of, optimizer, every=5) == []
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 
 from telemetry.testing import CapturedRun, capture_run
 from tests.helpers.applied import Applied
-from tests.helpers.captured import captured
+from tests.helpers.captured import captured, toward
 from tests.helpers.rules import rule
 
 # --- usual models, with the default rules ---------------------------------------------------------
@@ -100,11 +100,7 @@ def mlp(*end: nn.Module, outputs: int = 2) -> nn.Sequential:
 
 def test_a_unit_of_the_outputs_is_no_explosion() -> None:
     model = mlp(Applied(lambda self, x: 1e5 * x), outputs=1)  # converts it to that of the targets
-
-    def loss_of(step: int) -> Tensor:
-        x = torch.randn(32, 8)
-        return F.mse_loss(model(x), 1e5 * x.sum(1, keepdim=True))
-
+    loss_of = toward(model, lambda x: 1e5 * x.sum(1, keepdim=True))
     rules = "exploding_gradient", "exploding_activation"
     optimizer = Adam(model.parameters(), 1e-3)
     run = captured(model, 20, rules=rules, loss_of=loss_of, optimizer=optimizer, every=1)

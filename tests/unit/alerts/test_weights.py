@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from telemetry import Alert
-from tests.helpers.captured import captured, classify
+from tests.helpers.captured import at_step, captured, classify, drawn, rate_of, toward
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.small_runs import Batch, draw, net, train
@@ -23,14 +23,8 @@ from tests.helpers.small_runs import Batch, draw, net, train
 def rounded(dtype: torch.dtype, rate: float, *, warm_up: float = 0.0, every: int = 10) -> Any:
     model = net().to(dtype)
     optimizer = SGD(model.parameters(), rate)
-
-    def before(step: int) -> None:
-        optimizer.param_groups[0]["lr"] = rate * (1 + warm_up * step)
-
-    def batch(step: int) -> Batch:
-        points, classes = draw()
-        return points.to(dtype), classes
-
+    before = rate_of(optimizer, lambda step: rate * (1 + warm_up * step))
+    batch = drawn(lambda step, points: points.to(dtype))
     settings = {"model": model, "optimizer": optimizer, "before": before, "batch": batch}
     return train(rule("rounded_updates"), 100, every=every, **settings)
 
@@ -57,16 +51,15 @@ def test_the_share_of_changed_weights_stays_below_its_bound() -> None:
     before = [weight.detach().clone() for weight in weights]
     shares: list[float] = []
 
-    def batch(step: int) -> Batch:
+    def compare(step: int) -> None:
         for weight, old in zip(weights, before, strict=True):
             shares.append(float(old[weight != old].float().norm() / old.float().norm()) ** 2)
             old.copy_(weight.detach())
-        points, classes = draw()
-        return points.bfloat16(), classes
 
     bound = rule("rounded_updates", share=1e9)  # reported at the first step that may be
-    optimizer = AdamW(model.parameters(), 1e-4)
-    [alert] = train(bound, 60, model=model, optimizer=optimizer, batch=batch, every=1)
+    settings = {"model": model, "optimizer": AdamW(model.parameters(), 1e-4), "before": compare}
+    batch = drawn(lambda step, points: points.bfloat16())
+    [alert] = train(bound, 60, batch=batch, every=1, **settings)
     assert 0 < max(shares[: 2 * alert.step]) <= alert.value
 
 
@@ -92,30 +85,21 @@ def test_mostly_zero_gradients_are_not_noted() -> None:
 
 # --- weight_jump ----------------------------------------------------------------------------------
 
+Change = Callable[[nn.Sequential, Optimizer], object]
 
-def changed(
-    change: Callable[[nn.Sequential, Any], None], *, at: int = 94, every: int = 10
-) -> list[Alert]:
+
+def changed(change: Change, *, at: int = 94, every: int = 10) -> list[Alert]:
     """Train with one change before step ``at``; the run learns slowly by then."""
     model = net()
     captured(model, 100)
     optimizer = SGD(model.parameters(), 1e-3)
-
-    def before(step: int) -> None:
-        if step == at:
-            with torch.no_grad():
-                change(model, optimizer)
-
+    before = at_step(at, lambda: change(model, optimizer))
     settings = {"model": model, "optimizer": optimizer, "before": before}
     return train(rule("weight_jump"), 120, every=every, **settings)
 
 
-def times(factor: float, *layers: int) -> Callable[[nn.Sequential, Any], None]:
-    def change(model: nn.Sequential, _: Any) -> None:
-        for layer in layers:
-            model[layer].weight.mul_(factor)
-
-    return change
+def times(factor: float, *layers: int) -> Change:
+    return lambda model, _: [model[layer].weight.data.mul_(factor) for layer in layers]
 
 
 @pytest.mark.slow
@@ -145,9 +129,7 @@ def test_a_matrix_that_is_scaled_down_is_a_note() -> None:
     ],
     ids=["nothing", "twice", "all", "a rate that jumps", "no baseline yet"],
 )
-def test_other_changes_are_not_a_jump(
-    change: Callable[[nn.Sequential, Any], None], at: int
-) -> None:
+def test_other_changes_are_not_a_jump(change: Change, at: int) -> None:
     assert changed(change, at=at) == []
 
 
@@ -233,11 +215,7 @@ def test_the_alert_resolves_when_the_layer_moves_again_and_not_near_the_limit(
 ) -> None:
     model = deep()
     optimizer = by_layer(model, 9e-8, 3e-5, 1e-2)
-
-    def raise_rate(step: int) -> None:
-        if step == 200:
-            optimizer.param_groups[0]["lr"] = rate
-
+    raise_rate = rate_of(optimizer, lambda step: rate if step >= 200 else 9e-8)
     alerts = standing(model, optimizer, 300, before=raise_rate)
     assert [alert.stage for alert in alerts] == ["started", *["resolved"] * resolves]
     assert all(200 < alert.step <= 240 for alert in alerts[1:])
@@ -322,12 +300,12 @@ def test_a_rate_that_grows_exponentially_is_reported_when_steps_are_large(
 ) -> None:
     model = net()
     optimizer = Adam(model.parameters(), first)
-
-    def schedule(step: int) -> None:
-        optimizer.param_groups[0]["lr"] = min(first * factor ** (step // 10), 1e-3 + 10 * first)
-
-    settings = {"model": model, "optimizer": optimizer, "before": schedule}
-    alerts = train(rule("exponential_trend"), 150, **settings)
+    schedule = rate_of(
+        optimizer, lambda step: min(first * factor ** (step // 10), 1e-3 + 10 * first)
+    )
+    alerts = captured(
+        model, 150, rules=["exponential_trend"], optimizer=optimizer, before=schedule
+    ).alerts
     assert bool(alerts) == is_reported
     for alert in alerts:
         assert {1.25, 0.01} <= {*figures(alert.summary)}
@@ -340,7 +318,6 @@ def test_weights_that_adam_moves_evenly_towards_large_targets_are_not_reported(
     unit: float, rate: float
 ) -> None:
     def loss_of(model: nn.Module) -> Tensor:
-        points, _ = draw()
-        return F.mse_loss(model(points), unit * points[:, :3])
+        return toward(model, lambda x: unit * x[:, :3])(0)
 
     assert trends(200, lambda m: Adam(m.parameters(), rate), loss_of) == []
