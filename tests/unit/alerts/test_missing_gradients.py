@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, Optimizer
 from telemetry import Alert
 from telemetry.testing import capture_run
 from tests.helpers.applied import Applied
-from tests.helpers.captured import classify, fit
+from tests.helpers.captured import at_step, classify, fit
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.small_runs import train
@@ -130,13 +130,9 @@ def test_a_generator_whose_critic_is_trained_alone_at_first_has_not_vanished() -
 
 def scheduled(factor_at: Callable[[int], float], steps: int) -> list[Alert]:
     """Return the alerts of a run whose tower is multiplied by a factor of the step."""
-    factor = [1.0]
-    model = towers(lambda tower, other: usual(factor[0] * tower, other))
-
-    def change(step: int) -> None:
-        factor[0] = factor_at(step)
-
-    return vanished(model, steps, before=change)
+    factors = map(factor_at, itertools.count())
+    model = towers(lambda tower, other: usual(next(factors) * tower, other))
+    return vanished(model, steps)
 
 
 def test_gradients_that_are_zero_in_phases_have_not_vanished() -> None:
@@ -235,15 +231,9 @@ def test_a_head_that_was_replaced_after_the_optimizer_was_made_is_reported(every
     assert "no optimizer steps it" in alert.summary
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 10, 100])
-def test_a_detached_trunk_is_named_as_one_part(every: int) -> None:
-    [alert] = untrained(network(detached=True), every=every)
-    assert (alert.severity, alert.module_name) == ("warning", "trunk")
-    assert "got none in" in alert.summary
+def stack() -> nn.Module:
+    """Return equal layers, of which the first two run detached."""
 
-
-def test_the_first_of_several_equal_layers_are_reported_if_they_run_detached() -> None:
     def apply(self: Any, x: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
             x = layer(x.detach() if i == 2 else x)
@@ -251,14 +241,26 @@ def test_the_first_of_several_equal_layers_are_reported_if_they_run_detached() -
         return logits
 
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-    [alert] = untrained(Applied(apply, layers=layers, head=nn.Linear(8, 3)))
-    assert (alert.severity, alert.module_name) == ("warning", "layers.0")
-    assert "layers.0, layers.1 (" in alert.summary
+    return Applied(apply, layers=layers, head=nn.Linear(8, 3))
 
 
-def test_a_small_unused_head_is_a_note() -> None:
-    [alert] = untrained(network(spare_every=0))
-    assert (alert.severity, alert.module_name) == ("note", "spare")
+@pytest.mark.parametrize(
+    ("make", "every", "severity", "module", "seen"),
+    [
+        *(
+            (lambda: network(detached=True), every, "warning", "trunk", "got none in")
+            for every in (1, 10, 100)
+        ),
+        (stack, 10, "warning", "layers.0", "layers.0, layers.1 ("),
+        (lambda: network(spare_every=0), 10, "note", "spare", "spare"),  # small, and unused
+    ],
+)
+def test_a_part_that_gets_no_gradient_is_named(
+    make: Callable[[], nn.Module], every: int, severity: str, module: str, seen: str
+) -> None:
+    [alert] = untrained(make(), every=every)
+    assert (alert.severity, alert.module_name) == (severity, module)
+    assert seen in alert.summary
 
 
 @pytest.mark.parametrize("model", [network(spare_every=40), experts()], ids=["rare", "expert"])
@@ -278,13 +280,8 @@ def test_parameters_of_an_optimizer_that_is_never_stepped_are_reported() -> None
 def test_parameters_that_are_frozen_or_trained_by_another_optimizer_are_not_reported() -> None:
     model = network(spare_every=0)
     model.spare.requires_grad_(False)
-    other = SGD(model.trunk.parameters(), 0.01)
-
-    def before(step: int) -> None:
-        if step % 5 == 4:
-            other.step()
-
-    assert untrained(model, SGD(model.head.parameters(), 0.1), before=before) == []
+    other, optimizer = SGD(model.trunk.parameters(), 0.01), SGD(model.head.parameters(), 0.1)
+    assert untrained(model, optimizer, before=lambda n: n % 5 == 4 and other.step()) == []
 
 
 @pytest.mark.slow
@@ -293,12 +290,9 @@ def test_parameters_that_are_unfrozen_later_and_not_in_the_optimizer_are_reporte
     every: int,
 ) -> None:
     model = network()
-
-    def unfreeze(step: int) -> None:
-        model.trunk.requires_grad_(step >= 130)
-
-    unfreeze(0)
     optimizer = SGD(model.head.parameters(), 0.1)
+    model.trunk.requires_grad_(False)
+    unfreeze = at_step(130, model.trunk.requires_grad_)
     [alert] = untrained(model, optimizer, 420, before=unfreeze, every=every)
     assert (alert.severity, alert.module_name) == ("warning", "trunk")
     assert 200 <= alert.step <= 310

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam
 
 from telemetry import Alert, HookLogger
 from tests.helpers.applied import Applied
+from tests.helpers.captured import at_step
 
 Train = Callable[..., list[Alert]]
 
@@ -197,11 +198,7 @@ def test_weights_that_grow_during_training_explode(
     train: Train, activation: type[nn.Module]
 ) -> None:
     model = mlp(activation=activation)
-
-    def grow(step: int) -> None:
-        if step == 60:
-            model[4].weight.data.mul_(500)
-
+    grow = at_step(60, lambda: model[4].weight.data.mul_(500))
     alerts = train(model, steps=75, before=grow)
     jumps = [alert for alert in alerts if alert.kind == "weight_jump"]
     assert {alert.module_name for alert in jumps} <= {"4"}

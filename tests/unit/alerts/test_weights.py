@@ -145,12 +145,8 @@ def test_unfrozen_layers_that_grow_are_not_a_jump(scale: float) -> None:
     last = model[3].weight
     last.data.mul_(scale)
     last.requires_grad_(False)
-    optimizer = SGD(model.parameters(), 0.1)
-
-    def unfreeze(step: int) -> None:
-        last.requires_grad_(step >= 94)
-
-    settings = {"model": model, "optimizer": optimizer, "before": unfreeze}
+    unfreeze = at_step(94, lambda: last.requires_grad_(True))
+    settings = {"model": model, "optimizer": SGD(model.parameters(), 0.1), "before": unfreeze}
     assert train(rule("weight_jump"), 120, **settings) == []
     assert last.norm() > 0.1
 
@@ -196,13 +192,9 @@ def test_rates_of_fine_tuning_and_layers_without_gradient_are_not_reported(
 
 @pytest.mark.parametrize("every", [10, 100])
 def test_gradients_that_have_become_small_are_the_cause(every: int) -> None:
-    model, factor = deep(), [1.0]  # as behind a discriminator that wins
-    model[1].register_full_backward_hook(lambda module, grads, _: (grads[0] * factor[0],))
-
-    def fade(step: int) -> None:
-        factor[0] = 1e-6 if step >= 40 else 1.0
-
-    alert, *_ = standing(model, SGD(model.parameters(), 0.1), 310, before=fade, every=every)
+    model, factors = deep(), iter([1.0] * 40 + [1e-6] * 270)  # as behind a discriminator that wins
+    model[1].register_full_backward_hook(lambda module, grads, _: (grads[0] * next(factors),))
+    alert, *_ = standing(model, SGD(model.parameters(), 0.1), 310, every=every)
     assert alert.module_name == "0"
     assert max(figures(alert.cause)) > 1000
     assert "learning rate" not in (alert.cause or "")
