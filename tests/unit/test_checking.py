@@ -220,30 +220,37 @@ def test_checks_that_cannot_run_are_reported(capsys: pytest.CaptureFixture[str])
     assert f"skipped: {one.skipped[0]}" in capsys.readouterr().out
 
 
-def test_arguments_in_another_order_are_named() -> None:
-    model, inputs, classes = nn.Linear(20, 3), torch.randn(8, 20), torch.arange(8) % 3
-    loss: Any = nn.CrossEntropyLoss()
-    swapped: list[tuple[tuple[Any, ...], Any, str]] = [
-        ((inputs, model, loss), classes, "model"),
-        ((model, loss, inputs), classes, "inputs"),
-        ((model, inputs, classes), loss, "loss_function"),
-        ((model, inputs, classes), None, "loss_function"),
-    ]
-    for given, targets, name in swapped:
-        with pytest.raises(TypeError, match=rf"check\({name}=\.\.\.\): must be"):
-            telemetry.check(*given, targets=targets)
+MODEL, INPUTS, CLASSES = nn.Linear(20, 3), torch.randn(8, 20), torch.arange(8) % 3
+LOSS = nn.CrossEntropyLoss()
 
 
-def test_a_missing_loss_is_an_error_that_names_the_remedy() -> None:
-    model, x = mlp(20, 5), torch.randn(4, 20)
-    with pytest.raises(ValueError, match=r"Tensor of shape \[4, 5\] and no loss; pass .* targets="):
-        telemetry.check(model, x)
-    with pytest.raises(ValueError, match=r"loss_function=...\): must return a tensor, not float"):
-        telemetry.check(model, x, lambda output: output.sum().item())
-    with pytest.raises(ValueError, match=r"does not depend on any parameter; look for detach\(\)"):
-        telemetry.check(model, x, lambda output: output.detach().sum())
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        telemetry.check(model.requires_grad_(False), x, torch.sum)
+@pytest.mark.parametrize(
+    ("given", "targets", "name"),
+    [
+        ((INPUTS, MODEL, LOSS), CLASSES, "model"),
+        ((MODEL, LOSS, INPUTS), CLASSES, "inputs"),
+        ((MODEL, INPUTS, CLASSES), LOSS, "loss_function"),
+        ((MODEL, INPUTS, CLASSES), None, "loss_function"),
+    ],
+)
+def test_arguments_in_another_order_are_named(given: Any, targets: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"check\({name}=\.\.\.\): must be"):
+        telemetry.check(*given, targets=targets)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (None, r"Tensor of shape \[8, 3\] and no loss; pass .* targets="),
+        (lambda out: out.sum().item(), r"loss_function=...\): must return a tensor, not float"),
+        (lambda out: out.detach().sum(), r"does not depend on any parameter; look for detach\(\)"),
+        (torch.sum, "no parameter that requires a gradient"),
+    ],
+)
+def test_a_missing_loss_is_an_error_that_names_the_remedy(loss: Any, message: str) -> None:
+    model = nn.Linear(20, 3).requires_grad_(loss is not torch.sum)
+    with pytest.raises(ValueError, match=message):
+        telemetry.check(model, INPUTS, *([] if loss is None else [loss]))
 
 
 # --- nothing is changed ---------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -60,6 +59,7 @@ def stages(alerts: list[Alert]) -> list[str]:
 def test_a_learning_rate_that_jumps_for_three_steps_is_named(at: int, every: int) -> None:
     begin, *rest = spikes(400, every=every, **rates(dict.fromkeys(range(at, at + 3), 0.9)))
     assert at < begin.step <= at + 3
+    assert begin.value > begin.threshold
     assert {300, 0.9} <= {*figures(begin.cause)}
     assert stages(rest) in ([], ["resolved"])
 
@@ -73,22 +73,6 @@ def test_the_layers_of_the_group_whose_rate_jumped_are_named() -> None:
     begin, *_ = spikes(250, model=model, optimizer=optimizer, before=jump)
     assert begin.module_name == "3"
     assert {1000, 3, 205} <= {*figures(begin.cause)}
-
-
-def test_a_small_rise_after_a_jump_of_the_rate_is_reported_if_the_loss_had_fallen_far() -> None:
-    settings = rates(dict.fromkeys(range(205, 250), 0.03))
-
-    def logged(step: int, loss: Tensor) -> Tensor:
-        return loss + max(0, 160 - step) / 10 + (step > 205)
-
-    run = captured(steps=225, every=100, logged=logged, **settings)
-    alert, *_ = alerts_of(run.records, [rule("loss_spike")])
-    high = run.records[206].loss  # the first high loss; the value is the highest
-    assert high is not None
-    assert alert.step == 206
-    assert alert.value >= high
-    assert {float(f"{high:.4g}"), 206} <= {*figures(alert.summary)}
-    assert {10, 0.03} <= {*figures(alert.cause)}
 
 
 @pytest.mark.slow
@@ -140,30 +124,29 @@ def test_batches_as_rare_and_as_high_as_an_earlier_one_are_reported_once() -> No
     assert [(alert.step, alert.stage) for alert in alerts] == [(220, "started"), (221, "resolved")]
 
 
-@pytest.mark.slow
-def test_random_classes_are_noted_though_the_loss_was_as_high_before() -> None:
-    batch = drawn(
-        classes=lambda step, usual: torch.randint(3, usual.shape) if step >= 110 else usual
-    )
-    [alert] = spikes(150, batch=batch, **rates({}, usual=1e-3))
-    assert (alert.step, alert.severity) == (110, "note")
-
-
 shifted = drawn(classes=lambda step, classes: (classes + (step >= 200)) % 3)
 
 
+def random_from_110(step: int, classes: Tensor) -> Tensor:
+    return torch.randint(3, classes.shape) if step >= 110 else classes
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changed",
-    [{"batch": shifted}, {"weight": lambda step: 3e3 if step >= 200 else 1.0}],
-    ids=["other data", "another weight"],
-)
 @pytest.mark.parametrize("logs_after", [False, True])
+@pytest.mark.parametrize(
+    ("changed", "rate", "step"),
+    [
+        ({"batch": shifted}, 3e-3, 200),
+        ({"weight": lambda step: 3e3 if step >= 200 else 1.0}, 3e-3, 200),
+        ({"batch": drawn(classes=random_from_110)}, 1e-3, 110),  # the loss was as high before
+    ],
+    ids=["other data", "another weight", "random classes"],
+)
 def test_other_data_and_another_weight_of_the_loss_are_noted(
-    changed: dict[str, Any], logs_after: bool
+    changed: dict[str, Any], rate: float, step: int, logs_after: bool
 ) -> None:
-    [alert] = spikes(300, logs_after=logs_after, **changed, **rates({}))
-    assert (alert.step, alert.severity) == (200 + logs_after, "note")
+    [alert] = spikes(step + 40, logs_after=logs_after, **changed, **rates({}, usual=rate))
+    assert (alert.step, alert.severity) == (step + logs_after, "note")
     assert "Something else changed" in (alert.cause or "")
 
 
@@ -204,15 +187,6 @@ def test_a_spike_after_smaller_gradients_is_a_note() -> None:
     )
     [alert] = alerts_of(run.records, [rule("loss_spike")])
     assert (alert.step, alert.severity) == (204, "note")
-
-
-def test_a_restored_detector_finds_a_spike_with_its_cause() -> None:
-    run = captured(steps=230, every=100, **rates(dict.fromkeys((205, 206, 207), 0.9)))
-    first, second = rule("loss_spike"), rule("loss_spike")
-    assert alerts_of(run.records[:206], [first]) == []
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    [alert, *_] = alerts_of(run.records[206:], [second])
-    assert 300 in figures(alert.cause)
 
 
 def logged_run(log_dir: Path, settings: dict[str, Any], batch: Callable[[int], Batch]) -> Alert:

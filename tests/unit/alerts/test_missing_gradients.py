@@ -38,11 +38,10 @@ def towers(join: Join, *, swap: bool = False, wide: int = 16) -> Any:
         wide: Units of the tower of interest.
     """
 
-    def apply(self: Any, x: Tensor) -> Tensor:
+    def apply(self: Any, x: Tensor) -> Any:
         parts = [(self.tower, x[:, :4]), (self.other, x[:, 4:])]
         outputs = {part: part(half) for part, half in (parts[::-1] if swap else parts)}
-        y: Tensor = self.head(join(outputs[self.tower], outputs[self.other]))
-        return y
+        return self.head(join(outputs[self.tower], outputs[self.other]))
 
     torch.manual_seed(0)
     tower, other = (
@@ -191,7 +190,7 @@ def network(detached: bool = False, spare_every: int | None = None) -> Any:
     """Return a trunk, a used head, and perhaps a part that is used at some calls or never (0)."""
     calls = itertools.count(1)
 
-    def apply(self: Any, x: Tensor) -> Tensor:
+    def apply(self: Any, x: Tensor) -> Any:
         h = self.trunk(x)
         logits: Tensor = self.head(h.detach() if detached else h)
         is_used = spare_every and next(calls) % spare_every == 0
@@ -234,11 +233,10 @@ def test_a_head_that_was_replaced_after_the_optimizer_was_made_is_reported(every
 def stack() -> nn.Module:
     """Return equal layers, of which the first two run detached."""
 
-    def apply(self: Any, x: Tensor) -> Tensor:
+    def apply(self: Any, x: Tensor) -> Any:
         for i, layer in enumerate(self.layers):
             x = layer(x.detach() if i == 2 else x)
-        logits: Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
     layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
     return Applied(apply, layers=layers, head=nn.Linear(8, 3))

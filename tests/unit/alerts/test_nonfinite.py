@@ -27,12 +27,11 @@ ANYWHERE = "It began in the inputs, the targets, the loss or a function"
 def functions(enter: Callable[[Tensor], Tensor]) -> Any:
     """Return two layers, before each of which a function runs that is no module."""
 
-    def apply(self: Any, x: Tensor) -> Tensor:
+    def apply(self: Any, x: Tensor) -> Any:
         scores = self.score(enter(x))
         if self.is_masked:
             scores = scores.masked_fill(torch.arange(len(x))[:, None] == 5, -math.inf)
-        logits: Tensor = self.head(scores.softmax(1))
-        return logits
+        return self.head(scores.softmax(1))
 
     model = Applied(apply, score=nn.Linear(8, 16), head=nn.Linear(16, 3))
     model.is_masked = False
@@ -139,42 +138,33 @@ def test_nan_is_attributed_to_the_forward_or_the_backward_pass(
     assert seen in alert.summary
 
 
-class Scale(nn.Module):
-    """Layer that divides its input by its norm, without an eps."""
+def scale() -> nn.Module:
+    """Return a layer that divides its input by its norm, without an eps."""
+    layer = Applied(lambda self, x: x / x.norm(dim=1, keepdim=True) * self.weight)
+    layer.weight = nn.Parameter(torch.ones(16))
+    return layer
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(16))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x / x.norm(dim=1, keepdim=True) * self.weight
+STATISTICS = ", whose running statistics are NaN"
 
 
 @pytest.mark.parametrize(
-    ("layers", "module", "seen"),
+    ("layers", "suspect", "module", "seen"),
     [
-        ([Scale()], "1", "the loss or a function, perhaps in module 1: the"),
+        ([scale()], 1, "1", "the loss or a function, perhaps in module 1: the"),
         (
-            [nn.BatchNorm1d(16), Scale(), nn.Tanh(), nn.BatchNorm1d(16)],
-            "2",
-            "before module 4, whose running statistics are NaN, and after module 1, "
-            "whose are not, perhaps in module 2",
+            [nn.BatchNorm1d(16), scale(), nn.Tanh(), nn.BatchNorm1d(16)],
+            *(2, "2", f"before module 4{STATISTICS}, and after module 1, whose are not, perhaps"),
         ),
-        (
-            [nn.Tanh(), nn.BatchNorm1d(16)],
-            "2",
-            "before module 2, whose running statistics are NaN, or in the inputs",
-        ),
+        ([nn.Tanh(), nn.BatchNorm1d(16)], 0, "2", f"before module 2{STATISTICS}, or in the inputs"),
     ],
 )
 def test_nan_at_a_light_step_is_located_by_layers_and_running_statistics(
-    layers: list[nn.Module], module: str, seen: str
+    layers: list[nn.Module], suspect: int, module: str, seen: str
 ) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), *layers, nn.Linear(16, 3))
-    suspect = next((layer for layer in layers if isinstance(layer, Scale)), model[0])
-    factors = iter([1.0] * 13 + [0.0 if isinstance(suspect, Scale) else math.nan])
-    suspect.register_forward_pre_hook(lambda module, given: (given[0] * next(factors),))
+    factors = iter([1.0] * 13 + [0.0 if suspect else math.nan])
+    model[suspect].register_forward_pre_hook(lambda module, given: (given[0] * next(factors),))
     alert = first(13, model=model)
     assert (alert.step, alert.module_name) == (13, module)
     assert seen in alert.summary
@@ -197,12 +187,11 @@ def test_an_optimizer_step_that_produces_nan_is_the_cause(every: int) -> None:
 def recurrent() -> nn.Module:
     """Return a network that repeats a layer 50 times, whose gain is above 1."""
 
-    def apply(self: Any, x: Tensor) -> Tensor:
+    def apply(self: Any, x: Tensor) -> Any:
         state = torch.zeros(len(x), 48)
         for _ in range(50):
             state = torch.relu(self.enter(x) + self.repeat(state))
-        out: Tensor = self.leave(state)
-        return out
+        return self.leave(state)
 
     torch.manual_seed(0)
     enter, repeat, leave = nn.Linear(8, 48), nn.Linear(48, 48), nn.Linear(48, 3)
@@ -228,8 +217,7 @@ def test_an_overflow_after_too_large_steps_states_the_growth(
 
 def test_weights_that_are_overwritten_after_a_good_step_are_named() -> None:
     model = net()
-    overwrite = at_step(13, lambda: model[3].weight.data[1, 2].fill_(math.inf))
-    alert = first(13, model=model, before=overwrite)
+    alert = first(13, model=model, before=at_step(13, lambda: model[3].weight.data.fill_(math.inf)))
     assert (alert.step, alert.module_name) == (13, "3")
     assert "3.weight: the optimizer or other code broke it" in alert.summary
 
@@ -240,7 +228,7 @@ def test_weights_that_are_overwritten_after_a_good_step_are_named() -> None:
 def scaled(inner: nn.Module) -> nn.Module:
     """Return a module that multiplies by a buffer, and averages its outputs in another one."""
 
-    def apply(self: Any, x: Tensor) -> Tensor:
+    def apply(self: Any, x: Tensor) -> Any:
         y: Tensor = self.inner(x) * self.gain
         self.mean.lerp_(y.detach().mean(), 0.1)
         return y
@@ -289,26 +277,21 @@ def test_a_buffer_made_as_nan_is_no_fault_and_one_that_becomes_nan_is() -> None:
     assert "the buffer other" in alert.summary
 
 
-def normalized() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-
-
-def test_infinite_running_statistics_are_told() -> None:
-    alert = spoiled(normalized(), 10, "1.running_var", math.inf)
-    assert (alert.step, alert.module_name) == (10, "1")
-
-
-def test_nan_in_running_statistics_starts_and_resolves_one_alert() -> None:
-    model = normalized()
-
-    def poison(step: int) -> None:
-        if step in (5, 160):
-            model[1].running_mean.fill_(math.nan if step == 5 else 0.0)
-
-    alerts = train(rule("nonfinite"), 260, model=model, before=poison, every=50)
-    assert [alert.stage for alert in alerts] == ["started", "resolved"]
-    assert alerts[0].module_name == "1"
+@pytest.mark.parametrize(("name", "value"), [("mean", math.nan), ("var", math.inf)])
+def test_running_statistics_that_are_not_finite_start_and_resolve_one_alert(
+    name: str, value: float
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    buffer = model.get_buffer(f"1.running_{name}")
+    values = {5: value, 160: 1.0}
+    begin, end = train(
+        rule("nonfinite"),
+        260,
+        model=model,
+        before=lambda step: step in values and buffer.fill_(values[step]),
+        every=50,
+    )
+    assert (begin.stage, end.stage, begin.module_name) == ("started", "resolved", "1")
 
 
 # --- losses without a record ----------------------------------------------------------------------

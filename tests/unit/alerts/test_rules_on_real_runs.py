@@ -114,12 +114,11 @@ def test_gates_that_are_open_or_closed_are_not_saturated(
 def test_layers_before_a_recurrent_one_are_not_saturated(train: Train) -> None:
     """Residual layers before an LSTM, whose outputs are bounded for any input, may be large."""
 
-    def apply(self: Any, x: Tensor) -> Tensor:
+    def apply(self: Any, x: Tensor) -> Any:
         x = x.view(-1, 16, 4) * 4 - 2
         for residual in self.residuals:
             x = x + residual(x)
-        y: Tensor = self.head(self.recurrent(x)[0].flatten(1))
-        return y
+        return self.head(self.recurrent(x)[0].flatten(1))
 
     torch.manual_seed(0)
     residuals = nn.ModuleList(nn.Linear(4, 4) for _ in range(48))

@@ -12,8 +12,6 @@ import pytest
 from numpy.typing import NDArray
 
 from telemetry import Detector
-from telemetry.testing import alerts_of
-from tests.helpers.scripted import Scripted, at, record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +68,6 @@ def test_values_are_restored_with_their_types() -> None:
     assert (after._range, after._row, after._seen) == ((-np.inf, 1), (3, 4), {"a", "b"})
     assert (after._three, after._bare) == (deque([1, 2]), deque(["x"]))
     assert inner._latest == deque()  # replaced, not changed in place
-
-
-def test_an_active_alert_resolves_after_it_was_restored() -> None:
-    found = at(1, module_name="fc", advice=("A", "B"))
-    before, after = Scripted(found), Scripted({})
-    [begin] = alerts_of([record(1)], [before])
-    after.load_state_dict(state_of(before))
-    assert after.active_alert == begin
-    [end] = alerts_of([record(2)], [after])
-    assert (end.stage, end.module_name) == ("resolved", "fc")
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,11 @@ def blocks(gain: float = 1.0, lets_through: Callable[[Tensor], Tensor] = torch.c
         lets_through: Applied to the input of each branch and of its skip connection.
     """
 
-    def apply(self: Any, tokens: Tensor) -> Tensor:
+    def apply(self: Any, tokens: Tensor) -> Any:
         x = self.embed(tokens) + self.positions
         for gain, block in zip(self.gains, self.blocks, strict=True):
             x = lets_through(x) + gain * block(lets_through(x))
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
     torch.manual_seed(0)
     parts = [
