@@ -8,24 +8,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from telemetry import Alert, HookLogger
+from telemetry import HookLogger
 from tests.helpers.applied import Applied
 from tests.helpers.scripted import Scripted, finding
 
-ALERT = Alert(
-    kind="dead_units", severity="warning", step=7, module_name="fc1", value=0.9, threshold=0.5,
-    summary="90% of its units are zero",
-)  # fmt: skip
 
-
-def test_title_and_message_are_short_without_further_fields() -> None:
-    assert ALERT.title == "dead_units in fc1 at step 7"
-    assert replace(ALERT, stage="escalated").title == "dead_units in fc1 escalated at step 7"
-    assert replace(ALERT, module_name=None).title == "dead_units at step 7"
-    assert ALERT.message == "90% of its units are zero."
-
-
-def test_the_message_has_a_line_for_each_known_field(tmp_path: Path) -> None:
+def test_title_and_message_are_composed_of_all_known_fields(tmp_path: Path) -> None:
     root = finding(
         module_name="fc", cause="Their biases are negative", advice=("Wait", "Is it frozen?"),
         batch_steps=range(9),
@@ -45,6 +33,9 @@ def test_the_message_has_a_line_for_each_known_field(tmp_path: Path) -> None:
             model(torch.ones(1, 2)).backward()
             optimizer.step()
     begin, *others = logger.alerts
+    assert begin.title == "root in fc at step 9"
+    assert [alert.title for alert in others][-1] == "gone in gone resolved at step 10"
+    assert replace(begin, module_name=None, stage="escalated").title == "root escalated at step 9"
     first, code, consequences, *batches, advice = begin.message.splitlines()
     assert first == "Seen. Their biases are negative."
     assert code.startswith("Code: tests/helpers/applied.py:")

@@ -53,9 +53,6 @@ def check_classes(model: nn.Module, loss: nn.Module | None = None) -> CheckResul
     return telemetry.check(model, x, loss or nn.CrossEntropyLoss(), targets=y, show=False)
 
 
-# --- findings -------------------------------------------------------------------------------------
-
-
 def test_a_usual_model_has_no_findings() -> None:
     for model in (mlp(20, 64, 64, 5), normalized(), between(lambda head, h: head(h))):
         result = check_classes(model)
@@ -189,9 +186,6 @@ def test_samples_of_token_ids_are_compared_after_the_embedding(leak: bool) -> No
     assert [finding.kind for finding in result.findings] == ["batch_leak"] * leak
 
 
-# --- checks that cannot run, and wrong arguments --------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("in_eval", "reason"),
     [
@@ -251,9 +245,6 @@ def test_a_missing_loss_is_an_error_that_names_the_remedy(loss: Any, message: st
     model = nn.Linear(20, 3).requires_grad_(loss is not torch.sum)
     with pytest.raises(ValueError, match=message):
         telemetry.check(model, INPUTS, *([] if loss is None else [loss]))
-
-
-# --- nothing is changed ---------------------------------------------------------------------------
 
 
 def test_inputs_are_unchanged_though_a_model_changes_them_in_place() -> None:

@@ -19,8 +19,6 @@ from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.small_runs import train
 
-# --- vanishing_gradient: it is exactly zero behind working layers ---------------------------------
-
 
 def vanished(model: nn.Module, steps: int = 60, **more: Any) -> list[Alert]:
     return train(rule("vanishing_gradient"), steps, model=model, **more)
@@ -183,9 +181,6 @@ def test_a_learning_rate_of_zero_is_the_cause_of_a_missing_gradient(rate: float)
     assert figures(alert.cause) == ([0] if rate == 0 else [])
 
 
-# --- untrained_parameters -------------------------------------------------------------------------
-
-
 def network(detached: bool = False, spare_every: int | None = None) -> Any:
     """Return a trunk, a used head, and perhaps a part that is used at some calls or never (0)."""
     calls = itertools.count(1)
@@ -213,9 +208,10 @@ def experts() -> nn.Module:
 
 
 def untrained(
-    model: nn.Module, optimizer: Optimizer | None = None, steps: int = 150, **more: Any
+    model: nn.Module, *optimizer: Optimizer, steps: int = 150, **more: Any
 ) -> list[Alert]:
-    return train(rule("untrained_parameters"), steps, model=model, optimizer=optimizer, **more)
+    settings = {"model": model, **({"optimizer": optimizer[0]} if optimizer else {}), **more}
+    return train(rule("untrained_parameters"), steps, **settings)
 
 
 @pytest.mark.slow
@@ -291,7 +287,7 @@ def test_parameters_that_are_unfrozen_later_and_not_in_the_optimizer_are_reporte
     optimizer = SGD(model.head.parameters(), 0.1)
     model.trunk.requires_grad_(False)
     unfreeze = at_step(130, model.trunk.requires_grad_)
-    [alert] = untrained(model, optimizer, 420, before=unfreeze, every=every)
+    [alert] = untrained(model, optimizer, steps=420, before=unfreeze, every=every)
     assert (alert.severity, alert.module_name) == ("warning", "trunk")
     assert 200 <= alert.step <= 310
 

@@ -49,9 +49,6 @@ def row_5(value: float, *, at: int | None = None) -> Callable[[int], Batch]:
     return drawn(lambda step, x: x.masked_fill(of_row & (at in (None, step)), value))
 
 
-# --- batches, targets and functions ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(("at", "module"), [(10, "0"), (13, None)])
 def test_a_bad_batch_is_attributed_to_the_inputs_at_a_full_step_only(
@@ -115,9 +112,6 @@ def test_the_head_whose_term_of_the_loss_is_nan_is_named() -> None:
     assert "the term of heads.1 is finite" in alert.summary
 
 
-# --- modules --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("at", "factor", "module", "seen"),
     [
@@ -170,9 +164,6 @@ def test_nan_at_a_light_step_is_located_by_layers_and_running_statistics(
     assert seen in alert.summary
 
 
-# --- optimizers and weights -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("every", [1, 1000])  # the step is measured, or only its result
 def test_an_optimizer_step_that_produces_nan_is_the_cause(every: int) -> None:
     model = net()
@@ -220,9 +211,6 @@ def test_weights_that_are_overwritten_after_a_good_step_are_named() -> None:
     alert = first(13, model=model, before=at_step(13, lambda: model[3].weight.data.fill_(math.inf)))
     assert (alert.step, alert.module_name) == (13, "3")
     assert "3.weight: the optimizer or other code broke it" in alert.summary
-
-
-# --- buffers --------------------------------------------------------------------------------------
 
 
 def scaled(inner: nn.Module) -> nn.Module:
@@ -292,9 +280,6 @@ def test_running_statistics_that_are_not_finite_start_and_resolve_one_alert(
         every=50,
     )
     assert (begin.stage, end.stage, begin.module_name) == ("started", "resolved", "1")
-
-
-# --- losses without a record ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_scaler", [False, True])

@@ -17,8 +17,6 @@ from tests.helpers.applied import Applied
 from tests.helpers.captured import captured, toward
 from tests.helpers.rules import rule
 
-# --- usual models, with the default rules ---------------------------------------------------------
-
 
 def blocks(gain: float = 1.0, lets_through: Callable[[Tensor], Tensor] = torch.clone) -> Any:
     """Return residual blocks over tokens; some parameters start at zero or get no gradient.
@@ -87,9 +85,6 @@ def test_gradients_that_vanish_are_found_between_two_due_steps(left: float, late
     assert first.kind == "vanishing_gradient"
     assert first.module_name == "embed" or left
     assert first.step <= latest
-
-
-# --- one rule -------------------------------------------------------------------------------------
 
 
 def mlp(*end: nn.Module, outputs: int = 2) -> nn.Sequential:

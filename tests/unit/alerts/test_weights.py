@@ -304,13 +304,10 @@ def test_a_rate_that_grows_exponentially_is_reported_when_steps_are_large(
     factor: float, first: float, is_reported: bool
 ) -> None:
     model = net()
-    optimizer = Adam(model.parameters(), first)
-    schedule = rate_of(
-        optimizer, lambda step: min(first * factor ** (step // 10), 1e-3 + 10 * first)
-    )
-    alerts = captured(
-        model, 150, rules=["exponential_trend"], optimizer=optimizer, before=schedule
-    ).alerts
+    optimizer, highest = Adam(model.parameters(), first), 1e-3 + 10 * first
+    schedule = rate_of(optimizer, lambda step: min(first * factor ** (step // 10), highest))
+    settings = {"model": model, "optimizer": optimizer, "before": schedule}
+    alerts = train(rule("exponential_trend"), 150, **settings)
     assert bool(alerts) == is_reported
     for alert in alerts:
         assert {1.25, 0.01} <= {*figures(alert.summary)}

@@ -30,9 +30,6 @@ def found(
     return run.alerts
 
 
-# --- output_collapse ------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [10, 100])
 @pytest.mark.parametrize("left", [0.0, 0.3])
@@ -90,9 +87,6 @@ def test_units_that_are_zero_or_differ_are_not_reported() -> None:
     nn.init.constant_(zero_head[2].bias, 0.5)
     assert train(rule("output_collapse"), 40, model=zero_head, every=1) == []
     assert train(rule("output_collapse"), 3, model=constant(0.0), every=1) == []
-
-
-# --- unbounded_loss -------------------------------------------------------------------------------
 
 
 def unbounded(steps: int, loss_of: Callable[[nn.Module], Tensor], rate: float, **more: Any) -> Any:
