@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -56,19 +58,13 @@ def detached(tower: Tensor, other: Tensor) -> Tensor:
     return usual(tower.detach(), other)
 
 
-def multiplied_by_zero(tower: Tensor, other: Tensor) -> Tensor:
-    return usual(0.0 * tower, other)
-
-
-def underflown(tower: Tensor, other: Tensor) -> Tensor:
-    for _ in range(12):
-        tower = 1e-4 * tower
-    return usual(tower, other)
+def times(*factors: float) -> Join:
+    return lambda tower, other: usual(functools.reduce(operator.mul, factors, tower), other)
 
 
 @pytest.mark.parametrize(
     ("join", "swap"),
-    [(detached, False), (detached, True), (multiplied_by_zero, False), (underflown, False)],
+    [(detached, False), (detached, True), (times(0.0), False), (times(*[1e-4] * 12), False)],
 )
 def test_a_gradient_that_is_cut_off_or_underflows_has_vanished(join: Join, swap: bool) -> None:
     [alert] = vanished(towers(join, swap=swap))
@@ -78,7 +74,7 @@ def test_a_gradient_that_is_cut_off_or_underflows_has_vanished(join: Join, swap:
 
 
 def test_layers_that_never_had_a_gradient_are_checked_before_the_next_due_step() -> None:
-    [alert] = vanished(towers(multiplied_by_zero), every=1000)
+    [alert] = vanished(towers(times(0.0)), every=1000)
     assert alert.step == 22
 
 
@@ -92,7 +88,7 @@ def frozen(model: Any) -> Any:
     [
         towers(usual),
         frozen(towers(detached)),
-        towers(multiplied_by_zero, swap=True),  # a term of the loss whose weight is zero
+        towers(times(0.0), swap=True),  # a term of the loss whose weight is zero
         towers(detached, swap=True, wide=2),  # an unused head
     ],
 )
@@ -123,6 +119,12 @@ def test_a_generator_whose_critic_is_trained_alone_at_first_has_not_vanished() -
                 (-critic(made)).exp().mean().backward()
                 of_generator.step()
     assert run.alerts == []
+
+
+def test_a_bias_before_batch_norm_has_no_vanishing_gradient() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    model[0].weight.requires_grad_(False)
+    assert vanished(model, every=1) == []
 
 
 def scheduled(factor_at: Callable[[int], float], steps: int) -> list[Alert]:

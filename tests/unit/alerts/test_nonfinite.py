@@ -175,29 +175,12 @@ def test_an_optimizer_step_that_produces_nan_is_the_cause(every: int) -> None:
     assert "first in 0.weight: the optimizer step broke it" in alert.summary
 
 
-def recurrent() -> nn.Module:
-    """Return a network that repeats a layer 50 times, whose gain is above 1."""
-
-    def apply(self: Any, x: Tensor) -> Any:
-        state = torch.zeros(len(x), 48)
-        for _ in range(50):
-            state = torch.relu(self.enter(x) + self.repeat(state))
-        return self.leave(state)
-
-    torch.manual_seed(0)
-    enter, repeat, leave = nn.Linear(8, 48), nn.Linear(48, 48), nn.Linear(48, 3)
-    nn.init.normal_(repeat.weight, std=1.6 / 48**0.5)
-    return Applied(apply, enter=enter, repeat=repeat, leave=leave)
-
-
 @pytest.mark.parametrize("every", [1, 1000])
-@pytest.mark.parametrize(
-    ("make", "rate", "latest"), [(net, 1e7, 39), (recurrent, 1.0, 2)], ids=["later", "first"]
-)
+@pytest.mark.parametrize(("rate", "latest"), [(1e7, 39), (1e30, 2)])
 def test_an_overflow_after_too_large_steps_states_the_growth(
-    make: Callable[[], nn.Module], rate: float, latest: int, every: int
+    rate: float, latest: int, every: int
 ) -> None:
-    model = make()
+    model = net()
     optimizer = SGD(model.parameters(), rate, momentum=0.9)
     alert, *_ = train(rule("nonfinite"), 40, model=model, optimizer=optimizer, every=every)
     assert alert.step <= latest

@@ -155,6 +155,9 @@ def test_the_fault_is_the_first_alert(
     assert train(model, steps=40, **settings)[0].kind in kinds
 
 
+NOTED = "loss_spike", {None}, 60
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings", "kind", "modules", "latest"),
@@ -169,6 +172,8 @@ def test_the_fault_is_the_first_alert(
         (mlp(12, nn.Sigmoid, gain=1.0), {}, "vanishing_gradient", {"0", "2", "4"}, 120),
         (mlp(bias=-50.0), {}, "dead_units", {"2", "3"}, 120),
         (mlp(), {"lr": 1e-9, "steps": 160}, "no_learning", {None}, 160),
+        (mlp(), {"adam": True, "lr": 1e-3, "weigh": lambda n: 300.0 ** (n >= 60)}, *NOTED),
+        (mlp(), {"adam": True, "lr": 1e-3, "weigh": lambda n: 3000.0 ** (n >= 60)}, *NOTED),
     ],
 )
 def test_the_fault_is_the_only_alert(
@@ -184,6 +189,7 @@ def test_the_fault_is_the_only_alert(
     assert alert.module_name in modules
     assert alert.step <= latest
     assert alert.advice
+    assert (alert.severity == "note") == (kind == "loss_spike")
 
 
 @pytest.mark.slow
@@ -205,16 +211,6 @@ def test_weights_that_grow_during_training_explode(
     assert first.kind == "exploding_gradient"
     assert first.step <= 63
     assert first.module_name in {"4", "5"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weight", [300.0, 3000.0])
-def test_another_weight_of_the_loss_is_a_note_and_not_an_explosion(
-    train: Train, weight: float
-) -> None:
-    weights = [1.0] * 60 + [weight] * 50
-    alerts = train(mlp(), steps=110, adam=True, lr=1e-3, weigh=weights.__getitem__)
-    assert [(alert.kind, alert.severity) for alert in alerts] == [("loss_spike", "note")]
 
 
 @pytest.mark.parametrize(

@@ -121,22 +121,6 @@ def test_a_rate_that_jumps_with_another_loss_is_a_note() -> None:
     assert "another loss" in (alert.cause or "")
 
 
-def test_a_bias_before_batch_norm_has_no_vanishing_gradient() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)
-    )
-    model[0].weight.requires_grad_(False)
-
-    def loss_of(step: int) -> Tensor:
-        x = torch.randn(32, 1, 8, 8)
-        return F.cross_entropy(model(x), (x.mean((1, 2, 3)) > 0).long())
-
-    optimizer, rules = Adam(model.parameters(), 1e-3), ["vanishing_gradient"]
-    run = captured(model, 60, rules=rules, loss_of=loss_of, optimizer=optimizer, every=1)
-    assert run.alerts == []
-
-
 def test_gradients_of_a_second_pass_are_no_sums() -> None:
     model = mlp()
     optimizer = SGD(model.parameters(), 0.05)

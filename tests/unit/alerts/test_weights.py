@@ -17,8 +17,6 @@ from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.small_runs import Batch, draw, net, train
 
-# --- rounded_updates ------------------------------------------------------------------------------
-
 
 def rounded(dtype: torch.dtype, rate: float, *, warm_up: float = 0.0, every: int = 10) -> Any:
     model = net().to(dtype)
@@ -82,8 +80,6 @@ def test_mostly_zero_gradients_are_not_noted() -> None:
     alerts = train(rule("rounded_updates"), 100, model=model, optimizer=optimizer, batch=batch)
     assert alerts == []
 
-
-# --- weight_jump ----------------------------------------------------------------------------------
 
 Change = Callable[[nn.Sequential, Optimizer], object]
 
@@ -151,9 +147,6 @@ def test_unfrozen_layers_that_grow_are_not_a_jump(scale: float) -> None:
     assert last.norm() > 0.1
 
 
-# --- layers_not_learning --------------------------------------------------------------------------
-
-
 def deep() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
@@ -218,9 +211,6 @@ def test_no_layer_is_slower_than_others_that_stand_still() -> None:
     rates = zip((model[0], model[4]), (1e-18, 1e-12), strict=True)
     optimizer = SGD([{"params": layer.parameters(), "lr": rate} for layer, rate in rates])
     assert standing(model, optimizer, 250) == []
-
-
-# --- exponential_trend ----------------------------------------------------------------------------
 
 
 Optimizers = Callable[[nn.Module], Optimizer]
