@@ -1,59 +1,49 @@
-"""Title and message of an alert, composed of its fields."""
+"""Title and message of an alert, composed of its fields, and the user's code."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
-from telemetry.alert import Alert, Consequence, located
-from telemetry.records import Layout, Module
-from telemetry.records.batches import Batch
-from telemetry.records.step import CodeLocation
+import torch
+from torch import nn
 
-ALERT = Alert(
-    kind="dead_units", severity="warning", step=7, module_name="fc1", value=0.9, threshold=0.5,
-    summary="90% of its units are zero",
-)  # fmt: skip
-CODE = CodeLocation(file="nets.py", line=12, class_name="Net")
+from telemetry import HookLogger
+from tests.helpers.applied import Applied
+from tests.helpers.scripted import Scripted, finding
 
 
-def test_the_title_has_kind_module_stage_and_step() -> None:
-    assert ALERT.title == "dead_units in fc1 at step 7"
-    assert replace(ALERT, stage="escalated").title == "dead_units in fc1 escalated at step 7"
-    assert replace(ALERT, module_name=None).title == "dead_units at step 7"
-
-
-def test_the_message_has_a_line_for_each_known_field() -> None:
-    assert ALERT.message == "90% of its units are zero."
-    full = replace(
-        ALERT,
-        cause="Their biases are negative",
-        location=CODE,
-        consequences=(
-            Consequence(kind="no_learning"),
-            Consequence(kind="nonfinite", module_name="fc2"),
-        ),
-        batches=(Batch(step=6, ids=(3,)), Batch(step=7), *[Batch(step=8, ids=(1,))] * 9),
-        advice=("Lower the learning rate", "Is it frozen?"),
-    )
-    code, consequences, batch, *rest = full.message.splitlines()[1:]
-    assert full.message.splitlines()[0] == "90% of its units are zero. Their biases are negative."
-    assert (code, consequences) == (f"Code: {CODE}", "Consequences: no learning, nonfinite in fc2.")
-    assert batch == "Batch of step 6: 3."
-    assert rest == ["Batch of step 8: 1."] * 4 + ["Lower the learning rate. Is it frozen?"]
-
-
-def test_an_alert_of_a_module_gets_the_location_of_its_call() -> None:
-    modules = (
-        Module(name="fc1", type_name="Linear", user_code=CODE),
-        Module(name="fc2", type_name="Linear"),
-    )
-    layout = Layout(modules=modules, parameters=())
-    assert located(ALERT, layout).location == CODE
-    for alert in (
-        replace(ALERT, stage="resolved"),
-        replace(ALERT, module_name="fc2"),
-        replace(ALERT, module_name="gone"),
-        replace(ALERT, module_name=None),
-    ):
-        assert located(alert, layout) == alert
-    assert located(ALERT, None) == ALERT
+def test_title_and_message_are_composed_of_all_known_fields(tmp_path: Path) -> None:
+    root = finding(
+        module_name="fc", cause="Their biases are negative", advice=("Wait", "Is it frozen?"),
+        batch_steps=range(9),
+    )  # fmt: skip
+    detectors = [
+        Scripted({9: root}, kind="root"),
+        Scripted({9: finding(module_name="fc")}, kind="effect", explained_by={"root"}),
+        Scripted({9: finding(module_name="gone")}, kind="gone"),
+    ]
+    model = Applied(lambda self, x: self.fc(x).sum(), fc=nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rules = {detector.kind: detector for detector in detectors}
+    with HookLogger(model, tmp_path, alerts=rules) as logger:
+        for step in range(11):
+            if step != 1:
+                logger.batch([step, f"file {step}"])
+            model(torch.ones(1, 2)).backward()
+            optimizer.step()
+    begin, *others = logger.alerts
+    assert begin.title == "root in fc at step 9"
+    assert [alert.title for alert in others][-1] == "gone in gone resolved at step 10"
+    assert replace(begin, module_name=None, stage="escalated").title == "root escalated at step 9"
+    first, code, consequences, *batches, advice = begin.message.splitlines()
+    assert first == "Seen. Their biases are negative."
+    assert code.startswith("Code: tests/helpers/applied.py:")
+    assert code.endswith(" (Applied.forward)")
+    assert consequences == "Consequences: effect in fc."
+    assert batches == [f"Batch of step {n}: {n}, file {n}." for n in (0, 2, 3, 4, 5)]
+    assert advice == "Wait. Is it frozen?"
+    stages = [(alert.kind, alert.stage, alert.location) for alert in others]
+    assert sorted(stages) == [
+        ("gone", "resolved", None), ("gone", "started", None), ("root", "resolved", None)
+    ]  # fmt: skip

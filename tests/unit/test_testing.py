@@ -1,4 +1,4 @@
-"""Public test doubles, and the examples of the page about rules."""
+"""Rules, public test doubles for them, and the examples of their page."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
-from telemetry import Alert, Baseline, Detector, Finding, HookLogger, Rule, StepRecord
-from telemetry.alerts import rules_from
+from telemetry import Alert, Baseline, Finding, HookLogger, Rule, StepRecord
 from telemetry.testing import CapturedRun, alerts_of, capture_run
 from tests.helpers.paths import ROOT
 
@@ -37,7 +36,7 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
-class Requests(Rule):
+class Losses(Rule):
     """Rule that requests a full step after steps 1 and 2 and reports each loss."""
 
     requests_full_step = False
@@ -47,18 +46,37 @@ class Requests(Rule):
         return ()
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        return [replace(AN_ALERT, step=step, value=loss)]
+        yield Alert(
+            kind="loss", severity="note", step=step, module_name=None, value=loss, threshold=0.0,
+            summary="Logged",
+        )  # fmt: skip
 
 
-AN_ALERT = Alert(
-    kind="planted",
-    severity="warning",
-    step=0,
-    module_name=None,
-    value=0.0,
-    threshold=0.0,
-    summary="Planted.",
+class Plain(Rule):
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        return ()
+
+
+def test_only_the_call_of_a_rule_must_be_written() -> None:
+    rule = Plain()
+    assert (rule.name, rule.requests_full_step) == ("Plain", False)
+    assert (rule.on_loss(3, 0.5), rule.state_dict()) == ((), {})
+    rule.load_state_dict({})
+    with pytest.raises(TypeError, match="__call__"):
+        Rule()  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1, "1 is not a rule: it cannot be called"),
+        (Plain, r"pass an instance: Plain\(\)"),
+        ("dead_units", "is the name of a rule"),
+    ],
 )
+def test_an_object_that_is_not_a_rule_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        alerts_of([], [value])
 
 
 def test_a_run_is_recorded_at_once_and_without_files(
@@ -66,7 +84,7 @@ def test_a_run_is_recorded_at_once_and_without_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = make()
-    with capture_run(model, every_n_steps=10, rules=[Requests()]) as run:
+    with capture_run(model, every_n_steps=10, rules=[Losses()]) as run:
         train(model, run, 5)
     assert [record.step for record in run.records] == [0, 1, 2, 3, 4]
     assert [record.step for record in run.records if record.full] == [0, 3, 4]
@@ -95,20 +113,19 @@ def test_a_captured_run_and_a_logger_report_the_same_alerts(tmp_path: Path) -> N
     assert alerts_of(run.records) == run.alerts
 
 
-def test_exceptions_and_invalid_results_of_a_rule_are_raised() -> None:
-    def broken(record: StepRecord) -> Iterable[Alert]:
-        raise ArithmeticError("planted")
-
+@pytest.mark.parametrize(
+    ("judge", "error", "message"),
+    [
+        (lambda record: 1 / 0, ZeroDivisionError, "division"),
+        (lambda record: "text", TypeError, "must return alerts"),
+    ],
+)
+def test_exceptions_and_invalid_results_of_a_rule_are_raised(
+    judge: Any, error: type[Exception], message: str
+) -> None:
     model = make()
-    with (
-        pytest.raises(ArithmeticError, match="planted"),
-        capture_run(model, rules=[broken]) as run,
-    ):
+    with pytest.raises(error, match=message), capture_run(model, rules=[judge]) as run:
         train(model, run, 1)
-    with capture_run(model, rules=()) as run:
-        train(model, run, 1)
-    with pytest.raises(TypeError, match="must return alerts"):
-        alerts_of(run.records, [lambda record: "text"])  # type: ignore[arg-type,return-value]
 
 
 def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +142,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     records = page["run"].records
     assert [record.full for record in records] == [step in (0, 10, 20) for step in range(30)]
 
-    [rule] = rules_from({"heavy_tails": page["HeavyTails"](kurtosis=1.0)})
+    rule = page["HeavyTails"](kurtosis=1.0)
     found = alerts_of([replace(records[0], step=step) for step in range(9)], [rule])
     assert [(alert.kind, alert.step, alert.stage) for alert in found] == [
         ("heavy_tails", 6, "started")
@@ -144,13 +161,6 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_page_names_every_field(value: Any, name: str) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     assert [field.name for field in fields(value) if f"`{field.name}`" not in page] == []
-
-
-@pytest.mark.parametrize("value", [Rule, Detector])
-def test_the_page_names_every_member(value: type[Rule]) -> None:
-    members = {name for name in vars(value) if not name.startswith("_")}
-    engine = {"evaluate", "limits", "full_steps_needed", "judges_losses", "is_unconfirmed"}
-    assert [name for name in members - engine if f"|`{name}" not in PAGE] == []
 
 
 def test_the_documented_members_of_the_baseline_exist() -> None:

@@ -1,41 +1,35 @@
-"""Time and memory: four faulty runs of each kind, and their healthy twins."""
+"""Time and memory: faulty runs of each kind, and their healthy twins."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from telemetry import Alert, HookLogger
-from telemetry.alerts.detector import Detector
-from telemetry.alerts.engine import Engine
-from telemetry.alerts.resources import InputBound, MemoryGrowth, SlowSteps
-from telemetry.records import Layout, RankFacts, Spread, StepRecord
-from telemetry.tag_names import ALLOCATED_BYTES, HOST_OWN_BYTES, TIMES
+from telemetry import Alert, HookLogger, StepRecord
+from telemetry.testing import alerts_of
+from tests.helpers.rank_records import of_ranks
+from tests.helpers.rules import rule
+from tests.helpers.scripted import record
 
-LAYOUT = Layout(modules=(), parameters=())
 MIB = 2**20
-STEPS = 2600
-Run = Iterator[StepRecord]
+PARTS = "data_wait", "forward", "backward", "optimizer"
+HOST, DEVICE = "memory/host_own_bytes", "memory/allocated_bytes"
 Curve = Callable[[int], float]
+Run = Iterator[StepRecord]
 
 
-def record(
-    step: int, times: tuple[float, ...] = (0.01, 0.03, 0.06, 0.02), **more: float
-) -> StepRecord:
-    """Return a light step with these times, and memory by tag."""
-    tokens = more.pop("tokens", 512.0)
-    return StepRecord(
-        step=step, wall_time=float(step), layout=LAYOUT, full=step % 100 == 0, tokens=tokens,
-        grad_norms=np.zeros(0), grad_present=np.zeros(0, bool), grad_finite=np.zeros(0, bool),
-        usage={**dict(zip(TIMES, times, strict=True)), **more},
-    )  # fmt: skip
+def timed(step: int, times: Iterable[float], tokens: float = 512.0) -> StepRecord:
+    """Return a record of a step whose parts take these seconds."""
+    usage = {f"time/{part}_s": seconds for part, seconds in zip(PARTS, times, strict=True)}
+    return record(step, usage=usage, tokens=tokens, full=step % 100 == 0)
 
 
 def noise(step: int) -> float:
@@ -44,261 +38,205 @@ def noise(step: int) -> float:
     return float(np.exp(0.3 * draws.normal()) * (5 if draws.random() < 0.05 else 1))
 
 
-def found(detector: Detector, run: Run, *, every: int = 1) -> list[Alert]:
-    return [alert for one in run if one.step % every == 0 for alert in detector(one)]
-
-
-# --- input_bound ----------------------------------------------------------------------------------
-
-
 def waiting(wait_s: Curve, scale: float = 1.0) -> Run:
     """Yield steps of 0.11 s beside the wait, each with noise."""
     for step in range(300):
         own = noise(2 * step) * scale
-        wait = wait_s(step) * noise(2 * step + 1)
-        yield record(step, (wait, 0.03 * own, 0.06 * own, 0.02 * own))
+        yield timed(step, (wait_s(step) * noise(2 * step + 1), 0.03 * own, 0.06 * own, 0.02 * own))
+
+
+def slowed(
+    factor: Curve, *parts: int, step_s: float = 1.0, tokens: Curve = lambda step: 512.0
+) -> Run:
+    """Yield steps of which some parts, by default ``backward``, take so many times as long."""
+    for step in range(600):
+        usual = np.array([0.1, 0.2, 0.5, 0.2])
+        usual[list(parts or (2,))] += (factor(step) - 1) / len(parts or (2,))
+        yield timed(step, step_s * noise(step) * usual, tokens(step))
+
+
+def memory(mebibytes: Curve, tag: str = HOST, tokens: Curve = lambda step: 512.0) -> Run:
+    """Yield steps with a memory of 500 MiB and this, which the batch lets vary."""
+    every, varies = (1, 0.5) if tag == HOST else (10, 3.0)
+    for step in range(2600):
+        value = 500 + mebibytes(step) + varies * np.random.default_rng(step).random()
+        usage = {tag: value * MIB} if step % every == 0 else {}
+        yield record(step, usage=usage, tokens=tokens(step))
+
+
+def found(kind: str, run: Iterable[StepRecord]) -> list[Alert]:
+    return alerts_of(run, [rule(kind)])
+
+
+def from_step(step: int, high: float, low: float = 1.0) -> Curve:
+    return lambda at: high if at >= step else low
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("wait_s", "scale"),
     [
-        waiting(lambda step: 0.2),  # a loader that decodes images itself
-        waiting(lambda step: 0.16 if step >= 100 else 0.001),  # a cold file system
-        waiting(lambda step: 0.02, scale=0.1),  # a small network, transforms in Python
-        waiting(lambda step: 0.3 if step % 4 else 0.0),  # one worker in four keeps up
+        (lambda step: 0.2, 1.0),
+        (from_step(100, 0.16, 0.001), 1.0),
+        (lambda step: 0.02, 0.1),
+        (lambda step: 0.3 if step % 4 else 0.0, 1.0),
     ],
-    ids=["decodes", "becomes slow", "small network", "few workers"],
+    ids=["decodes images", "cold file system", "small network", "one worker in four keeps up"],
 )
-def test_steps_that_wait_for_data_are_reported_once(run: Run) -> None:
-    [alert] = found(InputBound(), run)
-    assert (alert.kind, alert.severity, alert.stage) == ("input_bound", "note", "started")
+def test_steps_that_wait_for_data_are_reported_once(wait_s: Curve, scale: float) -> None:
+    [alert] = found("input_bound", waiting(wait_s, scale))
+    assert (alert.severity, alert.stage) == ("note", "started")
     assert 0.4 < alert.value < 1
     assert any("num_workers" in text for text in alert.advice)
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("factor", "part", "named"),
     [
-        waiting(lambda step: 0.02),  # prefetched
-        waiting(lambda step: 3.0 if step % 4 == 0 else 0.0),  # bursts: most steps do not wait
-        waiting(lambda step: 0.0004, scale=0.002),  # 0.3 ms, and the loop takes as long
-        waiting(lambda step: 5.0 if 100 <= step < 120 else 0.01),  # a checkpoint is saved
+        (from_step(300, 3.0), 0, "waiting for data"),  # a disk
+        (lambda step: 1 + step / 100, 1, "forward"),  # a list that is searched
+        (lambda step: 1 + max(step - 200, 0) / 50, 2, "backward"),  # a graph that grows
+        (from_step(400, 4.0), 3, "optimizer"),
     ],
-    ids=["prefetched", "bursts", "very fast", "pause"],
 )
-def test_steps_that_rarely_wait_are_no_fault(run: Run) -> None:
-    assert found(InputBound(), run) == []
-
-
-def test_a_wait_that_ends_resolves() -> None:
-    alerts = found(InputBound(), waiting(lambda step: 0.3 if step < 100 else 0.01))
-    assert [alert.stage for alert in alerts] == ["started", "resolved"]
-
-
-def test_full_steps_count_only_where_all_steps_are_full() -> None:
-    run = [replace(one, full=True) for one in waiting(lambda step: 0.3)]
-    assert len(found(InputBound(), iter(run))) == 1
-    mixed = (replace(one, full=one.step % 2 == 0) for one in waiting(
-        lambda step: 0.3 if step % 2 == 0 else 0.01))  # fmt: skip
-    assert found(InputBound(), mixed) == []
-
-
-# --- slow_steps -----------------------------------------------------------------------------------
-
-
-def slowed(factor: Curve, step_s: float = 1.0, part: int = 2, tokens: Curve | None = None) -> Run:
-    """Yield steps of which one part, and so the step, takes so many times as long."""
-    for step in range(600):
-        parts = [0.1, 0.2, 0.5, 0.2]
-        parts[part] += factor(step) - 1
-        times = tuple(step_s * noise(step) * value for value in parts)
-        yield record(step, times, tokens=512.0 if tokens is None else tokens(step))
-
-
-@pytest.mark.parametrize(
-    ("run", "part"),
-    [
-        (slowed(lambda step: 3.0 if step >= 300 else 1.0, part=0), "waiting for data"),
-        (slowed(lambda step: 1 + step / 100, part=1), "forward"),  # a list that is searched
-        (
-            slowed(lambda step: 1 + max(step - 200, 0) / 50, part=2),
-            "backward",
-        ),  # a graph that grows
-        (slowed(lambda step: 4.0 if step >= 400 else 1.0, part=3), "optimizer"),
-    ],
-    ids=["disk", "list", "graph", "optimizer"],
-)
-def test_steps_that_became_slow_are_reported_with_their_part(run: Run, part: str) -> None:
-    [alert] = found(SlowSteps(), run)
-    assert (alert.kind, alert.severity) == ("slow_steps", "note")
+def test_steps_that_became_slow_are_reported_with_their_part(
+    factor: Curve, part: int, named: str
+) -> None:
+    [alert] = found("slow_steps", slowed(factor, part))
+    assert alert.severity == "note"
     assert alert.value >= 2
-    assert alert.cause is not None
-    assert part in alert.cause
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        slowed(lambda step: 1.0),
-        slowed(lambda step: 3.0 if 300 <= step < 320 else 1.0),  # another job, for 20 steps
-        slowed(lambda step: 4.0 if step >= 300 else 1.0, step_s=0.05),  # ten seconds of noise
-        # Sequences four times as long.
-        slowed(
-            lambda step: 4.0 if step >= 300 else 1.0, tokens=lambda s: 2048 if s >= 300 else 512
-        ),
-    ],
-    ids=["steady", "pause", "short steps", "longer sequences"],
-)
-def test_steps_that_are_slow_for_a_reason_or_briefly_are_no_fault(run: Run) -> None:
-    assert found(SlowSteps(), run) == []
+    assert named in (alert.cause or "")
 
 
 def test_a_slow_machine_is_the_cause_where_all_parts_became_slower() -> None:
-    slower = zip((0.1, 0.2, 0.5, 0.2), (2.0, 2.2, 3.4, 2.8), strict=True)
-    busy = tuple(s * by for s, by in slower)
-    run = (
-        record(
-            step, tuple(noise(step) * s for s in (busy if step >= 300 else (0.1, 0.2, 0.5, 0.2)))
-        )
-        for step in range(450)
-    )
-    [alert] = found(SlowSteps(), run)
+    [alert] = found("slow_steps", slowed(from_step(300, 9.0), 0, 1, 2, 3))
     assert alert.cause == "All parts that compute are slower"
     assert alert.advice == ("Check for other programs on the machine, and for its clock",)
 
 
-def test_steps_that_are_fast_again_resolve() -> None:
-    run = slowed(lambda step: 4.0 if 200 <= step < 400 else 1.0)
-    assert [alert.stage for alert in found(SlowSteps(), run)] == ["started", "resolved"]
-
-
-# --- memory_growth --------------------------------------------------------------------------------
-
-
-def memory(mebibytes: Curve, tag: str = HOST_OWN_BYTES, tokens: Curve = lambda step: 512.0) -> Run:
-    for step in range(STEPS):
-        seen = tag == HOST_OWN_BYTES or step % 10 == 0
-        draws = np.random.default_rng(step)
-        batch = 0.5 * draws.random() if tag == HOST_OWN_BYTES else 3.0 * draws.random()
-        value = {tag: (500 + mebibytes(step) + batch) * MIB} if seen else {}
-        yield record(step, tokens=tokens(step), **value)
-
-
 @pytest.mark.parametrize(
-    ("run", "severity"),
+    ("mebibytes", "tag", "severity"),
     [
-        (memory(lambda step: 0.3 * step), "note"),  # a list of outputs
-        (memory(lambda step: 0.02 * step, ALLOCATED_BYTES), "warning"),  # total += loss
-        (memory(lambda step: 1.0 * max(step - 500, 0)), "note"),  # begins late
-        # Python's collector frees a part of it now and then.
-        (memory(lambda step: 0.5 * step - 4 * (step % 10) / 10, ALLOCATED_BYTES), "warning"),
+        (lambda step: 0.3 * step, HOST, "note"),
+        (lambda step: 0.02 * step, DEVICE, "warning"),
+        (lambda step: max(step - 500, 0), HOST, "note"),
+        (lambda step: 0.5 * step - 4 * (step % 10) / 10, DEVICE, "warning"),
     ],
-    ids=["outputs", "total", "late", "collector"],
+    ids=["list of outputs", "total += loss", "begins late", "collector frees a part"],
 )
-def test_memory_that_rises_steadily_is_reported_once(run: Run, severity: str) -> None:
-    [alert] = found(MemoryGrowth(), run)
-    assert (alert.kind, alert.severity) == ("memory_growth", severity)
+def test_memory_that_rises_steadily_is_reported_once(
+    mebibytes: Curve, tag: str, severity: str
+) -> None:
+    [alert] = found("memory_growth", memory(mebibytes, tag))
+    assert alert.severity == severity
     assert alert.step >= 340
     assert alert.value >= alert.threshold
     assert any("loss.item()" in text for text in alert.advice)
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("kind", "run"),
     [
-        memory(lambda step: 400 * (1 - np.exp(-step / 60))),  # an allocator that warms up
-        memory(lambda step: min(step, 250) * 2.0),  # a cache that fills up
-        memory(lambda step: 0.5 * step, tokens=lambda step: 512 + 2 * step),  # longer inputs
-        memory(lambda step: 0.4 * (step % 200)),  # the outputs of an epoch, for a metric
-        memory(lambda step: 0.0, ALLOCATED_BYTES),
-        memory(lambda step: 0.02 * step),  # too little to matter on a host
+        ("input_bound", waiting(lambda step: 0.02)),  # prefetched
+        ("input_bound", waiting(lambda step: 3.0 if step % 4 == 0 else 0.0)),  # bursts
+        ("input_bound", waiting(lambda step: 0.0004, scale=0.002)),  # the loop takes as long
+        ("input_bound", waiting(lambda step: 5.0 if 100 <= step < 120 else 0.01)),  # a checkpoint
+        ("slow_steps", slowed(lambda step: 1.0)),
+        ("slow_steps", slowed(lambda step: 3.0 if 300 <= step < 320 else 1.0)),  # another job
+        ("slow_steps", slowed(from_step(300, 4.0), step_s=0.05)),  # ten seconds of noise
+        ("slow_steps", slowed(from_step(300, 4.0), tokens=from_step(300, 2048.0, 512.0))),
+        ("memory_growth", memory(lambda step: 400 * (1 - np.exp(-step / 60)))),  # warms up
+        ("memory_growth", memory(lambda step: min(step, 250) * 2.0)),  # a cache that fills up
+        ("memory_growth", memory(lambda step: 0.5 * step, tokens=lambda step: 512 + 2 * step)),
+        ("memory_growth", memory(lambda step: 0.4 * (step % 200))),  # outputs of an epoch
+        ("memory_growth", memory(lambda step: 0.0, DEVICE)),
+        ("memory_growth", memory(lambda step: 0.02 * step)),  # too little to matter on a host
     ],
-    ids=["warm-up", "cache", "longer inputs", "epochs", "steady", "little"],
 )
-def test_memory_that_rises_for_a_reason_is_no_fault(run: Run) -> None:
-    assert found(MemoryGrowth(), run) == []
+def test_what_is_brief_small_or_has_a_reason_is_no_fault(kind: str, run: Run) -> None:
+    assert found(kind, run) == []
 
 
-def test_memory_that_falls_resolves() -> None:
-    run = memory(lambda step: 0.5 * step if step < 600 else 0.0)
-    assert [alert.stage for alert in found(MemoryGrowth(), run)] == ["started", "resolved"]
-
-
-# --- all ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        ("input_bound", waiting(from_step(100, 0.01, 0.3))),
+        ("slow_steps", slowed(lambda step: 4.0 if 200 <= step < 400 else 1.0)),
+        ("memory_growth", memory(lambda step: 0.5 * step if step < 600 else 0.0)),
+    ],
+)
+def test_what_is_usual_again_resolves(kind: str, run: Run) -> None:
+    assert [alert.stage for alert in found(kind, run)] == ["started", "resolved"]
 
 
 @pytest.mark.parametrize("every", [1, 7, 64])
-def test_steps_without_a_record_change_no_finding(every: int) -> None:
-    longer = (record(s, **{HOST_OWN_BYTES: (500 + 0.5 * s) * MIB}) for s in range(6000))
-    assert len(found(MemoryGrowth(), longer, every=every)) == 1
-    waits = (record(step, (0.2, 0.03, 0.06, 0.02)) for step in range(6000))
-    assert len(found(InputBound(), waits, every=every)) == 1
+@pytest.mark.parametrize("kind", ["input_bound", "memory_growth"])
+def test_steps_without_a_record_change_no_finding(kind: str, every: int) -> None:
+    times = [timed(step, (0.2, 0.03, 0.06, 0.02)) for step in range(0, 6000, every)]
+    run = [replace(r, usage={**r.usage, HOST: (500 + 0.5 * r.step) * MIB}) for r in times]
+    assert len(found(kind, run)) == 1
+
+
+def test_full_steps_count_only_where_all_steps_are_full() -> None:
+    run = [replace(one, full=True) for one in waiting(lambda step: 0.3)]
+    assert len(found("input_bound", run)) == 1
+    mixed = waiting(lambda step: 0.3 if step % 2 == 0 else 0.01)
+    assert found("input_bound", [replace(one, full=one.step % 2 == 0) for one in mixed]) == []
 
 
 def test_unknown_times_are_judged_by_nothing() -> None:
-    engine = Engine([InputBound(), SlowSteps(), MemoryGrowth()])
-    for one in waiting(lambda step: 0.3):
-        assert [*engine(replace(one, usage={}))] == []
-    assert not engine.requests_full_step
+    rules = [rule("input_bound"), rule("slow_steps"), rule("memory_growth")]
+    unknown = [replace(one, usage={}) for one in waiting(lambda step: 0.3)]
+    assert alerts_of(unknown, rules) == []
+    assert not any(one.requests_full_step for one in rules)
 
 
 def test_a_resumed_run_has_no_history_of_another_machine() -> None:
-    before = InputBound()
-    assert len(found(before, waiting(lambda step: 0.3))) == 1
-    after = InputBound()
+    before, after = rule("input_bound"), rule("input_bound")
+    assert len(alerts_of(waiting(lambda step: 0.3), [before])) == 1
     after.load_state_dict(before.state_dict())
-    later = (replace(one, step=one.step + 300) for one in waiting(lambda step: 0.01))
-    assert [alert.stage for alert in found(after, later)] == ["resolved"]
+    later = [replace(one, step=one.step + 300) for one in waiting(lambda step: 0.01)]
+    assert [alert.stage for alert in alerts_of(later, [after])] == ["resolved"]
 
 
 @pytest.mark.parametrize(("part", "why"), [(0, "data"), (1, "computing"), (3, "computing")])
 def test_the_slowest_rank_is_named_with_the_reason(part: int, why: str) -> None:
-    def of_ranks(one: StepRecord) -> StepRecord:
-        usage = {
-            tag: Spread(low=0.01, low_rank=0, high=0.3 if n == part else 0.02, high_rank=n)
-            for n, tag in enumerate(TIMES)
-        }
-        usage[TIMES[2]] = Spread(low=0.1, low_rank=part, high=0.4, high_rank=0)
-        return replace(one, ranks=RankFacts(size=4, held=frozenset(range(4)), usage=usage))
-
-    [alert] = found(InputBound(), map(of_ranks, waiting(lambda step: 0.3)))
+    usage = {
+        f"time/{name}_s": (0.01, 0, 0.3 if n == part else 0.02, n) for n, name in enumerate(PARTS)
+    }
+    usage["time/backward_s"] = (0.1, part, 0.4, 0)
+    run = (of_ranks(one, 4, usage=usage) for one in waiting(lambda step: 0.3))
+    [alert] = found("input_bound", run)
     assert alert.cause is not None
     assert alert.cause.startswith(f"Rank {part} ")
     assert why in alert.cause
 
 
-def train(
-    log_dir: Path, detector: Detector, steps: int, prepare: Callable[[], object]
-) -> list[Alert]:
+def train(log_dir: Path, kind: str, steps: int, prepare: Callable[[], object]) -> list[Alert]:
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, log_dir, alerts={detector.kind: detector}, every_n_steps=50) as logger:
+    with HookLogger(model, log_dir, every_n_steps=50) as logger:
         for _ in range(steps):
             prepare()
             model(torch.rand(4, 8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [alert for alert in logger.alerts if alert.kind == detector.kind]
+    return [alert for alert in logger.alerts if alert.kind == kind]
 
 
 def test_a_loader_that_sleeps_is_reported_in_training(tmp_path: Path) -> None:
-    assert train(tmp_path / "fast", InputBound(), 70, lambda: None) == []
-    [alert] = train(tmp_path / "slow", InputBound(), 70, lambda: time.sleep(0.02))
+    assert train(tmp_path / "fast", "input_bound", 70, lambda: None) == []
+    [alert] = train(tmp_path / "slow", "input_bound", 70, lambda: time.sleep(0.02))
     assert alert.value > 0.4
 
 
 @pytest.mark.slow
-def test_tensors_that_a_list_keeps_are_reported_in_training(tmp_path: Path) -> None:
-    kept: list[Tensor] = []
+@pytest.mark.parametrize("keeps", [False, True])
+def test_tensors_that_a_list_keeps_are_reported_in_training(tmp_path: Path, keeps: bool) -> None:
+    kept: list[Any] = []
 
-    def keep() -> None:
-        kept.append(torch.ones(2**17))
-        time.sleep(0.005)
+    def prepare() -> None:
+        kept[len(kept) * keeps :] = [torch.ones(2**17)]
+        time.sleep(0.005)  # of a step, so that the memory is read at several
 
-    def drop() -> None:
-        torch.ones(2**17)
-        time.sleep(0.005)
-
-    assert train(tmp_path / "healthy", MemoryGrowth(), 450, drop) == []
-    [alert] = train(tmp_path / "leak", MemoryGrowth(), 600, keep)
-    assert alert.value >= 64 * MIB
+    alerts = train(tmp_path, "memory_growth", 600, prepare)
+    assert [alert.value >= 64 * MIB for alert in alerts] == [True] * keeps

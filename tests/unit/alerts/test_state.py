@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from telemetry.alert import Alert, Consequence
-from telemetry.alerts.state import restore, to_plain
-from telemetry.records import CodeLocation
-
-
-class Inner:
-    _values: deque[float]
-
-    def __init__(self) -> None:
-        self._values = deque([1.0], maxlen=2)
+from telemetry import Detector
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,57 +25,49 @@ class Key(NamedTuple):
     index: int
 
 
-class Outer:
+class Inner:
+    """An object that is filled, not created."""
+
+    _latest: deque[float]
+
+    def __init__(self) -> None:
+        self._latest = deque(maxlen=2)
+
+
+class Outer(Detector):
+    kind = "outer"
+    limit = 1.0
     inner: Inner
     _items: dict[Key, Item]
-    _range: tuple[float, int]
-    _alert: Alert | None
+    _range: tuple[float, int] = (0.0, 0)
+    _seen: set[str]
+    _three: Annotated[deque[int], 3]
+    _bare: deque  # type: ignore[type-arg]
+    _row: tuple = (-1, 0)  # type: ignore[type-arg]
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
-        self.inner = Inner()
-        self._items = {}
-        self._range = (0.0, 0)
-        self._alert = None
+
+def state_of(detector: Detector) -> Any:
+    return json.loads(json.dumps(detector.state_dict()))  # as in a checkpoint
 
 
 def test_values_are_restored_with_their_types() -> None:
-    before, after = Outer(1.0), Outer(2.0)
-    before.inner._values.extend([np.float32(2.0), 3.0])
+    before, after = Outer(limit=1.0), Outer(limit=2.0)
+    before.inner._latest.extend([np.float32(2.0), 3.0])
     before._items[Key("a", 1)] = Item(mask=np.array([True, False]), share=np.float64(0.5))
-    before._range = (-np.inf, 1)
-    before._alert = Alert(
-        kind="k", severity="error", step=3, module_name=None, value=1.0, threshold=0.0,
-        summary="m", consequences=(Consequence(kind="x", module_name="a"),), advice=("A", "B"),
-        location=CodeLocation(file="nets.py", line=7, class_name="Net"),
-    )  # fmt: skip
+    before._range, before._row, before._seen = (-np.inf, 1), (3, 4), {"b", "a"}
+    before._three.extend([1, 2])
+    before._bare.append("x")
     inner = after.inner
-    restore(after, to_plain(before))
+    after.load_state_dict(state_of(before))
     assert after.limit == 2.0
-    assert after.inner._values == deque([2.0, 3.0])
-    assert after.inner._values.maxlen == 2
+    assert (after.inner._latest, after.inner._latest.maxlen) == (deque([2.0, 3.0]), 2)
     [(key, item)] = after._items.items()
     assert isinstance(key, Key)
-    assert (key.name, key.index, item.mask.dtype) == ("a", 1, np.bool_)
+    assert (key.name, key.index, item.mask.dtype, item.share) == ("a", 1, np.bool_, 0.5)
     assert item.mask.tolist() == [True, False]
-    assert (after._range, after._alert) == (before._range, before._alert)
-    assert inner._values == deque([1.0])  # replaced, not changed in place
-
-
-class Bare:
-    _row: tuple = (-1, 0)  # type: ignore[type-arg]
-    _seen: set = frozenset()  # type: ignore[type-arg,assignment]
-    _named: dict = {}  # type: ignore[type-arg]  # noqa: RUF012
-    _latest: deque = deque(maxlen=2)  # type: ignore[type-arg]  # noqa: RUF012
-
-
-def test_containers_without_an_item_type_are_restored_too() -> None:
-    before, after = Bare(), Bare()
-    before._row, before._seen, before._named = (3, 4), {"a"}, {"b": 1}
-    before._latest = deque([1.0, 2.0], maxlen=2)
-    restore(after, to_plain(before))
-    assert (after._row, after._seen, after._named) == ((3, 4), {"a"}, {"b": 1})
-    assert (after._latest, after._latest.maxlen) == (deque([1.0, 2.0]), 2)
+    assert (after._range, after._row, after._seen) == ((-np.inf, 1), (3, 4), {"a", "b"})
+    assert (after._three, after._bare) == (deque([1, 2]), deque(["x"]))
+    assert inner._latest == deque()  # replaced, not changed in place
 
 
 @pytest.mark.parametrize(
@@ -98,16 +82,17 @@ def test_containers_without_an_item_type_are_restored_too() -> None:
         {"_items": [[["a", 1]]]},
         {"_items": {"a": 1}},
         {"_items": 3},
-        {"_alert": {"kind": "k"}},
-        {"_alert": {"severity": "fatal"}},
+        {"active_alert": {"kind": "k"}},
+        {"active_alert": {"severity": "fatal"}},
         {"inner": []},
         {"inner": {}},
-        {"inner": {"_values": None}},
+        {"inner": {"_latest": None}},
     ],
 )
 def test_an_incompatible_value_changes_nothing(damage: dict[str, Any]) -> None:
-    target = Outer(1.0)
-    before = repr(to_plain(target))
+    target = Outer()
+    before, state = state_of(target), state_of(Outer())
+    state["detector"] |= {"inner": {"_latest": [9.0]}, **damage}
     with pytest.raises((TypeError, ValueError, KeyError)):
-        restore(target, {**to_plain(Outer(1.0)), "inner": {"_values": [9.0]}, **damage})
-    assert repr(to_plain(target)) == before
+        target.load_state_dict(state)
+    assert state_of(target) == before
