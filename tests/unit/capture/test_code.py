@@ -14,12 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import telemetry
-from telemetry import HookLogger
-from telemetry.capture.layouts import places_in_code
-from telemetry.commands.cli import main
-from telemetry.events.page_format import decode_layout, encode_layout
-from telemetry.records import CodeLocation, Module
+from telemetry import HookLogger, Module
 from telemetry.testing import capture_run
+from tests.helpers import shell
 
 HERE = Path(__file__).relative_to(Path.cwd()).as_posix()
 
@@ -33,32 +30,30 @@ class Block(nn.Module):
         return self.layers[0](x)
 
 
-LINE = f"{HERE}:{Block.forward.__code__.co_firstlineno}"
-BLOCK = CodeLocation(file=HERE, line=Block.forward.__code__.co_firstlineno, class_name="Block")
+BLOCK = f"{HERE}:{Block.forward.__code__.co_firstlineno} (Block.forward)"
+LINEAR = f"torch/nn/modules/linear.py:{nn.Linear.forward.__code__.co_firstlineno}"
 
 
-def location_of(module: nn.Module) -> tuple[str, CodeLocation | None]:
-    return places_in_code({"": module})[""]
+def modules_of(model: nn.Module) -> dict[str, Module]:
+    """Return the modules of a step's layout by name."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with capture_run(model, rules=()) as run:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return {module.name: module for module in run.records[0].layout.modules}
 
 
 def test_a_layer_of_torch_has_its_own_line_and_the_nearest_user_code() -> None:
-    model = nn.Sequential(Block(), nn.ReLU())
-    locations = places_in_code(dict(model.named_modules()))
-    assert locations["0"] == (LINE, BLOCK)
-    forward, user_code = locations["0.layers.0"]
-    line = nn.Linear.forward.__code__.co_firstlineno
-    assert forward == f"torch/nn/modules/linear.py:{line}"
-    assert user_code == BLOCK
-    assert locations["0.layers"] == ("", user_code)  # never called
-    assert locations["1"][1] is None
+    modules = modules_of(nn.Sequential(Block(), nn.ReLU()))
+    layer = modules["0.layers.0"]
+    assert (layer.forward, str(layer.user_code), layer.code) == (LINEAR, BLOCK, BLOCK)
+    assert modules["1"].user_code is None
+    assert modules["1"].code == ""  # a line of torch is not the source location
 
 
-def test_a_line_of_torch_is_not_the_source_location() -> None:
-    torch_line, library = "torch/nn/modules/linear.py:124", "timm/models/resnet.py:9"
-    own = CodeLocation(file=HERE, line=7, class_name="Block")
-    where = [(torch_line, None), (library, None), (torch_line, own), ("", None)]
-    modules = [Module(name="", type_name="A", forward=f, user_code=u) for f, u in where]
-    assert [module.code for module in modules] == ["", library, f"{HERE}:7 (Block.forward)", ""]
+def test_a_line_of_a_library_is_the_source_location_without_user_code() -> None:
+    library = "timm/models/resnet.py:9"
+    assert Module(name="", type_name="A", forward=library).code == library
 
 
 def wraps(module: nn.Module) -> Callable[..., Any]:
@@ -72,7 +67,7 @@ def wraps(module: nn.Module) -> Callable[..., Any]:
 
 
 def as_accelerate_does(module: nn.Module) -> Callable[..., Any]:
-    return functools.update_wrapper(functools.partial(print, module), module.forward)
+    return functools.update_wrapper(functools.partial(module.forward), module.forward)
 
 
 @pytest.mark.slow
@@ -82,52 +77,44 @@ def as_accelerate_does(module: nn.Module) -> Callable[..., Any]:
         wraps,
         as_accelerate_does,
         lambda module: functools.partial(module.forward),
-        lambda module: torch.compile(module.forward),
+        lambda module: torch.compile(module.forward, backend="eager"),
         lambda module: functools.partial(functools.partial(Block.forward, module)),
     ],
 )
 def test_wrappers_of_forward_are_unwrapped(wrap: Callable[[nn.Module], Any]) -> None:
-    module = Block()
-    module.forward = wrap(module)  # type: ignore[method-assign]
-    assert location_of(module) == (LINE, BLOCK)
+    block = Block()
+    block.forward = wrap(block)  # type: ignore[method-assign]
+    assert str(modules_of(block)["layers.0"].user_code) == BLOCK
 
 
 class Endless:
-    """Wrapper around the same object, whose other attributes raise."""
+    """Wrapper around itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, block: Block) -> None:
         self.__wrapped__ = self
+        self.block = block
 
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(name)
+    def __call__(self, x: Tensor) -> Tensor:
+        return Block.forward(self.block, x)
 
 
-def test_forwards_without_a_source_have_no_line() -> None:
-    for forward in (torch.relu, len, None, Endless(), eval("lambda x: x")):
-        module = Block()
-        module.__dict__["forward"] = forward
-        assert location_of(module) == ("", None)
+@pytest.mark.parametrize(
+    "forward",
+    [Endless, lambda block: eval("lambda x: block.layers[0](x)", {"block": block})],
+)
+def test_forwards_without_a_source_have_no_line(forward: Callable[[Block], Any]) -> None:
+    block = Block()
+    block.__dict__["forward"] = forward(block)
+    assert modules_of(block)["layers.0"].user_code is None
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")
 def test_compiled_models_have_a_location_and_traced_models_have_none() -> None:
     block = Block()
-    assert location_of(torch.compile(block)._orig_mod) == (LINE, BLOCK)
-    for module in (torch.fx.symbolic_trace(block), torch.jit.trace(block, torch.ones(1, 4))):
-        assert all(
-            user is None for _, user in places_in_code(dict(module.named_modules())).values()
-        )
-
-
-def test_a_layout_with_source_locations_is_decoded_unchanged() -> None:
-    block = Block()
-    with capture_run(block) as recorded:
-        optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
-        block(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-    layout = recorded.records[0].layout
-    text = encode_layout(layout, ())
-    assert decode_layout(text)[0] == layout
+    compiled = torch.compile(block, backend="eager")
+    assert str(modules_of(compiled)["layers.0"].user_code) == BLOCK
+    modules = modules_of(torch.fx.symbolic_trace(Block()))
+    assert {module.user_code for module in modules.values()} == {None}
 
 
 def test_alert_explanation_and_table_name_the_line_of_a_nan(
@@ -153,12 +140,10 @@ def test_alert_explanation_and_table_name_the_line_of_a_nan(
             loss.backward()
             optimizer.step()
     run = telemetry.read("run")
-    table = run.modules
-    [user_code] = table["user_code"]
-    assert list(table["module_name"]) == ["fc"]
-    assert user_code == "nets.py:9 (Net.forward)"
+    [name], [user_code] = run.modules["module_name"], run.modules["user_code"]
+    assert (name, user_code) == ("fc", "nets.py:9 (Net.forward)")
     alert = next(alert for alert in run.alerts if alert.module_name == "fc")
-    assert alert.location == CodeLocation(file="nets.py", line=9, class_name="Net")
+    assert str(alert.location) == user_code
     assert f"Code: {user_code}" in alert.message.splitlines()
-    assert main(["explain", "run"]) == 0
+    assert shell.run("explain", "run") == 0
     assert user_code in capsys.readouterr().out

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from telemetry import HookLogger
+from telemetry.testing import capture_run
 from tests.helpers.hand import array, assert_tensor
 from tests.helpers.require import require
 from tests.helpers.twins import Outcome, assert_left_alone
@@ -103,14 +104,15 @@ def test_other_optimizers_have_no_second_moments(tmp_path: Path, kind: str) -> N
     assert all(record.weights and not record.second_moments for record in outcome.full)
 
 
-def test_second_moments_require_measured_weights(tmp_path: Path) -> None:
-    outcome = assert_left_alone(Net, loop_of(torch.optim.Adam), tmp_path, weights=False)
-    assert all(record.grads and not record.second_moments for record in outcome.full)
-
-
-def test_light_steps_have_no_second_moments(tmp_path: Path) -> None:
-    outcome = assert_left_alone(Net, loop_of(torch.optim.Adam), tmp_path, every_n_steps=2)
-    assert [bool(record.second_moments) for record in outcome.records] == [True, False, True, False]
+@pytest.mark.parametrize(
+    ("options", "measured"),
+    [({"weights": False}, [False] * 4), ({"every_n_steps": 2}, [True, False, True, False])],
+)
+def test_second_moments_are_those_of_full_steps_with_weights(
+    tmp_path: Path, options: dict[str, Any], measured: list[bool]
+) -> None:
+    outcome = assert_left_alone(Net, loop_of(torch.optim.Adam), tmp_path, **options)
+    assert [bool(record.second_moments) for record in outcome.records] == measured
 
 
 def test_a_step_that_a_scaler_skips_has_no_second_moments(tmp_path: Path) -> None:
@@ -129,19 +131,16 @@ def test_a_step_that_a_fused_optimizer_skips_keeps_the_second_moments(tmp_path: 
     assert before.sum == after.sum
 
 
-def test_each_of_two_optimizers_has_its_second_moments(tmp_path: Path) -> None:
-    def loop(model: Any, logger: HookLogger | None) -> Iterator[Tensor]:
-        adam = torch.optim.Adam(model[0].parameters())
-        sgd = torch.optim.SGD(model[2].parameters(), lr=0.1)
+def test_each_of_two_optimizers_has_its_second_moments() -> None:
+    model = Net()
+    adam = torch.optim.Adam(model[0].parameters())
+    sgd = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with capture_run(model, rules=()) as run:
         for _ in range(2):
-            loss = model(torch.ones(6, 3)).square().mean()
-            loss.backward()
+            model(torch.ones(6, 3)).square().mean().backward()
             adam.step()
             sgd.step()
-            yield loss
-
-    outcome = assert_left_alone(Net, loop, tmp_path)
-    for record in outcome.full:
+    for record in run.records:
         assert list(record.second_moments) == ["0.weight", "0.bias"]
 
 

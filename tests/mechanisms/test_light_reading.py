@@ -1,0 +1,255 @@
+"""Light steps: one native call reads the same as the slow path of full steps, where it may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from telemetry import StepRecord
+from telemetry.capture.light_step import LightReader
+from telemetry.testing import capture_run
+from tests.helpers.require import needs_tensor_reader
+
+pytestmark = needs_tensor_reader
+
+STEPS = 6
+Change = Callable[[int, nn.Sequential, Optimizer], object]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps that one native call has read."""
+    steps: list[int] = []
+    completed = LightReader.completed
+
+    def spy(self: LightReader, step: int, *rest: Any) -> Any:
+        steps.append(step)
+        return completed(self, step, *rest)
+
+    monkeypatch.setattr(LightReader, "completed", spy)
+    return steps
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 300), nn.ReLU(), nn.Linear(300, 3))
+
+
+def train(
+    before_step: Change,
+    make: Callable[[nn.Sequential], Optimizer],
+    step: Callable[[Optimizer], Any] = lambda optimizer: optimizer.step(),
+    every: int = 100,
+) -> list[StepRecord]:
+    """Return the records of some steps; the first is a full step."""
+    model = net()
+    optimizer = make(model)
+    inputs = torch.Generator().manual_seed(1)
+    with capture_run(model, every_n_steps=every, rules=[]) as run:
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(4, 5, generator=inputs)).square().sum().backward()
+            before_step(number, model, optimizer)
+            step(optimizer)
+    return run.records
+
+
+def assert_same(some: list[StepRecord], others: list[StepRecord]) -> None:
+    assert [r.step for r in some] == [r.step for r in others] == [*range(STEPS)]
+    for one, other in zip(some, others, strict=True):
+        np.testing.assert_allclose(one.grad_norms, other.grad_norms, rtol=1e-6)
+        np.testing.assert_array_equal(one.grad_present, other.grad_present)
+        np.testing.assert_array_equal(one.grad_finite, other.grad_finite)
+        assert one.learning_rates == other.learning_rates
+
+
+def nothing(step: int, model: nn.Sequential, optimizer: Optimizer) -> None: ...
+
+
+def schedule(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+
+
+def freeze(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    if step >= 3:
+        model[0].weight.grad = None
+
+
+def transpose(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    model[0].weight.grad = model[0].weight.grad.t().contiguous().t()
+
+
+def stride(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        wide = torch.zeros(*parameter.shape, 2)
+        wide[..., 0] = parameter.grad
+        parameter.grad = wide[..., 0]
+
+
+def sparse(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    model[0].weight.grad = model[0].weight.grad.to_sparse()
+
+
+def tensor_rate(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+
+
+def spoil(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    if step == 3:
+        model[0].weight.grad[0, 0] = torch.nan
+
+
+def unfreeze(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    if step == 3:
+        optimizer.add_param_group({"params": [*model[2].parameters()], "lr": 0.02})
+
+
+def fail(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    if step == 3:
+        optimizer.param_groups[0]["momentum"] = "planted"
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["momentum"] = 0.9
+
+
+def unscale(step: int, model: nn.Sequential, optimizer: Optimizer) -> None:
+    """Have the fused optimizer divide by the factor of a GradScaler at one step."""
+    if step == 3:
+        optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+    elif step == 4:
+        del optimizer.grad_scale  # type: ignore[attr-defined]
+
+
+def sgd(model: nn.Sequential, **options: Any) -> Optimizer:
+    return SGD(model.parameters(), 0.01, momentum=0.9, **options)
+
+
+def of_first_layer(model: nn.Sequential) -> Optimizer:
+    return SGD(model[0].parameters(), 0.01)
+
+
+def in_dtype(dtype: torch.dtype) -> Callable[[nn.Sequential], Optimizer]:
+    """Optimizer of a copy of the parameters: light steps then see gradients of this type."""
+
+    def make(model: nn.Sequential) -> Optimizer:
+        model.to(dtype)
+        model.register_forward_pre_hook(lambda module, args: args[0].to(dtype))
+        return sgd(model)
+
+    return make
+
+
+ALL = [*range(1, STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("change", "make", "steps"),
+    [
+        (nothing, sgd, ALL),
+        (schedule, sgd, ALL),
+        (freeze, sgd, ALL),
+        (transpose, sgd, ALL),
+        (fail, sgd, ALL),
+        (nothing, in_dtype(torch.float64), ALL),
+        (nothing, in_dtype(torch.bfloat16), ALL),
+        (nothing, in_dtype(torch.float16), ALL),
+        (unfreeze, of_first_layer, [1, 2]),
+        (unscale, partial(sgd, fused=True), [1, 2, 4, 5]),
+        (spoil, sgd, [1, 2]),
+        (stride, sgd, []),
+        (sparse, of_first_layer, []),
+        (tensor_rate, sgd, []),
+    ],
+)
+def test_one_call_reads_the_same_as_full_steps_and_leaves_the_unusual_to_the_slow_path(
+    read: list[int], change: Change, make: Callable[[nn.Sequential], Optimizer], steps: list[int]
+) -> None:
+    records = train(change, make)
+    assert read[: len(steps)] == steps
+    assert steps or not read
+    assert_same(records, train(change, make, every=1))
+
+
+def test_nonfinite_norms_name_the_parameters_of_the_next_step(read: list[int]) -> None:
+    records = train(spoil, sgd)
+    assert records[3].grad_finite.tolist() == [False, True, True, True]
+    assert records[3].nonfinite_parameters == ()
+    assert "0.weight" in records[4].nonfinite_parameters
+
+
+def test_parameters_added_to_the_optimizer_are_measured_at_once() -> None:
+    records = train(unfreeze, of_first_layer)
+    assert [record.grad_present.sum() for record in records] == [2, 2, 2, 4, 4, 4]
+    assert records[-1].learning_rates == (0.01, 0.02)
+
+
+def test_a_step_with_a_closure_takes_the_slow_path(read: list[int]) -> None:
+    records = train(nothing, sgd, lambda optimizer: optimizer.step(lambda: torch.zeros(())))
+    assert (read, len(records)) == ([], STEPS)
+    train(nothing, sgd, lambda optimizer: optimizer.step(closure=None))
+    assert read == ALL
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Functions(torch.overrides.TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Operations, Functions])
+def test_torch_modes_of_the_caller_receive_no_extra_calls(mode: Callable[[], Any]) -> None:
+    def seen(loop: Iterator[None]) -> int:
+        next(loop)
+        next(loop)
+        with mode() as counting:
+            next(loop, None)
+        return counting.seen
+
+    def steps(model: nn.Module) -> Iterator[None]:
+        optimizer = SGD(model.parameters(), 0.01)
+        for _ in range(3):
+            model(torch.ones(4, 5)).sum().backward()
+            yield
+            optimizer.step()
+
+    model = net()
+    with capture_run(model, every_n_steps=100, rules=[]):
+        watched = seen(steps(model))
+    assert watched == seen(steps(net())) > 0
+
+
+def test_parameters_can_be_swapped_because_no_weak_reference_is_kept() -> None:
+    model = net()
+    optimizer = SGD(model.parameters(), 0.01)
+    with capture_run(model, every_n_steps=100, rules=[]):
+        for _ in range(3):
+            model(torch.ones(4, 5)).sum().backward()
+            optimizer.step()
+        model.half()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            model.float()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)

@@ -1,0 +1,188 @@
+"""Outputs of modules: in containers, by functions that a model ends with, and their units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from telemetry import StepRecord
+from telemetry.testing import capture_run
+
+
+class Network(nn.Module):
+    def __init__(self, end: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.end = nn.Linear(6, 4), end
+
+    def forward(self, x: Tensor) -> Any:
+        return self.end(self.linear(x))
+
+
+def record_of(model: nn.Module, x: Tensor | None = None, **options: Any) -> StepRecord:
+    """Return the record of one step."""
+    torch.manual_seed(0)
+    optimizer = SGD(model.parameters(), 0.1)
+    with capture_run(model, rules=(), **options) as run:
+        result = model(torch.rand(5, 6) if x is None else x)
+        (result if isinstance(result, Tensor) else sum(result)).square().sum().backward()
+        optimizer.step()
+    return run.records[0]
+
+
+# --- containers ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    hidden: Tensor
+    label: str = ""
+
+
+class Part(nn.Module):
+    """Module that returns what a function makes of its input."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(x)
+
+
+def found_in(make: Callable[[Tensor], Any]) -> list[float]:
+    """Return the largest values of all recorded outputs of a module that returns a container."""
+    model = Network(lambda x: (model.part(x), x)[1])
+    model.part = Part(make)
+    outputs = record_of(model).outputs.items()
+    return [tensor.sketch.max for output, tensor in outputs if str(output).startswith("part")]
+
+
+def wrapped(tensor: Tensor, containers: int) -> Any:
+    value: Any = tensor
+    for _ in range(containers):
+        value = [value]
+    return value
+
+
+def in_itself(tensor: Tensor) -> list[Any]:
+    value: list[Any] = [tensor]
+    value.append(value)
+    return value
+
+
+def test_tensors_are_found_in_every_kind_of_container_in_their_order() -> None:
+    def make(x: Tensor) -> Any:
+        one, two, three, four = [torch.full((2,), float(i)) for i in range(1, 5)]
+        return {"a": one, "b": [two, "text"]}, Result(three), None, four, Result
+
+    assert found_in(make) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [(lambda x: wrapped(x, 8), 1), (lambda x: wrapped(x, 9), 0), (in_itself, 8)],
+)
+def test_tensors_are_found_up_to_eight_containers_deep(
+    make: Callable[[Tensor], Any], count: int
+) -> None:
+    assert len(found_in(make)) == count
+
+
+# --- functions that a model ends with -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("end", "type_name"),
+    [
+        (lambda x: F.softmax(x, 1), "Softmax"),
+        (torch.sigmoid, "Sigmoid"),
+        (torch.relu, "ReLU"),
+        (torch.tanh, "Tanh"),
+    ],
+)
+def test_the_function_is_recorded_like_its_module(
+    end: Callable[[Tensor], Tensor], type_name: str
+) -> None:
+    model = Network(end)
+    result = end(model.linear(x := torch.rand(5, 6))).detach()
+    record = record_of(model, x)
+    assert [*record.activations] == [*reversed(record.activation_grads)] == ["linear", ""]
+    last = record.layout.modules[-1]
+    assert (last.name, last.type_name) == ("", type_name)
+    assert record.activations[""].sketch.sum == pytest.approx(float(result.sum()))
+    assert record.activation_grads[""].sketch.norm == pytest.approx(2 * float(result.norm()))
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        nn.Tanh(),  # a module is recorded once
+        nn.Sequential(nn.Tanh(), nn.Flatten()),
+        nn.Identity(),
+        lambda x: x.sigmoid().log(),
+        lambda x: (x.sigmoid(),),
+        lambda x: x.view(10, 2),
+    ],
+)
+def test_other_results_are_not_recorded_again(end: Callable[[Tensor], Any]) -> None:
+    record = record_of(Network(end))
+    assert "" not in record.activations
+    assert "" not in [module.name for module in record.layout.modules]
+
+
+def test_a_selection_of_modules_does_not_include_the_function() -> None:
+    assert [*record_of(Network(torch.tanh), modules="linear").activations] == ["linear"]
+
+
+def test_a_model_with_own_parameters_keeps_its_place_before_its_layers() -> None:
+    model = Network(torch.tanh)
+    model.shift = nn.Parameter(torch.zeros(4))
+    model.end = lambda x: torch.tanh(x + 0 * model.shift)
+    assert [module.name for module in record_of(model).layout.modules] == ["", "linear"]
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """Process group of one process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_the_function_of_a_pipeline_stage_is_not_recorded() -> None:
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    model = Network(torch.relu)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 1, loss_fn=lambda out, target: out.square().sum())
+    optimizer = SGD(model.parameters(), 0.1)
+    with capture_run(model, rules=()) as run:
+        schedule.step(torch.rand(5, 6), target=torch.zeros(5, 4))
+        optimizer.step()
+    assert [*run.records[0].activations] == ["linear"]
+
+
+# --- units ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "shape"),
+    [
+        (nn.Conv1d(2, 5, 1), (3, 2, 7)),
+        (nn.Conv2d(2, 5, 1), (3, 2, 7, 7)),
+        (nn.Linear(7, 5), (3, 2, 7)),
+    ],
+)
+def test_an_activation_has_the_units_of_the_layer_before_it(
+    first: nn.Module, shape: tuple[int, ...]
+) -> None:
+    model = nn.Sequential(first, nn.ReLU(), nn.Tanh())
+    assert record_of(model, torch.rand(shape)).activations.rows.unit_count.tolist() == [5, 5, 5]

@@ -1,0 +1,134 @@
+"""Steps 0, n, 2n, ... are full steps, and so are those that rules request within an allowance."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Container, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import telemetry
+from telemetry import Alert, HookLogger, Rule, StepRecord
+from telemetry.testing import capture_run
+
+
+class Requests(Rule):
+    """Rule that requests full steps, by default after each step, and alerts at some steps."""
+
+    requests_full_step = False
+
+    def __init__(self, *alerts: int, at: Container[int] = range(10**6)) -> None:
+        self.alerts, self.at = alerts, at
+
+    def __call__(self, record: StepRecord) -> Iterable[Alert]:
+        self.requests_full_step = record.step in self.at
+        found = Alert(
+            kind="planted",
+            severity="note",
+            step=record.step,
+            module_name=None,
+            value=0.0,
+            threshold=0.0,
+            summary="Planted.",
+        )
+        return [found] if record.step in self.alerts else ()
+
+
+class Still(torch.optim.SGD):
+    """Optimizer that moves nothing, so that a gradient of NaN stays in its step."""
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+def full_steps(
+    *rules: Rule,
+    steps: int,
+    every: int = 100,
+    bad_grads: Container[int] = (),
+    bad_losses: Container[int] = (),
+) -> list[int]:
+    model = nn.Linear(2, 1)
+    optimizer = Still(model.parameters())
+    with capture_run(model, every_n_steps=every, rules=rules) as run:
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).sum() * (math.nan if step in bad_grads else 1)
+            loss.backward()
+            run.log(loss=math.nan if step in bad_losses else 1.0)
+            optimizer.step()
+    return [record.step for record in run.records if record.full]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 100])
+def test_every_nth_step_is_full_from_step_0(every: int) -> None:
+    assert full_steps(steps=7, every=every) == [*range(0, 7, every)]
+
+
+@pytest.mark.parametrize(("steps", "count"), [(50, 3), (400, 4), (1300, 6)])
+def test_requests_that_confirm_nothing_add_three_full_steps_and_a_quarter_of_the_due_ones(
+    steps: int, count: int
+) -> None:
+    full = full_steps(Requests(), Requests(), steps=steps)
+    assert len([step for step in full if step % 100]) == count
+
+
+def test_a_requested_full_step_follows_two_steps_later() -> None:
+    assert full_steps(Requests(at={1, 20, 21}), steps=30) == [0, 3, 22, 23]
+
+
+def test_an_alert_restores_the_allowance() -> None:
+    assert full_steps(Requests(20), steps=50) == [0, 2, 3, 4, 22, 23, 24]
+
+
+@pytest.mark.parametrize("place", ["bad_grads", "bad_losses"])
+def test_a_new_nan_restores_the_allowance_and_a_persistent_one_does_not(place: str) -> None:
+    bad: dict[str, Any] = {place: {20, 21, 22, 23, 40}}
+    full = full_steps(Requests(), steps=50, **bad)
+    assert full == [0, 2, 3, 4, 22, 23, 24, 42, 43, 44]
+
+
+def train(model: nn.Module, steps: int, after: Callable[[], object]) -> None:
+    optimizer = Still(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        after()
+
+
+def test_full_steps_are_counted_as_scheduled_or_requested_and_restored(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with HookLogger(model, tmp_path / "a", every_n_steps=10, alerts=[Requests()]) as logger:
+        train(model, 20, after=logger.flush)
+        state = logger.state_dict()
+    with HookLogger(model, tmp_path / "b", every_n_steps=10, alerts=[]) as logger:
+        logger.load_state_dict(state)
+        train(model, 1, after=logger.flush)
+    for name, scheduled in (("a", 2), ("b", 3)):
+        table = telemetry.read(tmp_path / name).scalars
+        counts = dict(zip(table.tag, table.value, strict=True))
+        assert counts["full_steps/scheduled"] == scheduled
+        assert counts["full_steps/requested"] == 3
+
+
+def test_requests_of_slow_rules_are_granted_as_soon_as_they_return(tmp_path: Path) -> None:
+    may_judge, model = threading.Event(), nn.Linear(2, 1)
+    full: list[int] = []
+
+    def slow(record: StepRecord) -> Iterable[Alert]:
+        assert may_judge.wait(120)
+        full.extend([record.step] * record.full)
+        return ()
+
+    rules = [slow, Requests(at={1, 2})]
+    with HookLogger(model, tmp_path, every_n_steps=1000, alerts=rules) as logger:
+        train(model, 10, after=lambda: None)
+        may_judge.set()
+        logger.flush()
+        train(model, 5, after=lambda: None)
+    # Step 10 is decided when step 9 ends.
+    assert full == [0, 11, 12]
