@@ -290,5 +290,5 @@ def test_a_directory_that_cannot_exist_is_refused(log_dir: str) -> None:
 
 def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="cannot be written.*file"):
+    with pytest.raises(OSError, match=r"cannot be written.*file"):
         TinyRun(tmp_path / "file" / "run")
