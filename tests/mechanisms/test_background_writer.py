@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -73,19 +72,6 @@ def start_hanging_write(writer: BackgroundWriter[bytes], files: MemoryFiles) -> 
     assert files.entered.wait(HANGS_S)
 
 
-def test_adding_never_blocks_on_the_disk() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
-
-    with files.hanging():
-        start_hanging_write(writer, files)
-        put(writer, *[b"%d" % i for i in range(1000)])
-        assert files.written == []
-
-    writer.close()
-    assert len(files.written) == 1001
-
-
 def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -139,27 +125,6 @@ def test_records_that_must_not_be_dropped_are_lost_above_the_limit_and_counted(
     assert writer.lost_count == 100  # after failed writes or above the limit
     assert len(caplog.messages) == 2
     assert "100 events could not be written (no disk)" in caplog.messages[-1]
-
-
-def test_failed_writes_are_retried_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    files = MemoryFiles()
-    writer = make_writer(files)
-    files.failure = OSError("no space left")
-
-    put(writer, b"a", b"b")
-    writer.flush()
-    put(writer, b"c")
-    writer.flush()
-    assert (files.written, writer.failure) == ([], files.failure)
-    files.failure = None
-    writer.flush()
-
-    assert files.written == [b"a", b"b", b"c"]
-    assert writer.failure is None
-    writer.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "no space left" in caplog.messages[0]
 
 
 def test_an_unforeseen_error_does_not_end_the_thread() -> None:

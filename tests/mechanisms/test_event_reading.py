@@ -75,16 +75,6 @@ def test_zeros_after_a_power_cut_are_a_torn_tail() -> None:
     assert reader.torn_at == len(FILE)
 
 
-def test_the_reader_reports_its_position(tmp_path: Path) -> None:
-    path = tmp_path / "events.out.tfevents.1"
-    path.write_bytes(FILE)
-    reader = read_events(path)
-
-    next(reader)
-
-    assert reader.offset == len(FRAMES[0])
-
-
 @pytest.mark.parametrize("part", ["length", "data", "checksum"])
 def test_a_damaged_record_raises_an_error_after_the_intact_ones_are_read(
     tmp_path: Path, part: str
@@ -145,11 +135,6 @@ def test_a_file_of_anything_gives_a_clean_stop_or_a_named_error(content: bytes) 
     except CorruptEventFileError:
         return
     assert found == []  # no chance of a valid checksum
-
-
-def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        next(read_events(tmp_path / "events.out.tfevents.1"))
 
 
 def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:

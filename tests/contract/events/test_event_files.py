@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch import nn
 import telemetry
 from telemetry import HookLogger
 from tests.helpers.board import ReadBoard
-from tests.helpers.tiny_run import TinyRun, event_files, steps_by_file
+from tests.helpers.tiny_run import TinyRun, steps_by_file
 
 EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
 
@@ -116,38 +115,6 @@ def test_histograms_pictures_and_texts_are_shown(tmp_path: Path, read_board: Rea
     assert picture[2].startswith(b"\x89PNG")
     texts = board.tensors("text")["run"]
     assert any("loss is **NaN** ↯" in text[0].decode() for [(_, text)] in texts.values())
-
-
-def test_a_flush_writes_everything_to_the_file(tmp_path: Path) -> None:
-    run = TinyRun(tmp_path)
-    for count in range(1, 6):
-        run.train()
-        run.logger.flush()
-        assert steps_by_file(tmp_path) == [list(range(count))]
-    run.logger.close()
-
-
-def test_loggers_that_start_at_once_have_separate_files(
-    tmp_path: Path, read_board: ReadBoard
-) -> None:
-    barrier, runs = threading.Barrier(8), list[TinyRun]()
-
-    def start() -> None:
-        barrier.wait()
-        runs.append(TinyRun(tmp_path / "run"))
-
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, run in enumerate(runs):
-        run.train(1, **{f"writer/{number}": float(number)})
-        run.logger.close()
-    assert len(event_files(tmp_path / "run")) == 8
-    shown = read_board(tmp_path).scalars()["run"]
-    for number in range(8):
-        assert shown[f"writer/{number}"] == [(0, float(number))]
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,36 +110,3 @@ def test_a_full_disk_raises_nothing_in_training(tiny_disk: Path) -> None:
     writer.close()
     runs = [run for run, _, _ in values_of(tiny_disk / "run")]
     assert (runs.count("."), runs.count("all_train")) == (60, 60)
-
-
-@pytest.mark.parametrize(
-    "add",
-    [
-        lambda w: w.add_scalar("loss", "high", 3),
-        lambda w: w.add_scalar("loss", 1.0, "first"),
-        lambda w: w.add_histogram("grad", torch.empty(0)),
-        lambda w: w.add_histogram("grad", torch.tensor([np.nan])),
-        lambda w: w.add_histogram_raw("grad", 0, 1, 1, 1, 1, [1.0], [1.0, 2.0]),
-    ],
-)
-def test_wrong_arguments_raise_as_with_torch(tmp_path: Path, add: Add) -> None:
-    torch_writer = tensorboard.SummaryWriter(str(tmp_path / "torch"))
-    with torch_writer, pytest.raises(Exception) as caught:  # noqa: PT011
-        add(torch_writer)
-    with SummaryWriter(tmp_path / "ours") as writer, pytest.raises(caught.type):
-        add(writer)
-
-
-def test_a_deep_copied_model_that_holds_a_writer_writes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with SummaryWriter(tmp_path) as writer:
-        model = torch.nn.Linear(2, 2)
-        model.writer = writer
-        twin = copy.deepcopy(model)
-        twin.writer.add_scalar("loss", 1.0, 3)
-        twin.writer.add_scalars("all", {"train": 1.0}, 3)
-        twin.writer.close()
-        twin.writer.add_scalar("loss", 1.0, 4)
-    assert values_of(tmp_path) == []
-    assert "writes nothing" in caplog.text

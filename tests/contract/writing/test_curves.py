@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tensorboard_data_server
 import torch
 from torch import nn
 
 from telemetry import Alert, HookLogger, StepRecord
-from tests.helpers.board import Board, open_fast, open_slow
+from tests.helpers.board import Board, ReadBoard, open_slow
 
 Points = list[tuple[int, float]]
 
@@ -62,44 +60,41 @@ def jump(step: int) -> float:
     return 0.1 if step < 200 else 0.01
 
 
+def cosine(step: int) -> float:
+    return 0.05 * (1 + math.cos(math.pi * step / 60))
+
+
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
-def test_a_jump_is_not_shown_as_a_ramp(tmp_path: Path, lr: Any) -> None:
-    train(tmp_path, jump, steps=range(310), lr=lr)
-    assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (199, 0.1), (200, 0.01), (300, 0.01)]
+def test_a_jump_is_not_shown_as_a_ramp(tmp_path: Path, read_board: ReadBoard, lr: Any) -> None:
+    train(tmp_path / "run", jump, steps=range(310), lr=lr)
+    points = read_board(tmp_path).scalars()["run"]["learning_rate/0"]
+    assert [step for step, _ in points] == [0, 100, 199, 200, 300]
+    assert [rate for _, rate in points] == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01])
 
 
-def test_the_fast_loader_shows_the_same_steps(tmp_path: Path) -> None:
-    if tensorboard_data_server.server_binary() is None:
-        pytest.skip("no fast loader for this platform")
-    train(tmp_path / "run", jump, steps=range(210))
-    with ExitStack() as stack:
-        board = Board(open_fast(tmp_path, tmp_path / "port", stack))
-        points = board.scalars()["run"]["learning_rate/0"]
-    assert [step for step, _ in points] == [0, 100, 199, 200]
-
-
-def test_a_jump_between_full_steps_is_shown_at_its_step(tmp_path: Path) -> None:
-    train(tmp_path, lambda step: 0.1 if step < 150 else 0.2, steps=range(220))
-    assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (149, 0.1), (150, 0.2), (200, 0.2)]
-
-
-def test_a_spike_of_three_steps_is_shown(tmp_path: Path) -> None:
-    train(tmp_path, lambda step: 5.0 if 50 <= step < 53 else 0.1, steps=range(101))
-    spike = [(49, 0.1), (50, 5.0), (52, 5.0), (53, 0.1)]
-    assert curve(tmp_path) == [(0, 0.1), *spike, (100, 0.1)]
-
-
-def test_a_schedule_that_changes_at_every_step_has_a_point_at_each(tmp_path: Path) -> None:
-    def cosine(step: int) -> float:
-        return 0.05 * (1 + math.cos(math.pi * step / 60))
-
-    train(tmp_path, cosine, steps=range(60))
-    assert curve(tmp_path) == [(step, cosine(step)) for step in range(60)]
-
-
-def test_a_constant_rate_has_a_point_at_full_steps_only(tmp_path: Path) -> None:
-    train(tmp_path, lambda step: 0.1, steps=range(50), every_n_steps=20)
-    assert curve(tmp_path) == [(0, 0.1), (20, 0.1), (40, 0.1)]
+@pytest.mark.parametrize(
+    ("rate_of", "steps", "expected"),
+    [
+        (lambda step: 0.1, 201, [(0, 0.1), (100, 0.1), (200, 0.1)]),
+        (
+            lambda step: 0.1 if step < 150 else 0.2,
+            220,
+            [(0, 0.1), (100, 0.1), (149, 0.1), (150, 0.2), (200, 0.2)],
+        ),
+        (
+            lambda step: 5.0 if 50 <= step < 53 else 0.1,
+            101,
+            [(0, 0.1), (49, 0.1), (50, 5.0), (52, 5.0), (53, 0.1), (100, 0.1)],
+        ),
+        (cosine, 60, [(step, cosine(step)) for step in range(60)]),
+    ],
+    ids=["constant", "jump between full steps", "spike of three steps", "change at every step"],
+)
+def test_a_rate_has_a_point_at_full_steps_and_wherever_it_changes(
+    tmp_path: Path, rate_of: Callable[[int], float], steps: int, expected: Points
+) -> None:
+    train(tmp_path, rate_of, steps=range(steps))
+    assert curve(tmp_path) == expected
 
 
 def test_a_resumed_run_continues_its_curves(tmp_path: Path) -> None:
@@ -177,38 +172,6 @@ def test_steps_of_an_optimizer_without_a_learning_rate_are_logged(tmp_path: Path
             step_with(model, optimizer)
     norms = Board(open_slow(tmp_path)).scalars()["."]["grad_norm/total"]
     assert [norm > 0 for _, norm in norms] == [True] * 3
-
-
-def train_for_times(logger: HookLogger, model: nn.Module, *, validates: bool) -> None:
-    """Nine steps of two micro-batches with eight examples, and passes that are no training."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(9):
-        for size in (5, 3):
-            model(torch.randn(size, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            model(torch.randn(100, 4))
-        if validates:
-            with logger.phase("validation"):
-                model(torch.randn(100, 4))
-
-
-@pytest.mark.parametrize("validates", [False, True])
-def test_a_run_has_both_curves_with_the_examples_of_all_micro_batches(
-    tmp_path: Path, validates: bool
-) -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    with HookLogger(model, tmp_path, every_n_steps=4, alerts=()) as logger:
-        train_for_times(logger, model, validates=validates)
-    curves = Board(open_slow(tmp_path)).scalars()["."]
-    if validates:
-        assert "time/step_s" not in curves, "there is a phase in each"
-        return
-    step_s, per_s = dict(curves["time/step_s"]), dict(curves["time/examples_per_s"])
-    assert list(step_s) == list(per_s) == [4, 8]
-    for step in step_s:
-        assert per_s[step] * step_s[step] == pytest.approx(8)
 
 
 def test_times_and_depths_are_those_of_the_records(tmp_path: Path) -> None:

@@ -80,13 +80,6 @@ def test_after_kill_9_no_step_is_missing_in_between_and_none_that_was_flushed(
             steps = [step for step, _ in shown.get(run, {}).get(tag, [])]
             assert steps == list(range(len(steps))), (run, tag)
             assert len(steps) >= count, (run, tag)
-
-
-def test_after_kill_9_whatever_was_written_can_be_read(
-    killed_runs: tuple[Path, dict[str, int]],
-) -> None:
-    log_dir, flushed = killed_runs
-    for run, count in flushed.items():
         if count:
             read = telemetry.read(log_dir / run)
             assert read.problems == (), run  # a torn end is no damage

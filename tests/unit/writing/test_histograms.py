@@ -29,7 +29,6 @@ from telemetry.writing.size_budget import (
     histograms,
     joined_widths,
     log10_histogram_values,
-    log10_histograms,
 )
 from tests.helpers.serialized import joined, summary_of
 from tests.helpers.tiny_run import event_files, events_of
@@ -167,20 +166,6 @@ def test_many_magnitudes_equal_those_of_each_tensor(tensors: list[NDArray[np.flo
         v for t, s in sketches.items() for v in joined(log10_histogram_values([t], Rows.of([s])))
     ]
     assert together == alone
-
-
-def test_counts_equal_those_of_the_magnitudes() -> None:
-    sketch = sketch_array(np.array([-1.0, 1.0, 1e-3, 0.0, np.nan]))
-    left, right, counts = log10_histograms(Rows.of([sketch]))[0].T
-    assert counts.sum() == 3
-    assert counts[-1] == 2
-    assert left[0] <= -3 <= right[0]
-
-
-def test_tensors_without_nonzero_values_have_no_histogram_of_magnitudes() -> None:
-    values = ([], [0.0, 0.0], [np.nan])
-    sketches = {str(i): sketch_array(np.array(x)) for i, x in enumerate(values)}
-    assert not joined(log10_histogram_values(*tagged(sketches)))
 
 
 @pytest.mark.slow
