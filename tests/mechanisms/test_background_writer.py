@@ -98,17 +98,6 @@ def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
     assert f"{50 - kept} measurements were dropped" in total
 
 
-def test_an_empty_queue_accepts_a_record_of_any_size() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files, max_pending_bytes=1000)
-    for _ in range(3):
-        put(writer, bytes(5000), droppable=True)
-        writer.flush()
-    writer.close()
-    assert list(map(len, files.written)) == [5000] * 3
-    assert writer.dropped_count == 0
-
-
 def test_records_that_must_not_be_dropped_are_lost_above_the_limit_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -31,17 +31,6 @@ def test_memory_is_bounded_and_the_latest_steps_are_kept(
     assert len(recorder._full) >= 2
 
 
-def test_of_full_steps_in_a_row_one_in_ten_is_kept(tmp_path: Path) -> None:
-    recorder = FlightRecorder(tmp_path, steps=160)
-    for step in range(300):
-        recorder.on_step(full_record(step))
-    kept = [step.step for step in recorder._full]
-    assert len(kept) <= 18
-    assert kept[-1] == 299
-    assert kept[0] <= 299 - 160 + 10
-    assert max(np.diff(kept)) <= 11
-
-
 def test_pictures_of_the_record_are_not_kept(tmp_path: Path) -> None:
     recorder = FlightRecorder(tmp_path)
     pixels = np.zeros((1000, 1000, 3), np.uint8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -70,16 +69,6 @@ def test_lines_that_a_full_disk_refuses_are_not_written_in_part_and_follow_in_or
     assert (log_dir / "flight-0.json").exists()
     reported = [message for message in caplog.messages if "cannot be written for now" in message]
     assert sum("alerts and flight files" in message for message in reported) == 1
-
-
-def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:
-    run = TinyRun(tmp_path / "run", alerts=[rule])
-    run.train()
-    run.logger.flush()
-    shutil.rmtree(tmp_path / "run")
-    run.train()
-    run.logger.close()
-    assert lines_of(tmp_path / "run") == [1]
 
 
 def test_a_hanging_disk_blocks_neither_training_nor_alerts(freezable_disk: FreezableDisk) -> None:
