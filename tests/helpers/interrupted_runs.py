@@ -24,45 +24,38 @@ from telemetry import HookLogger
 from telemetry.rule import AnyRule
 
 STEPS = 70
-Disturb = Callable[[int, nn.Sequential, torch.optim.Optimizer, Tensor], Tensor]
 
 
-def leave_alone(
-    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
-) -> Tensor:
-    return inputs
+@dataclass(frozen=True)
+class Moment:
+    """A step that is about to begin, and its batch."""
+
+    step: int
+    model: nn.Sequential
+    optimizer: torch.optim.Optimizer
+    inputs: Tensor
 
 
-def grow_weights(
-    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
-) -> Tensor:
-    if step == 40:
+def grow_weights(at: Moment) -> None:
+    if at.step == 40:
         with torch.no_grad():
-            model[4].weight.mul_(500)
-    return inputs
+            at.model[4].weight.mul_(500)
 
 
-def spoil_batch(
-    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
-) -> Tensor:
-    return inputs * math.nan if step == 33 else inputs
+def spoil_batch(at: Moment) -> None:
+    if at.step == 33:
+        at.inputs.fill_(math.nan)
 
 
-def raise_rate(
-    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
-) -> Tensor:
-    optimizer.param_groups[0]["lr"] = 10.0 if step >= 40 else 0.05
-    return inputs
+def raise_rate(at: Moment) -> None:
+    at.optimizer.param_groups[0]["lr"] = 10.0 if at.step >= 40 else 0.05
 
 
-def close_relus(
-    step: int, model: nn.Sequential, optimizer: torch.optim.Optimizer, inputs: Tensor
-) -> Tensor:
-    if step == 30:
-        nn.init.constant_(model[2].bias, -50)
-    if step == 50:  # and the fault is over
-        nn.init.constant_(model[2].bias, 0.5)
-    return inputs
+def close_relus(at: Moment) -> None:
+    if at.step == 30:
+        nn.init.constant_(at.model[2].bias, -50)
+    if at.step == 50:  # and the fault is over
+        nn.init.constant_(at.model[2].bias, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +67,7 @@ class Run:
     activation: type[nn.Module] = nn.ReLU
     gain: float = 2**0.5
     lr: float = 0.05
-    disturb: Disturb = leave_alone
+    disturb: Callable[[Moment], object] = lambda at: None
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(0)
@@ -135,7 +128,8 @@ def train(
             batch = torch.randint(
                 0, len(images), (32,), generator=torch.Generator().manual_seed(step)
             )
-            inputs = run.disturb(step, model, optimizer, images[batch])
+            inputs = images[batch]
+            run.disturb(Moment(step, model, optimizer, inputs))
             loss = F.cross_entropy(model(inputs), labels[batch])
             logger.log(loss=loss)
             optimizer.zero_grad()

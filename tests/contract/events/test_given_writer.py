@@ -1,148 +1,113 @@
-"""A writer that its user flushes, closes and reopens while a logger writes through it."""
+"""A writer of torch that its user flushes, closes and reopens while a logger writes through it."""
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
-import signal
+import shutil
 import threading
-import time
-from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer import event_file_writer
-from torch.utils import tensorboard
+from torch.utils.tensorboard import SummaryWriter
 
-from telemetry.events import FileWriter, list_event_files, read_events, summaries
-from telemetry.events.summary_writer import GivenWriter, SummaryWriter
+from tests.helpers.board import Board, open_slow
+from tests.helpers.tiny_run import TinyRun, event_files, events_of, steps_by_file
 
-WAIT_S = 20
-BOTH = pytest.mark.parametrize("kind", [tensorboard.SummaryWriter, SummaryWriter])
-Kind = Callable[..., tensorboard.SummaryWriter]
+HANGS_S = 120  # a watchdog; decides no test
 
 
-def give(
-    writer: tensorboard.SummaryWriter, before: Callable[[bool], None] = lambda closing: None
-) -> GivenWriter:
-    return GivenWriter(writer, before)
+def all_steps(log_dir: Path, tag: str = "count") -> list[int]:
+    return sorted(chain(*steps_by_file(log_dir, tag)))
 
 
-def add(given: GivenWriter, *steps: int, flush: bool = False) -> None:
-    for step in steps:
-        given.write_values([summaries.scalar("ours", step)], step, 1.0 + step, flush=flush)
-
-
-def steps_of(log_dir: Path, tag: str = "ours") -> list[list[int]]:
-    """Steps with a value of this tag, of each event file, the latest last."""
-    # By names, torch's tenth file of a second comes before its ninth.
-    paths = sorted(list_event_files(log_dir), key=lambda path: path.stat().st_mtime_ns)
-    return [
-        [
-            event.step
-            for event in read_events(path)
-            if any(v.tag == tag for v in event.summary.value)
-        ]
-        for path in paths
-    ]
-
-
-@BOTH
 @pytest.mark.parametrize("name", ["flush", "close"])
-def test_queued_events_are_written_when_the_writer_is_flushed_or_closed(
-    tmp_path: Path, kind: Kind, name: str
+def test_queued_steps_are_written_when_the_writer_is_flushed_or_closed(
+    tmp_path: Path, name: str
 ) -> None:
-    writer = kind(tmp_path)
-    closed = []
-
-    def before(closing: bool) -> None:
-        closed.append(closing)
-        add(given, 1, 2)
-
-    given = give(writer, before)
-    add(given, 0)
+    writer = SummaryWriter(tmp_path)
+    run = TinyRun(writer)
+    run.train(3)
     getattr(writer, name)()
-    assert steps_of(tmp_path) == [[0, 1, 2]]
-    given.close()
+    assert steps_by_file(tmp_path) == [[0, 1, 2]]
+    run.logger.close()
     writer.close()
-    assert steps_of(tmp_path) == [[0, 1, 2]]
-    assert closed == [name == "close"]
+    assert all_steps(tmp_path) == [0, 1, 2]
 
 
-@BOTH
-def test_events_after_a_close_are_in_the_file_that_readers_read_next(
-    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+def test_steps_after_a_close_are_in_the_file_that_readers_read_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Of one second's files, torch's tenth sorts before its ninth.
     monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
-    writer = kind(tmp_path)
-    given = give(writer)
-    add(given, 0)
+    writer = SummaryWriter(tmp_path)
+    run = TinyRun(writer)
+    run.train()
     writer.close()
-    add(given, 1)
-    given.flush()
+    run.train()
+    run.logger.flush()
     writer.add_scalar("theirs", 0.0, 2)
-    add(given, 2)
-    given.close()
+    run.train()
+    run.logger.close()
     writer.close()
-    by_name = [read_events(path) for path in list_event_files(tmp_path)]
-    steps = [event.step for events in by_name for event in events if event.summary.value]
-    assert sorted(steps) == steps == [0, 1, 2, 2]
+    assert list(chain(*steps_by_file(tmp_path))) == [0, 1, 2]
+    shown = Board(open_slow(tmp_path)).scalars()["."]
+    assert [step for step, _ in shown["count"]] == [0, 1, 2]
+    assert shown["theirs"] == [(2, 0.0)]
 
 
-@BOTH
-def test_a_closed_writer_is_opened_again(tmp_path: Path, kind: Kind) -> None:
-    writer = kind(tmp_path)
+def test_a_closed_writer_is_continued_in_a_new_file_and_stays_open(tmp_path: Path) -> None:
+    writer = SummaryWriter(tmp_path)
     writer.close()
-    given = give(writer)
-    add(given, 0)
-    given.close()
+    run = TinyRun(writer)
+    run.train()
+    run.logger.close()
+    writer.add_scalar("theirs", 0.0, 5)
     writer.close()
-    assert steps_of(tmp_path) == [[], [0]]
+    assert [steps for steps in steps_by_file(tmp_path) if steps] == [[0]]
+    assert all_steps(tmp_path, "theirs") == [5]
 
 
-@BOTH
-def test_an_event_keeps_its_time_and_step(tmp_path: Path, kind: Kind) -> None:
-    writer = kind(tmp_path)
-    given = give(writer)
-    add(given, 7)
-    given.close()
+def test_events_have_the_time_and_step_of_their_end(tmp_path: Path) -> None:
+    records: list[tuple[int, float]] = []
+    writer = SummaryWriter(tmp_path)
+    run = TinyRun(writer, alerts=[lambda r: records.append((r.step, r.wall_time)) or ()])
+    run.train(3)
+    run.logger.close()
     writer.close()
-    [path] = list_event_files(tmp_path)
-    [event] = [event for event in read_events(path) if event.summary.value]
-    assert (event.step, event.wall_time, event.summary.value[0].tag) == (7, 8.0, "ours")
+    [path] = event_files(tmp_path)
+    tag = "~run/grad_norm/total"
+    found = [e for e in events_of(path) if any(v.tag == tag for v in e.summary.value)]
+    assert [(event.step, event.wall_time) for event in found] == records
 
 
-@BOTH
-def test_no_event_is_lost_if_two_threads_find_the_writer_closed(tmp_path: Path, kind: Kind) -> None:
-    writer = kind(tmp_path)
-    given = give(writer)
+def test_no_event_is_lost_if_two_threads_find_the_writer_closed(tmp_path: Path) -> None:
+    writer = SummaryWriter(tmp_path)
+    run = TinyRun(writer)
     for step in range(20):
         writer.close()
         both_begin = threading.Barrier(2)
 
         def user(step: int = step, both_begin: threading.Barrier = both_begin) -> None:
-            both_begin.wait(WAIT_S)
+            both_begin.wait(HANGS_S)
             writer.add_scalar("theirs", 0.0, step)
 
         thread = threading.Thread(target=user)
         thread.start()
-        both_begin.wait(WAIT_S)
-        add(given, step, flush=True)
-        thread.join(WAIT_S)
-        given.flush()
-    given.close()
+        both_begin.wait(HANGS_S)
+        run.train()
+        run.logger.flush()
+        thread.join(HANGS_S)
+    run.logger.close()
     writer.close()
-    for tag in ("ours", "theirs"):
-        assert sorted(step for steps in steps_of(tmp_path, tag) for step in steps) == list(
-            range(20)
-        )
+    for tag in ("count", "theirs"):
+        assert all_steps(tmp_path, tag) == list(range(20))
 
 
-class SlowToClose(tensorboard.SummaryWriter):
+class SlowToClose(SummaryWriter):
     """Writer that is closed, and reports so only after the test lets it continue."""
 
     def __init__(self, log_dir: Path) -> None:
@@ -152,79 +117,51 @@ class SlowToClose(tensorboard.SummaryWriter):
     def close(self) -> None:
         self.file_writer.close()
         self.entered.set()
-        assert self.may_continue.wait(WAIT_S)
+        assert self.may_continue.wait(HANGS_S)
         self.file_writer = self.all_writers = None
 
 
-def test_events_added_while_torchs_writer_closes_are_in_the_next_file(
+def test_steps_that_end_while_the_writer_closes_are_in_the_next_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     writer = SlowToClose(tmp_path)
-    given = give(writer)
-    add(given, 0)
+    run = TinyRun(writer)
+    run.train()
     closing = threading.Thread(target=writer.close)
     closing.start()
-    assert writer.entered.wait(WAIT_S)
-    add(given, 1)
-    assert given.flush(WAIT_S)
+    assert writer.entered.wait(HANGS_S)
+    run.train()
+    run.logger.flush()
     writer.may_continue.set()
-    closing.join(WAIT_S)
-    given.close()
-    assert steps_of(tmp_path) == [[0], [1]]
+    closing.join(HANGS_S)
+    run.logger.close()
+    assert steps_by_file(tmp_path) == [[0], [1]]
     assert caplog.text == ""
-
-
-class ClosedMeanwhile(SummaryWriter):
-    """Writer that another thread closes right after it returned its file."""
-
-    next_is_closed = False
-
-    def _get_file_writer(self) -> FileWriter:
-        file_writer = super()._get_file_writer()
-        if self.next_is_closed:
-            self.next_is_closed = False
-            self.close()
-        return file_writer
-
-
-def test_events_added_while_the_writer_closes_are_in_the_next_file(tmp_path: Path) -> None:
-    writer = ClosedMeanwhile(tmp_path)
-    given = give(writer)
-    add(given, 0)
-    writer.next_is_closed = True
-    add(given, 1)
-    given.close()
-    writer.close()
-    assert steps_of(tmp_path) == [[0], [1]]
 
 
 # --- the writer itself ---------------------------------------------------------------------------
 
 
-@BOTH
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_the_last_logger_restores_the_writer(
-    tmp_path: Path, kind: Kind, order: tuple[int, ...]
-) -> None:
-    writer = kind(tmp_path)
+def test_the_last_logger_restores_the_writer(tmp_path: Path, order: tuple[int, ...]) -> None:
+    writer = SummaryWriter(tmp_path)
     writer.flush = own = writer.flush  # a user may replace it, too
     before = dict(vars(writer))
-    all_given = [give(writer) for _ in range(3)]
+    runs = [TinyRun(writer) for _ in range(3)]
     for at in order[:2]:
-        all_given[at].close()
-    add(all_given[order[2]], 5)
+        runs[at].logger.close()
+    runs[order[2]].train()
     writer.flush()
-    assert steps_of(tmp_path) == [[5]]
-    all_given[order[2]].close()
+    assert all_steps(tmp_path) == [0]
+    runs[order[2]].logger.close()
     assert vars(writer) == before
     assert writer.flush is own
     writer.close()
 
 
-@BOTH
-def test_a_method_that_was_replaced_later_stays_replaced(tmp_path: Path, kind: Kind) -> None:
-    writer = kind(tmp_path)
-    given = give(writer)
+def test_a_method_that_was_replaced_later_stays_replaced(tmp_path: Path) -> None:
+    writer = SummaryWriter(tmp_path)
+    run = TinyRun(writer)
     calls, ours = [], writer.flush
 
     def theirs() -> None:
@@ -232,32 +169,15 @@ def test_a_method_that_was_replaced_later_stays_replaced(tmp_path: Path, kind: K
         ours()
 
     writer.flush = theirs
-    given.close()
+    run.logger.close()
     writer.flush()
-    again = give(writer)
-    add(again, 3)
+    again = TinyRun(writer)
+    again.train()
     writer.flush()
-    assert steps_of(tmp_path) == [[3]]
-    again.close()
+    assert all_steps(tmp_path) == [0]
+    again.logger.close()
     assert writer.flush is theirs
     assert calls == ["flush", "flush"]
-    writer.close()
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda writer: pickle.loads(pickle.dumps(writer))])
-def test_a_copy_of_the_writer_has_separate_methods(
-    tmp_path: Path, make: Callable[[Any], Any]
-) -> None:
-    writer = SummaryWriter(tmp_path)
-    called = threading.Event()
-    given = give(writer, lambda closing: called.set())
-    twin = make(writer)
-    twin.flush()
-    twin.close()
-    assert not twin._get_file_writer().is_here
-    assert not called.is_set()
-    assert writer.file_writer.is_here
-    given.close()
     writer.close()
 
 
@@ -266,76 +186,68 @@ def test_a_copy_of_the_writer_has_separate_methods(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-@BOTH
-def test_a_forked_child_is_not_blocked(tmp_path: Path, kind: Kind) -> None:
-    writer = kind(tmp_path)
-    given = give(writer)
+def test_a_forked_child_is_not_blocked_and_writes_nothing(tmp_path: Path) -> None:
+    writer = SummaryWriter(tmp_path)
+    run = TinyRun(writer)
     writer.close()
-    add(given, 0)
-    given.flush()
+    run.train()
+    run.logger.flush()
     child = os.fork()
     if child == 0:
-        add(given, 1)
-        writer.add_scalar("theirs", 1.0, 0)
-        given.flush()
-        given.close()
+        watchdog = threading.Timer(HANGS_S, os._exit, [8])
+        watchdog.daemon = True
+        watchdog.start()
+        run.train()
+        run.logger.flush()
+        run.logger.close()
         os._exit(7)
-    deadline = time.monotonic() + WAIT_S
-    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if done[0] == 0:
-        os.kill(child, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(done[1]) == 7
-    given.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    run.train()
+    run.logger.close()
     writer.close()
-    assert steps_of(tmp_path)[1] == [0]
+    assert all_steps(tmp_path) == [0, 1]
 
 
-class HangingWriter(tensorboard.SummaryWriter):
-    """Writer that blocks its callers, like torch's writer on a hanging disk."""
+class OtherFile:
+    """File of a writer that hangs until the test lets it continue, or whose disk is full."""
 
-    answering = threading.Event()
-    file_writer: Any
-
-    def _get_file_writer(self) -> Any:
-        self.file_writer = self
-        return self
+    def __init__(self, error: OSError | None = None) -> None:
+        self.error, self.answering = error, threading.Event()
 
     def add_event(self, event: Event, step: int | None, walltime: float | None) -> None:
-        assert self.answering.wait(WAIT_S)
+        if self.error is not None:
+            raise self.error
+        assert self.answering.wait(HANGS_S)
+
+    def flush(self) -> None: ...
 
 
-def test_a_hanging_writer_blocks_no_thread_and_is_reported(
+def writer_to(log_dir: Path, file: OtherFile) -> SummaryWriter:
+    writer: Any = SummaryWriter(log_dir)
+    writer.close()
+    writer.file_writer, writer.all_writers = file, {str(log_dir): file}
+    return writer
+
+
+def test_a_hanging_writer_does_not_block_training(tmp_path: Path) -> None:
+    file = OtherFile()
+    run = TinyRun(writer_to(tmp_path, file))
+    run.train(100)  # would never end
+    file.answering.set()
+    run.logger.close()
+
+
+def test_steps_that_a_failing_writer_refused_are_in_another_file_or_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    writer = HangingWriter(tmp_path)
-    given = give(writer)
-    add(given, *range(100), flush=True)
-    assert not given.flush(0.05)
-    given.close(0.05)
-    HangingWriter.answering.set()
-    assert "s ago has not ended" in caplog.text
-    assert given._background is not None
-    given._background._thread.join(WAIT_S)
-
-
-def test_events_that_a_failing_writer_refused_are_in_another_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class FailingWriter(tensorboard.SummaryWriter):
-        def _get_file_writer(self) -> Any:
-            self.file_writer = self
-            return self
-
-        def add_event(self, event: Event, step: int | None, walltime: float | None) -> None:
-            raise OSError("no space left on device")
-
-    given = give(FailingWriter(tmp_path))
-    add(given, *range(3))
-    given.close()
-    assert steps_of(tmp_path) == [[0, 1, 2]]
-    again = give(FailingWriter(tmp_path / "file"))
-    (tmp_path / "file").touch()  # before the thread checks the directory
-    add(again, *range(3))
-    again.close()
-    assert "3 events could not be written" in caplog.text
+    full = OtherFile(OSError("no space left on device"))
+    run = TinyRun(writer_to(tmp_path / "run", full))
+    run.train(3)
+    run.logger.close()
+    assert all_steps(tmp_path / "run") == [0, 1, 2]
+    again = TinyRun(writer_to(tmp_path / "again", full))
+    shutil.rmtree(tmp_path / "again")
+    (tmp_path / "again").touch()
+    again.train(3)
+    again.logger.close()
+    assert "events could not be written" in caplog.text

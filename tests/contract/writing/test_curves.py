@@ -6,23 +6,17 @@ steps of training, and nothing else. A few curves show the spread of a statistic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tensorboard_data_server
 import torch
 from torch import nn
 
-from telemetry import Alert, HookLogger
-from telemetry.records import Output, StepRecord
-from telemetry.writing.dashboard import QUANTILES, StepTimes, depth_values
-from tests.helpers.board import Board, open_fast, open_slow
-from tests.helpers.serialized import parsed, summary_of
-from tests.helpers.small_records import full_record, tensor
+from telemetry import Alert, HookLogger, StepRecord
+from tests.helpers.board import Board, ReadBoard, open_slow
 
 Points = list[tuple[int, float]]
 
@@ -66,44 +60,41 @@ def jump(step: int) -> float:
     return 0.1 if step < 200 else 0.01
 
 
+def cosine(step: int) -> float:
+    return 0.05 * (1 + math.cos(math.pi * step / 60))
+
+
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
-def test_a_jump_is_not_shown_as_a_ramp(tmp_path: Path, lr: Any) -> None:
-    train(tmp_path, jump, steps=range(310), lr=lr)
-    assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (199, 0.1), (200, 0.01), (300, 0.01)]
+def test_a_jump_is_not_shown_as_a_ramp(tmp_path: Path, read_board: ReadBoard, lr: Any) -> None:
+    train(tmp_path / "run", jump, steps=range(310), lr=lr)
+    points = read_board(tmp_path).scalars()["run"]["learning_rate/0"]
+    assert [step for step, _ in points] == [0, 100, 199, 200, 300]
+    assert [rate for _, rate in points] == pytest.approx([0.1, 0.1, 0.1, 0.01, 0.01])
 
 
-def test_the_fast_loader_shows_the_same_steps(tmp_path: Path) -> None:
-    if tensorboard_data_server.server_binary() is None:
-        pytest.skip("no fast loader for this platform")
-    train(tmp_path / "run", jump, steps=range(210))
-    with ExitStack() as stack:
-        board = Board(open_fast(tmp_path, tmp_path / "port", stack))
-        points = board.scalars()["run"]["learning_rate/0"]
-    assert [step for step, _ in points] == [0, 100, 199, 200]
-
-
-def test_a_jump_between_full_steps_is_shown_at_its_step(tmp_path: Path) -> None:
-    train(tmp_path, lambda step: 0.1 if step < 150 else 0.2, steps=range(220))
-    assert curve(tmp_path) == [(0, 0.1), (100, 0.1), (149, 0.1), (150, 0.2), (200, 0.2)]
-
-
-def test_a_spike_of_three_steps_is_shown(tmp_path: Path) -> None:
-    train(tmp_path, lambda step: 5.0 if 50 <= step < 53 else 0.1, steps=range(101))
-    spike = [(49, 0.1), (50, 5.0), (52, 5.0), (53, 0.1)]
-    assert curve(tmp_path) == [(0, 0.1), *spike, (100, 0.1)]
-
-
-def test_a_schedule_that_changes_at_every_step_has_a_point_at_each(tmp_path: Path) -> None:
-    def cosine(step: int) -> float:
-        return 0.05 * (1 + math.cos(math.pi * step / 60))
-
-    train(tmp_path, cosine, steps=range(60))
-    assert curve(tmp_path) == [(step, cosine(step)) for step in range(60)]
-
-
-def test_a_constant_rate_has_a_point_at_full_steps_only(tmp_path: Path) -> None:
-    train(tmp_path, lambda step: 0.1, steps=range(50), every_n_steps=20)
-    assert curve(tmp_path) == [(0, 0.1), (20, 0.1), (40, 0.1)]
+@pytest.mark.parametrize(
+    ("rate_of", "steps", "expected"),
+    [
+        (lambda step: 0.1, 201, [(0, 0.1), (100, 0.1), (200, 0.1)]),
+        (
+            lambda step: 0.1 if step < 150 else 0.2,
+            220,
+            [(0, 0.1), (100, 0.1), (149, 0.1), (150, 0.2), (200, 0.2)],
+        ),
+        (
+            lambda step: 5.0 if 50 <= step < 53 else 0.1,
+            101,
+            [(0, 0.1), (49, 0.1), (50, 5.0), (52, 5.0), (53, 0.1), (100, 0.1)],
+        ),
+        (cosine, 60, [(step, cosine(step)) for step in range(60)]),
+    ],
+    ids=["constant", "jump between full steps", "spike of three steps", "change at every step"],
+)
+def test_a_rate_has_a_point_at_full_steps_and_wherever_it_changes(
+    tmp_path: Path, rate_of: Callable[[int], float], steps: int, expected: Points
+) -> None:
+    train(tmp_path, rate_of, steps=range(steps))
+    assert curve(tmp_path) == expected
 
 
 def test_a_resumed_run_continues_its_curves(tmp_path: Path) -> None:
@@ -183,107 +174,37 @@ def test_steps_of_an_optimizer_without_a_learning_rate_are_logged(tmp_path: Path
     assert [norm > 0 for _, norm in norms] == [True] * 3
 
 
-def points(times: StepTimes, record: StepRecord) -> dict[str, float]:
-    return {(v := parsed(value)).tag: v.simple_value for value in times.values_of(record)}
-
-
-def pass_steps(times: StepTimes, steps: Sequence[int], wall_times: Sequence[float]) -> None:
-    """Pass light steps, which have no point."""
-    for step, time_s in zip(steps, wall_times, strict=True):
-        assert points(times, full_record(step, wall_time=time_s, full=False)) == {}
-
-
-def test_a_step_time_is_the_mean_since_the_last_full_step() -> None:
-    times = StepTimes()
-    assert points(times, full_record(0, wall_time=100.0)) == {}
-    pass_steps(times, [1, 2, 3], [101.0, 103.0, 104.0])
-    assert points(times, full_record(4, wall_time=105.0, full=False)) == {}
-    found = points(times, full_record(5, wall_time=110.0, examples=8))
-    assert found == {"~run/time/step_s": 2.0, "~run/time/examples_per_s": 4.0}
-    assert points(times, full_record(6, wall_time=111.0)) == {"~run/time/step_s": 1.0}
-
-
-def test_the_time_of_a_phase_does_not_count_as_step_time() -> None:
-    times = StepTimes()
-    points(times, full_record(0, wall_time=100.0))
-    pass_steps(times, [1, 2], [101.0, 102.0])
-    assert points(times, full_record(3, wall_time=500.0, phase="validation")) == {}
-    pass_steps(times, [3, 4], [600.0, 603.0])
-    assert points(times, full_record(5, wall_time=604.0)) == {"~run/time/step_s": 1.5}
-    points(times, full_record(6, wall_time=900.0, phase="validation"))
-    assert points(times, full_record(6, wall_time=999.0)) == {}, "no step without the phase"
-
-
-@pytest.mark.parametrize(("step", "wall_time"), [(1, 104.0), (4, 99.0)])
-def test_decreasing_steps_and_clocks_have_no_point(step: int, wall_time: float) -> None:
-    times = StepTimes()
-    points(times, full_record(3, wall_time=100.0))
-    assert points(times, full_record(step, wall_time=wall_time)) == {}
-    assert points(times, full_record(step + 2, wall_time=wall_time + 1)) == {
-        "~run/time/step_s": 0.5
-    }
-
-
-def train_for_times(logger: HookLogger, model: nn.Module, *, validates: bool) -> None:
-    """Nine steps of two micro-batches with eight examples, and passes that are no training."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(9):
-        for size in (5, 3):
-            model(torch.randn(size, 4)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            model(torch.randn(100, 4))
-        if validates:
-            with logger.phase("validation"):
-                model(torch.randn(100, 4))
-
-
-@pytest.mark.parametrize("validates", [False, True])
-def test_a_run_has_both_curves_with_the_examples_of_all_micro_batches(
-    tmp_path: Path, validates: bool
-) -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    with HookLogger(model, tmp_path, every_n_steps=4, alerts=()) as logger:
-        train_for_times(logger, model, validates=validates)
+def test_times_and_depths_are_those_of_the_records(tmp_path: Path) -> None:
+    """The time of a phase counts for no step; layers without gradients have no part in a curve."""
+    records: list[StepRecord] = []
+    model = nn.Sequential(*[nn.Linear(3, 3, bias=False) for _ in range(5)])
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    rules = [lambda record: records.append(record) or ()]
+    with HookLogger(model, tmp_path, every_n_steps=4, alerts=rules) as logger:
+        for step in range(9):
+            for size in (5, 3):
+                model(torch.randn(size, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 6:
+                with torch.no_grad(), logger.phase("validation"):
+                    model(torch.randn(100, 3))
     curves = Board(open_slow(tmp_path)).scalars()["."]
-    if validates:
-        assert "time/step_s" not in curves, "there is a phase in each"
-        return
-    step_s, per_s = dict(curves["time/step_s"]), dict(curves["time/examples_per_s"])
-    assert list(step_s) == list(per_s) == [4, 8]
-    for step in step_s:
-        assert per_s[step] * step_s[step] == pytest.approx(8)
-
-
-def curves(**changes: object) -> dict[str, float]:
-    values = summary_of(depth_values(full_record(0, **changes))).value
-    return {value.tag: value.simple_value for value in values}
-
-
-def test_depth_curves_are_quantiles_over_all_layers() -> None:
-    found = curves()
-    for name, share in QUANTILES.items():
-        expected = np.quantile([0, 1, 2, 3], share)  # log10 of 1, 10, 100, 1000
-        assert found[f"~run/depth/log10_grad_norm/{name}"] == pytest.approx(expected)
-    assert found["~run/depth/log10_update_ratio/median"] == pytest.approx(-3)
-    assert found["~run/depth/dead_units/p95"] == 0.25
-    assert len(found) == 12
-
-
-def test_nan_infinity_and_missing_values_are_omitted_from_depth_curves() -> None:
-    norms = np.array([100.0, np.nan, np.inf, 0.0])
-    assert curves(grad_norms=norms)["~run/depth/log10_grad_norm/median"] == 2
-    assert "~run/depth/log10_grad_norm/median" not in curves(grad_norms=np.full(4, np.nan))
-    assert "~run/depth/dead_units/p05" not in curves(outputs={})
-
-
-@pytest.mark.parametrize("changes", [{"full": False}, {"phase": "validation"}, {"skipped": True}])
-def test_light_skipped_and_phase_records_have_no_depth_curves(changes: dict[str, object]) -> None:
-    assert curves(**changes) == {}
-
-
-def test_a_record_without_update_ratios_has_the_other_depth_curves() -> None:
-    found = curves(outputs={Output("layer0"): tensor(2)}, update_ratios={})
-    assert "~run/depth/log10_update_ratio/median" not in found
-    assert found["~run/depth/log10_activation_rms/median"] > 0
+    trained = {record.step: record for record in records if not record.phase}
+    took = np.diff([trained[step].wall_time for step in range(9)])
+    step_s = dict(curves["time/step_s"])
+    assert step_s[4] == pytest.approx(took[:4].mean(), rel=1e-4)
+    assert step_s[8] == pytest.approx(took[[4, 5, 7]].mean(), rel=1e-4), "6 to 7 has the phase"
+    assert dict(curves["time/examples_per_s"])[4] * step_s[4] == pytest.approx(8, rel=1e-4)
+    for step in (0, 4, 8):
+        record = trained[step]
+        logs = np.log10(record.grad_norms[record.grad_present].astype(np.float64))
+        assert len(logs) == 4
+        ratios = np.log10([*record.update_ratios.values()])
+        for name, share in {"p05": 0.05, "median": 0.5, "p95": 0.95}.items():
+            found = {k: dict(v)[step] for k, v in curves.items() if k.endswith(name)}
+            assert found[f"depth/log10_grad_norm/{name}"] == pytest.approx(np.quantile(logs, share))
+            expected = np.quantile(ratios, share)
+            assert found[f"depth/log10_update_ratio/{name}"] == pytest.approx(expected, rel=1e-4)
+    assert {step for step, _ in curves["depth/log10_grad_norm/median"]} == {0, 4, 8}

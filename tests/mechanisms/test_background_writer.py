@@ -1,7 +1,10 @@
+"""A queue and its thread, which writes to disks that are slow, full or hang."""
+
 from __future__ import annotations
 
-import logging
+import os
 import re
+import signal
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -9,10 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from telemetry.events import background
 from telemetry.events.background import BackgroundWriter
 
-WAIT_S = 5
+HANGS_S = 120  # a watchdog; decides no test
 NEVER_S = 3600.0
 
 
@@ -31,7 +33,7 @@ class MemoryFiles:
 
     def write(self, records: deque[bytes], *, urgent: bool) -> None:
         self.entered.set()
-        assert self.answering.wait(WAIT_S)
+        assert self.answering.wait(HANGS_S)
         self.urgent.append(urgent)
         while records:
             if self.failure:
@@ -67,82 +69,7 @@ def put(writer: BackgroundWriter[bytes], *records: bytes, droppable: bool = Fals
 def start_hanging_write(writer: BackgroundWriter[bytes], files: MemoryFiles) -> None:
     files.entered.clear()
     writer.put(b"in flight", droppable=False, flush=True)
-    assert files.entered.wait(WAIT_S)
-
-
-def test_records_are_written_in_the_order_of_adding() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
-    records = [b"%d" % i for i in range(100)]
-
-    put(writer, *records)
-    writer.flush()
-
-    assert files.written == records
-    writer.close()
-
-
-def test_close_writes_queued_records_and_closes_the_files() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
-    put(writer, b"a", b"b")
-
-    writer.close()
-    writer.close()
-
-    assert files.written == [b"a", b"b"]
-    assert files.is_closed
-
-
-def test_records_are_written_within_the_interval() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files, flush_s=0.01)
-    files.entered.clear()
-
-    put(writer, b"a")
-
-    with writer._changed:
-        assert writer._changed.wait_for(lambda: files.written == [b"a"], WAIT_S)
-    writer.close()
-
-
-def test_a_record_may_request_a_flush_without_blocking() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
-
-    with files.hanging():
-        put(writer, b"a")
-        writer.put(b"alert", droppable=False, flush=True)
-        assert files.written == []
-
-    with writer._changed:
-        assert writer._changed.wait_for(lambda: len(files.written) == 2, WAIT_S)
-    assert files.urgent[-1]
-    writer.close()
-
-
-def test_many_bytes_are_written_before_the_interval_ends() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files, max_pending_bytes=1 << 30)
-
-    put(writer, bytes(background._WAKE_BYTES))
-
-    with writer._changed:
-        assert writer._changed.wait_for(lambda: len(files.written) == 1, WAIT_S)
-    writer.close()
-
-
-def test_adding_never_blocks_on_the_disk() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
-
-    with files.hanging():
-        start_hanging_write(writer, files)
-        put(writer, *[b"%d" % i for i in range(1000)])
-        assert files.written == []
-
-    writer.close()
-    assert len(files.written) == 1001
+    assert files.entered.wait(HANGS_S)
 
 
 def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
@@ -171,30 +98,6 @@ def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
     assert f"{50 - kept} measurements were dropped" in total
 
 
-def test_records_are_accepted_again_once_the_queue_is_written() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files, max_pending_bytes=1000)
-
-    for _ in range(20):
-        put(writer, bytes(800), droppable=True)
-        writer.flush()
-
-    assert len(files.written) == 20
-    assert writer.dropped_count == 0
-    writer.close()
-
-
-def test_an_empty_queue_accepts_a_record_of_any_size() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files, max_pending_bytes=1000)
-    for _ in range(3):
-        put(writer, bytes(5000), droppable=True)
-        writer.flush()
-    writer.close()
-    assert list(map(len, files.written)) == [5000] * 3
-    assert writer.dropped_count == 0
-
-
 def test_records_that_must_not_be_dropped_are_lost_above_the_limit_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -211,57 +114,6 @@ def test_records_that_must_not_be_dropped_are_lost_above_the_limit_and_counted(
     assert writer.lost_count == 100  # after failed writes or above the limit
     assert len(caplog.messages) == 2
     assert "100 events could not be written (no disk)" in caplog.messages[-1]
-
-
-def test_failed_writes_are_retried_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    files = MemoryFiles()
-    writer = make_writer(files)
-    files.failure = OSError("no space left")
-
-    put(writer, b"a", b"b")
-    writer.flush()
-    put(writer, b"c")
-    writer.flush()
-    assert (files.written, writer.failure) == ([], files.failure)
-    files.failure = None
-    writer.flush()
-
-    assert files.written == [b"a", b"b", b"c"]
-    assert writer.failure is None
-    writer.close()
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-    assert "no space left" in caplog.messages[0]
-
-
-def test_records_added_during_a_failing_write_are_written_after_it() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
-    files.failure = OSError("no space left")
-
-    with files.hanging():
-        start_hanging_write(writer, files)
-        put(writer, b"a")
-    writer.flush()
-    files.failure = None
-    writer.close()
-
-    assert files.written == [b"in flight", b"a"]
-
-
-def test_a_failing_disk_is_not_tried_at_every_record() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files, max_pending_bytes=1 << 30)
-    files.failure = OSError("no space left")
-    put(writer, bytes(2 * background._WAKE_BYTES))
-    writer.flush()
-    attempts = len(files.urgent)
-
-    put(writer, *[b"a"] * 100)
-
-    assert not writer._is_due()
-    assert len(files.urgent) == attempts
-    writer.close()
 
 
 def test_an_unforeseen_error_does_not_end_the_thread() -> None:
@@ -298,22 +150,9 @@ def test_close_times_out_on_a_hanging_disk_and_counts_the_rest(
     )
     assert found is not None
     assert float(found[1]) >= 0.2
-    writer._thread.join(WAIT_S)
+    writer._thread.join(HANGS_S)
     assert files.written == [b"in flight", b"a", b"b"]
     assert writer.lost_count == 0  # all were written in the end
-
-
-def test_flush_returns_true_if_the_disk_responds_even_with_an_error() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
-
-    put(writer, b"a")
-    assert writer.flush(timeout_s=WAIT_S)
-    files.failure = OSError("no space left")
-    put(writer, b"b")
-    assert writer.flush(timeout_s=WAIT_S)  # it responded with an error
-    files.failure = None
-    writer.close()
 
 
 def test_an_interrupted_close_can_be_finished() -> None:
@@ -335,14 +174,6 @@ def test_an_interrupted_close_can_be_finished() -> None:
 
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
-
-
-def test_a_closed_writer_refuses_records() -> None:
-    writer = make_writer(MemoryFiles())
-    writer.close()
-
-    with pytest.raises(OSError, match="runs/x: the writer is closed"):
-        put(writer, b"a")
 
 
 def test_many_threads_may_add_at_once() -> None:
@@ -376,3 +207,33 @@ def test_a_signal_handler_may_write_and_close_while_its_thread_adds() -> None:
         writer.close()
 
     assert files.written == [b"from the handler"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_forked_while_the_queue_is_locked_does_not_hang() -> None:
+    files = MemoryFiles()
+    writer = make_writer(files)
+    locked, forked = threading.Event(), threading.Event()
+
+    def lock() -> None:
+        with writer._lock:
+            locked.set()
+            assert forked.wait(HANGS_S)
+
+    thread = threading.Thread(target=lock)
+    thread.start()
+    assert locked.wait(HANGS_S)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(HANGS_S)
+        put(writer, b"child")
+        writer.flush()
+        writer.close()
+        os._exit(7)
+    forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    put(writer, b"parent")
+    writer.close()
+    assert files.written == [b"parent"]

@@ -1,6 +1,10 @@
+"""Event files of any content: each intact event is read, and any other ends in a named error."""
+
 from __future__ import annotations
 
+import io
 import os
+import struct
 import tempfile
 from pathlib import Path
 
@@ -8,15 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-from telemetry.events import CorruptEventFileError, EventReader, read_events, reading, summaries
+from telemetry.events import CorruptEventFileError, EventReader, framing, read_events, reading
 from telemetry.events.framing import frame
+from telemetry.events.reading import events_from_end
 from tests.helpers.scripts import run_script
-from tests.helpers.serialized import summary_of
 
 EVENTS = [
     Event(wall_time=1.0, file_version="brain.Event:2"),
-    Event(wall_time=2.0, step=7, summary=summary_of([summaries.scalar("loss", 0.5)])),
+    Event(wall_time=2.0, step=7, summary={"value": [{"tag": "loss", "simple_value": 0.5}]}),
     Event(wall_time=3.0, step=8, graph_def=b"graph"),
 ]
 FRAMES = [frame(event.SerializeToString()) for event in EVENTS]
@@ -68,16 +73,6 @@ def test_zeros_after_a_power_cut_are_a_torn_tail() -> None:
 
     assert found == EVENTS
     assert reader.torn_at == len(FILE)
-
-
-def test_the_reader_reports_its_position(tmp_path: Path) -> None:
-    path = tmp_path / "events.out.tfevents.1"
-    path.write_bytes(FILE)
-    reader = read_events(path)
-
-    next(reader)
-
-    assert reader.offset == len(FRAMES[0])
 
 
 @pytest.mark.parametrize("part", ["length", "data", "checksum"])
@@ -142,11 +137,6 @@ def test_a_file_of_anything_gives_a_clean_stop_or_a_named_error(content: bytes) 
     assert found == []  # no chance of a valid checksum
 
 
-def test_a_missing_file_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        next(read_events(tmp_path / "events.out.tfevents.1"))
-
-
 def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
     output, _ = run_script(
         tmp_path,
@@ -190,3 +180,75 @@ def test_other_than_regular_files_are_an_os_error(tmp_path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(OSError, match="not a regular file"):
         next(read_events(path))
+
+
+# --- frames --------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=300), st.data())
+def test_a_frame_equals_that_of_tensorboard_and_a_changed_bit_is_detected(
+    data: bytes, drawn: st.DataObject
+) -> None:
+    expected = io.BytesIO()
+    RecordWriter(expected).write(data)
+    assert frame(data) == expected.getvalue()
+    record = bytearray(frame(data))
+    bit = drawn.draw(st.integers(0, 8 * len(record) - 1))
+    record[bit // 8] ^= 1 << bit % 8
+    head, foot = framing.HEADER_BYTES, framing.FOOTER_BYTES
+    length = framing.data_length(bytes(record[:head]))
+    assert length is None or not framing.is_intact(bytes(record[head:-foot]), bytes(record[-foot:]))
+
+
+# --- from the end --------------------------------------------------------------------------------
+
+MARK = b"marked"
+RECORDS = st.lists(
+    st.tuples(st.sampled_from([b"", MARK]), st.binary(max_size=300)).map(b"".join), max_size=30
+)
+GARBAGE = st.sampled_from([b"", bytes(100), b"\1\0\0\0\0" * 40, struct.pack("<50d", *[1.0] * 50)])
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks, so that records cross their borders and exceed one."""
+    monkeypatch.setattr(reading, "_WINDOW_BYTES", 64)
+    monkeypatch.setattr(reading, "_LARGE_WINDOW_BYTES", 256)
+
+
+def from_end(data: bytes, **options: float) -> list[bytes]:
+    return list(events_from_end(io.BytesIO(data), len(data), [MARK], **options))
+
+
+@pytest.mark.usefixtures("small_windows")
+@given(records=RECORDS, torn=st.integers(0, 20), garbage=GARBAGE)
+def test_marked_records_come_last_one_first(
+    records: list[bytes], torn: int, garbage: bytes
+) -> None:
+    intact = b"".join(map(frame, records))
+    expected = [record for record in reversed(records) if MARK in record]
+    assert from_end(intact) == expected
+    assert from_end(intact + garbage) == expected
+    assert from_end(intact + frame(MARK + bytes(50))[: torn + 1]) == expected
+
+
+@pytest.mark.usefixtures("small_windows")
+@given(before=RECORDS, after=RECORDS, garbage=GARBAGE)
+def test_damage_loses_only_the_damaged_events(
+    before: list[bytes], after: list[bytes], garbage: bytes
+) -> None:
+    damaged = bytearray(frame(MARK + b"lost"))
+    damaged[-5] ^= 1
+    data = b"".join([*map(frame, before), damaged, garbage, *map(frame, after)])
+    assert from_end(data) == [r for r in reversed([*before, *after]) if MARK in r]
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_reading_from_the_end_stops_at_the_byte_limit() -> None:
+    data = frame(MARK) + b"".join(frame(b"other") for _ in range(10_000))
+    assert from_end(data) == [MARK]
+    assert from_end(data, max_bytes=1000) == []
+
+
+def test_noise_contains_no_record() -> None:
+    assert from_end(os.urandom(1 << 16)) == []

@@ -4,109 +4,96 @@ Histograms of many tensors are those of each; of log10 |x|, they hold each value
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tensorboard.util.tensor_util import make_ndarray
+from torch import nn
 
+from telemetry import HookLogger
 from telemetry.reading.distributions import _quantiles
 from telemetry.records.rows import Rows
 from telemetry.records.sketch import Sketch, sketch_array
 from telemetry.writing.size_budget import (
-    _AT_ONCE,
-    Picture,
-    SizeBudget,
     Tagged,
     histogram_values,
     histograms,
     joined_widths,
     log10_histogram_values,
-    log10_histograms,
 )
-from tests.helpers.serialized import joined, parsed, summary_of
+from tests.helpers.serialized import joined, summary_of
+from tests.helpers.tiny_run import event_files, events_of
 
 RANDOM = np.random.default_rng(0)
-SKETCHES = {f"grad/{i:04d}.layer": sketch_array(RANDOM.normal(size=400)) for i in range(150)}
-PICTURES = [(f"maps/{i}", RANDOM.integers(255, size=(40, 40, 3), dtype=np.uint8)) for i in range(9)]
 
 
 def tagged(sketches: Mapping[str, Sketch]) -> Tagged:
     return list(sketches), Rows.of(list(sketches.values()))
 
 
-def step(
-    size_budget: SizeBudget,
-    pictures: Iterable[Picture] = PICTURES,
-    sketches: Mapping[str, Sketch] = SKETCHES,
-) -> dict[str, int]:
-    """Return the bytes that one step writes, by tag."""
-    magnitudes = {f"log10/{tag}": sketch for tag, sketch in sketches.items()}
-    values = joined(size_budget.values_of(list(pictures), tagged(sketches), tagged(magnitudes)))
-    return {parsed(value).tag: len(value) for value in values}
-
-
-WHOLE = step(SizeBudget())
-
-
-def test_a_step_within_the_budget_is_written_unchanged() -> None:
-    size_budget = SizeBudget(max_bytes=3 * sum(WHOLE.values()))
-    found, whole = (
-        joined(one.values_of(PICTURES, tagged(SKETCHES), tagged(SKETCHES)))
-        for one in (size_budget, SizeBudget())
-    )
-    assert found == whole
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["tensor", "classic"])
+def test_a_step_never_exceeds_the_budget_and_its_histograms_alternate(
+    tmp_path: Path, form: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Magnitudes are omitted first, which is logged once; each other tensor has its turn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(30, 30) for _ in range(40)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"alerts": (), "images": False, "histograms": form, "max_overhead": math.inf}
+    with HookLogger(model, tmp_path, every_n_steps=1, max_bytes_per_step=30_000, **options):
+        for _ in range(12):
+            model(torch.randn(64, 30)).square().mean().backward()
+            optimizer.step()
+    [path] = event_files(tmp_path)
+    sizes, tags = dict.fromkeys(range(12), 0), dict[int, list[str]]()
+    for event in events_of(path):
+        for value in event.summary.value:
+            if value.tag.startswith("~tensors/"):
+                sizes[event.step] += value.ByteSize()
+                tags.setdefault(event.step, []).append(value.tag)
+    assert 20_000 < max(sizes.values()) <= 30_000
+    assert len({tag for some in tags.values() for tag in some}) == 40 * 2 * 2 + 40 * 2
+    assert min(map(len, tags.values())) < 240
+    assert not any("log10" in tag for some in tags.values() for tag in some)
+    [message] = [message for message in caplog.messages if "max_bytes_per_step=" in message]
+    assert "are omitted" in message
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("classic", [False, True])
-@given(share=st.floats(0.005, 1.0))
-def test_a_step_never_exceeds_the_budget(classic: bool, share: float) -> None:
-    size_budget = SizeBudget(max_bytes=int(share * sum(WHOLE.values())), classic=classic)
-    for _ in range(2):
-        assert sum(step(size_budget).values()) <= share * sum(WHOLE.values())
-
-
-def test_magnitudes_are_dropped_and_buckets_widened_before_tags_alternate() -> None:
-    plain = sum(size for tag, size in WHOLE.items() if tag in SKETCHES)
-    fine = step(SizeBudget(max_bytes=plain), ())
-    coarse = step(SizeBudget(max_bytes=plain // 4), ())
-    assert set(coarse) == set(SKETCHES)
-    assert max(coarse.values()) < min(fine.values())
-    size_budget = SizeBudget(max_bytes=plain // 20)
-    seen = [tag for _ in range(5) for tag in step(size_budget, ())]
-    assert len(step(size_budget, ())) < len(SKETCHES) < len(seen)
-    assert seen == [tag for _ in range(5) for tag in SKETCHES][: len(seen)]
-    widest = set(joined(histogram_values(*tagged(SKETCHES), merged=32)))
-    for _ in range(5):
-        assert widest.issuperset(joined(size_budget.values_of((), tagged(SKETCHES), tagged({}))))
-
-
-def test_omitted_magnitudes_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    plain = sum(size for tag, size in WHOLE.items() if tag in SKETCHES)
-    for size_budget in (SizeBudget(max_bytes=plain + 2000), SizeBudget(max_bytes=plain // 2)):
-        caplog.clear()
-        for _ in range(3):
-            step(size_budget, ())
-        [message] = caplog.messages
-        assert "grad_log10/...) are omitted" in message
-        assert "max_bytes_per_step=" in message
-
-
-def test_pictures_alternate_and_a_large_one_is_reduced() -> None:
-    size = max(WHOLE[tag] for tag, _ in PICTURES)
-    size_budget = SizeBudget(max_bytes=int(3 * 3.5 * size))
-    seen = [list(step(size_budget, sketches={})) for _ in range(4)]
-    assert [int(tag[-1]) for tags in seen for tag in tags] == [*range(9), 0, 1, 2]
-    large: NDArray[np.uint8] = RANDOM.integers(255, size=(400, 300, 3), dtype=np.uint8)
-    [value] = joined(
-        SizeBudget(max_bytes=75_000).values_of([("large", large)], tagged({}), tagged({}))
-    )
-    assert [int(n) for n in parsed(value).tensor.string_val[:2]] == [75, 100]
+def test_pictures_alternate_and_a_large_one_is_reduced(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Conv2d(3, 3, 3, padding=1) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sizes = {}
+    for limit in (60_000, None):
+        log_dir = tmp_path / str(limit)
+        options = {"alerts": (), "max_bytes_per_step": limit, "max_overhead": math.inf}
+        with HookLogger(model, log_dir, every_n_steps=1, **options):
+            for _ in range(8):
+                model(torch.rand(4, 3, 300, 300)).square().mean().backward()
+                optimizer.step()
+        [path] = event_files(log_dir)
+        events = [e for e in events_of(path) if e.summary.value]
+        pictures = {
+            (event.step, value.tag): int(value.tensor.string_val[0])
+            for event in events
+            for value in event.summary.value
+            if value.metadata.plugin_data.plugin_name == "images"
+            and value.tag.startswith("~tensors/")
+        }
+        sizes[limit] = pictures
+    assert {tag for _, tag in sizes[60_000]} == {tag for _, tag in sizes[None]}
+    assert len(sizes[60_000]) < len(sizes[None])
+    assert any(width < sizes[None][key] for key, width in sizes[60_000].items())
 
 
 VALUES = st.lists(st.floats(width=32), max_size=60).map(np.array)
@@ -152,13 +139,6 @@ def test_two_histograms_have_no_gap_between_them() -> None:
     }
 
 
-def test_more_histograms_than_one_batch_are_written() -> None:
-    count = 2 * _AT_ONCE + 1
-    sketches = {str(i): sketch_array(np.arange(i % 7)) for i in range(count)}
-    for tag, rows in written(joined(histogram_values(*tagged(sketches)))).items():
-        np.testing.assert_array_equal(rows[:, 2].sum(), int(tag) % 7)
-
-
 @given(st.lists(VALUES, min_size=1, max_size=4))
 def test_each_value_lies_in_a_bucket_that_counts_it(tensors: list[NDArray[np.float64]]) -> None:
     sketches = {str(i): sketch_array(values) for i, values in enumerate(tensors)}
@@ -187,20 +167,6 @@ def test_many_magnitudes_equal_those_of_each_tensor(tensors: list[NDArray[np.flo
         v for t, s in sketches.items() for v in joined(log10_histogram_values([t], Rows.of([s])))
     ]
     assert together == alone
-
-
-def test_counts_equal_those_of_the_magnitudes() -> None:
-    sketch = sketch_array(np.array([-1.0, 1.0, 1e-3, 0.0, np.nan]))
-    left, right, counts = log10_histograms(Rows.of([sketch]))[0].T
-    assert counts.sum() == 3
-    assert counts[-1] == 2
-    assert left[0] <= -3 <= right[0]
-
-
-def test_tensors_without_nonzero_values_have_no_histogram_of_magnitudes() -> None:
-    values = ([], [0.0, 0.0], [np.nan])
-    sketches = {str(i): sketch_array(np.array(x)) for i, x in enumerate(values)}
-    assert not joined(log10_histogram_values(*tagged(sketches)))
 
 
 @pytest.mark.slow

@@ -1,0 +1,167 @@
+"""What a run writes, TensorBoard's loaders show: any tag, step and value, as the logger had it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+import telemetry
+from telemetry import HookLogger
+from tests.helpers.board import ReadBoard
+from tests.helpers.tiny_run import TinyRun, steps_by_file
+
+EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+
+
+@pytest.mark.slow
+def test_tags_of_every_character_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
+    tags = [f"tag {''.join(EVERY_CHARACTER[i : i + 999])}" for i in range(0, 0x10F800, 999)]
+    run = TinyRun(tmp_path / "run")
+    run.train(1, **dict.fromkeys(tags, 1.0))
+    run.logger.close()
+    shown = read_board(tmp_path).scalars()["run"]
+    assert {tag: shown[tag] for tag in tags} == {tag: [(0, 1.0)] for tag in tags}
+
+
+def test_a_tag_of_ten_thousand_characters_and_large_steps_are_shown(
+    tmp_path: Path, read_board: ReadBoard
+) -> None:
+    tag = "ß/" * 5000
+    for step in (2**31, 2**32, 2**53 + 1, 2**62):
+        run = TinyRun(tmp_path / "run", first_step=step)
+        run.train(2, **{tag: 1.0})
+        run.logger.close()
+    shown = read_board(tmp_path).scalars()["run"][tag]
+    assert [step for step, _ in shown] == [
+        *(2**31, 2**31 + 1, 2**32, 2**32 + 1, 2**53 + 1, 2**53 + 2, 2**62, 2**62 + 1)
+    ]
+
+
+def test_numbers_of_every_kind_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
+    values = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, 3.4e38]
+    run = TinyRun(tmp_path / "run")
+    for value in values:
+        run.train(1, metric=value)
+    run.logger.close()
+    shown = [value for _, value in read_board(tmp_path).scalars()["run"]["metric"]]
+    np.testing.assert_array_equal(np.float32(shown), np.float32(values))
+    assert np.signbit(shown[1])
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1).map("tag {}".format),
+        st.floats(width=32),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 2**53 - 1),
+)
+def test_logged_values_are_read_back(
+    tmp_path_factory: pytest.TempPathFactory, scalars: dict[str, float], step: int
+) -> None:
+    log_dir = tmp_path_factory.mktemp("run")
+    run = TinyRun(log_dir, first_step=step)
+    run.train(1, **scalars)
+    run.logger.close()
+    table = telemetry.read(log_dir).scalars
+    for tag, value in scalars.items():
+        [row] = table[table.tag == tag].itertuples()
+        assert row.step == step
+        np.testing.assert_array_equal(row.value, value)
+
+
+def test_histograms_pictures_and_texts_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
+    def rule(record: telemetry.StepRecord) -> list[telemetry.Alert]:
+        return [
+            telemetry.Alert(
+                kind="planted",
+                severity="warning",
+                step=record.step,
+                module_name=None,
+                value=1.0,
+                threshold=0.0,
+                summary="loss is **NaN** ↯",
+            )
+        ]
+
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, tmp_path / "run", alerts=[rule]) as logger:
+        weight = model[2].weight.detach().clone()
+        model(torch.rand(3, 1, 6, 6)).sum().backward()
+        optimizer.step()
+        logger.flush()
+        board = read_board(tmp_path)
+    [(step, table)] = board.tensors("histograms")["run"]["weight/0002.2.weight"]
+    assert step == 0
+    assert table[:, 2].sum() == weight.numel()
+    [(step, picture)] = board.blobs("images")["run"]["feature_maps/0000.0"]
+    assert step == 0
+    assert picture[2].startswith(b"\x89PNG")
+    texts = board.tensors("text")["run"]
+    assert any("loss is **NaN** ↯" in text[0].decode() for [(_, text)] in texts.values())
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_a_logger_writes_nothing(tmp_path: Path, duplicate: Callable[..., Any]) -> None:
+    run = TinyRun(tmp_path)
+    run.train()
+    run.model.logger = run.logger
+    copied = duplicate(run.logger if duplicate is copy.copy else run.model)
+    if isinstance(copied, bytes):
+        copied = pickle.loads(copied)
+    logger = copied if duplicate is copy.copy else copied.logger
+    logger.log(copy=1.0)
+    logger.flush()
+    logger.close()
+    assert logger.log_dir == str(tmp_path)
+    run.train()
+    run.logger.close()
+    assert steps_by_file(tmp_path) == [[0, 1]]
+    assert steps_by_file(tmp_path, "copy") == [[]]
+
+
+def test_a_remote_directory_has_the_steps_at_each_flush_and_after_an_absence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = fsspec.filesystem("memory")
+
+    def shown() -> list[int]:
+        return [e.step for e in EventAccumulator("memory://logs/run").Reload().Scalars("count")]
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("the store is unavailable")  # each store has its own errors
+
+    try:
+        run = TinyRun("memory://logs/run")
+        run.train(3)
+        run.logger.flush()
+        assert shown() == [0, 1, 2]
+        with monkeypatch.context() as patch:
+            for method in ("ls", "makedirs", "put_file"):
+                patch.setattr(type(store), method, fail)
+            run.train(3)
+            run.logger.flush()
+        assert shown() == [0, 1, 2]
+        run.train(1)
+        run.logger.close()
+        assert shown() == list(range(7))
+        assert [m for m in caplog.messages if "the store is unavailable" in m]
+        assert len(store.find("/logs/run")) == 1
+    finally:
+        store.rm("/logs", recursive=True)

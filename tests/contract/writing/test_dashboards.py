@@ -1,0 +1,305 @@
+"""Tags and values of a run in TensorBoard's dashboards, and what the page reads of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import metadata
+from torch import Tensor, nn
+
+import telemetry
+from telemetry import Alert, HookLogger, StepRecord
+from tests.helpers.board import Board, open_slow
+from tests.helpers.scripts import run_script
+from tests.helpers.tiny_run import TinyRun, event_files, events_of
+
+
+class Net(nn.Module):
+    """A parameter of its own, a module with several outputs, and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.ones(4))
+        self.lstm = nn.LSTM(4, 3)
+        self.out = nn.Linear(3, 2)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, _ = self.lstm(x + self.position)
+        return self.out(found)
+
+
+def train(log_dir: Path, model: nn.Module, *batches: Tensor, **options: Any) -> Board:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"every_n_steps": 2, "alerts": (), "images": False, **options}
+    with HookLogger(model, log_dir, **options) as logger:
+        with torch.no_grad(), logger.phase("validation"):
+            model(batches[0])
+        for batch in batches:
+            loss = model(batch).square().mean()
+            logger.log(loss=loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return Board(open_slow(log_dir))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Board, list[StepRecord]]:
+    """A run of three steps, whose last batch is full of NaN, and its records."""
+    records: list[StepRecord] = []
+    torch.manual_seed(0)
+    batch = torch.rand(5, 2, 4)
+    board = train(
+        tmp_path_factory.mktemp("run"),
+        Net(),
+        *(batch, batch, torch.full_like(batch, torch.nan)),
+        alerts=[lambda record: records.append(record) or ()],
+    )
+    return board, [record for record in records if not record.phase]
+
+
+def test_curves_of_layers_are_those_of_the_records_under_numbered_names(
+    trained: tuple[Board, list[StepRecord]],
+) -> None:
+    board, [first, light, _] = trained
+    curves = board.scalars()["."]
+    numbered = {
+        tag.split("/")[1]
+        for tag in curves
+        if re.match(r"(grad_norm|weight_norm|activation_rms)/\d{4}\.", tag)
+    }
+    assert {"0000.position", "0001.lstm", "0002.out.weight"} <= numbered
+    names = [parameter.name for parameter in first.layout.parameters]
+    norm = first.grad_norms[names.index("out.weight")]
+    assert curves["grad_norm/0002.out.weight"][0] == (0, pytest.approx(norm))
+    assert not any("unused" in tag for tag in curves if tag.startswith("grad_norm/"))
+    assert curves["grad_norm/total"][1] == (1, pytest.approx(light.total_grad_norm))
+    assert [step for step, _ in curves["grad_norm/total"]] == [0, 1, 2]
+    assert [step for step, _ in curves["weight_norm/0002.out.weight"]] == [0, 2]
+    # The mean is that of all outputs of a module.
+    outputs = [o.sketch for output, o in first.outputs.items() if output.module_name == "lstm"]
+    assert len(outputs) > 1
+    mean = sum(sketch.sum for sketch in outputs) / sum(sketch.count for sketch in outputs)
+    assert curves["activation_mean/0001.lstm"][0] == (0, pytest.approx(mean, rel=1e-5))
+
+
+def test_each_tag_has_the_histogram_of_its_own_tensor(
+    trained: tuple[Board, list[StepRecord]],
+) -> None:
+    board, [first, *_] = trained
+    tables = board.tensors("histograms")["."]
+    for kind, tensors in (("weight", first.weights), ("grad", first.grads)):
+        shown = {tag: points for tag, points in tables.items() if tag.startswith(f"{kind}/")}
+        assert len(shown) >= 6
+        for tag, [(step, table), *_] in shown.items():
+            sketch = tensors[tag.split("/")[1].partition(".")[2]].sketch
+            assert step == 0
+            assert table[0, 0] == pytest.approx(sketch.min)
+            assert table[-1, 1] == pytest.approx(sketch.max)
+            assert table[:, 2].sum() == sketch.count
+    assert {"activation/0001.lstm", "activation/0001.lstm[1]"} <= set(tables)
+
+
+def test_tensors_without_a_finite_value_have_no_histogram_and_their_values_are_counted(
+    trained: tuple[Board, list[StepRecord]],
+) -> None:
+    board, _ = trained
+    activations = board.tensors("histograms")["."]["activation/0002.out"]
+    assert [step for step, _ in activations] == [0]
+    of_output, of_parameters = 5 * 2 * 2, 3 * 2 + 2
+    count = 2 * of_output + of_parameters  # also of the gradients
+    assert board.scalars()["."]["nonfinite/0002.out"] == [(2, count)]
+
+
+def test_a_phase_has_only_activations_under_its_name(
+    trained: tuple[Board, list[StepRecord]],
+) -> None:
+    board, _ = trained
+    tags = {*board.scalars()["."], *board.tensors("histograms")["."]}
+    of_phase = {tag for tag in tags if tag.startswith("validation/")}
+    assert "validation/activation_rms/0001.lstm" in of_phase
+    assert not any("grad" in tag or "weight" in tag for tag in of_phase)
+
+
+def test_scaler_and_clipping_have_curves(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    norms = []
+    with HookLogger(model, tmp_path, every_n_steps=1, alerts=()):
+        for step in range(3):
+            loss = model(torch.ones(4, 2)).square().mean()
+            scaler.scale(loss * (torch.inf if step == 1 else 1)).backward()
+            scaler.unscale_(optimizer)
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    curves = Board(open_slow(tmp_path)).scalars()["."]
+    scales = [scale for _, scale in curves["scaler/scale"]]
+    assert (scales[0], scales[-1]) == (1024, 512)
+    assert curves["scaler/skipped_steps"][-1][1] == 1
+    before = [value for _, value in curves["grad_norm/total_before_clipping"]]
+    assert before[0] == pytest.approx(norms[0], rel=1e-4)
+    assert max(value for _, value in curves["grad_norm/total"][:1]) <= 1.01e-3
+    assert {value for _, value in curves["grad_norm/clipped_fraction"][:1]} == {1.0}
+
+
+def test_a_large_model_has_a_limited_number_of_curves_of_each_statistic(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(70)])
+    curves = train(tmp_path, model, torch.rand(2, 1)).scalars()["."]
+    for statistic in ("grad_norm", "weight_norm", "weight_rms", "activation_rms"):
+        of_layers = [tag for tag in curves if re.match(rf"{statistic}/(\d|min|median|max)", tag)]
+        assert len(of_layers) == 12 + 3, statistic
+
+
+def test_each_alert_has_a_separate_tag_and_is_read_back_as_it_was(tmp_path: Path) -> None:
+    names = ("out", None)
+
+    def rule(record: StepRecord) -> Iterator[Alert]:
+        for name in names if record.step == 1 else ():
+            yield Alert(
+                kind="planted",
+                severity="error",
+                step=1,
+                module_name=name,
+                value=float("inf"),
+                threshold=0.0,
+                summary="<img src=x onerror=alert(1)>",
+                advice=("line two",),
+                stage="escalated",
+            )
+
+    tiny = TinyRun(tmp_path, alerts=[rule])
+    tiny.train(3)
+    tiny.logger.close()
+    texts = Board(open_slow(tmp_path)).tensors("text")["."]
+    assert {"0000.planted.out", "0001.planted"} == {tag.split("/")[-1] for tag in texts}
+    for [(step, [text])] in texts.values():
+        assert step == 1
+        assert text.decode().startswith("**error** at step 1\n\n<img src=x onerror=alert(1)>")
+        assert "line two" in text.decode()
+    assert telemetry.read(tmp_path).alerts == tiny.logger.alerts
+    assert len(tiny.logger.alerts) == 2
+
+
+# --- what the page reads -------------------------------------------------------------------------
+
+
+def test_norms_of_every_step_and_statistics_of_full_steps_are_read_back(tmp_path: Path) -> None:
+    norms: list[float] = []
+    rules = [lambda record: norms.append(record.total_grad_norm) or ()]
+    tiny = TinyRun(tmp_path, every_n_steps=10, alerts=rules)
+    tiny.train(57)
+    tiny.logger.close()
+    layers = telemetry.read(tmp_path).layers
+    found = layers[layers.statistic == "grad_norm"]
+    assert found.step.tolist() == list(range(57))
+    assert found.value.to_numpy() == pytest.approx(np.float32(norms), rel=1e-5)
+    full = layers[layers.statistic == "nonfinite"]
+    assert full.step.tolist() == list(range(0, 57, 10))
+
+
+def test_a_change_of_the_model_keeps_the_steps_before_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, tmp_path, every_n_steps=100, alerts=()):
+        for step in range(4):
+            if step == 2:
+                model.append(nn.Linear(2, 2))
+                optimizer.add_param_group({"params": model[1].parameters()})
+            model(torch.ones(3, 2)).square().mean().backward()
+            optimizer.step()
+    layers = telemetry.read(tmp_path).layers
+    norms = layers[layers.statistic == "grad_norm"]
+    assert norms[norms.module_name == "0"].step.tolist() == [0, 1, 2, 3]
+    assert norms[norms.module_name == "1"].step.tolist() == [2, 3]
+
+
+def test_steps_that_begin_again_replace_the_earlier_ones(tmp_path: Path) -> None:
+    tiny = TinyRun(tmp_path)
+    tiny.train(2)
+    state = tiny.logger.state_dict()
+    tiny.train(2)
+    tiny.logger.load_state_dict(state)
+    tiny.train(3)
+    tiny.logger.close()
+    layers = telemetry.read(tmp_path).layers
+    assert layers[layers.statistic == "grad_norm"].step.tolist() == [0, 1, 2, 3, 4]
+    shown = Board(open_slow(tmp_path)).scalars()["."]["count"]
+    assert [step for step, _ in shown] == [0, 1, 2, 3, 4]
+
+
+# --- settings of dashboards ----------------------------------------------------------------------
+
+
+def test_every_chart_of_custom_scalars_finds_its_tags_and_at_most_sixteen(tmp_path: Path) -> None:
+    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.ReLU())])
+    train(tmp_path, model, *[torch.rand(5, 4)] * 3)
+    [path] = event_files(tmp_path)
+    values = [value for event in events_of(path) for value in event.summary.value]
+    written = {value.tag for value in values} | {"train/loss"}
+    [layout] = [value for value in values if value.tag == "custom_scalars__config__"]
+    categories = layout_pb2.Layout.FromString(layout.tensor.string_val[0]).category
+    assert sum(len(category.chart) for category in categories) == 11
+    for chart in (chart for category in categories for chart in category.chart):
+        named = {tag for s in chart.margin.series for tag in (s.value, s.lower, s.upper)}
+        assert named <= written, chart.title
+        for pattern in chart.multiline.tag:
+            assert sum(re.search(pattern, tag) is not None for tag in written) in range(1, 17)
+
+
+def test_the_heat_map_is_a_picture_at_the_end_of_a_run(tmp_path: Path) -> None:
+    tiny = TinyRun(tmp_path, every_n_steps=1, images=True)
+    tiny.train(12)
+    tiny.logger.close()
+    pictures = Board(open_slow(tmp_path)).blobs("images")["."]["telemetry_heatmap"]
+    assert pictures[-1][0] == 11
+    assert all(blobs[2].startswith(b"\x89PNG") for _, blobs in pictures)
+
+
+def test_hyperparameters_of_all_types_are_shown(tmp_path: Path) -> None:
+    given = {"lr": 0.1, "layers": 3, "norm": True, "optimizer": "sgd"}
+    tiny = TinyRun(tmp_path)
+    tiny.logger.hparams(given, metrics=["count", "accuracy"])
+    tiny.train()
+    with pytest.raises(TypeError, match=r"layers=\{1\}"):
+        tiny.logger.hparams({"layers": {1}})
+    tiny.logger.close()
+    accumulator = EventAccumulator(str(tmp_path)).Reload()
+    content = accumulator.summary_metadata["_hparams_/experiment"].plugin_data.content
+    written = metadata.parse_experiment_plugin_data(content)
+    assert [info.name for info in written.hparam_infos] == list(given)
+    assert [info.name.tag for info in written.metric_infos] == ["count", "accuracy"]
+    assert telemetry.read(tmp_path).hparams == given
+    assert telemetry.read(tmp_path).hparams["norm"] is True
+
+
+def test_the_printed_command_shows_the_run_and_its_neighbors(tmp_path: Path) -> None:
+    _, log = run_script(
+        tmp_path,
+        """
+        import os, sys
+        from torch import nn
+        from telemetry import HookLogger
+        os.chdir(sys.argv[1])
+        for log_dir in ("runs/first", "runs/second/", "third", ".", "my runs/first"):
+            child = os.fork()  # each process shows it once
+            if not child:
+                HookLogger(nn.Linear(2, 1), log_dir).close()
+                os._exit(0)
+            os.waitpid(child, 0)
+        """,
+        tmp_path,
+    )
+    folders = re.findall("tensorboard --logdir (.*)", log)
+    assert folders == ["runs", "runs", ".", ".", "'my runs'"]
