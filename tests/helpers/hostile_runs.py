@@ -27,8 +27,14 @@ from telemetry.events.framing import frame
 from telemetry.events.page_format import PLUGIN_NAME, alert_tag, encode_layout, layout_tag
 from telemetry.flight.file import FORMAT
 from telemetry.layers import MATRIX_STATISTICS, STATISTICS
-from tests.helpers import serialized
-from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.known_runs import (
+    COLUMN,
+    alert_at,
+    layout_of,
+    page,
+    write_dashboards,
+    write_run,
+)
 
 SESSION = "20260101-000000.000-aaaa"
 OTHER = "20260101-000000.000-0000"  # sorts before it: its layout does not hide the good run
@@ -46,12 +52,14 @@ def write_good_run(log_dir: Path) -> None:
     write_run(
         log_dir, layout_of(LAYERS), steps=range(STEPS), session=SESSION,
         norms=lambda step: np.array([step, 2 * step], np.float32),
-        matrices=lambda step: np.full((2, len(MATRIX_STATISTICS)), 0.5, np.float32),
+        matrices=lambda step: np.full((2, len(COLUMN)), 0.5, np.float32),
         alerts=[alert_at(7, "b")],
     )  # fmt: skip
     edges = np.linspace(-1, 1, 11)
-    buckets = serialized.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
-    add(log_dir, buckets, summaries.image("feature_maps/0000.a", [png(2, 2)], 2, 2))
+    write_dashboards(
+        log_dir, histograms={"activation/0000.a": {0: (edges[:-1], edges[1:], np.ones(10))}},
+        pictures={"feature_maps/0000.a": {0: png(2, 2)}},
+    )  # fmt: skip
 
 
 # --- pieces ------------------------------------------------------------------------------------
@@ -99,7 +107,7 @@ def chunk(kind: str = "m", number: object = 99) -> str:
 
 def text(tag: str, content: Any) -> bytes:
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return summaries.tensor(tag, data, PLUGIN_NAME)
+    return page(tag, data)
 
 
 def layout(**changes: Any) -> bytes:
@@ -213,7 +221,7 @@ def add_values(*items: Summary.Value, step: int = 0) -> Callable[[Path], None]:
 
 def add_norms(distance: float, *, step: int = 5) -> Callable[[Path], None]:
     block = np.array([[0, 1, 1], [distance, 1, 1]], np.float32)
-    return add_values(summaries.tensor(chunk("n"), block, PLUGIN_NAME), step=step)
+    return add_values(page(chunk("n"), block), step=step)
 
 
 def add_histogram(table: Any) -> Callable[[Path], None]:
@@ -247,10 +255,7 @@ def add_many_sessions(log_dir: Path) -> None:
 
 def add_overlapping_sessions(log_dir: Path) -> None:
     """A session with an earlier name continues in parallel and repeats its own steps."""
-    norms = [
-        summaries.tensor(f"telemetry/n/{OTHER}/0000/{n}", np.ones((1, 3), np.float32), PLUGIN_NAME)
-        for n in range(3)
-    ]
+    norms = [page(f"telemetry/n/{OTHER}/0000/{n}", np.ones((1, 3), np.float32)) for n in range(3)]
     add(log_dir, text(layout_tag(OTHER, 0), encode_layout(layout_of(LAYERS), MATRIX_STATISTICS)))
     for value, step in zip(norms, (5, 3, 5), strict=True):
         add(log_dir, value, step=step)

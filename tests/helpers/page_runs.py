@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from telemetry.alert import Consequence
-from telemetry.layers import MATRIX_STATISTICS, MISSING
-from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_run
+from tests.helpers.known_runs import COLUMN, MISSING, alert_at, layout_of, write_run
 
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 DARKEST, LIGHTEST = "#440154", "#fde725"  # viridis
@@ -23,7 +22,7 @@ def rising(step: int) -> np.ndarray:
 
 
 def matrices(step: int) -> np.ndarray:
-    values = np.repeat(rising(step)[:, None], len(MATRIX_STATISTICS), axis=1) / 1e5
+    values = np.repeat(rising(step)[:, None], len(COLUMN), axis=1) / 1e5
     values[[2, 4], COLUMN["update_ratio"]] = MISSING
     return values
 
