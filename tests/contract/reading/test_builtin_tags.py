@@ -70,7 +70,7 @@ def test_tags_of_the_model_itself_have_the_name_of_its_class(tmp_path: Path) -> 
 
 def test_pictures_are_found_by_name(tmp_path: Path) -> None:
     tags = ["feature_maps/0002.encoder.1", "filters/0002.encoder.1", "input", "x"]
-    client = write(tmp_path, pictures=dict.fromkeys(tags, {0: png(2, 2)}))
+    client = write(tmp_path, pictures={key: {0: png(2, 2)} for key in tags})
     found = client.json("images", run=".", layer="encoder.1")
     assert [item["tag"] for item in found] == tags[:3]
     assert client.json("images", run=".", layer="last") == []
@@ -82,7 +82,7 @@ def curves(client: Client) -> list[tuple[str, str]]:
 
 
 def scalars(*tags: str) -> dict[str, dict[int, float]]:
-    return dict.fromkeys(tags, {0: 1.0})
+    return {key: {0: 1.0} for key in tags}
 
 
 @pytest.mark.parametrize(

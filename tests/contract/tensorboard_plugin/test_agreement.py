@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import train_mnist
-from telemetry import HookLogger
-from telemetry.commands.cli import main
-from telemetry.flight import flight_files, read_flight
+from telemetry import HookLogger, StepRecord
 from telemetry.layers import PAGE_STATISTICS, STATISTICS, LayerTable, table
-from telemetry.records import StepRecord
 from tests.helpers.client import OpenClient
 from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.shell import call, records
 
 STEPS = 3
 
@@ -84,7 +82,6 @@ def test_curves_page_summary_flight_file_and_rules_agree(
     batch: Callable[[], Tensor],
     tmp_path: Path,
     open_client: OpenClient,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -92,7 +89,7 @@ def test_curves_page_summary_flight_file_and_rules_agree(
     modules = seen.records[-1].layout.modules
     client = open_client(tmp_path)
     curves = EventAccumulator(str(tmp_path), {"tensors": 0, "scalars": 0}).Reload()
-    at = read_flight(flight_files(tmp_path)[0])["profiles"][-1]
+    at = records("explain", tmp_path)[0]["profiles"][-1]
     assert at["step"] == STEPS - 1
     statistics = [statistic for statistic in STATISTICS if not statistic.measured_in]
     compared = dict.fromkeys((s.name for s in statistics), 0)
@@ -104,8 +101,7 @@ def test_curves_page_summary_flight_file_and_rules_agree(
         if statistic in PAGE_STATISTICS:
             values = client.arrays("matrix", run=".", statistic=name)[1]["values"].T
             assert_same(np.where(values == -1, None, values), expected)
-            main(["summary", str(tmp_path), "--statistic", name])
-            printed = capsys.readouterr().out
+            printed = call("summary", tmp_path, "--statistic", name).stdout
         assert_same(np.array(at[name], dtype=object), expected[:, -1], rtol=1e-5)
         for row, module in enumerate(modules):
             if expected[row, -1] is None:
