@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from telemetry import Alert, Layout, Module, Parameter, Sketch
+from telemetry.alert import Consequence
 from telemetry.events import FileWriter, summaries
 from telemetry.events.page_format import (
     EVENTS_PER_TAG,
@@ -157,13 +158,20 @@ def write_dashboards(
                 writer.write_values([summaries.image(tag, [png], 2, 2)], step)
 
 
-def alert_at(step: int, module_name: str | None, **changes: object) -> Alert:
-    """A fault at a place."""
+def alert_at(
+    step: int,
+    module_name: str | None,
+    *,
+    follows: Sequence[tuple[str, str | None]] = (),
+    **changes: object,
+) -> Alert:
+    """A fault at a place; ``follows`` has kind and layer of each consequence."""
     values = {
         "kind": "exploding_gradient",
         "severity": "error",
         "value": 1e9,
         "threshold": 10.0,
         "summary": "The gradient grew.",
+        "consequences": tuple(Consequence(kind=kind, module_name=name) for kind, name in follows),
     }
     return Alert(step=step, module_name=module_name, **{**values, **changes})  # type: ignore[arg-type]
