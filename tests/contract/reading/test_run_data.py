@@ -93,6 +93,24 @@ def test_the_page_shows_the_largest_or_not_finite_number_of_each_cell(
     np.testing.assert_array_equal(part[1], expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("view", ["slow"], indirect=True)
+def test_the_page_merges_neighboring_steps_of_many_units(tmp_path: Path, view: OpenView) -> None:
+    """The page has at most a million extremes of a layer."""
+
+    def units(step: int) -> np.ndarray:
+        extremes = np.repeat([[-(step % 100) - 1, step % 100]], 3000, axis=0).astype(np.float32)
+        extremes[0] = 0, step == 1
+        return extremes
+
+    write_run(tmp_path, LAYOUT, steps=range(400), norms=norms, units=units)
+    header, arrays = view(tmp_path).client.arrays("units", run=".", layer="a")
+    assert arrays["steps"].tolist() == list(range(0, 400, 2))
+    largest = np.arange(1, 400, 2) % 100
+    np.testing.assert_array_equal(arrays["extremes"][:, 7], np.stack([-largest - 1, largest], 1))
+    assert header["dead"] == ["", *["0"] * 199]
+
+
 def test_a_resumed_run_is_one_curve(tmp_path: Path, view: OpenView) -> None:
     write_run(
         tmp_path, LAYOUT, steps=range(40), norms=norms, matrices=matrices, session=EARLIER,

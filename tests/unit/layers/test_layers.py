@@ -10,12 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from telemetry import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.layers import MATRIX_STATISTICS, PARAMETER_STATISTICS, STATISTICS, table
-from telemetry.layers.record import Layers
-from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
 from telemetry.records.step import RankFacts, Spread
-from telemetry.testing import alerts_of
 
 LAYOUT = Layout(
     modules=(Module(name="first", type_name="Linear"), Module(name="act", type_name="Tanh")),
@@ -261,12 +259,6 @@ def test_a_weights_rms_does_not_depend_on_the_layers_size() -> None:
     assert column(measured, "weight_rms") == [pytest.approx(3.0), None]
 
 
-def test_a_table_is_made_once_for_each_record() -> None:
-    measured = record()
-    assert table(measured) is table(measured)
-    assert table(record()) is not table(measured)
-
-
 def test_a_model_without_layers_has_an_empty_table() -> None:
     empty = record(
         layout=Layout(modules=(), parameters=()), grad_norms=np.empty(0),
@@ -277,13 +269,3 @@ def test_a_model_without_layers_has_an_empty_table() -> None:
 
 def test_a_step_takes_at_most_96_bytes_per_layer() -> None:
     assert 4 * len(MATRIX_STATISTICS) + 2 * 4 <= 96  # with the norms of a weight and a bias
-
-
-def test_rules_make_no_table_of_a_light_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[int] = []
-    monkeypatch.setattr(Layers, "of", lambda _: made.append(1))
-    light = [record(step=step, full=False, scalars={"loss": 1.0}) for step in range(30)]
-    assert alerts_of(light) == []
-    assert not made
