@@ -39,27 +39,18 @@ class CountingSource(FileSource):
         return super().read(plugin_name, tags, sampled=sampled)
 
 
-def test_nothing_is_read_twice(tmp_path: Path) -> None:
-    write_run(tmp_path, LAYOUT, steps=range(100), norms=norms, matrices=matrices)
-    source = CountingSource(tmp_path)
-    run = RunData(source)
-    run.matrix("grad_norm")
-    run.matrix("weight_norm")
-    assert len(source.reads) == len(set(source.reads)) == 21
-    run.matrix("grad_rms")
-    run.layer_series("a")
-    run.matrix("grad_norm", Region(first_step=50))
-    assert len(source.reads) == 21
-
-
-def test_a_tag_that_has_grown_is_read_again(tmp_path: Path) -> None:
+def test_only_a_tag_that_has_grown_is_read_again_and_the_cache_keeps_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_run(tmp_path / "short", LAYOUT, steps=range(15), norms=norms)
     write_run(tmp_path / "long", LAYOUT, steps=range(18), norms=norms)
     run = RunData(FileSource(tmp_path / "short"))
     assert len(run.matrix("grad_norm").steps) == 15
+    monkeypatch.setattr(matrix, "_CACHE_BYTES", 500)
     run.source = CountingSource(tmp_path / "long")
     assert run.matrix("grad_norm").steps.tolist() == list(range(18))
     assert len(run.source.reads) == 1  # the first ten steps are known
+    assert run._numbers.nbytes <= 500
 
 
 def test_steps_beyond_the_limit_are_omitted_until_a_window_is_requested(
@@ -91,17 +82,6 @@ def test_a_difference_and_an_export_of_long_runs_have_every_step(
     assert {difference["step"] for difference in found} == {131}
     _, *rows = lines("export", tmp_path / "one", "--statistic", "grad_norm")
     assert [float(row.split(",")[-1]) for row in rows[1::3]] == [10 * step for step in range(200)]
-
-
-def test_the_cache_stays_within_its_limit_and_a_second_read_is_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_run(tmp_path, LAYOUT, steps=range(100), norms=norms)
-    monkeypatch.setattr(matrix, "_CACHE_BYTES", 500)
-    run = RunData(FileSource(tmp_path))
-    first, again = run.matrix("grad_norm"), run.matrix("grad_norm")
-    np.testing.assert_array_equal(first.values, again.values)
-    assert run._numbers.nbytes <= 500
 
 
 def test_every_second_step_of_units_is_omitted_beyond_the_limit(
