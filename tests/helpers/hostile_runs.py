@@ -11,10 +11,12 @@ import os
 import socket
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -513,3 +515,14 @@ KINDS = {
         write_flight(b"{}", f"flight-{n}.json")(d) for n in range(1000)
     ], "flight-0.json"),
 }  # fmt: skip
+
+
+@contextmanager
+def hostile_run(name: str) -> Iterator[tuple[Path, Kind]]:
+    """Write a run of a kind; its directory is removed at once, for some are large."""
+    with TemporaryDirectory() as folder:
+        log_dir = Path(folder, "run")
+        log_dir.mkdir()
+        write_good_run(log_dir)
+        KINDS[name].make(log_dir)
+        yield log_dir, KINDS[name]

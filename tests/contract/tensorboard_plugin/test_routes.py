@@ -22,17 +22,14 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 PNG = png(2, 2)
 
 
-def norms(step: int) -> np.ndarray:
-    return np.array([step, 2 * step], np.float32)
-
-
 @pytest.fixture
 def client(tmp_path: Path, open_client: OpenClient) -> Client:
     """One run, ``demo``, of 40 steps, with two layers, of which one has a hostile name."""
     run = tmp_path / "demo"
     extremes = np.array([[0, 0], [-1, 2], [-10, 10]], np.float32)
     write_run(
-        run, layout_of(["a", HOSTILE]), steps=range(40), norms=norms, every=10,
+        run, layout_of(["a", HOSTILE]), steps=range(40), every=10,
+        norms=lambda step: np.array([step, 2 * step], np.float32),
         matrices=lambda step: np.full((2, len(COLUMN)), 0.5, np.float32),
         units=lambda step: extremes if step < 30 else None,
         alerts=[alert_at(7, HOSTILE, summary=HOSTILE, value=float("inf"))],
@@ -77,27 +74,6 @@ def test_the_overview_of_a_run_has_its_layers_statistics_and_alerts(client: Clie
     assert {"grad_norm", "grad_rms", "grad_share", "activation_rms", "update_ratio"} <= names
     assert run["alerts"][0]["value"] == "inf"
     assert run["alerts"][0]["module_name"] == HOSTILE
-
-
-def test_a_matrix_has_the_written_values(client: Client) -> None:
-    header, arrays = client.arrays("matrix", run="demo", statistic="grad_norm")
-    assert header["rows"] == 2
-    np.testing.assert_array_equal(arrays["steps"], np.arange(40))
-    np.testing.assert_array_equal(arrays["values"], [norms(step) for step in range(40)])
-
-
-def test_loss_and_learning_rates_are_served(client: Client) -> None:
-    header, arrays = client.arrays("scalars", run="demo")
-    kinds = [curve["kind"] for curve in header["curves"]]
-    assert kinds == ["loss", "learning rate"]
-    assert arrays["values0"][0] == 2.0
-
-
-def test_a_layer_is_served_over_time(client: Client) -> None:
-    header, arrays = client.arrays("layer", run="demo", layer="a")
-    number = header["statistics"].index("update_ratio")
-    assert arrays[f"statistics{number}.steps"].tolist() == [0, 10, 20, 30]
-    assert header["parameters"] == ["a.weight"]
 
 
 def test_the_units_of_a_layer_are_served(client: Client) -> None:

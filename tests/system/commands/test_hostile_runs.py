@@ -8,14 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.hostile_runs import KINDS, SCRIPT, STEPS, Kind, write_good_run
+from tests.helpers.hostile_runs import KINDS, SCRIPT, STEPS, Kind, hostile_run, write_good_run
 from tests.helpers.paths import ROOT
 from tests.helpers.shell import call
 from tests.helpers.views import ReadView
@@ -41,17 +39,6 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, old)
-
-
-@contextmanager
-def hostile_run(name: str) -> Iterator[tuple[Path, Kind]]:
-    """The directory of a run; it is removed at once, for some are large."""
-    with tempfile.TemporaryDirectory() as folder:
-        log_dir = Path(folder, "run")
-        log_dir.mkdir()
-        write_good_run(log_dir)
-        KINDS[name].make(log_dir)
-        yield log_dir, KINDS[name]
 
 
 def about(kind: Kind, text: str) -> int:
