@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,26 +13,16 @@ from tests.helpers.client import Client
 from tests.helpers.known_runs import MISSING
 
 
-class View(Protocol):
-    """Names of the layers in their order, and step and layer of each alert."""
-
-    layers: list[str]
-    alerts: list[tuple[int, str | None]]
-
-    def matrix(self, statistic: str) -> tuple[list[int], NDArray[np.float32]]:
-        """Return the steps, and a row of numbers for each: one per layer."""
-
-
-OpenView = Callable[[Path], View]
-
-
 class ReadView:
+    """Names of the layers in their order, step and layer of each alert, and numbers."""
+
     def __init__(self, log_dir: Path) -> None:
         self.run = telemetry.read(log_dir)
         self.layers = list(self.run.modules.module_name)
         self.alerts = [(alert.step, alert.module_name) for alert in self.run.alerts]
 
     def matrix(self, statistic: str) -> tuple[list[int], NDArray[np.float32]]:
+        """Return the steps, and a row of numbers for each: one per layer."""
         rows = self.run.layers[self.run.layers.statistic == statistic]
         steps, places = np.unique(rows.step, return_inverse=True)
         values = np.full((len(steps), len(self.layers)), MISSING, np.float32)
@@ -53,3 +42,6 @@ class PageView:
     def matrix(self, statistic: str, **window: int) -> tuple[list[int], NDArray[np.float32]]:
         _, arrays = self.client.arrays("matrix", run=".", statistic=statistic, **window)
         return arrays["steps"].tolist(), arrays["values"]
+
+
+OpenView = Callable[[Path], ReadView | PageView]

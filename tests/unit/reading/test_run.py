@@ -105,17 +105,14 @@ print({{"torch", "matplotlib"}} & set(sys.modules))
     assert done.stdout.split() == ["12", "float32", "set()"]
 
 
-def test_a_directory_without_a_run_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no such directory"):
-        telemetry.read(tmp_path / "nothing")
-
-
 def test_a_wrong_name_or_argument_is_reported_with_the_known_names(log_dir: Path) -> None:
     run = telemetry.read(log_dir)
     with pytest.raises(KeyError, match="no layer 'nope'; there are 0, 1, 2"):
         run.units("nope")
     with pytest.raises(TypeError, match=r"units\(layer=5\)"):
         run.units(5)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="no such directory"):
+        telemetry.read(log_dir / "nothing")
     with pytest.raises(TypeError, match=r"read\(run=5\)"):
         telemetry.read(5)  # type: ignore[arg-type]
 
