@@ -293,6 +293,7 @@ class Kind:
 
 
 FLOATS = struct.pack("<8f", *range(8))
+CURVE = {"plugin": "scalars", "data_class": 1}
 HISTOGRAM, PICTURE = "activation/0000.a", "feature_maps/0000.a"
 
 
@@ -306,13 +307,8 @@ def no_chunk(number: object) -> Kind:
     return Kind(add_values(values(chunk(number=number), [2, 8], FLOATS * 2)))
 
 
-def no_text(tag: str, shape: Sequence[int] = (8,), content: bytes = FLOATS, **fields: Any) -> Kind:
+def foreign(tag: str, shape: Sequence[int] = (8,), content: bytes = FLOATS, **fields: Any) -> Kind:
     return Kind(add_values(values(tag, shape, content, **fields)), tag)
-
-
-def curve(tag: str, shape: Sequence[int], content: bytes = b"", **fields: Any) -> Kind:
-    value = values(tag, shape, content, plugin="scalars", data_class=1, **fields)
-    return Kind(add_values(value), tag)
 
 
 def changed_layout(said: str = "", *, layers: Sequence[str] = LAYERS, **changes: Any) -> Kind:
@@ -390,9 +386,9 @@ KINDS = {
     "one value for all": numbers([2**50], float_val=[1.0]),
     "none of many": numbers([0, 2**40]),
     "text for numbers": numbers([1], dtype=types_pb2.DT_STRING, string_val=[b"x"]),
-    "numbers for a layout": no_text(layout_tag(OTHER, 0)),
-    "numbers for an alert": no_text(alert_tag(SESSION, 9)),
-    "no text at all": no_text(alert_tag(SESSION, 9), [0], b"", dtype=types_pb2.DT_STRING),
+    "numbers for a layout": foreign(layout_tag(OTHER, 0)),
+    "numbers for an alert": foreign(alert_tag(SESSION, 9)),
+    "no text at all": foreign(alert_tag(SESSION, 9), [0], b"", dtype=types_pb2.DT_STRING),
     "objects": numbers([2, 8], dtype=types_pb2.DT_VARIANT),
     "unknown dtype": numbers([8], FLOATS, dtype=77),
     "complex numbers": numbers([4], FLOATS, dtype=types_pb2.DT_COMPLEX64),
@@ -408,9 +404,11 @@ KINDS = {
     "layout of a strange tag": Kind(
         add_values(text("telemetry/layout/" + "1" * 5000, layout())), "telemetry/layout/1"
     ),
-    "text for a scalar": curve("loss", [1], dtype=types_pb2.DT_STRING, string_val=[b"x"]),
-    "many values for a scalar": curve("loss", [8], FLOATS),
-    "odd bytes for a scalar": curve("other", [1], FLOATS[:3]),
+    "text for a scalar": foreign(
+        "loss", [1], b"", dtype=types_pb2.DT_STRING, string_val=[b"x"], **CURVE
+    ),
+    "many values for a scalar": foreign("loss", **CURVE),
+    "odd bytes for a scalar": foreign("other", [1], FLOATS[:3], **CURVE),
     "loss beyond all": Kind(add_values(summaries.scalar("loss", np.inf), step=-(2**63))),
     # Histograms and pictures.
     "histogram of NaN": Kind(add_histogram([[np.nan] * 3] * 2), HISTOGRAM),
@@ -418,7 +416,7 @@ KINDS = {
     "histogram of less than nothing": Kind(add_histogram([[0, 1, -5]]), HISTOGRAM),
     "histogram of the largest": Kind(add_histogram([[-1e308, 1e308, 1], [1e308, 1.7e308, 1]])),
     "histogram of two columns": Kind(add_histogram([[0, 1], [1, 2]]), HISTOGRAM),
-    "histogram of odd bytes": no_text(
+    "histogram of odd bytes": foreign(
         "activation/0001.b", [1, 3], FLOATS[:11], plugin="histograms"
     ),
     "picture of 300 MB": picture(lambda: png(2, 2, padding=300_000_000), "bytes"),

@@ -48,23 +48,17 @@ def about(kind: Kind, text: str) -> int:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", SMALL)
-def test_intact_data_is_read_and_damage_is_reported_in_one_line(name: str) -> None:
+def test_intact_data_is_read_and_shown_and_damage_is_reported_in_one_line(name: str) -> None:
     with hostile_run(name) as (log_dir, kind):
         view = ReadView(log_dir)
         assert view.layers == list(kind.layers)
         assert 7 in [step for step, _ in view.alerts]
         for statistic in ("grad_norm", "weight_norm"):
             assert view.matrix(statistic)[0] == list(range(STEPS))
-        assert {0, 3} & set(view.run.scalars.step) == {0, 3}
+        assert {0, 3} <= set(view.run.scalars.step)
         for layer in view.layers:
             assert view.run.units(layer).steps.size == 0
         assert about(kind, "\n".join(view.run.problems)) <= 1
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", SMALL)
-def test_every_command_handles_an_untrusted_directory(name: str) -> None:
-    with hostile_run(name) as (log_dir, kind):
         report = log_dir.parent / "report.html"
         for command in COMMANDS:
             done = call(command, log_dir, *(["-o", report] if command == "report" else []))

@@ -204,7 +204,10 @@ def test_control_characters_never_reach_the_terminal(strange: Path) -> None:
         done = call(*arguments, strange)
         assert "\x1b" not in done.stdout + done.stderr
         assert done.returncode == (2 if arguments == ["explain"] else 0), done.stderr
-    assert "\\x1b[2J" in call("summary", strange).stdout
+    shown = call("summary", strange).stdout
+    assert "\\x1b[2J" in shown
+    assert "[red]x" in shown, "names are no markup"
+    assert "[bold]: 10 layers" in shown
 
 
 def test_a_closed_pipe_is_not_an_error(runs: Path) -> None:

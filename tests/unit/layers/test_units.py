@@ -155,20 +155,12 @@ class Model(nn.Sequential):
             self[2].bias[3] = 50.0
 
 
-@pytest.fixture(scope="module")
-def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("units")
+def train(folder: Path, *, every_n_steps: int, **options: bool) -> None:
     torch.manual_seed(0)
-    train(Model(), folder, every_n_steps=10, steps=21)
-    return folder
-
-
-def train(
-    model: nn.Module, folder: Path, *, every_n_steps: int, steps: int, **options: bool
-) -> None:
+    model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with HookLogger(model, folder, every_n_steps=every_n_steps, alerts=(), **options):
-        for _ in range(steps):
+        for _ in range(25):
             optimizer.zero_grad()
             model(torch.randn(32, 4)).square().mean().backward()
             optimizer.step()
@@ -178,13 +170,14 @@ def train(
 def test_every_full_step_has_the_units_unless_activations_are_off(
     tmp_path: Path, every_n_steps: int, activations: bool
 ) -> None:
-    train(Model(), tmp_path, every_n_steps=every_n_steps, steps=25, activations=activations)
+    train(tmp_path, every_n_steps=every_n_steps, activations=activations)
     units = telemetry.read(tmp_path).units("1")
     assert units.steps.tolist() == [*range(0, 25, every_n_steps)] * activations
 
 
-def test_a_run_shows_dead_and_saturated_units(log_dir: Path) -> None:
-    run = telemetry.read(log_dir)
+def test_a_run_shows_dead_and_saturated_units(tmp_path: Path) -> None:
+    train(tmp_path, every_n_steps=10)
+    run = telemetry.read(tmp_path)
     units = run.units("1")
     assert units.steps.tolist() == [0, 10, 20]
     assert [*map(ranges, units.dead)] == ["0-11, 40"] * 3
