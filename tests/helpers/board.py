@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 import tensorboard_data_server
 from tensorboard import context
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
@@ -115,3 +116,15 @@ def open_fast(logdir: Path, port_file: Path, stack: ExitStack) -> DataProvider:
     channel = grpc.secure_channel(address, grpc.local_channel_credentials(), options)
     stack.enter_context(channel)
     return grpc_provider.GrpcDataProvider(address, grpc_provider.make_stub(channel))
+
+
+@contextmanager
+def loader(name: str, folders: pytest.TempPathFactory) -> Iterator[Callable[[Path], DataProvider]]:
+    """Yield a function that opens a log directory with the loader ``slow`` or ``fast``."""
+    if name == "slow":
+        yield open_slow
+    elif tensorboard_data_server.server_binary() is None:
+        pytest.skip("no fast loader for this platform")
+    else:
+        with ExitStack() as stack:
+            yield lambda logdir: open_fast(logdir, folders.mktemp("server") / "port", stack)

@@ -23,6 +23,7 @@ class Client:
     """The whole application with our plugin alone."""
 
     def __init__(self, provider: DataProvider) -> None:
+        self.provider = provider
         plugin = TelemetryLoader().load(TBContext(data_provider=provider))
         self._http = HttpClient(TensorBoardWSGI([plugin], data_provider=provider))
 

@@ -11,10 +11,12 @@ import os
 import socket
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,14 @@ from telemetry.events.framing import frame
 from telemetry.events.page_format import PLUGIN_NAME, alert_tag, encode_layout, layout_tag
 from telemetry.flight.file import FORMAT
 from telemetry.layers import MATRIX_STATISTICS, STATISTICS
-from tests.helpers import serialized
-from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.known_runs import (
+    COLUMN,
+    alert_at,
+    layout_of,
+    page,
+    write_dashboards,
+    write_run,
+)
 
 SESSION = "20260101-000000.000-aaaa"
 OTHER = "20260101-000000.000-0000"  # sorts before it: its layout does not hide the good run
@@ -46,12 +54,14 @@ def write_good_run(log_dir: Path) -> None:
     write_run(
         log_dir, layout_of(LAYERS), steps=range(STEPS), session=SESSION,
         norms=lambda step: np.array([step, 2 * step], np.float32),
-        matrices=lambda step: np.full((2, len(MATRIX_STATISTICS)), 0.5, np.float32),
+        matrices=lambda step: np.full((2, len(COLUMN)), 0.5, np.float32),
         alerts=[alert_at(7, "b")],
     )  # fmt: skip
     edges = np.linspace(-1, 1, 11)
-    buckets = serialized.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
-    add(log_dir, buckets, summaries.image("feature_maps/0000.a", [png(2, 2)], 2, 2))
+    write_dashboards(
+        log_dir, histograms={"activation/0000.a": {0: (edges[:-1], edges[1:], np.ones(10))}},
+        pictures={"feature_maps/0000.a": {0: png(2, 2)}},
+    )  # fmt: skip
 
 
 # --- pieces ------------------------------------------------------------------------------------
@@ -99,7 +109,7 @@ def chunk(kind: str = "m", number: object = 99) -> str:
 
 def text(tag: str, content: Any) -> bytes:
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return summaries.tensor(tag, data, PLUGIN_NAME)
+    return page(tag, data)
 
 
 def layout(**changes: Any) -> bytes:
@@ -213,7 +223,7 @@ def add_values(*items: Summary.Value, step: int = 0) -> Callable[[Path], None]:
 
 def add_norms(distance: float, *, step: int = 5) -> Callable[[Path], None]:
     block = np.array([[0, 1, 1], [distance, 1, 1]], np.float32)
-    return add_values(summaries.tensor(chunk("n"), block, PLUGIN_NAME), step=step)
+    return add_values(page(chunk("n"), block), step=step)
 
 
 def add_histogram(table: Any) -> Callable[[Path], None]:
@@ -247,10 +257,7 @@ def add_many_sessions(log_dir: Path) -> None:
 
 def add_overlapping_sessions(log_dir: Path) -> None:
     """A session with an earlier name continues in parallel and repeats its own steps."""
-    norms = [
-        summaries.tensor(f"telemetry/n/{OTHER}/0000/{n}", np.ones((1, 3), np.float32), PLUGIN_NAME)
-        for n in range(3)
-    ]
+    norms = [page(f"telemetry/n/{OTHER}/0000/{n}", np.ones((1, 3), np.float32)) for n in range(3)]
     add(log_dir, text(layout_tag(OTHER, 0), encode_layout(layout_of(LAYERS), MATRIX_STATISTICS)))
     for value, step in zip(norms, (5, 3, 5), strict=True):
         add(log_dir, value, step=step)
@@ -286,6 +293,55 @@ class Kind:
 
 
 FLOATS = struct.pack("<8f", *range(8))
+CURVE = {"plugin": "scalars", "data_class": 1}
+HISTOGRAM, PICTURE = "activation/0000.a", "feature_maps/0000.a"
+
+
+def numbers(shape: Sequence[int], content: bytes = b"", kind: str = "m", **fields: Any) -> Kind:
+    step = fields.pop("step", 0)
+    value = values(chunk(kind), shape, content, **fields)
+    return Kind(add_values(value, step=step), chunk(kind))
+
+
+def no_chunk(number: object) -> Kind:
+    return Kind(add_values(values(chunk(number=number), [2, 8], FLOATS * 2)))
+
+
+def foreign(tag: str, shape: Sequence[int] = (8,), content: bytes = FLOATS, **fields: Any) -> Kind:
+    return Kind(add_values(values(tag, shape, content, **fields)), tag)
+
+
+def changed_layout(said: str = "", *, layers: Sequence[str] = LAYERS, **changes: Any) -> Kind:
+    return Kind(add_layout(layout(**changes)), said, layers)
+
+
+def layout_text(content: Any, said: str = layout_tag(OTHER, 0)) -> Kind:
+    return Kind(lambda d: add_layout(content() if callable(content) else content)(d), said)
+
+
+def changed_alert(said: str = "", **changes: Any) -> Kind:
+    return Kind(lambda d: add_alert(alert(**changes))(d), said)
+
+
+def alert_text(old: bytes, new: bytes, said: str) -> Kind:
+    return Kind(add_alert(alert().replace(old, new)), said)
+
+
+def changed_flight(said: str = "", **changes: Any) -> Kind:
+    return Kind(write_flight(flight(**changes)), said and f"flight-3.json: {said}")
+
+
+def flight_text(content: bytes) -> Kind:
+    return Kind(write_flight(content), "flight-3.json")
+
+
+def picture(png: Callable[[], bytes], said: str = PICTURE) -> Kind:
+    return Kind(lambda d: add_picture(b"2", b"2", png())(d), said)
+
+
+def large_list() -> bytes:
+    return b"[" + b"[]," * 33_000_000 + b"0]"
+
 
 KINDS = {
     # Replacement of a file.
@@ -318,190 +374,153 @@ KINDS = {
     "3000 damaged files": Kind(add_tiny_files, "more"),
     "files of other tools": Kind(add_foreign_files),
     # Tensors.
-    "negative shape": Kind(add_values(values(chunk(), [-2, -4], FLOATS)), chunk()),
-    "shape of other bytes": Kind(add_values(values(chunk(), [3, 8], FLOATS)), chunk()),
-    "odd byte count": Kind(add_values(values(chunk(), [2, 1], FLOATS[:7])), chunk()),
-    "other columns": Kind(add_values(values(chunk(), [1, 8], FLOATS)), chunk()),
-    "no dimension": Kind(add_values(values(chunk(), [], FLOATS[:4])), chunk()),
-    "no dimension of norms": Kind(add_values(values(chunk("n"), [], FLOATS[:4])), chunk("n")),
-    "five dimensions": Kind(add_values(values(chunk(), [1, 1, 1, 1, 8], FLOATS)), chunk()),
-    "dimensions beyond memory": Kind(add_values(values(chunk(), [2**62, 4])), chunk()),
-    "product of 0 mod 2**64": Kind(add_values(values(chunk(), [2**32, 2**32])), chunk()),
-    "one value for all": Kind(add_values(values(chunk(), [2**50], float_val=[1.0])), chunk()),
-    "none of many": Kind(add_values(values(chunk(), [0, 2**40])), chunk()),
-    "text for numbers": Kind(
-        add_values(values(chunk(), [1], dtype=types_pb2.DT_STRING, string_val=[b"x"])), chunk()
-    ),
-    "numbers for a layout": Kind(
-        add_values(values(layout_tag(OTHER, 0), [8], FLOATS)), layout_tag(OTHER, 0)
-    ),
-    "numbers for an alert": Kind(
-        add_values(values(alert_tag(SESSION, 9), [8], FLOATS)), alert_tag(SESSION, 9)
-    ),
-    "no text at all": Kind(
-        add_values(values(alert_tag(SESSION, 9), [0], dtype=types_pb2.DT_STRING)),
-        alert_tag(SESSION, 9),
-    ),
-    "objects": Kind(add_values(values(chunk(), [2, 8], dtype=types_pb2.DT_VARIANT)), chunk()),
-    "unknown dtype": Kind(add_values(values(chunk(), [8], FLOATS, dtype=77)), chunk()),
-    "complex numbers": Kind(
-        add_values(values(chunk(), [4], FLOATS, dtype=types_pb2.DT_COMPLEX64)), chunk()
-    ),
-    "negative step": Kind(
-        add_values(values(chunk(), [2, 8], FLOATS * 2), step=-5), chunk()
-    ),
-    "last step of all": Kind(
-        add_values(values(chunk(), [2, 8], FLOATS * 2), step=2**63 - 1), chunk()
-    ),
+    "negative shape": numbers([-2, -4], FLOATS),
+    "shape of other bytes": numbers([3, 8], FLOATS),
+    "odd byte count": numbers([2, 1], FLOATS[:7]),
+    "other columns": numbers([1, 8], FLOATS),
+    "no dimension": numbers([], FLOATS[:4]),
+    "no dimension of norms": numbers([], FLOATS[:4], "n"),
+    "five dimensions": numbers([1, 1, 1, 1, 8], FLOATS),
+    "dimensions beyond memory": numbers([2**62, 4]),
+    "product of 0 mod 2**64": numbers([2**32, 2**32]),
+    "one value for all": numbers([2**50], float_val=[1.0]),
+    "none of many": numbers([0, 2**40]),
+    "text for numbers": numbers([1], dtype=types_pb2.DT_STRING, string_val=[b"x"]),
+    "numbers for a layout": foreign(layout_tag(OTHER, 0)),
+    "numbers for an alert": foreign(alert_tag(SESSION, 9)),
+    "no text at all": foreign(alert_tag(SESSION, 9), [0], b"", dtype=types_pb2.DT_STRING),
+    "objects": numbers([2, 8], dtype=types_pb2.DT_VARIANT),
+    "unknown dtype": numbers([8], FLOATS, dtype=77),
+    "complex numbers": numbers([4], FLOATS, dtype=types_pb2.DT_COMPLEX64),
+    "negative step": numbers([2, 8], FLOATS * 2, step=-5),
+    "last step of all": numbers([2, 8], FLOATS * 2, step=2**63 - 1),
     "NaN as step of norms": Kind(add_norms(np.nan), chunk("n")),
     "infinite step of norms": Kind(add_norms(-np.inf), chunk("n")),
     "huge step of norms": Kind(add_norms(1e30), chunk("n")),
     "norms before the start": Kind(add_norms(-100), chunk("n")),
-    "number of 5000 digits": Kind(add_values(values(chunk(number="1" * 5000), [2, 8], FLOATS * 2))),
-    "digits of another script": Kind(add_values(values(chunk(number="\u0663"), [1], FLOATS[:4]))),
-    "tag of 1 MB": Kind(add_values(values(chunk(number="x" * 2**20), [1], FLOATS[:4]))),
+    "number of 5000 digits": no_chunk("1" * 5000),
+    "digits of another script": no_chunk("\u0663"),
+    "tag of 1 MB": no_chunk("x" * 2**20),
     "layout of a strange tag": Kind(
         add_values(text("telemetry/layout/" + "1" * 5000, layout())), "telemetry/layout/1"
     ),
-    "text for a scalar": Kind(
-        add_values(
-            values("loss", [1], plugin="scalars", data_class=1, dtype=types_pb2.DT_STRING,
-                   string_val=[b"x"])
-        ), "loss",
+    "text for a scalar": foreign(
+        "loss", [1], b"", dtype=types_pb2.DT_STRING, string_val=[b"x"], **CURVE
     ),
-    "many values for a scalar": Kind(
-        add_values(values("loss", [8], FLOATS, plugin="scalars", data_class=1)), "loss"
-    ),
-    "odd bytes for a scalar": Kind(
-        add_values(values("other", [1], FLOATS[:3], plugin="scalars", data_class=1)), "other"
-    ),
+    "many values for a scalar": foreign("loss", **CURVE),
+    "odd bytes for a scalar": foreign("other", [1], FLOATS[:3], **CURVE),
     "loss beyond all": Kind(add_values(summaries.scalar("loss", np.inf), step=-(2**63))),
     # Histograms and pictures.
-    "histogram of NaN": Kind(add_histogram([[np.nan] * 3] * 2), "activation/0000.a"),
-    "histogram backwards": Kind(add_histogram([[5, 6, 1], [1, 2, 1]]), "activation/0000.a"),
-    "histogram of less than nothing": Kind(add_histogram([[0, 1, -5]]), "activation/0000.a"),
+    "histogram of NaN": Kind(add_histogram([[np.nan] * 3] * 2), HISTOGRAM),
+    "histogram backwards": Kind(add_histogram([[5, 6, 1], [1, 2, 1]]), HISTOGRAM),
+    "histogram of less than nothing": Kind(add_histogram([[0, 1, -5]]), HISTOGRAM),
     "histogram of the largest": Kind(add_histogram([[-1e308, 1e308, 1], [1e308, 1.7e308, 1]])),
-    "histogram of two columns": Kind(add_histogram([[0, 1], [1, 2]]), "activation/0000.a"),
-    "histogram of odd bytes": Kind(
-        add_values(values("activation/0001.b", [1, 3], FLOATS[:11], plugin="histograms")),
-        "activation/0001.b",
+    "histogram of two columns": Kind(add_histogram([[0, 1], [1, 2]]), HISTOGRAM),
+    "histogram of odd bytes": foreign(
+        "activation/0001.b", [1, 3], FLOATS[:11], plugin="histograms"
     ),
-    "picture of 300 MB": Kind(
-        lambda d: add_picture(b"2", b"2", png(2, 2, padding=300_000_000))(d), "bytes"
-    ),
-    "picture of 20 MB": Kind(
-        lambda d: add_picture(b"2", b"2", png(2, 2, padding=20_000_000))(d), "feature_maps/0000.a"
-    ),
-    "picture of 60000 × 60000": Kind(
-        add_picture(b"2", b"2", png(60_000, 60_000)), "feature_maps/0000.a"
-    ),
-    "picture of SVG": Kind(
-        add_picture(b"2", b"2", b"<svg onload=alert(1)>"), "feature_maps/0000.a"
-    ),
-    "picture cut off": Kind(add_picture(b"2", b"2", png(2, 2)[:20]), "feature_maps/0000.a"),
+    "picture of 300 MB": picture(lambda: png(2, 2, padding=300_000_000), "bytes"),
+    "picture of 20 MB": picture(lambda: png(2, 2, padding=20_000_000)),
+    "picture of 60000 × 60000": picture(lambda: png(60_000, 60_000)),
+    "picture of SVG": picture(lambda: b"<svg onload=alert(1)>"),
+    "picture cut off": picture(lambda: png(2, 2)[:20]),
     "picture without a picture": Kind(add_picture(b"2")),
     # Layouts.
-    "layout is a list": Kind(add_layout([1, 2]), layout_tag(OTHER, 0)),
-    "layout is null": Kind(add_layout(None), layout_tag(OTHER, 0)),
-    "layout is deep": Kind(add_layout(DEEP), layout_tag(OTHER, 0)),
-    "layout is no text": Kind(add_layout(b"\xff\xfe\xff"), layout_tag(OTHER, 0)),
-    "layout of 100 MB": Kind(
-        lambda d: add_layout(b"[" + b"[]," * 33_000_000 + b"0]")(d), layout_tag(OTHER, 0)
+    "layout is a list": layout_text([1, 2]),
+    "layout is null": layout_text(None),
+    "layout is deep": layout_text(DEEP),
+    "layout is no text": layout_text(b"\xff\xfe\xff"),
+    "layout of 100 MB": layout_text(large_list),
+    "names are lists": changed_layout("modules", modules=[[["x"], "L"], ["y", "L"]]),
+    "names are numbers": changed_layout("modules", modules=[[1, "L"], ["y", "L"]]),
+    "names twice": changed_layout("modules", modules=[["x", "L"], ["x", "L"]]),
+    "names of 1 MB": changed_layout("modules", modules=[["x" * 2**20, "L"], ["y", "L"]]),
+    "names are half characters": changed_layout(
+        modules=NAMES, layers=["\x1b[2J\n", "\ud800", *LAYERS]
     ),
-    "names are lists": Kind(add_layout(layout(modules=[[["x"], "L"], ["y", "L"]])), "modules"),
-    "names are numbers": Kind(add_layout(layout(modules=[[1, "L"], ["y", "L"]])), "modules"),
-    "names twice": Kind(add_layout(layout(modules=[["x", "L"], ["x", "L"]])), "modules"),
-    "names of 1 MB": Kind(
-        add_layout(layout(modules=[["x" * 2**20, "L"], ["y", "L"]])), "modules"
+    "names are scripts": changed_layout(
+        modules=[[SCRIPT, SCRIPT], ["y", "L"]], layers=[SCRIPT, "y", *LAYERS]
     ),
-    "names are half characters": Kind(
-        add_layout(layout(modules=NAMES)), layers=["\x1b[2J\n", "\ud800", *LAYERS]
-    ),
-    "names are scripts": Kind(
-        add_layout(layout(modules=[[SCRIPT, SCRIPT], ["y", "L"]])), layers=[SCRIPT, "y", *LAYERS]
-    ),
-    "modules is a number": Kind(add_layout(layout(modules=3)), "modules"),
-    "owner is NaN": Kind(add_layout(layout(parameters=[["w", np.nan, [1]]])), "parameters"),
-    "owner is negative": Kind(add_layout(layout(parameters=[["w", -1, [1]]])), "parameters"),
-    "owner is missing": Kind(add_layout(layout(parameters=[["w", 2, [1]]])), "parameters"),
-    "shape is negative": Kind(add_layout(layout(parameters=[["w", 0, [-1]]])), "parameters"),
-    "shape is endless": Kind(
-        add_layout(layout(parameters=[["w", 0, [10**18] * 50]])), "parameters"
-    ),
-    "statistics are numbers": Kind(add_layout(layout(statistics=[1])), "statistics"),
-    "layout without fields": Kind(add_layout({"format": 1}), "modules"),
+    "modules is a number": changed_layout("modules", modules=3),
+    "owner is NaN": changed_layout("parameters", parameters=[["w", np.nan, [1]]]),
+    "owner is negative": changed_layout("parameters", parameters=[["w", -1, [1]]]),
+    "owner is missing": changed_layout("parameters", parameters=[["w", 2, [1]]]),
+    "shape is negative": changed_layout("parameters", parameters=[["w", 0, [-1]]]),
+    "shape is endless": changed_layout("parameters", parameters=[["w", 0, [10**18] * 50]]),
+    "statistics are numbers": changed_layout("statistics", statistics=[1]),
+    "layout without fields": layout_text({"format": 1}, "modules"),
     "layout of step -1": Kind(add_layout(layout(), step=-(2**63)), layout_tag(OTHER, 0)),
-    "later format": Kind(add_layout({"format": 2}), "format 2"),
-    "format is a word": Kind(add_layout({"format": "1"}), "format"),
-    "format is infinite": Kind(add_layout(b'{"format": 1e999}'), "format"),
+    "later format": layout_text({"format": 2}, "format 2"),
+    "format is a word": layout_text({"format": "1"}, "format"),
+    "format is infinite": layout_text(b'{"format": 1e999}', "format"),
     # Alerts.
-    "alert at step 1e999": Kind(
-        add_alert(alert().replace(b'"step": 3', b'"step": 1e999')), "step"
+    "alert at step 1e999": alert_text(b'"step": 3', b'"step": 1e999', "step"),
+    "alert at step NaN": changed_alert("step", step=np.nan),
+    "alert at step -1": changed_alert("step", step=-1),
+    "alert at step 10**400": changed_alert("step", step=10**400),
+    "alert at step 10**5000": alert_text(
+        b'"step": 3', b'"step": 1' + b"0" * 5000, alert_tag(SESSION, 77)
     ),
-    "alert at step NaN": Kind(add_alert(alert(step=np.nan)), "step"),
-    "alert at step -1": Kind(add_alert(alert(step=-1)), "step"),
-    "alert at step 10**400": Kind(add_alert(alert(step=10**400)), "step"),
-    "alert at step 10**5000": Kind(
-        add_alert(alert().replace(b'"step": 3', b'"step": 1' + b"0" * 5000)),
-        alert_tag(SESSION, 77),
+    "alert at step '3'": changed_alert("step", step="3"),
+    "alert without step": changed_alert("step", step=...),
+    "alert in a list": changed_alert("module_name", module_name=["a"]),
+    "alert of a list": changed_alert("value", value=[1]),
+    "alert beyond floats": alert_text(
+        b'"value": 1000000000.0', b'"value": 1' + b"0" * 400, "value"
     ),
-    "alert at step '3'": Kind(add_alert(alert(step="3")), "step"),
-    "alert without step": Kind(add_alert(alert(step=...)), "step"),
-    "alert in a list": Kind(add_alert(alert(module_name=["a"])), "module_name"),
-    "alert of a list": Kind(add_alert(alert(value=[1])), "value"),
-    "alert beyond floats": Kind(
-        add_alert(alert().replace(b'"value": 1000000000.0', b'"value": 1' + b"0" * 400)), "value"
-    ),
-    "alert without summary": Kind(add_alert(alert(summary=...)), "summary"),
+    "alert without summary": changed_alert("summary", summary=...),
     "alert of 10 MB": Kind(lambda d: add_alert(alert(summary="x" * 10_000_000))(d)),
-    "alert of unknown severity": Kind(add_alert(alert(severity="doom"))),
-    "alert of unknown stage": Kind(add_alert(alert(stage="doom"))),
-    "alert of a list of stages": Kind(add_alert(alert(stage=["resolved"])), "stage"),
-    "alert with a number of consequences": Kind(add_alert(alert(consequences=3)), "consequences"),
-    "alert with lists of consequences": Kind(
-        add_alert(alert(consequences=[["x"]])), "consequences"
-    ),
-    "alert of half characters": Kind(add_alert(alert(summary="\ud800\x1b[2J", kind="\udfff"))),
-    "alert of a script": Kind(add_alert(alert(summary=SCRIPT, module_name=SCRIPT))),
+    "alert of unknown severity": changed_alert(severity="doom"),
+    "alert of unknown stage": changed_alert(stage="doom"),
+    "alert of a list of stages": changed_alert("stage", stage=["resolved"]),
+    "alert with a number of consequences": changed_alert("consequences", consequences=3),
+    "alert with lists of consequences": changed_alert("consequences", consequences=[["x"]]),
+    "alert of half characters": changed_alert(summary="\ud800\x1b[2J", kind="\udfff"),
+    "alert of a script": changed_alert(summary=SCRIPT, module_name=SCRIPT),
     "alert is deep": Kind(add_alert(b'{"format": 1, "step": ' + DEEP), alert_tag(SESSION, 77)),
     "12,000 alerts": Kind(add_many_alerts, "10000"),
     # Sessions.
     "sessions that overlap": Kind(add_overlapping_sessions),
     "3000 sessions": Kind(add_many_sessions, layers=["x", "y", *LAYERS]),
     # Flight files.
-    "flight is empty": Kind(write_flight(b""), "flight-3.json"),
-    "flight is a list": Kind(write_flight(b"[]"), "flight-3.json"),
-    "flight is null": Kind(write_flight(b"null"), "flight-3.json"),
-    "flight is {}": Kind(write_flight(b"{}"), "flight-3.json"),
-    "flight is minimal": Kind(write_flight(b'{"format": "%s"}' % FORMAT.encode()), "flight-3.json"),
-    "flight is deep": Kind(write_flight(DEEP), "flight-3.json"),
-    "flight of 100 MB": Kind(
-        lambda d: write_flight(b"[" + b"[]," * 33_000_000 + b"0]")(d), "flight-3.json"
+    "flight is empty": flight_text(b""),
+    "flight is a list": flight_text(b"[]"),
+    "flight is null": flight_text(b"null"),
+    "flight is {}": flight_text(b"{}"),
+    "flight is minimal": flight_text(b'{"format": "%s"}' % FORMAT.encode()),
+    "flight is deep": flight_text(DEEP),
+    "flight of 100 MB": Kind(lambda d: write_flight(large_list())(d), "flight-3.json"),
+    "flight of scripts": changed_flight(first_bad_module=SCRIPT),
+    "flight of half characters": changed_flight(first_bad_module="\ud800\x1b[2J"),
+    "flight with an empty alert": changed_flight("alerts", alerts=[{}]),
+    "flight of a long step": changed_flight("step", step=[3]),
+    "flight with unequal columns": changed_flight(
+        "modules", modules={"name": ["b"] * 9, "type": ["L"], "code": [], "left_out": 0}
     ),
-    "flight of scripts": Kind(write_flight(flight(first_bad_module=SCRIPT))),
-    "flight of half characters": Kind(write_flight(flight(first_bad_module="\ud800\x1b[2J"))),
-    "flight with an empty alert": Kind(
-        write_flight(flight(alerts=[{}])), "flight-3.json: alerts"
+    "flight with a short profile": changed_flight(
+        "profiles", profiles=[{"when": "at", "step": 3, "activation_rms": [1]}]
     ),
-    "flight of a long step": Kind(write_flight(flight(step=[3])), "flight-3.json: step"),
-    "flight with unequal columns": Kind(
-        write_flight(flight(modules={"name": ["b"] * 9, "type": ["L"], "code": [], "left_out": 0})),
-        "flight-3.json: modules",
+    "flight of words": changed_flight(
+        "steps.loss",
+        steps={"step": [1], "loss": ["x"], "grad_norm": [1], "learning_rates": [[]]},
     ),
-    "flight with a short profile": Kind(
-        write_flight(flight(profiles=[{"when": "at", "step": 3, "activation_rms": [1]}])),
-        "flight-3.json: profiles",
-    ),
-    "flight of words": Kind(
-        write_flight(flight(steps={"step": [1], "loss": ["x"], "grad_norm": [1],
-                                   "learning_rates": [[]]})), "flight-3.json: steps.loss",
-    ),
-    "flight of extremes": Kind(
-        write_flight(flight(steps={"step": [1, 2], "loss": [-1.7e308, 1.7e308],
-                                   "grad_norm": [5e-324, 1.7e308], "learning_rates": [[], []]}))
+    "flight of extremes": changed_flight(
+        steps={"step": [1, 2], "loss": [-1.7e308, 1.7e308],
+               "grad_norm": [5e-324, 1.7e308], "learning_rates": [[], []]}
     ),
     "flight at step ²": Kind(write_flight(flight(), "flight-\u00b2.json")),
     "flights": Kind(lambda d: [
         write_flight(b"{}", f"flight-{n}.json")(d) for n in range(1000)
     ], "flight-0.json"),
 }  # fmt: skip
+
+
+@contextmanager
+def hostile_run(name: str) -> Iterator[tuple[Path, Kind]]:
+    """Write a run of a kind; its directory is removed at once, for some are large."""
+    with TemporaryDirectory() as folder:
+        log_dir = Path(folder, "run")
+        log_dir.mkdir()
+        write_good_run(log_dir)
+        KINDS[name].make(log_dir)
+        yield log_dir, KINDS[name]

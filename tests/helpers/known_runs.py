@@ -1,35 +1,43 @@
-"""Runs with known numbers, written as the logger writes them."""
+"""Runs with known numbers, written as the logger writes them: the one writer of raw formats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from telemetry.alert import Alert
+from telemetry import Alert, Layout, Module, Parameter, Sketch
+from telemetry.alert import Consequence
 from telemetry.events import FileWriter, summaries
 from telemetry.events.page_format import (
     EVENTS_PER_TAG,
     PLUGIN_NAME,
     Chunk,
+    ChunkKind,
     alert_tag,
     encode_alert,
+    encode_end,
     encode_layout,
+    end_tag,
     layout_tag,
 )
+from telemetry.events.page_format import loss_tag as tag_of_loss
 from telemetry.layers import MATRIX_STATISTICS
 from telemetry.layers.record import Group
 from telemetry.layers.units import encode_units
-from telemetry.reading.run_data import RunData
-from telemetry.records import Layout, Module, Parameter
 from telemetry.records.rows import Rows
-from telemetry.records.sketch import Sketch
+from telemetry.writing import hparams as hparams_format
+from tests.helpers import serialized
 
 COLUMN = {statistic.name: index for index, statistic in enumerate(MATRIX_STATISTICS)}
+MISSING = -1.0
+"""A number that was not measured, among norms and statistics."""
+
 ValuesOf = Callable[[int], NDArray[np.float32]]
-OpenRun = Callable[[Path], RunData]
 
 
 def layout_of(names: Sequence[str], type_name: str = "Linear") -> Layout:
@@ -49,63 +57,121 @@ def write_run(
     steps: Sequence[int],
     norms: ValuesOf,
     matrices: ValuesOf | None = None,
-    units: ValuesOf | None = None,
+    units: Callable[[int], NDArray[np.float32] | None] | None = None,
+    units_of: int = 0,
     every: int = 1,
     alerts: Sequence[Alert] = (),
     session: str = "20260101-000000.000-aaaa",
     losses: bool = True,
+    loss_tag: str | None = None,
+    end: bool | Exception = False,
+    time_of: Callable[[int], float] = lambda step: time.time(),
 ) -> None:
     """One session of one layout.
 
     Args:
         log_dir: Of the run.
         layout: Of the model.
-        steps: All steps, ascending.
+        steps: All steps, in their order in the file.
         norms: Gradient norms of a step, ``[parameters]``.
-        matrices: Statistics of a step, ``[modules, statistics]``.
-        units: Extremes of the first module's units at these steps, ``[units, 2]``.
-        every: Matrices are written at multiples of it.
+        matrices: Statistics of a step, ``[modules, statistics]``; see :data:`COLUMN`.
+        units: Extremes of a module's units at a step, ``[units, 2]``; None: it has none there.
+        units_of: Index of that module.
+        every: Matrices and units are written at multiples of it.
         alerts: In the order in which they are numbered.
-        session: Sorts the sessions of a run.
+        session: Sorts the sessions of a run, and begins with its time.
         losses: Whether to write a loss and a learning rate.
+        loss_tag: Of the scalar that the logger chose as the loss.
+        end: Whether the logger was closed, or what ended the training.
+        time_of: Seconds since the epoch at which a step is written.
     """
-    writer = FileWriter(log_dir, max_pending_bytes=1 << 40)
-    content = encode_layout(layout, MATRIX_STATISTICS)
-    tag = layout_tag(session, 0)
-    writer.write_values([summaries.tensor(tag, content, PLUGIN_NAME)], steps[0])
     full_count = 0
-    for index, step in enumerate(steps):
-        row = np.concatenate([np.zeros(1, np.float32), norms(step)])[None]
-        number = index // EVENTS_PER_TAG
-        tag = Chunk(kind="n", session=session, layout=0, number=number).tag
-        values = [summaries.tensor(tag, row, PLUGIN_NAME)]
-        if matrices is not None and step % every == 0:
-            number = full_count // EVENTS_PER_TAG
-            tag = Chunk(kind="m", session=session, layout=0, number=number).tag
-            values.append(summaries.tensor(tag, matrices(step), PLUGIN_NAME))
-            if units is not None:
-                rows = Rows.of([Sketch.empty()], units=[units(step)])
-                data = encode_units(Group(rows=rows, modules=np.array([0]), size=1))
-                tag = Chunk(kind="u", session=session, layout=0, number=number).tag
-                values.append(summaries.tensor(tag, data, PLUGIN_NAME))
-            full_count += 1
-        if losses:
-            values.append(summaries.scalar("loss", 2.0 / (1 + step)))
-            values.append(summaries.scalar("learning_rate/0", 0.1))
-        writer.write_values(values, step)
-    for number, alert in enumerate(alerts):
-        value = summaries.tensor(alert_tag(session, number), encode_alert(alert), PLUGIN_NAME)
-        writer.write_values([value], alert.step)
-    writer.close()
+
+    def numbers(kind: ChunkKind, index: int, content: NDArray[np.float32] | bytes) -> bytes:
+        chunk = Chunk(kind=kind, session=session, layout=0, number=index // EVENTS_PER_TAG)
+        return page(chunk.tag, content)
+
+    with closing(FileWriter(log_dir, max_pending_bytes=1 << 40)) as writer:
+        content = page(layout_tag(session, 0), encode_layout(layout, MATRIX_STATISTICS))
+        choice = [] if loss_tag is None else [page(tag_of_loss(session, loss_tag), b"")]
+        writer.write_values([content, *choice], steps[0], time_of(steps[0]))
+        for index, step in enumerate(steps):
+            row = np.concatenate([np.zeros(1, np.float32), norms(step)])[None]
+            values = [numbers("n", index, row)]
+            if step % every == 0:
+                if matrices is not None:
+                    values.append(numbers("m", full_count, matrices(step)))
+                if units is not None and (extremes := units(step)) is not None:
+                    rows = Rows.of([Sketch.empty()], units=[extremes])
+                    group = Group(rows=rows, modules=np.array([units_of]), size=units_of + 1)
+                    values.append(numbers("u", full_count, encode_units(group)))
+                full_count += 1
+            if losses:
+                values.append(summaries.scalar("loss", 2.0 / (1 + step)))
+                values.append(summaries.scalar("learning_rate/0", 0.1))
+            writer.write_values(values, step, time_of(step))
+        for number, alert in enumerate(alerts):
+            value = page(alert_tag(session, number), encode_alert(alert))
+            writer.write_values([value], alert.step, time_of(alert.step))
+        if end:
+            content = encode_end(end if isinstance(end, Exception) else None)
+            writer.write_values([page(end_tag(session), content)], steps[-1], time_of(steps[-1]))
 
 
-def alert_at(step: int, module_name: str | None, **changes: object) -> Alert:
-    """A fault at a place."""
+def page(tag: str, content: NDArray[np.float32] | bytes) -> bytes:
+    """A value for the page."""
+    return summaries.tensor(tag, content, PLUGIN_NAME)
+
+
+def write_dashboards(
+    log_dir: Path,
+    *,
+    scalars: Mapping[str, Mapping[int, float]] | None = None,
+    histograms: Mapping[str, Mapping[int, tuple[ArrayLike, ArrayLike, ArrayLike]]] | None = None,
+    pictures: Mapping[str, Mapping[int, bytes]] | None = None,
+    hparams: Mapping[str, str | float | bool] | None = None,
+    restart_at: int | None = None,
+) -> None:
+    """A file with data of TensorBoard's own dashboards alone.
+
+    Args:
+        log_dir: Of the run; without a call of :func:`write_run` it has no data of ours.
+        scalars: By tag and step.
+        histograms: Left edges, right edges and counts, by tag and step.
+        pictures: PNG files of 2 × 2 pixels, by tag and step.
+        hparams: Of the run.
+        restart_at: The step from which it replaces what earlier files hold.
+    """
+    with closing(FileWriter(log_dir)) as writer:
+        if restart_at is not None:
+            writer.purge(restart_at)
+        if hparams is not None:
+            writer.write_values(hparams_format.values_of(hparams, ["loss"]), 0)
+        for tag, points in (scalars or {}).items():
+            for step, value in points.items():
+                writer.write_values([summaries.scalar(tag, value)], step)
+        for tag, tables in (histograms or {}).items():
+            for step, buckets in tables.items():
+                writer.write_values([serialized.histogram(tag, *buckets)], step)
+        for tag, images in (pictures or {}).items():
+            for step, png in images.items():
+                writer.write_values([summaries.image(tag, [png], 2, 2)], step)
+
+
+def alert_at(
+    step: int,
+    module_name: str | None,
+    *,
+    follows: Sequence[tuple[str, str | None]] = (),
+    **changes: object,
+) -> Alert:
+    """A fault at a place; ``follows`` has kind and layer of each consequence."""
     values = {
         "kind": "exploding_gradient",
         "severity": "error",
         "value": 1e9,
         "threshold": 10.0,
         "summary": "The gradient grew.",
+        "consequences": tuple(Consequence(kind=kind, module_name=name) for kind, name in follows),
     }
     return Alert(step=step, module_name=module_name, **{**values, **changes})  # type: ignore[arg-type]

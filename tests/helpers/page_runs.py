@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from telemetry.alert import Consequence
-from telemetry.layers import MATRIX_STATISTICS, MISSING
-from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_run
+from tests.helpers.known_runs import COLUMN, MISSING, alert_at, layout_of, write_run
 
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 DARKEST, LIGHTEST = "#440154", "#fde725"  # viridis
@@ -23,7 +21,7 @@ def rising(step: int) -> np.ndarray:
 
 
 def matrices(step: int) -> np.ndarray:
-    values = np.repeat(rising(step)[:, None], len(MATRIX_STATISTICS), axis=1) / 1e5
+    values = np.repeat(rising(step)[:, None], len(COLUMN), axis=1) / 1e5
     values[[2, 4], COLUMN["update_ratio"]] = MISSING
     return values
 
@@ -72,9 +70,8 @@ def write_runs(logdir: Path) -> None:
         logdir / "explosion", layout_of(["a", "b", "transformer.blocks.10.attention.projection"]),
         steps=range(60), norms=exploding,
     )  # fmt: skip
-    effect = Consequence(kind=HOSTILE, module_name=HOSTILE)
     write_run(
         logdir / HOSTILE, layout_of([HOSTILE, "plain"]), steps=range(5),
         norms=lambda s: np.ones(2, np.float32),
-        alerts=[alert_at(2, HOSTILE, summary=HOSTILE, kind=HOSTILE, consequences=(effect,))],
+        alerts=[alert_at(2, HOSTILE, summary=HOSTILE, kind=HOSTILE, follows=[(HOSTILE, HOSTILE)])],
     )  # fmt: skip

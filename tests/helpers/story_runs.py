@@ -6,10 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from telemetry.events import FileWriter, summaries
-from telemetry.events.page_format import PLUGIN_NAME, encode_end, end_tag
-from telemetry.writing import hparams
-from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.known_runs import alert_at, layout_of, write_dashboards, write_run
 
 HOSTILE = 'a<b>&"\x01, c'
 LAYERS = ["embed"] + [f"blocks.{i}.{name}" for i in range(3) for name in ("attn.qkv", "fc1")]
@@ -36,7 +33,7 @@ def write_story(logdir: Path) -> None:
     """``boom``, the newest run; ``old9`` and ``old10``; all with hyperparameters."""
     write_run(
         logdir / "boom", layout_of(BLOCKS), steps=range(400), norms=exploding,
-        session="20260301-000000.000-aaaa",
+        session="20260301-000000.000-aaaa", end=RuntimeError(),
         alerts=[
             alert_at(20, "head", severity="note", kind="logit_growth", summary="A note."),
             alert_at(BOOM - 2, "blocks.2.norm", summary="The gradient exploded."),
@@ -49,12 +46,9 @@ def write_story(logdir: Path) -> None:
             session="20260201-000000.000-a",
             norms=lambda _, norm=norm: np.full(2, norm, np.float32),
         )  # fmt: skip
-    for name, rate, session in (("boom", 0.5, "20260301-000000.000-aaaa"), ("old9", 0.01, "")):
-        writer = FileWriter(logdir / name)
+    for name, rate in (("boom", 0.5), ("old9", 0.01)):
         betas = {f"beta{i}": rate + i for i in range(8)}
-        writer.write_values(hparams.values_of({**betas, "lr": rate, "depth": 3}, ["loss"]), 0)
-        writer.write_values([summaries.scalar("val/accuracy", 1 - rate)], 0)
-        if session:
-            end = summaries.tensor(end_tag(session), encode_end(RuntimeError()), PLUGIN_NAME)
-            writer.write_values([end], 399)
-        writer.close()
+        write_dashboards(
+            logdir / name, hparams={**betas, "lr": rate, "depth": 3},
+            scalars={"val/accuracy": {0: 1 - rate}},
+        )  # fmt: skip

@@ -1,86 +1,115 @@
-"""Tags of TensorBoard's dashboards are matched to layers by name."""
+"""The page finds histograms, pictures and curves of TensorBoard's dashboards by their tags."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 
-from telemetry.events.page_format import loss_tag
-from telemetry.reading.builtin_tags import cost_curves, histogram_tags, image_tags, scalar_curves
-from telemetry.reading.sessions import Layer
-from telemetry.reading.sources import FileSource
-from telemetry.records import Parameter
+import numpy as np
+import pytest
 
-LAYER = Layer(
-    name="encoder.1",
-    type_name="LSTM",
-    parameters=(Parameter(name="encoder.1.weight", module_name="encoder.1", shape=(2,)),),
-    places=frozenset({3}),
-)
-MODEL = Layer(name="", type_name="Net", parameters=(), places=frozenset({0}))
+from telemetry import Layout, Module
+from tests.helpers.board import open_slow
+from tests.helpers.client import Client
+from tests.helpers.hostile_runs import png
+from tests.helpers.known_runs import layout_of, write_dashboards, write_run
+
+NAMES = ["encoder.0", "other", "encoder.1", "encoder.1[1]", "a\nb", "last"]
+BUCKETS = {0: ([0.0], [1.0], [2.0])}
 
 
-def test_histograms_of_outputs_come_before_those_of_parameters() -> None:
+def write(
+    log_dir: Path, layout: Layout | None = None, loss_tag: str | None = None, **data: object
+) -> Client:
+    layout = layout or layout_of(NAMES)
+    count = len(layout.parameters)
+    write_run(
+        log_dir, layout, steps=[0], norms=lambda _: np.ones(count, np.float32), losses=False,
+        loss_tag=loss_tag,
+    )  # fmt: skip
+    write_dashboards(log_dir, **data)  # type: ignore[arg-type]
+    return Client(open_slow(log_dir))
+
+
+def histograms(client: Client, layer: str) -> list[tuple[str, str]]:
+    """Return kind and name of each."""
+    header, _ = client.arrays("histograms", run=".", layer=layer)
+    return [(item["kind"], item["name"]) for item in header["histograms"]]
+
+
+def test_histograms_of_outputs_come_before_those_of_parameters(tmp_path: Path) -> None:
     tags = [
-        "grad/0003.encoder.1.weight",
-        "activation_grad/0003.encoder.1",
-        "activation/0003.encoder.1[0]",
-        "weight/0003.encoder.1.weight",
-        "activation/0013.encoder.11",
-        "activation/0003.encoder.1.inner",
-        "validation/activation/0003.encoder.1",
+        "grad/0002.encoder.1.weight",
+        "activation_grad/0002.encoder.1",
+        "activation/0002.encoder.1[0]",
+        "weight/0002.encoder.1.weight",
+        "activation/0012.encoder.11",
+        "activation/0002.encoder.1.inner",
+        "validation/activation/0002.encoder.1",
+        "activation/0002.encoder.1[1]",
+        "activation/0003.encoder.1[1]",  # another layer, which is called like that output
+        "activation/0004.a\\nb",
+        "activation/0004.a\\nb[1]",
     ]
-    found = histogram_tags(LAYER, tags)
-    assert [tag for _, _, tag in found] == [tags[2], tags[1], tags[0], tags[3]]
+    client = write(tmp_path, histograms=dict.fromkeys(tags, BUCKETS))
+    assert histograms(client, "encoder.1") == [
+        ("outputs", "encoder.1[1]"), ("outputs", "encoder.1[0]"),
+        ("gradients of outputs", "encoder.1"),
+        ("gradients", "encoder.1.weight"), ("parameters", "encoder.1.weight"),
+    ]  # fmt: skip
+    assert histograms(client, "encoder.1[1]") == [("outputs", "encoder.1[1]")]
+    assert histograms(client, "a\nb") == [("outputs", "a\\nb[1]"), ("outputs", "a\\nb")]
+    assert histograms(client, "last") == []
 
 
-def test_a_layer_that_is_called_like_an_output_of_another_is_not_taken_for_it() -> None:
-    first, second = "activation/0003.encoder.1[1]", "activation/0004.encoder.1[1]"
-    other = replace(LAYER, name="encoder.1[1]", parameters=(), places=frozenset({4}))
-    assert [tag for _, _, tag in histogram_tags(LAYER, [first, second])] == [first]
-    assert [tag for _, _, tag in histogram_tags(other, [first, second])] == [second]
+def test_tags_of_the_model_itself_have_the_name_of_its_class(tmp_path: Path) -> None:
+    model = Layout(modules=(Module(name="", type_name="Net"),), parameters=())
+    tags = ["activation/0000.Net", "activation/0001.encoder.1"]
+    client = write(tmp_path, model, histograms=dict.fromkeys(tags, BUCKETS))
+    assert histograms(client, "") == [("outputs", "Net")]
 
 
-def test_tags_of_layers_with_unprintable_names_are_found() -> None:
-    layer = replace(LAYER, name="a\nb")
-    tags = ["activation/0003.a\\nb", "activation/0003.a\\nb[1]"]
-    assert len(histogram_tags(layer, tags)) == 2
+def test_pictures_are_found_by_name(tmp_path: Path) -> None:
+    tags = ["feature_maps/0002.encoder.1", "filters/0002.encoder.1", "input", "x"]
+    client = write(tmp_path, pictures={key: {0: png(2, 2)} for key in tags})
+    found = client.json("images", run=".", layer="encoder.1")
+    assert [item["tag"] for item in found] == tags[:3]
+    assert client.json("images", run=".", layer="last") == []
 
 
-def test_tags_of_the_model_itself_have_the_name_of_its_class() -> None:
-    assert histogram_tags(MODEL, ["activation/0000.Net"]) != []
-    assert histogram_tags(MODEL, ["activation/0001.encoder.1"]) == []
+def curves(client: Client) -> list[tuple[str, str]]:
+    header, _ = client.arrays("scalars", run=".")
+    return [(curve["kind"], curve["tag"]) for curve in header["curves"]]
 
 
-def test_pictures_are_found_by_name() -> None:
-    tags = ["feature_maps/0003.encoder.1", "filters/0003.encoder.1", "input", "x"]
-    assert [tag for _, _, tag in image_tags(LAYER, tags)] == tags[:3]
-    assert image_tags(LAYER, tags[2:]) == []
+def scalars(*tags: str) -> dict[str, dict[int, float]]:
+    return {key: {0: 1.0} for key in tags}
 
 
-class Tags(FileSource):
-    """Source that has tags only."""
-
-    def __init__(self, tags: list[str], chosen: str | None = None) -> None:
-        self._tags, self._chosen = tags, chosen
-
-    def tags(self, plugin_name: str) -> dict[str, int]:
-        if plugin_name == "scalars":
-            return dict.fromkeys(self._tags, 0)
-        return {} if self._chosen is None else {loss_tag("20260101-000000", self._chosen): 0}
-
-
-def test_the_loss_and_the_learning_rates_are_shown() -> None:
-    tags = ["train/loss", "loss", "ce", "learning_rate/0", "learning_rate/1", "blossom"]
-    rates = [("learning rate", "learning_rate/0"), ("learning rate", "learning_rate/1")]
-    assert scalar_curves(Tags(tags)) == [("loss", "loss"), *rates]
-    assert scalar_curves(Tags(tags, chosen="ce")) == [("loss", "ce"), *rates]
-    assert scalar_curves(Tags(tags, chosen="gone")) == [("loss", "loss"), *rates]
-    assert scalar_curves(Tags(["blossom", "val_loss"])) == []
+@pytest.mark.parametrize(
+    ("tags", "chosen", "shown"),
+    [
+        (["train/loss", "loss", "ce", "blossom"], None, ["loss"]),
+        (["train/loss", "loss", "ce", "blossom"], "ce", ["ce"]),
+        (["train/loss", "loss", "ce", "blossom"], "gone", ["loss"]),
+        (["blossom", "val_loss"], None, []),
+    ],
+)
+def test_the_loss_and_the_learning_rates_are_shown(
+    tmp_path: Path, tags: list[str], chosen: str | None, shown: list[str]
+) -> None:
+    rates = ["learning_rate/0", "learning_rate/1"]
+    client = write(tmp_path, loss_tag=chosen, scalars=scalars(*tags, *rates))
+    assert curves(client) == [
+        *(("loss", tag) for tag in shown), *(("learning rate", tag) for tag in rates)
+    ]  # fmt: skip
 
 
-def test_times_are_shown_if_all_are_known() -> None:
+def test_times_are_shown_if_all_are_known(tmp_path: Path) -> None:
     times = [f"~run/time/{part}_s" for part in ("data_wait", "forward", "backward", "optimizer")]
     memory = "~run/memory/host_rss_bytes"
-    expected = [*(("time", tag) for tag in times), ("memory", memory)]
-    assert cost_curves(Tags([memory, *reversed(times), "~run/time/tokens_per_s"])) == expected
-    assert cost_curves(Tags([memory, *times[1:]])) == []
+    tags = [memory, *reversed(times), "~run/time/tokens_per_s"]
+    client = write(tmp_path / "all", scalars=scalars(*tags))
+    expected = [("time", tag.removeprefix("~run/")) for tag in times]
+    assert curves(client) == [*expected, ("memory", "memory/host_rss_bytes")]
+    client = write(tmp_path / "some", scalars=scalars(memory, *times[1:]))
+    assert curves(client) == []

@@ -1,4 +1,4 @@
-"""First difference of two runs and export of all numbers, also of very long runs."""
+"""First difference of two runs, and export of all numbers, by the command."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from telemetry.commands.export import cells
-from telemetry.layers import PAGE_STATISTICS
-from telemetry.reading import run_data
-from telemetry.reading.comparison import ARISES, compare
-from telemetry.reading.run import open_run
-from telemetry.reading.run_data import windows
 from tests.helpers.known_runs import COLUMN, layout_of, write_run
+from tests.helpers.shell import call, lines, records
 
 NAMES = ["a", "b", "c"]
 STEPS = 200
@@ -23,7 +17,7 @@ STEPS = 200
 
 def write(
     log_dir: Path, changes: Sequence[tuple[int, str, float]] = (), names: Sequence[str] = NAMES
-) -> None:
+) -> Path:
     """Write a run with a known number for each step and layer, except for the norms in changes."""
 
     def norms(step: int) -> NDArray[np.float32]:
@@ -39,31 +33,26 @@ def write(
     write_run(
         log_dir, layout_of(names), steps=range(STEPS), norms=norms, matrices=matrices, every=2
     )
+    return log_dir
 
 
-@pytest.fixture(params=["at once", "in pieces"])
-def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "in pieces":
-        monkeypatch.setattr(run_data, "READ_BYTES", 1 << 11)
-
-
-@pytest.mark.usefixtures("_pieces")
 def test_the_earliest_difference_of_each_statistic_is_found(tmp_path: Path) -> None:
-    write(tmp_path / "one")
-    write(tmp_path / "two", [(190, "c", 9), (131, "a", 7), (131, "b", 8)])
-    found = compare(open_run(tmp_path / "one"), open_run(tmp_path / "two"))
-    norm, rms = found.differences
-    assert (norm.statistic, rms.statistic) == ("grad_norm", "grad_rms")
+    one = write(tmp_path / "one")
+    two = write(tmp_path / "two", [(190, "c", 9), (131, "a", 7), (131, "b", 8)])
+    norm, rms = records("diff", one, two, status=1)
+    assert (norm["statistic"], rms["statistic"]) == ("grad_norm", "grad_rms")
     # The backward pass reaches the later layer first.
-    assert (norm.step, norm.module_name, norm.layer_count) == (131, "b", 2)
-    assert (norm.first, norm.second) == (132 + ord("b"), 8)
-    assert (found.step_count, found.layer_count) == (STEPS, 3)
+    assert (norm["step"], norm["module_name"], norm["layer_count"]) == (131, "b", 2)
+    assert (norm["first"], norm["second"]) == (132 + ord("b"), 8)
+    assert lines("diff", one, one) == ["3 layers and 200 steps in common: no difference"]
 
 
-@pytest.mark.usefixtures("_pieces")
-def test_cells_have_a_row_for_each_step_and_layer(tmp_path: Path) -> None:
-    write(tmp_path)
-    rows = list(cells(open_run(tmp_path), ["grad_norm", "weight_norm"]))
+def test_the_export_has_a_row_for_each_step_and_layer(tmp_path: Path) -> None:
+    statistics = ("--statistic", "grad_norm", "--statistic", "weight_norm")
+    head, *rows = [
+        line.split(",")[1:] for line in lines("export", write(tmp_path), *statistics)
+    ]  # fmt: skip
+    assert head == ["step", "module_name", "type_name", "grad_norm", "weight_norm"]
     assert [(row[0], row[1]) for row in rows] == [(str(s), n) for s in range(STEPS) for n in NAMES]
     assert rows[3:7] == [
         ["1", "a", "Linear", f"{2.0 + ord('a')}", ""],
@@ -73,32 +62,16 @@ def test_cells_have_a_row_for_each_step_and_layer(tmp_path: Path) -> None:
     ]
 
 
-def test_windows_cover_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path)
-    monkeypatch.setattr(run_data, "READ_BYTES", 1 << 11)
-    run = open_run(tmp_path)
-    assert run.matrix("grad_norm").sampled
-    found = [matrix for [[matrix]] in windows([run], ["grad_norm"])]
-    assert len(found) > 1
-    assert np.concatenate([matrix.steps for matrix in found]).tolist() == list(range(STEPS))
-
-
 def test_equal_nan_and_infinity_are_not_a_difference(tmp_path: Path) -> None:
     same = [(5, "a", np.nan), (6, "a", np.inf)]
-    write(tmp_path / "one", [*same, (7, "a", np.inf)])
-    write(tmp_path / "two", [*same, (7, "a", 1.0)])
-    one, two = open_run(tmp_path / "one"), open_run(tmp_path / "two")
-    assert compare(one, one, tolerance=0.5).differences == []
-    assert {found.step for found in compare(one, two, tolerance=0.5).differences} == {7}
+    one = write(tmp_path / "one", [*same, (7, "a", np.inf)])
+    two = write(tmp_path / "two", [*same, (7, "a", 1.0)])
+    assert records("diff", one, one, "--tolerance", "0.5") == []
+    found = records("diff", one, two, "--tolerance", "0.5", status=1)
+    assert {difference["step"] for difference in found} == {7}
 
 
 def test_layers_in_another_order_are_compared_by_name(tmp_path: Path) -> None:
-    write(tmp_path / "one")
-    write(tmp_path / "two", names=["c", "n", "a"])
-    found = compare(open_run(tmp_path / "one"), open_run(tmp_path / "two"))
-    assert found.differences == []
-    assert (found.only_first, found.only_second) == (["b"], ["n"])
-
-
-def test_each_statistic_that_arises_outside_of_the_forward_pass_exists() -> None:
-    assert ARISES.keys() <= {statistic.name for statistic in PAGE_STATISTICS}
+    one, two = write(tmp_path / "one"), write(tmp_path / "two", names=["c", "n", "a"])
+    assert records("diff", one, two) == []
+    assert f"only in {one}: b\nonly in {two}: n" in call("diff", one, two).stdout

@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import train_mnist
-from telemetry import HookLogger
-from telemetry.commands.cli import main
-from telemetry.flight import flight_files, read_flight
-from telemetry.layers import PAGE_STATISTICS, STATISTICS, LayerTable, table
-from telemetry.records import StepRecord
+from telemetry import HookLogger, StepRecord
+from telemetry.layers import PAGE_STATISTICS, STATISTICS, table
 from tests.helpers.client import OpenClient
 from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.shell import call, records
 
 STEPS = 3
 
@@ -42,27 +40,17 @@ class Transformer(nn.Module):
         return logits
 
 
-class Seen:
-    """Rule that keeps its records."""
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def __call__(self, record: StepRecord) -> tuple[()]:
-        self.records.append(record)
-        return ()
-
-    @property
-    def tables(self) -> list[LayerTable]:
-        return [table(record) for record in self.records]
-
-
-def train(model: nn.Module, batch: Callable[[], Tensor], log_dir: Path) -> Seen:
+def train(model: nn.Module, batch: Callable[[], Tensor], log_dir: Path) -> list[StepRecord]:
     """A short run that ends in an error, so that there is a flight file."""
     torch.manual_seed(0)
-    seen = Seen()
+    seen: list[StepRecord] = []
+
+    def keep(record: StepRecord) -> tuple[()]:
+        seen.append(record)
+        return ()
+
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    logger = HookLogger(model, log_dir, every_n_steps=1, alerts=[seen])
+    logger = HookLogger(model, log_dir, every_n_steps=1, alerts=[keep])
     for _ in range(STEPS):
         optimizer.zero_grad()
         F.cross_entropy(model(batch()), torch.randint(10, (6,))).backward()
@@ -84,28 +72,24 @@ def test_curves_page_summary_flight_file_and_rules_agree(
     batch: Callable[[], Tensor],
     tmp_path: Path,
     open_client: OpenClient,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     seen = train(make(), batch, tmp_path)
-    modules = seen.records[-1].layout.modules
+    modules, tables = seen[-1].layout.modules, [table(record) for record in seen]
     client = open_client(tmp_path)
     curves = EventAccumulator(str(tmp_path), {"tensors": 0, "scalars": 0}).Reload()
-    at = read_flight(flight_files(tmp_path)[0])["profiles"][-1]
+    at = records("explain", tmp_path)[0]["profiles"][-1]
     assert at["step"] == STEPS - 1
     statistics = [statistic for statistic in STATISTICS if not statistic.measured_in]
     compared = dict.fromkeys((s.name for s in statistics), 0)
     for statistic in statistics:
         name = statistic.name
-        expected = np.array(
-            [[t.value(row, name) for t in seen.tables] for row in range(len(modules))]
-        )
+        expected = np.array([[t.value(row, name) for t in tables] for row in range(len(modules))])
         if statistic in PAGE_STATISTICS:
             values = client.arrays("matrix", run=".", statistic=name)[1]["values"].T
             assert_same(np.where(values == -1, None, values), expected)
-            main(["summary", str(tmp_path), "--statistic", name])
-            printed = capsys.readouterr().out
+            printed = call("summary", tmp_path, "--statistic", name).stdout
         assert_same(np.array(at[name], dtype=object), expected[:, -1], rtol=1e-5)
         for row, module in enumerate(modules):
             if expected[row, -1] is None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.client import Client, OpenClient
-from tests.helpers.hostile_runs import KINDS, STEPS, Kind, write_good_run
+from tests.helpers.hostile_runs import KINDS, STEPS, Kind, hostile_run
 
 # On these TensorBoard itself hangs, takes minutes or ends, with one of its loaders or both.
 FATAL_TO_TENSORBOARD = {
@@ -33,16 +32,13 @@ CASES = [("slow", name) for name in SLOW] + [("fast", name) for name in FAST]
 
 @pytest.mark.parametrize(("open_client", "name"), CASES, indirect=["open_client"])
 def test_every_route_answers_for_an_untrusted_directory(
-    tmp_path: Path, open_client: OpenClient, name: str, caplog: pytest.LogCaptureFixture
+    open_client: OpenClient, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log_dir, kind = tmp_path / "run", KINDS[name]
-    log_dir.mkdir()
-    write_good_run(log_dir)
-    kind.make(log_dir)
-    client = open_client(tmp_path)
-    assert "run" in [run["name"] for run in client.json("runs")]
-    caplog.clear()
-    check_run(client, kind)
+    with hostile_run(name) as (log_dir, kind):
+        client = open_client(log_dir.parent)
+        assert "run" in [run["name"] for run in client.json("runs")]
+        caplog.clear()
+        check_run(client, kind)
     log = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     if name not in SKIPPED_BY_TENSORBOARD and not kind.in_flight:
         assert len([line for line in log if kind.said in line]) == bool(kind.said), log

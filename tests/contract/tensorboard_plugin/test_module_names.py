@@ -11,12 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from telemetry import Alert, HookLogger
-from telemetry.commands.cli import main
-from telemetry.flight import read_flight
-from telemetry.plain_text import printable
-from telemetry.records import Output, StepRecord
+from telemetry import Alert, HookLogger, Output, StepRecord
 from tests.helpers.client import OpenClient
+from tests.helpers.shell import call, records
 
 PUNCTUATION = string.punctuation.replace(".", "")  # PyTorch forbids only a dot
 FORGED = "fc\nCRITICAL:telemetry:all is lost"
@@ -68,6 +65,11 @@ def train(
     return logger
 
 
+def printable(name: str) -> str:
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+    return "".join(escaped)
+
+
 def layer_of(name: str) -> str:
     return f"parts.{name}"
 
@@ -75,15 +77,15 @@ def layer_of(name: str) -> str:
 def test_every_output_of_every_module_is_measured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    records: list[StepRecord] = []
+    seen: list[StepRecord] = []
 
     def rule(record: StepRecord) -> list[Alert]:
-        records.append(record)
+        seen.append(record)
         return []
 
     train(tmp_path / "run", alerts=[rule])
     assert not caplog.records
-    record = records[0]
+    record = seen[0]
     assert set(record.activations) == set(map(layer_of, NAMES))
     for size, name in enumerate(map(layer_of, NAMES), 1):
         assert record.activations[name].sketch.min == size
@@ -117,11 +119,10 @@ def test_the_page_has_the_outputs_of_each_layer_and_no_others(
     assert header["parameters"] == ["parts.a[1.weight"]
 
 
-@pytest.mark.parametrize("bad", ["pair[1]", "[", "a[0", FORGED, "\x1b[31m", "\ud800"])
+@pytest.mark.parametrize("bad", ["pair[1]", "[", "a[0", FORGED, "\x1b[31m", "\ud800", NAMES[-1]])
 def test_a_fault_is_reported_by_its_name(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
     bad: str,
 ) -> None:
     logger = train(tmp_path / "run", bad=bad)
@@ -130,22 +131,18 @@ def test_a_fault_is_reported_by_its_name(
     assert printable(layer_of(bad)) in messages[0]
     lines = "\n".join(messages).splitlines()
     assert not any(line.startswith("CRITICAL") or "\x1b" in line for line in lines)
-    flight = read_flight(tmp_path / "run" / "flight-2.json")
+    run = tmp_path / "run"
+    [flight] = records("explain", run)
     assert flight["first_bad_module"] == layer_of(bad)
-    assert main(["explain", str(tmp_path / "run")]) == 0
-    assert f"first bad module: {printable(layer_of(bad))}\n" in capsys.readouterr().out
-    assert main(["alerts", str(tmp_path / "run"), "--fail-on", "error"]) == 1
-    assert main(["summary", str(tmp_path / "run")]) == 0
-    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "report.html")]) == 0
-    assert "nonfinite" in capsys.readouterr().out
-
-
-def test_a_flight_file_distinguishes_outputs_from_modules(tmp_path: Path) -> None:
-    train(tmp_path, bad=NAMES[-1])
-    before = read_flight(tmp_path / "flight-2.json")["profiles"][0]
+    before = flight["profiles"][0]
     assert before["activation_rms"] == [1.0 + i for i in range(len(NAMES))]
     assert set(before["nonfinite"]) == {0}
     assert before["activation_max"] == before["activation_rms"], "of each module's first output"
+    assert f"first bad module: {printable(layer_of(bad))}\n" in call("explain", run).stdout
+    found = call("alerts", run, "--fail-on", "error")
+    assert (found.returncode, "nonfinite" in found.stdout) == (1, True)
+    assert call("summary", run).returncode == 0
+    assert call("report", run, "-o", tmp_path / "report.html").returncode == 0
 
 
 def test_a_custom_rule_cannot_forge_a_line(

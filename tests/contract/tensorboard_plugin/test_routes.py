@@ -6,64 +6,42 @@ import argparse
 import re
 from configparser import ConfigParser
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
+from torch import nn
 
-from telemetry.events import FileWriter, summaries
-from telemetry.events.page_format import PLUGIN_NAME, Chunk, layout_tag
-from telemetry.layers import MATRIX_STATISTICS, PAGE_STATISTICS
-from telemetry.layers.record import Group
-from telemetry.layers.units import encode_units
-from telemetry.reading import payloads
-from telemetry.records.rows import Rows
-from telemetry.records.sketch import Sketch
-from telemetry.tensorboard_plugin import plugin
-from telemetry.tensorboard_plugin.loader import TelemetryLoader
-from telemetry.writing import hparams
-from telemetry.writing.page import PageWriter
-from tests.helpers import serialized
+from telemetry import HookLogger
 from tests.helpers.client import Client, OpenClient
-from tests.helpers.hostile_runs import png
-from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.hostile_runs import add_layout, png
+from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_dashboards, write_run
 from tests.helpers.paths import ROOT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
-PNG = png(1, 1)
-
-
-def norms(step: int) -> np.ndarray:
-    return np.array([step, 2 * step], np.float32)
-
-
-def matrices(step: int) -> np.ndarray:
-    return np.full((2, len(MATRIX_STATISTICS)), 0.5, np.float32)
+PNG = png(2, 2)
 
 
 @pytest.fixture
 def client(tmp_path: Path, open_client: OpenClient) -> Client:
     """One run, ``demo``, of 40 steps, with two layers, of which one has a hostile name."""
     run = tmp_path / "demo"
+    extremes = np.array([[0, 0], [-1, 2], [-10, 10]], np.float32)
     write_run(
-        run, layout_of(["a", HOSTILE]), steps=range(40), norms=norms, matrices=matrices, every=10,
+        run, layout_of(["a", HOSTILE]), steps=range(40), every=10,
+        norms=lambda step: np.array([step, 2 * step], np.float32),
+        matrices=lambda step: np.full((2, len(COLUMN)), 0.5, np.float32),
+        units=lambda step: extremes if step < 30 else None,
         alerts=[alert_at(7, HOSTILE, summary=HOSTILE, value=float("inf"))],
     )  # fmt: skip
-    writer = FileWriter(run)
     edges = np.linspace(-1, 1, 11)
-    for step in (0, 10):
-        buckets = serialized.histogram("activation/0000.a", edges[:-1], edges[1:], np.ones(10))
-        picture = summaries.image("feature_maps/0000.a", [PNG], 1, 1)
-        no_picture = summaries.image("filters/0000.a", [b"<svg onload=alert(1)>"], 1, 1)
-        given = summaries.image("~tensors/input", [PNG], 1, 1)
-        writer.write_values([buckets, picture, no_picture, given], step)
-    tag = Chunk(kind="u", session="20260101-000000.000-aaaa", layout=0, number=0).tag
-    extremes = np.array([[0, 0], [-1, 2], [-10, 10]], np.float32)
-    rows = Rows.of([Sketch.empty()], units=[extremes])
-    units = encode_units(Group(rows=rows, modules=np.array([0]), size=2))
-    for step in (0, 10, 20):
-        writer.write_values([summaries.tensor(tag, units, PLUGIN_NAME)], step)
-    writer.write_values(hparams.values_of({"lr": 0.5, "n": "a"}, ["loss"]), 0)
-    writer.close()
+    buckets = (edges[:-1], edges[1:], np.ones(10))
+    pictures = {"feature_maps/0000.a": PNG, "filters/0000.a": b"<svg>", "~tensors/input": PNG}
+    write_dashboards(
+        run, hparams={"lr": 0.5, "n": "a"},
+        histograms={"activation/0000.a": {0: buckets, 10: buckets}},
+        pictures={tag: {0: picture, 10: picture} for tag, picture in pictures.items()},
+    )  # fmt: skip
     return open_client(tmp_path)
 
 
@@ -92,46 +70,10 @@ def test_the_overview_of_a_run_has_its_layers_statistics_and_alerts(client: Clie
     run = client.json("run", run="demo")
     assert [layer["name"] for layer in run["layers"]] == ["a", HOSTILE]
     assert run["layers"][0]["parameters"] == [{"name": "a.weight", "shape": [2, 3]}]
-    assert [statistic["name"] for statistic in run["statistics"]] == [
-        s.name for s in PAGE_STATISTICS if not s.measured_in
-    ]
+    names = {statistic["name"] for statistic in run["statistics"]}
+    assert {"grad_norm", "grad_rms", "grad_share", "activation_rms", "update_ratio"} <= names
     assert run["alerts"][0]["value"] == "inf"
     assert run["alerts"][0]["module_name"] == HOSTILE
-
-
-def test_a_matrix_has_the_written_values(client: Client) -> None:
-    header, arrays = client.arrays("matrix", run="demo", statistic="grad_norm")
-    assert header["rows"] == 2
-    np.testing.assert_array_equal(arrays["steps"], np.arange(40))
-    np.testing.assert_array_equal(arrays["values"], [norms(step) for step in range(40)])
-
-
-def test_a_matrix_can_be_requested_from_a_step_on(client: Client) -> None:
-    query = {"run": "demo", "statistic": "grad_norm", "first_step": 38}
-    _, arrays = client.arrays("matrix", **query)
-    assert arrays["steps"].tolist() == [38, 39]
-
-
-def test_a_large_matrix_is_reduced(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "MAX_CELLS", 10)
-    monkeypatch.setattr(plugin, "MAX_ROWS", 1)
-    header, arrays = client.arrays("matrix", run="demo", statistic="grad_norm")
-    assert (header["layerFactor"], header["stepFactor"]) == (2, 4)
-    assert arrays["values"].reshape(-1).tolist() == [2.0 * step for step in range(3, 40, 4)]
-
-
-def test_loss_and_learning_rates_are_served(client: Client) -> None:
-    header, arrays = client.arrays("scalars", run="demo")
-    kinds = [curve["kind"] for curve in header["curves"]]
-    assert kinds == ["loss", "learning rate"]
-    assert arrays["values0"][0] == 2.0
-
-
-def test_a_layer_is_served_over_time(client: Client) -> None:
-    header, arrays = client.arrays("layer", run="demo", layer="a")
-    number = header["statistics"].index("update_ratio")
-    assert arrays[f"statistics{number}.steps"].tolist() == [0, 10, 20, 30]
-    assert header["parameters"] == ["a.weight"]
 
 
 def test_the_units_of_a_layer_are_served(client: Client) -> None:
@@ -211,11 +153,11 @@ def test_only_get_requests_are_answered(client: Client, method: str, route: str)
 def test_a_failure_response_contains_no_details(
     client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a secret path")
 
-    monkeypatch.setattr(payloads, "overview", fail)
-    response = client.request("run", {"run": "demo"})
+    monkeypatch.setattr(type(client.provider), "list_tensors", fail)
+    response = client.request("matrix", {"run": "demo", "statistic": "grad_norm"})
     assert response.status_code == 500
     assert "secret" not in response.text
     assert "a secret path" in caplog.text
@@ -253,10 +195,8 @@ def test_no_other_file_can_be_read(client: Client, path: str) -> None:
 
 
 def test_data_of_a_newer_format_is_reported(tmp_path: Path, open_client: OpenClient) -> None:
-    writer = FileWriter(tmp_path / "future")
-    tag = layout_tag("20990101-000000.000000-aaaa", 0)
-    writer.write_values([summaries.tensor(tag, b'{"format": 2}', PLUGIN_NAME)], 0)
-    writer.close()
+    (tmp_path / "future").mkdir()
+    add_layout({"format": 2})(tmp_path / "future")
     answer = open_client(tmp_path).json("run", run="future")
     assert "format 2" in answer["newerFormat"]
 
@@ -264,21 +204,17 @@ def test_data_of_a_newer_format_is_reported(tmp_path: Path, open_client: OpenCli
 def test_a_log_directory_without_our_data_has_no_runs(
     tmp_path: Path, open_client: OpenClient
 ) -> None:
-    writer = FileWriter(tmp_path / "other")
-    writer.write_values([summaries.scalar("loss", 1.0)], 0)
-    writer.close()
+    write_dashboards(tmp_path / "other", scalars={"loss": {0: 1.0}})
     client = open_client(tmp_path)
     assert client.json("runs") == []
     assert client.request("run", {"run": "other"}).status_code == 404
 
 
 def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: OpenClient) -> None:
-    page, writer = PageWriter(), FileWriter(tmp_path / "early")
-    writer.write_values([page.alert_value(alert_at(0, None), 0)], 0)
-    end = page.end_value(None)
-    assert end is not None
-    writer.write_values([end], 0)
-    writer.close()
+    model = nn.Linear(2, 1)
+    with HookLogger(model, tmp_path / "early") as logger:
+        for _ in range(100):
+            logger.log(loss=0.5)
     client = open_client(tmp_path)
     run = client.json("run", run="early")
     assert (run["layers"], len(run["alerts"])) == ([], 1)
@@ -297,20 +233,15 @@ def test_the_page_is_in_the_list_of_plugins(client: Client) -> None:
     assert listed["loading_mechanism"]["module_path"] == "/data/plugin/telemetry/static/index.js"
 
 
-def test_tensorboard_keeps_every_step_unless_the_user_sets_a_limit() -> None:
-    flags = argparse.Namespace(samples_per_plugin={"images": 5})
-    TelemetryLoader().fix_flags(flags)
-    assert flags.samples_per_plugin == {"images": 5, "telemetry": 0}
-    flags = argparse.Namespace(samples_per_plugin={"telemetry": 7})
-    TelemetryLoader().fix_flags(flags)
-    assert flags.samples_per_plugin == {"telemetry": 7}
-
-
-def test_the_entry_point_and_the_static_files_are_declared() -> None:
+def test_tensorboard_loads_the_declared_plugin_and_keeps_every_step_of_it() -> None:
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
-    declared = config["options.entry_points"]["tensorboard_plugins"]
-    assert declared.split("=")[1].strip() == (
-        f"{TelemetryLoader.__module__}:{TelemetryLoader.__qualname__}"
-    )
     assert config["options.package_data"]["telemetry.tensorboard_plugin"] == "static/*"
+    declared = config["options.entry_points"]["tensorboard_plugins"]
+    loader = resolve_name(declared.split("=")[1].strip())
+    flags = argparse.Namespace(samples_per_plugin={"images": 5})
+    loader().fix_flags(flags)
+    assert flags.samples_per_plugin == {"images": 5, "telemetry": 0}
+    flags = argparse.Namespace(samples_per_plugin={"telemetry": 7})  # the user sets a limit
+    loader().fix_flags(flags)
+    assert flags.samples_per_plugin == {"telemetry": 7}

@@ -3,79 +3,73 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import runpy
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from telemetry.alerts.configuration import KINDS
-from telemetry.commands.alerts import help_line, meaning_of
-from telemetry.commands.cli import main
+from telemetry import Detector
 from tests.helpers.paths import ROOT
+from tests.helpers.shell import call, lines
 
 GENERATOR = runpy.run_path(str(ROOT / ".ci" / "alert_pages.py"))
 PAGES: Mapping[str, tuple[str, ...]] = GENERATOR["PAGES"]
+KINDS: Mapping[str, type[Detector]] = GENERATOR["KINDS"]
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.replace("``", "").split())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_has_all_sections(kind: str) -> None:
-    meaning = meaning_of(KINDS[kind])
-    assert [*meaning.sections] == ["Evidence", "Causes", "Remedies", "Silent"]
-    assert meaning.summary.endswith(".")
-    assert all(text.endswith(".") for text in meaning.sections.values())
-    assert all(text.endswith(".") for _, text in meaning.parameters.values())
-    assert [*meaning.parameters] == [*KINDS[kind].limits()]
-    ast.parse(meaning.example)
-    assert set(meaning.causes) <= {*KINDS, "a jump of the learning rate"}
+def test_help_prints_all_sections_of_the_docstring(kind: str) -> None:
+    printed = lines("help", kind)
+    text = " ".join(" ".join(printed).split())
+    detector = KINDS[kind]
+    assert text.startswith(f"{kind} ({detector.severity}) ")
+    summary, fields = inspect.cleandoc(detector.__doc__ or "").split("\n\n")[:2]
+    assert f") {in_one_line(summary)} Evidence:" in text
+    found = dict(re.findall(r"^(\w+):(.*(?:\n +.*)*)", fields, re.MULTILINE))
+    sections = {name: in_one_line(found.pop(name)) for name in list(found)[:4]}
+    assert [*sections] == ["Evidence", "Causes", "Remedies", "Silent"]
+    for name, section in sections.items():
+        assert section.endswith(".")
+        assert f"{name}: {section}" in text
+    ast.parse(textwrap.dedent(found.get("Example", "")))
+    limits = {name: getattr(detector, name) for name in detector.limits()}
+    described = re.findall(r"^(\w+) = (.+?): .", "\n".join(printed), re.MULTILINE)
+    assert dict(described) == {name: f"{default:g}" for name, default in limits.items()}
+    for meaning in re.findall(r"^ {4}\w+: (.*(?:\n {8}.*)*)", found.get("Args", ""), re.MULTILINE):
+        assert in_one_line(meaning).endswith(".")
+        assert in_one_line(meaning) in text
+    for line in re.findall(r"^May follow from: (.*)\.$", "\n".join(printed), re.MULTILINE):
+        assert {*line.split(", ")} <= {*KINDS, "a jump of the learning rate"}
 
 
-def test_the_meaning_of_a_kind_omits_its_decision() -> None:
-    dead = meaning_of(KINDS["dead_units"])
-    assert dead.parameters["samples"][0] == 500
-    assert dead.parameters["fraction"][0] == 0.9
-    assert "nn.init.constant_" in dead.example
-    assert "a jump of the learning rate" in dead.causes
-    assert "A unit is dead in a batch" not in str(dead)
+def test_the_help_of_a_kind_omits_its_decision() -> None:
+    text = "\n".join(lines("help", "dead_units"))
+    assert re.findall(r"^(?:samples|fraction) = (\S+):", text, re.MULTILINE) == ["0.9", "500"]
+    assert "nn.init.constant_" in text
+    assert "a jump of the learning rate" in text
+    assert "A unit is dead in a batch" not in text
     assert "A unit is dead in a batch" in str(KINDS["dead_units"].__doc__)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_help_prints_the_docstring(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help", kind]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    meaning = meaning_of(KINDS[kind])
-    assert printed.startswith(f"{kind} ({meaning.severity}) ")
-    texts = [meaning.summary, *meaning.sections.values()]
-    texts += [text for _, text in meaning.parameters.values()]
-    assert [text for text in texts if text.replace("``", "") not in printed] == []
-    for name, (default, _) in meaning.parameters.items():
-        assert f"{name} = {default:g}:" in printed
+def test_help_lists_the_kinds() -> None:
+    listed = [line.split()[:2] for line in lines("help")]
+    assert sorted(listed) == sorted([kind, detector.severity] for kind, detector in KINDS.items())
 
 
-def test_help_lists_the_kinds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines] == [
-        [kind, detector.severity] for kind, detector in KINDS.items()
-    ]
-
-
-def test_an_unknown_kind_is_an_error_with_the_closest_names(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["help", "dead_unit"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "'dead_unit'" in err
-    assert "dead_units" in err
-
-
-def test_only_a_known_kind_has_a_line_of_help() -> None:
-    assert help_line(["mine", "nonfinite", "dead_units"]) == "telemetry help nonfinite explains it"
-    assert help_line(["mine"]) is None
+def test_an_unknown_kind_is_an_error_with_the_closest_names() -> None:
+    done = call("help", "dead_unit")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'dead_unit'" in done.stderr
+    assert "dead_units" in done.stderr
 
 
 def test_the_pages_of_the_docs_are_those_of_the_docstrings() -> None:

@@ -7,7 +7,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,7 @@ import torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry.commands.cli import main
-from telemetry.commands.lint import Series, judge
+from tests.helpers.shell import call, parsed, records
 
 Logged = list[tuple[int, float, float]]  # step, loss, total gradient norm
 AsFile = Callable[[Logged, Path], Path]
@@ -24,31 +24,31 @@ POINTS = 300
 FAULT = 200  # point at which the fault begins
 
 
-def train(fault: str = "", *, interval: int = 1, seed: int = 0) -> Logged:
-    """Train a classifier or, for ``regression``, a regression; log each ``interval`` steps."""
+@cache
+def train(fault: str = "", *, seed: int = 0) -> Logged:
+    """Train a classifier or, for ``regression``, a regression."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.ReLU())
     head = nn.Linear(32, 1)
     parameters = [*model.parameters(), *head.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.02)
     logged: Logged = []
-    for step in range(POINTS * interval):
-        point = step // interval
+    for step in range(POINTS):
         inputs = torch.randn(32, 8)
         targets = inputs[:, :1] * inputs[:, 1:2] + inputs[:, 2:3] + 0.3 * torch.randn(32, 1)
-        if fault == "bad_batch" and step == FAULT * interval:
+        if fault == "bad_batch" and step == FAULT:
             targets = targets * 1000
-        if fault == "nan" and step == FAULT * interval:
+        if fault == "nan" and step == FAULT:
             inputs[3, 3] = math.nan
-        if fault == "lr_jump" and point == FAULT:
+        if fault == "lr_jump" and step == FAULT:
             optimizer.param_groups[0]["lr"] = 1.0
-        if fault == "weights_scaled" and step == FAULT * interval:
+        if fault == "weights_scaled" and step == FAULT:
             with torch.no_grad():
                 for parameter in parameters:
                     parameter.mul_(30)
             optimizer.param_groups[0]["lr"] = 1e-9
-        if fault == "lr_grows" and point >= FAULT:
-            optimizer.param_groups[0]["lr"] *= 1.15 ** (1 / interval)
+        if fault == "lr_grows" and step >= FAULT:
+            optimizer.param_groups[0]["lr"] *= 1.15
         loss = nn.functional.mse_loss(head(model(inputs)), targets)
         optimizer.zero_grad()
         loss.backward()
@@ -57,8 +57,7 @@ def train(fault: str = "", *, interval: int = 1, seed: int = 0) -> Logged:
         if fault == "bad_batch":
             nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
         optimizer.step()
-        if step % interval == 0:
-            logged.append((step, loss.item(), norm.item()))
+        logged.append((step, loss.item(), norm.item()))
     return logged
 
 
@@ -101,21 +100,21 @@ FAULTS = {
 }
 
 
-def series(logged: Logged) -> Series:
-    return {
-        "loss": [(step, loss) for step, loss, _ in logged],
-        "grad_norm": [(step, norm) for step, _, norm in logged],
-    }
+def judged(
+    points: Iterable[tuple[float, ...]], folder: Path, names: str = "step,loss,grad_norm"
+) -> list[tuple[str, str, int, float]]:
+    """Return kind, stage, step and value of each alert of a plain CSV file."""
+    rows = [",".join(map(str, point)) for point in points]
+    (folder / "log.csv").write_text("\n".join([names, *rows]))
+    found = parsed(call("lint", folder / "log.csv", "--json").stdout)
+    return [(alert["kind"], alert["stage"], alert["step"], alert["value"]) for alert in found]
 
 
 @pytest.mark.parametrize("as_file", FORMS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_in_each_format(
-    fault: str, as_file: AsFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_is_found_in_each_format(fault: str, as_file: AsFile, tmp_path: Path) -> None:
     path = as_file(train(fault), tmp_path)
-    assert main(["lint", str(path), "--json"]) == 1
-    first = json.loads(capsys.readouterr().out)[0]
+    first = records("lint", path, status=1)[0]
     kind, late = FAULTS[fault]
     assert first["kind"] == kind
     assert FAULT <= first["step"] <= FAULT + late
@@ -125,88 +124,81 @@ def test_a_fault_is_found_in_each_format(
 @pytest.mark.parametrize("as_file", FORMS)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_same_training_without_a_fault_has_no_alert(
-    seed: int, as_file: AsFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    seed: int, as_file: AsFile, tmp_path: Path
 ) -> None:
-    assert main(["lint", str(as_file(train(seed=seed), tmp_path)), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
+    assert records("lint", as_file(train(seed=seed), tmp_path)) == []
 
 
 @pytest.mark.parametrize("interval", [10, 500])
 @pytest.mark.parametrize("fault", ["", *FAULTS])
-def test_windows_count_logged_points(fault: str, interval: int) -> None:
+def test_windows_count_logged_points(fault: str, interval: int, tmp_path: Path) -> None:
     logged = train(fault)
-    wide = series([(step * interval, loss, norm) for step, loss, norm in logged])
-    expected = [(a.kind, a.stage, a.step * interval, a.value) for a in judge(series(logged))]
-    assert [(a.kind, a.stage, a.step, a.value) for a in judge(wide)] == expected
+    wide = judged([(step * interval, loss, norm) for step, loss, norm in logged], tmp_path)
+    assert wide == [
+        (kind, stage, step * interval, value)
+        for kind, stage, step, value in judged(logged, tmp_path)
+    ]
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("", None), ("bad_batch", "loss_spike")])
-def test_a_log_at_each_tenth_step(fault: str, kind: str | None) -> None:
-    alerts = judge(series(train(fault, interval=10)))
-    assert next((alert.kind for alert in alerts), None) == kind
-    assert {alert.step for alert in alerts[:1]} <= {10 * FAULT}
-
-
-def test_a_step_that_a_gradient_scaler_skips_is_no_fault() -> None:
-    logged = train()
+def test_a_step_that_a_gradient_scaler_skips_is_no_fault(tmp_path: Path) -> None:
+    logged = train()[:]
     for point in (0, 1, 120):
         step, loss, _ = logged[point]
         logged[point] = step, loss, math.inf
-    assert judge(series(logged)) == []
+    assert judged(logged, tmp_path) == []
     without_end = [(step, loss, math.nan if step >= FAULT else n) for step, loss, n in logged]
-    assert [(a.kind, a.step) for a in judge(series(without_end))] == [("nonfinite", FAULT)]
+    [(kind, _, step, _)] = judged(without_end, tmp_path)
+    assert (kind, step) == ("nonfinite", FAULT)
 
 
-def test_a_loss_is_judged_without_a_gradient_norm_and_a_norm_without_a_loss() -> None:
-    both = series(train("bad_batch"))
-    assert [a.kind for a in judge({"loss": both["loss"]})][:1] == ["loss_spike"]
-    both = series(train("weights_scaled"))
-    alerts = judge({"grad_norm": both["grad_norm"]})
-    assert [(a.kind, a.step) for a in alerts][:1] == [("exploding_gradient", FAULT)]
+def test_a_loss_is_judged_without_a_gradient_norm_and_a_norm_without_a_loss(tmp_path: Path) -> None:
+    losses = [(step, loss) for step, loss, _ in train("bad_batch")]
+    assert judged(losses, tmp_path, "step,loss")[0][0] == "loss_spike"
+    norms = [(step, norm) for step, _, norm in train("weights_scaled")]
+    kind, _, step, _ = judged(norms, tmp_path, "step,grad_norm")[0]
+    assert (kind, step) == ("exploding_gradient", FAULT)
 
 
-def test_options_name_the_tags_and_the_severity_that_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_name_the_tags_and_the_severity_that_fails(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     lines = [f"{step},{loss},{norm}" for step, loss, norm in train("bad_batch")]
     path.write_text("\n".join(["step,objective,size", *lines]))
-    assert main(["lint", str(path)]) == 2
-    assert "--loss" in capsys.readouterr().err
-    assert main(["lint", str(path), "--loss", "objektive"]) == 2
-    assert "objective" in capsys.readouterr().err
-    named = ["lint", str(path), "--loss", "objective", "--norm", "size"]
-    assert main(named) == 1
-    assert main([*named, "--fail-on", "error"]) == 0
+    for options, said in (([], "--loss"), (["--loss", "objektive"], "objective")):
+        done = call("lint", path, *options)
+        assert (done.returncode, said in done.stderr) == (2, True)
+    named = ["lint", path, "--loss", "objective", "--norm", "size"]
+    assert call(*named).returncode == 1
+    assert call(*named, "--fail-on", "error").returncode == 0
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"log_history": 3}', '{"log_history": [1]}'])
-def test_another_file_is_an_error_that_names_it(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+TAGS = ",".join(f"tag{number}" for number in range(500))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("state.json", "", "is no TensorBoard directory, trainer_state.json"),
+        ("state.json", "{", "is no TensorBoard directory, trainer_state.json"),
+        ("state.json", "[]", "has no log_history"),
+        ("state.json", '{"log_history": 3}', "has no log_history"),
+        ("state.json", '{"log_history": [1]}', "has no log_history"),
+        ("README.md", "# Title", "is no TensorBoard directory, trainer_state.json"),
+        ("a.csv", "epoch,loss\n1,2", "no CSV file with a column step"),
+        ("b.csv", "run,step,module_name,grad_norm\nx,0,fc,1", "and a row for each step"),
+        ("c.csv", f"step,{TAGS}\n0{',1' * 500}", "there are"),
+    ],
+)
+def test_what_is_no_log_and_a_tag_that_is_not_in_it_are_named_in_a_line(
+    tmp_path: Path, name: str, text: str, said: str
 ) -> None:
-    path = tmp_path / "state.json"
-    path.write_text(text)
-    assert main(["lint", str(path), str(tmp_path / "missing")]) == 2
-    error = capsys.readouterr().err
-    assert "state.json" in error
-    assert "missing" in error
-
-
-def test_files_that_are_no_log_and_tags_that_are_not_in_it_are_named_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def error(name: str, text: str, *options: str) -> str:
-        (tmp_path / name).write_text(text)
-        assert main(["lint", str(tmp_path / name), *options]) == 2
-        return capsys.readouterr().err
-
-    assert "is no TensorBoard directory, trainer_state.json" in error("README.md", "# Title")
-    assert "no CSV file with a column step" in error("a.csv", "epoch,loss\n1,2")
-    exported = "run,step,module_name,grad_norm\nx,0,fc,1"
-    assert "and a row for each step" in error("b.csv", exported)
-    tags = ",".join(f"tag{number}" for number in range(500))
-    assert "there are" in (text := error("c.csv", f"step,{tags}\n0{',1' * 500}", "--norm", "nope"))
-    assert len(text) < 300
+    (tmp_path / name).write_text(text)
+    done = call("lint", tmp_path / name, tmp_path / "missing", "--norm", "nope")
+    assert done.returncode == 2
+    missing, line = done.stderr.splitlines()
+    assert "missing" in missing
+    assert name in line
+    assert said in line
+    assert len(line) < 300 + len(str(tmp_path))
 
 
 def test_lint_does_not_load_torch(tmp_path: Path) -> None:

@@ -10,12 +10,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from telemetry import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.layers import MATRIX_STATISTICS, PARAMETER_STATISTICS, STATISTICS, table
-from telemetry.layers.record import Layers
-from telemetry.records import Layout, Module, Output, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
 from telemetry.records.step import RankFacts, Spread
-from telemetry.testing import alerts_of
 
 LAYOUT = Layout(
     modules=(Module(name="first", type_name="Linear"), Module(name="act", type_name="Tanh")),
@@ -55,71 +53,104 @@ def test_an_unknown_column_is_an_error_with_the_closest_ones() -> None:
         table(record()).column("grad_nrm")
 
 
-def test_a_layers_parameters_count_as_one_vector() -> None:
-    measured = record(
-        weights={"first.weight": tensor(1, 2, 2, 0), "first.bias": tensor(4, 0)},
-        update_ratios={"first.weight": 0.1, "first.bias": 0.5},
-    )
-    assert column(measured, "weight_norm") == [5.0, None]
-    expected = math.hypot(0.1 * 3, 0.5 * 4) / 5
-    assert column(measured, "update_ratio") == [pytest.approx(expected), None]
+FIRST, ACT, ACT1 = Output("first"), Output("act"), Output("act", 1)
+WEIGHT, BIAS = "first.weight", "first.bias"
+NAN, INF = math.nan, math.inf
+NOT_FINITE: dict[str, Any] = {
+    "outputs": {FIRST: tensor(1, NAN), ACT: tensor(1, -INF)},
+    "weights": {WEIGHT: tensor(1, INF)},
+    "update_ratios": {WEIGHT: NAN},
+}
+ABSENT = {"grad_norms": np.array([3.0, 0.0]), "grad_present": np.array([True, False])}
+SPREADS = {
+    FIRST: Spread(low=1.0, low_rank=0, high=4.0, high_rank=1),
+    ACT: Spread(low=1.0, low_rank=0, high=1.0, high_rank=0),
+    ACT1: Spread(low=1.0, low_rank=0, high=2.0, high_rank=1),
+}
+VECTOR = {WEIGHT: tensor(1, 2, 2, 0), BIAS: tensor(4, 0)}
+LONG = {WEIGHT: tensor(3, 4), BIAS: tensor(12)}
+UNITS = {
+    ACT: tensor(-0.99, 0.1, units=[[0, 0, 1], [0, 0, 1]]),
+    FIRST: tensor(2, 0, units=[[0, 1], [0, 1]]),
+    ACT1: tensor(0.2, 0.3, units=[[0, -1, 1], [0, 1, 1]]),
+}
+BOUNDED = {FIRST: tensor(1, 1, units=[[0, 0, -1], [0, 2, 0]]), ACT: tensor(-0.99, 0.9, 0.1, 0.5)}
 
 
-def test_parameters_that_were_all_zero_do_not_count_in_the_update_ratio() -> None:
-    measured = record(
-        weights={"first.weight": tensor(1, 2, 2, 0), "first.bias": tensor(0, 0)},
-        update_ratios={"first.weight": 0.1, "first.bias": math.inf},
-    )
-    assert column(measured, "update_ratio")[0] == pytest.approx(0.1)
-
-
-def test_a_layer_whose_parameters_were_all_zero_has_no_update_ratio() -> None:
-    measured = record(
-        weights={"first.weight": tensor(0, 0)}, update_ratios={"first.weight": math.nan}
-    )
-    assert column(measured, "update_ratio")[0] is None
-    assert column(measured, "weight_norm")[0] == 0.0
-
-
-def test_activations_of_all_outputs_count_together() -> None:
-    measured = record(outputs={Output("act"): tensor(3, 0), Output("act", 1): tensor(4, 0)})
-    assert column(measured, "activation_rms") == [None, pytest.approx(2.5)]
-    assert column(measured, "zero_fraction") == [None, 0.5]
-
-
-def test_outputs_of_a_module_are_merged_and_single_outputs_are_unchanged() -> None:
-    measured = record(
-        outputs={
-            Output("act"): tensor(-0.99, 0.1, units=[[0, 0, 1], [0, 0, 1]]),
-            Output("first"): tensor(2, 0, units=[[0, 1], [0, 1]]),
-            Output("act", 1): tensor(0.2, 0.3, units=[[0, -1, 1], [0, 1, 1]]),
-        }
-    )
-    assert column(measured, "activation_min") == [0.0, -0.99]
-    assert column(measured, "activation_max") == [2.0, 0.3]
-    assert column(measured, "saturation") == [None, 0.25]
-    assert column(measured, "dead_units") == [0.5, pytest.approx(1 / 3)]
-
-
-def test_an_update_ratio_is_not_a_number_if_an_element_or_a_ratio_is_not() -> None:
-    weights = {"first.weight": tensor(3, 4), "first.bias": tensor(math.nan)}
-    broken = record(weights=weights, update_ratios={"first.weight": 0.1, "first.bias": 0.1})
-    assert math.isnan(column(broken, "update_ratio")[0])
-    weights = {"first.weight": tensor(3, 4), "first.bias": tensor(12)}
-    partly = record(weights=weights, update_ratios={"first.weight": 0.1})
-    assert column(partly, "update_ratio")[0] == pytest.approx(0.1)
-    moved_off = record(weights=weights, update_ratios={"first.weight": 0.1, "first.bias": math.inf})
-    assert column(moved_off, "update_ratio")[0] == math.inf
-
-
-def test_the_spread_over_ranks_exists_where_two_ranks_differ() -> None:
-    spreads = {
-        Output("first"): Spread(low=1.0, low_rank=0, high=4.0, high_rank=1),
-        Output("act"): Spread(low=1.0, low_rank=0, high=1.0, high_rank=0),
-        Output("act", 1): Spread(low=1.0, low_rank=0, high=2.0, high_rank=1),
-    }
-    ranks = RankFacts(size=2, held=frozenset([0, 1]), activation_rms=spreads)
-    assert column(record(ranks=ranks), "rank_spread") == [0.75, None]
+@pytest.mark.parametrize(
+    ("changes", "statistic", "expected"),
+    [
+        # A layer's parameters count as one vector.
+        ({"weights": VECTOR}, "weight_norm", [5, None]),
+        ({"weights": {WEIGHT: tensor(3, 3, 3, 3), BIAS: tensor(3, 3)}}, "weight_rms", [3, None]),
+        (
+            {"weights": VECTOR, "update_ratios": {WEIGHT: 0.1, BIAS: 0.5}},
+            "update_ratio", [math.hypot(0.1 * 3, 0.5 * 4) / 5, None],
+        ),
+        (
+            {"second_moments": {WEIGHT: tensor(4, 4, 4, 4), BIAS: tensor(1, 9)}},
+            "second_moment_rms", [math.sqrt(26 / 6), None],
+        ),
+        # Parameters that were all zero do not count.
+        (
+            {"weights": {**VECTOR, BIAS: tensor(0, 0)}, "update_ratios": {WEIGHT: 0.1, BIAS: INF}},
+            "update_ratio", [0.1, None],
+        ),
+        (
+            {"weights": {WEIGHT: tensor(0, 0)}, "update_ratios": {WEIGHT: NAN}},
+            "update_ratio", [None, None],
+        ),
+        ({"weights": {WEIGHT: tensor(0, 0)}}, "weight_norm", [0, None]),
+        # An element or a ratio that is no number.
+        (
+            {"weights": {**LONG, BIAS: tensor(NAN)}, "update_ratios": {WEIGHT: 0.1, BIAS: 0.1}},
+            "update_ratio", [NAN, None],
+        ),
+        ({"weights": LONG, "update_ratios": {WEIGHT: 0.1}}, "update_ratio", [0.1, None]),
+        (
+            {"weights": LONG, "update_ratios": {WEIGHT: 0.1, BIAS: INF}},
+            "update_ratio", [INF, None],
+        ),
+        (NOT_FINITE, "activation_rms", [NAN, INF]),
+        (NOT_FINITE, "weight_norm", [INF, None]),
+        (NOT_FINITE, "update_ratio", [NAN, None]),
+        (
+            {
+                "outputs": {FIRST: tensor(1, NAN)}, "output_grads": {FIRST: tensor(INF, NAN)},
+                "weights": {WEIGHT: tensor(NAN), BIAS: tensor(1)}, "grads": {BIAS: tensor(-INF)},
+            },
+            "nonfinite", [5, None],
+        ),
+        # All outputs count together, a single one as it is.
+        ({"outputs": {ACT: tensor(3, 0), ACT1: tensor(4, 0)}}, "activation_rms", [None, 2.5]),
+        ({"outputs": {ACT: tensor(3, 0), ACT1: tensor(4, 0)}}, "zero_fraction", [None, 0.5]),
+        ({"outputs": UNITS}, "activation_min", [0, -0.99]),
+        ({"outputs": UNITS}, "activation_max", [2, 0.3]),
+        ({"outputs": UNITS}, "saturation", [None, 0.25]),
+        ({"outputs": UNITS}, "dead_units", [0.5, 1 / 3]),
+        # Dead units need extremes of units, and saturation a bounded activation.
+        ({"outputs": BOUNDED}, "dead_units", [1 / 3, None]),
+        ({"outputs": BOUNDED}, "saturation", [None, 0.5]),
+        # Two ranks differ.
+        (
+            {"ranks": RankFacts(size=2, held=frozenset([0, 1]), activation_rms=SPREADS)},
+            "rank_spread", [0.75, None],
+        ),
+        # Absent or skipped gradients are unknown.
+        (ABSENT, "grad_norm", [3, None]),
+        (ABSENT, "grad_rms", [1.5, None]),
+        (ABSENT, "grad_share", [1, None]),
+        ({"grad_norms": np.array([INF, NAN]), "skipped": True}, "grad_norm", [None, None]),
+        ({"outputs": {FIRST: tensor(0, 0), ACT: tensor(NAN)}}, "fp8_underflow", [None, None]),
+    ],
+)  # fmt: skip
+def test_a_statistic_of_both_layers(
+    changes: dict[str, Any], statistic: str, expected: list[float | None]
+) -> None:
+    found = column(record(**changes), statistic)
+    assert [value is None for value in found] == [value is None for value in expected]
+    for value, right in zip(found, expected, strict=True):
+        assert value == pytest.approx(right, nan_ok=True)
 
 
 def test_parameters_without_a_value_are_omitted_from_statistics() -> None:
@@ -129,48 +160,6 @@ def test_parameters_without_a_value_are_omitted_from_statistics() -> None:
     )
     assert PARAMETER_STATISTICS["grad_norm"](measured) == {"first.bias": 4.0}
     assert PARAMETER_STATISTICS["weight_norm"](measured) == {"first.weight": 5.0}
-
-
-def test_nan_and_infinity_make_norms_and_means_not_finite() -> None:
-    measured = record(
-        outputs={Output("first"): tensor(1, math.nan), Output("act"): tensor(1, -math.inf)},
-        weights={"first.weight": tensor(1, math.inf)},
-        update_ratios={"first.weight": math.nan},
-    )
-    assert math.isnan(column(measured, "activation_rms")[0])
-    assert column(measured, "activation_rms")[1] == math.inf
-    assert column(measured, "weight_norm")[0] == math.inf
-    assert math.isnan(column(measured, "update_ratio")[0])
-
-
-def test_nonfinite_elements_of_outputs_gradients_and_weights_are_counted() -> None:
-    measured = record(
-        outputs={Output("first"): tensor(1, math.nan)},
-        output_grads={Output("first"): tensor(math.inf, math.nan)},
-        weights={"first.weight": tensor(math.nan), "first.bias": tensor(1)},
-        grads={"first.bias": tensor(-math.inf)},
-    )
-    assert column(measured, "nonfinite") == [5.0, None]
-
-
-def test_dead_units_need_extremes_of_units_and_saturation_needs_a_bounded_activation() -> None:
-    measured = record(
-        outputs={
-            Output("first"): tensor(1, 1, units=[[0, 0, -1], [0, 2, 0]]),
-            Output("act"): tensor(-0.99, 0.9, 0.1, 0.5),
-        }
-    )
-    assert column(measured, "dead_units") == [pytest.approx(1 / 3), None]
-    assert column(measured, "saturation") == [None, 0.5]
-
-
-def test_absent_or_skipped_gradients_are_unknown() -> None:
-    absent = record(grad_norms=np.array([3.0, 0.0]), grad_present=np.array([True, False]))
-    assert column(absent, "grad_norm") == [3.0, None]
-    assert column(absent, "grad_rms") == [1.5, None]
-    assert column(absent, "grad_share") == [1.0, None]
-    skipped = record(grad_norms=np.array([math.inf, math.nan]), skipped=True)
-    assert column(skipped, "grad_norm") == [None, None]
 
 
 def test_moments_of_the_outputs_are_those_of_numpy() -> None:
@@ -225,11 +214,6 @@ def test_fp8_underflow_begins_at_half_of_the_smallest_number(
     assert column(measured, "fp8_underflow")[0] == share
 
 
-def test_fp8_underflow_is_unknown_without_values_other_than_zero() -> None:
-    measured = record(outputs={Output("first"): tensor(0, 0), Output("act"): tensor(math.nan)})
-    assert column(measured, "fp8_underflow") == [None, None]
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_outlier_ratio_is_the_largest_unit_over_the_median_unit(count: int) -> None:
     random = np.random.default_rng(count)
@@ -250,23 +234,6 @@ def test_outlier_ratio_is_unknown_where_the_median_unit_has_no_size(units: Any) 
     assert column(measured, "outlier_ratio")[0] is None
 
 
-def test_second_moment_rms_is_the_root_of_adams_mean_square() -> None:
-    moments = {"first.weight": tensor(4, 4, 4, 4), "first.bias": tensor(1, 9)}
-    measured = record(second_moments=moments)
-    assert column(measured, "second_moment_rms") == [pytest.approx(math.sqrt(26 / 6)), None]
-
-
-def test_a_weights_rms_does_not_depend_on_the_layers_size() -> None:
-    measured = record(weights={"first.weight": tensor(3, 3, 3, 3), "first.bias": tensor(3, 3)})
-    assert column(measured, "weight_rms") == [pytest.approx(3.0), None]
-
-
-def test_a_table_is_made_once_for_each_record() -> None:
-    measured = record()
-    assert table(measured) is table(measured)
-    assert table(record()) is not table(measured)
-
-
 def test_a_model_without_layers_has_an_empty_table() -> None:
     empty = record(
         layout=Layout(modules=(), parameters=()), grad_norms=np.empty(0),
@@ -277,13 +244,3 @@ def test_a_model_without_layers_has_an_empty_table() -> None:
 
 def test_a_step_takes_at_most_96_bytes_per_layer() -> None:
     assert 4 * len(MATRIX_STATISTICS) + 2 * 4 <= 96  # with the norms of a weight and a bias
-
-
-def test_rules_make_no_table_of_a_light_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[int] = []
-    monkeypatch.setattr(Layers, "of", lambda _: made.append(1))
-    light = [record(step=step, full=False, scalars={"loss": 1.0}) for step in range(30)]
-    assert alerts_of(light) == []
-    assert not made

@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import telemetry
-from telemetry import HookLogger
-from telemetry.events import FileWriter, summaries
-from telemetry.events.page_format import PLUGIN_NAME, parse_chunk
+from telemetry import HookLogger, Sketch
 from telemetry.layers.record import Group
 from telemetry.layers.units import (
     MOST_BYTES,
@@ -28,11 +26,9 @@ from telemetry.layers.units import (
     ranges,
     saturated_units,
 )
-from telemetry.reading import payloads, run_data
-from telemetry.reading.matrix import UnitExtremes
-from telemetry.reading.run import open_run
 from telemetry.records.rows import NO_VALUES, Rows
-from telemetry.records.sketch import Sketch
+from tests.helpers.hostile_runs import add_values, chunk, text
+from tests.helpers.known_runs import layout_of, write_run
 
 Extremes = NDArray[np.float32]
 
@@ -123,15 +119,16 @@ def test_foreign_data_is_refused_or_has_no_units(data: object) -> None:
         return
 
 
-def test_data_that_decompresses_beyond_the_limit_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not hold units"):
-        decode_units(zlib.compress(bytes(MOST_BYTES + 8)), 1)
-
-
-def test_a_layer_that_claims_too_many_units_is_refused() -> None:
-    data = zlib.compress(np.array([[1, 0], [1, 2**32 - 1]], "<u4").T.tobytes())
-    with pytest.raises(ValueError, match="4294967295 units"):
-        decode_units(data, 1)
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (bytes(MOST_BYTES + 8), "does not hold units"),
+        (np.array([[1, 0], [1, 2**32 - 1]], "<u4").T.tobytes(), "4294967295 units"),
+    ],
+)
+def test_data_and_units_beyond_the_limits_are_refused(data: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        decode_units(zlib.compress(data), 1)
 
 
 def test_ranges_are_formatted_compactly() -> None:
@@ -158,34 +155,29 @@ class Model(nn.Sequential):
             self[2].bias[3] = 50.0
 
 
-@pytest.fixture(scope="module")
-def log_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("units")
+def train(folder: Path, *, every_n_steps: int, **options: bool) -> None:
     torch.manual_seed(0)
-    train(Model(), folder, every_n_steps=10, steps=21)
-    return folder
-
-
-def train(
-    model: nn.Module, folder: Path, *, every_n_steps: int, steps: int, **options: bool
-) -> None:
+    model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with HookLogger(model, folder, every_n_steps=every_n_steps, alerts=(), **options):
-        for _ in range(steps):
+        for _ in range(25):
             optimizer.zero_grad()
             model(torch.randn(32, 4)).square().mean().backward()
             optimizer.step()
 
 
-@pytest.mark.parametrize(("every_n_steps", "steps"), [(1, 25), (10, 25), (100, 101)])
-def test_every_full_step_has_the_units(tmp_path: Path, every_n_steps: int, steps: int) -> None:
-    train(Model(), tmp_path, every_n_steps=every_n_steps, steps=steps)
+@pytest.mark.parametrize(("every_n_steps", "activations"), [(1, True), (10, True), (1, False)])
+def test_every_full_step_has_the_units_unless_activations_are_off(
+    tmp_path: Path, every_n_steps: int, activations: bool
+) -> None:
+    train(tmp_path, every_n_steps=every_n_steps, activations=activations)
     units = telemetry.read(tmp_path).units("1")
-    assert units.steps.tolist() == [*range(0, steps, every_n_steps)]
+    assert units.steps.tolist() == [*range(0, 25, every_n_steps)] * activations
 
 
-def test_a_run_shows_dead_and_saturated_units(log_dir: Path) -> None:
-    run = telemetry.read(log_dir)
+def test_a_run_shows_dead_and_saturated_units(tmp_path: Path) -> None:
+    train(tmp_path, every_n_steps=10)
+    run = telemetry.read(tmp_path)
     units = run.units("1")
     assert units.steps.tolist() == [0, 10, 20]
     assert [*map(ranges, units.dead)] == ["0-11, 40"] * 3
@@ -198,41 +190,14 @@ def test_a_run_shows_dead_and_saturated_units(log_dir: Path) -> None:
         run.units("11")
 
 
-def test_every_second_step_of_units_is_omitted_beyond_the_limit(
-    log_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for steps, found in ((3, [0, 10, 20]), (2, [0, 20])):
-        monkeypatch.setattr(run_data, "MAX_UNITS", 64 * steps)
-        units = open_run(log_dir).units("1")
-        assert units.steps.tolist() == found
-        assert units.sampled == (steps == 2)
-
-
-def test_without_activations_no_units_are_recorded(tmp_path: Path) -> None:
-    train(Model(), tmp_path, every_n_steps=1, steps=2, activations=False)
-    assert telemetry.read(tmp_path).units("1").steps.tolist() == []
-
-
-def test_damaged_units_are_reported_and_the_others_are_read(log_dir: Path, tmp_path: Path) -> None:
-    for file in log_dir.glob("*tfevents*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tags = open_run(tmp_path).source.tags(PLUGIN_NAME)
-    [tag] = [tag for tag in tags if (chunk := parse_chunk(tag)) and chunk.kind == "u"]
-    writer = FileWriter(tmp_path)
-    writer.write_values([summaries.tensor(tag, b"\xff" * 9, PLUGIN_NAME)], 30)
-    writer.close()
-    run = open_run(tmp_path)
-    assert run.units("1").steps.tolist() == [0, 10, 20]
-    assert "it does not hold units" in "".join(run.source.problems)
-
-
-def test_thinned_steps_keep_the_extremes_of_all_merged_steps() -> None:
-    extremes = np.array([[[0, 0], [1, 2]], [[0, 3], NO_VALUES], [[0, 0], NO_VALUES]], np.float32)
-    units = UnitExtremes(type_name="ReLU", steps=np.array([0, 5, 9]), extremes=extremes).thin(4)
-    assert units.steps.tolist() == [0, 9]
-    assert units.extremes[0].tolist() == [[0, 3], [1, 2]]
-    assert units.omitted.tolist() == [[False, False], [False, True]]
-    assert units.dead.tolist() == [[False, False], [True, False]]
-    packed = payloads.units(units)
-    assert b'"dead":["","0"]' in packed
-    assert b'"omitted":[0,1]' in packed
+def test_damaged_units_are_reported_and_the_others_are_read(tmp_path: Path) -> None:
+    extremes = np.array([[0, 1]], np.float32)
+    write_run(
+        tmp_path, layout_of(["1"]), steps=range(3), units=lambda step: extremes,
+        norms=lambda step: np.ones(1, np.float32),
+    )  # fmt: skip
+    add_values(text(chunk("u"), b"\xff" * 9), step=5)(tmp_path)
+    run = telemetry.read(tmp_path)
+    assert run.units("1").steps.tolist() == [0, 1, 2]
+    [problem] = run.problems
+    assert "it does not hold units" in problem

@@ -2,107 +2,104 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from telemetry import Alert
-from telemetry.events.page_format import Chunk, alert_tag, encode_alert, end_tag, layout_tag
-from telemetry.reading.run_entry import RunEntry, run_entry
+from tests.helpers.board import open_slow
+from tests.helpers.client import Client
+from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.shell import records
 
 FIRST, SECOND = "20260101-120000.000000-aaaa", "20260102-120000.000000-bbbb"
-FIRST_S = 1767268800.0  # 2026-01-01, 12:00 UTC
 
 
-def series(step: int, wall_time: float = FIRST_S) -> SimpleNamespace:
-    return SimpleNamespace(max_step=step, max_wall_time=wall_time)
+def write(log_dir: Path, session: str = FIRST, steps: range = range(2), **options: Any) -> None:
+    write_run(
+        log_dir, layout_of(["a"]), steps=steps, norms=lambda _: np.ones(1, np.float32),
+        session=session, losses=False, **options,
+    )  # fmt: skip
 
 
-def norms(session: str) -> str:
-    return Chunk(kind="n", session=session, layout=0, number=0).tag
+def row(log_dir: Path) -> dict[str, Any]:
+    """Return the row of a run on the page, which is the one of the command."""
+    [found] = Client(open_slow(log_dir)).json("run_table")
+    [printed] = records("runs", log_dir)
+    assert (printed["status"], printed["last_step"]) == (found["status"], found["lastStep"])
+    return dict(found)
 
 
-def tags_of(session: str, written_s: float = FIRST_S + 99) -> dict[str, SimpleNamespace]:
-    return {layout_tag(session, 0): series(0), norms(session): series(99, written_s)}
+@pytest.mark.parametrize(
+    ("sessions", "order"),
+    [
+        (
+            {"run10": FIRST, "old": FIRST, "new": SECOND, "run9": FIRST},
+            ["new", "old", "run9", "run10"],
+        ),
+        ({"b": f"{FIRST[:-11]}100000-ffff", "a": f"{FIRST[:-11]}200000-ffff"}, ["a", "b"]),
+    ],
+    ids=["natural order at one time", "within one second"],
+)
+def test_the_newest_run_comes_first(
+    tmp_path: Path, sessions: dict[str, str], order: list[str]
+) -> None:
+    for name, session in sessions.items():
+        write(tmp_path / name, session)
+    assert [run["name"] for run in Client(open_slow(tmp_path)).json("run_table")] == order
+    assert [Path(run["run"]).name for run in records("runs", tmp_path)] == order
 
 
-def run(session: str = FIRST, written_s: float = FIRST_S + 99) -> RunEntry:
-    return run_entry("run", tags_of(session, written_s))
-
-
-def names(sessions: dict[str, str]) -> list[str]:
-    """Return the listed runs of these sessions."""
-    listing = {name: tags_of(session) for name, session in sessions.items()}
-    entries = [run_entry(name, tags) for name, tags in listing.items()]
-    return [entry.name for entry in sorted(entries, key=lambda entry: entry.order)]
-
-
-def test_the_newest_run_comes_first_and_runs_of_one_start_in_natural_order() -> None:
-    sessions = {"run10": FIRST, "old": FIRST, "new": SECOND, "run9": FIRST}
-    assert names(sessions) == ["new", "old", "run9", "run10"]
-
-
-def test_of_two_runs_that_started_in_the_same_second_the_later_is_newer() -> None:
-    first, second = (f"20260301-000000.{part}-ffff" for part in ("100000", "200000"))
-    assert names({"b": first, "a": second}) == ["a", "b"]
-
-
-def test_a_session_without_a_time_in_its_id_started_with_its_layout() -> None:
-    assert run(session="19990231-999999").started_s == FIRST_S
-    assert run(session="mine", written_s=float("nan")).started_s == FIRST_S
+@pytest.mark.parametrize("session", ["19990231-999999", "mine", FIRST])
+def test_a_run_started_at_the_time_in_its_session_or_else_with_its_layout(
+    tmp_path: Path, session: str
+) -> None:
+    write(tmp_path, session, time_of=lambda step: 1e9 + step)
+    noon = datetime(2026, 1, 1, 12, tzinfo=timezone.utc).timestamp()
+    assert row(tmp_path)["started"] == (noon if session == FIRST else 1e9)
 
 
 @pytest.mark.parametrize(
     ("silent_s", "step_s", "status"),
-    [(10, 1, "live"), (290, 1, "live"), (310, 1, "died"), (900, 60, "live"), (4000, 60, "died")],
+    [(10, 1, "live"), (200, 1, "live"), (310, 1, "died"), (900, 60, "live"), (4000, 60, "died")],
 )
-def test_a_run_without_records_for_long_has_died(silent_s: int, step_s: int, status: str) -> None:
-    entry = run(written_s=FIRST_S + 99 * step_s)
-    assert entry.step_s == step_s
-    assert entry.status(FIRST_S + 99 * step_s + silent_s) == status
+def test_a_run_without_records_for_long_has_died(
+    tmp_path: Path, silent_s: int, step_s: int, status: str
+) -> None:
+    last_s = time.time() - silent_s
+    write(tmp_path, "mine", range(100), time_of=lambda step: last_s - (99 - step) * step_s)
+    assert row(tmp_path)["status"] == status
 
 
-def test_a_closed_run_has_ended_unless_it_continues() -> None:
-    tags = {layout_tag(FIRST, 0): series(0), norms(FIRST): series(99), end_tag(FIRST): series(99)}
-    assert run_entry("run", tags).status(FIRST_S + 1e6) == "ended"
-    assert run_entry("run", tags).status(FIRST_S + 1, "RuntimeError") == "died"
-    assert run_entry("run", tags | {norms(FIRST): series(100)}).status(FIRST_S + 1) == "live"
-    tags |= {layout_tag(SECOND, 0): series(50), norms(SECOND): series(60, FIRST_S + 2e5)}
-    assert run_entry("run", tags).status(FIRST_S + 2e5) == "live"
+def test_a_closed_run_has_ended_unless_it_continues(tmp_path: Path) -> None:
+    write(tmp_path / "ended", end=True, time_of=lambda step: 1e9)
+    assert row(tmp_path / "ended")["status"] == "ended"
+    write(tmp_path / "died", end=RuntimeError())
+    assert row(tmp_path / "died")["status"] == "died"
+    for name, session, steps in (("same", FIRST, range(2, 4)), ("later", SECOND, range(1, 3))):
+        write(tmp_path / name, end=True)
+        write(tmp_path / name, session, steps)
+        assert row(tmp_path / name)["status"] == "live"
 
 
-def test_steps_that_a_later_session_replaces_do_not_count() -> None:
-    tags = {
-        layout_tag(FIRST, 0): series(0),
-        norms(FIRST): series(99),
-        alert_tag(FIRST, 0): series(70),
-        alert_tag(FIRST, 1): series(20),
-        layout_tag(SECOND, 0): series(50),
-        norms(SECOND): series(60),
-    }
-    entry = run_entry("run", tags)
-    assert entry.last_step == 60
-    assert entry.alert_tags == (alert_tag(FIRST, 1),)
+def test_steps_that_a_later_session_replaces_do_not_count(tmp_path: Path) -> None:
+    write(tmp_path, steps=range(100), alerts=[alert_at(70, "a"), alert_at(20, "a")])
+    write(tmp_path, SECOND, range(50, 61))
+    found = row(tmp_path)
+    assert (found["lastStep"], found["alertCount"], found["alert"]["step"]) == (60, 1, 20)
 
 
 @pytest.mark.parametrize(
     ("steps", "first"), [((300, 323), 300), ((200, 323), 323), ((323, 330), 323), ((300,), 300)]
 )
 def test_the_first_alert_of_a_run_is_a_note_shortly_before_a_warning(
-    steps: tuple[int, ...], first: int
+    tmp_path: Path, steps: tuple[int, ...], first: int
 ) -> None:
     """Notes are at steps below 323, a warning at 323 and later."""
-    tags, texts = tags_of(FIRST), {}
-    for number, step in enumerate(steps):
-        tag = alert_tag(FIRST, number)
-        tags[tag] = series(step)
-        texts[tag] = encode_alert(
-            Alert(
-                kind="loss_spike" if step < 323 else "dead_units",
-                severity="note" if step < 323 else "warning",
-                step=step, module_name=None, value=1.0, threshold=0.0, summary="",
-            )
-        )  # fmt: skip
-    tags[norms(FIRST)] = series(400)
-    row = run_entry("run", tags).row(FIRST_S, texts, None, None)
-    assert row["alert"]["step"] == first
+    severities = {step: "note" if step < 323 else "warning" for step in steps}
+    alerts = [alert_at(step, None, severity=severity) for step, severity in severities.items()]
+    write(tmp_path, steps=range(400, 402), alerts=alerts)
+    assert row(tmp_path)["alert"]["step"] == first

@@ -1,4 +1,4 @@
-"""A run is read from its event files as TensorBoard would read it."""
+"""Data of TensorBoard's own dashboards is read as TensorBoard would read it."""
 
 from __future__ import annotations
 
@@ -6,86 +6,63 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import HistogramProto
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry.events import FileWriter, summaries
-from telemetry.reading import sources
-from telemetry.reading.sources import FileSource
-from tests.helpers.serialized import histogram
+import telemetry
+from telemetry import Run
+from tests.helpers.known_runs import layout_of, write_dashboards, write_run
 
 
-def test_scalars_of_either_style_are_read(tmp_path: Path) -> None:
-    with SummaryWriter(str(tmp_path)) as writer:
+@pytest.fixture
+def log_dir(tmp_path: Path) -> Path:
+    write_run(
+        tmp_path, layout_of(["a"]), steps=[0], norms=lambda _: np.ones(1, np.float32),
+        losses=False,
+    )  # fmt: skip
+    return tmp_path
+
+
+def points(run: Run, tag: str) -> list[tuple[int, float]]:
+    rows = run.scalars[run.scalars.tag == tag]
+    return list(zip(rows.step, rows.value, strict=True))
+
+
+def test_scalars_of_either_style_are_read(log_dir: Path) -> None:
+    with SummaryWriter(str(log_dir)) as writer:
         writer.add_scalar("old", 1.5, 0)
         writer.add_scalar("new", 2.5, 3, new_style=True)
-    found = FileSource(tmp_path).read("scalars", ["old", "new", "none"])
-    assert found == {"old": [(0, 1.5)], "new": [(3, 2.5)]}
+    run = telemetry.read(log_dir)
+    assert (points(run, "old"), points(run, "new")) == ([(0, 1.5)], [(3, 2.5)])
 
 
-def test_steps_that_a_resumed_run_overwrites_are_omitted(tmp_path: Path) -> None:
-    first = FileWriter(tmp_path)
-    for step in range(5):
-        first.write_values([summaries.scalar("loss", step)], step)
-    first.close()
-    second = FileWriter(tmp_path)
-    second.add_event(Event(session_log=SessionLog(status=SessionLog.START)), 2)
-    second.write_values([summaries.scalar("loss", 9)], 2)
-    second.close()
-    assert FileSource(tmp_path).read("scalars", ["loss"]) == {"loss": [(0, 0), (1, 1), (2, 9)]}
+def test_steps_that_a_resumed_run_overwrites_are_omitted(log_dir: Path) -> None:
+    write_dashboards(log_dir, scalars={"loss": {step: step for step in range(5)}})
+    write_dashboards(log_dir, scalars={"loss": {2: 9}}, restart_at=2)
+    assert points(telemetry.read(log_dir), "loss") == [(0, 0), (1, 1), (2, 9)]
 
 
-def test_pictures_and_histograms_are_read(tmp_path: Path) -> None:
-    writer = FileWriter(tmp_path)
-    writer.write_values([summaries.image("map", [b"\x89PNG"], 2, 3)], 4)
-    writer.write_values([histogram("h", [0.0], [1.0], [2.0])], 4)
-    writer.close()
-    source = FileSource(tmp_path)
-    assert source.tags("images") == {"map": 4}
-    assert source.picture("map", 4) == b"\x89PNG"
-    assert source.picture("map", 5) is None
-    [(_, table)] = source.read("histograms", ["h"])["h"]
-    np.testing.assert_array_equal(table, [[0, 1, 2]])
-
-
-def test_an_inconsistent_histogram_of_torch_is_skipped_and_reported(tmp_path: Path) -> None:
-    good = HistogramProto(min=0, max=2, bucket_limit=[1, 2], bucket=[3, 4])
-    bad = HistogramProto(min=0, max=2, bucket_limit=[1], bucket=[3, 4, 5])
+def test_histograms_are_read_and_inconsistent_ones_of_torch_are_reported(log_dir: Path) -> None:
+    write_dashboards(log_dir, histograms={"h": {4: ([0.0], [1.0], [2.0])}})
     event = Event(step=1)
-    for tag, histo in (("good", good), ("bad", bad)):
-        event.summary.value.add(tag=tag, histo=histo)
-    writer = FileWriter(tmp_path)
-    writer.add_event(event, 1)
-    writer.close()
-    source = FileSource(tmp_path)
-    assert list(source.tags("histograms")) == ["good"]
-    assert [line.partition(":")[0] for line in source.problems] == ["skipped bad"]
+    for tag, limits, counts in (("good", [1, 2], [3, 4]), ("bad", [1], [3, 4, 5])):
+        histogram = HistogramProto(min=0, max=2, bucket_limit=limits, bucket=counts)
+        event.summary.value.add(tag=tag, histo=histogram)
+    with SummaryWriter(str(log_dir)) as writer:
+        writer.file_writer.add_event(event)
+    run = telemetry.read(log_dir)
+    assert run.histogram_tags == ("good", "h")
+    np.testing.assert_array_equal(run.histogram("h")[4], [[0, 1, 2]])
+    np.testing.assert_array_equal(run.histogram("good")[1], [[0, 1, 3], [1, 2, 4]])
+    assert [line.partition(":")[0] for line in run.problems] == ["skipped bad"]
 
 
-def test_a_damaged_file_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
-    writer = FileWriter(tmp_path)
-    writer.write_values([summaries.scalar("loss", 1)], 0)
-    writer.close()
-    path = next(tmp_path.iterdir())
+def test_a_damaged_file_is_reported_and_the_rest_is_read(log_dir: Path) -> None:
+    write_dashboards(log_dir, scalars={"loss": {0: 1.0}})
+    path = max(log_dir.iterdir())
     path.write_bytes(path.read_bytes() + bytes(range(1, 60)))
-    source = FileSource(tmp_path)
-    [problem] = source.problems
+    run = telemetry.read(log_dir)
+    [problem] = run.problems
     assert "damaged" in problem
-    assert source.read("scalars", ["loss"]) == {"loss": [(0, 1)]}
-
-
-def test_a_directory_without_event_files_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no event files in"):
-        FileSource(tmp_path / "nothing")
-
-
-def test_data_beyond_the_limit_is_omitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = FileWriter(tmp_path)
-    for step in range(10):
-        writer.write_values([summaries.scalar("loss", step)], step)
-    writer.close()
-    monkeypatch.setitem(sources.MAX_KEPT_BYTES, "scalars", 2000)
-    source = FileSource(tmp_path)
-    assert [step for step, _ in source.read("scalars", ["loss"])["loss"]] == [0, 1, 2, 3]
-    assert len(list(source.problems)) == 1
+    assert points(run, "loss") == [(0, 1.0)]

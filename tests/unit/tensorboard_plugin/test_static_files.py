@@ -9,8 +9,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from telemetry.tensorboard_plugin.report import read_static_files
+from tests.helpers.paths import ROOT
 
+STATIC = ROOT / "telemetry" / "tensorboard_plugin" / "static"
 IMPORT = re.compile(r'from "\./(\w+\.js)"')
 # Machado, Oliveira, Fernandes (2009), severity 1, for linear RGB.
 BLINDNESS = {
@@ -35,15 +36,16 @@ def oklab(color: np.ndarray) -> np.ndarray:
 
 
 def test_static_files_do_not_import_each_other_in_a_circle() -> None:
-    files = read_static_files()
-    imports = {name: IMPORT.findall(code.decode()) for name, code in files.items()}
+    files = STATIC.glob("*.js")
+    imports = {file.name: IMPORT.findall(file.read_text(encoding="utf-8")) for file in files}
     assert sum(map(len, imports.values())) > 50
     list(TopologicalSorter(imports).static_order())
 
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_curves_are_distinguishable_by_color_blind_people_and_in_gray(dark: bool) -> None:
-    style = read_static_files()["style.css"].decode().partition(":root.dark {")[2 if dark else 0]
+    style = (STATIC / "style.css").read_text(encoding="utf-8")
+    style = style.partition(":root.dark {")[2 if dark else 0]
     colors = [linear(c) for c in re.findall(r"--curve\d+: (#\w{6});", style)][:10]
     assert len(colors) == 10
     gray = [oklab(np.full(3, LUMINANCE @ color))[0] for color in colors]
