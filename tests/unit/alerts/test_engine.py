@@ -83,7 +83,8 @@ def test_a_fault_is_reported_unless_an_earlier_one_explains_it(
 
 def test_a_suppressed_symptom_is_listed() -> None:
     follower = Scripted(at(5, module_name="my_layer"), kind="my_kind", explained_by={"cause"})
-    [found] = alerts_from(cause(*LONG), follower, steps=6)
+    [other, found] = alerts_from(effect(5, explained_by=()), cause(*LONG), follower, steps=6)
+    assert other.consequences == ()
     assert consequences(found) == [("my_kind", "my_layer")]
     assert found.message == "Seen.\nConsequences: my kind in my_layer.\nAdvice."
 
