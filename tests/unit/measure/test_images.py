@@ -52,7 +52,6 @@ def tile(image: np.ndarray, row: int, column: int, side: int = SIDE) -> np.ndarr
         ((1, 1, 4, 129), lambda output: output[0, :, :, ::2]),
         ((1, 1, 4, 1000), lambda output: output[0, :, :, ::8]),
     ],
-    ids=str,
 )
 def test_maps_are_of_the_first_sample_and_at_most_64_of_128_pixels_a_side(
     shape: tuple[int, ...], shown: Callable[[Tensor], Tensor]
