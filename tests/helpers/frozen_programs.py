@@ -2,7 +2,7 @@
 
     python -m tests.helpers.frozen_programs
 
-writes ``tests/data/frozen_numbers.json`` anew: only where a number itself was wrong.
+writes ``tests/data/frozen_numbers.json`` again: only where a number itself was wrong.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tests.helpers.recorded_runs
 
-writes ``tests/data/recorded/verdicts.json`` anew: only where a verdict was wrong.
+writes ``tests/data/recorded/verdicts.json`` again: only where a verdict was wrong.
 ``python benchmarks/replay.py record --out tests/data/recorded`` makes the recordings.
 """
 

@@ -1,4 +1,4 @@
-"""What a run shows: read with ``telemetry.read``, and by the page over HTTP."""
+"""Views of a run: by ``telemetry.read``, and by the page over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes, TensorBoard's loaders show: any tag, step and value, as the logger had it."""
+"""TensorBoard's loaders show each tag, step and value that a run has written."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_maps_are_of_the_first_sample_and_at_most_64_of_128_pixels_a_side(
      torch.bool, torch.complex64],
 )  # fmt: skip
 def test_samples_are_float32_copies_of_every_dtype(dtype: torch.dtype) -> None:
-    """Of complex numbers, they are the magnitudes."""
+    """The magnitudes of complex numbers count."""
     output = torch.tensor([[[[0.0, 1.0]]]]).to(dtype)
     maps = sample_feature_maps(output * 1j if dtype.is_complex else output)
     assert maps is not None

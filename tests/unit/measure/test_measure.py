@@ -74,7 +74,7 @@ def _no_syncs() -> Iterator[None]:
 
 
 class Device:
-    """Where tensors are measured, the guard against waiting there, and the error of its sums."""
+    """A place of measuring, the guard against waiting there, and the error of its sums."""
 
     def __init__(self, name: str) -> None:
         self.name = name

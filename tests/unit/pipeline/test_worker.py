@@ -51,7 +51,7 @@ def test_the_record_of_a_step_has_the_scalars_logged_for_it(tmp_path: Path) -> N
 
 
 class Planted(Rule):
-    """Rule that alerts about losses above 1, and exits where it is told to."""
+    """Rule that alerts about losses above 1, and exits at a given step."""
 
     def __init__(self, exits_at: str = "") -> None:
         self.exits_at = exits_at

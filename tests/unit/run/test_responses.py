@@ -1,4 +1,4 @@
-"""What a run answers to its alerts: stops, raises, notes at the end, and states of layers."""
+"""Responses of a run to its alerts, its messages, and the states of its layers."""
 
 from __future__ import annotations
 
