@@ -446,7 +446,8 @@ class ActiveRun:
         """Show the notes of the run, since Python shows no messages at INFO by default."""
         notes = [a for a in self.noted_alerts if a.severity == "note" and a.stage == "started"]
         if notes and self._role.writes:
-            lines = [f"telemetry: {len(notes)} notes, of things that may be intended:"]
+            count = "one note, which" if len(notes) == 1 else f"{len(notes)} notes, which"
+            lines = [f"telemetry: {count} may be intended:"]
             lines += [
                 f"  {alert.title}: {printable_lines(alert.message)}" for alert in notes[:_MAX_NOTES]
             ]

@@ -314,8 +314,9 @@ function untrainedNote({ parameters, state }, group) {
   const short = ({ name }) => name.split(".").pop();
   const without = parameters.filter(({ name }) => !group.parameters.has(name)).map(short);
   const others = parameters.filter(({ name }) => group.parameters.has(name)).map(short);
-  if (!without.length || !others.length) return null;
-  return note("No gradient at any step", `${without.join(", ")}. Gradients and update ratio are those of ${others.join(", ")}.`);
+  if (!without.length) return null;
+  const of = others.length ? `. Gradients and update ratio are those of ${others.join(", ")}.` : "";
+  return note("No gradient at any step", without.join(", ") + of);
 }
 
 /** A row of the table that says at which step those below it were measured. */

@@ -183,7 +183,7 @@ def test_reports_of_one_run_and_of_the_checked_runs_are_saved(
 def test_a_column_keeps_the_width_it_was_dragged_to(page: TelemetryPage) -> None:
     page.open(run="old9")
     page.open_table("old9")
-    head = page.locator(".runs th", has_text="First alert")
+    head = page.locator(".runs th", has_text="Worst alert")
     before, mouse = box_of(head), page.page.mouse
     right, bottom = before["x"] + before["width"], before["y"] + before["height"]
     for move, act in ((-3, mouse.down), (-100, mouse.up)):  # by its handle

@@ -141,9 +141,9 @@ def test_a_layer_is_compared_with_layers_of_its_role(page: TelemetryPage) -> Non
     assert "Possible causes" not in page.locator(".extremes").inner_text()  # no alert names it
 
 
-def test_a_parameter_without_gradients_is_marked_as_frozen(page: TelemetryPage) -> None:
+def test_a_parameter_without_gradients_is_marked(page: TelemetryPage) -> None:
     page.open(run="roles", layer=".frozen", all="1")
-    page.locator(".detail .frozen", has_text="Frozen: weight").wait_for()
+    page.locator(".detail .frozen", has_text="No gradient at any step: weight").wait_for()
     page.open(run="roles", layer=".blocks.0.fc")
     page.detail()
     assert page.locator(".detail .frozen").count() == 0

@@ -212,7 +212,7 @@ def test_a_run_without_steps_is_reported_at_its_end_with_the_cause(
     logger.close()
     [record] = [r for r in caplog.records if "recorded" in r.getMessage()]
     assert record.levelno == (logging.INFO if train is nothing else logging.WARNING)
-    assert record.getMessage().startswith(f"telemetry: 0 steps recorded, {seen}")
+    assert record.getMessage().startswith(f"0 steps recorded, {seen}")
     assert "\n" not in record.getMessage()
 
 

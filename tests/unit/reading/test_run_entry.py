@@ -93,13 +93,37 @@ def test_steps_that_a_later_session_replaces_do_not_count(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("steps", "first"), [((300, 323), 300), ((200, 323), 323), ((323, 330), 323), ((300,), 300)]
+    ("steps", "worst"), [((300, 323), 323), ((323, 330), 323), ((300, 310), 300)]
 )
-def test_the_first_alert_of_a_run_is_a_note_shortly_before_a_warning(
-    tmp_path: Path, steps: tuple[int, ...], first: int
+def test_the_alert_of_a_run_is_the_first_of_the_worst_severity(
+    tmp_path: Path, steps: tuple[int, ...], worst: int
 ) -> None:
     """Notes are at steps below 323, a warning at 323 and later."""
     severities = {step: "note" if step < 323 else "warning" for step in steps}
     alerts = [alert_at(step, None, severity=severity) for step, severity in severities.items()]
     write(tmp_path, steps=range(400, 402), alerts=alerts)
-    assert row(tmp_path)["alert"]["step"] == first
+    found = row(tmp_path)
+    assert found["alert"]["step"] == worst
+    assert found["alertCount"] == sum(step >= 323 for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("stages", "worst"),
+    [
+        (["started", "resolved"], ("warning", 100, True)),
+        (["started", "escalated"], ("error", 100, False)),
+        (["started", "resolved", "started"], ("warning", 300, False)),
+    ],
+)
+def test_the_alert_of_a_run_has_its_last_severity_and_may_be_resolved(
+    tmp_path: Path, stages: list[str], worst: tuple[str, int, bool]
+) -> None:
+    alerts = [
+        alert_at(
+            100 * number, "a", stage=stage, severity="error" if stage == "escalated" else "warning"
+        )
+        for number, stage in enumerate(stages, 1)
+    ]
+    write(tmp_path, steps=range(400, 402), alerts=alerts)
+    found = row(tmp_path)["alert"]
+    assert (found["severity"], found["step"], found["resolved"]) == worst
