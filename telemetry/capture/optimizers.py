@@ -118,9 +118,9 @@ class Optimizers:
         return list(self._met) == [optimizer]
 
     def ends_later(self, optimizer: Optimizer) -> Optimizer | None:
-        """Return the optimizer that will end this step, if it is known and is another one."""
-        ends = _alive(self._ends)
-        return None if ends is optimizer or self._is_inner(optimizer) else ends
+        """Return the optimizer that will end this step, if another one has ended the last."""
+        ends, ended = _alive(self._ends), bool(self._absences) and not self._absences[-1]
+        return None if not ended or ends is optimizer or self._is_inner(optimizer) else ends
 
     def end_open_step(self) -> bool:
         """Whether the step in progress was open only for other optimizers, which did not step."""

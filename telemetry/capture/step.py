@@ -239,7 +239,7 @@ class Step:
     def after_step(self, optimizer: Optimizer) -> None:
         """Read parameters and second moments after the first step of an optimizer in this one."""
         self._read_update(id(optimizer))
-        if self.full and self._content.weights and id(optimizer) in self._stepped:
+        if self.full and self._content.weights and not self._optimizers.ends_later(optimizer):
             # Not by its brackets: the optimizer's state is a defaultdict.
             of = self._target.table.of(optimizer)
             states = {i: optimizer.state.get(p, {}) for i, p in of if i not in self._moments}

@@ -199,6 +199,8 @@ def _print_run(
     if not layers:
         console.print(f"{statistic.title}: not measured in this run")
         return
+    if not any(layer["curve"] for layer in layers):
+        console.print(f"{statistic.title}: not measured in this run")
     few = len(layers) < len(found.layers)
     which = f", {len(layers)} of {len(found.layers)} layers" if few else ""
     console.print(f"\n{statistic.title}{which}", style="italic")

@@ -99,7 +99,8 @@ def test_curves_page_summary_flight_file_and_rules_agree(
             if statistic.as_curve and not (statistic.zero_is_silent and not any(expected[row])):
                 assert_same(np.array([p.value for p in curves.Scalars(tag)]), expected[row])
             if statistic in PAGE_STATISTICS:
-                [last] = re.findall(rf"^ *{re.escape(module.name)} +\w+ +(\S+)", printed, re.M)
+                row_of = rf"^ *{re.escape(module.name)} +\w+ +(?:trains +)?(\S+)"
+                [last] = re.findall(row_of, printed, re.M)
                 assert float(last) == pytest.approx(expected[row, -1], rel=5e-3)
     assert {name for name, count in compared.items() if not count} <= {"saturation"}
 

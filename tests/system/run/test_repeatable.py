@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
 from telemetry import Alert, HookLogger
-from tests.helpers.interrupted_runs import RUNS, STEPS
+from tests.helpers.interrupted_runs import RUNS, STEPS, Moment
 
 REPETITIONS = 3
 # Ends with its parent, even if that is killed.
@@ -49,7 +49,8 @@ def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
         for step in range(4 * STEPS):
             batch = torch.randint(0, len(images), (512,), generator=order)
             # The fault of "dead" stays: steps are so fast that all of it may pass unmeasured.
-            inputs = run.disturb(min(step, 49), model, optimizer, images[batch])
+            inputs = images[batch]
+            run.disturb(Moment(min(step, 49), model, optimizer, inputs))
             loss = F.cross_entropy(model(inputs), labels[batch])
             logger.log(loss=loss)
             optimizer.zero_grad()

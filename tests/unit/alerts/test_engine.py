@@ -347,7 +347,7 @@ def test_users_set_limits_and_severity_of_a_default_kind() -> None:
     rates = [0.1] * 30 + [0.0] * 40
     records = [record(step, learning_rates=(rate,)) for step, rate in enumerate(rates)]
     settings = {"learning_rate_zero": {"steps": 5, "severity": "error"}}
-    for config, step, severity in ((settings, 34, "error"), ({}, 49, "note")):
+    for config, step, severity in ((settings, 34, "error"), ({}, 49, "warning")):
         [found] = alerts_of(records, [default_rule(config)])
         assert (found.kind, found.step, found.severity) == ("learning_rate_zero", step, severity)
 

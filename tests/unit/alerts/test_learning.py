@@ -53,7 +53,7 @@ def test_a_schedule_that_ends_too_early_is_noted_once() -> None:
     [alert] = train(
         rule("learning_rate_zero"), 90, rate=lambda step: max(0.0, 0.1 * (1 - step / 40))
     )
-    assert (alert.severity, alert.step) == ("note", 59)
+    assert (alert.severity, alert.step) == ("warning", 59)
     assert {40, 0.1} <= {*figures(alert.summary)}
 
 

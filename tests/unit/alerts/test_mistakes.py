@@ -27,9 +27,9 @@ def test_a_model_left_in_evaluation_mode_is_noted_until_it_trains_again() -> Non
             model.train(step == 60)
 
     begin, end = train(rule("eval_mode"), 70, model=model, before=switch)
-    assert (begin.severity, begin.step, begin.stage) == ("note", 34, "started")
+    assert (begin.severity, begin.step, begin.stage) == ("warning", 34, "started")
     assert "Dropout" in begin.summary
-    assert (end.severity, end.step, end.stage) == ("note", 60, "resolved")
+    assert (end.severity, end.step, end.stage) == ("warning", 60, "resolved")
 
 
 def test_neither_validation_nor_a_module_nor_a_model_without_modes_is_noted() -> None:
@@ -241,5 +241,5 @@ def test_outputs_and_targets_that_broadcast_are_named(
     loss_function: Loss, rate: float, every: int
 ) -> None:
     [alert] = run(nn.Identity(), loss_function, classes=1, rate=rate, every=every)
-    assert (alert.kind, alert.severity) == ("targets_broadcast", "note")
+    assert (alert.kind, alert.severity) == ("targets_broadcast", "warning")
     assert figures(alert.cause) == [32, 1, 32, 32, 32]  # outputs, targets, their broadcast
