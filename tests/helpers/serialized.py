@@ -26,10 +26,6 @@ def parsed(value: bytes) -> Summary.Value:
     return only
 
 
-def tags_of(values: Iterable[bytes]) -> set[str]:
-    return {value.tag for value in summary_of(values).value}
-
-
 def histogram(tag: str, left: ArrayLike, right: ArrayLike, counts: ArrayLike) -> bytes:
     """Histogram with ``k`` buckets; ``k`` may be 0."""
     rows = np.array([left, right, counts], dtype=np.float64).T

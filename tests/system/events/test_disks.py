@@ -143,8 +143,11 @@ def test_steps_that_a_full_disk_refused_follow_in_a_new_file(
     for _ in range(60):
         run.train(1, **long_name)
     run.logger.flush()
+    # A file that is made and removed would stop TensorBoard's slow loader.
+    changed = log_dir.stat().st_mtime_ns
     run.train(10)
     run.logger.flush()
+    assert log_dir.stat().st_mtime_ns == changed
     [first] = event_files(log_dir)
     written = steps_of(first)
     assert 0 < len(written) < 60
