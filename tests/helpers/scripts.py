@@ -28,7 +28,7 @@ def run_script(directory: Path, source: str, *arguments: object) -> tuple[str, s
     """Run the script to its end; return its stdout and stderr."""
     with start_script(directory, source, *arguments) as process:
         try:
-            output, log = process.communicate(timeout=60)
+            output, log = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

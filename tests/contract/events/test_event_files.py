@@ -1,4 +1,4 @@
-"""What a run writes, TensorBoard's loaders show: any tag, step and value, as the logger had it."""
+"""Tags, steps and values of a run, which TensorBoard's loaders show as the logger had them."""
 
 from __future__ import annotations
 
