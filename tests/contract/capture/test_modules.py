@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections import OrderedDict, namedtuple
@@ -15,33 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from telemetry import HookLogger
-from telemetry.capture.nested import tensors_in
-from telemetry.layers import table
-from telemetry.records import Output
+import telemetry
+from telemetry import HookLogger, Output
 from telemetry.testing import capture_run
 from tests.helpers.hand import assert_logged, assert_tensor, by_hand, check, not_training
-from tests.helpers.twins import Recorder, assert_left_alone, run
+from tests.helpers.twins import Recorder, assert_left_alone, batch, loss_of, run, training
 
-
-def sgd_loop(
-    step: Callable[[nn.Module, Tensor], Tensor], steps: int = 2, width: int = 4
-) -> Callable[..., Iterator[Tensor]]:
-    """A loop whose loss is ``step(model, batch)``."""
-
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = step(model, torch.randn(6, width))
-            loss.backward()
-            optimizer.step()
-            yield loss
-
-    return loop
-
-
-plain = sgd_loop(lambda model, x: model(x).square().mean())
+plain = training(steps=2)
 
 
 # --- changed after the module returned ------------------------------------------------------------
@@ -146,10 +127,9 @@ def test_an_input_that_is_passed_through_is_measured_once(tmp_path: Path) -> Non
 def test_the_inputs_of_a_model_that_is_not_called_are_the_inputs_of_its_first_layer(
     tmp_path: Path,
 ) -> None:
-    loop = sgd_loop(lambda model, x: model[1](model[0](x)).square().mean())
-    [record, _] = assert_left_alone(
-        lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), loop, tmp_path
-    ).records
+    loop = training(lambda model: loss_of(lambda x: model[1](model[0](x))), 1)
+    make = lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))  # noqa: E731
+    [record] = assert_left_alone(make, loop, tmp_path).records
     assert list(record.inputs) == ["0"]
     assert record.inputs["0"].sketch.count == 24
 
@@ -209,7 +189,7 @@ PACKS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], list[Ten
 @pytest.mark.parametrize("name", PACKS)
 def test_tensors_inside_any_container_are_logged(tmp_path: Path, name: str) -> None:
     pack, flatten = PACKS[name]
-    loop = sgd_loop(lambda model, x: sum(t.square().mean() for t in flatten(model.inner(x))))
+    loop = training(lambda m: sum(t.square().mean() for t in flatten(m.inner(batch()))), 2)
     outcome, _ = check(lambda: Wrapped(pack), loop, tmp_path, flatten=flatten)
     record = outcome.full[0]
     assert list(record.outputs) == [Output("inner"), Output("inner", 1)]
@@ -219,7 +199,7 @@ def test_tensors_inside_any_container_are_logged(tmp_path: Path, name: str) -> N
 
 
 def test_an_output_that_gets_no_gradient_has_activations_only(tmp_path: Path) -> None:
-    loop = sgd_loop(lambda model, x: model.inner(x)[0].square().mean())
+    loop = training(lambda model: loss_of(lambda x: model.inner(x)[0]), 2)
     outcome, _ = check(lambda: Wrapped(lambda a, b: (a, b)), loop, tmp_path, flatten=list)
     assert set(outcome.full[0].outputs) == {Output("inner"), Output("inner", 1)}
     assert set(outcome.full[0].output_grads) == {Output("inner")}
@@ -240,34 +220,30 @@ class ReturnsNothing(nn.Module):
 
 
 def test_a_call_by_keyword_and_an_output_of_none_are_left_alone(tmp_path: Path) -> None:
-    def step(model: Any, x: Tensor) -> Tensor:
-        assert model(x=x) is None
+    def step(model: Any) -> Tensor:
+        assert model(x=batch()) is None
         return model.result.square().mean()
 
-    check(ReturnsNothing, sgd_loop(step), tmp_path, flatten=lambda o: [] if o is None else [o])
-
-
-class ReturnsParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = Table()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.table()
+    check(ReturnsNothing, training(step, 2), tmp_path, flatten=lambda o: [] if o is None else [o])
 
 
 class Table(nn.Module):
+    """A module that returns its parameter, with names that wrappers give to what they wrap."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.values = nn.Parameter(torch.ones(4))
+        self.module = nn.Linear(4, 4)
+        self._orig_mod = nn.Linear(4, 4)
+        self.values = nn.Identity()
+        self.table = nn.Parameter(torch.ones(4))
 
-    def forward(self) -> Tensor:
-        return self.values
+    def forward(self, x: Tensor) -> Tensor:
+        return self._orig_mod(self.module(x)) * self.values(self.table)
 
 
 def test_a_parameter_that_a_module_returns_is_logged_and_gets_no_hook(tmp_path: Path) -> None:
-    outcome, _ = check(ReturnsParameter, plain, tmp_path)
+    outcome, _ = check(Table, plain, tmp_path)
+    assert list(outcome.full[0].activations) == ["module", "_orig_mod", "values"]
     assert not any(p._backward_hooks for p in outcome.model.parameters())
 
 
@@ -319,7 +295,7 @@ class Unrolled(nn.Module):
 
 
 def test_each_call_of_an_unrolled_cell_is_counted(tmp_path: Path) -> None:
-    outcome, _ = check(Unrolled, sgd_loop(lambda m, x: m(x).square().mean(), width=30), tmp_path)
+    outcome, _ = check(Unrolled, training(lambda m: loss_of(m, torch.randn(6, 30))), tmp_path)
     assert outcome.full[0].activations["cell"].calls == 30
     assert outcome.full[0].activation_grads["cell"].calls == 30
 
@@ -330,7 +306,7 @@ def test_outputs_of_an_rnn_are_logged_separately(tmp_path: Path) -> None:
             super().__init__()
             self.rnn = nn.LSTM(1, 3, batch_first=True)
 
-    loop = sgd_loop(lambda model, x: model.rnn(x[..., None])[0].square().mean())
+    loop = training(lambda model: loss_of(lambda x: model.rnn(x[..., None])[0]), 2)
     outcome, _ = check(Net, loop, tmp_path, flatten=lambda out: [out[0], out[1][0], out[1][1]])
     assert list(outcome.full[0].outputs) == [Output("rnn", place) for place in range(3)]
 
@@ -364,7 +340,7 @@ def test_indices_counts_and_masks_do_not_count_in_statistics_of_a_layer(tmp_path
     returned: dict[str, list[Tensor]] = {}
     for name, module in model.named_children():
         module.register_forward_hook(
-            lambda _, __, output, name=name: returned.update({name: tensors_in(output)})
+            lambda _, __, output, name=name: returned.update({name: floats_in(output)})
         )
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
@@ -374,13 +350,20 @@ def test_indices_counts_and_masks_do_not_count_in_statistics_of_a_layer(tmp_path
     assert {str(output) for output in record.outputs} == {
         *("conv", "pool", "rnn", "rnn[2]", "rnn[3]", "gate[1]")
     }
-    figures = table(record).column("activation_rms")
+    layers = telemetry.read(tmp_path).layers
+    rms = layers[layers["statistic"] == "activation_rms"].set_index("module_name")["value"]
+    assert set(rms.index) == set(returned)
     for name, tensors in returned.items():
-        values = torch.cat([t.detach().flatten() for t in tensors if t.is_floating_point()])
-        rms = float(values.square().mean().sqrt())
-        assert figures[record.layout.position[name]] == pytest.approx(rms, rel=1e-5), name
-        first = next(t.detach() for t in tensors if t.is_floating_point())
-        assert record.activations[name].sketch.max == pytest.approx(float(first.max()), rel=1e-6)
+        values = torch.cat([tensor.flatten() for tensor in tensors])
+        assert rms[name] == pytest.approx(float(values.square().mean().sqrt()), rel=1e-5), name
+        largest = pytest.approx(float(tensors[0].max()), rel=1e-6)
+        assert record.activations[name].sketch.max == largest
+
+
+def floats_in(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output.detach()] if output.is_floating_point() else []
+    return [tensor for part in output or () for tensor in floats_in(part)]
 
 
 # --- changing models ------------------------------------------------------------------------------
@@ -415,25 +398,19 @@ def test_modules_replaced_or_added_are_watched_from_the_next_measured_step(tmp_p
     assert set(outcome.full[3].grads) == {f"{i}.{p}" for i in "023" for p in ("weight", "bias")}
 
 
-def _add(model: nn.Sequential) -> None:
-    model.insert(2, nn.Linear(6, 6))
-
-
-def _remove(model: nn.Sequential) -> None:
-    del model[3]
-    del model[2]
-
-
-def _replace(model: nn.Sequential) -> None:
-    model[4] = nn.Linear(6, 2)
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "added": lambda model: model.insert(2, nn.Linear(6, 6)),
+    "removed": lambda model: model.__delitem__(slice(2, 4)),
+    "replaced": lambda model: model.__setitem__(4, nn.Linear(6, 2)),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [_add, _remove, _replace])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("when", ["before", "after forward", "after backward"])
 @pytest.mark.parametrize("every_n_steps", [2, 3])  # step 2 is measured, or is not
 def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
-    change: Callable[[nn.Sequential], None], when: str, every_n_steps: int
+    change: str, when: str, every_n_steps: int
 ) -> None:
     layers = nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)
     model = nn.Sequential(*layers)
@@ -443,7 +420,7 @@ def test_figures_belong_to_the_model_that_ran_the_step_even_if_layers_change(
             optimizer.zero_grad()
             for moment in ("before", "after forward", "after backward"):
                 if step == 2 and moment == when:
-                    change(model)
+                    CHANGES[change](model)
                     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
                 if moment == "before":
                     outputs, value = {}, torch.randn(3, 4)
@@ -475,6 +452,24 @@ def _norm(grads: list[Tensor]) -> float:
     return float(torch.cat([grad.reshape(-1) for grad in grads] or [torch.zeros(1)]).norm())
 
 
+def test_frozen_weights_that_no_optimizer_holds_and_no_replaced_module_are_measured() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    old = model[1]
+    with capture_run(model, every_n_steps=2) as captured:
+        model[1] = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            old(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+    assert [len(record.weights) for record in captured.records] == [4, 0]
+    assert captured.records[0].activations["1"].calls == 1
+    frozen = captured.records[0].weights["0.weight"].sketch
+    assert frozen.sum_squares == pytest.approx(model[0].weight.square().sum().item(), rel=1e-5)
+
+
 def test_changed_layers_are_logged_and_written_with_their_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -492,80 +487,33 @@ def test_changed_layers_are_logged_and_written_with_their_step(
     assert message.encode() in events.read_bytes()
 
 
-def test_frozen_weights_that_no_optimizer_holds_are_measured() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    with capture_run(model, every_n_steps=2) as captured:
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.randn(3, 4)).sum().backward()
-            optimizer.step()
-    assert [len(record.weights) for record in captured.records] == [4, 0]
-    frozen = captured.records[0].weights["0.weight"].sketch
-    assert frozen.sum_squares == pytest.approx(model[0].weight.square().sum().item(), rel=1e-5)
-
-
-def test_a_replaced_module_is_not_observed(tmp_path: Path) -> None:
-    model, recorder = mlp(), Recorder()
-    old = model[2]
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
-        model[2] = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model(torch.randn(6, 4)).sum().backward()
-        old(torch.randn(6, 4)).sum().backward()
-        optimizer.step()
-    assert recorder.records[0].activations["2"].calls == 1
-
-
-class PartlySilent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(4, 4)
-        self.attention = nn.MultiheadAttention(4, 1)
-        self.unused = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(*[self.used(x)] * 3)[0]
-
-
-def test_modules_that_did_not_run_are_named_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "telemetry")
-    outcome = assert_left_alone(PartlySilent, plain, tmp_path)
-    [record] = [r for r in caplog.records if "did not run" in r.getMessage()]
-    assert record.levelno == logging.INFO
-    assert "1 of 3 watched modules did not run at step 0" in record.getMessage()
-    assert record.getMessage().endswith("unused")
-    assert set(outcome.full[0].activations) == {"used", "attention"}
-
-
 class Bypassed(nn.Module):
-    """Modules of real models: without parameters, or used for their parameters only."""
+    """Modules of real models: without parameters, used for these only, or called by others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used = nn.Linear(4, 4)
-        self.lends = nn.Linear(4, 4)
+        self.lends, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 1)
         self.dropout = nn.Dropout(0.1)
         self.branch = nn.Sequential()
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.used(x), self.lends.weight)
+        x = nn.functional.linear(self.used(x), self.lends.weight)
+        return self.attention(x, x, x)[0]
 
 
-def test_only_modules_with_parameters_are_named_if_they_did_not_run(
+def test_only_modules_with_parameters_are_named_once_if_they_did_not_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.compile(nn.Linear(2, 2), backend="eager")(torch.ones(1, 2))  # something else
     caplog.set_level(logging.INFO, "telemetry")
-    assert_left_alone(Bypassed, plain, tmp_path)
+    outcome = assert_left_alone(Bypassed, plain, tmp_path)
+    assert set(outcome.full[0].activations) == {"used", "attention"}
     [record] = [r for r in caplog.records if "did not run" in r.getMessage()]
     assert record.levelno == logging.INFO
-    assert record.getMessage().endswith(
-        "1 of 4 watched modules did not run at step 0, nothing is logged for their outputs: lends"
-    )
+    assert "2 of 6 watched modules did not run at step 0" in record.getMessage()
+    assert record.getMessage().endswith(": lends, unused")
 
 
 class Hiding(nn.Module):
@@ -598,28 +546,15 @@ def test_layers_in_plain_lists_are_named(tmp_path: Path, caplog: pytest.LogCaptu
 # --- interrupted and parallel passes --------------------------------------------------------------
 
 
-class Failing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
-        x = self.first(x)
-        if fail:
-            raise MemoryError("planted")
-        return self.second(x)
-
-
 def test_the_pass_after_an_exception_in_forward_is_logged(tmp_path: Path) -> None:
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        with pytest.raises(MemoryError):
-            model(x, fail=True)
-        return model(x).square().mean()
+    def step(model: Any) -> Tensor:
+        with pytest.raises(RuntimeError):
+            nn.Sequential(model[0], model[0], model[2], model[2])(batch())  # of other shapes
+        return loss_of(model)
 
-    outcome, _ = check(Failing, sgd_loop(step), tmp_path)
-    assert outcome.full[0].activations["first"].calls == 2  # the failed one was a call, too
-    assert outcome.full[0].activations["second"].calls == 1
+    outcome, _ = check(mlp, training(step, 2), tmp_path)
+    calls = {name: tensor.calls for name, tensor in outcome.full[0].activations.items()}
+    assert calls == {"0": 3, "1": 1, "2": 2}  # those before the failed one were calls, too
 
 
 def test_an_exception_in_backward_drops_the_measurements_of_the_pass(tmp_path: Path) -> None:
@@ -632,38 +567,40 @@ def test_an_exception_in_backward_drops_the_measurements_of_the_pass(tmp_path: P
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             raise ArithmeticError("planted")
 
-    def step(model: Any, x: Tensor) -> Tensor:
+    def step(model: Any) -> Tensor:
         with pytest.raises(ArithmeticError):
-            model[2](Fails.apply(model[0](x))).sum().backward()
+            model[2](Fails.apply(model[0](batch()))).sum().backward()
         model.zero_grad()
-        return model(x).square().mean()
+        return loss_of(model)
 
-    outcome = assert_left_alone(mlp, sgd_loop(step), tmp_path)
+    outcome = assert_left_alone(mlp, training(step, 2), tmp_path)
     assert outcome.full[0].activations["2"].calls == 2
     assert outcome.full[0].activation_grads["2"].calls == 1
 
 
 def test_forwards_on_other_threads_are_not_logged(tmp_path: Path) -> None:
-    def step(model: nn.Module, x: Tensor) -> Tensor:
+    def step(model: nn.Module) -> Tensor:
         def elsewhere() -> None:
             with not_training():
-                model(x * 100)
+                model(torch.full((6, 4), 100.0))
 
-        loss = model(x).square().mean()
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
+        loss = loss_of(model)
+        in_thread(elsewhere)
         return loss
 
-    check(mlp, sgd_loop(step), tmp_path)
+    check(mlp, training(step, 2), tmp_path)
+
+
+def in_thread(function: Callable[[], object]) -> None:
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
 
 
 def test_training_on_a_separate_thread_is_logged(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         losses: list[Tensor] = []
-        thread = threading.Thread(target=lambda: losses.extend(plain(model, logger)))
-        thread.start()
-        thread.join()
+        in_thread(lambda: losses.extend(plain(model, logger)))
         return iter(losses)
 
     outcome = assert_left_alone(mlp, loop, tmp_path)
@@ -673,16 +610,14 @@ def test_training_on_a_separate_thread_is_logged(tmp_path: Path) -> None:
 def test_passes_of_a_second_thread_are_not_logged_once_a_thread_has_stepped(tmp_path: Path) -> None:
     """An evaluation thread that runs first in the second step does not count as training."""
 
-    def step(model: nn.Module, x: Tensor) -> Tensor:
-        if step.count:
-            thread = threading.Thread(target=lambda: model(x * 100))
-            thread.start()
-            thread.join()
-        step.count += 1
-        return model(x).square().mean()
+    steps = itertools.count()
 
-    step.count = 0
-    outcome = run(mlp, sgd_loop(step), tmp_path)
+    def step(model: nn.Module) -> Tensor:
+        if next(steps):
+            in_thread(lambda: model(torch.full((6, 4), 100.0)))
+        return loss_of(model)
+
+    outcome = run(mlp, training(step, 2), tmp_path)
     expected = by_hand(mlp, plain)
     for record, hand in zip(outcome.full, expected, strict=True):
         assert_logged(record, hand)
@@ -710,24 +645,6 @@ def test_no_message_is_logged_for_an_ordinary_model(
     assert [line for line in caplog.messages if not line.startswith(expected)] == []
 
 
-class NamedLikeWrappers(nn.Module):
-    """Children with the names that wrappers give to the wrapped module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Linear(4, 4)
-        self._orig_mod = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self._orig_mod(self.module(x)))
-
-
-def test_names_that_look_like_wrappers_are_kept(tmp_path: Path) -> None:
-    outcome, _ = check(NamedLikeWrappers, plain, tmp_path)
-    assert list(outcome.full[0].activations) == ["module", "_orig_mod", "head"]
-
-
 def test_a_model_that_trains_in_evaluation_mode_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -752,7 +669,7 @@ def test_a_container_that_contains_itself_is_traversed_once(
         output["all"] = output
         return output
 
-    loop = sgd_loop(lambda model, x: model.inner(x)["a"].square().mean())
+    loop = training(lambda model: loss_of(lambda x: model.inner(x)["a"]), 2)
     outcome = assert_left_alone(lambda: Wrapped(pack), loop, tmp_path)
     assert {Output("inner"), Output("inner", 1)} < set(outcome.full[0].outputs)
     assert not caplog.records
