@@ -248,7 +248,6 @@ PYTORCH = (
     "contract/capture/test_compile.py",
     "contract/capture/test_experts.py",
     "contract/capture/test_frameworks.py",
-    "contract/capture/test_modules.py",
     "contract/capture/test_torch_private.py",
     "contract/tensorboard_plugin/test_agreement.py",
     "system/benchmarks/test_replay.py",
