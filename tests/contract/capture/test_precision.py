@@ -15,58 +15,33 @@ from torch.utils._pytree import tree_map_only
 
 from telemetry import HookLogger
 from tests.helpers.hand import array, assert_logged, assert_tensor, by_hand, check
-from tests.helpers.twins import Recorder, assert_left_alone
+from tests.helpers.twins import assert_left_alone, batch, loss_of, training
 
 
 def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 2))
 
 
-def batch() -> Tensor:
-    return torch.randn(6, 4)
-
-
-def loop_of(
-    loss_of: Callable[[nn.Module], Tensor],
-) -> Callable[..., Iterator[Tensor]]:
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = loss_of(model)
-            loss.backward()
-            optimizer.step()
-            yield loss
-
-    return loop
-
-
 # --- autocast -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("all_inside", [False, True])
 def test_a_model_under_autocast_is_logged_and_left_alone(
-    tmp_path: Path, dtype: torch.dtype
+    tmp_path: Path, dtype: torch.dtype, all_inside: bool
 ) -> None:
-    def loss_of(model: nn.Module) -> Tensor:
+    """Backward pass and step may run inside of it, too."""
+
+    def loss(model: nn.Module) -> Tensor:
         with torch.autocast("cpu", dtype):
             y = model(batch())
             assert y.dtype == dtype
             return y.float().square().mean()
 
-    check(mlp, loop_of(loss_of), tmp_path)
-
-
-def test_backward_and_step_may_run_inside_of_autocast(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with torch.autocast("cpu", torch.bfloat16):
-            for _ in range(3):
-                optimizer.zero_grad()
-                loss = model(batch()).float().square().mean()
-                loss.backward()
-                optimizer.step()
-                yield loss
+        optimizer = partial(torch.optim.AdamW, lr=0.1)
+        with torch.autocast("cpu", dtype, enabled=all_inside):
+            yield from training(loss, optimizer=optimizer)(model, logger)
 
     check(mlp, loop, tmp_path)
 
@@ -88,12 +63,13 @@ def scaled_loop(
     clip: float | None = None,
     micro_batches: int = 1,
     scale: float = 1024.0,
+    enabled: bool = True,
 ) -> Callable[..., Iterator[Tensor]]:
     """One yield per iteration; iterations ``overflow_at`` have infinite gradients."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         optimizer = make_optimizer(model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2, enabled=enabled)
         for iteration in range(iterations):
             optimizer.zero_grad()
             for number in range(micro_batches):
@@ -111,19 +87,9 @@ def scaled_loop(
     return loop
 
 
-def unscaled_loop(kind: str) -> Callable[..., Iterator[Tensor]]:
+def unscaled_loop(kind: str) -> Callable[..., Any]:
     """The same without a scaler: its gradients are the true ones, as scales are powers of two."""
-
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = OPTIMIZERS[kind](model.parameters())
-        for _ in range(6):
-            optimizer.zero_grad()
-            loss = model(batch()).square().mean()
-            loss.backward()
-            optimizer.step()
-            yield loss
-
-    return loop
+    return training(steps=6, optimizer=OPTIMIZERS[kind])
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -136,30 +102,23 @@ def test_gradients_are_logged_without_the_scale(tmp_path: Path, kind: str) -> No
     assert [record.skipped_steps for record in outcome.records] == [0] * 6
 
 
-def test_steps_that_a_scaler_skipped_are_counted_and_not_logged(tmp_path: Path) -> None:
-    loop = scaled_loop(OPTIMIZERS["not fused"], overflow_at=(2, 3), iterations=6)
-    outcome = assert_left_alone(mlp, loop, tmp_path)
-    assert [record.step for record in outcome.records] == [0, 1, 2, 3]
-    assert [record.skipped_steps for record in outcome.records] == [0, 0, 2, 2]
-    assert [record.skipped for record in outcome.records] == [False] * 4
-    assert all(np.isfinite(record.total_grad_norm) for record in outcome.records)
-    for record in outcome.full:
-        assert record.activations["0"].calls == 1
-        assert record.activation_grads["0"].calls == 1
-        assert record.activation_grads["0"].sketch.nonfinite_count == 0
-
-
-def test_steps_that_a_fused_optimizer_skipped_are_counted_and_marked(tmp_path: Path) -> None:
-    loop = scaled_loop(OPTIMIZERS["fused"], overflow_at=(2, 3), iterations=6)
-    outcome = assert_left_alone(mlp, loop, tmp_path)
-    assert [record.step for record in outcome.records] == [0, 1, 2, 3, 4, 5]
-    assert [record.skipped for record in outcome.records] == [
-        False, False, True, True, False, False,
-    ]  # fmt: skip
-    assert [record.skipped_steps for record in outcome.records] == [0, 0, 1, 2, 2, 2]
-    for record in outcome.full:
-        assert record.grad_finite.all() != record.skipped
-        assert record.activation_grads["0"].calls == 1
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_that_overflow_are_counted_and_marked_or_not_logged(
+    tmp_path: Path, kind: str
+) -> None:
+    """A scaler skips the step of an optimizer; a fused one skips its own step."""
+    loop = scaled_loop(OPTIMIZERS[kind], overflow_at=(2, 3), iterations=6)
+    records = assert_left_alone(mlp, loop, tmp_path).full
+    fused = kind == "fused"
+    assert [record.step for record in records] == list(range(6 if fused else 4))
+    assert [record.skipped for record in records] == [fused and r.step in (2, 3) for r in records]
+    skipped_steps = [0, 0, 1, 2, 2, 2] if fused else [0, 0, 2, 2]
+    assert [record.skipped_steps for record in records] == skipped_steps
+    for record in records:
+        assert record.grad_finite.all() == np.isfinite(record.total_grad_norm) != record.skipped
+        assert record.activations["0"].calls == record.activation_grads["0"].calls == 1
+        nonfinite = record.activation_grads["0"].sketch.nonfinite_count
+        assert nonfinite == 0 or record.skipped
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -193,19 +152,8 @@ def test_clipping_under_a_scaler_is_logged_with_unscaled_norms(tmp_path: Path, k
 
 
 def test_a_disabled_scaler_has_no_loss_scale(tmp_path: Path) -> None:
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = OPTIMIZERS["fused"](model.parameters())
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(batch()).square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            yield loss
-
-    outcome, _ = check(mlp, loop, tmp_path)
-    assert [record.loss_scale for record in outcome.records] == [None] * 3
+    outcome, _ = check(mlp, scaled_loop(OPTIMIZERS["fused"], enabled=False), tmp_path)
+    assert [record.loss_scale for record in outcome.records] == [None] * 6
 
 
 def test_gradients_of_two_optimizers_of_one_scaler_are_logged_without_the_scale(
@@ -240,68 +188,53 @@ def test_gradients_of_two_optimizers_of_one_scaler_are_logged_without_the_scale(
 def test_models_of_other_dtypes_are_logged_and_left_alone(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    def loss_of(model: nn.Module) -> Tensor:
-        return model(batch().to(dtype)).float().square().mean()
+    loop = training(lambda model: model(batch().to(dtype)).float().square().mean())
+    check(lambda: mlp().to(dtype), loop, tmp_path)
 
-    check(lambda: mlp().to(dtype), loop_of(loss_of), tmp_path)
+
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
 
 
 class MixedDtypes(nn.Module):
-    """Parameters of four dtypes in one optimizer."""
+    """Parameters of five dtypes in one optimizer, complex ones among them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Linear(4, 4, dtype=dtype)
-            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+            for dtype in (
+                torch.float32,
+                torch.float64,
+                torch.bfloat16,
+                torch.float16,
+                torch.complex64,
+            )
         )
 
     def forward(self, x: Tensor) -> Tensor:
         return sum(
-            layer(x.to(layer.weight.dtype)).double().square().mean() for layer in self.layers
+            layer(x.to(layer.weight.dtype)).abs().double().square().mean() for layer in self.layers
         )
 
 
 def test_parameters_of_several_dtypes_in_one_optimizer_are_logged(tmp_path: Path) -> None:
-    outcome, _ = check(MixedDtypes, loop_of(lambda m: m(batch())), tmp_path)
-    assert len(outcome.full[0].update_ratios) == 8
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4, dtype=torch.complex64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.to(torch.complex64)).abs()
-
-
-def test_complex_values_are_measured_by_magnitude(tmp_path: Path) -> None:
-    outcome, _ = check(Complex, loop_of(lambda m: m(batch()).square().mean()), tmp_path)
-    assert set(outcome.full[0].update_ratios) == {"layer.weight", "layer.bias"}
+    outcome, _ = check(MixedDtypes, training(lambda m: m(batch())), tmp_path)
+    assert len(outcome.full[0].update_ratios) == 10
 
 
 class Casting(nn.Module):
-    """Returns a tensor of any dtype besides the trained one."""
+    """Returns the loss; one module returns another tensor than the trained ones."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 2)
-        self.cast = Cast(dtype)
+        self.cast = nn.Identity()
+        self.cast.forward = lambda x: change(x.detach())  # type: ignore[method-assign]
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         self.cast(y)
         return y.square().mean()
-
-
-class Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.detach() * 3).abs().to(self.dtype)
 
 
 DTYPES = [
@@ -313,23 +246,16 @@ DTYPES = [
 @pytest.mark.parametrize("name", DTYPES)
 def test_outputs_of_every_dtype_are_logged_and_left_alone(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
-    check(partial(Casting, dtype), loop_of(lambda m: m(batch())), tmp_path)
+    make = partial(Casting, lambda x: (x * 3).abs().to(dtype))
+    check(make, training(lambda m: m(batch())), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
 def test_outputs_that_cannot_be_measured_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Quantize(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
-
-    class Net(Casting):
-        def __init__(self) -> None:
-            super().__init__(torch.float32)
-            self.cast = Quantize()
-
-    outcome = assert_left_alone(Net, loop_of(lambda m: m(batch())), tmp_path)
+    make = partial(Casting, lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8))
+    outcome = assert_left_alone(make, training(lambda m: m(batch())), tmp_path)
     assert list(outcome.full[0].activations) == ["linear"]
     assert caplog.text.count("outputs of cast are not measured: Tensor of torch.qint8") == 1
 
@@ -349,7 +275,7 @@ def test_nested_tensors_are_reported_once_for_each_layout(
     if layout is torch.jagged and torch.__version__.startswith("2.4"):
         pytest.skip("PyTorch 2.4 cannot train on jagged tensors")
 
-    def loss_of(model: nn.Module) -> Tensor:
+    def loss(model: nn.Module) -> Tensor:
         rows = [torch.randn(length, 4) for length in (2, 3, 5)]
         y = model(torch.nested.nested_tensor(rows, layout=layout))
         return torch.nested.to_padded_tensor(y, 0.0).square().mean()
@@ -357,7 +283,7 @@ def test_nested_tensors_are_reported_once_for_each_layout(
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
 
-    outcome = assert_left_alone(make, loop_of(loss_of), tmp_path)
+    outcome = assert_left_alone(make, training(loss), tmp_path)
     assert unsupported(caplog) == [
         f"nested tensor of torch.float32 ({layout}, cpu) is not supported"
     ]
@@ -384,28 +310,26 @@ class Int8(Tensor):
         return func(*args, **kwargs)
 
 
-class Quantized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
-        for layer in (self.layers[0], self.layers[2]):
-            scale = layer.weight.detach().abs().max() / 127
-            values = (layer.weight.detach() / scale).round().to(torch.int8)
-            layer.weight = nn.Parameter(Int8(values, scale), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
 def test_quantized_weights_are_reported_once_for_each_class(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = loop_of(lambda m: m(batch()).square().mean())
-    outcome = assert_left_alone(Quantized, loop, tmp_path)
+    """Plain integers, as other libraries for fine-tuning hold them, are measured."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+        for layer in (model[0], model[2]):
+            scale = layer.weight.detach().abs().max() / 127
+            values = (layer.weight.detach() / scale).round().to(torch.int8)
+            layer.weight = nn.Parameter(Int8(values, scale), requires_grad=False)
+        model.register_parameter("frozen", nn.Parameter(values, requires_grad=False))
+        return model
+
+    outcome = assert_left_alone(make, training(), tmp_path)
     assert unsupported(caplog) == ["Int8 of torch.float32 (torch.strided, cpu) is not supported"]
-    weights = ["layers.0.bias", "layers.2.bias", "layers.3.weight", "layers.3.bias"]
-    assert sorted(outcome.full[0].weights) == sorted(weights)
-    assert len(outcome.full[0].activations) == 4
+    record = outcome.full[0]
+    assert {*record.weights} == {"frozen", "0.bias", "2.bias", "3.weight", "3.bias"}
+    assert_tensor(record.weights["frozen"], [array(outcome.model.frozen)])
+    assert len(record.activations) == 4
 
 
 # --- values that are not numbers ------------------------------------------------------------------
@@ -413,32 +337,26 @@ def test_quantized_weights_are_reported_once_for_each_class(
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_nonfinite_values_are_logged_as_they_are(tmp_path: Path, value: float) -> None:
-    def loss_of(model: nn.Module) -> Tensor:
-        x = batch()
-        x[0, 0] = value
-        return model(x).square().mean()
-
-    outcome, _ = check(lambda: nn.Sequential(nn.Linear(4, 2)), loop_of(loss_of), tmp_path)
+    loop = training(lambda m: loss_of(m, batch().index_fill(0, torch.tensor(0), value)))
+    outcome, _ = check(lambda: nn.Sequential(nn.Linear(4, 2)), loop, tmp_path)
     assert not outcome.full[0].grad_finite.all()
 
 
 # --- gradients that are special or missing --------------------------------------------------------
 
 
-class SparseEmbedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 4, sparse=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embed((x * 10).long().abs() % 50).mean()
-
-
 def test_sparse_gradients(tmp_path: Path) -> None:
     """Indices come more than once: gradients are not coalesced."""
-    outcome, _ = check(SparseEmbedding, loop_of(lambda m: m(batch())), tmp_path)
-    assert outcome.full[0].grads["embed.weight"].sketch.count == 200
-    assert outcome.full[0].update_ratios["embed.weight"] > 0
+    loop = training(lambda m: m((batch() * 10).long().abs() % 50).mean())
+    make = lambda: nn.Sequential(nn.Embedding(50, 4, sparse=True))  # noqa: E731
+    outcome, _ = check(make, loop, tmp_path)
+    assert outcome.full[0].grads["0.weight"].sketch.count == 200
+    assert outcome.full[0].update_ratios["0.weight"] > 0
+
+
+def test_empty_batches(tmp_path: Path) -> None:
+    outcome, _ = check(mlp, training(lambda model: model(torch.zeros(0, 4)).sum()), tmp_path)
+    assert outcome.full[0].total_grad_norm == 0
 
 
 class Partial(nn.Module):
@@ -458,7 +376,7 @@ class Partial(nn.Module):
 
 
 def test_frozen_unused_empty_and_zero_gradients(tmp_path: Path) -> None:
-    outcome = assert_left_alone(Partial, loop_of(lambda m: m(batch())), tmp_path)
+    outcome = assert_left_alone(Partial, training(lambda m: m(batch())), tmp_path)
     record = outcome.full[0]
     present = dict(
         zip((p.name for p in record.layout.parameters), record.grad_present, strict=True)
@@ -474,12 +392,6 @@ def test_frozen_unused_empty_and_zero_gradients(tmp_path: Path) -> None:
     assert record.update_ratios["muted"] == 0
 
 
-def test_empty_batches(tmp_path: Path) -> None:
-    loop = loop_of(lambda model: model(torch.zeros(0, 4)).sum())
-    outcome, _ = check(mlp, loop, tmp_path)
-    assert outcome.full[0].total_grad_norm == 0
-
-
 def test_buffers_with_a_nan_are_named(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = mlp()
@@ -487,29 +399,5 @@ def test_buffers_with_a_nan_are_named(tmp_path: Path) -> None:
         model.register_buffer("count", torch.tensor(3))
         return model
 
-    outcome = assert_left_alone(make, loop_of(lambda m: m(batch()).mean()), tmp_path)
+    outcome = assert_left_alone(make, training(), tmp_path)
     assert outcome.full[0].nan_buffers == ("state",)
-
-
-def test_values_of_a_quantized_parameter_are_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Integer weights, as libraries for low-precision fine-tuning hold them; a loop by hand."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen = nn.Parameter(torch.randint(-9, 9, (4, 4), dtype=torch.int8), False)
-            self.adapter = nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.adapter(x @ self.frozen.float())
-
-    model, recorder = Net(), Recorder()
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1) as logger:
-        model(batch()).sum().backward()
-        logger.step()
-    [record] = recorder.records
-    assert record.grad_present.tolist() == [False, True, True]
-    assert_tensor(record.weights["frozen"], [array(model.frozen)])
-    assert "telemetry failed" not in caplog.text

@@ -23,7 +23,7 @@ from telemetry.torch_private import compiler
 from tests.helpers.hand import by_hand, check
 from tests.helpers.paths import ROOT
 from tests.helpers.require import needs_observable_graphs, require
-from tests.helpers.twins import assert_left_alone
+from tests.helpers.twins import assert_left_alone, batch, loss_of, mlp, training
 
 
 @pytest.fixture(autouse=True)
@@ -46,18 +46,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch_private, "find", find_others)
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
-def plain_loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = model(torch.randn(6, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
-        yield loss
+plain_loop = training()
 
 
 MISSING_NAMES = [
@@ -95,22 +84,17 @@ def test_an_ordinary_loop_is_logged_in_full_without_a_private_name(
 def test_without_task_numbers_probes_count_as_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            x = torch.randn(6, 4, requires_grad=True)
-            loss = model(x).square().mean()
-            torch.autograd.grad(loss, x, retain_graph=True)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            yield loss
+    def probed(model: nn.Module) -> Tensor:
+        x = batch().requires_grad_()
+        loss = loss_of(model, x)
+        torch.autograd.grad(loss, x, retain_graph=True)
+        return loss
 
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     for module in ("capture", "optimizers", "step"):
         name = f"telemetry.capture.{module}.backward_task"
         monkeypatch.setattr(name, torch_private._unknown_task)
-    outcome = assert_left_alone(mlp, loop, tmp_path)
+    outcome = assert_left_alone(mlp, training(probed, 2), tmp_path)
     assert outcome.full[0].activation_grads["2"].calls == 2
     [message] = messages_about(caplog, "_current_graph_task_id")
     assert "probes by autograd.grad" in message
@@ -157,7 +141,7 @@ def test_without_the_scalers_state_gradients_are_logged_as_it_leaves_them(
     name: str,
 ) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for _ in range(3):
             optimizer.zero_grad()

@@ -16,15 +16,15 @@ from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from telemetry import HookLogger
-from tests.helpers.twins import Recorder, assert_left_alone, assert_same
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-
-
-def batch() -> Tensor:
-    return torch.randn(6, 4)
+from tests.helpers.twins import (
+    Recorder,
+    assert_left_alone,
+    assert_same,
+    batch,
+    loss_of,
+    mlp,
+    training,
+)
 
 
 def scripted(model: nn.Module) -> Any:
@@ -91,21 +91,18 @@ def test_a_watched_model_can_be_traced(tmp_path: Path, tool: Callable[[nn.Module
     if tool is exported_strictly and not a_model_with_a_hook_is_exported_strictly():
         pytest.skip("this PyTorch exports no model that has any hook, strictly")
 
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            result = tool(model)
-            graphs.append(str(getattr(result, "graph", "")))
-            with torch.no_grad():  # what fx returns runs the same layers
-                yield result(torch.ones(6, 4))
-            loss = model(batch()).square().mean()
-            loss.backward()
-            optimizer.step()
-            yield loss
+    def loss(model: nn.Module) -> Tensor:
+        result = tool(model)
+        graphs.append(str(getattr(result, "graph", "")))
+        with torch.no_grad():  # what fx returns runs the same layers
+            results.append(result(torch.ones(6, 4)))
+        return loss_of(model)
 
     graphs: list[str] = []
-    outcome = assert_left_alone(mlp, loop, tmp_path)
+    results: list[Tensor] = []
+    outcome = assert_left_alone(mlp, training(loss), tmp_path)
+    for bare, watched in zip(results[:3], results[3:], strict=True):
+        assert_same(bare, watched)
     assert [record.step for record in outcome.full] == [0, 1, 2]
     for record in outcome.full:
         assert record.activation_grads["2"].calls == 1
@@ -131,35 +128,24 @@ def test_a_user_hook_still_prevents_scripting_of_a_module(tmp_path: Path) -> Non
         torch.jit.script(model)
 
 
-def test_a_model_of_fake_tensors_has_nothing_to_measure_and_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def on_meta() -> torch.device:
+    return torch.device("meta")
+
+
+@pytest.mark.parametrize("where", [FakeTensorMode, on_meta])
+def test_a_model_without_values_has_nothing_to_measure_and_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, where: Callable[[], Any]
 ) -> None:
-    """Fake tensors, as for estimating memory before a run."""
-    with FakeTensorMode():
+    """Fake tensors are for estimating memory before a run."""
+    recorder = Recorder()
+    with where():
         model = mlp()
-        recorder = Recorder()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
-            for _ in range(2):
-                model(torch.randn(6, 4)).sum().backward()
-                optimizer.step()
-    assert not recorder.records or not recorder.records[0].activations
-    assert "telemetry failed" not in caplog.text
-    assert caplog.text.count("have no values to measure") == 1
-
-
-def test_a_model_on_the_meta_device_is_logged_without_values(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, recorder = mlp().to("meta"), Recorder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
-        for _ in range(2):
-            model(torch.randn(6, 4, device="meta")).sum().backward()
-            optimizer.step()
-    assert [record.step for record in recorder.records] == [0, 1]
-    assert not recorder.records[0].activations
-    assert not recorder.records[0].weights
+            assert len([*training()(model, None)]) == 3
+    assert [record.step for record in recorder.records] == [0, 1, 2]
+    for record in recorder.records:
+        assert not record.activations
+        assert not record.weights
     assert "telemetry failed" not in caplog.text
     assert caplog.text.count("have no values to measure") == 1
 
@@ -214,15 +200,10 @@ def test_training_with_deterministic_algorithms_and_anomaly_detection_is_left_al
     tmp_path: Path,
 ) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.use_deterministic_algorithms(True)
         try:
             with torch.autograd.detect_anomaly():
-                for _ in range(2):
-                    loss = model(batch()).square().mean()
-                    loss.backward()
-                    optimizer.step()
-                    yield loss
+                yield from training()(model, logger)
         finally:
             torch.use_deterministic_algorithms(False)
 
