@@ -161,7 +161,7 @@ def test_the_function_of_a_pipeline_stage_is_not_recorded() -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     model = Network(torch.relu)
-    stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), input_args=(torch.rand(5, 6),))
     schedule = ScheduleGPipe(stage, 1, loss_fn=lambda out, target: out.square().sum())
     optimizer = SGD(model.parameters(), 0.1)
     with capture_run(model, rules=()) as run:

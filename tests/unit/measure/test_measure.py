@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from telemetry import Sketch, TensorRecord
 from telemetry.measure import Measurer, block_sample, fingerprint
@@ -86,7 +86,10 @@ class Device:
     def put(self, tensor: Tensor) -> Tensor:
         if self.name == "host":
             return tensor
-        return tensor.cuda() if self.name == "cuda" else tensor.as_subclass(Elsewhere)
+        if self.name == "cuda":
+            return tensor.cuda()
+        with _disable_current_modes():  # PyTorch 2.4 makes no subclass in a dispatch mode
+            return tensor.as_subclass(Elsewhere)
 
     def measure(self, tensors: Iterable[Tensor], axis: int | None = None) -> list[TensorRecord]:
         measurer = Measurer()
