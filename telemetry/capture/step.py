@@ -205,10 +205,7 @@ class Step:
             self.captured.before_clipping.clear()
         self.parameters = self.parameters or table.parameters
         # Each counts once, though an optimizer may call another one that has it, too.
-        # Of two optimizers with the same parameters, the steps of the one that ends steps count.
-        ends = self._optimizers.ends_later(optimizer)
-        others = self._held | ({i for i, _ in table.of(ends)} if ends is not None else set())
-        parameters = [(i, p) for i, p in dict(table.of(optimizer)).items() if i not in others]
+        parameters = [(i, p) for i, p in self._counted(optimizer) if i not in self._held]
         if not parameters:
             return
         scaler = calling_scaler()
@@ -235,13 +232,22 @@ class Step:
         if self.full and self._content.weights:
             self._updates[key] = Updates(self._counting(parameters))
 
+    def _counted(self, optimizer: Optimizer) -> Indexed:
+        """Return the optimizer's parameters, each once, without those of the one that ends steps.
+
+        Of two optimizers with the same parameters, the steps of the latter count.
+        """
+        table, ends = self._target.table, self._optimizers.ends_later(optimizer)
+        others = {i for i, _ in table.of(ends)} if ends is not None else ()
+        return [(i, p) for i, p in dict(table.of(optimizer)).items() if i not in others]
+
     @guarded("to measure the update")
     def after_step(self, optimizer: Optimizer) -> None:
         """Read parameters and second moments after the first step of an optimizer in this one."""
         self._read_update(id(optimizer))
-        if self.full and self._content.weights and not self._optimizers.ends_later(optimizer):
+        if self.full and self._content.weights:
             # Not by its brackets: the optimizer's state is a defaultdict.
-            of = self._target.table.of(optimizer)
+            of = self._counted(optimizer)
             states = {i: optimizer.state.get(p, {}) for i, p in of if i not in self._moments}
             moments = [(i, s["exp_avg_sq"]) for i, s in states.items() if "exp_avg_sq" in s]
             self._moments.update(i for i, _ in moments)
