@@ -29,7 +29,6 @@ from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
 from telemetry.tag_names import GROUPS
 from telemetry.torch_private.host_copy import HostCopy
-from telemetry.untrusted import MAX_INTEGER
 from telemetry.writing.size_budget import SizeBudget
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | Detector | None] | None
@@ -124,8 +123,8 @@ def first_step_of(first_step: Any) -> FirstStep:
     if first_step == "auto":
         return "auto"
     step = integer("first_step", first_step, 'an int or "auto"')
-    if not 0 <= step < MAX_INTEGER:  # readers accept no larger steps
-        raise ValueError(f"HookLogger(first_step={step}): must be from 0 to 2**53 - 1")
+    if not 0 <= step < 2**63:
+        raise ValueError(f"HookLogger(first_step={step}): must be from 0 to 2**63 - 1")
     return step
 
 
