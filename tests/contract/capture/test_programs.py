@@ -51,7 +51,8 @@ class Program:
         self.compiles = compiles
 
     def steps(self, *optimizers: Optimizer, count: int = STEPS) -> Iterator[int]:
-        """The usual loop; its body leaves gradients."""
+        """The usual loop, by SGD unless others are given; its body leaves gradients."""
+        optimizers = optimizers or (SGD(self.model.parameters(), 0.1),)
         for index in range(count):
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -85,8 +86,7 @@ def net() -> nn.Sequential:
 
 @program(net)
 def plain_loop(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         loss_of(p.model).backward()
 
 
@@ -123,8 +123,7 @@ def accumulated_gradients(p: Program) -> None:
 
 @program(net)
 def two_losses_of_one_graph(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         out = p.model(batch())
         out.square().mean().backward(retain_graph=True)
         out.abs().mean().backward()
@@ -183,8 +182,7 @@ def gradients_by_autograd_grad(p: Program) -> None:
 
 @program(net)
 def gradient_penalty(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         x = batch().requires_grad_()
         out = p.model(x).mean()
         with p.aside():
@@ -260,8 +258,7 @@ def ppo(p: Program) -> None:
 @program(ActorCritic)
 def dqn_with_target(p: Program) -> None:
     target = copy.deepcopy(p.model)
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for index in p.steps(optimizer):
+    for index in p.steps():
         if index % 2:
             target.load_state_dict(p.model.state_dict())
         with torch.no_grad():
@@ -359,16 +356,14 @@ def checkpointed(p: Program) -> None:
 
 @program(lambda: Blocks(reentrant=True))
 def checkpointed_with_reentry(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         p.model(batch().requires_grad_()).square().mean().backward()
 
 
 @program(Blocks)
 def layers_dropped_at_random(p: Program) -> None:
     model: Any = p.model
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for index in p.steps(optimizer):
+    for index in p.steps():
         x = batch()
         for number, block in enumerate(model.blocks):
             if (index + number) % 3:
@@ -400,8 +395,7 @@ def head_replaced(p: Program) -> None:
 def trunk_unfrozen_later(p: Program) -> None:
     model: Any = p.model
     model[0].requires_grad_(False)
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for index in p.steps(optimizer):
+    for index in p.steps():
         model[0].requires_grad_(index >= 3)
         loss_of(p.model).backward()
 
@@ -422,15 +416,13 @@ def two_views_net() -> nn.Sequential:
 
 @program(two_views_net)
 def two_views(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         (p.model(batch()) - p.model(batch())).square().mean().backward()
 
 
 @program(two_views_net)
 def validated_between_steps(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         loss_of(p.model).backward()
         p.model.eval()
         with torch.no_grad():
@@ -443,8 +435,7 @@ def validated_between_steps(p: Program) -> None:
 @program(net)
 def averaged_weights(p: Program) -> None:
     average = torch.optim.swa_utils.AveragedModel(p.model)
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for index in p.steps(optimizer):
+    for index in p.steps():
         if index:
             average.update_parameters(p.model)
             average(batch())
@@ -463,9 +454,8 @@ class Recurrent(nn.Module):
 
 @program(Recurrent)
 def truncated_backpropagation(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
     state = None
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         out, state = p.model(torch.randn(2, 3, 4), state)
         out.square().mean().backward()
         state = tuple(part.detach() for part in state)
@@ -474,8 +464,7 @@ def truncated_backpropagation(p: Program) -> None:
 @program(net)
 def functional_parameters(p: Program) -> None:
     """The model is called with weights of the caller's; gradients are put where they belong."""
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         weights = {n: w.detach().clone().requires_grad_() for n, w in p.model.named_parameters()}
         functional_call(p.model, weights, (batch(),)).square().mean().backward()
         for name, parameter in p.model.named_parameters():
@@ -548,8 +537,7 @@ def autocast_to_bfloat16(p: Program) -> None:
 @program(net)
 def double_precision(p: Program) -> None:
     p.model.double()
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         p.model(batch().double()).square().mean().backward()
 
 
@@ -571,9 +559,8 @@ def compiled_pieces(p: Program) -> None:
 
 @program(net)
 def compiled_step_function(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
     forward = p.compiled(lambda x: p.model(x).square().mean())
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         forward(batch()).backward()
 
 
