@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,58 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-# --- one optimizer --------------------------------------------------------------------------------
+# --- other models and optimizers in the usual loop ---
 
 
-@program(net)
-def plain_loop(p: Program) -> None:
-    for _ in p.steps():
+def halves(model: nn.Module, *, momentum_first: bool) -> list[Optimizer]:
+    """Matrices by one optimizer and the rest by another, as with Muon beside AdamW."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    both: list[Optimizer] = [SGD(matrices, 0.05, momentum=0.9), AdamW(others, 0.01)]
+    return both if momentum_first else both[::-1]
+
+
+def shared() -> nn.Sequential:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(inplace=True), layer, nn.ReLU(inplace=True))
+
+
+def hooked_net() -> nn.Sequential:
+    model = net()
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    model[2].register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad * 0.5)
+    return model
+
+
+def plain_loop(p: Program, optimizers: Callable[[nn.Module], list[Optimizer]]) -> None:
+    for _ in p.steps(*optimizers(p.model)):
         loss_of(p.model).backward()
+
+
+def sgd(model: nn.Module) -> list[Optimizer]:
+    return [SGD(model.parameters(), 0.1)]
+
+
+PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], list[Optimizer]]]] = {
+    "plain_loop": (net, sgd),
+    "fused_optimizer": (net, lambda m: [torch.optim.Adam(m.parameters(), 0.01, fused=True)]),
+    "muon_before_adamw": (net, partial(halves, momentum_first=True)),
+    "adamw_before_muon": (net, partial(halves, momentum_first=False)),
+    "checkpointed": (lambda: Blocks(reentrant=False), sgd),
+    "shared_layer_and_in_place": (shared, sgd),
+    "parametrized": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)),
+        sgd,
+    ),
+    "with_hooks_of_others": (hooked_net, sgd),
+}
+for name, (make, optimizers_of) in PLAIN.items():
+    PROGRAMS[name] = make, partial(plain_loop, optimizers=optimizers_of)
+
+
+# --- one optimizer --------------------------------------------------------------------------------
 
 
 @program(net)
@@ -101,13 +147,6 @@ def clipped_with_schedule(p: Program) -> None:
         schedule.step()
         optimizer.zero_grad(set_to_none=False)
         p.step_ended()
-
-
-@program(net)
-def fused_optimizer(p: Program) -> None:
-    optimizer = torch.optim.Adam(p.model.parameters(), 0.01, fused=True)
-    for _ in p.steps(optimizer):
-        loss_of(p.model).backward()
 
 
 @program(net)
@@ -191,26 +230,6 @@ def gradient_penalty(p: Program) -> None:
 
 
 # --- several optimizers ---------------------------------------------------------------------------
-
-
-def halves(model: nn.Module, *, momentum_first: bool) -> list[Optimizer]:
-    """Matrices by one optimizer and the rest by another, as with Muon beside AdamW."""
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    both: list[Optimizer] = [SGD(matrices, 0.05, momentum=0.9), AdamW(others, 0.01)]
-    return both if momentum_first else both[::-1]
-
-
-@program(net)
-def muon_before_adamw(p: Program) -> None:
-    for _ in p.steps(*halves(p.model, momentum_first=True)):
-        loss_of(p.model).backward()
-
-
-@program(net)
-def adamw_before_muon(p: Program) -> None:
-    for _ in p.steps(*halves(p.model, momentum_first=False)):
-        loss_of(p.model).backward()
 
 
 @program(net)
@@ -349,11 +368,6 @@ class Blocks(nn.Module):
         return out
 
 
-@program(lambda: Blocks(reentrant=False))
-def checkpointed(p: Program) -> None:
-    plain_loop(p)
-
-
 @program(lambda: Blocks(reentrant=True))
 def checkpointed_with_reentry(p: Program) -> None:
     for _ in p.steps():
@@ -398,16 +412,6 @@ def trunk_unfrozen_later(p: Program) -> None:
     for index in p.steps():
         model[0].requires_grad_(index >= 3)
         loss_of(p.model).backward()
-
-
-def shared() -> nn.Sequential:
-    layer = nn.Linear(4, 4)
-    return nn.Sequential(layer, nn.ReLU(inplace=True), layer, nn.ReLU(inplace=True))
-
-
-@program(shared)
-def shared_layer_and_in_place(p: Program) -> None:
-    plain_loop(p)
 
 
 def two_views_net() -> nn.Sequential:
@@ -484,25 +488,6 @@ def inner_loop_of_maml(p: Program) -> None:
         functional_call(p.model, moved, (batch(),)).square().mean().backward()
 
 
-@program(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)))
-def parametrized(p: Program) -> None:
-    plain_loop(p)
-
-
-def hooked_net() -> nn.Sequential:
-    model = net()
-    model[0].register_forward_hook(lambda module, args, output: output * 2)
-    model[2].register_full_backward_hook(lambda module, grad_in, grad_out: None)
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: grad * 0.5)
-    return model
-
-
-@program(hooked_net)
-def with_hooks_of_others(p: Program) -> None:
-    plain_loop(p)
-
-
 class Embedded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -545,7 +530,7 @@ def double_precision(p: Program) -> None:
 def compiled_in_place(p: Program) -> None:
     if p.compiles:
         p.model.compile(backend="aot_eager")
-    plain_loop(p)
+    plain_loop(p, sgd)
 
 
 @program(Blocks)
@@ -554,7 +539,7 @@ def compiled_pieces(p: Program) -> None:
     if p.compiles:
         for block in model.blocks:
             block.compile(backend="aot_eager")
-    plain_loop(p)
+    plain_loop(p, sgd)
 
 
 @program(net)
