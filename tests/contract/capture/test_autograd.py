@@ -131,36 +131,26 @@ def test_gradients_that_all_come_from_autograd_grad_are_logged(tmp_path: Path) -
 # --- passes that are not training -----------------------------------------------------------------
 
 
-def in_eval_mode(model: nn.Module) -> None:
-    model.eval()
-    loss_of(model)
-    model.train()
-
-
-def with_eval_gradients(model: nn.Module) -> None:
-    """Adversarial examples, saliency: gradients in evaluation mode."""
+def with_gradients_in_eval_mode(model: nn.Module) -> None:
+    """Adversarial examples, saliency."""
     model.eval()
     x = batch().requires_grad_()
     torch.autograd.grad(loss_of(model, x), x)
     model.train()
 
 
-def without_gradients(model: nn.Module) -> None:
-    with torch.no_grad():
-        loss_of(model)
+EVALUATIONS: dict[str, Callable[[nn.Module], object]] = {
+    "in eval mode": lambda model: (loss_of(model.eval()), model.train()),
+    "with gradients in eval mode": with_gradients_in_eval_mode,
+    "without gradients": torch.no_grad()(loss_of),
+    "in inference mode": torch.inference_mode()(loss_of),
+}
 
 
-def in_inference_mode(model: nn.Module) -> None:
-    with torch.inference_mode():
-        loss_of(model)
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_evaluation_between_training_passes_is_not_logged(tmp_path: Path, name: str) -> None:
+    evaluate = EVALUATIONS[name]
 
-
-@pytest.mark.parametrize(
-    "evaluate", [in_eval_mode, with_eval_gradients, without_gradients, in_inference_mode]
-)
-def test_evaluation_between_training_passes_is_not_logged(
-    tmp_path: Path, evaluate: Callable[[nn.Module], None]
-) -> None:
     def passes(model: nn.Module, logger: HookLogger | None) -> None:
         with not_training():
             evaluate(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,15 +16,20 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from telemetry import HookLogger
+from telemetry import HookLogger, StepRecord
 from telemetry.measure import Measurer
-from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
 from tests.helpers.hand import assert_logged, by_hand
-from tests.helpers.require import needs_observable_graphs
-from tests.helpers.twins import Outcome, Recorder, assert_left_alone
+from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, needs_observable_graphs
+from tests.helpers.twins import Outcome, Recorder, assert_left_alone, loss_of, training
 
 # The compiler warns of its own doings.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
+
+
+def observed(test: Callable[..., None]) -> Any:
+    """Mark a test of graphs that are observed."""
+    return pytest.mark.slow(needs_observable_graphs(test))
 
 
 @pytest.fixture(autouse=True)
@@ -85,20 +91,19 @@ def not_at_all(model: nn.Module) -> nn.Module:
 
 
 def loop_with(
-    compiled: Compile, *, steps: int = 6, batch_sizes: tuple[int, ...] = (5,)
+    compiled: Compile,
+    *,
+    steps: int = 6,
+    batch_sizes: tuple[int, ...] = (5,),
+    loss: Callable[..., Tensor] = loss_of,
 ) -> Callable[..., Iterator[Tensor]]:
     """Training; the first step of the optimizer comes after ``compiled`` was made."""
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         torch._dynamo.reset_code_caches()  # or the watched twin would run the bare one's graphs
-        forward = compiled(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = forward(torch.randn(batch_sizes[step % len(batch_sizes)], 4)).square().mean()
-            loss.backward()
-            optimizer.step()
-            yield loss
+        forward, sizes = compiled(model), itertools.cycle(batch_sizes)
+        of_batch = lambda _: loss(forward, torch.randn(next(sizes), 4))  # noqa: E731
+        yield from training(of_batch, steps)(model, logger)
 
     return loop
 
@@ -111,8 +116,7 @@ def assert_values(outcome: Outcome, compiled: Compile, make: Callable[[], nn.Mod
             assert_logged(record, step)
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
 def test_a_compiled_model_is_logged_and_left_alone(tmp_path: Path, compiled: Compile) -> None:
     outcome = assert_left_alone(Net, loop_with(compiled), tmp_path, every_n_steps=3)
@@ -130,8 +134,7 @@ def test_graphs_that_cannot_be_observed_are_left_alone_and_the_log_says_so(
     assert caplog.text.count(f"PyTorch {torch.__version__} cannot show") == 1
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 def test_a_model_compiled_with_inductor_is_logged_and_left_alone(tmp_path: Path) -> None:
     with_inductor = partial(whole, backend="inductor")
     loop = loop_with(with_inductor, steps=4)
@@ -145,8 +148,7 @@ def test_a_model_compiled_with_inductor_is_logged_and_left_alone(tmp_path: Path)
     assert_values(outcome, whole, make)
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_tensor_that_is_recorded_as_another_one_is_logged_once(
     tmp_path: Path,
@@ -171,8 +173,7 @@ def test_a_tensor_that_is_recorded_as_another_one_is_logged_once(
         assert "the first being outputs of blocks.0.relu" in told[0]
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 @pytest.mark.parametrize("compiled", [whole, regional])
 def test_logging_adds_one_graph_and_no_breaks(tmp_path: Path, compiled: Compile) -> None:
     """One graph with observers, one without; equal blocks share theirs."""
@@ -203,8 +204,7 @@ class Counting:
         return run
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
     backend = Counting()
     loop = loop_with(partial(whole, backend=backend), steps=7)
@@ -216,8 +216,7 @@ def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
     assert backend.calls == [0, 1, 1, 0, 1, 1, 0]
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Path) -> None:
     loop = loop_with(whole, steps=8, batch_sizes=(5, 5, 7, 7, 9, 9, 6, 4))
     outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=2)
@@ -228,8 +227,7 @@ def test_a_batch_of_another_size_makes_one_more_graph_of_each_kind(tmp_path: Pat
     assert counters["stats"]["unique_graphs"] == 2 + 4
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 def test_the_first_compiled_call_may_be_on_an_unlogged_step(tmp_path: Path) -> None:
     """Training that is resumed: the first step is not one that is measured."""
     loop = loop_with(whole, steps=4)
@@ -240,29 +238,20 @@ def test_the_first_compiled_call_may_be_on_an_unlogged_step(tmp_path: Path) -> N
     assert record.activation_grads["blocks.0.linear"].calls == 1
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 def test_autocast_leaves_the_random_stream_alone(tmp_path: Path) -> None:
     """Fusion may round otherwise on a logged step, so that values are close and no more."""
 
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        torch._dynamo.reset_code_caches()
-        forward = whole(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(4):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = forward(torch.randn(5, 4)).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            yield loss
+    def loss(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(x).float().square().mean()
 
+    loop = loop_with(whole, steps=4, loss=loss)
     outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=3)
     assert outcome.full[1].activations["head"].calls == 1
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 def test_validation_phases_of_a_compiled_model_are_logged(tmp_path: Path) -> None:
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         torch._dynamo.reset_code_caches()
@@ -285,8 +274,6 @@ def test_validation_phases_of_a_compiled_model_are_logged(tmp_path: Path) -> Non
     outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=3)
     for record in outcome.full:
         assert record.activations["head"].calls == 1
-    from tests.helpers.plain_events import EventAccumulator
-
     events = (
         EventAccumulator(str(tmp_path)).Reload().Scalars("validation/activation_max/0000.embed")
     )
@@ -295,8 +282,7 @@ def test_validation_phases_of_a_compiled_model_are_logged(tmp_path: Path) -> Non
     assert counters["stats"]["unique_graphs"] == 2 + 4
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 def test_checkpointing_inside_of_a_compiled_region_is_logged_once(tmp_path: Path) -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -338,16 +324,12 @@ def test_a_compiled_training_step_is_left_alone(backend: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        step = torch.compile(optimizer.step, backend="aot_eager")
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss = model(torch.randn(5, 4)).square().mean()
-            loss.backward()
-            step()
-            yield loss
+    def compiled(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(parameters, lr=0.1)
+        optimizer.step = torch.compile(optimizer.step, backend="aot_eager")
+        return optimizer
 
+    loop = training(steps=4, optimizer=compiled)
     outcome = assert_left_alone(partial(nn.Linear, 4, 2), loop, tmp_path, every_n_steps=3)
     assert [record.step for record in outcome.records] == [0, 1, 2, 3]
     assert outcome.full[0].update_ratios["weight"] > 0
@@ -355,8 +337,7 @@ def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == 2 * 1
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 def test_compiled_autograd_costs_activation_gradients_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -375,8 +356,7 @@ def test_compiled_autograd_costs_activation_gradients_only(
         assert record.grad_present.all()
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+@observed
 @pytest.mark.parametrize("compiled", [whole, not_at_all])
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_autograd_by_its_context_manager(
@@ -432,60 +412,47 @@ def test_a_model_of_torch_jit_is_logged_without_its_activations(
 WAYS_OUT = ("before the first compiled call", "reset_code_caches", "force_eager")
 
 
-@pytest.mark.slow
-@needs_observable_graphs
+def trained_after_compiling(
+    compiled: Compile, tmp_path: Path, remedy: str = "none"
+) -> list[StepRecord]:
+    """Three steps of a model whose compiled code has run before the logger was made."""
+    model, recorder = Net(), Recorder()
+    forward = compiled(model)
+    forward(torch.randn(5, 4)).sum().backward()
+
+    def loss(_: nn.Module) -> Tensor:
+        eager = remedy == "force_eager" and logger.current_step % 2 == 0
+        with torch.compiler.set_stance("force_eager" if eager else "default"):
+            return forward(torch.randn(5, 4)).sum()
+
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
+        if remedy == "reset_code_caches":
+            torch._dynamo.reset_code_caches()
+        assert len([*training(loss)(model, logger)]) == 3
+    return recorder.records
+
+
+@observed
 @pytest.mark.parametrize("compiled", [whole, in_place, regional])
 def test_a_model_that_was_compiled_before_is_reported_with_the_remedies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile
 ) -> None:
-    model, recorder = Net(), Recorder()
-    forward = compiled(model)
-    forward(torch.randn(5, 4)).sum().backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
-        for _ in range(2):
-            optimizer.zero_grad()
-            forward(torch.randn(5, 4)).sum().backward()
-            optimizer.step()
+    records = trained_after_compiling(compiled, tmp_path)
     [message] = [r.getMessage() for r in caplog.records if "compiled before" in r.getMessage()]
     assert all(way in message for way in WAYS_OUT)
     if compiled is regional:
         assert "6 of 9 watched modules" in message
         assert "blocks.0.linear" in message
-    assert recorder.records[0].grad_present.all()
+    assert records[0].grad_present.all()
 
 
-@pytest.mark.slow
-@needs_observable_graphs
-def test_dropping_the_compiled_code_is_a_remedy(tmp_path: Path) -> None:
-    model, recorder = Net(), Recorder()
-    forward = whole(model)
-    forward(torch.randn(5, 4)).sum().backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2):
-        torch._dynamo.reset_code_caches()
-        for _ in range(3):
-            optimizer.zero_grad()
-            forward(torch.randn(5, 4)).sum().backward()
-            optimizer.step()
-    assert [len(record.activations) for record in recorder.records] == [9, 0, 9]
-
-
-@pytest.mark.slow
-@needs_observable_graphs
-def test_running_the_logged_steps_eagerly_is_a_remedy(tmp_path: Path) -> None:
-    model, recorder = Net(), Recorder()
-    forward = whole(model)
-    forward(torch.randn(5, 4)).sum().backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=2) as logger:
-        for _ in range(3):
-            stance = "default" if logger.current_step % 2 else "force_eager"
-            optimizer.zero_grad()
-            with torch.compiler.set_stance(stance):
-                forward(torch.randn(5, 4)).sum().backward()
-            optimizer.step()
-    assert [len(record.activations) for record in recorder.records] == [9, 0, 9]
+@observed
+@pytest.mark.parametrize("remedy", ["reset_code_caches", "force_eager"])
+def test_dropping_the_compiled_code_or_running_logged_steps_eagerly_is_a_remedy(
+    tmp_path: Path, remedy: str
+) -> None:
+    records = trained_after_compiling(whole, tmp_path, remedy)
+    assert [len(record.activations) for record in records] == [9, 0, 9]
 
 
 # --- afterwards -----------------------------------------------------------------------------------
@@ -495,21 +462,15 @@ def test_running_the_logged_steps_eagerly_is_a_remedy(tmp_path: Path) -> None:
 def test_after_close_the_compiled_model_still_runs_and_no_reference_is_kept(tmp_path: Path) -> None:
     model = Net()
     forward = whole(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train() -> None:
-        optimizer.zero_grad()
-        forward(torch.randn(5, 4)).sum().backward()
-        optimizer.step()
-
+    train = training(lambda _: forward(torch.randn(5, 4)).sum())
     logger = HookLogger(model, tmp_path, every_n_steps=2)
-    for _ in range(3):
-        train()
-    hooks = weakref.ref(logger._run._capture)
+    assert len([*train(model, logger)]) == 3
     logger.close()
+    reference = weakref.ref(logger)
     del logger
     assert not any(module._forward_hooks for module in model.modules())
-    for _ in range(3):
-        train()
+    assert len([*train(model, None)]) == 3
     gc.collect()
-    assert hooks() is None
+    assert reference() is None
+    ours = ("telemetry.capture", "telemetry.run")
+    assert not [o for o in gc.get_objects() if str(type(o).__module__).startswith(ours)]

@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import telemetry
 from telemetry import HookLogger
 from telemetry.capture.experts import Router, routers, tokens_per_expert
-from telemetry.layers import table
-from telemetry.layers.table import LayerTable
-from telemetry.reading.run import open_run
-from telemetry.torch_private.compiler import GRAPHS_CAN_BE_OBSERVED
+from tests.helpers.require import needs_observable_graphs
 from tests.helpers.twins import Recorder, assert_left_alone
 
 EXPERTS = 6
@@ -114,28 +112,24 @@ def test_loads_count_the_choices_of_all_micro_batches_and_training_is_left_alone
 
 def test_statistics_equal_their_definitions_and_experts_are_units(tmp_path: Path) -> None:
     watched = assert_left_alone(lambda: model("indices", 1), loop, tmp_path)
-    record = watched.full[-1]
-    load = record.expert_loads["1.router"].astype(np.float64)
-    found, place = table(record), record.layout.position["1.router"]
+    load = watched.full[-1].expert_loads["1.router"].astype(np.float64)
     shares = [share for share in (load / load.sum()).tolist() if share]
-    assert value(found, place, "expert_load_cv") == pytest.approx(np.std(load) / np.mean(load))
-    entropy = -sum(share * math.log(share) for share in shares)
-    assert value(found, place, "effective_experts") == pytest.approx(math.exp(entropy))
-    assert value(found, place, "dead_experts") == np.mean(load == 0) > 0  # the bias starves all
-    others = [n for n in range(len(record.layout.modules)) if n != place]
-    assert all(found.value(n, "expert_load_cv") is None for n in others)
-    run = open_run(tmp_path)
+    wanted = {
+        "expert_load_cv": np.std(load) / np.mean(load),
+        "effective_experts": math.exp(-sum(share * math.log(share) for share in shares)),
+        "dead_experts": np.mean(load == 0),
+    }
+    assert wanted["dead_experts"] > 0  # the bias starves all
+    run = telemetry.read(tmp_path)
+    for name, value in wanted.items():
+        found = run.layers[run.layers["statistic"] == name]
+        assert {*found["module_name"]} == {"1.router"}
+        assert found["value"].iloc[-1] == pytest.approx(value)
     units = run.units("1.router").extremes[-1]
     np.testing.assert_allclose(units, np.stack([load, load], axis=1), rtol=2**-7)
 
 
-def value(found: LayerTable, place: int, name: str) -> float:
-    read = found.value(place, name)
-    assert read is not None
-    return read
-
-
-@pytest.mark.skipif(not GRAPHS_CAN_BE_OBSERVED, reason="PyTorch before 2.13")
+@needs_observable_graphs
 def test_loads_in_compiled_graphs_are_counted(tmp_path: Path) -> None:
     torch.compiler.reset()
     built, recorder = model(), Recorder()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from telemetry import HookLogger
 from tests.helpers.require import needs_observable_graphs
-from tests.helpers.twins import Recorder, assert_left_alone, by_pickle, by_saving, run
+from tests.helpers.twins import Recorder, assert_left_alone, by_pickle, by_saving, run, training
 
 INTERVALS = [1, 10, 100]
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(20)  # without, both paths round alike
@@ -61,27 +62,17 @@ def slow(model: nn.Module) -> nn.Module:
     return model
 
 
-def no_logger(name: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
-def evaluate(model: nn.Module, logger: HookLogger | None) -> Tensor:
-    with torch.no_grad():
+def evaluate(model: nn.Module, logger: HookLogger | None = None, around: Any = None) -> Tensor:
+    with contextlib.nullcontext() if around == "gradients" else torch.no_grad(), MODES[around]():
         return model(batch())
 
 
-def evaluate_with_gradients(model: nn.Module, logger: HookLogger | None) -> Tensor:
-    return model(batch())
-
-
-def evaluate_in_half_precision(model: nn.Module, logger: HookLogger | None) -> Tensor:
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        return model(batch())
-
-
-def evaluate_in_inference_mode(model: nn.Module, logger: HookLogger | None) -> Tensor:
-    with torch.inference_mode():
-        return model(batch())
+MODES: dict[str | None, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    None: contextlib.nullcontext,
+    "gradients": contextlib.nullcontext,
+    "half precision": partial(torch.autocast, "cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode,
+}
 
 
 def evaluate_padded(model: nn.Module, logger: HookLogger | None) -> Tensor:
@@ -89,16 +80,20 @@ def evaluate_padded(model: nn.Module, logger: HookLogger | None) -> Tensor:
         return model(batch(), padding())  # the encoder makes nested tensors
 
 
+def validation(logger: HookLogger | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if logger is None else logger.phase("validation")
+
+
 def evaluate_in_a_phase(model: nn.Module, logger: HookLogger | None) -> Tensor:
-    phase = no_logger if logger is None else logger.phase
-    with phase("validation"), torch.no_grad():
+    with validation(logger), torch.no_grad():
         return torch.cat([model(batch(), padding()), model(batch())], dim=1)
 
 
-EVALUATIONS = [
-    evaluate, evaluate_with_gradients, evaluate_in_half_precision, evaluate_in_inference_mode,
-    evaluate_padded, evaluate_in_a_phase,
-]  # fmt: skip
+EVALUATIONS: dict[str, Callable[..., Tensor]] = {
+    **{str(mode): partial(evaluate, around=mode) for mode in MODES},
+    "padded": evaluate_padded,
+    "phase": evaluate_in_a_phase,
+}
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
@@ -122,11 +117,12 @@ def test_hooks_change_the_results_of_these_models() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 @pytest.mark.parametrize("every_n_steps", INTERVALS)
-@pytest.mark.parametrize("evaluation", EVALUATIONS)
+@pytest.mark.parametrize("name", EVALUATIONS)
 def test_evaluation_around_a_training_step_is_left_alone_and_not_measured(
-    tmp_path: Path, evaluation: Callable[..., Tensor], every_n_steps: int
+    tmp_path: Path, name: str, every_n_steps: int
 ) -> None:
-    if evaluation is evaluate_in_half_precision and torch.__version__.startswith("2.4."):
+    evaluation = EVALUATIONS[name]
+    if name == "half precision" and torch.__version__.startswith("2.4."):
         pytest.skip("PyTorch 2.4 itself cannot evaluate the fused layer under autocast on a CPU")
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -170,17 +166,12 @@ def test_a_model_of_one_fused_layer_is_measured_only_if_its_type_is_selected(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             yield evaluate(model.eval(), logger)
-            phase = no_logger if logger is None else logger.phase
-            with phase("validation"):
+            with validation(logger):
                 yield evaluate(model, logger)
             yield train_step(model, optimizer, model.train()(batch()).square().mean())
 
     outcome = assert_left_alone(Layer, loop, tmp_path, modules=modules)
     assert ("" in outcome.full[0].activations) == (modules is not None)
-
-
-def averaged(model: nn.Module) -> nn.Module:
-    return torch.optim.swa_utils.AveragedModel(model)
 
 
 def hook_counts(model: nn.Module) -> int:
@@ -189,7 +180,9 @@ def hook_counts(model: nn.Module) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every_n_steps", INTERVALS)
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, by_pickle, by_saving, averaged])
+@pytest.mark.parametrize(
+    "make_copy", [copy.deepcopy, by_pickle, by_saving, torch.optim.swa_utils.AveragedModel]
+)
 def test_training_towards_frozen_copies_is_left_alone(
     tmp_path: Path, make_copy: Callable[[nn.Module], nn.Module], every_n_steps: int
 ) -> None:
@@ -197,32 +190,29 @@ def test_training_towards_frozen_copies_is_left_alone(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         copies = []
 
-        def reference(moment: str) -> None:
-            twin = make_copy(model).eval()
-            assert hook_counts(twin) == 0, moment
-            copies.append(twin)
+        def reference(number: int) -> None:
+            if len(copies) == number:
+                copies.append(make_copy(model).eval())
+                assert hook_counts(copies[-1]) == 0, number
 
-        reference("attached")
+        reference(0)
         for _ in range(3):
             x = batch()
             features = model.encoder(x)
-            if len(copies) == 1:
-                reference("in forward")
+            reference(1)
             loss = model.head(features).square().mean()
             for twin in copies:
-                loss = loss + (evaluate(twin, None) - model(x)).square().mean()
+                loss = loss + (evaluate(twin) - model(x)).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            if len(copies) == 2:
-                reference("after backward")
+            reference(2)
             optimizer.step()
-            if len(copies) == 3:
-                reference("after step")
+            reference(3)
             yield loss
         if logger is not None:
             logger.close()
         for twin in copies:
-            yield evaluate(twin, None)
+            yield evaluate(twin)
 
     assert_left_alone(Encoder, loop, tmp_path, every_n_steps=every_n_steps)
 
@@ -267,13 +257,11 @@ def test_a_module_that_calls_itself_is_measured_each_time(tmp_path: Path) -> Non
 
 
 def evaluated_eagerly(model: nn.Module, compiled: Any) -> Tensor:
-    return evaluate(model.eval(), None)
+    return evaluate(model.eval())
 
 
 def evaluated_in_a_graph(model: nn.Module, compiled: Any) -> Tensor:
-    compiled.eval()
-    with torch.no_grad():
-        return compiled(batch())
+    return evaluate(compiled.eval())
 
 
 @pytest.mark.slow
@@ -367,12 +355,6 @@ def test_a_watched_module_has_no_visible_hooks(tmp_path: Path) -> None:
             seen.append(hook_counts(self))
             return self.inner(x)
 
-    outcome = run(Inspecting, stepping, tmp_path)
+    outcome = run(Inspecting, training(), tmp_path)
     assert outcome.full[0].activations["inner"].calls == 1
-    assert seen == [0, 0]
-
-
-def stepping(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        yield train_step(model, optimizer, model(torch.randn(3, 4)).square().mean())
+    assert seen == [0, 0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry import HookLogger
-from telemetry.events import list_event_files, read_events
-from telemetry.records import StepRecord
-from telemetry.tag_names import TOTAL_GRAD_NORM
+import telemetry
+from telemetry import HookLogger, StepRecord
 from tests.helpers.twins import Recorder, seed
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # of the frameworks
@@ -26,12 +25,8 @@ def mlp() -> nn.Sequential:
 
 def written_steps(log_dir: Path) -> list[int]:
     """Steps whose gradient norms are in the event files, in their order."""
-    events = (event for path in list_event_files(log_dir) for event in read_events(path))
-    return [
-        event.step
-        for event in events
-        if any(value.tag == TOTAL_GRAD_NORM for value in event.summary.value)
-    ]
+    scalars = telemetry.read(log_dir).scalars
+    return scalars[scalars["tag"] == "grad_norm/total"]["step"].tolist()
 
 
 def assert_complete(records: list[StepRecord], *, steps: int, calls: int = 1) -> None:
@@ -44,7 +39,7 @@ def assert_complete(records: list[StepRecord], *, steps: int, calls: int = 1) ->
         assert all(ratio > 0 for ratio in record.update_ratios.values())
 
 
-# --- Lightning ------------------------------------------------------------------------------------
+# --- trainers ------------------------------------------------------------------------------------
 
 
 def lightning_module(automatic: bool) -> Any:
@@ -75,76 +70,29 @@ def lightning_module(automatic: bool) -> Any:
     return Module()
 
 
-def lightning_trainer(log_dir: Path, **options: Any) -> Any:
-    """Return a default trainer with the default logger of Lightning."""
-    import lightning
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    logger = TensorBoardLogger(log_dir, name="", version="")
-    return lightning.Trainer(accelerator="cpu", max_epochs=1, logger=logger, **options)
-
-
 def batches() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4)
 
 
-def fit(
-    log_dir: Path, *, automatic: bool, watched: bool, **options: Any
-) -> tuple[Any, list[StepRecord]]:
-    seed(0)
-    module = lightning_module(automatic)
-    recorder = Recorder()
-    loader = batches()
-    trainer = lightning_trainer(log_dir, val_check_interval=2, **options)
-    if not watched:
-        trainer.fit(module, loader, loader)
-    else:
-        with HookLogger(module, trainer.logger.experiment, alerts=[recorder], every_n_steps=1):
-            trainer.fit(module, loader, loader)
-    return module, recorder.records
+class Lightning:
+    """A default trainer, whose default logger closes its writer at the end."""
 
+    def __init__(self, log_dir: Path, *, automatic: bool = True, **options: Any) -> None:
+        pytest.importorskip("lightning")
+        from lightning.pytorch.loggers import TensorBoardLogger
 
-LIGHTNING = [
-    ({"automatic": True}, 6, 1),
-    ({"automatic": False}, 6, 1),
-    ({"automatic": True, "accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, 3, 2),
-    ({"automatic": True, "precision": "bf16-mixed"}, 6, 1),
-]
+        self.model = lightning_module(automatic)
+        self.logger = TensorBoardLogger(log_dir, name="", version="")
+        self.writer, self.options = self.logger.experiment, options
 
+    def train(self) -> None:
+        import lightning
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("options", "steps", "calls"), LIGHTNING)
-def test_lightning_trains_unchanged_and_every_step_is_logged(
-    tmp_path: Path, options: dict[str, Any], steps: int, calls: int
-) -> None:
-    pytest.importorskip("lightning")
-    bare, _ = fit(tmp_path / "bare", watched=False, **options)
-    watched, records = fit(tmp_path / "watched", watched=True, **options)
-    for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
-        assert torch.equal(expected, got)
-    assert_complete(records, steps=steps, calls=calls)
-    assert written_steps(tmp_path / "watched") == list(range(steps))
-    if "gradient_clip_val" in options:
-        assert all(record.total_grad_norm == pytest.approx(0.01, rel=1e-3) for record in records)
-        assert all(record.total_grad_norm_before_clipping > 0.02 for record in records)
-
-
-def test_every_step_is_written_though_lightning_closes_its_writer_before_the_logger(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("lightning")
-    module, logger = lightning_module(automatic=True), None
-    for run in range(2):
-        trainer = lightning_trainer(tmp_path)
-        trainer.logger = logger = logger or trainer.logger
-        with HookLogger(module, logger.experiment, first_step=6 * run):
-            trainer.fit(module, batches())
-            assert written_steps(tmp_path) == list(range(6 * run + 6))
-    assert len(list_event_files(tmp_path)) == 2
-    assert not [record for record in caplog.records if record.name.startswith("telemetry")]
-
-
-# --- Hugging Face ---------------------------------------------------------------------------------
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=1, logger=self.logger, val_check_interval=2,
+            **self.options,
+        )  # fmt: skip
+        trainer.fit(self.model, batches(), batches())
 
 
 class Regressor(nn.Module):
@@ -157,92 +105,90 @@ class Regressor(nn.Module):
         return {"loss": y.square().mean(), "logits": y}
 
 
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __init__(self) -> None:
-        self.rows = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": self.rows[index], "labels": torch.zeros(())}
+def rows() -> list[dict[str, Tensor]]:
+    inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+    return [{"x": x, "labels": torch.zeros(())} for x in inputs]
 
 
-def hf_trainer(model: nn.Module, out: Path, **options: Any) -> Any:
-    import transformers
+class HuggingFace:
+    """A trainer, whose callback closes the writer that it was given at the end."""
 
-    arguments = transformers.TrainingArguments(
-        output_dir=str(out), per_device_train_batch_size=4, num_train_epochs=1, use_cpu=True,
-        report_to="tensorboard", save_strategy="no", disable_tqdm=True, **options,
-    )  # fmt: skip
-    return transformers.Trainer(
-        model, arguments, train_dataset=Rows(), eval_dataset=Rows(), processing_class=None
-    )
+    def __init__(self, log_dir: Path, **options: Any) -> None:
+        pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+        self.model, self.options = Regressor(), options
+        self.writer, self.out = SummaryWriter(log_dir), str(log_dir.parent / "out")
 
+    def train(self) -> None:
+        import transformers
+        from transformers.integrations import TensorBoardCallback
 
-def share(trainer: Any, writer: SummaryWriter) -> SummaryWriter:
-    """Give the writer to the trainer's own callback, which closes it when the training ends."""
-    from transformers.integrations import TensorBoardCallback
-
-    callbacks = trainer.callback_handler.callbacks
-    [callback] = [each for each in callbacks if isinstance(each, TensorBoardCallback)]
-    callback.tb_writer = writer
-    return writer
-
-
-def hf_train(log_dir: Path | None, out: Path, **options: Any) -> tuple[Any, list[StepRecord]]:
-
-    seed(0)
-    model = Regressor()
-    recorder = Recorder()
-    trainer = hf_trainer(model, out, **options)
-    if log_dir is None:
+        arguments = transformers.TrainingArguments(
+            output_dir=self.out, per_device_train_batch_size=4, num_train_epochs=1, use_cpu=True,
+            report_to="tensorboard", save_strategy="no", disable_tqdm=True, **self.options,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            self.model, arguments, train_dataset=rows(), eval_dataset=rows(), processing_class=None
+        )
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback):
+                callback.tb_writer = self.writer
         trainer.train()
-    else:
-        writer = share(trainer, SummaryWriter(log_dir))
-        with HookLogger(model, writer, alerts=[recorder], every_n_steps=1):
-            trainer.train()
-    return model, recorder.records
 
 
-HUGGING_FACE = [
-    ({}, 6, 1),
-    ({"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}, 3, 2),
-    ({"bf16": True, "eval_strategy": "steps", "eval_steps": 2}, 6, 1),
+TRAINERS: list[tuple[Any, dict[str, Any], int, int]] = [
+    (Lightning, {}, 6, 1),
+    (Lightning, {"automatic": False}, 6, 1),
+    (Lightning, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, 3, 2),
+    (Lightning, {"precision": "bf16-mixed"}, 6, 1),
+    (HuggingFace, {}, 6, 1),
+    (HuggingFace, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}, 3, 2),
+    (HuggingFace, {"bf16": True, "eval_strategy": "steps", "eval_steps": 2}, 6, 1),
 ]
 
 
+def watched_by(run: Any, rule: Recorder) -> HookLogger:
+    return HookLogger(run.model, run.writer, alerts=[rule], every_n_steps=1)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "steps", "calls"), HUGGING_FACE)
-def test_the_hugging_face_trainer_trains_unchanged_and_every_step_is_logged(
-    tmp_path: Path, options: dict[str, Any], steps: int, calls: int
+@pytest.mark.parametrize(("framework", "options", "steps", "calls"), TRAINERS)
+def test_a_trainer_trains_unchanged_and_every_step_is_logged(
+    tmp_path: Path, framework: Any, options: dict[str, Any], steps: int, calls: int
 ) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    bare, _ = hf_train(None, tmp_path / "out", **options)
-    watched, records = hf_train(tmp_path / "log", tmp_path / "out", **options)
-    for expected, got in zip(bare.parameters(), watched.parameters(), strict=True):
+    recorder, trained = Recorder(), []
+    for name in ("bare", "watched"):
+        seed(0)
+        run = framework(tmp_path / name, **options)
+        with nullcontext() if name == "bare" else watched_by(run, recorder):
+            run.train()
+        trained.append(run.model)
+    for expected, got in zip(*(model.parameters() for model in trained), strict=True):
         assert torch.equal(expected, got)
-    assert_complete(records, steps=steps, calls=calls)
-    assert written_steps(tmp_path / "log") == list(range(steps))
-    if "max_grad_norm" in options:
-        assert all(record.total_grad_norm == pytest.approx(0.01, rel=1e-3) for record in records)
+    assert_complete(recorder.records, steps=steps, calls=calls)
+    assert written_steps(tmp_path / "watched") == list(range(steps))
+    if {"gradient_clip_val", "max_grad_norm"} & set(options):
+        for record in recorder.records:
+            assert record.total_grad_norm == pytest.approx(0.01, rel=1e-3)
+            assert record.total_grad_norm_before_clipping > 0.02
 
 
 @pytest.mark.slow
-def test_every_step_is_written_though_the_trainers_callback_closes_its_writer_before_the_logger(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("framework", [Lightning, HuggingFace])
+def test_every_step_is_written_though_a_trainer_closes_its_writer_before_the_logger(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, framework: Any
 ) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    model, writer = Regressor(), SummaryWriter(tmp_path)
+    log_dir = tmp_path / "log"
+    trainer = framework(log_dir)
     for run in range(2):
-        trainer = hf_trainer(model, tmp_path / "out", logging_steps=4)
-        with HookLogger(model, share(trainer, writer), first_step=6 * run):
+        with HookLogger(trainer.model, trainer.writer, first_step=6 * run):
             trainer.train()
-            assert written_steps(tmp_path) == list(range(6 * run + 6))
-    assert len(list_event_files(tmp_path)) == 2
+            assert written_steps(log_dir) == list(range(6 * run + 6))
+    assert len([*log_dir.glob("*tfevents*")]) == 2
     assert not [record for record in caplog.records if record.name.startswith("telemetry")]
+
+
+# --- pieces of trainers ---------------------------------------------------------------------------
 
 
 def test_steps_of_an_optimizer_that_accelerate_prepared_are_logged(tmp_path: Path) -> None:
@@ -259,9 +205,6 @@ def test_steps_of_an_optimizer_that_accelerate_prepared_are_logged(tmp_path: Pat
                 optimizer.step()
                 optimizer.zero_grad()
     assert_complete(recorder.records, steps=3, calls=2)
-
-
-# --- Keras ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

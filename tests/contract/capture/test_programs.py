@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ class Program:
         self.compiles = compiles
 
     def steps(self, *optimizers: Optimizer, count: int = STEPS) -> Iterator[int]:
-        """The usual loop; its body leaves gradients."""
+        """The usual loop, by SGD unless others are given; its body leaves gradients."""
+        optimizers = optimizers or (SGD(self.model.parameters(), 0.1),)
         for index in range(count):
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -80,14 +82,58 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-# --- one optimizer --------------------------------------------------------------------------------
+# --- other models and optimizers in the usual loop ---
 
 
-@program(net)
-def plain_loop(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+def halves(model: nn.Module, *, momentum_first: bool) -> list[Optimizer]:
+    """Matrices by one optimizer and the rest by another, as with Muon beside AdamW."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    both: list[Optimizer] = [SGD(matrices, 0.05, momentum=0.9), AdamW(others, 0.01)]
+    return both if momentum_first else both[::-1]
+
+
+def shared() -> nn.Sequential:
+    layer = nn.Linear(4, 4)
+    return nn.Sequential(layer, nn.ReLU(inplace=True), layer, nn.ReLU(inplace=True))
+
+
+def hooked_net() -> nn.Sequential:
+    model = net()
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    model[2].register_full_backward_hook(lambda module, grad_in, grad_out: None)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: grad * 0.5)
+    return model
+
+
+def plain_loop(p: Program, optimizers: Callable[[nn.Module], list[Optimizer]]) -> None:
+    for _ in p.steps(*optimizers(p.model)):
         loss_of(p.model).backward()
+
+
+def sgd(model: nn.Module) -> list[Optimizer]:
+    return [SGD(model.parameters(), 0.1)]
+
+
+PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], list[Optimizer]]]] = {
+    "plain_loop": (net, sgd),
+    "fused_optimizer": (net, lambda m: [torch.optim.Adam(m.parameters(), 0.01, fused=True)]),
+    "muon_before_adamw": (net, partial(halves, momentum_first=True)),
+    "adamw_before_muon": (net, partial(halves, momentum_first=False)),
+    "checkpointed": (lambda: Blocks(reentrant=False), sgd),
+    "shared_layer_and_in_place": (shared, sgd),
+    "parametrized": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)),
+        sgd,
+    ),
+    "with_hooks_of_others": (hooked_net, sgd),
+}
+for name, (make, optimizers_of) in PLAIN.items():
+    PROGRAMS[name] = make, partial(plain_loop, optimizers=optimizers_of)
+
+
+# --- one optimizer --------------------------------------------------------------------------------
 
 
 @program(net)
@@ -104,13 +150,6 @@ def clipped_with_schedule(p: Program) -> None:
 
 
 @program(net)
-def fused_optimizer(p: Program) -> None:
-    optimizer = torch.optim.Adam(p.model.parameters(), 0.01, fused=True)
-    for _ in p.steps(optimizer):
-        loss_of(p.model).backward()
-
-
-@program(net)
 def accumulated_gradients(p: Program) -> None:
     optimizer = AdamW(p.model.parameters(), 0.01)
     for micro in range(4 * STEPS):
@@ -123,8 +162,7 @@ def accumulated_gradients(p: Program) -> None:
 
 @program(net)
 def two_losses_of_one_graph(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         out = p.model(batch())
         out.square().mean().backward(retain_graph=True)
         out.abs().mean().backward()
@@ -183,8 +221,7 @@ def gradients_by_autograd_grad(p: Program) -> None:
 
 @program(net)
 def gradient_penalty(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         x = batch().requires_grad_()
         out = p.model(x).mean()
         with p.aside():
@@ -193,26 +230,6 @@ def gradient_penalty(p: Program) -> None:
 
 
 # --- several optimizers ---------------------------------------------------------------------------
-
-
-def halves(model: nn.Module, *, momentum_first: bool) -> list[Optimizer]:
-    """Matrices by one optimizer and the rest by another, as with Muon beside AdamW."""
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() != 2]
-    both: list[Optimizer] = [SGD(matrices, 0.05, momentum=0.9), AdamW(others, 0.01)]
-    return both if momentum_first else both[::-1]
-
-
-@program(net)
-def muon_before_adamw(p: Program) -> None:
-    for _ in p.steps(*halves(p.model, momentum_first=True)):
-        loss_of(p.model).backward()
-
-
-@program(net)
-def adamw_before_muon(p: Program) -> None:
-    for _ in p.steps(*halves(p.model, momentum_first=False)):
-        loss_of(p.model).backward()
 
 
 @program(net)
@@ -260,8 +277,7 @@ def ppo(p: Program) -> None:
 @program(ActorCritic)
 def dqn_with_target(p: Program) -> None:
     target = copy.deepcopy(p.model)
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for index in p.steps(optimizer):
+    for index in p.steps():
         if index % 2:
             target.load_state_dict(p.model.state_dict())
         with torch.no_grad():
@@ -352,23 +368,16 @@ class Blocks(nn.Module):
         return out
 
 
-@program(lambda: Blocks(reentrant=False))
-def checkpointed(p: Program) -> None:
-    plain_loop(p)
-
-
 @program(lambda: Blocks(reentrant=True))
 def checkpointed_with_reentry(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         p.model(batch().requires_grad_()).square().mean().backward()
 
 
 @program(Blocks)
 def layers_dropped_at_random(p: Program) -> None:
     model: Any = p.model
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for index in p.steps(optimizer):
+    for index in p.steps():
         x = batch()
         for number, block in enumerate(model.blocks):
             if (index + number) % 3:
@@ -400,20 +409,9 @@ def head_replaced(p: Program) -> None:
 def trunk_unfrozen_later(p: Program) -> None:
     model: Any = p.model
     model[0].requires_grad_(False)
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for index in p.steps(optimizer):
+    for index in p.steps():
         model[0].requires_grad_(index >= 3)
         loss_of(p.model).backward()
-
-
-def shared() -> nn.Sequential:
-    layer = nn.Linear(4, 4)
-    return nn.Sequential(layer, nn.ReLU(inplace=True), layer, nn.ReLU(inplace=True))
-
-
-@program(shared)
-def shared_layer_and_in_place(p: Program) -> None:
-    plain_loop(p)
 
 
 def two_views_net() -> nn.Sequential:
@@ -422,15 +420,13 @@ def two_views_net() -> nn.Sequential:
 
 @program(two_views_net)
 def two_views(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         (p.model(batch()) - p.model(batch())).square().mean().backward()
 
 
 @program(two_views_net)
 def validated_between_steps(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         loss_of(p.model).backward()
         p.model.eval()
         with torch.no_grad():
@@ -443,8 +439,7 @@ def validated_between_steps(p: Program) -> None:
 @program(net)
 def averaged_weights(p: Program) -> None:
     average = torch.optim.swa_utils.AveragedModel(p.model)
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for index in p.steps(optimizer):
+    for index in p.steps():
         if index:
             average.update_parameters(p.model)
             average(batch())
@@ -463,9 +458,8 @@ class Recurrent(nn.Module):
 
 @program(Recurrent)
 def truncated_backpropagation(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
     state = None
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         out, state = p.model(torch.randn(2, 3, 4), state)
         out.square().mean().backward()
         state = tuple(part.detach() for part in state)
@@ -474,8 +468,7 @@ def truncated_backpropagation(p: Program) -> None:
 @program(net)
 def functional_parameters(p: Program) -> None:
     """The model is called with weights of the caller's; gradients are put where they belong."""
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         weights = {n: w.detach().clone().requires_grad_() for n, w in p.model.named_parameters()}
         functional_call(p.model, weights, (batch(),)).square().mean().backward()
         for name, parameter in p.model.named_parameters():
@@ -493,25 +486,6 @@ def inner_loop_of_maml(p: Program) -> None:
         moved = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
         optimizer.zero_grad()
         functional_call(p.model, moved, (batch(),)).square().mean().backward()
-
-
-@program(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)))
-def parametrized(p: Program) -> None:
-    plain_loop(p)
-
-
-def hooked_net() -> nn.Sequential:
-    model = net()
-    model[0].register_forward_hook(lambda module, args, output: output * 2)
-    model[2].register_full_backward_hook(lambda module, grad_in, grad_out: None)
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: grad * 0.5)
-    return model
-
-
-@program(hooked_net)
-def with_hooks_of_others(p: Program) -> None:
-    plain_loop(p)
 
 
 class Embedded(nn.Module):
@@ -548,8 +522,7 @@ def autocast_to_bfloat16(p: Program) -> None:
 @program(net)
 def double_precision(p: Program) -> None:
     p.model.double()
-    optimizer = SGD(p.model.parameters(), 0.1)
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         p.model(batch().double()).square().mean().backward()
 
 
@@ -557,7 +530,7 @@ def double_precision(p: Program) -> None:
 def compiled_in_place(p: Program) -> None:
     if p.compiles:
         p.model.compile(backend="aot_eager")
-    plain_loop(p)
+    plain_loop(p, sgd)
 
 
 @program(Blocks)
@@ -566,14 +539,13 @@ def compiled_pieces(p: Program) -> None:
     if p.compiles:
         for block in model.blocks:
             block.compile(backend="aot_eager")
-    plain_loop(p)
+    plain_loop(p, sgd)
 
 
 @program(net)
 def compiled_step_function(p: Program) -> None:
-    optimizer = SGD(p.model.parameters(), 0.1)
     forward = p.compiled(lambda x: p.model(x).square().mean())
-    for _ in p.steps(optimizer):
+    for _ in p.steps():
         forward(batch()).backward()
 
 
