@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +15,9 @@ from torch import nn
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
 from telemetry.capture.captured_step import CapturedStep, RunTotals
+from telemetry.events.file_writer import FileWriter
 from telemetry.failures import Failures
-from telemetry.pipeline import FullSteps, LoggedScalars, Pipeline, Processor, queue
-from telemetry.records.loss import LossChoice
-from telemetry.rule import as_rule
+from telemetry.pipeline import Pipeline, Processor, queue
 from telemetry.tag_names import plain
 from telemetry.writing.dashboard import Dashboard
 from tests.helpers.figures import figures
@@ -102,123 +101,71 @@ def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
     assert (figures(at_once)[0], figures(at_close)) == (3, [7])
 
 
-# --- the queue alone -----------------------------------------------------------------------------
+# --- the worker ----------------------------------------------------------------------------------
 
 
-class Sink:
-    """Sink that stores the written values."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[int, str, bool]] = []
-        self._changed = threading.Condition()
-
-    def write_values(
-        self,
-        values: Sequence[bytes],
-        step: int,
-        wall_time: float,
-        *,
-        droppable: bool = False,
-        flush: bool = False,
-        repeat: Sequence[bytes] = (),
-    ) -> None:
-        with self._changed:
-            tags = [plain(value.tag) for value in summary_of(values).value]
-            self.written += [(step, tag.partition("/")[0], droppable) for tag in tags]
-            self._changed.notify_all()
-
-    def wait_for(self, group: str) -> None:
-        with self._changed:
-            assert self._changed.wait_for(
-                lambda: any(written == group for _, written, _ in self.written), WATCHDOG_S
-            )
+def train(logger: HookLogger, model: nn.Module, steps: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 3)).square().mean().backward()
+        logger.log(loss=1.0)
+        optimizer.step()
+    logger.flush()
 
 
-@pytest.fixture
-def sink() -> Sink:
-    return Sink()
-
-
-def make(
-    sink: Sink,
-    rule: Callable[[StepRecord], Iterable[Alert]] = lambda record: (),
-    dashboard: Dashboard | None = None,
-) -> Pipeline:
-    failures = Failures()
-    processor = Processor(
-        dashboard=dashboard or Dashboard(),
-        sink=sink,
-        rules=[as_rule(rule)],
-        on_alert=lambda alert, wall_time: None,
-        full_steps=FullSteps(10),
-        failures=failures,
-        loss=LossChoice(),
-    )
-    return Pipeline(processor, failures)
-
-
-def test_measurements_may_be_dropped_by_the_writer_and_the_rest_may_not(sink: Sink) -> None:
-    def rule(record: StepRecord) -> Iterator[Alert]:
-        yield Alert(
-            kind="planted",
-            severity="note",
-            step=record.step,
-            module_name=None,
-            value=0.0,
-            threshold=0.0,
-            summary="Planted.",
-        )
-
-    pipeline = make(sink, rule)
-    pipeline.submit(captured(0))  # contains the layout, which readers need
-    pipeline.submit_logged(LoggedScalars(step=1, wall_time=0.0, values={"loss": 1.0}))
-    pipeline.submit(captured(1))
-    pipeline.close()
-    droppable = {(step, group): may_drop for step, group, may_drop in sink.written}
-    assert droppable[1, "grad_norm"]
-    for needed in [(0, "grad_norm"), (1, "loss"), (1, "~alerts")]:
-        assert not droppable[needed]
-
-
-def test_the_worker_sleeps_while_no_values_are_pending(sink: Sink) -> None:
-    class Watched(Dashboard):
-        polled = threading.Event()
-
-        def pending_values(self) -> tuple[int, Sequence[bytes]]:
-            self.polled.set()
-            return super().pending_values()
-
-    pipeline = make(sink, dashboard=Watched())
-    pipeline.submit(captured(0))
-    sink.wait_for("telemetry")
-    pipeline.flush()
-    Watched.polled.clear()
-    assert not Watched.polled.wait(0.5)
-    pipeline.close()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_message_about_a_worker_that_has_died_names_no_timeout(
-    sink: Sink, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Processor, "pending_s", sys.exit)
-    pipeline = make(sink)
-    pipeline.submit(captured(0))
-    pipeline.close()
-    [message] = caplog.messages
-    assert figures(message) == [1]
+    droppable: dict[tuple[int, str], bool] = {}
+    write = FileWriter.write_values
+
+    def spy(writer: FileWriter, values: Sequence[bytes], step: int, *args: Any, **to: Any) -> None:
+        for value in summary_of(values).value:
+            droppable[step, plain(value.tag)] = to.get("droppable", False)
+        write(writer, values, step, *args, **to)
+
+    monkeypatch.setattr(FileWriter, "write_values", spy)
+    model = nn.Linear(3, 2)
+    with HookLogger(model, tmp_path, alerts=[]) as logger:
+        train(logger, model, 2)
+    assert droppable[1, "grad_norm/total"]
+    assert not droppable[0, "grad_norm/total"]  # with the layout, which readers need
+    assert not droppable[1, "loss"]
 
 
-def test_a_call_on_the_worker_that_raises_returns_none_before_the_timeout(
-    sink: Sink, caplog: pytest.LogCaptureFixture
+def test_the_worker_sleeps_while_no_values_are_pending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> int:
-        raise ValueError("planted")
+    polled, pending_values = threading.Event(), Dashboard.pending_values
 
-    pipeline = make(sink)
-    assert pipeline.run_on_worker(fail) is None
-    assert pipeline.run_on_worker(sys.exit) is None
-    assert pipeline.run_on_worker(lambda: 3) == 3
-    pipeline.close()
+    def spy(dashboard: Dashboard) -> Any:
+        polled.set()
+        return pending_values(dashboard)
+
+    monkeypatch.setattr(Dashboard, "pending_values", spy)
+    model = nn.Linear(3, 2)
+    with HookLogger(model, tmp_path, alerts=[]) as logger:
+        train(logger, model, 2)
+        polled.clear()
+        assert not polled.wait(0.5)
+
+
+@pytest.mark.parametrize("error", [ValueError("planted"), SystemExit("planted")])
+def test_a_call_on_the_worker_that_raises_returns_before_the_timeout(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: BaseException,
+) -> None:
+    def fail(processor: Processor, step: int) -> None:
+        raise error
+
+    monkeypatch.setattr(Processor, "state_dict", fail)
+    model = nn.Linear(3, 2)
+    with HookLogger(model, tmp_path, alerts=[]) as logger:
+        train(logger, model, 2)
+        assert logger.state_dict()["step"] == 2
+        train(logger, model, 1)
+    assert logger.current_step == 3
     assert "planted" in caplog.text
     assert "take longer" not in caplog.text
