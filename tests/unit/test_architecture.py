@@ -247,7 +247,6 @@ MATHEMATICS = (
 PYTORCH = (
     "contract/capture/test_compile.py",
     "contract/capture/test_experts.py",
-    "contract/capture/test_frameworks.py",
     "contract/capture/test_torch_private.py",
     "contract/tensorboard_plugin/test_agreement.py",
     "system/benchmarks/test_replay.py",

@@ -53,7 +53,7 @@ def test_light_steps_make_no_calls_per_module(tmp_path: Path) -> None:
                     counts.append(calls())
         extremes.append((min(counts[2:]), max(counts[2:])))
     (fewest, most), (fewest_of_many, most_of_many) = extremes
-    assert 0 < fewest
+    assert fewest > 0
     assert abs(fewest_of_many - fewest) < 10  # of 198 modules more
     assert most_of_many < max(most + 50, 200)
 
