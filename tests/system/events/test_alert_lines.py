@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -100,9 +101,13 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     run.logger.flush()
     child = os.fork()
     if child == 0:
-        run.train()
-        run.logger.close()
-        os._exit(7)
+        try:
+            run.train()
+            run.logger.close()
+            os._exit(7)
+        except BaseException:  # pytest must not go on in the child
+            traceback.print_exc()
+            os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     run.train()
     run.logger.close()
