@@ -383,7 +383,9 @@ def test_ranks_that_hang_or_die_are_reported_and_the_others_continue(
         "full steps: 8 scheduled",
     ):
         assert first.occurrences(line) == 1, first.log.read_text()
-    assert first.occurrences("telemetry:") == 4, first.log.read_text()
+    # These four, and the command that shows the run.
+    assert first.occurrences("telemetry:") == 5, first.log.read_text()
+    assert first.occurrences("telemetry: tensorboard --logdir") == 1
     steps = [step for step, _ in scalars(tmp_path / "run")["grad_norm/total"]]
     assert steps == list(range(17))
 
@@ -409,7 +411,9 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_are_reported(
         "full steps: 4 scheduled",
     ):
         assert first.occurrences(line) == 1, first.log.read_text()
-    assert first.occurrences("telemetry:") == 3, first.log.read_text()
+    # These three, and the command that shows the run.
+    assert first.occurrences("telemetry:") == 4, first.log.read_text()
+    assert first.occurrences("telemetry: tensorboard --logdir") == 1
 
 
 def test_flat_parameters_are_measured_on_rank_0_and_activations_on_all_ranks(
