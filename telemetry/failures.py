@@ -26,7 +26,7 @@ log.addFilter(_without_prefix)
 def show(message: str) -> None:
     """Log a message at INFO; print it where logging is not configured, or to a terminal."""
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
-        log.info(message.replace("%", "%%"))
+        log.info(message)
     elif sys.stderr is not None and (not log.hasHandlers() or sys.stderr.isatty()):
         print(message, file=sys.stderr)
 
@@ -37,7 +37,7 @@ def show_at_end(message: str) -> None:
         if sys.stderr is not None:
             print(message, file=sys.stderr)
     elif not log.isEnabledFor(logging.INFO):
-        log.warning(message.replace("%", "%%"))
+        log.warning(message)
 
 
 class Failures:

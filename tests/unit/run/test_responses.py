@@ -13,6 +13,7 @@ from torch.optim import SGD
 
 import telemetry
 from telemetry import Alert, HookLogger, TelemetryAlert
+from tests.helpers.known_runs import alert_at
 from tests.helpers.shell import run as command
 
 
@@ -116,3 +117,20 @@ def test_messages_have_no_second_name_where_logging_is_configured(
     train(tmp_path, None)
     assert caplog.records
     assert not [r for r in caplog.records if r.getMessage().startswith("telemetry: ")]
+
+
+def test_notes_at_the_end_keep_their_percent_signs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rule(record: telemetry.StepRecord) -> list[Alert]:
+        noted = record.step == 0
+        return [alert_at(0, None, severity="note", summary="50% of it")] if noted else []
+
+    caplog.set_level(logging.WARNING, "telemetry")
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    with HookLogger(model, tmp_path, alerts=[rule]):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    [message] = [text for text in caplog.messages if "one note" in text]
+    assert "50% of it" in message
