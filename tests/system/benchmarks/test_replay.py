@@ -76,3 +76,28 @@ def test_compare_fails_on_each_changed_field_and_names_it(
     assert "    advice: ['another'] -> " in out
     assert "vanished" in out
     assert "dead_units" in out
+
+
+def test_against_fails_for_a_lost_fault_and_lists_the_rest(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    frozen = tmp_path / "frozen.json"
+
+    def run(*arguments: str) -> tuple[int, str]:
+        common = ["replay.py", "replay", str(folder), "--every", "10", *arguments]
+        monkeypatch.setattr(sys, "argv", common)
+        return replay.main(), capsys.readouterr().out
+
+    assert run("--freeze", str(frozen))[0] == 0
+    code, out = run("--against", str(frozen))
+    assert (code, out.splitlines()[-1]) == (0, "nothing lost, no new false alarm, no later p90")
+    [(name, verdicts)] = json.loads(frozen.read_text(encoding="utf-8")).items()
+    lost = ["exploding_gradient", 10**6, None, "error", "started"]
+    frozen.write_text(json.dumps({name: [*verdicts, lost]}), encoding="utf-8")
+    code, out = run("--against", str(frozen))
+    assert code == 1
+    assert f"{name} is no longer found" in out
+    assert [line for line in out.splitlines() if line[:2] in ("- ", "+ ")] == [f"- {name}: {lost}"]
