@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 import tensorboard_data_server
 import torch
+from torch import distributed
 
 from tests.helpers.board import Board, ReadBoard, open_fast, open_slow
 from tests.helpers.disks import FreezableDisk
@@ -90,6 +91,14 @@ def mnist_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no MNIST images in {folder}")
     return folder
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """Process group of one process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture

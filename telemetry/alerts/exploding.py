@@ -211,10 +211,13 @@ class ExplodingGradient(Detector):
         amplified = gain(record, norm)
         if norm is None or math.isnan(amplified):
             return None
-        far = len(usual) >= 2 and amplified >= max(usual) + math.log10(self.factor)
         # The gradient of the last module alone falls if it is of another head, or of an expert
         # without samples: then the norm has not grown.
-        far = far and norm > 10**TENFOLD * max(self._unclipped)
+        far = (
+            len(usual) >= 2
+            and amplified >= max(usual) + math.log10(self.factor)
+            and norm > 10**TENFOLD * max(self._unclipped)
+        )
         self._amplified_steps = self._amplified_steps + 1 if far else 0
         if not far:
             usual.append(amplified)

@@ -149,7 +149,7 @@ class VanishingGradient(Detector):
             summary=f"The gradient of {called(self._names[first])} is {factor}x "
             f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
             cause="The loss has not fallen" if moves else "The optimizer hardly moves it",
-            advice=(_LESS_DECAY if _is_rectified(record.layout) else _SMOOTH, *_LARGER),
+            advice=(_LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED, *_LARGER),
             value=float(10 ** share[first]),
             threshold=1 / self.factor,
             module_name=self._names[first],
@@ -215,8 +215,8 @@ class VanishingGradient(Detector):
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
         # Later layers in the same parameter group stay zero, as in LoRA.
-        rates = np.array([*record.learning_rates, math.nan])
-        is_still = not np.isin(layout.owners[rates[record.groups] != 0], layout.owning[gone]).any()
+        moved = layout.owners[record.parameter_rates != 0]
+        is_still = not np.isin(moved, layout.owning[gone]).any()
         return Finding(
             summary=f"No gradient reaches {Stretch(names[0], names[-1])} for {steps} steps, while "
             f"later layers learn ({len(names)} of {len(gone)} do not)",
@@ -228,7 +228,7 @@ class VanishingGradient(Detector):
         )
 
 
-_SMOOTH = "Replace sigmoid and tanh by ReLU or GELU"
+_NOT_BOUNDED = "Replace sigmoid and tanh by ReLU or GELU"
 _LESS_DECAY = "Lower the weight decay if there is one: it makes weights and gradients small"
 _LARGER = ("Add normalization or skip connections", "Use He or Xavier initialization")
 _FREEZE = "Freeze layers that should not learn by requires_grad_(False)"

@@ -307,10 +307,9 @@ class ExponentialTrend(Detector):
         steps, levels = np.array(self._weights).T
         loss = baseline.loss
         learns = not loss.recent > (1 - _LEARNED) * abs(loss.first)
-        shrunk = -levels[-1] > math.log10(self.shrinkage) / 2
-        self.needs_full_step = bool(shrunk and not learns and len(steps) < 2 * _FEWEST_POINTS)
+        shrinks = not learns and -levels[-1] > math.log10(self.shrinkage) / 2
+        self.needs_full_step = bool(shrinks and len(steps) < 2 * _FEWEST_POINTS)
         now, least = 10 ** levels[-1], math.log10(self.weight_growth)
-        shrinks = shrunk and not learns
         if shrinks and (rate := _steady(steps, -levels, math.log10(self.shrinkage))):
             return self._found(
                 "weights",

@@ -89,7 +89,10 @@ def write_csv(file: TextIO, columns: Sequence[str], rows: Iterable[Sequence[str]
     writer.writerows(rows)
 
 
-def number(value: float, digits: int = 3) -> Text:
+def number(value: float | None, digits: int = 3) -> Text:
+    """Return a number; NaN and infinity stand out, and None is empty."""
+    if value is None:
+        return Text("")
     return Text(f"{value:.{digits}g}", style="" if math.isfinite(value) else "bold red")
 
 

@@ -26,7 +26,7 @@ from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
 from telemetry.layers.units import ranges
 from telemetry.plain_text import called, printable, sparkline
 from telemetry.reading.run import read
-from telemetry.reading.run_data import Overview, RunData
+from telemetry.reading.run_data import Overview, RunData, trained_share
 from telemetry.tag_names import FULL_STEPS, MEMORY, RUN, TIMES
 
 _CURVE_WIDTH = 16
@@ -153,7 +153,7 @@ def _ends(sizes: NDArray[np.float64]) -> tuple[float, float]:
 
 def _trained(run: RunData) -> str:
     """Return the share of the parameters that are in layers that train as a text, if not all."""
-    share = run.trained_share()
+    share = trained_share(run.overview().layers, run.training_states())
     return "" if share in (None, 1.0) else f"{share:.1%} of the parameters are in layers that train"
 
 
@@ -196,11 +196,10 @@ def _print_run(
     console.print(f"{head}{found.extent}, alerts: {len(found.alerts) or 'none'}")
     for fact in filter(None, facts):
         console.print(fact)
-    if not layers:
-        console.print(f"{statistic.title}: not measured in this run")
-        return
     if not any(layer["curve"] for layer in layers):
         console.print(f"{statistic.title}: not measured in this run")
+    if not layers:
+        return
     few = len(layers) < len(found.layers)
     which = f", {len(layers)} of {len(found.layers)} layers" if few else ""
     console.print(f"\n{statistic.title}{which}", style="italic")
@@ -211,8 +210,8 @@ def _print_run(
         [
             Column("class", [Text(printable(layer["type_name"])) for layer in layers], 0),
             Column("state", [Text(layer["state"]) for layer in layers], 4),
-            Column("last", [_number(layer["last"]) for layer in layers], 6, True),
-            Column("median", [_number(layer["median"]) for layer in layers], 1, True),
+            Column("last", [number(layer["last"]) for layer in layers], 6, True),
+            Column("median", [number(layer["median"]) for layer in layers], 1, True),
             Column("trend", [_arrow(layer) for layer in layers], 2, True),
             Column("over time", [Text(layer["curve"], "cyan") for layer in layers], 3),
             Column(
@@ -223,10 +222,6 @@ def _print_run(
             ),
         ],
     )
-
-
-def _number(value: float | None) -> Text:
-    return Text("") if value is None else number(value)
 
 
 def _arrow(layer: Mapping[str, Any]) -> Text:

@@ -71,8 +71,8 @@ def _log_dir(args: Any) -> Path:
         if given := os.environ.get("TENSORBOARD_LOGGING_DIR"):
             return Path(given).expanduser()
         of_process = runs.glob(f"*/events.out.tfevents.*.{os.getpid()}.*")
-        if files := sorted(of_process, key=lambda path: path.stat().st_mtime_ns):
-            return files[-1].parent
+        if newest := max(of_process, key=lambda path: path.stat().st_mtime_ns, default=None):
+            return newest.parent
     return runs / time.strftime("%b%d_%H-%M-%S_telemetry")
 
 

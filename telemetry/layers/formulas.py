@@ -87,12 +87,11 @@ def training_state(layers: Layers) -> Column:
     Unknown for layers without parameters, and at steps that are not measured in full.
     """
     record, layout = layers.record, layers.record.layout
-    count, states = len(layout.modules), np.full(len(layout.parameters), 0.0)
+    count, states = len(layout.modules), np.zeros(len(layout.parameters))
     if len(record.trainable) != len(states):
         return Column(np.full(count, math.nan), np.zeros(count, bool))
-    if len(record.groups) == len(states) and record.learning_rates:
-        rates = np.array([*record.learning_rates, math.nan])  # of -1: no group
-        states[rates[record.groups] == 0] = 1
+    if len(record.groups) == len(states):
+        states[record.parameter_rates == 0] = 1
     states[~record.reached] = 2
     states[~record.held] = 3
     states[~record.trainable] = 4

@@ -19,7 +19,7 @@ from telemetry.plain_text import json_plain
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix, Numbers, UnitExtremes
-from telemetry.reading.run_data import RunData
+from telemetry.reading.run_data import RunData, trained_share
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
 from telemetry.tag_names import plain
@@ -58,7 +58,7 @@ def overview(data: RunData, hparams: Mapping[str, Any], source: RunSource) -> di
             }
             for layer, state in zip(run.layers, states, strict=True)
         ],
-        "trainedShare": data.trained_share(),
+        "trainedShare": trained_share(run.layers, states),
         "statistics": [
             {key: getattr(statistic, key) for key in _OF_STATISTIC}
             for statistic in PAGE_STATISTICS

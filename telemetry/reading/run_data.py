@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -111,25 +110,14 @@ class RunData:
         It is one of :data:`~telemetry.layers.formulas.TRAINING_STATES`, or empty for layers
         without parameters or before the first full step.
         """
-        return ["" if n < 0 else TRAINING_STATES[n] for n in self._last_states()]
-
-    def trained_share(self) -> float | None:
-        """Return the share of the parameters that are in layers that train; None if unknown."""
-        states, layers = self._last_states(), self.overview().layers
-        sizes = [sum(math.prod(p.shape) for p in layer.parameters) for layer in layers]
-        known = sum(size for size, state in zip(sizes, states, strict=True) if state >= 0)
-        trained = sum(size for size, state in zip(sizes, states, strict=True) if state == 0)
-        return trained / known if known else None
-
-    def _last_states(self) -> list[int]:
         with self._lock:
             self._refresh()
             full = [tag for tag in self._structure.tags if tag.kind == "m"]
             since = max((tag.after + 1 for tag in full), default=0)
             values = self._matrix("training_state", Region(first_step=since)).values
         last = [column[column != MISSING][-1:] for column in values.T]
-        valid = range(len(TRAINING_STATES))
-        return [int(n) if len(of) and (n := of[0]) in valid else -1 for of in last]
+        text_of = dict(enumerate(TRAINING_STATES))
+        return [text_of.get(of[0], "") if len(of) else "" for of in last]
 
     def _matrix(self, statistic: str, region: Region) -> Matrix:
         count = len(self._structure.layers)
@@ -296,6 +284,18 @@ class RunData:
         sampled, wanted = self._wanted(kind, region)
         found = self._numbers.read(self.source, wanted, sampled)
         return sampled, ((tag.segment, _cut(tag.segment, *read, region)) for tag, read in found)
+
+
+def trained_share(layers: Sequence[Layer], states: Sequence[str]) -> float | None:
+    """Return the share of the parameters that are in layers that train; None if unknown.
+
+    ``states`` are those of :meth:`RunData.training_states`.
+    """
+    sizes: Counter[str] = Counter()
+    for layer, state in zip(layers, states, strict=True):
+        sizes[state] += sum(parameter.size for parameter in layer.parameters)
+    del sizes[""]
+    return sizes[TRAINING_STATES[0]] / sizes.total() if sizes.total() else None
 
 
 def windows(

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from tensorboard.plugins.hparams import error as hparams_error
 from tensorboard.plugins.hparams import metadata
 
+from telemetry.alert import Alert
 from telemetry.events import page_format
 from telemetry.plain_text import natural_key
 from telemetry.reading.builtin_tags import loss_of
@@ -177,23 +178,30 @@ def _worst_alert(texts: Iterable[object]) -> dict[str, Any]:
     resolved; ``resolved`` says whether it has.
     """
     faults: list[dict[str, Any]] = []
-    for text in texts:
-        alert = None
-        with suppress(ValueError):  # the page of the run reports it
-            alert = page_format.decode_alert(text) if isinstance(text, bytes) else None
-        same = [f for f in faults if alert and f["kind"] == alert.kind and not f["resolved"]]
-        if alert is None or (alert.stage != "started" and not same):
-            continue
-        if alert.stage == "resolved":
-            same[-1]["resolved"] = True
-        elif alert.stage == "escalated":
-            same[-1]["severity"] = alert.severity
-        else:
+    for alert in _decoded(texts):
+        active = [
+            fault for fault in faults if fault["kind"] == alert.kind and not fault["resolved"]
+        ]
+        if alert.stage == "started":
             names = ("kind", "severity", "step", "module_name")
             faults.append({name: getattr(alert, name) for name in names} | {"resolved": False})
+        elif active:
+            change = (
+                ("resolved", True) if alert.stage == "resolved" else ("severity", alert.severity)
+            )
+            active[-1].update([change])
     rank = ("error", "warning", "note").index
-    worst = min(faults, key=lambda f: (rank(f["severity"]), f["resolved"]), default=None)
-    return {"alertCount": sum(f["severity"] != "note" for f in faults), "alert": worst}
+    worst = min(
+        faults, key=lambda fault: (rank(fault["severity"]), fault["resolved"]), default=None
+    )
+    return {"alertCount": sum(fault["severity"] != "note" for fault in faults), "alert": worst}
+
+
+def _decoded(texts: Iterable[object]) -> Iterator[Alert]:
+    for text in texts:
+        with suppress(ValueError):  # the page of the run reports it
+            if isinstance(text, bytes):
+                yield page_format.decode_alert(text)
 
 
 def hparams_content(source: RunSource) -> bytes | None:

@@ -406,6 +406,11 @@ class StepRecord:
         with np.errstate(divide="ignore"):
             return np.log10(self.owner_grad_norms)
 
+    @property
+    def parameter_rates(self) -> NDArray[np.float64]:
+        """Learning rate of each parameter's group, shape ``[parameters]``; NaN without a group."""
+        return np.array([*self.learning_rates, math.nan])[self.groups]  # of -1: the last
+
     @cached_property
     def bare_step_s(self) -> float:
         """Seconds of a step without the logger's own; 0 if unknown."""

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
+from tests.helpers.known_runs import alert_at
 from tests.helpers.plain_events import EventAccumulator
 
 
@@ -60,13 +61,10 @@ def fault_at(*steps: int) -> Callable[[StepRecord], Iterable[Alert]]:
 
     def rule(record: StepRecord) -> Iterator[Alert]:
         if record.step in steps:
-            yield Alert(
+            yield alert_at(
+                record.step,
+                "0",
                 kind="nonfinite",
-                severity="error",
-                step=record.step,
-                module_name="0",
-                value=1.0,
-                threshold=0.0,
                 summary="planted fault in module 0",
                 advice=("try to remove it",),
             )

@@ -442,13 +442,6 @@ def autocast_loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Any]:
         yield from loop(model, logger)
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def ddp() -> nn.Module:
     return DistributedDataParallel(Deep())
 

@@ -20,6 +20,7 @@ from torch import nn
 import telemetry
 from telemetry import HookLogger
 from tests.helpers.board import ReadBoard
+from tests.helpers.known_runs import alert_at
 from tests.helpers.tiny_run import TinyRun, steps_by_file
 
 EVERY_CHARACTER = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
@@ -87,17 +88,8 @@ def test_logged_values_are_read_back(
 
 def test_histograms_pictures_and_texts_are_shown(tmp_path: Path, read_board: ReadBoard) -> None:
     def rule(record: telemetry.StepRecord) -> list[telemetry.Alert]:
-        return [
-            telemetry.Alert(
-                kind="planted",
-                severity="warning",
-                step=record.step,
-                module_name=None,
-                value=1.0,
-                threshold=0.0,
-                summary="loss is **NaN** ↯",
-            )
-        ]
+        summary = "loss is **NaN** ↯"
+        return [alert_at(record.step, None, kind="planted", severity="warning", summary=summary)]
 
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(2 * 16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

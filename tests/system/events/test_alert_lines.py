@@ -13,20 +13,13 @@ import pytest
 
 from telemetry import Alert, StepRecord
 from tests.helpers.disks import FreezableDisk, fill
+from tests.helpers.known_runs import alert_at
 from tests.helpers.tiny_run import TinyRun
 
 
 def rule(record: StepRecord, length: int = 500) -> Iterator[Alert]:
     """Report each step, as an error, so that it also has a flight file."""
-    yield Alert(
-        kind="planted",
-        severity="error",
-        step=record.step,
-        module_name=None,
-        value=1.0,
-        threshold=0.0,
-        summary="x" * length,
-    )
+    yield alert_at(record.step, None, kind="planted", summary="x" * length)
 
 
 def lines_of(log_dir: Path) -> list[int]:

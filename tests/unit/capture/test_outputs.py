@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -148,15 +148,7 @@ def test_a_model_with_own_parameters_keeps_its_place_before_its_layers() -> None
     assert [module.name for module in record_of(model).layout.modules] == ["", "linear"]
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    """Process group of one process."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("process_group")
 def test_the_function_of_a_pipeline_stage_is_not_recorded() -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 

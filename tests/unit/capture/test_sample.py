@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -189,15 +189,7 @@ def test_a_compiled_model_is_refused_also_when_it_is_compiled_later(
         HookLogger(model, tmp_path, sample=SAMPLE)
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    """Process group of one process."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("process_group")
 def test_a_ddp_model_is_drawn_and_an_fsdp_model_is_refused(tmp_path: Path) -> None:
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
