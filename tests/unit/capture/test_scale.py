@@ -78,7 +78,7 @@ def test_calls_to_attach_grow_linearly_with_the_modules(tmp_path: Path) -> None:
     assert large < 250 * 10_000
 
 
-PASSES = 4500
+PASSES, LATE = 7000, 2500  # all passes, and those that come after the limit
 
 
 def test_a_step_of_very_many_micro_batches_is_bounded(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_step_of_very_many_micro_batches_is_bounded(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for number in range(PASSES):
             model.first(torch.rand(2, 4)).sum().backward()
-            if logger is not None and number in (PASSES - 500, PASSES - 1):
+            if logger is not None and number in (PASSES - LATE, PASSES - 1):
                 gc.collect()
                 blocks.append(sys.getallocatedblocks())
         for _ in range(10):
@@ -100,7 +100,7 @@ def test_a_step_of_very_many_micro_batches_is_bounded(tmp_path: Path) -> None:
 
     outcome = assert_left_alone(TwoParts, loop, tmp_path)
     [step] = outcome.records
-    assert blocks[1] - blocks[0] < 500  # less than one for each pass
+    assert blocks[1] - blocks[0] < LATE  # less than one for each pass
     assert step.activations["first"].calls == PASSES
     measured = step.activations["first"].sketch.count / 12
     assert measured == 8192 / 2  # an output and its gradient of each pass

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,9 +56,9 @@ def loading(wait_s: float, kept: list[Tensor], log_dir: Path) -> Outcome:
 def test_waits_of_a_loader_and_memory_that_the_loop_keeps_are_found(tmp_path: Path) -> None:
     kept: list[Tensor] = []
     records = loading(0.03, kept, tmp_path).records
-    light = [record.usage for record in records[1:] if not record.full]
-    assert len(light) == 27
-    assert all(usage[WAIT] >= 0.03 for usage in light)
+    waits = [record.usage[WAIT] for record in records[1:]]
+    assert len(waits) == 29
+    assert sum(waits) == pytest.approx(29 * 0.03, rel=0.2)  # without waits for a CPU
     memory = [record.usage["memory/host_own_bytes"] for record in records]
     # The system may take pages back where memory is short.
     assert 2 * 30 * 2**20 < memory[-1] - memory[0] < 5 * 30 * 2**20

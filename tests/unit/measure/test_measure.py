@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import Sketch, TensorRecord
 from telemetry.measure import Measurer, block_sample, fingerprint
@@ -64,6 +64,15 @@ class _Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _modes_keep_types() -> bool:
+    """Whether results in a dispatch mode have the type of a subclass; PyTorch 2.4 raises."""
+    try:
+        with _Waits():
+            return type(torch.zeros(1).as_subclass(Elsewhere).detach()) is Elsewhere
+    except RuntimeError:
+        return False
+
+
 @contextmanager
 def _no_syncs() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("error")
@@ -79,17 +88,15 @@ class Device:
     def __init__(self, name: str) -> None:
         self.name = name
         self.never_waits: Callable[[], AbstractContextManager[Any]]
-        guards = {"host": nullcontext, "elsewhere": _Waits, "cuda": _no_syncs}
+        elsewhere = _Waits if _modes_keep_types() else nullcontext
+        guards = {"host": nullcontext, "elsewhere": elsewhere, "cuda": _no_syncs}
         self.never_waits = guards[name]
         self.rtol = 1e-6 if name == "cuda" else 1e-12
 
     def put(self, tensor: Tensor) -> Tensor:
         if self.name == "host":
             return tensor
-        if self.name == "cuda":
-            return tensor.cuda()
-        with _disable_current_modes():  # PyTorch 2.4 makes no subclass in a dispatch mode
-            return tensor.as_subclass(Elsewhere)
+        return tensor.cuda() if self.name == "cuda" else tensor.as_subclass(Elsewhere)
 
     def measure(self, tensors: Iterable[Tensor], axis: int | None = None) -> list[TensorRecord]:
         measurer = Measurer()
