@@ -120,8 +120,7 @@ def _edges_from_zero(end: float, share: float, unit: float) -> NDArray[np.float6
     if end <= 2 * _ZERO:
         return np.array([_ZERO])
     edges = _evenly(0.0, end, max(1, round(share * BINS)), unit)
-    edges[0] = _ZERO
-    return edges
+    return np.concatenate([[_ZERO], edges[edges > _ZERO]])  # some lie in the bin of zero
 
 
 def _rebin(table: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float32]:

@@ -23,6 +23,8 @@ def of(*points: tuple[int, np.ndarray]) -> Distribution:
 
 @pytest.mark.slow
 @given(st.lists(st.lists(st.floats(-1e30, 1e30), min_size=1), min_size=1, max_size=4))
+@example(steps=[[0.0, 1e-38]])
+@example(steps=[[0.0, -1.1e-38], [5e-39]])
 def test_shares_of_each_step_add_up_to_one(steps: list[list[float]]) -> None:
     found = of(*(point(np.array(values), step) for step, values in enumerate(steps)))
     np.testing.assert_allclose(found.shares.sum(axis=1), 1, rtol=1e-4)
