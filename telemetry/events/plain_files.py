@@ -11,6 +11,11 @@ from pathlib import Path
 
 from telemetry.events.background import BackgroundWriter
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 
 def append_line(path: Path, line: bytes) -> None:
     """Append a line in one call, so that lines of several writers do not mix.
@@ -20,6 +25,9 @@ def append_line(path: Path, line: bytes) -> None:
     """
     with path.open("ab+", buffering=0) as file:
         line += b"\n"
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # another's line may be half in the file
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line

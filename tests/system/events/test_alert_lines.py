@@ -98,11 +98,13 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
         run.train()
         run.logger.flush()
         child = os.fork()
-        run.train()
-        run.logger.close()
         if child == 0:
+            run.train()
+            run.logger.close()
             os._exit(7)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        run.train()
+        run.logger.close()
     """
     output, _ = run_script(tmp_path, script, tmp_path / "run")
     assert output == "7\n"
