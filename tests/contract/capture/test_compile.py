@@ -26,7 +26,6 @@ from tests.helpers.twins import (
     assert_left_alone,
     batch,
     loss_of,
-    mlp,
     of_ours,
     training,
 )
@@ -372,7 +371,8 @@ def test_a_model_of_torch_jit_is_logged_without_its_activations(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     def make() -> Any:
-        return torch.jit.script(mlp()) if way == "script" else torch.jit.trace(mlp(), batch())
+        model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        return torch.jit.script(model) if way == "script" else torch.jit.trace(model, batch())
 
     outcome = assert_left_alone(make, loop_with(not_at_all, steps=3), tmp_path, every_n_steps=2)
     for record in outcome.full:
