@@ -188,9 +188,22 @@ def on_two_streams(model: nn.Module, logger: HookLogger | None) -> Iterator[Tens
         optimizer.step()
 
 
-def bfloat16_loss(model: nn.Module) -> Tensor:
-    with torch.autocast(DEVICE, torch.bfloat16):
-        return loss_of(model, 1, 8, 8)
+def lowered(dtype: torch.dtype | None, **options: Any) -> Loop:
+    def loss(model: nn.Module) -> Tensor:
+        with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
+            return loss_of(model, 1, 8, 8)
+
+    return training(loss, **options)
+
+
+def intervened(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+    with (
+        clip_gradients(model, "0.*", max_norm=0.1),
+        clip_gradients(model, "2.*", max_value=0.1),
+        scale_gradients(model, "3.*", 0.5),
+        prune_activations(model, threshold=0.1),
+    ):
+        yield from plain(model, logger)
 
 
 LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
@@ -201,11 +214,12 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "fused optimizer with GradScaler": (mlp, partial(scaled, autocast=True, fused=True)),
     "bfloat16, channels_last": (
         channels_last,
-        training(bfloat16_loss, optimizer=partial(torch.optim.AdamW, fused=True)),
+        lowered(torch.bfloat16, optimizer=partial(torch.optim.AdamW, fused=True)),
     ),
     "checkpointing": (partial(Checkpointed, False), plain),
     "reentrant checkpointing": (partial(Checkpointed, True), plain),
     "validation": (mlp, validating),
+    "interventions": (mlp, intervened),
     "two streams": (mlp, on_two_streams),
 }
 
@@ -269,19 +283,6 @@ def test_a_logged_value_is_that_of_the_call(tmp_path: Path) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     scalars = telemetry.read(tmp_path).scalars
     assert scalars[scalars["tag"] == "loss"]["value"].tolist() == [1.0]
-
-
-def test_interventions_do_not_synchronize() -> None:
-    model = mlp().to(DEVICE)
-    with (
-        clip_gradients(model, "0.*", max_norm=0.1),
-        clip_gradients(model, "2.*", max_value=0.1),
-        scale_gradients(model, "3.*", 0.5),
-        prune_activations(model, threshold=0.1),
-        no_syncs(),
-    ):
-        for _ in plain(model, None):
-            pass
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's
@@ -365,9 +366,5 @@ def test_a_step_in_a_captured_graph_is_left_alone(tmp_path: Path) -> None:
 def test_statistics_equal_those_of_plain_hooks(
     tmp_path: Path, make: Callable[[], nn.Module], lower: torch.dtype | None
 ) -> None:
-    def loss(model: nn.Module) -> Tensor:
-        with torch.autocast(DEVICE, lower, enabled=lower is not None):
-            return loss_of(model, 1, 8, 8)
-
-    outcome, _ = check(moved(make), training(loss), tmp_path)
+    outcome, _ = check(moved(make), lowered(lower), tmp_path)
     assert len(outcome.full[0].activations) == 6

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import Sketch, TensorRecord
@@ -383,7 +384,7 @@ def test_complex_numbers_count_by_magnitude_even_beyond_float32() -> None:
         lambda: torch.empty(3, dtype=torch.bits8),
         lambda: torch.nested.nested_tensor([normal(2), normal(3)]),
         lambda: torch.nested.nested_tensor([normal(2), normal(3)], layout=torch.jagged),
-        lambda: fake_tensor(),
+        lambda: FakeTensorMode().from_tensor(torch.empty(3)),
     ],
     ids=["meta", "quantized", "float4", "int4", "bits", "nested", "jagged", "fake"],
 )
@@ -393,13 +394,6 @@ def test_tensors_without_plain_numbers_are_refused(make: Callable[[], Tensor]) -
     assert measurer.add(make()) is None
     assert measurer.add(normal(3)) == 0
     assert len(measurer.finish().reduce()) == 1
-
-
-def fake_tensor() -> Tensor:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        return torch.empty(3)
 
 
 NUMBERS = [

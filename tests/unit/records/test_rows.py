@@ -103,19 +103,6 @@ def test_variation_is_the_smaller_of_deviation_and_half_of_the_ranges_of_units()
 # --- rare values ---------------------------------------------------------------------------------
 
 
-def test_negative_zeros_are_in_bucket_0_and_without_finite_values_there_are_no_extremes() -> None:
-    measurer = Measurer()
-    measurer.add(torch.tensor([-0.0, 0.0]))
-    measurer.add(torch.full((3, 2), torch.nan), unit_axis=1)
-    measurer.add(torch.zeros(0, 3), unit_axis=1)
-    zeros, nan, empty = measurer.finish().reduce().values()
-    assert zeros.sketch.zero_count == 2
-    assert (zeros.sketch.buckets.tolist(), zeros.sketch.counts.tolist()) == ([0], [2])
-    assert np.isnan(nan.unit_min).all()
-    assert np.isnan([nan.sketch.min, nan.sketch.max, empty.sketch.min, empty.sketch.max]).all()
-    assert len(nan.sketch.buckets) == len(empty.sketch.buckets) == 0
-
-
 def test_counters_do_not_wrap_at_2_to_the_32() -> None:
     size = 1 << 17
     indices = torch.tensor([[1], [2]])
