@@ -1,7 +1,7 @@
 """On a GPU: training is unchanged to the bit and never blocked, and statistics equal NumPy's.
 
 PyTorch's synchronisation debug mode raises where PyTorch would make the host wait for the device,
-and a device that sleeps shows any other wait. ``unit/measure/test_measure_device.py`` measures
+and a device that sleeps shows any other wait. ``unit/measure/test_measure.py`` measures
 tensors of every layout and dtype.
 """
 
