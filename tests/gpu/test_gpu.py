@@ -1,7 +1,7 @@
 """On a GPU: training is unchanged to the bit and never blocked, and statistics equal NumPy's.
 
 PyTorch's synchronisation debug mode raises where PyTorch would make the host wait for the device,
-and a device that sleeps shows any other wait. ``unit/measure/test_measure_device.py`` measures
+and a device that sleeps shows any other wait. ``unit/measure/test_measure.py`` measures
 tensors of every layout and dtype.
 """
 
@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 import telemetry
 from telemetry import HookLogger
 from telemetry.interventions import clip_gradients, prune_activations, scale_gradients
-from tests.helpers.device_tensors import assert_measured
+from tests.helpers.hand import check
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED
-from tests.helpers.twins import Loop, assert_left_alone, run
+from tests.helpers.twins import Loop, assert_left_alone, run, training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,6 @@ pytestmark = [
 ]
 
 DEVICE = "cuda"
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 SECOND = 2_000_000_000  # cycles, about
 
 
@@ -131,12 +130,7 @@ def pictures(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         yield loss
 
 
-def plain(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        yield step_of(model)
-        optimizer.step()
+plain = training(lambda model: loss_of(model, 4))
 
 
 def accumulating(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
@@ -194,15 +188,22 @@ def on_two_streams(model: nn.Module, logger: HookLogger | None) -> Iterator[Tens
         optimizer.step()
 
 
-def in_bfloat16(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    for _ in range(4):
-        optimizer.zero_grad()
-        with torch.autocast(DEVICE, torch.bfloat16):
-            loss = loss_of(model, 1, 8, 8)
-        loss.backward()
-        optimizer.step()
-        yield loss
+def lowered(dtype: torch.dtype | None, **options: Any) -> Loop:
+    def loss(model: nn.Module) -> Tensor:
+        with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
+            return loss_of(model, 1, 8, 8)
+
+    return training(loss, **options)
+
+
+def intervened(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+    with (
+        clip_gradients(model, "0.*", max_norm=0.1),
+        clip_gradients(model, "2.*", max_value=0.1),
+        scale_gradients(model, "3.*", 0.5),
+        prune_activations(model, threshold=0.1),
+    ):
+        yield from plain(model, logger)
 
 
 LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
@@ -211,10 +212,14 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "GradScaler": (mlp, partial(scaled, autocast=False)),
     "autocast and GradScaler": (mlp, partial(scaled, autocast=True)),
     "fused optimizer with GradScaler": (mlp, partial(scaled, autocast=True, fused=True)),
-    "bfloat16, channels_last": (channels_last, in_bfloat16),
+    "bfloat16, channels_last": (
+        channels_last,
+        lowered(torch.bfloat16, optimizer=partial(torch.optim.AdamW, fused=True)),
+    ),
     "checkpointing": (partial(Checkpointed, False), plain),
     "reentrant checkpointing": (partial(Checkpointed, True), plain),
     "validation": (mlp, validating),
+    "interventions": (mlp, intervened),
     "two streams": (mlp, on_two_streams),
 }
 
@@ -278,19 +283,6 @@ def test_a_logged_value_is_that_of_the_call(tmp_path: Path) -> None:
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     scalars = telemetry.read(tmp_path).scalars
     assert scalars[scalars["tag"] == "loss"]["value"].tolist() == [1.0]
-
-
-def test_interventions_do_not_synchronize() -> None:
-    model = mlp().to(DEVICE)
-    with (
-        clip_gradients(model, "0.*", max_norm=0.1),
-        clip_gradients(model, "2.*", max_value=0.1),
-        scale_gradients(model, "3.*", 0.5),
-        prune_activations(model, threshold=0.1),
-        no_syncs(),
-    ):
-        for _ in plain(model, None):
-            pass
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's
@@ -370,36 +362,9 @@ def test_a_step_in_a_captured_graph_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [cnn, channels_last])
-@pytest.mark.parametrize("autocast", FLOATS, ids=str)
+@pytest.mark.parametrize("lower", [None, torch.bfloat16, torch.float16], ids=str)
 def test_statistics_equal_those_of_plain_hooks(
-    tmp_path: Path, make: Callable[[], nn.Module], autocast: torch.dtype
+    tmp_path: Path, make: Callable[[], nn.Module], lower: torch.dtype | None
 ) -> None:
-    seen: dict[str, Tensor] = {}
-
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        def keep(key: str, values: Tensor) -> None:
-            seen[key] = values.detach().clone()
-
-        def observe(module: nn.Module, args: object, output: Tensor, *, name: str) -> None:
-            keep(f"activations {name}", output)
-            output.register_hook(partial(keep, f"activation_grads {name}"))
-
-        for name, module in model.named_children():
-            module.register_forward_hook(partial(observe, name=name))
-        with torch.autocast(DEVICE, autocast, enabled=autocast is not torch.float32):
-            loss = loss_of(model, 1, 8, 8)
-        loss.backward()
-        for name, parameter in model.named_parameters():
-            keep(f"weights {name}", parameter)
-            keep(f"grads {name}", parameter.grad)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        yield loss
-
-    [record] = run(moved(make), loop, tmp_path).full
-    measured = 0
-    for kind in ("activations", "activation_grads", "weights", "grads"):
-        for name, tensor in getattr(record, kind).items():
-            axis, powers = (1, 4) if kind == "activations" else (None, 2)
-            assert_measured(tensor, seen[f"{kind} {name}"], axis, powers=powers)
-            measured += 1
-    assert measured == len(seen) == 6 + 6 + 6 + 6
+    outcome, _ = check(moved(make), lowered(lower), tmp_path)
+    assert len(outcome.full[0].activations) == 6

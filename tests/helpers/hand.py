@@ -105,7 +105,7 @@ def by_hand(
 
 def array(tensor: Tensor) -> np.ndarray:
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
-    return (dense.abs() if dense.is_complex() else dense).double().numpy().copy()
+    return (dense.abs() if dense.is_complex() else dense).double().cpu().numpy().copy()
 
 
 def check(

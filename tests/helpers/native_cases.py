@@ -11,10 +11,10 @@ It needs NumPy only, and neither PyTorch nor the rest of telemetry.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 
 import numpy as np
@@ -92,17 +92,10 @@ def read_in_every_way(native: ModuleType, address: int, count: int, letter: str)
     assert (square >= 0) | np.isnan(square)
 
 
-def load(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_native", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 if __name__ == "__main__":
-    extension = load(sys.argv[1])
+    spec = spec_from_file_location("_native", sys.argv[1])
+    extension = module_from_spec(spec)
+    spec.loader.exec_module(extension)
     for instructions in extension.instructions():
         extension.use_instructions(instructions)
         read_everything(extension, on_the_heap)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import random
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from telemetry import Alert, HookLogger, StepRecord
+from telemetry.testing import capture_run
 
 Loop = Callable[[nn.Module, "HookLogger | None"], Iterable[object]]
 
@@ -47,6 +49,15 @@ def training(
             yield loss
 
     return loop
+
+
+def one_step(model: nn.Module, *batches: Any, **options: Any) -> StepRecord:
+    """Train one step on some micro-batches; ``options``: of ``capture_run``."""
+    with capture_run(model, **options) as run:
+        for inputs in batches:
+            loss_of(model, inputs).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return run.records[0]
 
 
 class Recorder:
@@ -111,6 +122,13 @@ def assert_left_alone(
     ):
         assert_same(parameter.grad, twin.grad, f"{name}.grad")
     return watched
+
+
+def of_ours() -> set[int]:
+    """Return the identities of all live objects that watch a model."""
+    gc.collect()
+    ours = ("telemetry.capture", "telemetry.run")
+    return {id(o) for o in gc.get_objects() if str(type(o).__module__).startswith(ours)}
 
 
 def assert_same(expected: object, got: object, name: str = "") -> None:

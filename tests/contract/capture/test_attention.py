@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import telemetry
-from telemetry import HookLogger, StepRecord
+from telemetry import HookLogger
 from telemetry.testing import capture_run
 from tests.helpers.require import needs_observable_graphs, require
-from tests.helpers.twins import assert_left_alone, run, training
+from tests.helpers.twins import assert_left_alone, one_step, run, training
 
 BATCH, LENGTH, WIDTH, HEADS = 3, 12, 16, 4
 
@@ -118,16 +118,6 @@ def expected(
 def assert_heads(heads: Any, wanted: tuple[Any, Any], rtol: float = 2e-5) -> None:
     np.testing.assert_allclose(heads.logit_max, wanted[0], rtol=rtol, atol=1e-6)
     np.testing.assert_allclose(heads.entropy, wanted[1], rtol=rtol, atol=1e-6)
-
-
-def one_step(model: nn.Module, *batches: Any, **options: Any) -> StepRecord:
-    """Train one step on some micro-batches."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with capture_run(model, **options) as run:
-        for inputs in batches:
-            model(inputs).square().mean().backward()
-        optimizer.step()
-    return run.records[0]
 
 
 def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Any]:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from telemetry.measure import Measurer
 from tests.helpers.hand import assert_logged, by_hand
 from tests.helpers.plain_events import EventAccumulator
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, needs_observable_graphs
-from tests.helpers.twins import Outcome, Recorder, assert_left_alone, loss_of, training
+from tests.helpers.twins import (
+    Outcome,
+    Recorder,
+    assert_left_alone,
+    batch,
+    loss_of,
+    training,
+)
 
 # The compiler warns of its own doings.
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
@@ -186,34 +194,20 @@ def test_logging_adds_one_graph_and_no_breaks(tmp_path: Path, compiled: Compile)
     assert not counters["graph_break"]
 
 
-class Counting:
-    """A compiler backend that records the operators of each graph and of each call."""
-
-    def __init__(self) -> None:
-        self.graphs: list[str] = []
-        self.calls: list[int] = []
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        number = len(self.graphs)
-        self.graphs.append(graph.print_readable(print_output=False))
-
-        def run(*args: Any) -> Any:
-            self.calls.append(number)
-            return graph.forward(*args)
-
-        return run
-
-
 @observed
 def test_unlogged_steps_run_a_graph_without_observers(tmp_path: Path) -> None:
-    backend = Counting()
-    loop = loop_with(partial(whole, backend=backend), steps=7)
-    model = Net()
-    with HookLogger(model, tmp_path, every_n_steps=3):
-        for _ in loop(model, None):
-            pass
-    assert ["telemetry.observe" in graph for graph in backend.graphs] == [True, False]
-    assert backend.calls == [0, 1, 1, 0, 1, 1, 0]
+    graphs: list[str] = []
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        number = len(graphs)
+        graphs.append(graph.print_readable(print_output=False))
+        return lambda *args: (calls.append(number), graph.forward(*args))[1]
+
+    with HookLogger(model := Net(), tmp_path, every_n_steps=3):
+        assert len([*loop_with(partial(whole, backend=backend), steps=7)(model, None)]) == 7
+    assert ["telemetry.observe" in graph for graph in graphs] == [True, False]
+    assert calls == [0, 1, 1, 0, 1, 1, 0]
 
 
 @observed
@@ -338,66 +332,48 @@ def test_a_compiled_optimizer_is_counted(tmp_path: Path) -> None:
 
 
 @observed
+@pytest.mark.parametrize("compiled", [whole, not_at_all])
+@pytest.mark.parametrize("way", ["setting", "context manager", "in one graph"])
 def test_compiled_autograd_costs_activation_gradients_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile, way: str
 ) -> None:
+    """Nothing is known of its context manager until the first backward pass."""
+    compiler = torch.compile(backend="aot_eager", fullgraph=way == "in one graph")
+
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        with torch._dynamo.config.patch(compiled_autograd=True):
-            if logger is not None:
+        with torch._dynamo.config.patch(compiled_autograd=way == "setting"):
+            if logger is not None and way == "setting":
                 logger.remove()
                 logger.attach()
-            yield from loop_with(whole, steps=3)(model, logger)
-
-    outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=2)
-    assert "compiled autograd is on" in caplog.text
-    for record in outcome.full:
-        assert record.activations["head"].calls == 1
-        assert not record.activation_grads
-        assert record.grad_present.all()
-
-
-@observed
-@pytest.mark.parametrize("compiled", [whole, not_at_all])
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiled_autograd_by_its_context_manager(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, compiled: Compile, fullgraph: bool
-) -> None:
-    """Nothing is known of it until the first backward pass."""
-
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
-        torch._dynamo.reset_code_caches()
-        forward = compiled(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        compiler = torch.compile(backend="aot_eager", fullgraph=fullgraph)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = forward(torch.randn(5, 4)).square().mean()
-            with torch._dynamo.compiled_autograd._enable(compiler):
-                loss.backward()
-            optimizer.step()
-            yield loss
+            torch._dynamo.reset_code_caches()
+            forward, optimizer = compiled(model), torch.optim.SGD(model.parameters(), lr=0.1)
+            enabled = torch._dynamo.compiled_autograd._enable
+            for _ in range(3):
+                optimizer.zero_grad()
+                loss = loss_of(forward, torch.randn(5, 4))
+                with nullcontext() if way == "setting" else enabled(compiler):
+                    loss.backward()
+                optimizer.step()
+                yield loss
 
     outcome = assert_left_alone(Net, loop, tmp_path, every_n_steps=2)
     assert caplog.text.count("compiled autograd is on") == 1
     assert "Traceback" not in caplog.text
     assert [record.step for record in outcome.full] == [0, 2]
     for record in outcome.full:
-        assert len(record.activations) == 9
+        assert [tensor.calls for tensor in record.activations.values()] == [1] * 9
         assert not record.activation_grads
         assert record.grad_present.all()
 
 
-@pytest.mark.parametrize("compile_by", ["script", "trace"])
+@pytest.mark.parametrize("way", ["script", "trace"])
 @pytest.mark.filterwarnings("ignore:.*deprecated")
 def test_a_model_of_torch_jit_is_logged_without_its_activations(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, compile_by: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     def make() -> Any:
         model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-        example = torch.ones(5, 4)
-        return (
-            torch.jit.script(model) if compile_by == "script" else torch.jit.trace(model, example)
-        )
+        return torch.jit.script(model) if way == "script" else torch.jit.trace(model, batch())
 
     outcome = assert_left_alone(make, loop_with(not_at_all, steps=3), tmp_path, every_n_steps=2)
     for record in outcome.full:

@@ -29,6 +29,7 @@ from tests.helpers.twins import (
     by_pickle,
     by_saving,
     loss_of,
+    of_ours,
     run,
     training,
 )
@@ -232,13 +233,6 @@ def hook_counts(model: nn.Module) -> int:
         p for p in model.parameters() if p._backward_hooks or p._post_accumulate_grad_hooks
     ]
     return len(modules) + len(parameters)
-
-
-def of_ours() -> set[int]:
-    """Return the identities of all live objects of this package."""
-    gc.collect()
-    ours = ("telemetry.capture", "telemetry.run")
-    return {id(o) for o in gc.get_objects() if str(type(o).__module__).startswith(ours)}
 
 
 @pytest.mark.slow

@@ -17,7 +17,15 @@ from torch._dynamo.utils import counters
 
 from telemetry import HookLogger
 from tests.helpers.require import needs_observable_graphs
-from tests.helpers.twins import Recorder, assert_left_alone, by_pickle, by_saving, run, training
+from tests.helpers.twins import (
+    Recorder,
+    assert_left_alone,
+    by_pickle,
+    by_saving,
+    one_step,
+    run,
+    training,
+)
 
 INTERVALS = [1, 10, 100]
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(20)  # without, both paths round alike
@@ -236,7 +244,7 @@ def test_a_module_with_user_hooks_is_measured_after_them(tmp_path: Path) -> None
     assert record.activations["0"].calls == 1
 
 
-def test_a_module_that_calls_itself_is_measured_each_time(tmp_path: Path) -> None:
+def test_a_module_that_calls_itself_is_measured_each_time() -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,13 +254,10 @@ def test_a_module_that_calls_itself_is_measured_each_time(tmp_path: Path) -> Non
             return x * self.weight if depth == 0 else self(x, depth - 1) + 1
 
     for hooked in (False, True):
-        model, recorder = Nested(), Recorder()
+        model = Nested()
         if hooked:
             model.register_forward_hook(lambda module, args, output: None)
-        with HookLogger(model, tmp_path / str(hooked), alerts=[recorder], every_n_steps=1):
-            model(torch.ones(3)).sum().backward()
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
-        assert recorder.records[0].activations[""].calls == 3
+        assert one_step(model, torch.ones(3)).activations[""].calls == 3
         assert len(model._forward_hooks) == hooked
 
 

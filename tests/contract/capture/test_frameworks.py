@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,12 +175,12 @@ def test_a_trainer_trains_unchanged_and_every_step_is_logged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", [Lightning, HuggingFace])
+@pytest.mark.parametrize("make", [Lightning, partial(HuggingFace, logging_steps=4)])
 def test_every_step_is_written_though_a_trainer_closes_its_writer_before_the_logger(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, framework: Any
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any
 ) -> None:
     log_dir = tmp_path / "log"
-    trainer = framework(log_dir)
+    trainer = make(log_dir)
     for run in range(2):
         with HookLogger(trainer.model, trainer.writer, first_step=6 * run):
             trainer.train()

@@ -46,9 +46,6 @@ def hide(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(torch_private, "find", find_others)
 
 
-plain_loop = training()
-
-
 MISSING_NAMES = [
     (torch._C, "_len_torch_dispatch_stack"),
     (torch._C, "_len_torch_function_stack"),
@@ -73,7 +70,7 @@ def test_an_ordinary_loop_is_logged_in_full_without_a_private_name(
 ) -> None:
     def in_autocast(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
-            yield from plain_loop(model, logger)
+            yield from training()(model, logger)
 
     monkeypatch.delattr(owner, name)
     check(mlp, in_autocast, tmp_path)
@@ -104,7 +101,7 @@ def test_without_a_queue_of_callbacks_there_are_no_norms_before_clipping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hide(monkeypatch, "queue_callback")
-    outcome, _ = check(mlp, plain_loop, tmp_path)
+    outcome, _ = check(mlp, training(), tmp_path)
     assert outcome.full[0].total_grad_norm_before_clipping is None
     assert outcome.full[0].clipped_fraction is None
     [message] = messages_about(caplog, "queue_callback")
@@ -126,7 +123,7 @@ def test_without_a_way_to_leave_modes_modules_in_selective_checkpointing_are_ski
             return self.head(checkpoint(self.block, x, use_reentrant=False, context_fn=saving))
 
     monkeypatch.delattr(_python_dispatch, "_disable_current_modes")
-    outcome = assert_left_alone(Net, plain_loop, tmp_path)
+    outcome = assert_left_alone(Net, training(), tmp_path)
     assert list(outcome.full[0].activations) == ["head"]
     assert outcome.full[0].grad_present.all()
     [message] = messages_about(caplog, "_disable_current_modes")
@@ -154,7 +151,7 @@ def test_without_the_scalers_state_gradients_are_logged_as_it_leaves_them(
     hide(monkeypatch, name)
     outcome = assert_left_alone(mlp, loop, tmp_path)
     assert [record.loss_scale for record in outcome.records] == [None] * 3
-    for record, hand in zip(outcome.full, by_hand(mlp, plain_loop), strict=True):
+    for record, hand in zip(outcome.full, by_hand(mlp, training()), strict=True):
         norms = [grad for grads in hand.grads.values() for grad in grads]
         assert record.grad_norms == pytest.approx([(n**2).sum() ** 0.5 for n in norms])
     [message] = messages_about(caplog, name)

@@ -23,32 +23,9 @@ from tests.helpers.twins import (
     batch,
     loss_of,
     mlp,
+    one_step,
     training,
 )
-
-
-def scripted(model: nn.Module) -> Any:
-    return torch.jit.script(model)
-
-
-def traced(model: nn.Module) -> Any:
-    return torch.jit.trace(model, torch.ones(6, 4))
-
-
-def exported(model: nn.Module) -> Any:
-    return torch.export.export(model, (torch.ones(6, 4),), strict=False).module()
-
-
-def exported_strictly(model: nn.Module) -> Any:
-    return torch.export.export(model, (torch.ones(6, 4),), strict=True).module()
-
-
-def symbolically_traced(model: nn.Module) -> Any:
-    return torch.fx.symbolic_trace(model)
-
-
-def made_graph(model: nn.Module) -> Any:
-    return make_fx(model)(torch.ones(6, 4))
 
 
 def per_sample_gradients(model: nn.Module) -> Any:
@@ -61,10 +38,16 @@ def per_sample_gradients(model: nn.Module) -> Any:
     return lambda x: gradients["0.weight"].sum(0)
 
 
-TOOLS = [
-    scripted, traced, exported, exported_strictly, symbolically_traced, made_graph,
-    per_sample_gradients,
-]  # fmt: skip
+INPUTS = torch.ones(6, 4)
+TOOLS: dict[str, Callable[[nn.Module], Any]] = {
+    "script": torch.jit.script,
+    "trace": lambda model: torch.jit.trace(model, INPUTS),
+    "export": lambda model: torch.export.export(model, (INPUTS,), strict=False).module(),
+    "strict export": lambda model: torch.export.export(model, (INPUTS,), strict=True).module(),
+    "fx": torch.fx.symbolic_trace,
+    "make_fx": lambda model: make_fx(model)(INPUTS),
+    "per-sample gradients": per_sample_gradients,
+}
 
 
 @functools.cache
@@ -76,23 +59,22 @@ def a_model_with_a_hook_is_exported_strictly() -> bool:
     model = Net()
     model.register_forward_hook(lambda module, args, output: None)
     try:
-        exported_strictly(model)
+        TOOLS["strict export"](model)
     except Exception:
         return False
     return True
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("name", TOOLS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_watched_model_can_be_traced(tmp_path: Path, tool: Callable[[nn.Module], Any]) -> None:
+def test_a_watched_model_can_be_traced(tmp_path: Path, name: str) -> None:
     """Trace in the middle of training; the result equals that of a bare model."""
-
-    if tool is exported_strictly and not a_model_with_a_hook_is_exported_strictly():
+    if name == "strict export" and not a_model_with_a_hook_is_exported_strictly():
         pytest.skip("this PyTorch exports no model that has any hook, strictly")
 
     def loss(model: nn.Module) -> Tensor:
-        result = tool(model)
+        result = TOOLS[name](model)
         graphs.append(str(getattr(result, "graph", "")))
         with torch.no_grad():  # what fx returns runs the same layers
             results.append(result(torch.ones(6, 4)))
@@ -106,7 +88,7 @@ def test_a_watched_model_can_be_traced(tmp_path: Path, tool: Callable[[nn.Module
     assert [record.step for record in outcome.full] == [0, 1, 2]
     for record in outcome.full:
         assert record.activation_grads["2"].calls == 1
-        assert record.activations["0"].calls == (2 if tool is made_graph else 1)
+        assert record.activations["0"].calls == (2 if name == "make_fx" else 1)
     assert not any("telemetry" in graph for graph in graphs)
 
 
@@ -166,32 +148,23 @@ def test_a_meta_model_is_logged_once_it_has_values(tmp_path: Path) -> None:
     assert record.activation_grads["2"].calls == 1
 
 
-def test_lazy_modules_are_logged_with_the_shapes_of_their_first_call(tmp_path: Path) -> None:
+def test_lazy_modules_are_logged_with_the_shapes_of_their_first_call() -> None:
     def make() -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # lazy modules warn that they are under development
             return nn.Sequential(nn.LazyLinear(6), nn.ReLU(), nn.LazyLinear(2))
 
-    model, recorder = make(), Recorder()
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1):
-        model(batch()).sum().backward()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.step()
-    [record] = recorder.records
+    record = one_step(make(), batch())
     assert [p.shape for p in record.layout.parameters] == [(6, 4), (6,), (2, 6), (2,)]
     assert record.weights["0.weight"].sketch.count == 24
     assert record.activations["2"].sketch.count == 12
 
 
-def test_a_default_device_does_not_change_where_tensors_are_measured(tmp_path: Path) -> None:
+def test_a_default_device_does_not_change_where_tensors_are_measured() -> None:
     """The default device is a mode, and would send our own tensors to that device."""
-    model, recorder = mlp(), Recorder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = batch()
-    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=1), torch.device("meta"):
-        model(x).sum().backward()
-        optimizer.step()
-    [record] = recorder.records
+    model, x = mlp(), batch()
+    with torch.device("meta"):
+        record = one_step(model, x)
     assert record.activations["0"].sketch.count == 36
     assert len(record.update_ratios) == 4
 

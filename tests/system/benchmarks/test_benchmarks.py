@@ -3,54 +3,35 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers.members import load_server
 from tests.helpers.paths import ROOT
-
-BENCHMARKS = ROOT / "benchmarks"
 
 
 def run(script: str, json_file: Path, *arguments: str) -> dict[str, Any]:
     """Return the rows of a benchmark with ``--quick``."""
-    context, output = multiprocessing.get_context("forkserver"), json_file.with_suffix(".out")
-    load_server(context)
-    command = [f"{BENCHMARKS / script}.py", "--quick", "--json", str(json_file), *arguments]
-    process = context.Process(target=run_program, args=(command, output))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, output.read_text()
+    command = [sys.executable, f"benchmarks/{script}.py", "--quick", "--json", str(json_file)]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
     written: dict[str, Any] = json.loads(json_file.read_text(encoding="utf-8"))
-    assert written["machine"] in output.read_text()
+    assert written["machine"] in done.stdout
     assert written["cores"] == os.cpu_count()
     for name in ("Python", "telemetry", "torch", "tensorboard"):
         assert f"{name} {written['versions'][name]}" in written["machine"]
     return written
-
-
-def run_program(command: list[str], output: Path) -> None:
-    """Run a script as ``python`` does, in a process that has already loaded torch."""
-    descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.chdir(ROOT)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    sys.path.insert(0, str(BENCHMARKS))
-    sys.argv = command
-    program = ModuleType("__main__")  # a spawned process imports it again, from its file
-    program.__file__ = command[0]
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = program
-    exec(compile(Path(command[0]).read_bytes(), command[0], "exec"), program.__dict__)
 
 
 @pytest.fixture

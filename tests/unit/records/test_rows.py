@@ -14,7 +14,6 @@ from telemetry import Sketch, TensorRecord
 from telemetry.measure import Measurer
 from telemetry.records.rows import HEAD, PAIR, UNIT, Rows
 from telemetry.records.sketch import sketch_array
-from telemetry.records.tensor import Tensors
 from tests.helpers.moments_close import assert_moments_close
 
 Floats = NDArray[np.float32]
@@ -43,15 +42,6 @@ def assert_rows_are(rows: Rows, values: list[Floats]) -> None:
 def test_encoded_rows_are_decoded(values: list[Floats]) -> None:
     heads, pairs, units = rows_of(values).encode()
     assert_rows_are(Rows.decode(bytearray(heads), bytearray(pairs), bytearray(units)), values)
-
-
-def test_a_sample_is_scaled_to_the_values_that_are_not_zero_and_its_zeros_are_exact() -> None:
-    head, pair = np.zeros(1, HEAD), np.zeros(3, PAIR)
-    head["count"], head["nan_count"], head["zero_count"] = 111, 1, 10
-    head["sampled"], head["bucket_count"] = 4, 3
-    pair["bucket"], pair["count"] = [-5, 0, 7], [1, 2, 3]
-    rows = Rows.decode(bytearray(head.tobytes()), bytearray(pair.tobytes()), bytearray())
-    assert rows.counts.tolist() == [25, 10, 75]
 
 
 @pytest.mark.slow
@@ -110,39 +100,7 @@ def test_variation_is_the_smaller_of_deviation_and_half_of_the_ranges_of_units()
     np.testing.assert_allclose(rows.variation, [0, other.std(dtype=np.float64), within], rtol=1e-5)
 
 
-def test_tensors_share_their_rows_and_keep_their_order() -> None:
-    values = [np.full(n, n, np.float32) for n in (1, 2, 3)]
-    tensors = Tensors(range(3), rows_of(values))
-    assert list(reversed(tensors)) == [2, 1, 0]
-    assert {n: record.sketch.count for n, record in tensors.items()} == {0: 1, 1: 2, 2: 3}
-    assert tensors[1].rows is tensors.rows
-
-
-def test_the_record_of_a_tensor_has_the_extremes_of_its_units() -> None:
-    measurer = Measurer()
-    measurer.add(torch.tensor([[1.0, 0.0, -2.0], [3.0, 0.0, -1.0]]), unit_axis=1)
-    measurer.add(torch.ones(2))
-    of_units, without = measurer.finish().reduce().values()
-    assert of_units.unit_min.tolist() == [1, 0, -2]
-    assert of_units.unit_max.tolist() == [3, 0, -1]
-    assert of_units.zero_units.tolist() == [False, True, False]
-    assert without.unit_min is without.unit_max is without.zero_units is None
-
-
 # --- rare values ---------------------------------------------------------------------------------
-
-
-def test_negative_zeros_are_in_bucket_0_and_without_finite_values_there_are_no_extremes() -> None:
-    measurer = Measurer()
-    measurer.add(torch.tensor([-0.0, 0.0]))
-    measurer.add(torch.full((3, 2), torch.nan), unit_axis=1)
-    measurer.add(torch.zeros(0, 3), unit_axis=1)
-    zeros, nan, empty = measurer.finish().reduce().values()
-    assert zeros.sketch.zero_count == 2
-    assert (zeros.sketch.buckets.tolist(), zeros.sketch.counts.tolist()) == ([0], [2])
-    assert np.isnan(nan.unit_min).all()
-    assert np.isnan([nan.sketch.min, nan.sketch.max, empty.sketch.min, empty.sketch.max]).all()
-    assert len(nan.sketch.buckets) == len(empty.sketch.buckets) == 0
 
 
 def test_counters_do_not_wrap_at_2_to_the_32() -> None:
