@@ -100,17 +100,14 @@ def times(factor: float, *layers: int) -> Change:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "expected", "before"), [(1, 94, 93), (10, 100, 90)])
+@pytest.mark.parametrize(("factor", "severity"), [(5, "warning"), (0.2, "note")])
 def test_a_matrix_that_was_overwritten_outside_the_optimizer_is_named(
-    every: int, expected: int, before: int
+    every: int, expected: int, before: int, factor: float, severity: str
 ) -> None:
-    (alert,) = changed(times(5, 3), every=every)
-    assert (alert.severity, alert.module_name, alert.step) == ("warning", "3", expected)
-    assert {5, before} <= {*figures(alert.summary)}
-
-
-def test_a_matrix_that_is_scaled_down_is_a_note() -> None:
-    (alert,) = changed(times(0.1, 3))
-    assert (alert.severity, alert.module_name) == ("note", "3")
+    (alert,) = changed(times(factor, 3), every=every)
+    assert (alert.severity, alert.module_name, alert.step) == (severity, "3", expected)
+    assert alert.value == pytest.approx(factor, rel=0.02)
+    assert before in figures(alert.summary)
 
 
 @pytest.mark.slow
