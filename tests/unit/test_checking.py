@@ -215,8 +215,8 @@ def test_checks_that_cannot_run_are_reported(capsys: pytest.CaptureFixture[str])
     assert f"skipped: {one.skipped[0]}" in capsys.readouterr().out
 
 
-MODEL, INPUTS, CLASSES = nn.Linear(20, 3), torch.randn(8, 20), torch.arange(8) % 3
-LOSS = nn.CrossEntropyLoss()
+MODEL, LOSS = nn.Linear(20, 3), nn.CrossEntropyLoss()
+INPUTS, CLASSES = torch.randn(8, 20), torch.arange(8) % 3
 
 
 @pytest.mark.parametrize(

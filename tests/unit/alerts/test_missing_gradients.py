@@ -289,8 +289,7 @@ def test_parameters_that_are_unfrozen_later_and_not_in_the_optimizer_are_reporte
 @pytest.mark.slow
 def test_parameters_that_an_optimizer_no_longer_steps_are_a_note() -> None:
     model = network()
-    rules = [rule("untrained_parameters")]
-    with capture_run(model, every_n_steps=10, rules=rules) as run:
+    with capture_run(model, every_n_steps=10, rules=[rule("untrained_parameters")]) as run:
         fit(run, 120, lambda step: classify(model), SGD(model.parameters(), 0.1))
         assert run.alerts == []
         fit(run, 210, lambda step: classify(model), SGD(model.head.parameters(), 0.1))

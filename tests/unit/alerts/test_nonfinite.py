@@ -282,8 +282,3 @@ def test_a_scaler_that_skips_every_step_is_named_only_if_one_is_used(has_scaler:
     [alert] = run.alerts
     assert (len(run.records), alert.value) == (5, 10)
     assert ("scaler" in (alert.cause or "")) == has_scaler
-
-
-def test_nan_losses_of_successive_steps_are_not_skipped_steps() -> None:
-    detector = rule("nonfinite")
-    assert [alert for step in range(12) for alert in detector.on_loss(step, math.nan)] == []

@@ -126,11 +126,6 @@ def test_other_changes_are_not_a_jump(change: Change, at: int) -> None:
     assert changed(change, at=at) == []
 
 
-@pytest.mark.slow
-def test_weights_that_learn_fast_from_the_start_are_not_a_jump() -> None:
-    assert train(rule("weight_jump"), 200) == []
-
-
 @pytest.mark.parametrize("scale", [0.0, 1e-3])
 def test_unfrozen_layers_that_grow_are_not_a_jump(scale: float) -> None:
     model = net()
