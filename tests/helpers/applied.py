@@ -15,7 +15,7 @@ class Applied(nn.Module):
         function: Gets this module, and what ``forward`` is called with.
     """
 
-    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], **layers: nn.Module | None) -> None:
         super().__init__()
         self.function = function
         for name, layer in layers.items():

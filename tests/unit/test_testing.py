@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
 
 from telemetry import Alert, Baseline, Finding, HookLogger, Rule, StepRecord
 from telemetry.testing import CapturedRun, alerts_of, capture_run
+from tests.helpers.captured import classify, fit
 from tests.helpers.paths import ROOT
+from tests.helpers.small_runs import net
 
 PAGE = (ROOT / "docs" / "howto" / "detector.md").read_text(encoding="utf-8")
 
@@ -23,17 +24,7 @@ PAGE = (ROOT / "docs" / "howto" / "detector.md").read_text(encoding="utf-8")
 def train(model: nn.Module, run: CapturedRun | HookLogger, steps: int, scale: float = 1.0) -> None:
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    for step in range(steps):
-        loss = mse_loss(model(torch.randn(8, 4)), torch.randn(8, 2)) * scale**step
-        run.log(loss=loss)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    fit(run, steps, lambda step: classify(model) * scale**step, optimizer)
 
 
 class Losses(Rule):
@@ -83,33 +74,30 @@ def test_a_run_is_recorded_at_once_and_without_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    model = make()
+    model = net()
     with capture_run(model, every_n_steps=10, rules=[Losses()]) as run:
         train(model, run, 5)
     assert [record.step for record in run.records] == [0, 1, 2, 3, 4]
     assert [record.step for record in run.records if record.full] == [0, 3, 4]
     assert [alert.value for alert in run.alerts] == [record.loss for record in run.records]
-    assert list(run.records[0].activations) == ["0", "1", "2"]
+    assert list(run.records[0].activations) == ["0", "1", "2", "3"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_recorded_after_the_body() -> None:
-    model = make()
-    with capture_run(model) as run:
-        train(model, run, 2)
-    train(model, run, 2)
-    assert len(run.records) == 2
+    train(model, run, 2)  # nothing is recorded after the body
+    assert len(run.records) == 5
 
 
 @pytest.mark.slow
 def test_a_captured_run_and_a_logger_report_the_same_alerts(tmp_path: Path) -> None:
-    model, seen = make(), []
-    with capture_run(model) as run:
-        train(model, run, 40, scale=1e3)
-    with HookLogger(make_same := make(), tmp_path, every_n_steps=1, images=False) as logger:
-        train(make_same, logger, 40, scale=1e3)
-        seen = [(alert.kind, alert.step, alert.stage) for alert in logger.alerts]
-    assert [(alert.kind, alert.step, alert.stage) for alert in run.alerts] == seen != []
+    first, second = net(), net()
+    with capture_run(first) as run:
+        train(first, run, 40, scale=1e3)
+    with HookLogger(second, tmp_path, every_n_steps=1, images=False) as logger:
+        train(second, logger, 40, scale=1e3)
+    found, logged = (
+        [(alert.kind, alert.step, alert.stage) for alert in alerts]
+        for alerts in (run.alerts, logger.alerts)
+    )
+    assert found == logged != []
     assert alerts_of(run.records) == run.alerts
 
 
@@ -123,14 +111,14 @@ def test_a_captured_run_and_a_logger_report_the_same_alerts(tmp_path: Path) -> N
 def test_exceptions_and_invalid_results_of_a_rule_are_raised(
     judge: Any, error: type[Exception], message: str
 ) -> None:
-    model = make()
+    model = net()
     with pytest.raises(error, match=message), capture_run(model, rules=[judge]) as run:
         train(model, run, 1)
 
 
 def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    model = make()
+    model = net()
     page: dict[str, Any] = {
         "model": model,
         "train": lambda steps, run: train(model, run, steps),
@@ -147,7 +135,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [(alert.kind, alert.step, alert.stage) for alert in found] == [
         ("heavy_tails", 6, "started")
     ]
-    assert found[0].module_name == "1"
+    assert found[0].module_name == "2"
     assert found[0].value > found[0].threshold == 1.0
     negative = replace(page["run"].records[0], scalars={"loss": -1.0})
     [alert] = alerts_of([negative], [page["loss_is_negative"]])
@@ -165,7 +153,7 @@ def test_the_page_names_every_field(value: Any, name: str) -> None:
 
 def test_the_documented_members_of_the_baseline_exist() -> None:
     names = re.findall(r"`(baseline\.[\w.]+)`", PAGE)
-    baseline, model = Baseline(), make()
+    baseline, model = Baseline(), net()
     with capture_run(model, rules=()) as run:
         train(model, run, 3)
     for record in run.records:

@@ -79,8 +79,6 @@ def test_the_layers_of_the_group_whose_rate_jumped_are_named() -> None:
 def test_a_spike_is_not_resolved_while_the_rate_and_the_loss_stay_high() -> None:
     stays = dict.fromkeys(range(205, 500), 0.5)
     assert stages(spikes(500, **rates(stays))) == ["started"]
-    ends = with_returns(rates(dict.fromkeys(range(205, 300), 0.5)), [204], after=96)
-    assert stages(spikes(400, **ends)) == ["started", "resolved"]
 
 
 @pytest.mark.slow
@@ -236,26 +234,20 @@ def slow() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 10, 100])
-def test_some_batches_of_other_data_are_noted_with_their_steps(every: int) -> None:
-    batch = bursts(range(173, 183))
-    (note,) = train(rule("loss_burst"), 250, every=every, batch=batch, **slow())
-    assert (note.severity, note.step) == ("note", 173)
-    assert {173, 182} <= {*figures(note.summary)}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("steps", "count"),
+    ("steps", "every", "noted"),
     [
-        ([range(173, 180), range(183, 187)], 1),  # two close together are one
-        ([range(173, 250)], 0),  # permanent
-        ([range(step, step + 1) for step in range(120, 300, 15)], 0),  # single batches
-        ([range(step, step + 4) for step in range(150, 330, 40)], 2),  # usual for the data
+        *(([range(173, 183)], every, [(173, 182)]) for every in (1, 10, 100)),
+        ([range(173, 180), range(183, 187)], 10, [(173, 186)]),  # two close together are one
+        ([range(173, 250)], 10, []),  # permanent
+        ([range(step, step + 1) for step in range(120, 300, 15)], 10, []),  # single batches
+        # More than two are usual for the data.
+        ([range(n, n + 4) for n in range(150, 330, 40)], 10, [(230, 233), (270, 273)]),
     ],
 )
-def test_bursts_are_short_and_are_noted_twice(steps: list[range], count: int) -> None:
-    alerts = train(rule("loss_burst"), 340, batch=bursts(*steps), **slow())
-    assert len(alerts) == count
-    if count == 1:
-        assert {173, 186} <= {*figures(alerts[0].summary)}
+def test_some_batches_of_other_data_are_noted_twice_at_most_with_their_steps(
+    steps: list[range], every: int, noted: list[tuple[int, int]]
+) -> None:
+    alerts = train(rule("loss_burst"), 340, every=every, batch=bursts(*steps), **slow())
+    assert all(alert.severity == "note" for alert in alerts)
+    assert [(alert.step, max(figures(alert.summary))) for alert in alerts] == noted

@@ -196,11 +196,11 @@ def test_weights_that_are_overwritten_after_a_good_step_are_named() -> None:
     assert "3.weight: the optimizer or other code broke it" in alert.summary
 
 
-def scaled(inner: nn.Module) -> nn.Module:
+def scaled(inner: nn.Module | None = None) -> nn.Module:
     """Return a module that multiplies by a buffer, and averages its outputs in another one."""
 
     def apply(self: Any, x: Tensor) -> Any:
-        y: Tensor = self.inner(x) * self.gain
+        y: Tensor = (self.inner(x) if inner else x) * self.gain
         self.mean.lerp_(y.detach().mean(), 0.1)
         return y
 
@@ -226,7 +226,7 @@ def spoiled(model: nn.Module, at: int, buffer: str, value: float = math.nan) -> 
     ],
 )
 def test_a_buffer_that_is_nan_is_named(at: int, buffer: str, module: str, named: str) -> None:
-    parts = nn.Linear(8, 8), scaled(nn.Identity()), scaled(nn.Linear(8, 8)), nn.Linear(8, 3)
+    parts = nn.Linear(8, 8), scaled(), scaled(nn.Linear(8, 8)), nn.Linear(8, 3)
     alert = spoiled(scaled(nn.Sequential(*parts)), at, buffer)
     assert (alert.step, alert.module_name) == (at, module)
     seen = f"in or before {named}: its buffer {buffer} is NaN" if at == 13 else f"buffer {buffer}"
@@ -282,8 +282,3 @@ def test_a_scaler_that_skips_every_step_is_named_only_if_one_is_used(has_scaler:
     [alert] = run.alerts
     assert (len(run.records), alert.value) == (5, 10)
     assert ("scaler" in (alert.cause or "")) == has_scaler
-
-
-def test_nan_losses_of_successive_steps_are_not_skipped_steps() -> None:
-    detector = rule("nonfinite")
-    assert [alert for step in range(12) for alert in detector.on_loss(step, math.nan)] == []

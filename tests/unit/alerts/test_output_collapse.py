@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam
 
-from telemetry import Alert
-from tests.helpers.captured import LossOf, at_step, captured, classify, toward
+from tests.helpers.captured import at_step, captured, classify, toward
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
 from tests.helpers.small_runs import draw, net, train
@@ -21,13 +20,6 @@ from tests.helpers.small_runs import draw, net, train
 def mlp(outputs: int, *end: nn.Module, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), activation(), nn.Linear(32, outputs), *end)
-
-
-def found(
-    kind: str, model: nn.Module, steps: int, loss_of: LossOf, optimizer: Optimizer, every: int = 10
-) -> list[Alert]:
-    run = captured(model, steps, rules=[kind], loss_of=loss_of, optimizer=optimizer, every=every)
-    return run.alerts
 
 
 @pytest.mark.slow
@@ -53,7 +45,8 @@ def test_outputs_far_from_zero_have_not_collapsed(
     model = mlp(outputs)
     loss_of = toward(model, lambda x: offset + x[:, :outputs])
     optimizer = Adam(model.parameters(), rate)
-    assert found("output_collapse", model, steps, loss_of, optimizer, every=5) == []
+    settings = {"loss_of": loss_of, "optimizer": optimizer, "every": 5}
+    assert captured(model, steps, rules=["output_collapse"], **settings).alerts == []
 
 
 def test_equal_inputs_are_no_collapse_of_the_outputs() -> None:
@@ -63,8 +56,8 @@ def test_equal_inputs_are_no_collapse_of_the_outputs() -> None:
         x = torch.randn(64, 8) if step < 60 else torch.zeros(64, 8)
         return F.mse_loss(model(x), x)
 
-    optimizer = SGD(model.parameters(), 0.05)
-    assert found("output_collapse", model, 90, loss_of, optimizer, every=1) == []
+    settings = {"loss_of": loss_of, "optimizer": SGD(model.parameters(), 0.05), "every": 1}
+    assert captured(model, 90, rules=["output_collapse"], **settings).alerts == []
 
 
 def constant(weight: float) -> nn.Module:
@@ -91,8 +84,8 @@ def test_units_that_are_zero_or_differ_are_not_reported() -> None:
 
 def unbounded(steps: int, loss_of: Callable[[nn.Module], Tensor], rate: float, **more: Any) -> Any:
     model = net()
-    optimizer = Adam(model.parameters(), rate)
-    return found("unbounded_loss", model, steps, lambda step: loss_of(model), optimizer, **more)
+    settings = {"loss_of": lambda step: loss_of(model), "optimizer": Adam(model.parameters(), rate)}
+    return captured(model, steps, rules=["unbounded_loss"], **settings, **more)
 
 
 @pytest.mark.slow
@@ -100,7 +93,7 @@ def unbounded(steps: int, loss_of: Callable[[nn.Module], Tensor], rate: float, *
 def test_a_cross_entropy_of_the_wrong_sign_is_reported_when_it_has_fallen_by_a_tenth(
     every: int,
 ) -> None:
-    (alert,) = unbounded(200, lambda model: -classify(model), 1e-3, every=every)
+    (alert,) = unbounded(200, lambda model: -classify(model), 1e-3, every=every).alerts
     assert alert.threshold == pytest.approx(-1.0986, abs=1e-4)  # -ln 3
     assert 1.099 in figures(alert.summary)
     assert alert.value > -1.5
@@ -113,21 +106,18 @@ def test_logits_in_place_of_log_probabilities_are_reported(every: int) -> None:
         points, classes = draw()
         return F.nll_loss(model(points), classes)
 
-    (alert,) = unbounded(250, loss_of, 1e-2, every=every)
+    (alert,) = unbounded(250, loss_of, 1e-2, every=every).alerts
     assert 3 in figures(alert.summary)  # the output that grows
 
 
 @pytest.mark.slow
 def test_a_density_is_not_a_loss_of_the_wrong_sign() -> None:
-    losses: list[float] = []
-
     def loss_of(model: nn.Module) -> Tensor:
         points, _ = draw()
         mean, log_scale, _ = model(points).T
         off = (0.1 * points[:, 0] - mean) * torch.exp(-log_scale)
-        loss = (off**2 / 2 + log_scale).mean()
-        losses.append(loss.item())
-        return loss
+        return (off**2 / 2 + log_scale).mean()
 
-    assert unbounded(400, loss_of, 1e-3) == []
-    assert losses[-1] < -1.5
+    run = unbounded(400, loss_of, 1e-3)
+    assert run.alerts == []
+    assert run.records[-1].loss < -1.5

@@ -177,8 +177,7 @@ def test_steps_without_a_record_change_no_finding(kind: str, every: int) -> None
 
 
 def test_full_steps_count_only_where_all_steps_are_full() -> None:
-    run = [replace(one, full=True) for one in waiting(lambda step: 0.3)]
-    assert len(found("input_bound", run)) == 1
+    assert len(found("input_bound", [replace(r, full=True) for r in waiting(lambda _: 0.3)])) == 1
     mixed = waiting(lambda step: 0.3 if step % 2 == 0 else 0.01)
     assert found("input_bound", [replace(one, full=one.step % 2 == 0) for one in mixed]) == []
 

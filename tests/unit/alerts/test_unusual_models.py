@@ -19,12 +19,7 @@ from tests.helpers.rules import rule
 
 
 def blocks(gain: float = 1.0, lets_through: Callable[[Tensor], Tensor] = torch.clone) -> Any:
-    """Return residual blocks over tokens; some parameters start at zero or get no gradient.
-
-    Args:
-        gain: Initial scale of each branch.
-        lets_through: Applied to the input of each branch and of its skip connection.
-    """
+    """Return residual blocks over tokens; ``gain`` is the initial scale of each branch."""
 
     def apply(self: Any, tokens: Tensor) -> Any:
         x = self.embed(tokens) + self.positions
