@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -122,28 +121,6 @@ def test_norms_are_measured_at_each_step_again_once_they_are_cheap(clock: Clock)
     run.costs_s = 0.01, 0.01, 3e-5, 3e-5
     run.train_for(1000)
     assert run.norms[-500:] == [*range(2500, 3000)]
-
-
-def test_own_time_is_that_of_one_thread_in_nested_blocks(clock: Clock) -> None:
-    budget = Budget(max_overhead=1, every_n_steps=1)
-
-    def run_elsewhere() -> None:
-        with budget:
-            clock.own_s += 8
-        clock.own_s -= 8
-
-    clock.own_s += 16
-    with budget:
-        clock.own_s += 1
-        with budget:
-            clock.own_s += 2
-        thread = threading.Thread(target=run_elsewhere)
-        thread.start()
-        thread.join()
-        assert budget._take() == 3
-        clock.own_s += 4
-    clock.own_s += 16
-    assert budget._take() == 4
 
 
 class Event:

@@ -12,29 +12,13 @@ from torch.nn import functional as F
 
 import telemetry
 from telemetry import HookLogger
-from tests.helpers.twins import Outcome, assert_left_alone, run
+from tests.helpers.twins import Outcome, run
 
 WAIT = "time/data_wait_s"
 
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 4))
-
-
-def test_training_with_micro_batches_is_left_alone(tmp_path: Path) -> None:
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[object]:
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        for step in range(12):
-            for _ in range(1 + step % 3):
-                loss = F.mse_loss(model(torch.rand(8, 4)), torch.rand(8, 4))
-                loss.backward()
-            yield loss
-            yield from [parameter.grad for parameter in model.parameters()]
-            optimizer.step()
-            optimizer.zero_grad()
-
-    outcome = assert_left_alone(net, loop, tmp_path, every_n_steps=4)
-    assert outcome.records[-1].usage
 
 
 def loading(wait_s: float, kept: list[Tensor], log_dir: Path) -> Outcome:

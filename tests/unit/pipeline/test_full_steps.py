@@ -15,6 +15,7 @@ from torch import nn
 import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from telemetry.testing import capture_run
+from tests.helpers.known_runs import alert_at
 
 
 class Requests(Rule):
@@ -27,16 +28,7 @@ class Requests(Rule):
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self.requests_full_step = record.step in self.at
-        found = Alert(
-            kind="planted",
-            severity="note",
-            step=record.step,
-            module_name=None,
-            value=0.0,
-            threshold=0.0,
-            summary="Planted.",
-        )
-        return [found] if record.step in self.alerts else ()
+        return [alert_at(record.step, None)] if record.step in self.alerts else ()
 
 
 class Still(torch.optim.SGD):
