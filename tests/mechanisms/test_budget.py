@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -121,6 +122,22 @@ def test_norms_are_measured_at_each_step_again_once_they_are_cheap(clock: Clock)
     run.costs_s = 0.01, 0.01, 3e-5, 3e-5
     run.train_for(1000)
     assert run.norms[-500:] == [*range(2500, 3000)]
+
+
+def test_the_time_of_another_thread_does_not_count(clock: Clock) -> None:
+    run = Run(clock, 0.01, 10, (0.1, 0.01, 0.0, 0.0))
+
+    def run_elsewhere() -> None:
+        with run.budget:
+            clock.own_s += 5.0
+
+    run.train_for(1)
+    thread = threading.Thread(target=run_elsewhere)
+    thread.start()
+    thread.join()
+    clock.own_s -= 5.0
+    run.train_for(1000)
+    assert run.gaps[0] == 30  # 20 steps earn two full ones
 
 
 class Event:
