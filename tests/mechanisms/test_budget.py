@@ -124,26 +124,20 @@ def test_norms_are_measured_at_each_step_again_once_they_are_cheap(clock: Clock)
     assert run.norms[-500:] == [*range(2500, 3000)]
 
 
-def test_own_time_is_that_of_one_thread_in_nested_blocks(clock: Clock) -> None:
-    budget = Budget(max_overhead=1, every_n_steps=1)
+def test_the_time_of_another_thread_does_not_count(clock: Clock) -> None:
+    run = Run(clock, 0.01, 10, (0.1, 0.01, 0.0, 0.0))
 
     def run_elsewhere() -> None:
-        with budget:
-            clock.own_s += 8
-        clock.own_s -= 8
+        with run.budget:
+            clock.own_s += 5.0
 
-    clock.own_s += 16
-    with budget:
-        clock.own_s += 1
-        with budget:
-            clock.own_s += 2
-        thread = threading.Thread(target=run_elsewhere)
-        thread.start()
-        thread.join()
-        assert budget._take() == 3
-        clock.own_s += 4
-    clock.own_s += 16
-    assert budget._take() == 4
+    run.train_for(1)
+    thread = threading.Thread(target=run_elsewhere)
+    thread.start()
+    thread.join()
+    clock.own_s -= 5.0
+    run.train_for(1000)
+    assert run.gaps[0] == 30  # 20 steps earn two full ones
 
 
 class Event:

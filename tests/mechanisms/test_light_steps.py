@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from telemetry import Alert, Detector, Finding, HookLogger, StepRecord, read
 from telemetry.pipeline import LightSteps, schedule
+from tests.helpers.twins import Recorder
 
 STEP_S = 0.001
 FIRST = 256  # steps that are all measured
@@ -137,16 +138,10 @@ class EachStep(Detector):
 
 @pytest.mark.slow
 def test_custom_rules_and_detectors_receive_every_step(tmp_path: Path) -> None:
-    seen: list[int] = []
-
-    def rule(record: StepRecord) -> list[Alert]:
-        seen.append(record.step)
-        return []
-
-    train(tmp_path / "rule", alerts=[rule])
-    detector = EachStep()
+    recorder, detector = Recorder(), EachStep()
+    train(tmp_path / "rule", alerts=[recorder])
     train(tmp_path / "detector", alerts={"each_step": detector})
-    assert seen == detector.steps == [*range(600)]
+    assert [record.step for record in recorder.records] == detector.steps == [*range(600)]
 
 
 @pytest.mark.slow

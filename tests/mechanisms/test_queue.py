@@ -17,7 +17,7 @@ from telemetry import Alert, HookLogger, StepRecord
 from telemetry.capture.captured_step import CapturedStep, RunTotals
 from telemetry.events.file_writer import FileWriter
 from telemetry.failures import Failures
-from telemetry.pipeline import Pipeline, Processor, queue
+from telemetry.pipeline import Pipeline, queue
 from telemetry.tag_names import plain
 from telemetry.writing.dashboard import Dashboard
 from tests.helpers.figures import figures
@@ -148,24 +148,3 @@ def test_the_worker_sleeps_while_no_values_are_pending(
         train(logger, model, 2)
         polled.clear()
         assert not polled.wait(0.5)
-
-
-@pytest.mark.parametrize("error", [ValueError("planted"), SystemExit("planted")])
-def test_a_call_on_the_worker_that_raises_returns_before_the_timeout(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: BaseException,
-) -> None:
-    def fail(processor: Processor, step: int) -> None:
-        raise error
-
-    monkeypatch.setattr(Processor, "state_dict", fail)
-    model = nn.Linear(3, 2)
-    with HookLogger(model, tmp_path, alerts=[]) as logger:
-        train(logger, model, 2)
-        assert logger.state_dict()["step"] == 2
-        train(logger, model, 1)
-    assert logger.current_step == 3
-    assert "planted" in caplog.text
-    assert "take longer" not in caplog.text

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from telemetry import HookLogger
-from tests.helpers.plain_events import EventAccumulator
-from tests.helpers.twins import assert_left_alone
+import telemetry
+from telemetry import HookLogger, StepRecord
+from telemetry.testing import capture_run
+from tests.helpers.twins import Outcome, assert_left_alone
 
 Clip = Callable[[nn.Module], object]
 
@@ -20,10 +22,13 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def loop_with(
-    clip: Clip, seen: list[tuple[float, float]], factors: tuple[float, ...] = (1.0,) * 3
-) -> Callable[..., Iterator[Tensor]]:
-    """Return a loop that multiplies losses by ``factors`` and appends the norms to ``seen``."""
+def total_norm(model: nn.Module) -> float:
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm().item()
+
+
+def train(log_dir: Path, clip: Clip, *factors: float) -> tuple[Outcome, list[tuple[float, float]]]:
+    """Multiply losses by the factors; return the norms before and after clipping, too."""
+    seen: list[tuple[float, float]] = []
 
     def loop(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
         seen.clear()
@@ -39,25 +44,20 @@ def loop_with(
             optimizer.step()
             yield loss
 
-    return loop
-
-
-def total_norm(model: nn.Module) -> float:
-    return torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm().item()
+    return assert_left_alone(mlp, loop, log_dir), seen
 
 
 def by_norm(model: nn.Module) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    clip_grad_norm_(model.parameters(), 1.0)
 
 
 def by_value(model: nn.Module) -> None:
-    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    clip_grad_value_(model.parameters(), 1e-3)
 
 
 @pytest.mark.parametrize("clip", [by_norm, by_value])
 def test_the_norms_before_and_after_clipping_are_recorded(tmp_path: Path, clip: Clip) -> None:
-    seen: list[tuple[float, float]] = []
-    outcome = assert_left_alone(mlp, loop_with(clip, seen, (100.0,) * 3), tmp_path)
+    outcome, seen = train(tmp_path, clip, 100.0, 100.0, 100.0)
     for record, (before, after) in zip(outcome.full, seen, strict=True):
         assert before > after
         assert record.total_grad_norm_before_clipping == pytest.approx(before, rel=1e-5)
@@ -66,47 +66,42 @@ def test_the_norms_before_and_after_clipping_are_recorded(tmp_path: Path, clip: 
 
 
 def test_the_fraction_counts_the_steps_at_which_clipping_engaged(tmp_path: Path) -> None:
-    loop = loop_with(by_norm, [], (100.0, 1e-3, 1e-3, 100.0))
-    assert_left_alone(mlp, loop, tmp_path)
-    accumulator = EventAccumulator(str(tmp_path)).Reload()
-    fractions = [event.value for event in accumulator.Scalars("grad_norm/clipped_fraction")]
-    assert fractions == pytest.approx([1, 1 / 2, 1 / 3, 2 / 4])
-    before = accumulator.Scalars("grad_norm/total_before_clipping")
-    after = accumulator.Scalars("grad_norm/total")
-    engaged = [a.value < 0.9 * b.value for a, b in zip(after, before, strict=True)]
-    assert engaged == [True, False, False, True]
+    _, seen = train(tmp_path, by_norm, 100.0, 1e-3, 1e-3, 100.0)
+    assert [after < 0.9 * before for before, after in seen] == [True, False, False, True]
+    table = telemetry.read(tmp_path).scalars
+    curves = {tag: group.value.tolist() for tag, group in table.groupby("tag")}
+    assert curves["grad_norm/clipped_fraction"] == pytest.approx([1, 1 / 2, 1 / 3, 2 / 4])
+    norms = zip(curves["grad_norm/total_before_clipping"], curves["grad_norm/total"], strict=True)
+    assert [*norms] == [pytest.approx(pair, rel=1e-5) for pair in seen]
+
+
+def assert_unclipped(records: list[StepRecord]) -> None:
+    for record in records:
+        assert record.total_grad_norm_before_clipping == pytest.approx(record.total_grad_norm)
+        assert record.clipped_fraction == 0
 
 
 def test_without_clipping_both_norms_are_the_same(tmp_path: Path) -> None:
-    outcome = assert_left_alone(mlp, loop_with(lambda model: None, []), tmp_path)
-    for record in outcome.full:
-        assert record.total_grad_norm_before_clipping == pytest.approx(record.total_grad_norm)
-        assert record.clipped_fraction == 0
+    outcome, _ = train(tmp_path, lambda model: None, 1.0, 1.0, 1.0)
+    assert_unclipped(outcome.full)
 
 
-def test_parameters_that_no_optimizer_steps_do_not_count(tmp_path: Path) -> None:
-    """The optimizer neither clips nor uses their gradients."""
-
-    def loop(model: nn.Sequential, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+def test_parameters_that_no_optimizer_steps_do_not_count() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with capture_run(model, rules=()) as run:
         for _ in range(2):
             optimizer.zero_grad()
-            loss = model(torch.randn(6, 4)).square().mean()
-            loss.backward()
+            model(torch.randn(6, 4)).square().mean().backward()
             optimizer.step()
-            yield loss
-
-    outcome = assert_left_alone(mlp, loop, tmp_path)
-    for record in outcome.full:
-        assert record.total_grad_norm_before_clipping == pytest.approx(record.total_grad_norm)
-        assert record.clipped_fraction == 0
+    assert_unclipped(run.records)
 
 
-def test_gradients_kept_from_an_earlier_step_do_not_count_as_clipped(tmp_path: Path) -> None:
+def test_gradients_kept_from_an_earlier_step_do_not_count_as_clipped() -> None:
     """A layer that runs at every other step keeps its gradient."""
-
-    def loop(model: nn.Sequential, logger: HookLogger | None) -> Iterator[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with capture_run(model, rules=()) as run:
         for step in range(4):
             if step % 2 == 0:
                 optimizer.zero_grad()
@@ -114,9 +109,5 @@ def test_gradients_kept_from_an_earlier_step_do_not_count_as_clipped(tmp_path: P
             y = model(x) if step % 2 == 0 else model[2](x[:, :1].expand(6, 6))
             y.square().mean().backward()
             optimizer.step()
-            yield y
-
-    outcome = assert_left_alone(mlp, loop, tmp_path)
-    for record in outcome.full:
-        assert record.grad_present.all()
-        assert record.total_grad_norm_before_clipping == pytest.approx(record.total_grad_norm)
+    assert all(record.grad_present.all() for record in run.records)
+    assert_unclipped(run.records)

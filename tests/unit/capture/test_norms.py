@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,36 +20,31 @@ DTYPES = [torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.flo
 SIZES = st.lists(st.sampled_from([0, 1, 3, 64, 1000, 1024, 1025, 5000]), max_size=12)
 
 
-def norms_by_index(tensors: list[Tensor]) -> dict[int, float]:
-    return {
+LAYOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda tensor: tensor,
+    lambda tensor: tensor[::2],
+    lambda tensor: tensor.expand(2, -1),
+    lambda tensor: torch.stack([tensor, tensor + 1], 1).t(),
+]
+
+
+@given(sizes=SIZES, seed=st.integers(0, 2**31))
+@example(sizes=[1000] * 200, seed=0)  # joined in parts
+def test_each_tensor_has_its_own_norm(sizes: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        LAYOUTS[index % 4](
+            torch.randn(size, generator=generator, dtype=torch.float64).to(DTYPES[index % 5])
+        )
+        for index, size in enumerate(sizes)
+    ]
+    norms = {
         index: float(norm)
         for group in take_norms(enumerate(tensors))
         for index, norm in zip(group.indices, group.read()[0], strict=True)
     }
-
-
-@given(sizes=SIZES, seed=st.integers(0, 2**31))
-def test_each_tensor_has_its_own_norm(sizes: list[int], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [
-        torch.randn(size, generator=generator, dtype=torch.float64).to(DTYPES[index % 5])
-        for index, size in enumerate(sizes)
-    ]
     expected = {i: float(np.linalg.norm(t.double().numpy())) for i, t in enumerate(tensors)}
-    assert norms_by_index(tensors) == pytest.approx(expected, rel=1e-5)
-
-
-def test_very_many_small_tensors_are_joined_in_parts() -> None:
-    tensors = [torch.full((1000,), float(i)) for i in range(200)]
-    expected = {i: i * 1000**0.5 for i in range(200)}
-    assert norms_by_index(tensors) == pytest.approx(expected)
-
-
-def test_any_layout_in_memory_counts_each_element_once() -> None:
-    wide = torch.arange(24.0).reshape(4, 6)
-    tensors = [wide.t(), wide[:, ::2], torch.ones(()).expand(5), wide[:0]]
-    expected = {i: float(tensor.norm()) for i, tensor in enumerate(tensors)}
-    assert norms_by_index(tensors) == pytest.approx(expected)
+    assert norms == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [100, 5000])

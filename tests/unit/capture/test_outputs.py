@@ -1,9 +1,8 @@
-"""Outputs of modules: in containers, by functions that a model ends with, and their units."""
+"""Outputs of modules: in containers, of functions at the end of a model, units, evaluation mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -39,31 +38,6 @@ def record_of(model: nn.Module, x: Tensor | None = None, **options: Any) -> Step
 # --- containers ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Result:
-    hidden: Tensor
-    label: str = ""
-
-
-class Part(nn.Module):
-    """Module that returns what a function makes of its input."""
-
-    def __init__(self, make: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(x)
-
-
-def found_in(make: Callable[[Tensor], Any]) -> list[float]:
-    """Return the largest values of all recorded outputs of a module that returns a container."""
-    model = Network(lambda x: (model.part(x), x)[1])
-    model.part = Part(make)
-    outputs = record_of(model).outputs.items()
-    return [tensor.sketch.max for output, tensor in outputs if str(output).startswith("part")]
-
-
 def wrapped(tensor: Tensor, containers: int) -> Any:
     value: Any = tensor
     for _ in range(containers):
@@ -77,14 +51,6 @@ def in_itself(tensor: Tensor) -> list[Any]:
     return value
 
 
-def test_tensors_are_found_in_every_kind_of_container_in_their_order() -> None:
-    def make(x: Tensor) -> Any:
-        one, two, three, four = [torch.full((2,), float(i)) for i in range(1, 5)]
-        return {"a": one, "b": [two, "text"]}, Result(three), None, four, Result
-
-    assert found_in(make) == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("make", "count"),
     [(lambda x: wrapped(x, 8), 1), (lambda x: wrapped(x, 9), 0), (in_itself, 8)],
@@ -92,7 +58,14 @@ def test_tensors_are_found_in_every_kind_of_container_in_their_order() -> None:
 def test_tensors_are_found_up_to_eight_containers_deep(
     make: Callable[[Tensor], Any], count: int
 ) -> None:
-    assert len(found_in(make)) == count
+    class Part(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return make(x)
+
+    model = Network(lambda x: (model.part(x), x)[1])
+    model.part = Part()
+    names = [str(output) for output in record_of(model).outputs]
+    assert len([name for name in names if name.startswith("part")]) == count
 
 
 # --- functions that a model ends with -------------------------------------------------------------
@@ -178,3 +151,26 @@ def test_an_activation_has_the_units_of_the_layer_before_it(
 ) -> None:
     model = nn.Sequential(first, nn.ReLU(), nn.Tanh())
     assert record_of(model, torch.rand(shape)).activations.rows.unit_count.tolist() == [5, 5, 5]
+
+
+# --- evaluation mode ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("eval_from", "outputs"), [(3, [3, 3, 3, 0, 3, 3]), (0, [3] * 6), (6, [3] * 6)]
+)
+def test_a_model_left_in_evaluation_mode_is_measured_from_its_second_step_on(
+    eval_from: int, outputs: list[int]
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model.train(eval_from > 0)
+    optimizer = SGD(model.parameters(), 0.1)
+    with capture_run(model, rules=[]) as run:
+        for step in range(6):
+            model.train(step < eval_from)
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+    assert [record.eval_mode for record in run.records] == [step >= eval_from for step in range(6)]
+    assert [len(record.outputs) for record in run.records] == outputs
+    assert [len(record.output_grads) for record in run.records] == outputs

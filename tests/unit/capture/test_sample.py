@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 from telemetry import HookLogger
-from telemetry.measure import images
 from tests.helpers.twins import assert_left_alone, run
 
 SAMPLE = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
@@ -43,13 +41,15 @@ class Net(nn.Module):
             self.conv.weight.data.mul_(0.99)
             self.seen += 1
         noise = torch.rand(()) + random.random() + np.random.rand()  # noqa: NPY002
-        out = (
-            self.head(self.drop(torch.relu(self.scripted(self.norm(self.conv(x))))).flatten(1))
-            * noise
-        )
+        hidden = torch.relu(self.scripted(self.norm(self.conv(x))))
+        out: Tensor = self.head(self.drop(hidden).flatten(1)) * noise
         self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(0)
         self.latest = out
         return out
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
 
 
 def batches(model: nn.Module, logger: HookLogger | None, *, lr: float = 0.05) -> Iterator[Any]:
@@ -91,21 +91,21 @@ def test_training_is_left_alone_bit_for_bit(tmp_path: Path) -> None:
     assert [bool(record.feature_maps) for record in watched.full] == [True] * 3
 
 
-def test_pictures_are_equal_at_each_full_step_while_nothing_is_learned(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
-
-    def loop(model: nn.Module, logger: HookLogger | None) -> Iterable[Any]:
+def test_pictures_of_the_sample_are_those_of_its_own_training_at_each_step(tmp_path: Path) -> None:
+    def still(model: nn.Module, logger: HookLogger | None) -> Iterable[Any]:
         return batches(model, logger, lr=0.0)
 
-    watched = run(make, loop, tmp_path, sample=(SAMPLE.clone(),))
-    maps = images.feature_map_grid(watched.model[0](SAMPLE)[0].detach())
-    own = images.input_grid(SAMPLE[:1])
-    assert len(watched.full) == 5
-    for record in watched.full:
-        np.testing.assert_array_equal(record.feature_maps["0"], maps)
-        np.testing.assert_array_equal(record.input, own)
-    others = run(make, loop, tmp_path / "other").full  # the batches differ
+    def on_the_sample(model: nn.Module, logger: HookLogger | None) -> Iterable[Any]:
+        model(SAMPLE[:1]).square().mean().backward()
+        yield torch.optim.SGD(model.parameters(), lr=0.0).step()
+
+    watched = run(plain, still, tmp_path / "sample", sample=(SAMPLE.clone(),)).full
+    [wanted] = run(plain, on_the_sample, tmp_path / "trained").full
+    assert len(watched) == 5
+    for record in watched:
+        np.testing.assert_array_equal(record.feature_maps["0"], wanted.feature_maps["0"])
+        np.testing.assert_array_equal(record.input, wanted.input)
+    others = run(plain, still, tmp_path / "other").full  # the batches differ
     assert len({record.feature_maps["0"].tobytes() for record in others}) == 5
 
 
@@ -153,27 +153,19 @@ def test_a_model_without_convolutions_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("sample", "error", "message"),
+    ("options", "error", "message"),
     [
-        (
-            "x",
-            TypeError,
-            r"a tensor, a tuple of arguments or a dict of keyword arguments of the model, not str",
-        ),
-        ({}, TypeError, r"not dict"),
-        ((1, 2), TypeError, r"not tuple"),
+        ({"sample": "x"}, TypeError, "a tensor, a tuple of arguments or a dict .*, not str"),
+        ({"sample": {}}, TypeError, "not dict"),
+        ({"sample": (1, 2)}, TypeError, "not tuple"),
+        ({"sample": SAMPLE, "images": False}, ValueError, "images=False draws no pictures"),
     ],
 )
 def test_an_invalid_sample_is_refused(
-    tmp_path: Path, sample: Any, error: type[Exception], message: str
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        HookLogger(Net(), tmp_path, sample=sample)
-
-
-def test_a_sample_without_images_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="images=False draws no pictures"):
-        HookLogger(Net(), tmp_path, sample=SAMPLE, images=False)
+        HookLogger(Net(), tmp_path, **options)
 
 
 def test_a_compiled_model_is_refused_also_when_it_is_compiled_later(
@@ -194,13 +186,10 @@ def test_a_ddp_model_is_drawn_and_an_fsdp_model_is_refused(tmp_path: Path) -> No
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
 
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2))
-    watched = run(
-        lambda: DistributedDataParallel(copy.deepcopy(plain)), batches, tmp_path, sample=SAMPLE
-    )
+    watched = run(lambda: DistributedDataParallel(plain()), batches, tmp_path, sample=SAMPLE)
     assert all(record.feature_maps for record in watched.full)
-    if not hasattr(fsdp, "fully_shard"):  # before PyTorch 2.6
-        return
-    fsdp.fully_shard(plain, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match="the model is sharded"):
-        HookLogger(plain, tmp_path / "other", sample=SAMPLE)
+    if hasattr(fsdp, "fully_shard"):  # since PyTorch 2.6
+        model = plain()
+        fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="the model is sharded"):
+            HookLogger(model, tmp_path / "other", sample=SAMPLE)

@@ -1,9 +1,10 @@
-"""Cost in calls and memory: none per module at light steps, and bounded over passes and steps."""
+"""Cost in calls and memory, bounded over modules, passes and steps, and what records tell of it."""
 
 from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+import telemetry
 from telemetry import HookLogger
 from tests.helpers.hand import TwoParts
-from tests.helpers.twins import assert_left_alone
+from tests.helpers.twins import Recorder, assert_left_alone
 
 
 @contextmanager
@@ -126,3 +129,30 @@ def test_memory_held_between_steps_does_not_grow(tmp_path: Path) -> None:
         before = blocks_after(200)
         # A record alone has hundreds of them.
         assert blocks_after(200) - before < 10 * 200
+
+
+# --- times and memory in records: tests/mechanisms/test_loop_clock.py has exact times -------------
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_waits_of_a_loader_and_memory_that_the_loop_keeps_are_found(
+    tmp_path: Path, called: bool
+) -> None:
+    model, recorder, kept = nn.Linear(4, 4), Recorder(), list[Tensor]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with HookLogger(model, tmp_path, alerts=[recorder], every_n_steps=10):
+        for _ in range(30):
+            time.sleep(0.03)
+            x = torch.rand(8, 4)
+            (model(x) if called else F.linear(x, model.weight)).sum().backward()
+            kept.append(torch.ones(2**20))
+            optimizer.step()
+    light = [record.usage for record in recorder.records if not record.full]
+    waits = [usage["time/data_wait_s"] for usage in light if "time/data_wait_s" in usage]
+    assert len(waits) == (27 if called else 0)
+    assert min(waits, default=1.0) > 0.029
+    memory = [record.usage["memory/host_own_bytes"] for record in recorder.records]
+    # The system may take pages back where memory is short.
+    assert 2 * 30 * 2**20 < memory[-1] - memory[0] < 5 * 30 * 2**20
+    table = telemetry.read(tmp_path).scalars
+    assert len(table[table.tag == "memory/host_rss_bytes"]) == 3

@@ -1,21 +1,24 @@
-"""Steps 0, n, 2n, ... are full steps, and so are those that rules request within an allowance."""
+"""Steps 0, n, 2n, ... are full, and those that rules request, as far as max_overhead allows."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from telemetry.testing import capture_run
+from tests.helpers.figures import figures
 from tests.helpers.known_runs import alert_at
+from tests.helpers.twins import assert_left_alone, run
 
 
 class Requests(Rule):
@@ -47,14 +50,14 @@ def full_steps(
 ) -> list[int]:
     model = nn.Linear(2, 1)
     optimizer = Still(model.parameters())
-    with capture_run(model, every_n_steps=every, rules=rules) as run:
+    with capture_run(model, every_n_steps=every, rules=rules) as captured:
         for step in range(steps):
             optimizer.zero_grad()
             loss = model(torch.ones(1, 2)).sum() * (math.nan if step in bad_grads else 1)
             loss.backward()
-            run.log(loss=math.nan if step in bad_losses else 1.0)
+            captured.log(loss=math.nan if step in bad_losses else 1.0)
             optimizer.step()
-    return [record.step for record in run.records if record.full]
+    return [record.step for record in captured.records if record.full]
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 100])
@@ -102,10 +105,9 @@ def test_full_steps_are_counted_as_scheduled_or_requested_and_restored(tmp_path:
         logger.load_state_dict(state)
         train(model, 1, after=logger.flush)
     for name, scheduled in (("a", 2), ("b", 3)):
-        table = telemetry.read(tmp_path / name).scalars
-        counts = dict(zip(table.tag, table.value, strict=True))
-        assert counts["full_steps/scheduled"] == scheduled
-        assert counts["full_steps/requested"] == 3
+        counts = curves(tmp_path / name)
+        assert counts["full_steps/scheduled"][-1][1] == scheduled
+        assert counts["full_steps/requested"][-1][1] == 3
 
 
 def test_requests_of_slow_rules_are_granted_as_soon_as_they_return(tmp_path: Path) -> None:
@@ -125,3 +127,76 @@ def test_requests_of_slow_rules_are_granted_as_soon_as_they_return(tmp_path: Pat
         train(model, 5, after=lambda: None)
     # Step 10 is decided when step 9 ends.
     assert full == [0, 11, 12]
+
+
+# --- max_overhead ---------------------------------------------------------------------------------
+
+
+STEPS = 300
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+
+
+def losses(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(torch.rand(8, 4)), torch.rand(8, 4))
+        loss.backward()
+        if logger is not None:
+            logger.log(loss=loss)
+        optimizer.step()
+        yield loss
+
+
+def curves(log_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    table = telemetry.read(log_dir).scalars
+    return {t: [*zip(g.step, g.value, strict=True)] for t, g in table.groupby("tag")}
+
+
+def test_a_limit_that_nothing_fits_leaves_the_first_steps_and_every_hundredth_norm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {"every_n_steps": 10, "max_overhead": 1e-9}
+    outcome = assert_left_alone(deep, losses, tmp_path, **limits)
+    assert [record.step for record in outcome.full] == [0]
+    steps = [record.step for record in outcome.records]
+    assert steps[:33] == [*range(33)]
+    assert steps[-2:] == [100, 200]
+    found = curves(tmp_path)
+    assert [step for step, _ in found["loss"]] == [*range(STEPS)]
+    assert found["telemetry/every_n_steps"] == [(0, 10.0)]
+    assert found["telemetry/norms_every_n_steps"] == [(0, 1.0)]
+    messages = [message for message in caplog.messages if "max_overhead=1e-09" in message]
+    # Each limit is reported once, with its interval and the curve that shows it.
+    assert [10 in figures(messages[0]), 100 in figures(messages[1])] == [True, True]
+    assert [message.rsplit(" ", 1)[1] for message in messages] == [
+        "telemetry/every_n_steps",
+        "telemetry/norms_every_n_steps",
+    ]
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_overhead": math.inf}])
+def test_without_a_limit_no_full_step_is_postponed_and_no_overhead_is_written(
+    tmp_path: Path, limit: dict[str, Any]
+) -> None:
+    outcome = run(deep, losses, tmp_path, every_n_steps=10, **limit)
+    assert [record.step for record in outcome.full] == [*range(0, STEPS, 10)]
+    assert [record.step for record in outcome.records] == [*range(STEPS)]
+    assert not [tag for tag in curves(tmp_path) if "overhead" in tag or "every_n" in tag]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "must_be"),
+    [
+        *((share, ValueError, "above 0") for share in (0, -0.1, 1.5, math.nan)),
+        *((share, TypeError, "a number") for share in ("1%", True)),
+    ],
+)
+def test_an_implausible_share_is_refused(
+    tmp_path: Path, wrong: Any, error: type[Exception], must_be: str
+) -> None:
+    with pytest.raises(error, match=rf"HookLogger\(max_overhead=.*must be {must_be}"):
+        HookLogger(deep(), tmp_path, max_overhead=wrong)

@@ -14,21 +14,10 @@ from torch import nn
 import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from tests.helpers.figures import figures
+from tests.helpers.known_runs import alert_at
 from tests.helpers.twins import Recorder
 
 WATCHDOG_S = 120
-
-
-def alert_at(step: int) -> Alert:
-    return Alert(
-        kind="planted",
-        severity="warning",
-        step=step,
-        module_name=None,
-        value=1.0,
-        threshold=0.0,
-        summary="Planted.",
-    )
 
 
 def train(model: nn.Module, steps: int, logger: HookLogger | None = None) -> None:
@@ -58,12 +47,12 @@ class Planted(Rule):
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         if self.exits_at == "step":
-            yield alert_at(record.step)
+            yield alert_at(record.step, None)
             sys.exit(1)
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         if loss > 1 or self.exits_at == "loss":
-            yield alert_at(step)
+            yield alert_at(step, None)
         if self.exits_at == "loss":
             sys.exit(1)
 
@@ -130,7 +119,7 @@ def test_two_loggers_whose_callbacks_flush_each_other_do_not_deadlock(
 
     models = {name: nn.Linear(3, 2) for name in "ab"}
     for name, model in models.items():
-        rules = [lambda record: [alert_at(record.step)]]
+        rules = [lambda record: [alert_at(record.step, None)]]
         loggers.append(HookLogger(model, tmp_path / name, alerts=rules, on_alert=flush_both))
     for model in models.values():
         train(model, 1)
