@@ -197,6 +197,9 @@ def test_long_names_continue_on_the_next_line_and_are_whole_in_a_pipe(strange: P
         done = process("summary", strange / "run 9", COLUMNS=columns)
         [line] = [line for line in done.stdout.splitlines() if line.startswith("x" * 300)]
         assert "Linear" in line
+    done = process("summary", strange / "run 9", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0
+    assert "\\u6ce8" in done.stdout, "characters that the terminal lacks are escaped"
 
 
 def test_control_characters_never_reach_the_terminal(strange: Path) -> None:
@@ -222,12 +225,6 @@ def test_a_closed_pipe_is_not_an_error(runs: Path) -> None:
     with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, env=environment()) as done:
         os.close(write)
         assert done.communicate()[1] == b""
-
-
-def test_characters_that_the_terminal_lacks_are_escaped(strange: Path) -> None:
-    done = process("summary", strange / "run 9", PYTHONIOENCODING="ascii")
-    assert done.returncode == 0
-    assert "\\u6ce8" in done.stdout
 
 
 # --- records -----------------------------------------------------------------------------------
@@ -391,6 +388,19 @@ def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> No
     for arguments in (("units", log_dir, "0"), ("diff", log_dir, log_dir), ("explain", log_dir)):
         done = call(*arguments)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+@pytest.mark.parametrize("command", ["summary", "alerts", "explain", "lint"])
+def test_commands_do_not_load_torch(runs: Path, command: str) -> None:
+    code = (
+        "import sys; from telemetry.commands.cli import main; main(sys.argv[1:]); "
+        "print({'torch', 'tensorflow'} & set(sys.modules))"
+    )
+    arguments = [sys.executable, "-W", "error", "-c", code, command, str(runs / "deep" / "bad")]
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, check=True)
+    *shown, loaded = done.stdout.splitlines()
+    assert shown
+    assert loaded == "set()"
 
 
 @pytest.mark.parametrize("command", ["summary", "alerts", "explain", "diff", "report", "export"])
