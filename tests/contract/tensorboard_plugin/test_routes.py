@@ -163,7 +163,10 @@ def test_a_failure_response_contains_no_details(
     assert "a secret path" in caplog.text
 
 
-def test_the_page_and_its_modules_are_served(client: Client) -> None:
+def test_the_page_is_listed_and_served_with_its_modules(client: Client) -> None:
+    listed = client.get("/data/plugins_listing").json["telemetry"]
+    assert (listed["enabled"], listed["tab_name"]) == (True, "Telemetry")
+    assert listed["loading_mechanism"]["module_path"] == "/data/plugin/telemetry/static/index.js"
     response = client.request("static/index.js")
     assert response.status_code == 200
     assert response.content_type.startswith("text/javascript")
@@ -224,13 +227,6 @@ def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: 
     matrix = {"run": "early", "statistic": "grad_norm"}
     assert client.request("matrix", matrix).status_code == 200
     assert client.json("onsets", run="early", step=0)["layers"] == 0
-
-
-def test_the_page_is_in_the_list_of_plugins(client: Client) -> None:
-    listed = client.get("/data/plugins_listing").json["telemetry"]
-    assert listed["enabled"]
-    assert listed["tab_name"] == "Telemetry"
-    assert listed["loading_mechanism"]["module_path"] == "/data/plugin/telemetry/static/index.js"
 
 
 def test_tensorboard_loads_the_declared_plugin_and_keeps_every_step_of_it() -> None:

@@ -212,10 +212,6 @@ def test_explain_fails_without_a_flight_file_and_on_a_damaged_one(tmp_path: Path
     assert error("explain", broken)
 
 
-def test_the_command_alone_lists_its_commands() -> None:
-    assert "write all numbers of the page as CSV" in "\n".join(lines(status=2))
-
-
 # --- runs --------------------------------------------------------------------------------------
 
 

@@ -53,11 +53,8 @@ def test_an_infinite_norm_has_an_onset_with_an_infinite_factor() -> None:
     assert Onset(name="calm", step=62, factor=np.inf) in found
 
 
-def test_without_a_baseline_there_is_no_onset() -> None:
+def test_without_a_baseline_or_in_a_stable_run_there_is_no_onset() -> None:
     assert onsets(NAMES, range(29), norms(29), 29) is None
     assert onsets(NAMES, range(31), norms(31), 30) == []
     assert onsets(NAMES, [], np.empty((0, 5)), 5) is None
-
-
-def test_a_stable_run_has_no_onset() -> None:
     assert onsets(NAMES, range(50), norms(50), 45) == []
