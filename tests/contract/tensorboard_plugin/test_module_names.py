@@ -132,9 +132,7 @@ def test_the_page_has_the_outputs_of_each_layer_and_no_others(
 
 @pytest.mark.parametrize("bad", ["pair[1]", "[", "a[0", FORGED, "\x1b[31m", "\ud800", NAMES[-1]])
 def test_a_fault_is_reported_by_its_name(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    bad: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: str
 ) -> None:
     logger = train(tmp_path / "run", bad=bad)
     assert [alert.module_name for alert in logger.alerts] == [layer_of(bad)]
