@@ -1,4 +1,4 @@
-"""What a run shows: read with ``telemetry.read``, and by the page over HTTP."""
+"""Two views of a run: of ``telemetry.read``, and of the page over HTTP."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def test_a_newer_format_is_reported(tmp_path: Path) -> None:
 def test_distant_and_decreasing_steps_are_in_order(
     tmp_path: Path, view: OpenView, steps: list[int]
 ) -> None:
-    """Of equal steps, the last counts."""
+    """The last of equal steps counts."""
     places = {step: place for place, step in enumerate(steps)}
     order = iter(range(len(steps)))
     write_run(
