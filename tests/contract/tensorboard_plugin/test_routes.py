@@ -45,12 +45,9 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
     return open_client(tmp_path)
 
 
-def test_runs_are_listed_with_their_last_step(client: Client) -> None:
-    [run] = client.json("runs")
-    assert (run["name"], run["lastStep"]) == ("demo", 39)
-
-
-def test_the_table_of_runs_has_status_hparams_loss_and_alert(client: Client) -> None:
+def test_runs_are_listed_with_status_last_step_hparams_loss_and_alert(client: Client) -> None:
+    [listed] = client.json("runs")
+    assert (listed["name"], listed["lastStep"]) == ("demo", 39)
     [run] = client.json("run_table")
     assert (run["name"], run["status"], run["hparams"]) == ("demo", "live", {"lr": 0.5, "n": "a"})
     least = pytest.approx(0.05)
@@ -102,11 +99,6 @@ def test_histograms_and_pictures_of_a_layer_are_found(client: Client) -> None:
     assert response.headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_only_png_data_is_served_as_a_picture(client: Client) -> None:
-    query = {"run": "demo", "tag": "filters/0000.a", "step": 10}
-    assert client.request("image", query).status_code == 404
-
-
 @pytest.mark.parametrize(
     ("route", "query", "status"),
     [
@@ -132,6 +124,7 @@ def test_only_png_data_is_served_as_a_picture(client: Client) -> None:
         ("image", {"run": "demo", "tag": "feature_maps/0000.a"}, 400),
         ("image", {"run": "demo", "tag": "feature_maps/0000.a", "step": "3"}, 404),
         ("image", {"run": "demo", "tag": "nothing", "step": "0"}, 404),
+        ("image", {"run": "demo", "tag": "filters/0000.a", "step": "10"}, 404),  # no PNG file
     ],
 )
 def test_invalid_requests_are_refused_in_one_line(
