@@ -331,10 +331,6 @@ def changed_flight(said: str = "", **changes: Any) -> Kind:
     return Kind(write_flight(flight(**changes)), said and f"flight-3.json: {said}")
 
 
-def flight_text(content: bytes) -> Kind:
-    return Kind(write_flight(content), "flight-3.json")
-
-
 def picture(png: Callable[[], bytes], said: str = PICTURE) -> Kind:
     return Kind(lambda d: add_picture(b"2", b"2", png())(d), said)
 
@@ -483,12 +479,12 @@ KINDS = {
     "sessions that overlap": Kind(add_overlapping_sessions),
     "3000 sessions": Kind(add_many_sessions, layers=["x", "y", *LAYERS]),
     # Flight files.
-    "flight is empty": flight_text(b""),
-    "flight is a list": flight_text(b"[]"),
-    "flight is null": flight_text(b"null"),
-    "flight is {}": flight_text(b"{}"),
-    "flight is minimal": flight_text(b'{"format": "%s"}' % FORMAT.encode()),
-    "flight is deep": flight_text(DEEP),
+    "flight is empty": Kind(write_flight(b""), "flight-3.json"),
+    "flight is a list": Kind(write_flight(b"[]"), "flight-3.json"),
+    "flight is null": Kind(write_flight(b"null"), "flight-3.json"),
+    "flight is {}": Kind(write_flight(b"{}"), "flight-3.json"),
+    "flight is minimal": Kind(write_flight(b'{"format": "%s"}' % FORMAT.encode()), "flight-3.json"),
+    "flight is deep": Kind(write_flight(DEEP), "flight-3.json"),
     "flight of 100 MB": Kind(lambda d: write_flight(large_list())(d), "flight-3.json"),
     "flight of scripts": changed_flight(first_bad_module=SCRIPT),
     "flight of half characters": changed_flight(first_bad_module="\ud800\x1b[2J"),

@@ -250,9 +250,7 @@ PYTORCH = (
     "contract/capture/test_torch_private.py",
     "contract/tensorboard_plugin/test_agreement.py",
     "system/benchmarks/test_replay.py",
-    "unit/capture/test_no_step.py",
     "unit/capture/test_norms.py",
-    "unit/capture/test_sample.py",
 )
 """Tests of what PyTorch itself calls or hides: its private names, graphs, and missed steps."""
 

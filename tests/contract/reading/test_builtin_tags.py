@@ -59,12 +59,9 @@ def test_histograms_of_outputs_come_before_those_of_parameters(tmp_path: Path) -
     assert histograms(client, "encoder.1[1]") == [("outputs", "encoder.1[1]")]
     assert histograms(client, "a\nb") == [("outputs", "a\\nb[1]"), ("outputs", "a\\nb")]
     assert histograms(client, "last") == []
-
-
-def test_tags_of_the_model_itself_have_the_name_of_its_class(tmp_path: Path) -> None:
     model = Layout(modules=(Module(name="", type_name="Net"),), parameters=())
     tags = ["activation/0000.Net", "activation/0001.encoder.1"]
-    client = write(tmp_path, model, histograms=dict.fromkeys(tags, BUCKETS))
+    client = write(tmp_path / "model", model, histograms=dict.fromkeys(tags, BUCKETS))
     assert histograms(client, "") == [("outputs", "Net")]
 
 

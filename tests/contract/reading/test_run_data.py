@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from time import process_time
+from timeit import repeat
 
 import numpy as np
 import pytest
@@ -75,10 +78,10 @@ def test_the_page_shows_the_largest_or_not_finite_number_of_each_cell(
     tmp_path: Path, view: OpenView
 ) -> None:
     """The page has at most 2,048 rows and 4 million cells."""
-    random = np.random.default_rng(0)
-    grid = random.random((1960, 2100), np.float32)
-    grid[random.random(grid.shape) < 0.01] = np.nan
-    grid[random.random(grid.shape) < 0.01] = np.inf
+    draw = np.random.default_rng(0)
+    grid = draw.random((1960, 2100), np.float32)
+    grid[draw.random(grid.shape) < 0.01] = np.nan
+    grid[draw.random(grid.shape) < 0.01] = np.inf
     write_run(
         tmp_path, layout_of([f"{i:04}" for i in range(2100)]), steps=range(1960),
         norms=lambda step: grid[step],
@@ -178,6 +181,23 @@ def test_each_session_replaces_older_ones_from_its_first_step_on(
     assert values.tolist() == [
         [expected[step].get(name, MISSING) for name in layers] for step in steps
     ]
+
+
+@pytest.mark.slow
+def test_the_time_to_merge_layouts_in_other_orders_grows_as_their_modules(tmp_path: Path) -> None:
+    def least_s(count: int) -> float:
+        names, log_dir = [f"layers.{i}.attention" for i in range(count)], tmp_path / str(count)
+        orders = [names, random.Random(0).sample(names, count), names[::-1][: count // 2]]
+        for step, order in enumerate(orders):
+            ones = np.ones(len(order), np.float32)
+            write_run(
+                log_dir, layout_of(order), steps=[step], session=f"{step}",
+                norms=lambda _, ones=ones: ones,
+            )  # fmt: skip
+        return min(repeat(lambda: telemetry.read(log_dir), number=1, repeat=3, timer=process_time))
+
+    # 20 times the modules, more with misses of the cache; 400 times if it were quadratic.
+    assert least_s(10_000) < 100 * least_s(500)
 
 
 @ONLY_PAGE

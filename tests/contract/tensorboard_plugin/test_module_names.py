@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import string
 from collections.abc import Iterable
 from pathlib import Path
@@ -74,17 +73,29 @@ def layer_of(name: str) -> str:
     return f"parts.{name}"
 
 
-def test_every_output_of_every_module_is_measured(
+def test_every_output_of_every_module_is_measured_and_no_rule_can_forge_a_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen: list[StepRecord] = []
 
     def rule(record: StepRecord) -> list[Alert]:
         seen.append(record)
-        return []
+        return [
+            Alert(
+                kind="mine", severity="warning", step=0, module_name=name, value=1.0,
+                threshold=0.0, summary=f"{name} is bad",
+            )
+            for name in record.activations
+            if record.step == 0 and name.isascii()
+        ]  # fmt: skip
 
     train(tmp_path / "run", alerts=[rule])
-    assert not caplog.records
+    messages = [record.getMessage() for record in caplog.records]
+    assert {message[:8] for message in messages} == {"mine in "}
+    lines = "\n".join(messages).splitlines()
+    assert f"mine in parts.{printable(FORGED)} at step 0: parts.fc" in lines
+    assert "  CRITICAL:telemetry:all is lost is bad." in lines
+    assert not any(line.startswith("CRITICAL") for line in lines)
     record = seen[0]
     assert set(record.activations) == set(map(layer_of, NAMES))
     for size, name in enumerate(map(layer_of, NAMES), 1):
@@ -121,9 +132,7 @@ def test_the_page_has_the_outputs_of_each_layer_and_no_others(
 
 @pytest.mark.parametrize("bad", ["pair[1]", "[", "a[0", FORGED, "\x1b[31m", "\ud800", NAMES[-1]])
 def test_a_fault_is_reported_by_its_name(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    bad: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: str
 ) -> None:
     logger = train(tmp_path / "run", bad=bad)
     assert [alert.module_name for alert in logger.alerts] == [layer_of(bad)]
@@ -143,24 +152,3 @@ def test_a_fault_is_reported_by_its_name(
     assert (found.returncode, "nonfinite" in found.stdout) == (1, True)
     assert call("summary", run).returncode == 0
     assert call("report", run, "-o", tmp_path / "report.html").returncode == 0
-
-
-def test_a_custom_rule_cannot_forge_a_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def rule(record: StepRecord) -> list[Alert]:
-        return [
-            Alert(
-                kind="mine", severity="warning", step=record.step, module_name=name, value=1.0,
-                threshold=0.0, summary=f"{name} is bad",
-            )
-            for name in record.activations
-            if record.step == 0
-        ]  # fmt: skip
-
-    caplog.set_level(logging.INFO)
-    train(tmp_path / "run", alerts=[rule])
-    lines = "\n".join(record.getMessage() for record in caplog.records).splitlines()
-    assert f"mine in parts.{printable(FORGED)} at step 0: parts.fc" in lines
-    assert "  CRITICAL:telemetry:all is lost is bad." in lines
-    assert not any(line.startswith("CRITICAL") for line in lines)

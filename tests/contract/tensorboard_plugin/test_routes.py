@@ -45,12 +45,9 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
     return open_client(tmp_path)
 
 
-def test_runs_are_listed_with_their_last_step(client: Client) -> None:
-    [run] = client.json("runs")
-    assert (run["name"], run["lastStep"]) == ("demo", 39)
-
-
-def test_the_table_of_runs_has_status_hparams_loss_and_alert(client: Client) -> None:
+def test_runs_are_listed_with_status_last_step_hparams_loss_and_alert(client: Client) -> None:
+    [listed] = client.json("runs")
+    assert (listed["name"], listed["lastStep"]) == ("demo", 39)
     [run] = client.json("run_table")
     assert (run["name"], run["status"], run["hparams"]) == ("demo", "live", {"lr": 0.5, "n": "a"})
     least = pytest.approx(0.05)
@@ -102,11 +99,6 @@ def test_histograms_and_pictures_of_a_layer_are_found(client: Client) -> None:
     assert response.headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_only_png_data_is_served_as_a_picture(client: Client) -> None:
-    query = {"run": "demo", "tag": "filters/0000.a", "step": 10}
-    assert client.request("image", query).status_code == 404
-
-
 @pytest.mark.parametrize(
     ("route", "query", "status"),
     [
@@ -132,6 +124,7 @@ def test_only_png_data_is_served_as_a_picture(client: Client) -> None:
         ("image", {"run": "demo", "tag": "feature_maps/0000.a"}, 400),
         ("image", {"run": "demo", "tag": "feature_maps/0000.a", "step": "3"}, 404),
         ("image", {"run": "demo", "tag": "nothing", "step": "0"}, 404),
+        ("image", {"run": "demo", "tag": "filters/0000.a", "step": "10"}, 404),  # no PNG file
     ],
 )
 def test_invalid_requests_are_refused_in_one_line(
@@ -163,7 +156,10 @@ def test_a_failure_response_contains_no_details(
     assert "a secret path" in caplog.text
 
 
-def test_the_page_and_its_modules_are_served(client: Client) -> None:
+def test_the_page_is_listed_and_served_with_its_modules(client: Client) -> None:
+    listed = client.get("/data/plugins_listing").json["telemetry"]
+    assert (listed["enabled"], listed["tab_name"]) == (True, "Telemetry")
+    assert listed["loading_mechanism"]["module_path"] == "/data/plugin/telemetry/static/index.js"
     response = client.request("static/index.js")
     assert response.status_code == 200
     assert response.content_type.startswith("text/javascript")
@@ -224,13 +220,6 @@ def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: 
     matrix = {"run": "early", "statistic": "grad_norm"}
     assert client.request("matrix", matrix).status_code == 200
     assert client.json("onsets", run="early", step=0)["layers"] == 0
-
-
-def test_the_page_is_in_the_list_of_plugins(client: Client) -> None:
-    listed = client.get("/data/plugins_listing").json["telemetry"]
-    assert listed["enabled"]
-    assert listed["tab_name"] == "Telemetry"
-    assert listed["loading_mechanism"]["module_path"] == "/data/plugin/telemetry/static/index.js"
 
 
 def test_tensorboard_loads_the_declared_plugin_and_keeps_every_step_of_it() -> None:

@@ -60,12 +60,9 @@ def test_the_help_of_a_kind_omits_its_decision() -> None:
     assert "A unit is dead in a batch" in str(KINDS["dead_units"].__doc__)
 
 
-def test_help_lists_the_kinds() -> None:
+def test_help_lists_the_kinds_and_the_closest_names_to_an_unknown_one() -> None:
     listed = [line.split()[:2] for line in lines("help")]
     assert sorted(listed) == sorted([kind, detector.severity] for kind, detector in KINDS.items())
-
-
-def test_an_unknown_kind_is_an_error_with_the_closest_names() -> None:
     done = call("help", "dead_unit")
     assert (done.returncode, done.stdout) == (2, "")
     assert "'dead_unit'" in done.stderr

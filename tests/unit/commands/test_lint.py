@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -199,13 +197,3 @@ def test_what_is_no_log_and_a_tag_that_is_not_in_it_are_named_in_a_line(
     assert name in line
     assert said in line
     assert len(line) < 300 + len(str(tmp_path))
-
-
-def test_lint_does_not_load_torch(tmp_path: Path) -> None:
-    path = as_state(train("nan"), tmp_path)
-    code = (
-        "import sys; from telemetry.commands.cli import main; "
-        f"print(main(['lint', {str(path)!r}]), 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "1 False"

@@ -134,13 +134,10 @@ def test_the_example_of_the_docs_runs(log_dir: Path, monkeypatch: pytest.MonkeyP
 def test_the_only_run_or_the_run_of_the_directory_itself_is_chosen(
     log_dir: Path, tmp_path: Path
 ) -> None:
-    def copy_to(folder: Path) -> None:
-        shutil.copytree(log_dir, folder, dirs_exist_ok=True)
-
-    copy_to(tmp_path / "a")
+    shutil.copytree(log_dir, tmp_path / "a")
     assert telemetry.read(tmp_path).log_dir == tmp_path / "a"
-    copy_to(tmp_path / "b")
+    shutil.copytree(log_dir, tmp_path / "b")
     with pytest.raises(ValueError, match="a, b"):
         telemetry.read(tmp_path)
-    copy_to(tmp_path)
+    shutil.copytree(log_dir, tmp_path, dirs_exist_ok=True)
     assert telemetry.read(tmp_path).log_dir == tmp_path
