@@ -7,7 +7,6 @@ from telemetry.alerts.detector import Detector as Detector
 from telemetry.alerts.detector import Finding as Finding
 from telemetry.checking import CheckResult as CheckResult
 from telemetry.checking import check as check
-from telemetry.events.summary_writer import SummaryWriter as SummaryWriter
 from telemetry.interventions import clip_gradients as clip_gradients
 from telemetry.interventions import prune_activations as prune_activations
 from telemetry.interventions import scale_gradients as scale_gradients

@@ -183,6 +183,12 @@ def log_dir_of(writer: object, *, written: bool = True) -> str:
         raise ValueError("HookLogger(writer=''): must name a log directory")
     if "\0" in os.fsdecode(writer):
         raise ValueError(f"HookLogger(writer={writer!r}): must not contain the character NUL")
+    if "://" in os.fsdecode(writer):
+        raise ValueError(
+            f"HookLogger(writer={writer!r}): must be a local directory. Write to one and copy it "
+            "there, for example with rclone or gsutil rsync; or pass a "
+            "torch.utils.tensorboard.SummaryWriter that writes there"
+        )
     return os.path.expanduser(os.fspath(writer))
 
 
@@ -287,7 +293,7 @@ _SWITCHES = {"0": False, "false": False, "no": False, "1": True, "true": True, "
 _VARIABLES: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
     "disabled": (lambda text: _SWITCHES[text.lower()], lambda _: True, "0 or 1"),
     "every_n_steps": (int, lambda steps: steps >= 1, "an int of at least 1"),
-    "log_dir": (str, lambda _: True, "a directory or URL"),
+    "log_dir": (str, lambda _: True, "a directory"),
     "loss_tag": (str, lambda _: True, "the tag of a logged scalar"),
     "max_overhead": (
         float,

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.capture import Budget, Capture, Content
 from telemetry.capture.probe import Sample
-from telemetry.events.background import NoThreadError, each_within
 from telemetry.failures import Failures, show_at_end
 from telemetry.flight import is_fault
 from telemetry.pipeline import (
@@ -43,6 +42,7 @@ from telemetry.run.files import RunFiles, show_command_once
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
 from telemetry.tag_names import RUN
+from telemetry.threads import NoThreadError, each_within
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing import hparams
 from telemetry.writing.dashboard import Dashboard
@@ -50,9 +50,6 @@ from telemetry.writing.hparams import Hyperparameter
 from telemetry.writing.size_budget import SizeBudget
 
 log = logging.getLogger("telemetry")
-
-# Time limit in seconds of a flush before the user flushes or closes the writer.
-_FOREIGN_FLUSH_S = 30.0
 
 # Time limit in seconds for the disk when a checkpoint is taken.
 _CHECKPOINT_S = 10.0
@@ -113,7 +110,6 @@ class ActiveRun:
             first_step,
             role=self._role,
             close=self.close,
-            before_flush=self._before_foreign_flush,
             failures=self._failures,
         )
         self.log_dir = self._files.log_dir
@@ -335,14 +331,6 @@ class ActiveRun:
         if self._role.merges and not self._pipeline.on_own_thread():
             waits += [self._ranks.wait, self._pipeline.flush]
         each_within(timeout_s, *waits)
-
-    def _before_foreign_flush(self, closing: bool) -> None:
-        """Write queued items before the user's code flushes or closes the writer."""
-        if not self._pipeline.is_late:
-            with self._capture.clock.paused():
-                self._pipeline.flush(_FOREIGN_FLUSH_S)
-        if closing:
-            self._write_end()
 
     # --- alerts ----------------------------------------------------------------------------------
 

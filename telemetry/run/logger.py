@@ -16,7 +16,6 @@ from torch.utils import tensorboard
 
 from telemetry.alert import Alert
 from telemetry.capture import Content
-from telemetry.events.background import NoThreadError
 from telemetry.pipeline import CLOSE_TIMEOUT_S
 from telemetry.ranks.role import Ranks
 from telemetry.run.arguments import (
@@ -40,6 +39,7 @@ from telemetry.run.arguments import (
 )
 from telemetry.run.assembly import ActiveRun
 from telemetry.selection import Selection, Selectors
+from telemetry.threads import NoThreadError
 from telemetry.writing.hparams import Hyperparameter
 
 log = logging.getLogger("telemetry")
@@ -91,10 +91,9 @@ class HookLogger:
 
     Args:
         model: The model in training, on any device. It may be wrapped or moved afterwards.
-        writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
-            which stays open, or a log directory or URL. Before others flush or close a given
-            writer, queued records are written; records after a close are in a new file. None: a new
-            directory in ``runs/``, as ``SummaryWriter`` makes it.
+        writer: A log directory, or a ``torch.utils.tensorboard.SummaryWriter``, which stays open
+            and may write to a URL. Records after the writer was closed are in a new file of its
+            directory. None: a new directory in ``runs/``, as ``SummaryWriter`` makes it.
         every_n_steps: Distance N of the full steps; None: 100.
         max_overhead: Limit of the logger's share of the training time, such as 0.01: CPU time of
             the training and the background thread, or on a CUDA device the additional time of full

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "telemetry"
 # Parts of the package (a module, a subpackage with all its files, or one file of a subpackage),
 # from the lowest layer up.
 LAYERS = [
-    {"plain_text", "untrusted", "version"},
+    {"plain_text", "threads", "untrusted", "version"},
     {"tag_names"},
     {"failures", "records", "torch_private"},
     {"alert"},
@@ -54,10 +54,10 @@ TORCH_FREE = {
     "rule",
     "tag_names",
     "tensorboard_plugin",
+    "threads",
     "untrusted",
     "version",
 }
-USES_TORCH = {"telemetry.events.summary_writer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Module:
 
     @property
     def is_torch_free(self) -> bool:
-        return self.part in TORCH_FREE and self.name not in USES_TORCH
+        return self.part in TORCH_FREE
 
 
 def part(name: str) -> str:

@@ -132,10 +132,10 @@ def stale(*_: object) -> None:
 # --- full disks ----------------------------------------------------------------------------------
 
 
-def test_steps_that_a_full_disk_refused_follow_in_a_new_file(
+def test_steps_that_a_full_disk_refused_follow_when_there_is_room(
     tiny_disk: Path, read_board: ReadBoard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Failed attempts leave no files behind, and a log line for each change."""
+    """A step that was cut is completed where it was cut, and each change is logged once."""
     log_dir, ballast = tiny_disk / "logs" / "run", tiny_disk / "ballast"
     ballast.write_bytes(bytes(70_000))
     run = TinyRun(log_dir)
@@ -155,7 +155,7 @@ def test_steps_that_a_full_disk_refused_follow_in_a_new_file(
     run.logger.flush()
     run.train()
     run.logger.close()
-    assert steps_by_file(log_dir) == [written, list(range(len(written), 71))]
+    assert steps_by_file(log_dir) == [list(range(71))]
     assert shown_steps(tiny_disk / "logs", read_board) == list(range(71))
     assert measured_steps(log_dir) == list(range(71))
     [reported] = caplog.messages
@@ -285,10 +285,9 @@ def world_writable() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("log_dir", ["runs/\0", "no-such-protocol://bucket/run"])
-def test_a_directory_that_cannot_exist_is_refused(log_dir: str) -> None:
-    with pytest.raises(ValueError, match=r"NUL|null|no-such-protocol"):
-        TinyRun(log_dir)
+def test_a_directory_that_cannot_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="NUL"):
+        TinyRun("runs/\0")
 
 
 def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:

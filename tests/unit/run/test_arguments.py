@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from telemetry import HookLogger
@@ -157,17 +156,11 @@ def test_a_directory_that_cannot_be_written_is_named(
     assert caplog.messages == []
 
 
-def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class StoreError(OSError):
-        def __init__(self, host: str, reason: str) -> None:
-            super().__init__(host, reason)
-
-    def fail(*args: object, **options: object) -> None:
-        raise StoreError("host", "down")
-
-    monkeypatch.setattr(MemoryFileSystem, "makedirs", fail)
-    with pytest.raises(OSError, match=r"HookLogger\(writer='memory://x'\): the log directory can"):
-        HookLogger(mlp(), "memory://x")
+def test_a_remote_directory_is_refused_with_both_ways_out() -> None:
+    with pytest.raises(ValueError, match=r"'s3://bucket/run'\): must be a local") as error_info:
+        HookLogger(mlp(), "s3://bucket/run")
+    assert "copy it there" in str(error_info.value)
+    assert "SummaryWriter that writes there" in str(error_info.value)
 
 
 # --- what the code leaves out --------------------------------------------------------------------
