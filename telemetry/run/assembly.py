@@ -47,7 +47,6 @@ from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing import hparams
 from telemetry.writing.dashboard import Dashboard
 from telemetry.writing.hparams import Hyperparameter
-from telemetry.writing.size_budget import SizeBudget
 
 log = logging.getLogger("telemetry")
 
@@ -82,7 +81,7 @@ class ActiveRun:
         selection: Selection,
         optimizer: Optimizer | None,
         sample: Sample | None,
-        size_budget: SizeBudget,
+        classic: bool,
         rules: Sequence[Rule],
         loss_tag: str | None,
     ) -> None:
@@ -118,7 +117,7 @@ class ActiveRun:
         self._dashboard = Dashboard(
             pictures=content.images,
             session_id=self._files.session_id,
-            size_budget=size_budget,
+            classic=classic,
             loss=loss_tag,
         )
         self._processor = Processor(

@@ -34,7 +34,6 @@ from telemetry.run.arguments import (
     rules_of,
     sample_of,
     setting,
-    size_budget_of,
     writer_of,
 )
 from telemetry.run.assembly import ActiveRun
@@ -128,9 +127,6 @@ class HookLogger:
         ranks: With several processes that train together: ``"merged"``: rank 0 writes the
             measurements of all ranks as one run; ``"each"``: each rank writes its own, into
             ``rank-0003/``; ``"rank0"``: rank 0 measures and writes, the others do nothing.
-        max_bytes_per_step: Size budget of histograms and pictures of a full step in the event file.
-            Beyond it, buckets become wider, then fewer pictures are written at a time, then some
-            histograms alternate. Curves and the page's numbers are not limited. None: no limit.
         histograms: ``"tensor"``: exact edges and counts, which TensorBoard reads; ``"classic"``:
             histograms and pictures as torch writes them, for readers that know no others.
         loss_tag: Tag of the logged scalar that is the loss, for rules, page and tables. None:
@@ -171,7 +167,6 @@ class HookLogger:
         on_alert: OnAlert = None,
         first_step: FirstStep = 0,
         ranks: Ranks = "merged",
-        max_bytes_per_step: int | None = 800_000,
         histograms: HistogramForm = "tensor",
         loss_tag: str | None = None,
         enabled: bool = True,
@@ -189,6 +184,7 @@ class HookLogger:
         fixed = sample_of(model, sample, images)
         check_on_alert(on_alert := setting("on_alert", on_alert))
         check_choice("ranks", ranks, *get_args(Ranks))
+        check_choice("histograms", histograms, *get_args(HistogramForm))
         check_loss_tag(loss_tag := setting("loss_tag", loss_tag))
         try:
             self._run = ActiveRun(
@@ -211,7 +207,7 @@ class HookLogger:
                 selection=selection,
                 optimizer=optimizer,
                 sample=fixed,
-                size_budget=size_budget_of(max_bytes_per_step, histograms),
+                classic=histograms == "classic",
                 rules=rules_of(alerts),
                 loss_tag=loss_tag,
             )

@@ -26,7 +26,7 @@ from telemetry.records.loss import LOSS_TAGS
 from telemetry.tag_names import FULL_STEPS, RUN, TIMES, TOKENS_PER_S, plain
 from telemetry.writing import tags
 from telemetry.writing.page import PageWriter
-from telemetry.writing.size_budget import SizeBudget
+from telemetry.writing.pictures import Pictures
 
 log = logging.getLogger("telemetry")
 
@@ -49,7 +49,8 @@ def _is_needed(serialized: bytes) -> bool:
 class Dashboard:
     """Turns records and alerts into values for TensorBoard's dashboards and the Telemetry page.
 
-    ``loss`` is its tag, if the user has named it. ``rates`` may need a point before a record's own.
+    ``loss`` is its tag, if the user has named it; ``classic`` is torch's format of histograms and
+    pictures. ``rates`` may need a point before a record's own.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class Dashboard:
         *,
         pictures: bool = True,
         session_id: str | None = None,
-        size_budget: SizeBudget | None = None,
+        classic: bool = False,
         loss: str | None = None,
     ) -> None:
         self._loss = loss
-        self._size_budget = size_budget or SizeBudget()
+        self._classic, self._pictures = classic, Pictures(classic=classic)
         self.page = PageWriter(session_id)
         self.rates = LearningRates()
         self._times, self._usage = StepTimes(), Usage()
-        self._picture = HeatmapPicture(self._size_budget) if pictures else None
+        self._picture = HeatmapPicture(self._pictures) if pictures else None
         self._alert_count = 0
 
     def first_values(self) -> Sequence[bytes]:
@@ -76,7 +77,7 @@ class Dashboard:
         """Yield the values to write in events with the record's step, some at a time."""
         if self.page.begins_layout(record):
             yield list(self._changes(record))
-        yield from tags.values_of(record, self._size_budget)
+        yield from tags.values_of(record, self._pictures, classic=self._classic)
         yield [
             *(rank_values(record.ranks) if record.ranks is not None else ()),
             *self.rates.values_of(record),
@@ -370,8 +371,8 @@ class HeatmapPicture:
     always keeps the last picture.
     """
 
-    def __init__(self, size_budget: SizeBudget | None = None) -> None:
-        self._size_budget = size_budget or SizeBudget()
+    def __init__(self, pictures: Pictures) -> None:
+        self._pictures = pictures
         self._layout: Layout | None = None
         self._begin()
 
@@ -425,4 +426,4 @@ class HeatmapPicture:
         drawn = heat_map(
             np.maximum.reduceat(matrix, starts), names, self._steps, title="gradient norm"
         )
-        return self._size_budget.picture(HEATMAP_TAG, drawn.pixels())
+        return self._pictures.value(HEATMAP_TAG, drawn.pixels())

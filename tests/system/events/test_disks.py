@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.compat.proto.event_pb2 import SessionLog
+from torch.utils.tensorboard import SummaryWriter
 
 import telemetry
 from tests.helpers.board import ReadBoard
@@ -160,6 +161,29 @@ def test_steps_that_a_full_disk_refused_follow_when_there_is_room(
     assert measured_steps(log_dir) == list(range(71))
     [reported] = caplog.messages
     assert "No space left on device" in reported
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # torch's
+def test_a_given_writer_that_a_full_disk_stopped_is_continued_when_there_is_room(
+    tiny_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = SummaryWriter(tiny_disk / "run")
+    run = TinyRun(writer)
+    run.train(2)
+    run.logger.flush()
+    ballast = fill(tiny_disk)
+    for _ in range(5):  # torch accepts some of them, and loses them
+        run.train(1, **{"x" * 12_000: 1.0})
+        run.logger.flush()
+    ballast.unlink()
+    run.logger.flush()
+    run.train(2)
+    run.logger.close()
+    theirs, ours = sorted(steps for steps in steps_by_file(tiny_disk / "run") if steps)
+    assert theirs[:2] == [0, 1]
+    assert ours == list(range(ours[0], 9))
+    assert ours[0] < 7
+    assert any("takes no more events" in message for message in caplog.messages)
 
 
 def test_a_full_disk_gets_no_empty_files(tiny_disk: Path) -> None:

@@ -34,8 +34,6 @@ PLACE_OF_RULES = "is the name of a rule; .* {'dead_units': None}"
         ({"first_step": 2**63}, ValueError, "must be from 0 to 2"),
         ({"first_step": -1}, ValueError, r"first_step=-1\): must be from 0 to 2"),
         ({"first_step": "last"}, TypeError, "first_step="),
-        ({"max_bytes_per_step": 0}, ValueError, r"max_bytes_per_step=0\): must be at least 1"),
-        ({"max_bytes_per_step": 1e6}, TypeError, "must be an int or None"),
         ({"optimizer": "adam"}, TypeError, r"optimizer=...\): must be a torch.optim.Optimizer"),
         ({"optimizer": SGD}, TypeError, "not the class torch.optim.sgd.SGD"),
         (
@@ -141,7 +139,7 @@ def test_arguments_of_other_loggers_are_not_tags(tmp_path: Path, name: str) -> N
 
 def test_integers_of_numpy_are_accepted(tmp_path: Path) -> None:
     model, ten = mlp(), np.int64(10)
-    with HookLogger(model, tmp_path, every_n_steps=ten, first_step=ten, max_bytes_per_step=ten):
+    with HookLogger(model, tmp_path, every_n_steps=ten, first_step=ten):
         train(model, steps=2)
     assert sorted(scalars(tmp_path)) == [10, 11]
 
