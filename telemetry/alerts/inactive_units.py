@@ -28,7 +28,8 @@ class DeadUnits(Detector):
     """Units of a layer are zero for every sample: nearly all in several batches, or nine in ten for
     50 steps. An error if all are dead.
 
-    Evidence: the share, the layer, its units (``telemetry units RUN LAYER``), the ReLU behind it.
+    Evidence: the share, the layer, its units (``telemetry.read(run).units(layer)``), the ReLU
+        behind it.
     Causes: a learning rate that is too large, a bad bias, a penalty that pushes below zero.
     Remedies: lower the learning rate; check biases and penalties; use LeakyReLU or GELU.
     Silent: sparsity, units that are rarely active in small batches, branches that begin at zero.

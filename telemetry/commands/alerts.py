@@ -1,4 +1,4 @@
-"""``telemetry help``, ``alerts``, ``batches``: kinds of alerts, and the alerts of runs."""
+"""``telemetry help``, ``alerts``: kinds of alerts, and the alerts of runs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,6 @@ _RECORD = (
     "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "summary",
     "cause", "advice", "location", "consequences", "observed_in", "batches",
 )  # fmt: skip
-_BATCH = ("run", "kind", "severity", "step", "rank", "ids")
 
 
 def alerts(args: argparse.Namespace, console: Console) -> int:
@@ -118,23 +117,6 @@ def alerts(args: argparse.Namespace, console: Console) -> int:
     of_runs = [(str(log_dir), run.overview().alerts) for log_dir, run in runs.opened()]
     fails = print_alerts(of_runs, args, console, name_runs=len(runs.found) > 1)
     return runs.status or fails
-
-
-def batches(args: argparse.Namespace, console: Console) -> int:
-    runs = LogDirs(args.runs)
-    records = {  # an alert that escalates blames them again
-        (log_dir, alert.kind, batch): {
-            "run": str(log_dir),
-            "kind": alert.kind,
-            "severity": alert.severity,
-            **vars(batch),
-        }
-        for log_dir, run in runs.opened()
-        for alert in run.overview().alerts
-        for batch in alert.batches
-    }
-    print_records("json", _BATCH, records.values())
-    return runs.status
 
 
 def print_alerts(

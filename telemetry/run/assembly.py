@@ -115,10 +115,8 @@ class ActiveRun:
         resumed = self._files.first_step > 0
         self._later_steps = LaterSteps(self.log_dir, self._failures, expected=resumed)
         self._dashboard = Dashboard(
-            pictures=content.images,
             session_id=self._files.session_id,
             classic=classic,
-            loss=loss_tag,
         )
         self._processor = Processor(
             dashboard=self._dashboard,

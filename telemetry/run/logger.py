@@ -308,8 +308,8 @@ class HookLogger:
             for indices, inputs, targets in loader:
                 logger.batch(indices)
 
-        Call it before the forward pass; ids of several micro-batches add up. ``telemetry batches``
-        prints those of the alerts.
+        Call it before the forward pass; ids of several micro-batches add up. Alerts
+        have those of the batches that they blame.
 
         Args:
             ids: Strings or whole numbers, at most 4,096; a tensor must be on the CPU.
