@@ -414,7 +414,9 @@ class ActiveRun:
     def _write_end(self) -> None:
         steps = self._full_steps
         counts = {"scheduled": steps.scheduled, "requested": steps.requested}
-        self._files.write_end(*self._dashboard.end_values(self._exception, **counts))
+        self._files.write_end(
+            *self._dashboard.end_values(self._capture.step - 1, self._exception, **counts)
+        )
 
     def _log_full_steps(self) -> None:
         """Log the number of full steps and their reasons; a warning if rules doubled them."""

@@ -88,17 +88,19 @@ class Dashboard:
         return self.page.last_step, tuple(self.page.pending_values())
 
     def end_values(
-        self, exception: BaseException | None, *, scheduled: int, requested: int
+        self, last_step: int, exception: BaseException | None, *, scheduled: int, requested: int
     ) -> tuple[int, Sequence[bytes]]:
         """Return the step and the values of the last event.
 
+        ``last_step`` is that of the training, whose norms may not have been measured;
         ``scheduled`` and ``requested`` are numbers of full steps.
         """
+        last_step = max(last_step, self.page.last_step)
         if (value := self.page.end_value(exception)) is None:
-            return self.page.last_step, ()
+            return last_step, ()
         full_steps = zip(FULL_STEPS, (scheduled, requested), strict=True)
         counts = summaries.scalars(full_steps)
-        return self.page.last_step, (value, self._alert_curve(), counts)
+        return last_step, (value, self._alert_curve(), counts)
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """Yield a text with the parameters that changed since the last step, if any did."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import telemetry
 from telemetry import HookLogger
 from tests.helpers.loops import batches, load, mlp, scalars, small_cnn, train
+from tests.helpers.shell import run as command
 from tests.helpers.twins import Recorder, assert_left_alone
 
 
@@ -225,3 +227,16 @@ def test_parameters_of_unselected_modules_are_only_in_totals_and_in_records_for_
     assert norms == pytest.approx(own, rel=1e-6)
     found = {t.partition("/")[2] for t in run.histogram_tags if t.startswith(("grad/", "weight/"))}
     assert found == {"0000.0.weight", "0000.0.bias"}
+
+
+def test_the_last_step_is_that_of_the_training_though_its_norms_were_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Linear(3, 2)
+    with HookLogger(model, tmp_path, alerts=(), max_overhead=1e-6):
+        train(model, steps=50)
+    read = telemetry.read(tmp_path)
+    assert read.layers.step.max() < 49
+    assert "steps 0 to 49" in repr(read)
+    assert command("runs", tmp_path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)[0]["last_step"] == 49
