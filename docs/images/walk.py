@@ -10,6 +10,7 @@ Playwright.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,73 +18,22 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image, ImageDraw, ImageFont
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-
-from telemetry import HookLogger
 
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "tests" / "helpers"))
 browser: Any = import_module("browser")
 
 SIZE = {"width": 1280, "height": 800}
-STEPS, JUMP = 400, 200
 MOVING_WIDTH = 960
 CAPTION_HEIGHT = 46
 
 
-class Block(nn.Module):
-    """Adds to its input what two layers make of it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.fc1, self.act, self.fc2 = nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        added: Tensor = self.fc2(self.act(self.fc1(self.norm(x))))
-        return x + added
-
-
-class Net(nn.Module):
-    """An embedding, five blocks and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(64, 64)
-        self.blocks = nn.Sequential(*(Block(64) for _ in range(5)))
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.blocks(self.embed(x)))
-        return logits
-
-
-def train(log_dir: Path, late_lr: float) -> None:
-    """Train with a learning rate of 0.02, which one block no longer has from step 200 on."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    digits = load_digits()
-    images = torch.from_numpy(digits.images).float().flatten(1) / 16
-    labels = torch.from_numpy(digits.target)
-    model = Net()
-    block = list(model.blocks[2].parameters())
-    others = [p for p in model.parameters() if all(p is not its for its in block)]
-    groups = [{"params": others}, {"params": block}]
-    optimizer = torch.optim.SGD(groups, lr=0.02, momentum=0.9)
-    with HookLogger(model, log_dir, every_n_steps=20) as logger:
-        logger.hparams({"lr": 0.02, "late_lr_of_block_2": late_lr})
-        for step in range(STEPS):
-            if step == JUMP:
-                optimizer.param_groups[1]["lr"] = late_lr
-            batch = torch.randint(0, len(images), (64,))
-            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
-            logger.log(loss=loss)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+# The page has the only copy of the code.
+TUTORIAL = HERE.parent / "tutorials" / "explosion.md"
+names: dict[str, Any] = {}
+exec(re.findall(r"^```python\n(.*?)^```", TUTORIAL.read_text(), re.DOTALL | re.MULTILINE)[0], names)
+Block, train = names["Block"], names["train"]
 
 
 class Film:

@@ -110,7 +110,7 @@ class Capture:
     @property
     def attached(self) -> bool:
         """Whether the hooks are installed."""
-        return bool(self._optimizers.handles)
+        return self._optimizers.installed
 
     # --- on and off -------------------------------------------------------------------------------
 

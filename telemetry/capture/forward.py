@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,10 @@ _DISCRETE = {
     if isinstance(dtype, torch.dtype)
     and not (dtype.is_floating_point or dtype.is_complex or name.startswith(("q", "quint")))
 }
+
+
+# Channels of images that are measured one by one; of more, only all together.
+_MOST_CHANNELS = 4
 
 
 class GradObserver(Protocol):
@@ -143,8 +148,14 @@ class ForwardPasses:
             self._given.add(id(tensor))
             if len(self._detail.fingerprints) < _FINGERPRINTS:
                 self._detail.fingerprints += map(HostCopy, fingerprint(local(tensor.detach())))
-            if tensor.dtype not in _DISCRETE:
-                self._tensors.add("inputs", name, tensor, self._tensors.all)
+            if tensor.dtype in _DISCRETE:
+                continue
+            channels = () if name else _channels_of(tensor)
+            for place, part in enumerate(channels or (tensor,)):
+                observed = self._tensors.add("inputs", name, part, self._tensors.all)
+                if channels and observed is not None:  # measured once, for both
+                    channel = observed._replace(kind="channels", name=str(place))
+                    self._tensors.all.append(channel)
 
     def _add_output(self, hook: ForwardHook, tensor: Tensor, place: int) -> Observation | None:
         if not self._content.activations:
@@ -222,6 +233,15 @@ class ForwardPasses:
         sample = None if weight is None else images.sample_filters(local(weight.detach()))
         if sample is not None:
             self._detail.filters[self._convolution.name] = HostCopy(sample)
+
+
+def _channels_of(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the channels of images ``[N, C, H, W]``; none if they have one or many."""
+    if type(tensor) not in PLAIN or tensor.is_nested or tensor.layout is not torch.strided:
+        return ()
+    if tensor.dim() != 4 or not 1 < tensor.shape[1] <= _MOST_CHANNELS:
+        return ()
+    return tensor.detach().unbind(1)
 
 
 class _GradHook(Inert):

@@ -28,14 +28,16 @@ FEW_CALLS = 4
 # compiler decides which values the observers receive.
 CHECKS = 32
 
-Kind = Literal["inputs", "outputs", "output_grads", "grads", "weights", "second_moments"]
+Kind = Literal[
+    "inputs", "channels", "outputs", "output_grads", "grads", "weights", "second_moments"
+]
 """Field of the :class:`StepRecord` that holds the tensor."""
 
 Name: TypeAlias = str | Output
 """Name of a parameter or module, or an output."""
 
 # Powers of the values that are summed: four where the kurtosis is shown, elsewhere two.
-_POWERS: Mapping[Kind, int] = {"outputs": 4}
+_POWERS: Mapping[Kind, int] = {"inputs": 4, "outputs": 4}
 
 _NO_TENSORS: Tensors[Any] = Tensors.of({})
 

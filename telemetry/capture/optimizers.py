@@ -8,6 +8,7 @@ optimizer that another one calls ends no step: its caller does (Lookahead, ZeroR
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -84,8 +85,7 @@ class Optimizers:
         self._given = None if given is None else weakref.ref(given)
         # Those that have stepped, in the order of their first steps.
         self._met: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-        self.handles: list[Any] = []  # of PyTorch's hooks, while they are installed
-        weakref.finalize(observer, _remove, self.handles)
+        weakref.finalize(observer, _HOOKS.remove, self)
         self._forget()
 
     def _forget(self) -> None:
@@ -98,15 +98,17 @@ class Optimizers:
     def install(self) -> None:
         """Install the hooks."""
         self._forget()
-        self.handles += [
-            optimizers.register_optimizer_step_pre_hook(self._on_step),
-            optimizers.register_optimizer_step_post_hook(self._on_stepped),
-        ]
+        _HOOKS.add(self)
 
     def remove(self) -> None:
         """Remove the hooks; idempotent."""
-        _remove(self.handles)
+        _HOOKS.remove(self)
         self._forget()
+
+    @property
+    def installed(self) -> bool:
+        """Whether the hooks are installed."""
+        return _HOOKS.calls(self)
 
     def met(self, optimizer: Optimizer) -> Iterable[Optimizer]:
         """Return all optimizers that have stepped, and this one that is about to."""
@@ -136,7 +138,7 @@ class Optimizers:
 
     # --- what PyTorch calls -----------------------------------------------------------------------
 
-    def _before(
+    def before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         observer = self._observer()
@@ -165,7 +167,7 @@ class Optimizers:
         observer.before_step(optimizer)
         return None
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         observer = self._observer()
         if observer is None:
             return
@@ -195,20 +197,6 @@ class Optimizers:
         ):
             observer.step_completed()
             observer.safe_point()
-
-    _before_outside_of_graphs = not_compiled(_before)
-    _after_outside_of_graphs = not_compiled(_after)
-
-    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return self._before_outside_of_graphs(optimizer, args, kwargs)
-        return self._before(optimizer, args, kwargs)
-
-    def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            self._after_outside_of_graphs(optimizer, args, kwargs)
-        else:
-            self._after(optimizer, args, kwargs)
 
     def _is_usual(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -269,6 +257,61 @@ def _alive(reference: weakref.ref[Optimizer] | None) -> Optimizer | None:
     return None if reference is None else reference()
 
 
-def _remove(handles: list[Any]) -> None:
-    while handles:
-        handles.pop().remove()
+class _GlobalHooks:
+    """PyTorch's hooks on all optimizers: one before and one after the step, for all loggers.
+
+    PyTorch iterates over its hooks during a step, and raises if another thread adds or removes one
+    of several. The last one of an iteration may be removed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the garbage collector may remove one while it is held
+        self._called: dict[int, Optimizers] = {}
+        self._handles: list[Any] = []
+
+    def add(self, own: Optimizers) -> None:
+        with self._lock:
+            self._called[id(own)] = own
+            if not self._handles:
+                self._handles = [
+                    optimizers.register_optimizer_step_pre_hook(self._on_step),
+                    optimizers.register_optimizer_step_post_hook(self._on_stepped),
+                ]
+
+    def remove(self, own: Optimizers) -> None:
+        with self._lock:
+            self._called.pop(id(own), None)
+            while self._handles and not self._called:
+                self._handles.pop().remove()
+
+    def calls(self, own: Optimizers) -> bool:
+        """Whether they call the methods of ``own``."""
+        return id(own) in self._called
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        changed = None
+        for own in [*self._called.values()]:
+            if (found := own.before(optimizer, args, kwargs)) is not None:
+                args, kwargs = changed = found
+        return changed
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for own in [*self._called.values()]:
+            own.after(optimizer, args, kwargs)
+
+    _before_outside_of_graphs = not_compiled(_before)
+    _after_outside_of_graphs = not_compiled(_after)
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._before_outside_of_graphs(optimizer, args, kwargs)
+        return self._before(optimizer, args, kwargs)
+
+    def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self._after_outside_of_graphs(optimizer, args, kwargs)
+        else:
+            self._after(optimizer, args, kwargs)
+
+
+_HOOKS = _GlobalHooks()

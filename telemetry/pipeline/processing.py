@@ -22,6 +22,7 @@ from telemetry.ranks.role import is_rank_0
 from telemetry.records import Layout, StepRecord
 from telemetry.records.batches import Batch, RecentBatches
 from telemetry.records.loss import LossChoice
+from telemetry.records.step import InputRows
 from telemetry.rule import Rule
 from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
@@ -126,6 +127,7 @@ class Processor:
         self._full_steps = full_steps
         self._scalars: dict[int, dict[str, float]] = {}
         self._layout: Layout | None = None
+        self._input_rows = InputRows()
         self._light_steps = light_steps or LightSteps()
         self._batches = batches or RecentBatches()
         self._light_steps.limited &= self._judge.loss_limit is not None
@@ -292,7 +294,7 @@ class Processor:
                 is_granted = self._full_steps.grants(self._judge, record.step)
                 if is_granted and not self.ranks.request_full(record.step):
                     self._full_steps.request()
-        record = record.recorded()
+        record = self._input_rows.added(record.recorded())
         is_needed = self._dashboard.page.begins_layout(record)
         step, wall_time, late = self._dashboard.rates.late_values(record)
         if late:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from telemetry.ranks.partial_record import (
     FIGURES,
+    OF_INPUTS,
     Array,
     Floats,
     ParameterPart,
@@ -242,7 +243,7 @@ class JoinedLayouts:
 
     def key_of(self, row: Row) -> Any:
         """Return the key of a tensor in the record; None: the module is another stage's."""
-        if row.kind == "inputs":
+        if row.kind in OF_INPUTS:
             return row.name
         name = self.name(row.stage, row.name)
         if row.kind not in _OF_OUTPUTS:
@@ -334,7 +335,7 @@ def _tensors(
         order = list(places)
         if kind in _OF_OUTPUTS:
             order.sort(key=lambda o: (layout.position.get(o.module_name, last), o.place))
-        elif kind != "inputs":
+        elif kind not in OF_INPUTS:
             order.sort(key=layout.parameter_position.__getitem__)
         some = rows.take(np.array([places[key] for key in order], np.intp))
         of_kind[kind] = Tensors(tuple(order), some)

@@ -34,6 +34,10 @@ Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
 
 
+OF_INPUTS = ("inputs", "channels")
+"""Kinds of tensors that belong to no pipeline stage."""
+
+
 class Row(NamedTuple):
     """Key of a tensor: the pipeline stage, the kind as in :class:`StepRecord`, the name there."""
 
@@ -352,6 +356,7 @@ def _nonfinite(record: StepRecord) -> str:
 def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> TensorTable | None:
     shards_of: dict[str, Mapping[Any, LocalShard]] = {
         "inputs": notes.outputs,
+        "channels": notes.outputs,
         "outputs": notes.outputs,
         "output_grads": notes.output_grads,
         "grads": notes.grads,
@@ -361,8 +366,8 @@ def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> Tenso
     found: dict[Row, LocalShard] = {}
     for kind, shards in shards_of.items():
         for name in getattr(record, kind):
-            if kind == "inputs":
-                found[Row(0, kind, name)] = shards.get(name, UNSPLIT)
+            if kind in OF_INPUTS:
+                found[Row(0, kind, name)] = shards.get("" if kind == "channels" else name, UNSPLIT)
             elif isinstance(name, Output):
                 found[Row(ranks.stage, kind, *name)] = shards.get(name, UNSPLIT)
             else:

@@ -90,7 +90,9 @@ def rank_and_world_size() -> tuple[int, int] | None:
     for rank_in, size_in in _RANKS_AND_SIZES:
         rank, size = _number(rank_in), _number(size_in)
         if rank is not None and size is not None and rank < size:
-            return (rank, size) if size > 1 else None
+            # Without srun, all processes of a SLURM job that Lightning starts have rank 0 there.
+            is_wrong = rank == 0 and any(map(_number, _RANKS_ALONE))
+            return (rank, size) if size > 1 and not is_wrong else None
     return None
 
 

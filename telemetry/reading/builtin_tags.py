@@ -14,6 +14,7 @@ from telemetry.plain_text import printable
 from telemetry.reading.sessions import Layer
 from telemetry.reading.sources import RunSource
 from telemetry.records.loss import loss_among
+from telemetry.records.step import INPUT
 from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, TIMES, parse_numbered, plain
 
 _OUTPUT_KINDS = {"activation": "outputs", "activation_grad": "gradients of outputs"}
@@ -51,7 +52,7 @@ def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
         if kind in _IMAGE_KINDS and _is_output(layer, place, name)
     ]
     inputs = [("input", "the model", tag) for tag in tags if plain(tag) == "input"]
-    return sorted(own + inputs) if own else []
+    return sorted(own + inputs) if own or layer.name == INPUT else []
 
 
 def places_of_images(tags: Iterable[str]) -> set[int]:

@@ -32,6 +32,7 @@ from telemetry.reading.matrix import (
 from telemetry.reading.sessions import Layer, NumberTag, Segment, Structure, WrittenLayout, assemble
 from telemetry.reading.sources import RunSource
 from telemetry.records import Layout
+from telemetry.records.step import INPUT, is_inside
 from telemetry.untrusted import MAX_INTEGER
 
 # Limit of one answer; beyond it, steps are omitted.
@@ -60,7 +61,8 @@ class Overview:
         """Number of layers and range of steps, for a heading."""
         if not self.layers:
             return "no steps"
-        return f"{len(self.layers)} layers, steps {self.first_step} to {self.last_step}"
+        count = sum(not is_inside(layer.name, INPUT) for layer in self.layers)
+        return f"{count} layers, steps {self.first_step} to {self.last_step}"
 
 
 class RunData:

@@ -150,8 +150,8 @@ def _merge_layers(newest_first: Iterable[Layout]) -> tuple[Layer, ...]:
     for layout in newest_first:
         behind: dict[str | None, list[str]] = defaultdict(list)
         before: str | None = None
-        for place, (module, owned) in enumerate(zip(layout.modules, layout.owned, strict=True)):
-            places[module.name].add(place)
+        for number, module, owned in zip(layout.numbers, layout.modules, layout.owned, strict=True):
+            places[module.name].add(number)
             if module.name in found:
                 before = module.name
             else:

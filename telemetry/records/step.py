@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.records.loss import loss_of
+from telemetry.records.rows import Rows
 from telemetry.records.tensor import AttentionHeads, Output, TensorRecord, Tensors
 from telemetry.tag_names import TIMES, numbered
 
@@ -112,6 +113,10 @@ RUNNING_STATISTICS = ("running_mean", "running_var")
 """Last parts of the names of a batch norm's buffers."""
 
 
+INPUT = "(input)"
+"""Name of the model's input among the modules that are written."""
+
+
 def is_inside(name: str, module_name: str) -> bool:
     """Whether a name belongs to a module or to a part of it; all names belong to the root."""
     return not module_name or f"{name}.".startswith(f"{module_name}.")
@@ -155,6 +160,16 @@ class Layout:
         return {module.name: index for index, module in enumerate(self.modules)}
 
     @cached_property
+    def input_count(self) -> int:
+        """Number of the first modules that stand for the model's input, see :class:`InputRows`."""
+        return sum([is_inside(module.name, INPUT) for module in self.modules])
+
+    @cached_property
+    def numbers(self) -> Sequence[int]:
+        """Number of each module in tags: its place in forward order; 0 for the model's input."""
+        return [max(0, index - self.input_count) for index in range(len(self.modules))]
+
+    @cached_property
     def parameter_position(self) -> Mapping[str, int]:
         """Index of each parameter, by name."""
         return {parameter.name: index for index, parameter in enumerate(self.parameters)}
@@ -196,12 +211,14 @@ class Layout:
     @cached_property
     def numbered_modules(self) -> Mapping[str, str]:
         """Name of each module in tags, by its name; the root has the name of its class."""
-        return {m.name: numbered(i, m.name or m.type_name) for i, m in enumerate(self.modules)}
+        pairs = zip(self.numbers, self.modules, strict=True)
+        return {m.name: numbered(number, m.name or m.type_name) for number, m in pairs}
 
     @cached_property
     def numbered_parameters(self) -> Mapping[str, str]:
         """Name of each parameter in tags, by its name."""
-        return {p.name: numbered(self.position[p.module_name], p.name) for p in self.parameters}
+        pairs = zip(self.owners.tolist(), self.parameters, strict=True)
+        return {p.name: numbered(self.numbers[owner], p.name) for owner, p in pairs}
 
     @cached_property
     def depth_order(self) -> NDArray[np.intp]:
@@ -275,6 +292,8 @@ class StepRecord:
         inputs: Floating-point input tensors of the model, merged, by an empty name. If the first
             watched module received another input, or the model was not called, also the input of
             that module, by its name.
+        channels: Channels of the images among the model's inputs, if there are two to four, by
+            their indices as texts. Each is a part of ``inputs[""]``.
         outputs: Tensors that each watched module returned, in forward order.
         output_grads: Gradients with respect to those outputs.
         grads: Gradients by parameter name, accumulated and unscaled.
@@ -323,6 +342,7 @@ class StepRecord:
     nan_buffers: tuple[str, ...] = ()
     nonfinite_parameters: tuple[str, ...] = ()
     inputs: Mapping[str, TensorRecord] = field(default_factory=dict)
+    channels: Mapping[str, TensorRecord] = field(default_factory=dict)
     outputs: Mapping[Output, TensorRecord] = field(default_factory=dict)
     output_grads: Mapping[Output, TensorRecord] = field(default_factory=dict)
     grads: Mapping[str, TensorRecord] = field(default_factory=dict)
@@ -420,6 +440,39 @@ class StepRecord:
     def loss(self) -> float | None:
         """Loss among the scalars, if it was logged for this step."""
         return loss_of(self.scalars, self.loss_tag)
+
+
+class InputRows:
+    """Adds the model's input to written records as first modules, so that it is shown like a layer.
+
+    Its name is :data:`INPUT`, and ``(input).0`` that of its first channel. From the first record
+    with an input on, all records have these modules. Rules receive records without them.
+    """
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._layouts: tuple[Layout, Layout] | None = None  # the latest one without and with them
+
+    def added(self, record: StepRecord) -> StepRecord:
+        """Return the record with the input as the outputs of its first modules."""
+        given = record.inputs.get("")
+        channels = {f"{INPUT}.{index}": of for index, of in record.channels.items()}
+        tensors = {} if given is None else {INPUT: given, **channels}
+        names = (*dict.fromkeys([*self._names, *tensors]),)
+        if not names:
+            return record
+        if self._layouts is None or self._layouts[0] is not record.layout or names != self._names:
+            modules = tuple([Module(name=name, type_name="Input") for name in names])
+            layout = replace(record.layout, modules=modules + record.layout.modules)
+            self._names, self._layouts = names, (record.layout, layout)
+        outputs = record.outputs
+        if tensors:
+            keys = [*map(Output, tensors), *outputs]
+            rows = [Tensors.of(tensors).rows, Tensors.of(outputs).rows]
+            outputs = Tensors(keys, Rows.concatenate(rows))
+        added = replace(record, layout=self._layouts[1], outputs=outputs)
+        added.__dict__["total_grad_norm"] = record.total_grad_norm
+        return added
 
 
 class ClippedFraction:

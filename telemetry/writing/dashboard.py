@@ -255,9 +255,10 @@ def depth_values(record: StepRecord) -> list[bytes]:
     if not record.full or record.phase or record.skipped:
         return []
     layers, shares = table(record), list(QUANTILES.values())
+    first = record.layout.input_count
     points: list[tuple[str, float]] = []
     for name, statistic in DEPTH_CURVES.items():
-        known = layers.column(statistic.name)  # NaN if it was not measured
+        known = layers.column(statistic.name)[first:]  # NaN if it was not measured
         values = known[np.isfinite(known) & ((known > 0) | (not statistic.log))]
         values.sort()
         if count := len(values):

@@ -61,8 +61,8 @@ def values_of(
 def alert_value(alert: Alert, number: int) -> bytes:
     """An alert as a text. Each has its own tag, because TensorBoard drops texts that share one."""
     where = f".{printable(alert.module_name)}" if alert.module_name else ""
-    tag = f"{ALERTS}{number:04d}.{alert.kind}{where}"
-    message = alert.message.replace("\n", "  \n")  # Markdown's line break
+    tag = f"{ALERTS}{number:04d}.{printable(alert.kind)}{where}"
+    message = "  \n".join(map(printable, alert.message.split("\n")))  # Markdown's line break
     return summaries.text(tag, f"**{alert.severity}** at step {alert.step}\n\n{message}")
 
 
@@ -70,11 +70,6 @@ def _curves_of_run(record: StepRecord) -> Iterator[tuple[str, float]]:
     yield TOTAL_GRAD_NORM, record.total_grad_norm
     if not record.full:
         return
-    if (given := record.inputs.get("")) is not None:
-        sketch = given.sketch
-        for name in ("mean", "std", "min", "max"):
-            yield f"{RUN}input/{name}", getattr(sketch, name)
-        yield f"{RUN}input/nonfinite", sketch.nonfinite_count
     if record.loss_scale is not None:
         yield f"{RUN}scaler/scale", record.loss_scale
         yield f"{RUN}scaler/skipped_steps", record.skipped_steps
@@ -98,9 +93,14 @@ def _curves_of_layers(record: StepRecord, group: str) -> Points:
     columns, known = layers.values[:, _COLUMNS], layers.known[:, _COLUMNS]
     known &= ~(_ZERO_IS_SILENT & (columns == 0))
     of_each = zip(_CURVES, columns.T.tolist(), known.T.tolist(), strict=True)
+    parts = slice(layout.input_count), slice(layout.input_count, None)
     for statistic, values, is_known in of_each:
-        some = [*compress(tags, is_known)], [*compress(values, is_known)]
-        points += _curves(f"{group}{statistic.name}", *some, most)
+        for part in parts:
+            some = (
+                [*compress(tags[part], is_known[part])],
+                [*compress(values[part], is_known[part])],
+            )
+            points += _curves(f"{group}{statistic.name}", *some, most)
     return points
 
 

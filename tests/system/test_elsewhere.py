@@ -106,10 +106,24 @@ def run_section(name: str, folder: Path, **env: str) -> None:
     )
 
 
+def in_wandb(name: str, folder: Path) -> bytes:
+    """Run a section; return what wandb has recorded."""
+    run_section(name, folder, WANDB_MODE="offline", WANDB_SILENT="true")
+    [file] = folder.glob("wandb/offline-run-*/*.wandb")
+    return file.read_bytes()
+
+
+def test_wandb_follows_the_curves_while_it_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "Weights & Biases, while it trains"
+    code = INTRODUCTION + CODE["In the training"].replace(", on_alert=notify", "") + CODE[name]
+    monkeypatch.setitem(CODE, name, code)
+    assert b"~run/grad_norm/total" in in_wandb(name, tmp_path)
+
+
 def test_a_run_is_logged_to_wandb(trained: Path) -> None:
-    run_section("Weights & Biases", trained, WANDB_MODE="offline", WANDB_SILENT="true")
-    [file] = trained.glob("wandb/offline-run-*/*.wandb")
-    content = file.read_bytes()
+    content = in_wandb("Weights & Biases, afterwards", trained)
     assert b"nonfinite" in content
     assert b"grad_norm/total" in content
     assert b"width" in content

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import train_mnist
+from telemetry.commands.cli import main as command
+from tests.helpers.paths import ROOT
 from tests.helpers.plain_events import EventAccumulator
 
 
@@ -73,6 +75,34 @@ def test_without_mnist_the_example_trains_on_digits_and_raises_no_alert(
     assert re.fullmatch(r"digits-\d{8}-\d{6}", log_dir.name)
     shown = EventAccumulator(str(log_dir)).Reload().SummaryMetadata("_hparams_/session_start_info")
     assert all(name in shown.plugin_data.content for name in (b"digits", b"fault", b"batch_size"))
+
+
+@pytest.mark.usefixtures("no_mnist")
+def test_the_readme_shows_what_its_commands_print(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to numbers, which depend on the machine, and the lengths of curves."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    logged, explained = re.findall(
+        r"^```\n(.*?)^```", readme.partition("## Alerts")[2], re.S | re.M
+    )[:2]
+    monkeypatch.chdir(tmp_path)
+    train_mnist.main(["--fault", "exploding", "--epochs", "1"])
+    capsys.readouterr()
+    assert command(["explain", "runs/"]) == 0
+    shown = {*map(masked, capsys.readouterr().out.splitlines())}
+    assert [line for line in explained.splitlines() if masked(line) not in shown] == []
+    messages = [*map(masked, caplog.messages)]
+    assert [part for part in logged.split("\n\n") if masked(part) not in messages] == []
+
+
+def masked(text: str) -> str:
+    """Return words and places of numbers, whatever the line breaks and the lengths of curves."""
+    text = re.sub(r"[▁-█!]+", "~", text)
+    return " ".join(re.sub(r"[\d.,]*\d(e[+-]?\d+)?|\bnan\b| –(?= )|–$", " # ", text).split())
 
 
 @pytest.mark.usefixtures("no_mnist")

@@ -1,12 +1,15 @@
-"""README and docs name files that exist."""
+"""README and docs name files that exist, and the defaults, kinds and figures that are true."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from telemetry import HookLogger
+from telemetry.alerts.configuration import KINDS
 from tests.helpers.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -41,3 +44,38 @@ def test_each_question_of_a_newcomer_has_one_file_as_its_answer() -> None:
     answers = re.findall(r"^\| [^|]+\? \| `([\w/.]+)` \|$", table, re.MULTILINE)
     assert len(answers) == 12
     assert [name for name in answers if not (ROOT / "telemetry" / name).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_picture_is_a_link_to_its_full_size(page: Path) -> None:
+    pictures = re.findall(r"(.?)!\[[^]]*\]\(([^)]*)\)(.*)", page.read_text(encoding="utf-8"))
+    assert [
+        file for before, file, after in pictures if (before, after) != ("[", f"]({file})")
+    ] == []
+
+
+def test_the_reference_has_all_arguments_with_their_defaults() -> None:
+    text = (ROOT / "docs" / "reference" / "logger.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\|(`.*?)\|`(.*?)`(?:: \d+)?\|", text.partition("## Methods")[0], re.MULTILINE
+    )
+    documented = {name: value for names, value in rows for name in re.findall(r"`(\w+)`", names)}
+    parameters = list(inspect.signature(HookLogger).parameters.values())[2:]
+    assert documented == {one.name: repr(one.default) for one in parameters}
+
+
+def test_the_docs_name_the_kinds_that_are_notes() -> None:
+    text = (ROOT / "docs" / "alerts" / "index.md").read_text(encoding="utf-8")
+    [listed] = re.findall(r"These\s+kinds are notes:(.*?)\.\n", text, re.DOTALL)
+    notes = {kind for kind, detector in KINDS.items() if detector.severity == "note"}
+    assert set(re.findall(r"`(\w+)`", listed)) == notes
+
+
+def test_figures_of_cost_are_those_of_the_page_about_it() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = (ROOT / "docs" / "understand" / "cost.md").read_text(encoding="utf-8")
+    text = readme.partition("## Cost")[2].partition("## ")[0]
+    text += "".join(re.findall(r"^\| every step measured.*", readme, re.MULTILINE))
+    figures = re.findall(r"(\d+) %", text)
+    assert len(figures) > 5
+    assert [figure for figure in figures if f"+{figure} %" not in table] == []

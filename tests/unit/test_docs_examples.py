@@ -15,7 +15,7 @@ from tests.helpers.paths import ROOT
 
 DOCS = ROOT / "docs"
 GUIDES = ["layers", "alerts", "resume", "interventions", "cost"]
-ALONE = ["quickstart", "tutorials/gan", "language-models", "tutorials/sweep"]
+ALONE = ["quickstart", "tutorials/explosion", "tutorials/gan", "language-models", "tutorials/sweep"]
 
 
 def code_of(name: str) -> str:

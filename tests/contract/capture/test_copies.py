@@ -249,6 +249,9 @@ def test_close_removes_everything_from_the_model(tmp_path: Path, steps: int) -> 
     replaced = weakref.ref(model.head)
     logger = HookLogger(model, tmp_path, every_n_steps=2)
     optimizer = train(model, steps)
+    other = nn.Linear(2, 2)
+    with HookLogger(other, tmp_path / "other"):  # one hook: threads iterate over them
+        assert [len(hooks) for hooks in global_hooks] == [count + 1 for count in before]
     model.head = nn.Linear(72, 3)
     gc.collect()
     assert replaced() is None

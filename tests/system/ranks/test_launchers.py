@@ -45,7 +45,7 @@ VARIABLES = [
         ("SLURM_PROCID=5 SLURM_NTASKS=8", "rank-0005", False),
         ("SLURM_PROCID=0 SLURM_NTASKS=1", "", True),
         ("SLURM_PROCID=5 SLURM_NTASKS=1", "", True),
-        ("SLURM_PROCID=0 SLURM_NTASKS=2 LOCAL_RANK=1", "rank-0000", False),  # without srun
+        ("SLURM_PROCID=0 SLURM_NTASKS=2 LOCAL_RANK=1", None, False),  # without srun
         ("OMPI_COMM_WORLD_RANK=1", None, False),
         ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", "rank-0001", False),
         ("PMI_RANK=1", None, False),
@@ -125,6 +125,8 @@ def test_a_restart_by_torchrun_continues_each_curve(tmp_path: Path) -> None:
     for tag in ("loss", "grad_norm/total"):
         steps = [event.step for event in events.Scalars(tag)]
         assert steps == list(range(2 * restarted_run.STEPS))
-    # With activations of both ranks.
-    (found,) = (events.Tensors(t) for t in events.Tags()["tensors"] if t.startswith("activation/"))
-    assert {make_ndarray(event.tensor_proto)[:, 2].sum() for event in found} == {16}
+    # With inputs and activations of both ranks.
+    sizes = {"(input)": 16, "(input).0": 8, "(input).1": 8, "0": 16}
+    for name, size in sizes.items():
+        found = events.Tensors(f"activation/0000.{name}")
+        assert {make_ndarray(event.tensor_proto)[:, 2].sum() for event in found} == {size}, name

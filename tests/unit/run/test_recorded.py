@@ -110,6 +110,57 @@ def test_images_show_feature_maps_filters_and_input(tmp_path: Path) -> None:
         assert png.startswith(b"\x89PNG")
 
 
+INPUT_CURVES = [*(f"activation_{name}" for name in ("mean", "std", "min", "max")), "nonfinite"]
+
+
+def test_the_input_and_the_channels_of_its_images_are_rows_above_the_layers(tmp_path: Path) -> None:
+    model, recorder = nn.Sequential(nn.Hardtanh(), nn.Conv2d(3, 2, 3)), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    images = torch.rand(6, 3, 5, 5) * torch.tensor([1.0, 2.0, 4.0])[:, None, None] - 1
+    images[0, 2, 0, 0] = torch.inf
+    with HookLogger(model, tmp_path, every_n_steps=3, alerts=[recorder]) as logger:
+        for step in range(4):
+            model(images.roll(step, 0)).sum().backward()
+            optimizer.step()
+            if step == 1:
+                with logger.phase("validation"), torch.no_grad():
+                    model(images)
+    assert {m.name for r in recorder.records for m in r.layout.modules} == {"0", "1"}
+    run = telemetry.read(tmp_path)
+    assert "2 layers, steps 0 to 3" in repr(run)
+    rows = {"(input)": images, **{f"(input).{i}": images[:, i] for i in range(3)}}
+    assert run.modules.module_name.tolist() == [*rows, "0", "1"]
+    curves = run.scalars.set_index(["tag", "step"])["value"]
+    for name, x in rows.items():
+        known, finite = x.double().numpy(), x[x.isfinite()].double().numpy()
+        lost = int((~np.isfinite(known)).sum())
+        for step in (0, 3):
+            at = {s: float(curves.get((f"{s}/0000.{name}", step), 0.0)) for s in INPUT_CURVES}
+            expected = [finite.mean(), finite.std(), finite.min(), finite.max(), lost]
+            if lost:
+                expected[:2] = np.inf, np.inf
+            assert list(at.values()) == pytest.approx(expected, rel=1e-5), name
+        of_page = run.layers[(run.layers.module_name == name) & (run.layers.step == 3)]
+        of_page = of_page.set_index("statistic")["value"]
+        assert of_page["activation_rms"] == pytest.approx(np.sqrt((known**2).mean()), rel=1e-5)
+        assert of_page["nonfinite"] == lost
+        assert f"activation/0000.{name}" in run.histogram_tags
+    of_step = run.layers[(run.layers.statistic == "activation_rms") & (run.layers.step == 3)]
+    sizes = of_step.set_index("module_name")["value"][["0", "1"]]
+    middle = curves["depth/log10_activation_rms/median", 3]
+    assert middle == pytest.approx(np.log10(sizes).mean(), rel=1e-5)
+
+
+def test_a_model_of_indices_has_no_input_among_the_layers(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with HookLogger(model, tmp_path, every_n_steps=1):
+        for _ in range(2):
+            model(torch.arange(5)).sum().backward()
+            optimizer.step()
+    assert telemetry.read(tmp_path).modules.module_name.tolist() == ["0", "1"]
+
+
 def test_names_are_numbered_in_forward_order(tmp_path: Path) -> None:
     class Reversed(nn.Module):
         def __init__(self) -> None:
@@ -123,7 +174,7 @@ def test_names_are_numbered_in_forward_order(tmp_path: Path) -> None:
     model = Reversed()
     with HookLogger(model, tmp_path, alerts=()):
         train(model, steps=1)
-    assert telemetry.read(tmp_path).modules.module_name.tolist() == ["first", "second"]
+    assert telemetry.read(tmp_path).modules.module_name.tolist() == ["(input)", "first", "second"]
     tags = load(tmp_path).Tags()["scalars"]
     assert "grad_norm/0000.first.weight" in tags
     assert "grad_norm/0001.second.weight" in tags
@@ -214,10 +265,9 @@ def test_parameters_of_unselected_modules_are_only_in_totals_and_in_records_for_
         assert record.grad_present.all()
         assert len(record.weights) == len(record.update_ratios) == 6 * record.full
     run = telemetry.read(tmp_path)
-    assert run.modules.module_name.tolist() == ["0"]
-    assert set(run.layers.module_name) == {"0"}
+    assert run.modules.module_name.tolist() == ["(input)", "0"]
     names = run.scalars.tag.str.partition("/")
-    of_layers = names[names[2].str.match(r"\d{4}\.")]
+    of_layers = names[names[2].str.match(r"\d{4}\.[^(]")]
     assert set(of_layers[2]) == {"0000.0", "0000.0.weight", "0000.0.bias"}
     assert {"grad_norm", "weight_norm", "update_ratio", "weight_rms"} <= set(of_layers[0])
     expected = [np.linalg.norm(record.grad_norms) for record in recorder.records]
