@@ -151,6 +151,10 @@ class Detector(Rule):
         """
         return False
 
+    def may_follow(self, cause: Alert) -> bool:
+        """Whether a reported alert of one of the kinds ``explained_by`` may be the root cause."""
+        return True
+
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
         """Return the fault of a loss that was just logged, which may be NaN."""
         return None

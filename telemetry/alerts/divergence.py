@@ -83,6 +83,9 @@ class LossDivergence(Detector):
         is_high = len(loss.high) >= enough or lost
         if not is_high or record.step - self._large_at > AFTER_JUMP or baseline.gradients_led:
             return None
+        if (explained := baseline.has_more_examples) is not False:
+            self.needs_full_step |= explained is None
+            return None
         self._rise = loss.rise(loss.window.usual)
         rate, lowest = baseline.rate, baseline.lowest_rate
         cause = f"The learning rate is {figure(rate)}" if rate > 0 else None
@@ -145,7 +148,7 @@ class SummedGradients:
         is_first = len(self._norms) == 1
         if not record.full:
             return
-        given, biases = _sums(record)
+        given, biases = bias_gradients(record)
         before = self._biases if record.step == self._step + 1 else {}
         if given:
             now, own = np.array([biases[name] for name in given]), np.array([*given.values()])
@@ -172,7 +175,7 @@ class SummedGradients:
             self._requested += 1
 
 
-def _sums(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
+def bias_gradients(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
     """Return the sums of each layer's output gradients, and its bias's gradient.
 
     Sums that cancel out are omitted, as for the logits of a cross entropy.

@@ -176,6 +176,7 @@ class Engine(Rule):
         explaining = self._detectors[alert.kind].explained_by
         known = [reported for kind, reported in self._reported.items() if kind in explaining]
         known = [r for r in known if _may_explain(r, alert, self._baseline.interval)]
+        known = [r for r in known if self._detectors[alert.kind].may_follow(r.alert)]
         return min(known, key=lambda reported: reported.alert.step, default=None)
 
     def _add_consequence(

@@ -10,7 +10,7 @@ import numpy as np
 
 from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Marks
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
-from telemetry.alerts.window import LATEST
+from telemetry.alerts.window import FEWEST, LATEST
 from telemetry.layers import table
 from telemetry.layers.module_types import AFFINE, BOUNDED, DROPOUTS, STANDARD, TWO_SIDED, Flat
 from telemetry.layers.record import ForwardOutputs
@@ -55,7 +55,9 @@ class DeadUnits(Detector):
     on = "full"
     clear_after = 3  # chosen manually: one more than start it
     explained_by = (
-        EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "vanishing_gradient", "exponential_trend"}
+        EXPLOSIONS
+        | RISEN_LOSSES
+        | {"nonfinite", "vanishing_gradient", "exponential_trend", "loss_stuck"}
     )
     persistent = True
     explained_by_rate_jump = True
@@ -100,10 +102,16 @@ class DeadUnits(Detector):
         what = "are zero for every input" if is_zero else "get no gradient"
         in_batches = f"{batches} batches" if batches > 1 else "one batch"
         also = f"; also units of {', '.join(others)}" if others else ""
+        cause = f"{called(str(behind))} zeroes all they return" if observed_in else None
+        advice = _DROPPED if module.type_name in DROPOUTS else _ADVICE
+        if module.name in baseline.began_zero:
+            cause, advice = "All its weights started at 0", _RANDOM
+        elif baseline.age >= FEWEST and baseline.loss.has_not_fallen:
+            advice = (_NO_PROGRESS, *advice)
         return Finding(
             summary=f"{count} of {size} units of {first}{which} {what} in {in_batches}{also}",
-            cause=f"{called(str(behind))} zeroes all they return" if observed_in else None,
-            advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
+            cause=cause,
+            advice=advice,
             value=count / size,
             threshold=self.fraction,
             module_name=module.name,
@@ -154,6 +162,8 @@ _ADVICE = (
     "Check biases, initialization and penalties",
     "Use LeakyReLU or GELU",
 )
+_NO_PROGRESS = "The loss has not fallen yet: check that each target belongs to its input"
+_RANDOM = ("Initialize the weights at random, such as with He or Xavier initialization",)
 _DROPPED = ("Check the probability of this dropout: it is the share that is dropped",)
 # The largest healthy share is 0.47; that of sparsity_too_strong goes up and down from 0.86 to 0.98.
 _REVIVED = 2 / 3

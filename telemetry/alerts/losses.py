@@ -54,10 +54,15 @@ class LossSpike(Detector):
     _jumped_at: int = -NEVER
     _noted_at: int = -NEVER
     _rise: Rise | None = None
+    _waits: bool = False  # for a full step that shows whether the batches are larger
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         high, before = tuple(baseline.loss.high), self._before
         self._before = high
+        is_due = len(high) == _IN_A_ROW or (self._waits and len(high) > _IN_A_ROW)
+        explained = baseline.has_more_examples if high or baseline.loss.losses_lost else False
+        self.needs_full_step = explained is None
+        self._waits = is_due and explained is None
         latest = (*before, *high, baseline.loss.latest[-1])
         if baseline.loss.is_floor(max(loss for _, loss in latest)):
             return None
@@ -85,7 +90,9 @@ class LossSpike(Detector):
             return self._of_batch(before, record, baseline)
         window, lowest = baseline.loss.window, min([loss for _, loss in high], default=-math.inf)
         least = window.ranges_above(lowest) * len(window) / LENGTH
-        if self.active_alert is not None or len(high) != _IN_A_ROW or least < self.distance:
+        if explained is not False:
+            return None
+        if self.active_alert is not None or not is_due or least < self.distance:
             return self._for_good(record, baseline)
         since = high[0].step
         batch = since - record.loss_delay
@@ -101,7 +108,7 @@ class LossSpike(Detector):
                 baseline,
                 cause=f"Gradients left their baseline {ago} earlier",
                 # A loss around 0, as of a policy, need not fall, and rises with new rewards.
-                severity="note" if window.extremes[0] < 0 < window.highest else None,
+                severity="note" if baseline.loss.lowest < 0 < window.highest else None,
                 advice=(
                     "Clip gradients, or lower the learning rate or Adam's beta2",
                     f"Resume from a checkpoint before step {since}, without the batches around it",

@@ -16,10 +16,10 @@ from typing import Annotated
 
 import numpy as np
 
-from telemetry.alert import Severity
+from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline, Figures, Marks, matrix_ratios, matrix_sizes
 from telemetry.alerts.detector import LOST, Detector, Finding
-from telemetry.alerts.window import FEWEST, RECENT
+from telemetry.alerts.window import FEWEST, LATEST, RECENT
 from telemetry.layers import table
 from telemetry.plain_text import called_all, figure, steps_in_words
 from telemetry.records import Layout, StepRecord
@@ -178,6 +178,7 @@ class LossStuck(Detector):
     _varies: bool = False
     _sizes: dict[str, float]
     _is_written_back: bool = False
+    _since: int = 0  # the loss has been what it is since about this step
 
     def set_up(self) -> None:
         self._losses = deque(maxlen=int(2 * self.steps))
@@ -193,17 +194,26 @@ class LossStuck(Detector):
             self._given = record.fingerprints
         if (loss := record.finite_loss) is not None:
             self._losses.append(loss)
-        return None if self.still_present(record, baseline) else self._judge(baseline)
+        return None if self.still_present(record, baseline) else self._judge(record, baseline)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         """Whether this step is not evaluated: an evaluation is slow."""
         known = record.finite_loss is not None
         return not known or len(self._losses) < 2 * self.steps or record.step % self.steps > 0
 
-    def _judge(self, baseline: Baseline) -> Finding | None:
+    def may_follow(self, cause: Alert) -> bool:
+        """Whether it may: units that die later, or not all of them, do so without a target."""
+        is_whole = cause.severity == "error" and cause.step <= self._since + LATEST
+        return cause.kind != "dead_units" or is_whole
+
+    def _judge(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         losses, first = np.array(self._losses), baseline.loss.first
         latest = losses[-int(self.steps) :]
         now = float(latest.mean())
+        means = np.array([part.mean() for part in np.array_split(losses, FEWEST)])
+        off = np.flatnonzero(np.abs(means - now) > self.reduction * abs(now))
+        stuck = (FEWEST - 1 - off[-1] if off.size else FEWEST) / FEWEST  # of the losses
+        self._since = round(record.step - stuck * len(losses) * baseline.interval)
         is_constant = latest.std() <= _ROUNDING * abs(now)
         guess, cause = math.log(self._classes) if self._classes > 2 else math.nan, None
         if self._varies and is_constant and now > _NOTHING * abs(first):

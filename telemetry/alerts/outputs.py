@@ -184,7 +184,7 @@ class OutputCollapse(Detector):
     on = "full"
     confirm_after = 2
     clear_after = 3
-    explained_by = LOST | {"exponential_trend", "untrained_parameters"}
+    explained_by = LOST | {"exponential_trend", "untrained_parameters", "loss_stuck"}
     share = 0.02  # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     _highest: dict[Output, float]
     _began: dict[Output, float]  # variation at the first full step

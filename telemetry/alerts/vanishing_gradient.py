@@ -9,11 +9,12 @@ import numpy as np
 
 from telemetry.alerts.baseline import FAR_ABOVE, Baseline, Figures, Marks
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.divergence import bias_gradients
 from telemetry.alerts.growth import Stretch
-from telemetry.alerts.window import FEWEST
+from telemetry.alerts.window import FEWEST, RECENT
 from telemetry.layers import table
 from telemetry.layers.module_types import BOUNDED, UNBOUNDED
-from telemetry.plain_text import called, figure
+from telemetry.plain_text import called, called_all, figure
 from telemetry.records import Layout, StepRecord
 
 
@@ -50,7 +51,13 @@ class VanishingGradient(Detector):
     explained_by = (
         EXPLOSIONS
         | RISEN_LOSSES
-        | {"dead_units", "saturated_units", "untrained_parameters", "exponential_trend"}
+        | {
+            "dead_units",
+            "saturated_units",
+            "untrained_parameters",
+            "exponential_trend",
+            "loss_stuck",
+        }
     )
     persistent = True
     factor = 300.0  # at 30 the healthy cnn_sigmoid_ok alarms; tried 3000
@@ -145,11 +152,16 @@ class VanishingGradient(Detector):
         first = int(np.flatnonzero(fading)[0])
         moves = update_limit <= self._update_share[first] < math.inf
         factor = figure(10 ** -share[first], 2)
+        cause = "The loss has not fallen" if moves else "The optimizer hardly moves it"
+        advice = (_LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED, *_LARGER)
+        if self._names[first] in baseline.began_zero:
+            cause = f"All weights of {called_all(baseline.began_zero, RECENT)} started at 0"
+            advice = _LARGER[1:]
         return Finding(
             summary=f"The gradient of {called(self._names[first])} is {factor}x "
             f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
-            cause="The loss has not fallen" if moves else "The optimizer hardly moves it",
-            advice=(_LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED, *_LARGER),
+            cause=cause,
+            advice=advice,
             value=float(10 ** share[first]),
             threshold=1 / self.factor,
             module_name=self._names[first],
@@ -173,7 +185,7 @@ class VanishingGradient(Detector):
         further = math.log10(self.branch_factor)
         stuck = faint & (lasted >= self.stuck_steps) & (share < limit - further)
         stuck &= np.logical_and.accumulate(stuck | (share == -np.inf))
-        if baseline.loss.best > (1 - _FALLEN) * baseline.loss.first > 0:
+        if baseline.loss.has_not_fallen:
             fading |= _unless_rising(stuck, share, before)
         branch = faint & (lasted >= self.branch_steps) & (share < limit - further)
         branch &= updates < update_limit - further
@@ -214,6 +226,21 @@ class VanishingGradient(Detector):
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
+        given, biases = bias_gradients(record)
+        if any(biases[name] == 0 for name in given.keys() & {*names}):
+            return Finding(
+                summary=f"The gradient of {Stretch(names[0], names[-1])} has been 0 for {steps} "
+                "steps, though that of its outputs is not",
+                cause="Something sets it to 0 after it is computed",
+                advice=(
+                    "Remove the hook, such as zero_gradients(), if the layer should learn",
+                    _FREEZE,
+                ),
+                value=0.0,
+                threshold=1 / self.factor,
+                module_name=names[0],
+                severity="note",  # it is not by chance
+            )
         # Later layers in the same parameter group stay zero, as in LoRA.
         moved = layout.owners[record.parameter_rates != 0]
         is_still = not np.isin(moved, layout.owning[gone]).any()
@@ -241,7 +268,6 @@ _CUT_OFF = (
     "Check for activations that are zero for all inputs",
     _FREEZE,
 )
-_FALLEN = 0.03  # of the first loss, as in LossStuck
 # Decades: branches whose scale starts at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.
 _STEADY = 0.2

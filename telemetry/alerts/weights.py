@@ -337,7 +337,8 @@ class ExponentialTrend(Detector):
             return None
         loss, norm = np.median(self._block, axis=0)
         self._block.clear()
-        if not (0 < loss < math.inf and 0 < norm < math.inf):
+        # A sum over more and more examples grows, too.
+        if baseline.batches_vary or not (0 < loss < math.inf and 0 < norm < math.inf):
             self._levels.clear()
             return None
         self._levels.append((math.log10(loss), math.log10(norm)))
