@@ -7,7 +7,7 @@ from statistics import median
 import numpy as np
 
 from telemetry.alerts.baseline import AFTER_JUMP, JUMP, LARGE_STEP, NEVER, Baseline, Figures
-from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding, limit, state
 from telemetry.alerts.window import LENGTH, RECENT, Rise
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.plain_text import figure
@@ -26,9 +26,6 @@ class LossDivergence(Detector):
     Remedies: divide the learning rate by 3 to 10, warm it up; zero gradients in every step.
     Silent: a harder task, an annealed term, gradients that jumped first.
     Example: optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
-    Args:
-        update_ratio: Share of its norm by which a step moves the median weight matrix.
-        losses: Consecutive losses far above those before.
 
     Healthy update ratios are 0.001 to 0.01, and larger in the first steps while the loss falls. The
     losses must rise within 20 steps of a large one.
@@ -38,12 +35,16 @@ class LossDivergence(Detector):
     statistic = "update_ratio"
     clear_after = 10  # losses
     explained_by = EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
-    update_ratio = LARGE_STEP
-    losses = 3  # at 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
-    _ratio: float = 0.0
-    _large_at: int = -NEVER
-    _sums: SummedGradients
-    _rise: Rise | None = None
+    after = frozenset({"loss_spike"})
+    update_ratio: float = limit(
+        LARGE_STEP, "Share of its norm by which a step moves the median weight matrix."
+    )
+    # At 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
+    losses: int = limit(3, "Consecutive losses far above those before.")
+    _ratio: float = state(0.0)
+    _large_at: int = state(-NEVER)
+    _sums: SummedGradients = state(lambda: SummedGradients())
+    _rise: Rise | None = state(None)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self._sums.add(record)
