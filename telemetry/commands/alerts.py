@@ -35,11 +35,10 @@ class Meaning:
 
 
 def meaning_of(detector: type[Detector]) -> Meaning:
-    """Return the first paragraph of a detector's docstring and the fields after it."""
-    summary, fields, *_ = [*inspect.cleandoc(detector.__doc__ or "").split("\n\n"), ""]
-    texts = dict(re.findall(r"^(\w+):(.*(?:\n +.*)*)", fields, re.MULTILINE))
-    example, args = texts.pop("Example", ""), texts.pop("Args", "")
-    meanings = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE))
+    """Return the limits of a detector, and the first two paragraphs of its docstring."""
+    summary, sections, *_ = [*inspect.cleandoc(detector.__doc__ or "").split("\n\n"), ""]
+    texts = dict(re.findall(r"^(\w+):(.*(?:\n +.*)*)", sections, re.MULTILINE))
+    example = texts.pop("Example", "")
     jump = ["a jump of the learning rate"] * detector.explained_by_rate_jump
     return Meaning(
         kind=detector.kind,
@@ -48,8 +47,7 @@ def meaning_of(detector: type[Detector]) -> Meaning:
         sections={name: _one_line(text) for name, text in texts.items()},
         example=textwrap.dedent(example.removeprefix("\n")).strip(),
         parameters={
-            name: (getattr(detector, name), _one_line(meanings.get(name, "")))
-            for name in detector.limits()
+            name: (getattr(detector, name), meaning) for name, meaning in detector.limits().items()
         },
         causes=(*sorted(detector.explained_by), *jump),
     )
