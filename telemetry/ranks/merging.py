@@ -122,13 +122,13 @@ def sum_addends(columns: Mapping[str, Array], parts: Iterable[Placed]) -> dict[i
 
     Their norms replace those of the addends in the columns; clipping scales all addends alike.
     """
-    found: dict[tuple[int, int, int], list[Floats]] = {}
-    for part, at in parts:
-        for index, values in part.addends:
-            key = int(at[index]), int(part.columns["copies"][index]), values.size
-            found.setdefault(key, []).append(values)
-    lowest = {key[0]: key for key in sorted(found, reverse=True)}
-    sums: dict[int, Floats] = {index: np.sum(found[key], axis=0) for index, key in lowest.items()}
+    addends = [
+        {(int(at[index]), int(part.columns["copies"][index]), values.size): values}
+        for part, at in parts
+        for index, values in part.addends
+    ]
+    found = by_key(sum, addends)
+    sums: dict[int, Floats] = {key[0]: found[key] for key in sorted(found, reverse=True)}
     norms, before = columns["grad_norms"], columns.get("before")
     for index, values in sums.items():
         whole = float(np.linalg.norm(values))
@@ -289,8 +289,8 @@ def _record_of(merged: MergedStep, joined: JoinedLayouts) -> StepRecord:
     if "moved" in columns:
         with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, else NaN
             of_all = (columns["moved"] / columns["sizes"]).tolist()
-        known = np.flatnonzero(~np.isnan(columns["sizes"]))
-        ratios = {layout.parameters[index].name: of_all[index] for index in known.tolist()}
+        measured = np.flatnonzero(~np.isnan(columns["sizes"]))
+        ratios = {layout.parameters[index].name: of_all[index] for index in measured.tolist()}
     values: dict[str, Any] = {name: merged.figures(name)[0] for name in _MEANS}
     for name, by in {**VALUES, **OF_RANK_0}.items():
         given = [(own.stage, part.values[name]) for part, own in ended if name in part.values]
@@ -299,7 +299,8 @@ def _record_of(merged: MergedStep, joined: JoinedLayouts) -> StepRecord:
             values[name] = _REDUCE[by](several)
     broken = frozenset(values["nonfinite_parameters"])
     values["nonfinite_parameters"] = tuple([p.name for p in layout.parameters if p.name in broken])
-    if joined.layouts[ended[0][1].key].parameters != layout.parameters:
+    known = OF_PARAMETERS[0] in values
+    if known and joined.layouts[ended[0][1].key].parameters != layout.parameters:
         values = {name: value for name, value in values.items() if name not in OF_PARAMETERS}
     return StepRecord(
         step=merged.step,
@@ -360,12 +361,10 @@ def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
     parts = sorted(merged.parts, key=attrgetter("rank"))
     rms = {joined.key_of(row): spread for row, spread in over_ranks(merged.rms)[1].items()}
     step_s = {part.rank: {"step_s": part.step_s} for part in parts if part.step_s is not None}
-    batches: defaultdict[str, set[int]] = defaultdict(set)
+    batches = by_key(frozenset, [{part.batch: part.rank} for part in parts if part.batch])
     # Position of the parameter, shard, sum of bits and rank of each check.
     checks = [np.empty((4, 0), np.int64)]
     for part in parts:
-        if part.batch:
-            batches[part.batch].add(part.rank)
         if (of := part.parameters) is not None and of.checks.size:
             indices, shards, sums = of.checks
             ranks = np.full_like(indices, part.rank)
@@ -381,7 +380,7 @@ def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
         step_s=over_ranks(step_s)[1].get("step_s"),
         activation_rms={output: spread for output, spread in rms.items() if output is not None},
         diverged=differing(np.concatenate(checks, axis=1), joined.layout.parameters),
-        same_batch=frozenset(max(batches.values(), key=len, default=())),
+        same_batch=max(batches.values(), key=len, default=frozenset()),
         nonfinite=len(nonfinite),
         first_nonfinite=nonfinite[0] if nonfinite else None,
     )
@@ -393,12 +392,10 @@ def differing(checks: NDArray[np.int64], parameters: Sequence[Parameter]) -> tup
     changes = (np.diff(checks[:3], prepend=-1) != 0).any(axis=0)  # no index is negative
     starts = np.flatnonzero(changes)
     counts = np.diff(starts, append=checks.shape[1])
-    sums_of: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for (index, shard, _, rank), count in zip(checks[:, starts].T.tolist(), counts, strict=True):
-        sums_of[index, shard].append((-count, rank))
+    firsts = zip(checks[:, starts].T.tolist(), counts, strict=True)
+    sums = by_key(sorted, [{(i, shard): (-count, rank)} for (i, shard, _, rank), count in firsts])
     found: dict[int, Divergence] = {}
-    for (index, shard), sums in sums_of.items():
-        (_, right), *wrong = sorted(sums)
+    for (index, shard), ((_, right), *wrong) in sums.items():
         if wrong:
             rank, name = min(rank for _, rank in wrong), parameters[index].name
             new = Divergence(parameter=name, rank=rank, other=right, declared=shard >= 0)

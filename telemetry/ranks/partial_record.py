@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache, partial
+from itertools import chain
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 
@@ -185,8 +186,11 @@ class PartialRecord:
     @property
     def nbytes(self) -> int:
         """Bytes of the large arrays."""
-        norms = 0 if self.parameters is None else self.parameters.columns["grad_norms"].nbytes
-        return norms + (0 if self.tensors is None else self.tensors.nbytes)
+        values = [*self.values.values()]
+        values += chain.from_iterable(o.values() for o in values if isinstance(o, Mapping))
+        values += [] if self.parameters is None else [self.parameters.columns["grad_norms"]]
+        values += [] if self.tensors is None else [self.tensors]
+        return sum(o.nbytes for o in values if isinstance(o, np.ndarray | TensorTable))
 
 
 # --- messages ------------------------------------------------------------------------------------
