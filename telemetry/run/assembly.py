@@ -298,14 +298,21 @@ class ActiveRun:
         self._files.open_for(self._role)
         self._may_stop_at_steps |= self._role.merges
         if self._role.merges:
-            self._processor.ranks = RankExchange(
-                rank=self._role.rank,
-                size=self._role.size,
-                put=self._pipeline.put_now,
-                ask=self._full_steps.request_at,
-                current_step=lambda: self._capture.step,
-                failures=self._failures,
-            )
+            try:
+                self._processor.ranks = RankExchange(
+                    rank=self._role.rank,
+                    size=self._role.size,
+                    put=self._pipeline.put_now,
+                    ask=self._full_steps.request_at,
+                    current_step=lambda: self._capture.step,
+                    failures=self._failures,
+                )
+            except OSError as error:  # no file descriptor is left
+                self._failures.log_once(
+                    f"rank {self._role.rank} exchanges no records with the others: {error}"
+                )
+                if self._role.rank:
+                    self._pipeline.ignore_all()
         elif not self._role.measures:
             self._pipeline.ignore_all()
 
