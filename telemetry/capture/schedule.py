@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -25,16 +24,17 @@ Work: TypeAlias = Literal["norms", "full", "logged"]
 # Chosen manually.
 SHARE = 0.03  # of the bare time, for norms, without ``max_overhead``
 NORMS_SHARE = 0.75  # of ``max_overhead``, for norms; the rest remains for full steps
-ROW, ROW0 = 1, 1
 FIRST_STEPS = 256  # which have norms: the baseline is unknown before
 DENSE_STEPS = 64  # which have norms after an unusual one: rules may need several
 MAX_NORMS_EVERY = 64
 SAVED_STEPS = 16  # steps with norms for which the account saves up
 
-# Limit of requests that confirm nothing: a number of them, and a share of the due full steps.
-ALLOWANCE = 1
+# Limit of requests that confirm nothing: a number of them and a share of the due full steps, but
+# fewer than due ones.
+ALLOWANCE = 3
 ALLOWANCE_SHARE = 0.25
-FOLLOW_UPS = 2  # requests after a full step that shows a candidate; they do not count
+FOLLOW_UPS = 2  # that do not count; tried 1 and 3
+IN_A_ROW = 2  # full steps of a follow-up, which may need the changes from one to the next; tried 1
 
 _COUNTS = ("scheduled", "requested", "_is_due", "_judged_due", "_unconfirmed", "_follow_ups")
 
@@ -154,7 +154,7 @@ class Schedule:
         cost_s = self._cost_s("norms")
         is_covered = self._norms_s >= cost_s or (is_dense and self._covers(cost_s))
         if is_covered or step - self._last_norms >= MAX_NORMS_EVERY:
-            self._norms_s -= cost_s
+            self._norms_s = max(self._norms_s - cost_s, 0.0)
             return "norms"
         self._tell("norms_every_n_steps", "gradient norms at fewer steps", cost_s)
         return "skip"
@@ -184,9 +184,10 @@ class Schedule:
         return 2 * self._worker_s["logged"]
 
     def _cost_s(self, work: Work) -> float:
-        """Return the usual cost; the worker takes about twice the time of the training thread."""
-        own_s, worker_s = self._costs[work, False].value, self._costs[work, True].value
-        return own_s + (worker_s or 2 * own_s)
+        """Return the usual cost; at first, the worker probably takes twice the own time."""
+        own, worker = self._costs[work, False], self._costs[work, True]
+        is_known = worker.values or self._device.type == "cuda"
+        return own.value + (worker.value if is_known else 2 * own.value)
 
     def _tell(self, curve: str, what: str, cost_s: float) -> None:
         """Log once that an interval has increased, and the curve that shows it."""
@@ -251,7 +252,8 @@ class Schedule:
             logged_s = self._logged_s
             earned_s = NORMS_SHARE * earned_s - (logged_s - self._entered_logged_s)
             self._entered_logged_s = logged_s
-        self._norms_s = min(self._norms_s + earned_s, SAVED_STEPS * self._cost_s("norms"))
+        most_s = SAVED_STEPS * self._cost_s("norms")
+        self._norms_s = min(max(self._norms_s + earned_s, -most_s), most_s)
         if plan != "skip":
             self._costs[plan, False].add(own_s)
         if plan != "full":
@@ -318,11 +320,12 @@ class Schedule:
             return 0
         if is_answer and self._follow_ups < FOLLOW_UPS:
             self._follow_ups += 1
-            return min(needed, ROW)
-        if self._unconfirmed + 1 > ALLOWANCE + ALLOWANCE_SHARE * self._judged_due:
+            return min(needed, IN_A_ROW)
+        allowance = ALLOWANCE + ALLOWANCE_SHARE * self._judged_due
+        if self._unconfirmed + 1 > min(allowance, max(self._judged_due - 1, 1)):
             return 0
         self._unconfirmed, self._follow_ups = self._unconfirmed + 1, 0
-        return min(needed, ROW0)
+        return 1
 
     def request_full(self, step: int, count: int = 1) -> None:
         """Make this step and the next ones full steps, or later ones if they have begun."""
@@ -379,17 +382,18 @@ class Schedule:
         return taken_s
 
 
-@dataclass
 class _Mean:
-    """Mean of about the last ``size`` values."""
+    """Mean of the last values, at most ``size``."""
 
-    size: int
-    value: float = 0.0
-    count: int = 0
+    def __init__(self, size: int) -> None:
+        self.value, self._total = 0.0, 0.0
+        self.values: deque[float] = deque(maxlen=size)
 
     def add(self, value: float) -> None:
-        self.count = min(self.count + 1, self.size)
-        self.value += (value - self.value) / self.count
+        values = self.values
+        self._total += value - (values[0] if len(values) == values.maxlen else 0.0)
+        values.append(value)
+        self.value = self._total / len(values)
 
 
 def _check(every_n_steps: object, max_overhead: object) -> None:
