@@ -111,7 +111,7 @@ def test_the_interval_is_stretched_no_further_than_needed(
     run = Run(clock, 0.01, 3, (0.1, 0.02, 0.0, 0.0))
     run.train_for(3000)
     assert run.gaps[0] == 42  # 20 steps earn a full one, and the first is paid, too
-    assert {*run.gaps[1:]} <= {20, 21}
+    assert {*run.gaps[1:]} <= {19, 20, 21}
     assert [run.curves[step]["telemetry/every_n_steps"] for step in run.full[:-1]] == [
         3,
         *run.gaps[:-1],
