@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from telemetry.measure import cuda, nvrtc
-from telemetry.measure.device import DeviceRows
+from telemetry.measure.cuda_operations import DeviceRows
 from telemetry.measure.tensors import Values
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records.rows import Rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import nan
 from multiprocessing import parent_process
@@ -79,7 +79,7 @@ DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items()
 # Describes PyTorch's tensors to the extension; None if this PyTorch or the extension cannot.
 TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if available else None
 
-# The classes whose objects the extensions read.
+# The classes whose objects the extension reads.
 TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -158,6 +158,15 @@ class HostRows:
         dtype, step = DTYPES[tensor.dtype], sample_step(count)
         request = tensor.data_ptr(), count, dtype, units, inner, step, powers
         _native.measure(request, self.heads, self.pairs, self.units)
+
+
+def rows_of(values: Iterable[tuple[Values, int]]) -> Rows:
+    """Return the rows of non-empty tensors in CPU memory, each with its number of powers."""
+    host, number = HostRows(), -1
+    for number, (tensor, powers) in enumerate(values):
+        host.add(tensor, powers)
+        host.numbers += [number] * (len(host) - len(host.numbers))
+    return host.decode().merged(np.array(host.numbers, np.int64), number + 1).having(calls=1)
 
 
 def _rows_of_piece(piece: Tensor, axis: int | None, powers: int) -> Rows:
