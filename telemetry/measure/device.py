@@ -37,7 +37,7 @@ is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu")
 STEP_BYTES = 64 << 20
 FEW_ELEMENTS = 1024
 
-# Bounds the memory on the device: so many bytes are sent before the step ends.
+# Bounds the memory on the device: so many bytes are copied before the step ends.
 PILE_BYTES = 8 << 20
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -72,11 +72,11 @@ class _Pile:
         self._parts.append(part)
         return start, self._count
 
-    def send(self, streams: dict[int, Any]) -> None:
-        """Join the parts and start the copy, on the current stream, which waits for the others."""
+    def send(self, streams: dict[int, Any]) -> int:
+        """Join the parts on the current stream, which waits for the others; return the bytes."""
         parts, self._parts, self._waiting, self.is_full = self._parts, [], 0, False
         if not parts:
-            return
+            return 0
         if len(streams) > 1:
             current = current_stream(parts[0].device)
             for other in streams.values():
@@ -88,6 +88,7 @@ class _Pile:
         if self._kind == "samples":
             joined = joined.to(torch.bfloat16)
         self._sent.append(HostCopy(joined, owned=True))
+        return joined.nbytes
 
     def read(self) -> Tensor:
         """Return all elements on the host, ``[n]``; waits for the device."""
@@ -121,7 +122,7 @@ class DeviceRows:
     """Rows of one step's tensors on one device. Used with autocast and dispatch modes off."""
 
     def __init__(self, device: torch.device) -> None:
-        self.nbytes = 0
+        self.nbytes = self._waiting = 0  # the latter joined, and not copied yet
         self._device = device
         self._piles: dict[tuple[torch.dtype, str], _Pile] = {}
         self._sampled: list[tuple[_Sampled, Place]] = []  # each with its norm
@@ -183,14 +184,15 @@ class DeviceRows:
 
     def _send(self, *, all_of_them: bool) -> None:
         piles = [pile for pile in self._piles.values() if all_of_them or pile.is_full]
-        for pile in piles:
-            pile.send(self._streams)
-        if piles:
+        self._waiting += sum([pile.send(self._streams) for pile in piles])
+        if self._waiting >= PILE_BYTES:
             send(self._device)
+            self._waiting = 0
 
     def send(self) -> int:
         """Start the copies to the host; return their bytes. Nothing can be added afterwards."""
         self._send(all_of_them=True)
+        send(self._device)
         return self.nbytes
 
     def decode(self) -> Rows:

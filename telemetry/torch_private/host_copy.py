@@ -18,7 +18,7 @@ from torch import Tensor
 # Types of devices with CUDA's streams; ROCm has the same name.
 _WITH_STREAMS = {"cuda"}
 
-DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -110,7 +110,7 @@ def relaxed_capture() -> Iterator[None]:
 def _exchange_capture_mode() -> Any:
     """Return the driver's function, which stores the mode before; None without the driver."""
     try:
-        return ctypes.CDLL(DRIVER).cuThreadExchangeStreamCaptureMode
+        return ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
         return None
 
