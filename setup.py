@@ -1,7 +1,6 @@
-"""The C extensions; everything else is in setup.cfg. Where they cannot be built, NumPy serves."""
+"""The C extension; everything else is in setup.cfg. Where it cannot be built, NumPy serves."""
 
 import os
-import sys
 import sysconfig
 
 from setuptools import Extension, setup
@@ -21,24 +20,17 @@ class BuildExtension(build_ext):
         super().build_extension(ext)
 
 
-def extension(name: str, **options: list[str]) -> Extension:
-    return Extension(
-        f"telemetry.measure.{name}",
-        [f"telemetry/measure/{name}.c"],
-        depends=["telemetry/measure/dlpack.h"],
-        define_macros=[("Py_LIMITED_API", "0x030A0000")] if LIMITED else [],
-        py_limited_api=LIMITED,
-        optional=not os.environ.get("TELEMETRY_REQUIRE_NATIVE"),  # set for releases
-        **options,
-    )
-
+extension = Extension(
+    "telemetry.measure._native",
+    ["telemetry/measure/_native.c"],
+    depends=["telemetry/measure/dlpack.h"],
+    define_macros=[("Py_LIMITED_API", "0x030A0000")] if LIMITED else [],
+    py_limited_api=LIMITED,
+    optional=not os.environ.get("TELEMETRY_REQUIRE_NATIVE"),  # set for releases
+)
 
 setup(
-    # The second one loads CUDA's driver where there is one, and is built without it.
-    ext_modules=[
-        extension("_native"),
-        extension("_cuda", libraries=["dl"] if sys.platform == "linux" else []),
-    ],
+    ext_modules=[extension],
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}} if LIMITED else {},
 )

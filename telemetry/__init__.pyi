@@ -13,7 +13,7 @@ from telemetry.interventions import clip_gradients as clip_gradients
 from telemetry.interventions import prune_activations as prune_activations
 from telemetry.interventions import scale_gradients as scale_gradients
 from telemetry.interventions import zero_gradients as zero_gradients
-from telemetry.measure.cuda import native as native
+from telemetry.measure.native import native as native
 from telemetry.reading.run import Run as Run
 from telemetry.reading.run import read as read
 from telemetry.records import Layout as Layout

@@ -26,7 +26,6 @@ from telemetry.capture.state import Content, Guard, State, Target, guarded
 from telemetry.capture.step import Step
 from telemetry.capture.usage import APART, OPTIMIZER
 from telemetry.failures import Failures
-from telemetry.measure import cuda
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
 from telemetry.torch_private import NO_TASK, backward_task, undisturbed
@@ -86,7 +85,6 @@ class Capture:
         self._optimizers = Optimizers(self, self._state, self._table, primary)
         self._light_reader = LightReader(self._table)
         self._missed_steps = MissedSteps()
-        cuda.prepare(parameter.device for parameter in model.parameters())
         self._schedule = schedule
         self._plan: Plan = "norms"  # of the step in progress
         self._step = self._new_step(full=False)

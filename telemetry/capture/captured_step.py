@@ -237,6 +237,7 @@ class CapturedStep:
         overflown = self._overflown(bool(finite.all()))
         tensors: dict[str, Any] = detail.observations.merge(first=overflown, factor=self._factor)
         names = [parameter.name for parameter in self.layout.parameters]
+        _correct_infinite(norms, finite, names, tensors["grads"])
         scaler: dict[str, Any] = {}
         if self.scaler is not None:
             passes = self.passes - 1 if overflown else 0
@@ -385,3 +386,16 @@ class CapturedStep:
             return 0
         # A backward pass with a gradient that is not finite ended in a skipped step.
         return max((end for found, end in self.overflow_ends if found.wait()), default=0)
+
+
+def _correct_infinite(
+    norms: NDArray[np.float64],
+    finite: NDArray[np.bool_],
+    names: Sequence[str],
+    grads: Tensors[str],
+) -> None:
+    """Replace the infinite norms of gradients that are finite, and beyond float32's squares."""
+    for place in np.flatnonzero(np.isinf(norms)).tolist():
+        grad = grads.get(names[place])
+        if grad is not None and not grad.sketch.nonfinite_count:
+            norms[place], finite[place] = grad.sketch.norm, True

@@ -135,8 +135,9 @@ class Observations:
         if tensor.dtype not in (torch.float32, torch.bfloat16):
             return
         left[observation.kind] -= 1
-        extremes = torch.stack(torch.aminmax(tensor.detach())).to(torch.float64)
-        norm = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)
+        wide = torch.float32 if tensor.is_mps else torch.float64
+        extremes = torch.stack(torch.aminmax(tensor.detach())).to(wide)
+        norm = torch.linalg.vector_norm(tensor.detach(), dtype=wide)
         self._checks.append((observation, HostCopy(torch.cat([extremes, norm[None]]))))
 
     def finish(self) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from telemetry.measure import block_sample, cuda, native
+from telemetry.measure import block_sample, native
+from telemetry.measure import device as accelerators
 from telemetry.records import Parameter
 from telemetry.records.sketch import SAMPLE_ELEMENTS
 from telemetry.selection import Selection, clean_name, cleaned
@@ -228,26 +229,26 @@ class Norms:
     def __init__(
         self, indices: tuple[int, ...], values: Tensor, known_square: float | None = None
     ) -> None:
-        # On an accelerator there is a second row ``[2, k]`` with the largest magnitudes, which
-        # stay finite where the sum of squares overflows float32.
+        # On an accelerator float32, infinite from 1.8e19 on, as PyTorch's own; full steps know
+        # more. A second read of all gradients would find the largest magnitudes.
         self.indices = indices
         self.known_square = known_square
         self._values = values
-        self._copy = None if values.is_cpu else HostCopy(values)
+        self._copy = None if accelerators.is_on_host(values) else HostCopy(values, owned=True)
 
     def nonfinite(self) -> Tensor | None:
         """Whether any element is not finite, bool ``[]`` on the device; None: all are finite."""
         if self.known_square is not None and math.isfinite(self.known_square):
             return None
-        return self._values.view(-1, len(self.indices))[-1].isfinite().all().logical_not()
+        return self._values.isfinite().all().logical_not()
 
     def read(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Return norms, and whether all elements were finite, ``[k]``; waits for an accelerator."""
         values = self._values if self._copy is None else self._copy.wait()
         # A conversion to the same dtype would double the time of this method.
         wide = values if values.dtype is torch.float64 else values.to(torch.float64)
-        rows = wide.view(-1, len(self.indices)).numpy()
-        return rows[0], np.isfinite(rows[-1])
+        norms = wide.numpy()
+        return norms, np.isfinite(norms)
 
 
 def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
@@ -257,7 +258,7 @@ def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
     """
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for index, values in plain(tensors):
-        if values.is_cpu and values.dtype in native.DTYPES:
+        if accelerators.is_on_host(values) and values.dtype in native.DTYPES:
             groups.setdefault((_CPU, torch.float64), []).append((index, values.contiguous()))
             continue
         if values.numel() == 0:
@@ -269,15 +270,12 @@ def take_norms(tensors: Iterable[tuple[int, Tensor]]) -> list[Norms]:
 
 def _norms_of_group(pairs: Indexed, wide: torch.dtype) -> Norms:
     indices, tensors = zip(*pairs, strict=True)
-    if tensors[0].is_cpu and native.DTYPES:
+    if accelerators.is_on_host(tensors[0]) and native.DTYPES:
         squares = native.squared_norms(tensors)
         return Norms(indices, torch.from_numpy(np.sqrt(squares)), float(squares.sum()))
-    on_gpu = cuda.norms(tensors) if tensors[0].is_cuda else None
-    if on_gpu is not None:
-        return Norms(indices, on_gpu)
     norms = torch.stack(norms_of(tensors, 2, wide))
-    if norms.device.type != "cpu":
-        return Norms(indices, torch.stack([norms, torch.stack(norms_of(tensors, torch.inf, wide))]))
+    if not accelerators.is_on_host(norms):
+        return Norms(indices, norms)
     square = sum(norm * norm for norm in norms.tolist())
     if wide is torch.float32 and not math.isfinite(square):
         # Squares beyond 3e38 overflow float32: an infinite norm need not mean infinite elements.
@@ -310,7 +308,7 @@ class Updates:
         for index, sample in samples_of(parameters):
             if sample.numel():
                 # An accelerator needs few operations; on the CPU large copies take longer.
-                place = index if sample.is_cpu else None
+                place = index if accelerators.is_on_host(sample) else None
                 key = place, sample.device, sample.dtype, sample.dim()
                 indices, lengths, samples = groups.setdefault(key, ([], [], []))
                 indices.append(index)

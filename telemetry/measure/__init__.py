@@ -1,8 +1,8 @@
 """Measures tensors during training: exact moments, histograms, and extremes of each unit.
 
 :mod:`measurer` takes the tensors of a step. :mod:`tensors` says which values of a tensor to measure
-and how they lie in memory. :mod:`native` (CPU: the C extension, or NumPy), :mod:`cuda` (NVIDIA
-GPUs) or :mod:`device` (accelerators: PyTorch's operations) reads them.
+and how they lie in memory. :mod:`native` (CPU: the C extension, or NumPy) or :mod:`device`
+(accelerators: PyTorch's operations, and a sample for :mod:`native`) reads them.
 """
 
 from telemetry.measure.measurer import Measurements as Measurements

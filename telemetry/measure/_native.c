@@ -64,8 +64,6 @@ enum {
     CODES = 4096,        /* the upper 12 bits of a float32 number: see bucket_indices in buckets.py */
     NEGATIVE = 2048,     /* where the codes of negative numbers begin */
     LAST_BUCKET = 2039,  /* the next would be that of infinity */
-    NAN_CODE = 2041,     /* these two are no number's upper bits: where a GPU counts NaN */
-    INF_CODE = 2042,     /* and infinities, the negative ones at NEGATIVE + INF_CODE */
     TABLES = 4,          /* equal values one after the other would wait for each other's count */
     TABLE = CODES + 32,  /* not a multiple of 4 KiB apart, which processors mistake for the same */
     FEW = 8192,          /* values for which clearing several tables takes longer than waiting */
@@ -494,14 +492,13 @@ INLINE int64_t count_sampled(uint32_t *counts, const Head *head, int64_t nonzero
     return taken;
 }
 
-/* Fill the pairs from the counts of codes; ``zeros`` are zeros without a code. */
-INLINE void fill_pairs(uint32_t *counts, int is_sample, int64_t finite, uint32_t zeros,
-                       Statistics *statistics)
+/* Fill the pairs from the counts of codes. */
+INLINE void fill_pairs(uint32_t *counts, int is_sample, int64_t finite, Statistics *statistics)
 {
     Head *head = &statistics->head;
     merge_codes(counts);
     head->sampled = is_sample ? count_sampled(counts, head, finite - head->zero) : -1;
-    Pair *next = statistics->pairs, zero = {zeros + counts[0], 0, 0};
+    Pair *next = statistics->pairs, zero = {counts[0], 0, 0};
     if (head->min < 0)
         next = list_pairs(counts + NEGATIVE, head->min, -1, next);
     if (zero.count || head->zero)
@@ -683,7 +680,7 @@ INLINE void measure(const Tensor *tensor, int64_t sample_step, int powers, int w
     }
     total_lanes(&lanes, head);
     int64_t finite = count - head->nan - head->positive_inf - head->negative_inf;
-    fill_pairs(total_histogram(&histogram), sample_step != 0, finite, 0, statistics);
+    fill_pairs(total_histogram(&histogram), sample_step != 0, finite, statistics);
     if (finite == 0)
         head->min = head->max = NAN;
     if (powers < 4)
@@ -944,74 +941,6 @@ static PyObject *python_squared_norms(PyObject *module, PyObject *const *args,
     return result;
 }
 
-/* --- a GPU's rows ------------------------------------------------------------------------------ */
-
-/* Results of a tensor on a GPU: Row of kernels.cu. */
-typedef struct {
-    uint64_t elements, zeros, low, high;
-    double sums[4];
-    uint32_t units, done, padding[2];
-    uint32_t counts[CODES];
-} DeviceRow;
-
-INLINE double from_ordered(uint64_t code)
-{
-    uint64_t bits = code >> 63 ? code ^ UINT64_C(1) << 63 : ~code;
-    double value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-/* Take over a row, and the two codes of each of its units, which end at ``codes``; where they begin. */
-static const uint32_t *compact(DeviceRow *row, const uint32_t *codes, Request *request)
-{
-    Statistics statistics;
-    Head *head = &statistics.head;
-    memset(head, 0, sizeof *head);
-    head->count = request->tensor.count = (int64_t)row->elements;
-    head->nan = row->counts[NAN_CODE];
-    head->positive_inf = row->counts[INF_CODE];
-    head->negative_inf = row->counts[NEGATIVE + INF_CODE];
-    head->zero = (int64_t)row->zeros;
-    head->unit_count = row->units;
-    int64_t finite = head->count - head->nan - head->positive_inf - head->negative_inf;
-    head->min = finite ? from_ordered(~row->low) : NAN;
-    head->max = finite ? from_ordered(row->high) : NAN;
-    memcpy(head->sums, row->sums, sizeof head->sums);
-    fill_pairs(row->counts, 0, finite, (uint32_t)row->zeros, &statistics);
-    uint32_t *extremes = keep(&statistics, request), end = extremes ? 2 * row->units : 0;
-    codes -= 2 * (size_t)row->units;
-    SIMD for (uint32_t i = 0; i < end; i++) /* how low, inverted, and how high; NaN is beyond both */
-    {
-        uint32_t number = codes[i] ^ ((i & 1) - 1), negative = (number >> 31) - 1;
-        extremes[i] = codes[i] == UINT32_MAX ? 0x7FC00000 : number ^ (negative | 0x80000000);
-    }
-    return codes;
-}
-
-static PyObject *python_compact(PyObject *module, PyObject *const *args, Py_ssize_t arg_count)
-{
-    (void)module;
-    DeviceRow *rows = arg_count == 5 ? PyLong_AsVoidPtr(args[0]) : NULL;
-    Py_ssize_t size = rows ? PyLong_AsSsize_t(args[1]) : 0;
-    if (rows == NULL || PyErr_Occurred() || size < 0 || !are_rows(args + 2)) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "compact() takes an address, an int, three bytearrays");
-        return NULL;
-    }
-    Request *requests = calloc((size_t)size + 1, sizeof *requests);
-    if (requests == NULL)
-        return PyErr_NoMemory();
-    PyThreadState *state = PyEval_SaveThread();
-    const uint32_t *codes = (const uint32_t *)rows;
-    for (Py_ssize_t i = 0; i < size; i++)
-        codes = compact(&rows[i], codes, &requests[i]);
-    PyEval_RestoreThread(state);
-    int fits = append_rows(requests, size, args + 2);
-    free(requests);
-    return fits ? Py_NewRef(Py_None) : NULL;
-}
-
 /* --- PyTorch's tensors ------------------------------------------------------------------------ */
 
 /* Describe a dense float tensor in CPU memory; 0 if it is anything else. */
@@ -1212,7 +1141,6 @@ static PyObject *python_use_instructions(PyObject *module, PyObject *name)
 static PyMethodDef methods[] = {
     {"measure", METHOD(python_measure), METH_FASTCALL, NULL},
     {"measure_tensors", METHOD(python_measure_tensors), METH_FASTCALL, NULL},
-    {"compact", METHOD(python_compact), METH_FASTCALL, NULL},
     {"squared_norms", METHOD(python_squared_norms), METH_FASTCALL, NULL},
     {"take_norms", METHOD(python_take_norms), METH_FASTCALL, NULL},
     {"instructions", python_instructions, METH_NOARGS, NULL},

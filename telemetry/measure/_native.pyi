@@ -59,15 +59,6 @@ def measure_tensors(
         elements or without this axis have none.
     """
 
-def compact(
-    address: int, size: int, heads: bytearray, pairs: bytearray, units: bytearray, /
-) -> None:
-    """Append rows that a GPU has filled, ``Row`` of ``kernels.cu``.
-
-    The codes of units precede ``address``, the first row, in reverse order of the rows. Calling it
-    again gives the same result.
-    """
-
 def take_norms(
     groups: list[dict[str, Any]],
     identities: bytes,

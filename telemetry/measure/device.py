@@ -1,187 +1,264 @@
-"""Reduces tensors on an accelerator with PyTorch's operations, and copies the results to the host.
+"""Measures tensors on an accelerator with PyTorch's own operations; the same code runs on the CPU.
 
-No operation here waits for the device. These would: reading a value, ``torch.bincount`` (it reads
-the range back), boolean indexing, ``torch.tensor`` on the device.
+The device computes only what needs every element: the norm, the sum, and the extremes (of each
+unit), each by one operation that reads the tensor in place. All else comes from a sample, the one
+that the CPU takes, too. It goes to the host, which measures it as it measures any tensor. Of small
+tensors all elements go there, and the row is that of a tensor in CPU memory.
+
+No operation here waits for the device, reads a value, draws a number, or has a shape that depends
+on values. None writes to a tensor of the user.
 """
 
 from __future__ import annotations
 
-from math import inf, nan
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from telemetry.measure.tensors import Values, pieces, unit_shape, working
-from telemetry.records.buckets import LAST_BUCKET
-from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS, finite_of
-from telemetry.records.rows import COLUMNS, Rows
-from telemetry.torch_private.host_copy import HostCopy, current_stream, send
+from telemetry.measure.estimates import Exact, completed
+from telemetry.measure.native import rows_of
+from telemetry.measure.tensors import FULL_ELEMENTS, Values, block_sample, working
+from telemetry.records.rows import Rows
+from telemetry.records.sketch import SAMPLE_ELEMENTS
+from telemetry.torch_private import norms_of
+from telemetry.torch_private.host_copy import HostCopy, current_stream, raw_stream, send
 
-# Bounds the temporary memory, about 40 bytes for each element of a piece.
-PIECE_ELEMENTS = 1 << 22
+is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu")
+"""Whether a tensor is in CPU memory. Tests replace it, to measure such tensors here, too."""
 
-# The upper 12 bits of a float32 number after rounding it to bfloat16: sign, exponent and three bits
-# of mantissa.
-CODES = 4096
+# What one step sends to the host is in pinned memory. Most steps need half of this; in the other
+# half all tensors that a step has at most find room, because each sends little.
+STEP_BYTES = 64 << 20
+FEW_ELEMENTS = 1024
 
-# Columns of a row, before the counts of all codes; the first ones are summed over pieces.
-_SUMS = (*COUNTS[1:], *POWER_SUMS)
-_FIGURES = (*_SUMS, *EXTREMES)
-_WIDTH = len(_FIGURES) + CODES
+# Bounds the memory on the device: so many bytes are copied before the step ends.
+PILE_BYTES = 8 << 20
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Place(NamedTuple):
+    """Elements of a pile."""
+
+    pile: tuple[torch.dtype, str]
+    start: int
+    end: int
+
+
+class _Pile:
+    """Parts of one dtype that go to the host together: numbers, vectors, or samples.
+
+    Samples ``[k, 16]`` become bfloat16, which leaves the bucket of each value as it is.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.is_full = False
+        self._kind = kind
+        self._parts: list[Tensor] = []
+        self._waiting = self._count = 0
+        self._sent: list[HostCopy] = []
+
+    def put(self, part: Tensor) -> tuple[int, int]:
+        start, count = self._count, part.numel()
+        self._count += count
+        self._waiting += count
+        self.is_full = self._waiting * part.itemsize >= PILE_BYTES
+        self._parts.append(part)
+        return start, self._count
+
+    def send(self, streams: dict[int, Any]) -> int:
+        """Join the parts on the current stream, which waits for the others; return the bytes."""
+        parts, self._parts, self._waiting, self.is_full = self._parts, [], 0, False
+        if not parts:
+            return 0
+        if len(streams) > 1:
+            current = current_stream(parts[0].device)
+            for other in streams.values():
+                if other != current:
+                    current.wait_stream(other)
+            for part in parts:
+                part.record_stream(current)
+        joined = torch.stack(parts) if self._kind == "numbers" else torch.cat(parts)
+        if self._kind == "samples":
+            joined = joined.to(torch.bfloat16)
+        self._sent.append(HostCopy(joined, owned=True))
+        return joined.nbytes
+
+    def read(self) -> Tensor:
+        """Return all elements on the host, ``[n]``; waits for the device."""
+        return torch.cat([copy.wait().view(-1) for copy in self._sent])
+
+
+class _Sampled(NamedTuple):
+    """Large tensor; ``low`` and ``high`` are of each unit, or of the tensor."""
+
+    number: int
+    elements: int
+    powers: int
+    has_units: bool
+    low: Place
+    high: Place
+    total: Place
+    sample: Place
+
+
+class _Whole(NamedTuple):
+    """Small tensor, all of whose elements are sent."""
+
+    number: int
+    shape: tuple[int, ...]
+    unit_axis: int | None
+    powers: int
+    elements: Place
 
 
 class DeviceRows:
-    """Rows of one step's tensors on one device."""
+    """Rows of one step's tensors on one device. Used with autocast and dispatch modes off."""
 
-    def __init__(self) -> None:
-        self.numbers: list[int] = []  # index of the tensor of each row
-        self._counts: list[int] = []
-        self._unit_counts: list[int] = []
-        self._rows: list[Tensor] = []
-        self._units: list[Tensor] = []
-        self._copy: HostCopy | None = None
-        self._streams: set[Any] = set()  # on which tensors were added
+    def __init__(self, device: torch.device) -> None:
+        self.nbytes = self._waiting = 0  # the latter joined, and not copied yet
+        self._device = device
+        self._piles: dict[tuple[torch.dtype, str], _Pile] = {}
+        self._sampled: list[tuple[_Sampled, Place]] = []  # each with its norm
+        self._whole: list[_Whole] = []
+        self._streams: dict[int, Any] = {}  # on which tensors were added, by the driver's handle
 
-    def add(self, values: Values, number: int) -> None:
-        """Reduce a non-empty tensor."""
-        count, (tensor, axis, _) = values.tensor.numel(), values.collapsed()
-        self._streams.add(current_stream(tensor.device))
-        row, units = _statistics(tensor, axis)
-        self._rows.append(row)
-        self._units.append(units)
-        self._counts.append(count)
-        self._unit_counts.append(len(units))
-        self.numbers.append(number)
+    @property
+    def numbers(self) -> list[int]:
+        """Index of the tensor of each row."""
+        return [row.number for row, _ in self._sampled] + [row.number for row in self._whole]
+
+    def add(self, tensors: Sequence[Values], powers: int, first: int) -> None:
+        """Queue the measurement of non-empty tensors, numbered from ``first`` on.
+
+        A large tensor takes 4 launches, or 6 with units in a middle axis; a small one takes 1.
+        Several at once share the launches of their norms and of what is sent.
+        """
+        if self._device.type == "cuda":
+            handle = raw_stream(self._device.index)
+            if handle not in self._streams:
+                self._streams[handle] = current_stream(self._device)
+        whole: list[_Whole] = []
+        large: defaultdict[torch.dtype, list[tuple[Tensor, _Sampled]]] = defaultdict(list)
+        is_alone = len(tensors) == 1
+        for number, values in enumerate(tensors, first):
+            x, axis = _readable(values)
+            count, many = x.numel(), self.nbytes < STEP_BYTES // 2
+            if count <= (FULL_ELEMENTS if many else FEW_ELEMENTS):
+                # Of several, the views are joined below, before anything changes the tensors.
+                part = x.clone(memory_format=torch.contiguous_format) if is_alone else x
+                place = self._put("whole", part.reshape(-1))
+                whole.append(_Whole(number, tuple(x.shape), axis, powers, place))
+                continue
+            sample = block_sample(x, SAMPLE_ELEMENTS if many else FEW_ELEMENTS)
+            if is_alone:
+                sample = sample.to(torch.bfloat16, copy=True)
+            low, high = _extremes(x, axis)
+            figures = self._put_figure(low), self._put_figure(high)
+            total = self._put_figure(x.sum(dtype=_wide(x.dtype)))
+            places = *figures, total, self._put("samples", sample)
+            row = _Sampled(number, count, powers, axis is not None, *places)
+            large[x.dtype].append((x, row))
+        for dtype, rows in large.items():
+            norms = norms_of([x for x, _ in rows], 2, _wide(dtype))
+            for (_, row), norm in zip(rows, norms, strict=True):
+                self._sampled.append((row, self._put_figure(norm)))
+        self._whole += whole
+        self._send(all_of_them=not is_alone)
+
+    def _put_figure(self, figure: Tensor) -> Place:
+        return self._put("vectors" if figure.dim() else "numbers", figure)
+
+    def _put(self, kind: str, part: Tensor) -> Place:
+        key = part.dtype, kind
+        if key not in self._piles:
+            self._piles[key] = _Pile(kind)
+        self.nbytes += part.numel() * (2 if kind == "samples" else part.itemsize)
+        return Place(key, *self._piles[key].put(part))
+
+    def _send(self, *, all_of_them: bool) -> None:
+        piles = [pile for pile in self._piles.values() if all_of_them or pile.is_full]
+        self._waiting += sum([pile.send(self._streams) for pile in piles])
+        if self._waiting >= PILE_BYTES:
+            send(self._device)
+            self._waiting = 0
 
     def send(self) -> int:
-        """Start the copy to the host and return its bytes. Nothing can be added afterwards."""
-        if not self._rows:  # adding failed
-            return 0
-        device = self._rows[0].device
-        stream = current_stream(device)
-        parts = [*self._rows, *(units.view(-1) for units in self._units)]
-        if stream is not None and self._streams != {stream}:
-            for other in self._streams:
-                stream.wait_stream(other)
-            for part in parts:
-                part.record_stream(stream)
-        sent = torch.cat(parts)
-        self._copy = HostCopy(sent)
-        send(device)
-        self._rows.clear()
-        self._units.clear()
-        self._streams.clear()
-        return sent.nbytes
+        """Start the copies to the host; return their bytes. Nothing can be added afterwards."""
+        self._send(all_of_them=True)
+        send(self._device)
+        return self.nbytes
 
     def decode(self) -> Rows:
-        """Wait for the copy and return the rows."""
-        if self._copy is None:
-            return Rows.of(())
-        copied = self._copy.wait().numpy()
-        size = len(self.numbers) * _WIDTH
-        dense, units = copied[:size].reshape(-1, _WIDTH), copied[size:].reshape(-1, 2)
-        columns = np.zeros(len(dense), COLUMNS)
-        for name, figures in zip(_FIGURES, dense.T, strict=False):
-            columns[name] = figures
-        columns["count"], columns["calls"] = self._counts, 1
-        columns["unit_count"] = self._unit_counts
-        positive, negative = columns["positive_inf_count"], columns["negative_inf_count"]
-        by_bucket = _by_bucket(dense[:, len(_FIGURES) :], positive, negative)
-        row, place = by_bucket.nonzero()
-        columns["bucket_count"] = np.bincount(row, minlength=len(dense))
-        buckets, counts = (place - LAST_BUCKET).astype(np.int16), by_bucket[row, place]
-        rows = Rows(columns, buckets, counts, units.astype(np.float32))
-        for name in EXTREMES:
-            columns[name][finite_of(rows) == 0] = nan
-        return rows
+        """Wait for the copies and return the rows, in the order of :attr:`numbers`."""
+        read = {key: pile.read() for key, pile in self._piles.items()}
+
+        def at(place: Place) -> Tensor:
+            return read[place.pile][place.start : place.end]
+
+        whole = rows_of(
+            (Values(at(row.elements).view(row.shape), row.unit_axis), row.powers)
+            for row in self._whole
+        )
+        if not self._sampled:
+            return whole
+        arrays = {
+            key: values.to(torch.float64).numpy()
+            for key, values in read.items()
+            if key[1] in ("numbers", "vectors")
+        }
+
+        def figures(places: Sequence[Place]) -> NDArray[np.float64]:
+            return np.concatenate([arrays[pile][start:end] for pile, start, end in places])
+
+        rows = [row for row, _ in self._sampled]
+        exact = Exact(
+            count=np.array([row.elements for row in rows]),
+            powers=np.array([row.powers for row in rows]),
+            has_units=np.array([row.has_units for row in rows]),
+            norm=figures([norm for _, norm in self._sampled]),
+            total=figures([row.total for row in rows]),
+            sizes=np.array([row.low.end - row.low.start for row in rows]),
+            lows=figures([row.low for row in rows]),
+            highs=figures([row.high for row in rows]),
+        )
+        samples = rows_of((Values(at(row.sample), None), 4) for row in rows)
+        return Rows.concatenate([completed(samples, exact), whole])
 
 
-def _by_bucket(
-    codes: NDArray[np.float64], positive_inf: NDArray[np.int64], negative_inf: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """Return the count of each bucket of finite values, from the count of each code.
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of norms and sums; a wider one would make the device copy the tensor."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
-    Args:
-        codes: Shape ``[rows, 4096]``. Codes 0 to 2047 are the buckets 0, 1, ... of positive
-            numbers, 2048 to 4095 those of negative ones.
-        positive_inf: Number of ``+inf``, ``[rows]``. Finite numbers from 3.396e38 on have the
-            same code and belong to the last bucket.
-        negative_inf: Number of ``-inf``, ``[rows]``.
+
+def _readable(values: Values) -> tuple[Tensor, int | None]:
+    """Return a tensor that all operations read, and its axis of units; a copy of rare dtypes.
+
+    A dense one has the shape ``[elements]``, or ``[outer, units, inner]``.
     """
-    negative = CODES // 2
-    zero = negative - 1
-    by_bucket = np.concatenate([codes[:, :negative:-1], codes[:, :negative]], axis=1)
-    by_bucket[:, zero] += codes[:, negative]
-    first, last = zero - LAST_BUCKET, zero + LAST_BUCKET
-    by_bucket[:, first] += np.maximum(by_bucket[:, first - 1] - negative_inf, 0)
-    by_bucket[:, last] += np.maximum(by_bucket[:, last + 1] - positive_inf, 0)
-    return by_bucket[:, first : last + 1]
+    tensor, axis, _ = values.collapsed()
+    return tensor if tensor.dtype in _PLAIN else working(tensor), axis
 
 
-def _statistics(tensor: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
-    """Return a row, and the smallest and largest value of each unit, ``[units, 2]``; float64.
+def _extremes(x: Tensor, axis: int | None) -> tuple[Tensor, Tensor]:
+    """Return the smallest and the largest value (of each unit); NaN where there is one.
 
-    The extremes of a unit with a NaN are NaN.
+    In one read of a dense tensor, in two of another.
     """
-    size = 0 if axis is None else tensor.shape[axis]
-    sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=tensor.device)
-    codes = torch.zeros(CODES, dtype=torch.float64, device=tensor.device)
-    low, high = _extremes(1, tensor.device)
-    lowest, highest = _extremes(size, tensor.device)
-    for index in pieces(tensor.shape, PIECE_ELEMENTS):
-        x = working(tensor[index])
-        sums += _sums(x)
-        codes += _code_counts(x)
-        _lower(low, x.nan_to_num(inf, inf, inf).amin())
-        _raise(high, x.nan_to_num(-inf, -inf, -inf).amax())
-        if axis is not None:
-            units = x.reshape(unit_shape(x.shape, axis))
-            _lower(lowest[index[axis]], units.amin((0, 2)))
-            _raise(highest[index[axis]], units.amax((0, 2)))
-    return torch.cat([sums, low, high, codes]), torch.stack([lowest, highest], dim=1)
-
-
-def _extremes(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    low = torch.full((count,), inf, dtype=torch.float64, device=device)
-    return low, -low
-
-
-def _sums(x: Tensor) -> Tensor:
-    """Return the counts of NaN, +inf, −inf and zero, and the power sums of finite values."""
-    exact, finite = torch.float64, x.nan_to_num(0, 0, 0)
-    squares = finite.to(exact).square()
-    return torch.stack(
-        [
-            torch.isnan(x).sum(dtype=exact),
-            (x == inf).sum(dtype=exact),
-            (x == -inf).sum(dtype=exact),
-            (x == 0).sum(dtype=exact),
-            finite.sum(dtype=exact),
-            squares.sum(),
-            (squares * finite).sum(),
-            squares.square().sum(),
-        ]
-    )
-
-
-def _code_counts(x: Tensor) -> Tensor:
-    """Return the count of each code, shape ``[4096]``, of an integer dtype."""
-    codes = (x.to(torch.bfloat16).view(torch.int16) >> 4) & (CODES - 1)
-    # Only CUDA has histc for integers (for floats it stops counting at 2^24); PyTorch up to 2.4
-    # raises there in deterministic mode.
-    if codes.is_cuda and not torch.are_deterministic_algorithms_enabled():
-        return torch.histc(codes.to(torch.int32), bins=CODES, min=0, max=CODES)
-    ordered = codes.flatten().sort().values
-    limits = torch.arange(CODES + 1, dtype=torch.int16, device=x.device)
-    return torch.searchsorted(ordered, limits).diff()
-
-
-def _lower(known: Tensor, new: Tensor) -> None:
-    torch.minimum(known, new.to(known.dtype), out=known)
-
-
-def _raise(known: Tensor, new: Tensor) -> None:
-    torch.maximum(known, new.to(known.dtype), out=known)
+    if axis is None:
+        low, high = torch.aminmax(x)
+    elif not x.is_contiguous():
+        others = [other for other in range(x.dim()) if other != axis]
+        low, high = (x.amin(others), x.amax(others)) if others else (x.clone(), x.clone())
+    elif x.shape[2] == 1:
+        low, high = torch.aminmax(x[:, :, 0], dim=0)
+    else:
+        low, high = torch.aminmax(x, dim=2)
+        low, high = (low.amin(0), high.amax(0)) if len(x) > 1 else (low[0], high[0])
+    return low, high

@@ -1,4 +1,4 @@
-/* The parts of DLPack 1, https://github.com/dmlc/dlpack, by which both extensions read PyTorch's
+/* The parts of DLPack 1, https://github.com/dmlc/dlpack, by which the extension reads PyTorch's
  * tensors. Include after Python.h. */
 
 #ifndef TELEMETRY_DLPACK_H
@@ -6,7 +6,7 @@
 
 #include <stdint.h>
 
-enum { ON_CPU = 1, ON_CUDA = 2 }; /* types of devices */
+enum { ON_CPU = 1 }; /* type of device */
 
 typedef struct {
     char *data;

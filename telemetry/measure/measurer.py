@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 
@@ -10,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from telemetry.measure import cuda, native
+from telemetry.measure import device as accelerators
 from telemetry.measure.device import DeviceRows
 from telemetry.measure.native import HostRows
-from telemetry.measure.tensors import WORKING_DTYPE, Values, values_of
+from telemetry.measure.tensors import Values, values_of
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
@@ -21,9 +20,9 @@ from telemetry.records.tensor import Tensors
 class Measurer:
     """Reads the tensors of a step on their devices; the rest is left to ``reduce``.
 
-    Tensors in CPU memory are read immediately, by the C extension in a single pass. Its histogram
-    of more than 65,536 elements is that of a sample of about 32,768, scaled up. Tensors on an
-    accelerator are reduced there, with a histogram of all elements.
+    Tensors in CPU memory are read immediately, by the C extension in a single pass. Of more than
+    65,536 elements, the histogram is that of a sample of about 32,768, scaled up. On an accelerator
+    the counts of zeros, NaN and infinities, and the kurtosis, are those of the sample, too.
 
     Call :meth:`add` and :meth:`finish` with autocast and dispatch modes off. They draw no random
     numbers, never wait for a device, change no global state, record nothing for autograd and are
@@ -47,7 +46,7 @@ class Measurer:
             The index of its record in the result of ``reduce``. None if it cannot be measured:
             meta and fake tensors and other wrappers (pass a DTensor's local tensor), nested and
             quantized tensors, dtypes of less than 8 bits, uncoalesced sparse tensors on an
-            accelerator, anything on MPS (it has no float64).
+            accelerator; on MPS, which has no float64, complex numbers and integers of 32 bits.
 
         Raises:
             IndexError: The tensor has no axis ``unit_axis``.
@@ -58,45 +57,50 @@ class Measurer:
         self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
     ) -> list[int | None]:
         """Measure many tensors in one call, which is faster; see :meth:`add`."""
-        with self._lock:
-            step = self._step
-            if tensors and tensors[0].is_cuda:
-                found = step.add_on_gpus(tensors, unit_axis, powers)
-            else:
+        found: list[int | None] = [None] * len(tensors)
+        if tensors and accelerators.is_on_host(tensors[0]):
+            with self._lock:
+                step = self._step
                 measured = step.host.add_plain(tensors, unit_axis, powers)
                 first, step.count = step.count, step.count + sum(measured)
-                numbers = range(first, step.count)
-                step.host.numbers += numbers
-                rest = iter(numbers)
+                step.host.numbers += range(first, step.count)
+                rest = iter(range(first, step.count))
                 found = [next(rest) if known else None for known in measured]
         if None not in found:
             return found
-        return [
-            self._add_other(tensor, unit_axis, powers) if number is None else number
-            for tensor, number in zip(tensors, found, strict=True)
-        ]
+        elsewhere: dict[torch.device, list[tuple[int, Values]]] = {}
+        for place, tensor in enumerate(tensors):
+            if found[place] is None and (values := values_of(tensor, unit_axis)) is not None:
+                stored = values.tensor
+                if accelerators.is_on_host(stored) or values.implied_zeros or not stored.numel():
+                    found[place] = self._add_other(values, powers)
+                else:
+                    elsewhere.setdefault(stored.device, []).append((place, values))
+        for device, some in elsewhere.items():
+            with self._lock:
+                first = self._step.add_elsewhere(device, [values for _, values in some], powers)
+            for number, (place, _) in enumerate(some, first):
+                found[place] = number
+        return found
 
-    def _add_other(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
-        """Measure a tensor that the extensions do not read as it is."""
-        values = values_of(tensor, unit_axis)
-        if values is None:
-            return None
-        stored, number = values.tensor, None
+    def _add_other(self, values: Values, powers: int) -> int:
+        """Measure a tensor that the extension does not read as it is, or with implied zeros."""
+        stored = values.tensor
         with self._lock:
             step = self._step
+            host, number = step.host, -1
             try:
                 if values.implied_zeros or not stored.numel():
-                    step.host.add_zeros(values.implied_zeros)
-                if stored.numel() and step.takes_copy(values, powers):
-                    pass
-                elif stored.numel() and not stored.is_cpu:
-                    step.devices.setdefault(stored.device, DeviceRows()).add(values, step.count)
+                    host.add_zeros(values.implied_zeros)
+                if stored.numel() and accelerators.is_on_host(stored):
+                    host.add(values, powers)
                 elif stored.numel():
-                    step.host.add(values, powers)
-                number = step.next_number()
+                    step.add_elsewhere(stored.device, [values], powers)
+                    step.count -= 1
+                number = step.count
+                step.count += 1
             finally:
-                numbers, owner = step.host.numbers, -1 if number is None else number
-                numbers += [owner] * (len(step.host) - len(numbers))
+                host.numbers += [number] * (len(host) - len(host.numbers))
         return number
 
     def finish(self) -> Measurements:
@@ -115,59 +119,16 @@ class Measurements:
         self.count = 0
         self.host = HostRows()
         self.devices: dict[torch.device, DeviceRows] = {}
-        self.gpus: dict[int, cuda.GpuRows] = {}
         self._tensors: Tensors[int] | None = None
 
-    def on_gpu(self, index: int) -> cuda.GpuRows | None:
-        """Return the rows of an NVIDIA GPU; None if it has no kernels."""
-        gpu, rows = cuda.gpu(index), self.gpus.get(index)
-        if gpu is not None and rows is None:
-            rows = self.gpus[index] = cuda.GpuRows(gpu)
-        return None if gpu is None else rows
-
-    def add_on_gpus(
-        self, tensors: Sequence[Tensor], unit_axis: int | None, powers: int
-    ) -> list[int | None]:
-        """Measure tensors with kernels; return the number of each, None if it has none."""
-        if len(tensors) == 1 or unit_axis is not None:
-            return [self._add_on_gpu(tensor, unit_axis, powers) for tensor in tensors]
-        found: list[int | None] = [None] * len(tensors)
-        places: dict[int, list[int]] = {}  # by the index of the GPU
-        for place, tensor in enumerate(tensors):
-            if tensor.is_cuda:
-                places.setdefault(tensor.get_device(), []).append(place)
-        for index, some in places.items():
-            if (rows := self.on_gpu(index)) is not None:
-                taken = rows.add_all([tensors[place] for place in some], powers, self.count)
-                for place in itertools.compress(some, taken):
-                    found[place] = self.next_number()
-        return found
-
-    def _add_on_gpu(self, tensor: Tensor, unit_axis: int | None, powers: int) -> int | None:
-        rows = self.on_gpu(tensor.get_device()) if tensor.is_cuda else None
-        if rows is None or not rows.add(tensor, unit_axis, powers, self.count):
-            return None
-        return self.next_number()
-
-    def takes_copy(self, values: Values, powers: int) -> bool:
-        """Whether kernels measure a dense copy of the tensor, in a dtype that they read."""
-        tensor, axis, _ = values
-        if not tensor.is_cuda or WORKING_DTYPE[tensor.dtype] is not torch.float32:
-            return False
-        rows = self.on_gpu(tensor.get_device())
-        if rows is None:
-            return False
-        try:
-            plain = tensor if tensor.dtype in cuda.DTYPES else tensor.to(torch.float32)
-            plain = plain.contiguous()
-        except torch.cuda.OutOfMemoryError:  # operations need memory for a piece at a time
-            return False
-        plain = plain if type(plain) in native.TYPES else plain.as_subclass(native.TYPES[0])
-        return rows.add(plain, axis, powers, self.count)
-
-    def next_number(self) -> int:
-        self.count += 1
-        return self.count - 1
+    def add_elsewhere(self, device: torch.device, values: Sequence[Values], powers: int) -> int:
+        """Measure tensors on an accelerator; return the number of the first."""
+        first = self.count
+        if device not in self.devices:
+            self.devices[device] = DeviceRows(device)
+        self.devices[device].add(values, powers, first)
+        self.count += len(values)
+        return first
 
     def send(self) -> None:
         """Start the copies to the host."""
@@ -185,8 +146,7 @@ class Measurements:
             rows = rows.merged(places, self.count).having(calls=1)  # also of several rows
             self._tensors = Tensors(range(self.count), rows)
             self.devices.clear()
-            self.gpus.clear()
         return self._tensors
 
-    def _parts(self) -> list[HostRows | DeviceRows | cuda.GpuRows]:
-        return [self.host, *self.devices.values(), *self.gpus.values()]
+    def _parts(self) -> list[HostRows | DeviceRows]:
+        return [self.host, *self.devices.values()]

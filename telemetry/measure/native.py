@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import nan
 from multiprocessing import parent_process
@@ -18,7 +18,6 @@ from torch import Tensor
 from telemetry.measure.tensors import (
     SERIAL_ELEMENTS,
     Values,
-    in_memory_order,
     pieces,
     sample_step,
     unit_shape,
@@ -79,7 +78,7 @@ DTYPES = {getattr(torch, name): ord(letter) for name, letter in _LETTERS.items()
 # Describes PyTorch's tensors to the extension; None if this PyTorch or the extension cannot.
 TENSORS: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) if available else None
 
-# The classes whose objects the extensions read.
+# The classes whose objects the extension reads.
 TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -138,10 +137,6 @@ class HostRows:
             self.pairs += pairs
             self.units += extremes
 
-    def add_compacted(self, address: int, count: int) -> None:
-        """Append rows that a GPU has filled, without their empty buckets."""
-        _native.compact(address, count, self.heads, self.pairs, self.units)
-
     def add_zeros(self, count: int) -> None:
         """Append a row of zeros, as a sample: the count of a pair has only 32 bits."""
         head = np.zeros(1, HEAD)
@@ -158,6 +153,15 @@ class HostRows:
         dtype, step = DTYPES[tensor.dtype], sample_step(count)
         request = tensor.data_ptr(), count, dtype, units, inner, step, powers
         _native.measure(request, self.heads, self.pairs, self.units)
+
+
+def rows_of(values: Iterable[tuple[Values, int]]) -> Rows:
+    """Return the rows of non-empty tensors in CPU memory, each with its number of powers."""
+    host, number = HostRows(), -1
+    for number, (tensor, powers) in enumerate(values):
+        host.add(tensor, powers)
+        host.numbers += [number] * (len(host) - len(host.numbers))
+    return host.decode().merged(np.array(host.numbers, np.int64), number + 1).having(calls=1)
 
 
 def _rows_of_piece(piece: Tensor, axis: int | None, powers: int) -> Rows:
@@ -190,30 +194,3 @@ def squared_norms(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
         counts.append(tensor.numel())
         dtypes.append(DTYPES[tensor.dtype])
     return np.frombuffer(_native.squared_norms(addresses, counts, bytes(dtypes)), np.float64)
-
-
-def given(tensors: Sequence[Tensor], unit_axis: int | None) -> list[Any]:
-    """Return each tensor as the extension for CUDA takes it."""
-    # The memory of a tensor with the negative bit holds other values.
-    plain = [None if tensor.is_neg() else tensor for tensor in tensors]
-    return plain if TENSORS is not None else [_described(t, unit_axis) for t in plain]
-
-
-def _described(tensor: Tensor | None, unit_axis: int | None) -> tuple[int, ...] | None:
-    """Describe a dense tensor to C, as PyTorch itself does from 2.10 on; None if it is not dense.
-
-    Returns:
-        Address, elements, dtype, units, and adjacent elements of a unit.
-    """
-    if type(tensor) not in TYPES or tensor is None or tensor.layout is not torch.strided:
-        return None
-    if unit_axis is not None and not -tensor.ndim <= unit_axis < tensor.ndim:
-        return None
-    values = Values(tensor, None if unit_axis is None else unit_axis % tensor.ndim)
-    if not tensor.is_contiguous():
-        values = in_memory_order(*values[:2])
-    tensor, axis, _ = values
-    if not tensor.is_contiguous():
-        return None
-    units = (0, 1) if axis is None else unit_shape(tensor.shape, axis)[1:]
-    return tensor.data_ptr(), tensor.numel(), DTYPES.get(tensor.dtype, 0), *units

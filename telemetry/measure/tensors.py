@@ -78,7 +78,8 @@ def values_of(tensor: Tensor, unit_axis: int | None) -> Values | None:
     """
     if (
         tensor.dtype not in WORKING_DTYPE
-        or (not tensor.is_cpu and (tensor.is_meta or tensor.is_mps))
+        or tensor.is_meta
+        or (tensor.is_mps and WORKING_DTYPE[tensor.dtype] is torch.float64)  # it has none
         or tensor.is_nested
         # A wrapper without its own values: FakeTensor, DTensor, a functional tensor.
         or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -153,32 +154,33 @@ FULL_ELEMENTS = 65_536
 _RUN = 16
 
 
-def block_sample(tensor: Tensor) -> Tensor:
-    """Return about 32,768 elements spread evenly over a larger tensor, always the same ones.
+def block_sample(tensor: Tensor, elements: int = SAMPLE_ELEMENTS) -> Tensor:
+    """Return about so many elements spread evenly over a larger tensor, always the same ones.
 
     PyTorch's loops over no more elements run on the calling thread.
 
     Returns:
         Shape ``[k, 16]``, on the same device; a view if the tensor is dense. The whole tensor if
-        it has at most 32,768 elements.
+        it has at most ``elements``.
     """
-    if tensor.numel() <= SAMPLE_ELEMENTS:
+    if tensor.numel() <= elements:
         return tensor
-    flat = in_memory_order(tensor, None).tensor.contiguous().view(-1)
-    step = _distance(tensor.numel())
-    count = (flat.numel() - _RUN) // step + 1
-    return flat.as_strided((count, _RUN), (step, 1), flat.storage_offset())
+    if not tensor.is_contiguous():
+        tensor = in_memory_order(tensor, None).tensor.contiguous()
+    step = _distance(tensor.numel(), elements)
+    count = (tensor.numel() - _RUN) // step + 1
+    return tensor.as_strided((count, _RUN), (step, 1), tensor.storage_offset())
 
 
 @lru_cache(maxsize=4096)
 def sample_step(count: int) -> int:
     """Return the elements between the starts of two runs of a sample; 0 if all are counted."""
-    return 0 if count <= FULL_ELEMENTS else _distance(count)
+    return 0 if count <= FULL_ELEMENTS else _distance(count, SAMPLE_ELEMENTS)
 
 
 @lru_cache(maxsize=4096)
-def _distance(count: int) -> int:
-    step = -(-_RUN * count // SAMPLE_ELEMENTS)
+def _distance(count: int, elements: int) -> int:
+    step = -(-_RUN * count // elements)
     while any(step % divisor == 0 for divisor in range(2, int(step**0.5) + 1)):
         step += 1
     return step

@@ -22,11 +22,15 @@ from telemetry.records.buckets import BUCKETS_PER_OCTAVE, LAST_BUCKET
 COLUMNS = np.dtype(
     [(name, "i8") for name in moments.COUNTS]
     + [(name, "f8") for name in (*moments.EXTREMES, *moments.POWER_SUMS)]
-    + [(name, "i8") for name in ("calls", "bucket_count", "unit_count")]
+    + [(name, "i8") for name in ("calls", "bucket_count", "unit_count", "estimated")]
 )
-# The same for one submitted tensor. Instead of ``calls`` it has ``sampled``: -1 if the pairs count
-# all finite values; for a sample, the number of values other than zero that they count.
-HEAD = np.dtype([(name.replace("calls", "sampled"), COLUMNS[name]) for name in COLUMNS.names or ()])
+# The same for one submitted tensor, whose counts are exact. Instead of ``calls`` it has
+# ``sampled``: -1 if the pairs count all finite values; for a sample, the number of values other
+# than zero that they count.
+HEAD = np.dtype(
+    [(name.replace("calls", "sampled"), COLUMNS[name]) for name in (COLUMNS.names or ())[:-1]]
+)
+_HEAD_FIELDS = len(HEAD.names or ())
 # Filled bucket, see :func:`~telemetry.records.buckets.bucket_indices`, and its number of values.
 # Buckets of a tensor ascend. In a sample, the zeros of the head are the count of bucket 0.
 PAIR = np.dtype([("count", "u4"), ("bucket", "i2"), ("", "V2")])
@@ -45,7 +49,9 @@ class Rows:
 
     Each column is an attribute, int64 or float64 ``[rows]``: the figures of
     :class:`~telemetry.records.sketch.Sketch`; ``calls``, the number of merged tensors;
-    ``bucket_count`` and ``unit_count``, the numbers of filled buckets and of units.
+    ``bucket_count`` and ``unit_count``, the numbers of filled buckets and of units; ``estimated``,
+    the number of merged tensors whose zeros, NaN and infinities were counted in a sample, and whose
+    kurtosis is that of the sample.
     """
 
     columns: NDArray[Any]  # :data:`COLUMNS` ``[rows]``
@@ -66,8 +72,10 @@ class Rows:
     @staticmethod
     def decode(heads: _Bytes, pairs: _Bytes, units: _Bytes) -> Rows:
         """Return the rows of :data:`HEAD`, with their :data:`PAIR` and :data:`UNIT` items."""
-        columns, pair = np.frombuffer(heads, COLUMNS).copy(), np.frombuffer(pairs, PAIR)
-        counts, sampled = pair["count"].astype(np.float64), columns["calls"].copy()
+        head, pair = np.frombuffer(heads, HEAD), np.frombuffer(pairs, PAIR)
+        columns = np.zeros(len(head), COLUMNS)
+        _fields(columns)[:, :_HEAD_FIELDS] = _fields(head)
+        counts, sampled = pair["count"].astype(np.float64), head["sampled"]
         columns["calls"] = 1
         buckets = np.ascontiguousarray(pair["bucket"])
         rows = Rows(columns, buckets, counts, np.frombuffer(units, UNIT))
@@ -82,7 +90,8 @@ class Rows:
 
     def encode(self) -> tuple[bytes, bytes, bytes]:
         """Return the arguments of :meth:`decode`; counts must be whole numbers below 2^32."""
-        head, pair = self.columns.view(HEAD).copy(), np.zeros(len(self.buckets), PAIR)
+        head = np.ascontiguousarray(_fields(self.columns)[:, :_HEAD_FIELDS]).view(HEAD)[:, 0]
+        pair = np.zeros(len(self.buckets), PAIR)
         head["sampled"] = -1
         pair["bucket"], pair["count"] = self.buckets, self.counts
         return head.tobytes(), pair.tobytes(), self.units.tobytes()
@@ -98,7 +107,7 @@ class Rows:
         columns = np.empty(len(histograms), COLUMNS)
         for name in moments.FIGURES:
             columns[name] = [getattr(one, name) for one in histograms]
-        columns["calls"] = calls or 1
+        columns["calls"], columns["estimated"] = calls or 1, 0
         columns["bucket_count"] = [len(one.buckets) for one in histograms]
         columns["unit_count"] = [len(one) for one in units]
         return Rows(
@@ -199,14 +208,15 @@ class Rows:
         groups = places[order]
         starts = np.searchsorted(groups, np.arange(size))
         pairs = slice(None) if len(kept) == len(self) else (places >= 0).repeat(self.bucket_count)
-        of_group, buckets, counts = _added(
+        of_group, buckets, counts = add_pairs(
             places[kept].repeat(self.bucket_count[kept]),
             self.buckets[pairs],
             self.counts[pairs],
             size,
         )
         columns = moments.merge_figures(self.columns[order], starts)
-        columns["calls"] = np.add.reduceat(self.calls[order], starts)
+        for name in ("calls", "estimated"):
+            columns[name] = np.add.reduceat(self.columns[name][order], starts)
         columns["bucket_count"] = np.bincount(of_group, minlength=size)
         columns["unit_count"], units = self._merged_units(order, groups, starts)
         return Rows(columns, buckets, counts, units)
@@ -238,7 +248,7 @@ class Rows:
         moved = np.abs(self.buckets.astype(np.int64)) + shifts.repeat(self.bucket_count)
         moved = np.sign(self.buckets) * np.clip(moved, 1, LAST_BUCKET)
         rows = np.arange(len(self)).repeat(self.bucket_count)
-        of_row, buckets, counts = _added(rows, moved, self.counts, len(self))
+        of_row, buckets, counts = add_pairs(rows, moved, self.counts, len(self))
         columns = self.columns.copy()
         columns["bucket_count"] = np.bincount(of_row, minlength=len(self))
         with np.errstate(all="ignore"):
@@ -248,6 +258,11 @@ class Rows:
                 columns[name] *= factors**power
             units = self.units * factors.repeat(self.unit_count).astype(np.float32)[:, None]
         return Rows(columns, buckets, counts, units)
+
+
+def _fields(columns: NDArray[Any]) -> NDArray[np.int64]:
+    """Return a view ``[rows, fields]``."""
+    return columns.view(np.int64).reshape(len(columns), len(columns.dtype.names or ()))
 
 
 def _places(ends: Column, sizes: Column, rows: Column) -> Any:
@@ -260,7 +275,7 @@ def _places(ends: Column, sizes: Column, rows: Column) -> Any:
     return shifts.repeat(taken) + np.arange(taken.sum())
 
 
-def _added(
+def add_pairs(
     rows: Column, buckets: Column, counts: Column, size: int
 ) -> tuple[Column, Column, Column]:
     """Return row and bucket of each pair that occurs, ascending, and the sum of its counts."""

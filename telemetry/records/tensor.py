@@ -69,6 +69,15 @@ class TensorRecord:
         return int(self.rows.calls[self.row])
 
     @property
+    def estimated(self) -> bool:
+        """Whether zeros, NaN and infinities were counted in a sample, as on an accelerator.
+
+        Their share is about right, and the kurtosis, too. Exact is whether there is any NaN or
+        infinity.
+        """
+        return bool(self.rows.estimated[self.row])
+
+    @property
     def unit_min(self) -> NDArray[np.float32] | None:
         """Smallest value of each unit or channel, float32 ``[units]``; NaN where the unit has one.
 

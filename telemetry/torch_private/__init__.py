@@ -363,6 +363,6 @@ def initial_scale(scaler: GradScaler) -> float | None:
 def norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype) -> list[Tensor]:
     """Return the vector norm of each tensor, in ``dtype``, which is not narrower than theirs."""
     at_once = find(torch, "_foreach_norm", "gradient norms take longer")
-    if at_once is not None:
+    if at_once is not None and len(tensors) > 1:  # of one it takes two launches
         return list(at_once(list(tensors), order, dtype=dtype))
     return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]

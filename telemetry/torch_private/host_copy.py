@@ -18,7 +18,7 @@ from torch import Tensor
 # Types of devices with CUDA's streams; ROCm has the same name.
 _WITH_STREAMS = {"cuda"}
 
-DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+_DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -29,6 +29,9 @@ class HostCopy:
     first :meth:`wait`, transfers all of these copies to the host together. Tensors of other
     accelerators are transferred one by one.
 
+    Args:
+        owned: Nothing else will write to the tensor, so that no copy on its device is needed.
+
     Attributes:
         nbytes: Host memory of the values.
 
@@ -36,21 +39,21 @@ class HostCopy:
         RuntimeError: A CUDA graph is being captured.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, owned: bool = False) -> None:
         self.nbytes = tensor.numel() * tensor.element_size()
         self._outbox: _Outbox | None = None
         self._event: torch.Event | None = None
         tensor = tensor.detach()
         device = tensor.device
         if device.type == "cpu":
-            self._values = tensor.clone()
+            self._values = tensor if owned else tensor.clone()
         elif device.type in _WITH_STREAMS and not hasattr(tensor, "to_local"):
             if torch.get_device_module(device).is_current_stream_capturing():
                 raise RuntimeError(
                     "a tensor of a CUDA graph that is being captured has no values yet; "
                     "log it after the graph was replayed"
                 )
-            self._values = tensor.clone(memory_format=torch.contiguous_format)
+            self._values = tensor if owned else tensor.clone(memory_format=torch.contiguous_format)
             self._outbox = _outbox(device)
             self._outbox.add(self)
         else:
@@ -107,7 +110,7 @@ def relaxed_capture() -> Iterator[None]:
 def _exchange_capture_mode() -> Any:
     """Return the driver's function, which stores the mode before; None without the driver."""
     try:
-        return ctypes.CDLL(DRIVER).cuThreadExchangeStreamCaptureMode
+        return ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
         return None
 

@@ -232,6 +232,7 @@ MATHEMATICS = (
     "unit/layers/test_module_types.py",
     "unit/layers/test_onset.py",
     "unit/layers/test_units.py",
+    "unit/measure/test_device.py",
     "unit/measure/test_images.py",
     "unit/measure/test_measure.py",
     "unit/measure/test_native.py",

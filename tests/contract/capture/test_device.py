@@ -1,0 +1,174 @@
+"""Training as on an accelerator: CPU tensors are measured by the path of other devices.
+
+``gpu/test_gpu.py`` runs the same where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from telemetry import HookLogger, StepRecord
+from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED
+from tests.helpers.twins import Loop, Outcome, assert_left_alone, run, training
+
+KINDS = ("outputs", "output_grads", "grads", "weights", "second_moments")
+EXACT = ("count", "min", "max", "calls", "unit_count")
+
+
+def elsewhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("telemetry.measure.device.is_on_host", lambda tensor: False)
+    patch.setattr("telemetry.capture.light_step.TENSORS", None)
+
+
+def wide() -> nn.Module:
+    """Its outputs and weights have more elements than are sent whole."""
+    layers = nn.Linear(300, 400), nn.LayerNorm(400), nn.ReLU(), nn.Linear(400, 300)
+    return nn.Sequential(*layers)
+
+
+def cnn() -> nn.Module:
+    layers = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Dropout(0.3), nn.Linear(16 * 24 * 24, 10))
+    return model.to(memory_format=torch.channels_last)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = wide(), nn.Linear(300, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, x, use_reentrant=False))
+
+
+class Slices(nn.Module):
+    """Its outputs are parts of a tensor, with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.first, self.second = nn.Linear(300, 800), nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.both(x).chunk(2, dim=-1)
+        return self.first(one) * self.second(two)
+
+
+def tensor_parallel() -> nn.Module:
+    mesh = init_device_mesh("cpu", (1,))
+    plan = {"0": ColwiseParallel(), "3": RowwiseParallel()}
+    model = nn.Sequential(nn.Linear(300, 400), nn.ReLU(), nn.Tanh(), nn.Linear(400, 300))
+    return parallelize_module(model, mesh, plan)
+
+
+def compiled() -> nn.Module:
+    model = wide()
+    model.compile(backend="aot_eager")
+    return model
+
+
+def loss_of(model: nn.Module, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        return model(torch.randn(*shape)).float().square().mean()
+
+
+ADAM = partial(torch.optim.Adam, lr=1e-3)
+
+
+def loop(*shape: int, dtype: torch.dtype | None = None) -> Loop:
+    return training(lambda model: loss_of(model, *shape, dtype=dtype), optimizer=ADAM)
+
+
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
+    "large tensors": (wide, loop(250, 300)),
+    "bfloat16": (wide, loop(250, 300, dtype=torch.bfloat16)),
+    "channels_last": (cnn, loop(16, 3, 24, 24)),
+    "checkpointing": (Checkpointed, loop(250, 300)),
+    "slices": (Slices, loop(250, 300)),
+    "tensor parallel": (tensor_parallel, loop(250, 300)),
+    "compiled": (compiled, loop(250, 300)),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_training_is_left_alone_and_figures_are_those_of_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str
+) -> None:
+    if name == "tensor parallel":
+        request.getfixturevalue("process_group")
+    if name == "compiled" and not GRAPHS_CAN_BE_OBSERVED:
+        pytest.skip("before PyTorch 2.13, compiled graphs show no activations")
+    make, train = LOOPS[name]
+    expected = run(make, train, tmp_path / "host")
+    with monkeypatch.context() as patch:
+        elsewhere(patch)
+        found = assert_left_alone(make, train, tmp_path / "elsewhere")
+    assert len(found.full) == len(expected.full) == 3
+    for one, two in zip(found.full, expected.full, strict=True):
+        assert any(record.estimated for record in {**one.outputs, **one.weights}.values())
+        assert_alike(one, two)
+
+
+def assert_alike(found: StepRecord, expected: StepRecord) -> None:
+    for kind in KINDS:
+        assert [*getattr(found, kind)] == [*getattr(expected, kind)], kind
+        one, two = getattr(found, kind).rows, getattr(expected, kind).rows
+        for name in EXACT:
+            np.testing.assert_array_equal(getattr(one, name), getattr(two, name), err_msg=name)
+        np.testing.assert_array_equal(one.units, two.units)
+        np.testing.assert_allclose(one.sum_squares, two.sum_squares, rtol=1e-3)
+        np.testing.assert_allclose(
+            one.zero_count / one.count, two.zero_count / two.count, atol=0.02
+        )
+        assert not two.estimated.any()
+    np.testing.assert_allclose(found.grad_norms, expected.grad_norms, rtol=1e-4)
+    assert found.update_ratios == pytest.approx(expected.update_ratios, rel=1e-3)
+
+
+def test_the_training_thread_reads_no_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profiler sees all operations of this thread, also those inside of hooks."""
+
+    def operations(log_dir: Path | None) -> Counter[str]:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            run(wide, loop(250, 300), log_dir, images=False)
+        return Counter(event.name for event in profiled.events())
+
+    elsewhere(monkeypatch)
+    of_ours = operations(tmp_path) - operations(None)
+    assert of_ours["aten::aminmax"]
+    waiting = ("item", "_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
+    assert not {name: of_ours[f"aten::{name}"] for name in waiting if of_ours[f"aten::{name}"]}
+
+
+def test_a_gradient_whose_norm_leaves_float32_is_finite_at_a_full_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(model: nn.Module, logger: HookLogger | None) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for value in (1e25, float("inf")):
+            loss = model(torch.full((4, 3), 1.0)).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            model[0].weight.grad.fill_(value)
+            optimizer.step()
+            yield loss
+
+    elsewhere(monkeypatch)
+    outcome: Outcome = run(lambda: nn.Sequential(nn.Linear(3, 2)), large, tmp_path)
+    huge, infinite = outcome.full
+    assert huge.grad_finite.all()
+    assert huge.grad_norms[0] == pytest.approx(6**0.5 * 1e25, rel=1e-6)
+    assert infinite.grad_finite.tolist() == [False, True]
