@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MAX_CHANNELS = 64
+from telemetry.layers.pictures import MAX_CHANNELS, columns_of
+
 MAX_IMAGES = 16
 _MAX_SIDE = 128  # pixels of one map, per side
 _VISIBLE_SIDE = 32  # smaller maps are enlarged until their longer side has at least these pixels
@@ -179,7 +180,7 @@ def _side_by_side(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     count, height, width, colors = pixels.shape
     if count == 1:
         return pixels.reshape(height, width, colors)
-    columns = min(max(1, round(math.sqrt(count * height / width))), count)
+    columns = columns_of(count, height, width)
     rows = -(-count // columns)
     tiles = np.full((rows * columns, height + 1, width + 1, colors), _GAP_LEVEL, np.uint8)
     tiles[:count, 1:, 1:] = pixels

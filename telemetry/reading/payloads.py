@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from telemetry.events.page_format import FORMAT_VERSION
 from telemetry.layers import PAGE_STATISTICS
+from telemetry.layers.pictures import MAX_CHANNELS, columns_in
 from telemetry.layers.units import ranges
 from telemetry.plain_text import json_plain
 from telemetry.reading import builtin_tags
@@ -166,11 +167,37 @@ def _pack_items(name: str, items: Sequence[_Item]) -> bytes:
 
 
 def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
-    """Return the layer's pictures and their steps, from the tags of the Images dashboard."""
+    """Return the layer's pictures and their steps, from the tags of the Images dashboard.
+
+    ``maps`` has the ``count`` of the maps in a picture and their ``columns``; null without a grid.
+    """
     tags = builtin_tags.image_tags(layer, source.tags("images"))
     read = source.read("images", [tag for _, _, tag in tags])
     steps = {tag: [step for step, _ in read.get(tag, ())] for _, _, tag in tags}
-    return [{"kind": kind, "name": name, "tag": t, "steps": steps[t]} for kind, name, t in tags]
+    return [
+        {"kind": kind, "name": name, "tag": tag, "steps": steps[tag]}
+        | {"maps": _maps(source, layer, kind, tag, steps[tag])}
+        for kind, name, tag in tags
+    ]
+
+
+def _maps(
+    source: RunSource, layer: Layer, kind: str, tag: str, steps: Sequence[int]
+) -> dict[str, int] | None:
+    shapes = [parameter.shape for parameter in layer.parameters]
+    weight = next((shape for shape in shapes if len(shape) > 2), None)
+    if weight is None or kind == "input" or not steps:
+        return None
+    bias = next((shape for shape in shapes if len(shape) == 1), None)
+    count = weight[0]
+    if kind != "filters":
+        count = bias[0] if bias else weight[1 if "Transpose" in layer.type_name else 0]
+    png = picture(source, tag, steps[-1])
+    if png is None or count < 2:
+        return None
+    width, height = _size(png)
+    columns = columns_in(shown := min(count, MAX_CHANNELS), height, width)
+    return None if columns is None else {"count": shown, "columns": columns}
 
 
 def picture(source: RunSource, tag: str, step: int) -> bytes | None:
@@ -183,14 +210,21 @@ def picture(source: RunSource, tag: str, step: int) -> bytes | None:
         return None
 
 
+# Signature; then length, name and the first two fields of the first chunk.
+_PNG_HEAD = struct.Struct(">8sI4sII")
+
+
+def _size(png: bytes) -> tuple[int, int]:
+    *_, width, height = _PNG_HEAD.unpack_from(png)
+    return width, height
+
+
 def _checked_png(png: bytes) -> bytes:
-    # Signature; then length, name and the first two fields of the first chunk.
-    head = struct.Struct(">8sI4sII")
     if len(png) > MAX_PICTURE_BYTES:
         raise ValueError(f"its picture has {len(png)} bytes")
-    if len(png) < head.size:
+    if len(png) < _PNG_HEAD.size:
         raise ValueError("its picture is not a PNG")
-    signature, _, chunk, width, height = head.unpack_from(png)
+    signature, _, chunk, width, height = _PNG_HEAD.unpack_from(png)
     if (signature, chunk) != (b"\x89PNG\r\n\x1a\n", b"IHDR"):
         raise ValueError("its picture is not a PNG")
     if width * height > MAX_PICTURE_PIXELS:
