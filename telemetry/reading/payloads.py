@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from telemetry.events.page_format import FORMAT_VERSION
 from telemetry.layers import PAGE_STATISTICS
@@ -195,8 +197,13 @@ def _maps(
     png = picture(source, tag, steps[-1])
     if png is None or count < 2:
         return None
-    width, height = _size(png)
-    columns = columns_in(shown := min(count, MAX_CHANNELS), height, width)
+    try:
+        with Image.open(io.BytesIO(png)) as image:
+            gray = np.asarray(image.convert("L"))
+    except (OSError, ValueError, SyntaxError) as error:  # as Pillow says that a file is broken
+        source.problems.add(tag, error)
+        return None
+    columns = columns_in(shown := min(count, MAX_CHANNELS), gray)
     return None if columns is None else {"count": shown, "columns": columns}
 
 
@@ -210,21 +217,14 @@ def picture(source: RunSource, tag: str, step: int) -> bytes | None:
         return None
 
 
-# Signature; then length, name and the first two fields of the first chunk.
-_PNG_HEAD = struct.Struct(">8sI4sII")
-
-
-def _size(png: bytes) -> tuple[int, int]:
-    *_, width, height = _PNG_HEAD.unpack_from(png)
-    return width, height
-
-
 def _checked_png(png: bytes) -> bytes:
+    # Signature; then length, name and the first two fields of the first chunk.
+    head = struct.Struct(">8sI4sII")
     if len(png) > MAX_PICTURE_BYTES:
         raise ValueError(f"its picture has {len(png)} bytes")
-    if len(png) < _PNG_HEAD.size:
+    if len(png) < head.size:
         raise ValueError("its picture is not a PNG")
-    signature, _, chunk, width, height = _PNG_HEAD.unpack_from(png)
+    signature, _, chunk, width, height = head.unpack_from(png)
     if (signature, chunk) != (b"\x89PNG\r\n\x1a\n", b"IHDR"):
         raise ValueError("its picture is not a PNG")
     if width * height > MAX_PICTURE_PIXELS:

@@ -319,6 +319,7 @@ export class Page {
   /** Draws at once, such as what is about to be printed or saved. */
   drawNow() {
     this.drawing = false;
+    if (!window.innerWidth) return; // another dashboard is shown
     this.theme ??= readTheme();
     this.drawMore?.();
     // While a statistic loads, the picture of the one before stays.

@@ -118,9 +118,9 @@ function Panel({ page, shown }) {
     else selectIn(page, panel, layer, found.step);
   };
   /** The crosshair of a curve is also on its layer's row. */
-  const onCurve = ({ step, lines }) => {
-    const nearest = lines.find(({ isNearest }) => isNearest)?.layer;
-    return { step, layer: nearest === undefined ? null : layers[nearest].name };
+  const onCurve = (found) => {
+    const nearest = found?.lines.find(({ isNearest }) => isNearest)?.layer;
+    return found && { step: found.step, layer: layers[nearest]?.name ?? null };
   };
   const over = `${statistic.title} over time`;
   return html`<section class="panel" aria-label=${panel.name} data-run=${panel.name} data-layers=${layers.length}
@@ -214,7 +214,8 @@ function Profile({ shown, onPick }) {
   const { step0, step1 } = shown.view;
   const middle = Math.floor((step0 + step1) / 2);
   const step = crosshair.use()?.step ?? shown.cursor ?? (shown.isZoomed ? middle : shown.panel.overview.lastStep);
-  const at = ({ step: here, row, layer }) => ({ step: here, row, layer: shown.panel.overview.layers[layer].name });
+  const { layers } = shown.panel.overview;
+  const at = (found) => found && { ...found, layer: layers[found.layer].name };
   return html`<${Plot} class="profile" at=${at} aria-label="${shown.statistic.title} over the depth at step ${step}"
     draw=${(canvas) => drawProfile(canvas, shown, shown.rightOf, step)} onPick=${onPick} />`;
 }

@@ -44,7 +44,7 @@ export function point(at, said = null) {
  * @param {Object} props attributes of the canvas, and
  *   `draw(canvas)`: draws, and returns the `box` of the plot in CSS pixels, the `view` of its steps if
  *   it is over steps, and `read(step, y, x)`, the lines of the tooltip at a place;
- *   `at(found)`: where the crosshair is then, if that is not only a step;
+ *   `at(found)`: where the crosshair is then, if that is not only a step; null: the pointer left;
  *   `onPick(found)`: called upon a click
  */
 export function Plot({ draw, at = (found) => found, onPick, ...attributes }) {
@@ -76,14 +76,15 @@ export function Plot({ draw, at = (found) => found, onPick, ...attributes }) {
   };
   const onpointermove = (event) => {
     const said = found(event);
-    point(said && at(said), said && { ...said, x: event.clientX, y: event.clientY });
+    point(at(said), said && { ...said, x: event.clientX, y: event.clientY });
   };
+  const onpointerleave = () => point(at(null));
   const onclick = (event) => {
     const picked = found(event);
     if (picked) onPick?.(picked);
   };
   return html`<div class="plot">
-    <canvas ref=${canvas} ...${{ role: "img", ...attributes, onpointermove, onclick }} onpointerleave=${() => point(null)} />
+    <canvas ref=${canvas} ...${{ role: "img", ...attributes, onpointermove, onpointerleave, onclick }} />
     <i class="hair" ref=${hair} />
   </div>`;
 }

@@ -18,30 +18,28 @@ export const hoveredRun = new Followed();
 
 /** @param {Object} props `runs`: rows of the table of runs; `isOpen`; `onToggle(isOpen)`; `isOfLoss`: of nothing else */
 export function RunCurves({ page, runs, isOpen, onToggle, isOfLoss = false }) {
-  const { smoothing, seeds, curves: subject } = page.state;
+  const { theme, source } = page;
+  const { layer, smoothing, seeds, curves: subject } = page.state;
   const [latest, known, slots] = [useRef(null), useRef(new Map()), useRef(new Slots())];
   latest.current ??= new Latest(() => page.draw());
-  const layer = isOfLoss ? null : page.state.layer;
-  const isOf = layer !== null && subject !== "loss";
-  const { statistic, theme } = isOf ? page : { theme: page.theme };
-  const layerTitle = isOf || layer !== null ? `${page.statistic.title} of ${layer || "the model"}` : "";
-  const read = curveReader(page.source, known.current, isOf ? layer : null, statistic?.name);
+  const hasChoice = !isOfLoss && layer !== null;
+  const layerTitle = hasChoice ? `${page.statistic.title} of ${layer || "the model"}` : "";
+  const isOfLayer = hasChoice && subject !== "loss";
+  const of = isOfLayer ? [layer, page.statistic.name] : [null];
   const names = runs.map(({ name }) => name);
-  const found = isOpen
-    ? latest.current.to([isOf, layer, statistic?.name, ...names].join("\n"), null, () => readCurves(read, names), DELAY_MS)
-    : null;
+  const read = () => readCurves((run) => curveOf(source, known.current, run, ...of), names);
+  const found = isOpen ? latest.current.to([...of, ...names].join("\n"), null, read, DELAY_MS) : null;
   const hasSeeds = runs.some(({ hparams }) => Object.keys(hparams ?? {}).some((name) => SEED.test(name)));
-  const rowOf = new Map(runs.map((run) => [run.name, run]));
-  const own = (found ?? []).map((curve) => ({ ...curve, run: rowOf.get(curve.name), label: curve.name }));
+  const own = (found ?? []).map((curve) => ({ ...curve, run: runs[names.indexOf(curve.name)], label: curve.name }));
   const lines = seeds && hasSeeds ? groupsOf(own) : own;
   const indices = slots.current.assign(lines.map(({ label }) => label));
   const curves = lines.map((curve, i) => smoothed({ ...curve, ...styleOf(theme, indices[i]) }, smoothing ?? 0));
-  const of = found && found.length < names.length ? `${found.length} of ${names.length}` : names.length;
-  const title = `${isOf ? layerTitle : "Loss"} of ${of} run${names.length === 1 ? "" : "s"}`;
+  const count = found && found.length < names.length ? `${found.length} of ${names.length}` : names.length;
+  const title = `${isOfLayer ? layerTitle : "Loss"} of ${count} run${names.length === 1 ? "" : "s"}`;
   return html`<details class="below-runs run-curves" open=${isOpen} ontoggle=${({ target }) => onToggle(target.open)}>
     <summary>${title}</summary>
     <p class="controls">
-      ${layer !== null && html`<${DropDown} label="Curves of" value=${isOf ? "layer" : "loss"}
+      ${hasChoice && html`<${DropDown} label="Curves of" value=${isOfLayer ? "layer" : "loss"}
         options=${[["layer", layerTitle], ["loss", "the loss"]]} onChoose=${(chosen) => page.update({ curves: chosen })} />`}
       <label>Smoothing<input type="range" min="0" max="0.99" step="0.01" value=${smoothing ?? 0}
         oninput=${({ target }) => page.update({ smoothing: Number(target.value) || null })} /></label>
@@ -69,26 +67,24 @@ function Chart({ curves, theme, title }) {
       axis: true,
     });
   };
-  const at = ({ step, lines }) => {
-    hoveredRun.set(lines.find(({ isNearest }) => isNearest)?.label ?? null);
-    return { step };
+  const at = (found) => {
+    hoveredRun.set(found?.lines.find(({ isNearest }) => isNearest)?.label ?? null);
+    return found;
   };
   return html`<${Plot} draw=${draw} at=${at} aria-label=${title} />`;
 }
 
-/** A function that reads the curve of a run: the loss, or of a layer; null without it, or if it cannot be read. */
-function curveReader(source, known, layer, statistic) {
-  const read = async (run) => {
+/** The curve of a run: the loss, or one of a layer; null without it, or if it cannot be read. */
+function curveOf(source, known, run, layer, statistic) {
+  const key = JSON.stringify([run, layer, statistic]);
+  const read = async () => {
     if (layer === null) return (await source.scalars(run)).find(({ kind }) => kind === "loss");
     const { layers } = await source.overview(run);
     if (!layers.some(({ name }) => name === layer)) return null;
     return (await source.layer(run, layer)).statistics.get(statistic);
   };
-  return (run) => {
-    const key = JSON.stringify([run, layer, statistic]);
-    if (!known.has(key)) known.set(key, read(run).catch(() => null));
-    return known.get(key);
-  };
+  if (!known.has(key)) known.set(key, read().catch(() => null));
+  return known.get(key);
 }
 
 /** The curves of the first runs that have one, of all the runs if there are not more. */

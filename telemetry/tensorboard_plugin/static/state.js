@@ -80,8 +80,8 @@ const TABLE = {
   smoothing: { ...number((share) => share > 0 && share < 1), encode: (share) => (share ? String(share) : "") },
   seeds: flag("grouped"), // whether runs that differ in the seed are one curve
   // Of a narrow window, and in no link: whether the drawer at the side is open, and the toolbar complete.
-  side: { initial: false, encode: () => "" },
-  full: { initial: false, encode: () => "" },
+  side: { initial: false, encode: () => "", decode: () => false },
+  full: { initial: false, encode: () => "", decode: () => false },
 };
 
 const NEW_ENTRY = ["run", "other", "zoom"]; // the browser's Back undoes a change of these

@@ -40,7 +40,7 @@ export function Toolbar({ page }) {
     ${panel.groupings.role.groups.size > 0 && html`<${DropDown} label="Order" class="field rare" options=${ORDER}
       value=${state.order} onChoose=${order} />`}
     <${Layers} page=${page} grouping=${panel.groupings[state.order]} />
-    <label class="field rare search">
+    <label class="field rare">
       <span>Filter layers</span>
       <input type="search" placeholder="name or class" value=${state.search}
         title="Part of a name or class; “pictures” lists the layers that have some"

@@ -432,6 +432,19 @@ def test_the_controls_take_one_row_and_little_of_a_small_window(page: TelemetryP
         assert toolbar["height"] < 80
     page.locator("button.more").click()
     page.locator("label:has-text('Filter layers')").wait_for()
+    page.locator("button.more").click()
+    page.heatmap.focus()
+    page.keys("/")  # shows what it leads to
+    assert page.locator("label:has-text('Filter layers') input:focus").is_visible()
+
+
+def test_the_tooltip_does_not_stay_where_the_page_scrolled_away(page: TelemetryPage) -> None:
+    page.page.set_viewport_size({"width": 1280, "height": 500})
+    page.open(run="boom", zoom="all")
+    page.heatmap.hover(position=page.point(0.1, 0.5))
+    page.locator(".tooltip").wait_for()
+    page.frame.evaluate("window.scrollTo(0, 60)")
+    page.locator(".tooltip").wait_for(state="hidden")
 
 
 def test_constant_values_are_not_drawn_as_the_largest(page: TelemetryPage) -> None:
