@@ -118,7 +118,7 @@ export function Tooltip() {
 }
 
 /** A piece of a curve's line. */
-export function Sample({ color, dash }) {
+function Sample({ color, dash }) {
   return color ? html`<i class="sample" style=${{ background: sampleOf(color, dash), color }} />` : null;
 }
 

@@ -27,7 +27,7 @@ export async function render() {
   await page.start();
 }
 
-export class EmbeddedSource {
+class EmbeddedSource {
   /** @param {Object} data written by `telemetry.tensorboard_plugin.report`; binary parts as base64 of gzip */
   constructor(data) {
     this.data = data;

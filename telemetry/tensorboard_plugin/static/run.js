@@ -1,8 +1,6 @@
 // One run: its data, how its layers are grouped into rows, and the values that are drawn of them.
 
-import {
-  append, columnAt, endOf, isThinned, measuredLayers, relativeToRun, relativeValues, valuesOfRows,
-} from "./field.js";
+import { append, endOf, isThinned, measuredLayers, relativeToRun, relativeValues, valuesOfRows } from "./field.js";
 import { rangesOf } from "./profile.js";
 import { groupByPath, groupByRole, isUntrained, makeRows } from "./rows.js";
 import { Latest, memo } from "./state.js";
@@ -129,12 +127,6 @@ export class Run {
     const key = [statistic.name, ...Object.values(query)].join(" ");
     const part = this.part.to(key, this.round, () => this.#read(statistic.name, query), ZOOM_DELAY_MS);
     return part && !part.error ? part : whole;
-  }
-
-  /** The step of the column that holds at a step; that step where there is none. */
-  measuredAt(statistic, step) {
-    const steps = this.steps(statistic);
-    return steps[columnAt(steps, step)] ?? step;
   }
 }
 

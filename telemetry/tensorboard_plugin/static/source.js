@@ -105,7 +105,7 @@ export function unpackScalars({ header, arrays }) {
   }));
 }
 
-export function unpackLayer({ header, arrays }) {
+function unpackLayer({ header, arrays }) {
   const curves = (group) =>
     new Map(
       header[group].map((name, i) => [
@@ -117,7 +117,7 @@ export function unpackLayer({ header, arrays }) {
 }
 
 /** Smallest and largest value of each unit, step after step; both are 0 of a dead one. */
-export function unpackUnits({ header, arrays }) {
+function unpackUnits({ header, arrays }) {
   const { steps, extremes } = arrays;
   return { ...header, steps, extremes, count: header.arrays.extremes.shape[1] };
 }
