@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-MAX_CHANNELS = 64
+from telemetry.layers.pictures import GAP_LEVEL, MAX_CHANNELS, columns_of
+
 MAX_IMAGES = 16
 _MAX_SIDE = 128  # pixels of one map, per side
 _VISIBLE_SIDE = 32  # smaller maps are enlarged until their longer side has at least these pixels
 _STRIP_HEIGHT = 4  # pixels of a map with a single row
 _SHARES = (0.0, 0.01, 0.99, 1.0)  # of the values of a map, below: the least, black, white, most
 _NONFINITE_RGB = (255, 0, 255)
-_GAP_LEVEL = 48  # gray between the maps, distinct from black
 
 
 def sample_feature_maps(output: Tensor) -> Tensor | None:
@@ -179,11 +179,11 @@ def _side_by_side(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     count, height, width, colors = pixels.shape
     if count == 1:
         return pixels.reshape(height, width, colors)
-    columns = min(max(1, round(math.sqrt(count * height / width))), count)
+    columns = columns_of(count, height, width)
     rows = -(-count // columns)
-    tiles = np.full((rows * columns, height + 1, width + 1, colors), _GAP_LEVEL, np.uint8)
+    tiles = np.full((rows * columns, height + 1, width + 1, colors), GAP_LEVEL, np.uint8)
     tiles[:count, 1:, 1:] = pixels
     tiles = tiles.reshape(rows, columns, height + 1, width + 1, colors).swapaxes(1, 2)
     joined = tiles.reshape(rows * (height + 1), columns * (width + 1), colors)
-    grid: NDArray[np.uint8] = np.pad(joined, ((0, 1), (0, 1), (0, 0)), constant_values=_GAP_LEVEL)
+    grid: NDArray[np.uint8] = np.pad(joined, ((0, 1), (0, 1), (0, 0)), constant_values=GAP_LEVEL)
     return grid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
@@ -11,9 +12,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from telemetry.events.page_format import FORMAT_VERSION
 from telemetry.layers import PAGE_STATISTICS
+from telemetry.layers.pictures import MAX_CHANNELS, columns_in
 from telemetry.layers.units import ranges
 from telemetry.plain_text import json_plain
 from telemetry.reading import builtin_tags
@@ -166,11 +169,42 @@ def _pack_items(name: str, items: Sequence[_Item]) -> bytes:
 
 
 def images(source: RunSource, layer: Layer) -> list[dict[str, Any]]:
-    """Return the layer's pictures and their steps, from the tags of the Images dashboard."""
+    """Return the layer's pictures and their steps, from the tags of the Images dashboard.
+
+    ``maps`` has the ``count`` of the maps in a picture and their ``columns``; null without a grid.
+    """
     tags = builtin_tags.image_tags(layer, source.tags("images"))
     read = source.read("images", [tag for _, _, tag in tags])
     steps = {tag: [step for step, _ in read.get(tag, ())] for _, _, tag in tags}
-    return [{"kind": kind, "name": name, "tag": t, "steps": steps[t]} for kind, name, t in tags]
+    return [
+        {"kind": kind, "name": name, "tag": tag, "steps": steps[tag]}
+        | {"maps": _maps(source, layer, kind, tag, steps[tag])}
+        for kind, name, tag in tags
+    ]
+
+
+def _maps(
+    source: RunSource, layer: Layer, kind: str, tag: str, steps: Sequence[int]
+) -> dict[str, int] | None:
+    shapes = [parameter.shape for parameter in layer.parameters]
+    weight = next((shape for shape in shapes if len(shape) > 2), None)
+    if weight is None or kind == "input" or not steps:
+        return None
+    bias = next((shape for shape in shapes if len(shape) == 1), None)
+    count = weight[0]
+    if kind != "filters":
+        count = bias[0] if bias else weight[1 if "Transpose" in layer.type_name else 0]
+    png = picture(source, tag, steps[-1])
+    if png is None or count < 2:
+        return None
+    try:
+        with Image.open(io.BytesIO(png)) as image:
+            gray = np.asarray(image.convert("L"))
+    except (OSError, ValueError, SyntaxError) as error:  # as Pillow says that a file is broken
+        source.problems.add(tag, error)
+        return None
+    columns = columns_in(shown := min(count, MAX_CHANNELS), gray)
+    return None if columns is None else {"count": shown, "columns": columns}
 
 
 def picture(source: RunSource, tag: str, step: int) -> bytes | None:

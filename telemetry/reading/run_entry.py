@@ -17,7 +17,7 @@ from tensorboard.plugins.hparams import metadata
 from telemetry.alert import Alert
 from telemetry.events import page_format
 from telemetry.plain_text import natural_key
-from telemetry.reading.builtin_tags import loss_of
+from telemetry.reading.builtin_tags import loss_of, metrics_among
 from telemetry.reading.sessions import Sessions
 from telemetry.reading.sources import FileSource, RunSource
 from telemetry.tag_names import LAYERS
@@ -129,14 +129,17 @@ def read_row(log_dir: Path, name: str, now_s: float) -> dict[str, Any] | None:
     if not source.series:
         return None
     entry = run_entry(name, source.series)
-    tag = loss_of(source.tags("scalars"), entry.loss_tag)
+    scalars = source.tags("scalars")
+    tag = loss_of(scalars, entry.loss_tag)
     read = source.read("scalars", [tag] if tag else [])
     losses = [loss_summary(tag, [value for _, value in points]) for tag, points in read.items()]
+    metrics = source.read("scalars", metrics_among(scalars, tag))
     texts = {
         t: data[-1][1] for t, data in source.read(page_format.PLUGIN_NAME, entry.texts).items()
     }
     row = entry.row(now_s, texts, hparams_content(source), next(iter(losses), None))
-    return {**row, "problems": list(source.problems)}
+    last = {name: points[-1][1] for name, points in metrics.items() if points}
+    return {**row, "metrics": last, "problems": list(source.problems)}
 
 
 def _is_read(plugin_name: str, tag: str) -> bool:

@@ -15,7 +15,7 @@ from tensorboard import plugin_util
 from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
-from werkzeug.exceptions import BadRequest, HTTPException, NotFound
+from werkzeug.exceptions import BadRequest, Forbidden, HTTPException, NotFound
 
 from telemetry.events.page_format import PLUGIN_NAME, NewerFormatError
 from telemetry.layers import PAGE_STATISTICS
@@ -54,7 +54,9 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         files = read_static_files()
         self._static = {**files, "index.js": bundle(files, "index.js").encode()}
         self._table = RunTable(self._provider)
-        self._read = lru_cache(_MAX_RUNS_KEPT)(self._open)
+        self._known = lru_cache(_MAX_RUNS_KEPT)(
+            lambda experiment, name: RunData(ProviderSource(self._provider, experiment, name))
+        )
 
     def is_active(self) -> bool:
         # TensorBoard also lists plugins that have data.
@@ -137,7 +139,9 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return send(request, png, "image/png", expires=3600)
 
     def _serve_report(self, request: wrappers.Request) -> wrappers.Response:
-        """``run`` may be given several times."""
+        """``run`` may be given several times; no other site can start the work that it is."""
+        if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            raise Forbidden("a report is made for TensorBoard's own pages only")
         experiment = _experiment(request)
         names = list(dict.fromkeys([text(request, "run"), *request.args.getlist("run")]))
         if len(names) > MAX_RUNS:
@@ -156,11 +160,11 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def _run(self, request: wrappers.Request) -> RunData:
         return self._read(*self._key(request))
 
-    def _open(self, experiment: str, name: str) -> RunData:
-        source = ProviderSource(self._provider, experiment, name)
-        if not source.tags(PLUGIN_NAME):
+    def _read(self, experiment: str, name: str) -> RunData:
+        run = self._known(experiment, name)
+        if not run.source.tags(PLUGIN_NAME):  # also of a run that was deleted since
             raise NotFound(f"run not found, or without telemetry data: {name}")
-        return RunData(source)
+        return run
 
     def _of_layer(
         self, respond: Callable[[RunData, Layer], Any]
@@ -224,8 +228,11 @@ def number(request: wrappers.Request, name: str, default: int | None = None) -> 
 def send(
     request: wrappers.Request, content: Any, content_type: str, **options: Any
 ) -> wrappers.Response:
-    """Return a response, compressed if worthwhile, not cached."""
+    """Return a response, compressed if worthwhile; 304 to who has it: caches have to ask."""
     response: wrappers.Response = http_util.Respond(request, content, content_type, **options)
+    if response.status_code == 200 and request.method == "GET":
+        response.add_etag()
+        response.make_conditional(request)
     return response
 
 

@@ -6,6 +6,7 @@ import base64
 import gzip
 import html
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -18,7 +19,7 @@ from tensorboard.backend import json_util
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
-from telemetry.reading.comparison import compare
+from telemetry.reading.comparison import Comparison, compare
 from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.run_entry import differing
@@ -34,6 +35,9 @@ from telemetry.tensorboard_plugin.colors import (
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+\.js)";', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
+_EXPORTS = re.compile(
+    r"export\{([^}]*)\};?\s*$"
+)  # at the end of a module that another bundler made
 
 
 def read_static_files() -> dict[str, bytes]:
@@ -56,8 +60,12 @@ def bundle(files: Mapping[str, bytes], entry: str) -> str:
         for _, needed in _IMPORT.findall(code):
             if needed not in made:
                 add(needed)
-        exports = ", ".join(exported for _, exported in _EXPORT.findall(code))
-        code = _EXPORT.sub(r"\1", _IMPORT.sub(_as_constants, code))
+        exported = [name for _, name in _EXPORT.findall(code)]
+        if found := _EXPORTS.search(code):
+            pairs = [pair.split(" as ") for pair in found[1].split(",")]
+            exported += [f"{name}: {local}" for local, name in pairs]
+        exports = ", ".join(exported)
+        code = _EXPORTS.sub("", _EXPORT.sub(r"\1", _IMPORT.sub(_as_constants, code)))
         made[name] = f"const {_variable(name)} = (() => {{\n{code}\nreturn {{ {exports} }};\n}})();"
         return exports
 
@@ -83,6 +91,10 @@ def _colors() -> bytes:
     lines = [f"export const {name} = {json.dumps(value)};" for name, value in constants.items()]
     return "\n".join(lines).encode()
 
+
+# Names of metrics of other data than those of training.
+_VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|eval|dev|test)([^a-z]|$)", re.I)
+_MAX_METRICS = 4
 
 MAX_RUNS = 20
 MAX_ROWS = 1000
@@ -168,10 +180,11 @@ def _comparison(
     overviews: Mapping[str, Overview],
     rows: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Return a table with a row per run, and a place for the curves of the losses."""
-    first, names = next(iter(runs)), differing(rows)
+    """Return a verdict, a table with a row per run, and a place for the curves of the losses."""
+    first, names, metrics = next(iter(runs)), differing(rows), _metrics(rows)
+    differences = {name: compare(runs[first], run) for name, run in runs.items() if name != first}
     head = [
-        "Run", "Started", "Hyperparameters", "Steps", "Last loss", "Best loss",
+        "Run", "Started", "Hyperparameters", "Steps", "Last loss", "Best loss", *metrics,
         f"First difference from {first}", "Alerts",
     ]  # fmt: skip
     lines = [
@@ -181,7 +194,8 @@ def _comparison(
             _pairs({name: row["hparams"][name] for name in names if name in row["hparams"]}),
             f"{overview.first_step} to {overview.last_step}" if overview.layers else "none",
             *(f"{row['loss'][name]:.4g}" if row["loss"] else "" for name in ("last", "best")),
-            "" if row["name"] == first else _first_difference(runs[first], runs[row["name"]]),
+            *(f"{row['metrics'][name]:.4g}" if name in row["metrics"] else "" for name in metrics),
+            "" if row["name"] == first else _first_difference(differences[row["name"]]),
             "\n".join(
                 f"{alert.severity} at step {alert.step}{alert.where}: {alert.summary}"
                 for alert in overview.alerts
@@ -193,12 +207,43 @@ def _comparison(
     ]
     common = {name: value for name, value in rows[0]["hparams"].items() if name not in names}
     return (
-        '<section class="comparison" aria-label="Comparison"><div id="losses"></div>'
+        '<section class="comparison" aria-label="Comparison">'
+        f'<p class="verdict">{html.escape(_verdict(overviews, rows))}</p><div id="losses"></div>'
         f"<table><thead>{_row('th', head)}</thead>"
         f"<tbody>{''.join(_row('td', line) for line in lines)}</tbody></table>"
         + (f"<p>Hyperparameters of all: {html.escape(_pairs(common))}</p>" if common else "")
         + "</section>"
     )
+
+
+def _metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of some metrics: those measured on other data than for training first."""
+    names = dict.fromkeys(name for row in rows for name in row["metrics"])
+    return sorted(names, key=lambda name: not _VALIDATION.search(name))[:_MAX_METRICS]
+
+
+def _verdict(overviews: Mapping[str, Overview], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return in sentences which run has the lowest loss, and which runs have errors."""
+    losses = sorted(
+        (row["loss"]["best"], row["name"])
+        for row in rows
+        if row["loss"] and math.isfinite(row["loss"]["best"])
+    )
+    sentences = []
+    if len(losses) > 1:
+        (least, best), (next_least, second) = losses[:2]
+        sentences.append(
+            f"Lowest loss: {least:.4g}, of {best}; next is {next_least:.4g}, of {second}."
+            if least < next_least
+            else f"The lowest loss of {best} and {second} is the same, {least:.4g}."
+        )
+    for name, overview in overviews.items():
+        errors = [alert for alert in overview.alerts if alert.severity == "error"]
+        if errors:
+            sentences.append(f"{name}: {min(errors, key=lambda alert: alert.step).title}.")
+    if not any(overview.alerts for overview in overviews.values()):
+        sentences.append("No run has alerts.")
+    return " ".join(sentences)
 
 
 def _pairs(hparams: Mapping[str, Any]) -> str:
@@ -209,8 +254,7 @@ def _row(tag: str, texts: Iterable[str]) -> str:
     return f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)}</tr>"
 
 
-def _first_difference(first: RunData, other: RunData) -> str:
-    found = compare(first, other)
+def _first_difference(found: Comparison) -> str:
     if not found.step_count or not found.layer_count:
         return "no layer or step in common"
     if not found.differences:

@@ -28,9 +28,15 @@ class Client:
         self._http = HttpClient(TensorBoardWSGI([plugin], data_provider=provider))
 
     def request(
-        self, route: str, query: Mapping[str, Any] | None = None, method: str = "GET"
+        self,
+        route: str,
+        query: Mapping[str, Any] | None = None,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
     ) -> TestResponse:
-        return self._http.open(ROOT + route, query_string=query or {}, method=method)
+        return self._http.open(
+            ROOT + route, query_string=query or {}, method=method, headers=headers or {}
+        )
 
     def json(self, route: str, **query: Any) -> Any:
         response = self.request(route, query)

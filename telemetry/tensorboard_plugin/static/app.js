@@ -1,75 +1,126 @@
-// The page: holds its state, loads data and draws.
+// The page: its state, its runs, and what is drawn of them.
 
-import { Actions } from "./actions.js";
-import { Announcer, Tooltip } from "./words.js";
-import { fill } from "./dom.js";
-import { buildFrame, emptyMessage, failureMessage, loadingMessage, newerFormatMessage } from "./frame.js";
-import { moveHairs, watchPlots } from "./crosshair.js";
-import { hoverAgain, watchKeys } from "./input.js";
-import { Large } from "./large.js";
-import { drawLegend } from "./scale.js";
-import { Live } from "./live.js";
-import { Panel } from "./panel.js";
-import { fromLink, keyOfAlert, toLink } from "./permalink.js";
-import { groupsAtDepth } from "./rows.js";
-import { RunTable } from "./run_table.js";
-import { Shown } from "./shown.js";
-import { Side } from "./side.js";
-import { NewerFormatError } from "./source.js";
-import { limit, openingView, wholeView } from "./view.js";
+import { selectIn, toggleFold, unzoom, zoomTo } from "./actions.js";
+import { alertAloud } from "./alerts.js";
+import { readLayer } from "./detail.js";
+import { columnAt, valueAt } from "./field.js";
+import { formatValue } from "./format.js";
 import { theme as readTheme } from "./host.js";
-import { drawToolbar } from "./toolbar.js";
+import { Picture } from "./panel.js";
+import { Enlarged, Tooltip } from "./parts.js";
+import { KEY_HELP, watchKeys } from "./pointer.js";
+import { html, render } from "./preact.js";
+import { titleOf } from "./rows.js";
+import { Run } from "./run.js";
+import { RunTable } from "./runs.js";
+import { makeScale } from "./scale.js";
+import { Side } from "./side.js";
+import { EVERYTHING, Latest, fromLink, isEntry, keyOfAlert, memo, toLink } from "./state.js";
+import { NewerFormatError } from "./source.js";
+import { Toolbar } from "./toolbar.js";
+import { limit, openingView, panView, scaleView, wholeView } from "./view.js";
 
+const LIVE_EVERY_MS = 5000;
 const DETAIL_DELAY_MS = 120;
 
-export class App {
+export class Page {
   /**
    * @param {HTMLElement} root
    * @param {Object} source where data comes from
    * @param {{read: () => Object, write: (link: Object, isNew: boolean) => void}} address
    */
   constructor(root, source, address) {
-    this.source = source;
-    this.address = address;
+    Object.assign(this, { root, source, address });
     this.state = fromLink(address.read());
-    this.actions = new Actions(this);
-    this.panels = [];
-    this.shown = new Shown(this);
-    this.theme = null;
-    this.isSideOpen = this.state.layer !== null; // where the window is narrow
-    this.tooltip = new Tooltip();
-    this.large = new Large();
-    this.announcer = new Announcer(this);
-    this.side = new Side(this);
-    this.live = new Live(source.isLive ? () => this.refresh() : null, () => this.#isEmpty());
-    this.runTable = new RunTable(source, () => this.state, () => this.change({}));
-    Object.assign(this, buildFrame(root, this));
-    const hover = (found, event) => this.hoverPlot(found, event.clientX, event.clientY);
-    watchPlots(root, hover, (found, canvas) => this.actions.clickPlot(found, canvas));
-    new ResizeObserver(() => this.draw()).observe(this.stage);
+    this.state.side = this.state.layer !== null;
+    this.runs = null;
+    this.missing = ""; // about runs of the link that there are not
+    this.panels = []; // the runs that are shown: one, or two to compare
+    this.message = null; // in place of the picture
+    this.isLive = false;
+    this.failure = ""; // why the data could not be read again
+    this.announced = "";
+    this.openedAt = null; // the zoom that the page chose to open with
+    this.enlarged = null; // see `Enlarged`
+    const changed = () => this.draw();
+    this.opening = new Latest(() => this.#opened());
+    this.layer = new Latest(changed);
+    this.onsets = new Latest(changed);
+    this.scale = memo((log, mode, ...values) => makeScale({ log }, mode, values));
+    watchKeys(this);
+    document.addEventListener("visibilitychange", () => this.#goOn());
+    addEventListener("resize", changed);
+    matchMedia("print").addEventListener("change", () => this.drawNow());
   }
+
+  // --- data
 
   /** Loads and draws. A failure becomes a message with a button to try again. */
   async start() {
-    this.#message(loadingMessage());
+    this.#say({ state: "loading" });
     try {
-      await this.#open(await this.source.runs());
+      this.#open(await this.source.runs());
     } catch (error) {
       this.fail(error);
     }
   }
 
-  async #open(runs) {
+  #open(runs) {
     this.runs = runs;
-    if (!runs.length) return this.#message(emptyMessage());
+    if (!runs.length) return this.#say({ state: "empty" });
     this.#checkRuns();
-    await this.#load().catch((error) => this.fail(error));
+    this.#load();
   }
 
-  /** Whether no run has data yet. */
-  #isEmpty() {
-    const hasData = (panel) => [...panel.fields.values()].some((field) => field.steps.length);
-    return this.runs?.length === 0 || (this.panels.length > 0 && !this.panels.some(hasData));
+  /** Replaces missing runs by the newest run, with a notice. */
+  #checkRuns() {
+    const known = new Set(this.runs.map(({ name }) => name));
+    const { run, other } = this.state;
+    const missing = [run, other].filter((name) => name && !known.has(name)).map((name) => `“${name}”`);
+    const shown = known.has(run) ? run : this.runs[0].name;
+    const compared = known.has(other) && other !== shown ? other : "";
+    this.state = { ...this.state, run: shown, other: compared };
+    this.missing = missing.length ? `No telemetry data of ${missing.join(" and ")}; showing “${shown}”.` : "";
+  }
+
+  #load() {
+    const { run, other, statistic } = this.state;
+    const known = (name) => this.panels.find((panel) => panel.name === name);
+    const panels = [run, other]
+      .filter(Boolean)
+      .map((name) => known(name) ?? new Run(this.source, name, () => this.draw()));
+    document.documentElement.dataset.ready = "false";
+    if (panels.some(({ overview }) => !overview)) this.#say({ state: "loading" });
+    this.opening.forget(); // what is shown may have been another one meanwhile
+    this.opening.to([run, other, statistic].join("\n"), null, async () => {
+      await Promise.all(panels.map((panel) => panel.load(statistic)));
+      return panels;
+    });
+  }
+
+  #opened() {
+    const panels = this.opening.answer;
+    if (panels.error) return this.fail(panels.error);
+    const isNew = this.panels[0]?.name !== panels[0].name;
+    this.panels = panels;
+    const { statistics } = panels[0].overview;
+    if (!statistics.some(({ name }) => name === this.state.statistic)) {
+      return this.update({ statistic: statistics[0].name });
+    }
+    if (isNew) this.#openAtStory();
+    this.#ready();
+  }
+
+  /** Zooms to the first NaN where NaN fills most of the picture. */
+  #openAtStory() {
+    const { zoom, layer, step } = this.state;
+    this.openedAt = null;
+    if (zoom || layer !== null || step !== null) return;
+    const [panel] = this.panels;
+    const field = panel.field(this.statistic);
+    const view = openingView(field, panel.firstNonfinite(field), panel.alerts, this.whole());
+    this.openedAt = view && limit(view, this.whole());
+    this.state = { ...this.state, zoom: this.openedAt };
   }
 
   /** Reads new data; the current view stays, also after an error. */
@@ -80,100 +131,73 @@ export class App {
       const { run } = this.state;
       const runs = await this.source.runs();
       if (this.state.run !== run) return; // chosen meanwhile, and perhaps newer than the list
-      const isGone = !runs.some((known) => known.name === run);
-      if (!this.panels.length || isGone) return await this.#open(runs);
+      if (!this.panels.length || !runs.some(({ name }) => name === run)) return this.#open(runs);
       this.runs = runs;
-      const alertCount = this.#alertCount();
+      const count = this.alerts.length;
       await Promise.all(this.panels.map((panel) => panel.refresh(this.state.statistic)));
       await Promise.all(this.panels.map((panel) => panel.load(this.state.statistic))); // chosen since
-      this.live.said = "";
+      this.failure = "";
+      this.#announceAlerts(count);
       this.#ready();
-      this.announcer.newAlerts(alertCount);
-      if (this.state.layer !== null) this.#loadDetail();
     } catch (error) {
-      this.live.said = `could not be read again: ${error.message}`;
+      this.failure = `could not be read again: ${error.message}`;
       this.draw();
     } finally {
       this.refreshing = false;
     }
   }
 
-  /** Applies the colors at once: a printed page is not drawn again. */
-  setTheme(theme) {
-    this.theme = theme;
-    this.#drawNow();
+  /** Reads new data every few seconds, or no longer. */
+  setLive(isLive) {
+    this.isLive = isLive;
+    this.draw();
+    this.refresh();
+    this.#goOn();
+  }
+
+  /** Reads again in a while, if it is to: also while there is no data yet. */
+  #goOn() {
+    clearTimeout(this.timer);
+    const hasData = ({ fields }) => [...fields.values()].some(({ steps }) => steps.length);
+    const isEmpty = this.runs?.length === 0 || (this.panels.length > 0 && !this.panels.some(hasData));
+    if (!this.source.isLive || document.hidden || !(this.isLive || isEmpty)) return;
+    this.timer = setTimeout(async () => {
+      // Another dashboard of TensorBoard's hides the frame, not the document.
+      if (window.innerWidth) await this.refresh();
+      this.#goOn();
+    }, LIVE_EVERY_MS);
+  }
+
+  // --- state
+
+  /** Changes the state: loads what is missing, draws, and writes the link. The only way to change it. */
+  update(patch) {
+    const before = this.state;
+    const isOtherRun = ["run", "other"].some((name) => name in patch && patch[name] !== before[name]);
+    const forgotten = isOtherRun ? { alert: "", onsets: null, of: false, zoom: null } : {};
+    this.#become({ ...before, ...forgotten, ...patch });
+    this.address.write(toLink(this.state), isEntry(before, this.state));
   }
 
   /** Applies the state of a link, as when the browser goes back. */
   follow(link) {
-    const { run, other, statistic } = this.state;
-    this.state = fromLink(link);
-    if (!this.state.table) this.runTable.node.close();
-    if (!this.panels.length) return;
-    this.#checkRuns();
-    const isLoaded =
-      this.state.run === run && this.state.other === other && this.state.statistic === statistic;
-    if (!isLoaded) return this.#load().catch((error) => this.fail(error));
-    if (this.state.layer !== null) this.loadDetailSoon();
-    this.#loadOnsetsOfAlert();
-    this.#openTable();
-    this.draw();
+    const { side, full } = this.state;
+    this.#become({ ...fromLink(link), side, full });
   }
 
-  /** Replaces missing runs by the newest run, with a notice. */
-  #checkRuns() {
-    const { state } = this;
-    const known = new Set(this.runs.map((run) => run.name));
-    const missing = [state.run, state.other].filter((name) => name && !known.has(name));
-    if (!known.has(state.run)) state.run = this.runs[0].name;
-    if (!known.has(state.other) || state.other === state.run) state.other = "";
-    const names = missing.map((name) => `“${name}”`).join(" and ");
-    this.missing.textContent = names && `No telemetry data of ${names}; showing “${state.run}”.`;
-    this.missing.hidden = !names;
+  #become(state) {
+    const before = this.state;
+    this.state = state;
+    if (!this.runs?.length) return;
+    const isOther = ["run", "other", "statistic"].some((name) => before[name] !== state[name]);
+    if (!isOther) return this.draw();
+    if (before.run !== state.run || before.other !== state.other) this.#checkRuns();
+    this.#load();
   }
 
-  async #load() {
-    const { run, other, statistic } = this.state;
-    const names = other ? [run, other] : [run];
-    const kept = new Map(this.panels.map((panel) => [panel.run, panel]));
-    const panels = names.map(
-      (name) => kept.get(name) ?? new Panel(this.source, name, this.actions.ofPanel(name)),
-    );
-    const request = (this.request = Symbol("request"));
-    document.documentElement.dataset.ready = "false";
-    if (panels.some((panel) => !panel.overview)) this.#message(loadingMessage());
-    try {
-      await Promise.all(panels.map((panel) => panel.load(statistic)));
-    } catch (error) {
-      if (request === this.request) throw error;
-      return;
-    }
-    if (request !== this.request) return; // something else has been chosen meanwhile
-    const scrolling = this.source.isLive ? /^Page/ : /^(Page|Arrow|Home|End)/; // a report is long
-    if (!this.panels.length) watchKeys(scrolling, this.actions.ofKeys());
-    this.panels = panels;
-    const { statistics } = panels[0].overview;
-    if (!statistics.some((known) => known.name === statistic)) {
-      return this.change({ statistic: statistics[0].name });
-    }
-    fill(this.stage, ...panels.map((panel) => panel.node));
-    this.stage.classList.toggle("two", panels.length > 1);
-    if (!kept.has(run)) this.#openAtStory();
-    this.#ready();
-    if (this.state.layer !== null) this.#loadDetail();
-    this.#loadOnsetsOfAlert();
-    this.#openTable();
-  }
-
-  /** Opens the table of runs if the link says so. */
-  #openTable() {
-    const { table } = this.state;
-    if (table && !this.runTable.node.open) this.actions.chooseRun(table);
-  }
-
-  #loadOnsetsOfAlert() {
-    const [alert, run] = [this.chosenAlert, this.focusedPanel()?.run];
-    if (alert && !this.side.onsets.isOf(run, alert.step)) this.loadOnsets(run, alert.step);
+  /** The visible part that was asked for; null: everything. */
+  get zoom() {
+    return this.state.zoom === EVERYTHING ? null : this.state.zoom;
   }
 
   /** The kind of values in the cells; a ratio of runs needs two. */
@@ -182,72 +206,38 @@ export class App {
     return mode === "run" && this.panels.length < 2 ? "value" : mode;
   }
 
+  get statistic() {
+    const { statistics } = this.panels[0].overview;
+    return statistics.find(({ name }) => name === this.state.statistic) ?? statistics[0];
+  }
+
+  get alerts() {
+    return this.panels.flatMap((panel) => panel.alerts);
+  }
+
+  /** The run of the last click. */
+  get clicked() {
+    return this.panels[this.state.of ? 1 : 0] ?? this.panels[0];
+  }
+
+  /** The run whose selected layer is shown: that of the last click if it has the layer; null without one. */
+  get detailed() {
+    const { layer } = this.state;
+    return (layer !== null && [this.clicked, ...this.panels].find((panel) => panel.indexOf(layer) >= 0)) || null;
+  }
+
+  get current() {
+    return this.detailed ?? this.clicked;
+  }
+
   /** The alert that was chosen, in the run of the last click. */
   get chosenAlert() {
     const { alert: key } = this.state;
-    return (key && this.focusedPanel()?.alerts.find((alert) => keyOfAlert(alert) === key)) || null;
+    return (key && this.clicked.alerts.find((alert) => keyOfAlert(alert) === key)) || null;
   }
 
-  set chosenAlert(alert) {
-    this.state.alert = alert ? keyOfAlert(alert) : "";
-  }
-
-  /** Zooms to the first NaN where NaN fills most of the picture. */
-  #openAtStory() {
-    const [panel] = this.panels;
-    const { zoom, everything, layer, step } = this.state;
-    if (zoom || everything || layer !== null || step !== null) return;
-    const first = panel.firstNonfinite(this.statistic);
-    const field = panel.field(this.statistic);
-    const view = openingView(field, first, panel.alerts, this.whole());
-    if (view) this.state.zoom = limit(view, this.whole());
-  }
-
-  #ready() {
-    fill(this.messageArea);
-    this.picture.hidden = this.side.node.hidden = false;
-    this.heading.textContent = `Telemetry: ${this.state.run}`;
-    document.title = this.heading.textContent;
-    this.#drawNow();
-    this.live.goOn();
-    document.documentElement.dataset.ready = "true";
-  }
-
-  /** Writes the state into the link; see `writeLink`. */
-  saveLink(isNew = false) {
-    this.address.write(toLink(this.state), isNew);
-  }
-
-  /** Applies changes to the state, loads missing data, draws, and updates the link. */
-  change(changes) {
-    const { foldDepth, ...direct } = changes;
-    if (foldDepth !== undefined) {
-      const grouping = this.panels[0].grouping(this.state.order);
-      const paths = foldDepth ? groupsAtDepth(grouping, foldDepth) : [];
-      Object.assign(direct, { folded: new Set(paths), zoom: null });
-    }
-    if ("run" in direct) Object.assign(direct, { everything: false });
-    const isOtherRun = "run" in direct || "other" in direct;
-    if (isOtherRun) {
-      this.chosenAlert = null;
-      this.state.ofOther = false;
-    }
-    const isNew = ["run", "other", "zoom"].some(
-      (key) => key in direct && JSON.stringify(direct[key]) !== JSON.stringify(this.state[key]),
-    );
-    Object.assign(this.state, direct);
-    this.saveLink(isNew);
-    if (isOtherRun) this.#checkRuns();
-    if (isOtherRun || "statistic" in direct) {
-      this.#load().catch((error) => this.fail(error));
-    } else this.draw();
-  }
-
-  // --- the view
-
-  get statistic() {
-    const { statistics } = this.panels[0].overview;
-    return statistics.find((known) => known.name === this.state.statistic) ?? statistics[0];
+  rows(panel) {
+    return panel.rows(this.state, this.statistic);
   }
 
   whole() {
@@ -257,134 +247,197 @@ export class App {
 
   view() {
     const whole = this.whole();
-    return (this.state.zoom && limit(this.state.zoom, whole)) ?? whole;
+    return (this.zoom && limit(this.zoom, whole)) ?? whole;
   }
 
-  rows(panel) {
-    return panel.rows(this.state, this.statistic);
-  }
+  // --- what the picture of a run reports
 
-  /** Draws soon; many calls in one frame draw once. */
-  draw() {
-    if (!this.panels.length || this.drawing) return;
-    this.drawing = true;
-    requestAnimationFrame(() => this.#drawNow());
-  }
-
-  #drawNow() {
-    this.drawing = false;
-    if (this.picture.hidden || !this.panels.length || !this.stage.clientWidth) return;
-    if (this.panels.some((panel) => !panel.field(this.statistic))) return;
-    const began = performance.now();
-    this.theme ??= readTheme();
-    const view = this.view();
-    const faulty = this.runs.filter((run) => run.alertCount).length;
-    this.sweep.hidden = this.runs.length < 2 || !faulty;
-    this.sweep.textContent = `${faulty} of ${this.runs.length} runs have alerts`;
-    drawToolbar(this.toolbar, this.#toolbarContent(), this);
-    this.live.draw(Math.max(...this.panels.map((panel) => panel.overview.lastStep)));
-    this.shown.settle(view);
-    for (const [panel, shown] of this.shown.panels) panel.draw(shown);
-    drawLegend(this.legend, this.shown.scale(), this.statistic, this.mode, this.theme);
-    for (const panel of this.panels) hoverAgain(panel.heatmap);
-    this.side.draw();
-    moveHairs(this.hoveredStep ?? null);
-    document.documentElement.dataset.drawMs = (performance.now() - began).toFixed(1);
-  }
-
-  #toolbarContent() {
+  eventsOf(panel) {
     return {
-      state: this.state,
-      runs: this.runs,
-      overview: this.panels[0].overview,
-      grouping: this.panels[0].grouping(this.state.order),
-      hasRoles: this.panels[0].grouping("role").groups.size > 0,
-      isZoomed: this.state.zoom !== null,
-      live: this.live.node,
-      alertCount: this.#alertCount(),
+      select: (layer, step) => selectIn(this, panel, layer, step),
+      zoom: (view) => zoomTo(this, view),
+      scale: (factor, x, y) => zoomTo(this, scaleView(this.view(), factor, x, y)),
+      pan: (dx, dy) => zoomTo(this, panView(this.view(), dx, dy, this.whole())),
+      unzoom: () => unzoom(this),
+      fold: (path) => toggleFold(this, path),
     };
   }
 
-  #alertCount() {
-    return this.panels.reduce((sum, panel) => sum + panel.alerts.length, 0);
+  // --- answers that depend on the state
+
+  /** Data of the selected layer; null while it is loaded. */
+  layerData() {
+    const { detailed: panel, panels, source } = this;
+    const { layer } = this.state;
+    const ask = () => readLayer(source, panel, panels, layer);
+    const key = [panel.name, ...panels.map(({ name }) => name), layer].join("\n");
+    return this.layer.to(key, panel.round, ask, DETAIL_DELAY_MS);
   }
 
-  /** The run of the last click. */
-  focusedPanel() {
-    return this.panels[this.state.ofOther ? 1 : 0] ?? this.panels[0];
+  /** The layers that changed first around the chosen alert or step: `run`, `step`, `answer`; null if none is chosen. */
+  onsetsShown() {
+    const step = this.chosenAlert?.step ?? this.state.onsets;
+    if (step === null) return null;
+    const { name, round } = this.current;
+    return { step, answer: this.onsets.to(`${name}\n${step}`, round, () => this.source.onsets(name, step)) };
   }
 
-  /** The run whose details are shown: that of the last click, if it has the layer. */
-  detailPanel() {
-    const has = (panel) => panel.overview.layers.some((layer) => layer.name === this.state.layer);
-    return [this.focusedPanel(), ...this.panels].find(has);
+  // --- drawing
+
+  #ready() {
+    this.message = null;
+    this.drawNow();
+    this.#goOn();
+    document.documentElement.dataset.ready = "true";
   }
 
-  // --- details, tooltip, messages
-
-  loadDetailSoon() {
-    clearTimeout(this.detailTimer);
-    this.detailTimer = setTimeout(() => this.#loadDetail(), DETAIL_DELAY_MS);
-  }
-
-  async #loadDetail() {
-    const panel = this.detailPanel();
-    const layer = panel?.overview.layers.find((known) => known.name === this.state.layer);
-    if (!layer) return;
-    const runs = this.panels.map((known) => known.run);
-    await this.side.detail.load(this.source, panel.run, runs, layer);
-    this.draw();
-  }
-
-  async loadOnsets(run, step) {
-    await this.side.onsets.load(this.source, run, step);
-    this.draw();
-  }
-
-  openSide() {
-    this.isSideOpen = true;
-    this.draw();
-  }
-
-  /** Shows the cell under the pointer in the picture of a run; `x` and `y` in the window. */
-  hover(panel, cell, x, y, group) {
-    this.#moveCrosshair(cell, panel);
-    if (group) return this.tooltip.showGroup(group, this.state.folded.has(group), x, y);
-    if (!cell) return this.tooltip.hide();
-    const row = this.rows(panel)[cell.row];
-    if (row) this.tooltip.showCell(panel, cell, row, this.statistic, x, y);
-  }
-
-  /** The same in anything else that is drawn over steps or rows. */
-  hoverPlot(found, x, y) {
-    this.#moveCrosshair(found && { row: -1, ...found });
-    if (found) this.tooltip.showLines(found, x, y);
-    else this.tooltip.hide();
-  }
-
-  /** Shows a step, and a row by its layer's name, everywhere. */
-  #moveCrosshair(at, origin = null) {
-    this.hoveredStep = at?.step ?? null;
-    moveHairs(this.hoveredStep);
-    const name = at && origin ? origin.overview.layers[at.layer].name : null;
-    for (const [panel, shown] of this.shown.panels) {
-      panel.drawProfile(shown, this.hoveredStep);
-      if (panel === origin) continue;
-      panel.heatmap.hover = at && { step: at.step, row: name === null ? at.row : panel.rowNamed(shown.rows, name) };
-      panel.heatmap.drawOverlay();
-    }
-  }
-
-  #message(node) {
-    this.picture.hidden = this.side.node.hidden = true;
-    fill(this.messageArea, node);
-    this.live.goOn();
-    document.documentElement.dataset.ready =
-      node.dataset.state === "loading" ? "false" : node.dataset.state;
+  /** Shows a message in place of the picture. */
+  #say(message) {
+    this.message = message;
+    this.drawNow();
+    this.#goOn();
+    document.documentElement.dataset.ready = message.state === "loading" ? "false" : message.state;
   }
 
   fail(error) {
-    if (error instanceof NewerFormatError) return this.#message(newerFormatMessage(error.message));
-    this.#message(failureMessage(error.message, () => this.start()));
+    this.#say({ state: error instanceof NewerFormatError ? "newer" : "error", text: error.message });
   }
+
+  /** Applies the colors at once: a printed page is not drawn again. */
+  setTheme(theme) {
+    this.theme = theme;
+    this.drawNow();
+  }
+
+  /** Draws soon; many calls at once draw once. */
+  draw() {
+    if (this.drawing) return;
+    this.drawing = true;
+    queueMicrotask(() => this.drawNow());
+  }
+
+  /** Draws at once, such as what is about to be printed or saved. */
+  drawNow() {
+    this.drawing = false;
+    if (!window.innerWidth) return; // another dashboard is shown
+    this.theme ??= readTheme();
+    this.drawMore?.();
+    // While a statistic loads, the picture of the one before stays.
+    if (!this.message && (!this.panels.length || this.panels.some((panel) => !panel.field(this.statistic)))) return;
+    const began = performance.now();
+    render(html`<${App} page=${this} />`, this.root);
+    document.documentElement.dataset.drawMs = (performance.now() - began).toFixed(1);
+  }
+
+  /** The width of the picture's place. */
+  get width() {
+    return this.root.querySelector(".message-area").clientWidth;
+  }
+
+  enlarge(enlarged) {
+    this.enlarged = enlarged;
+    this.draw();
+  }
+
+  focusPicture() {
+    const place = Math.max(this.panels.indexOf(this.clicked), 0);
+    (this.root.querySelectorAll(".heatmap")[place] ?? this.root.querySelector(".heatmap"))?.focus();
+  }
+
+  /** Moves the focus to the filter of layers, which a narrow window may hide. */
+  searchLayers() {
+    const input = this.root.querySelector(".toolbar input[type=search]");
+    if (!input.checkVisibility()) this.update({ full: true });
+    this.drawNow();
+    input.focus();
+  }
+
+  /** Scrolls to the chosen alert. */
+  scrollToTop() {
+    this.root.querySelector(".side").scrollTop = 0; // of the drawer
+    window.scrollTo({ top: 0 });
+  }
+
+  /** Announces the selected cell with its value, and the alert that led there, to screen readers. */
+  announceSelection(alert = null) {
+    const { statistic, detailed: panel } = this;
+    const { layer, step } = this.state;
+    const parts = alert ? [alertAloud(alert)] : [];
+    if (this.panels.length > 1 && panel) parts.push(`${panel.name}:`);
+    if (panel) {
+      const index = panel.indexOf(layer);
+      const field = panel.field(statistic); // undefined while it loads
+      const at = field?.steps[columnAt(field.steps, step)] ?? step; // the step at which it was measured
+      const value = field ? `: ${formatValue(statistic, valueAt(field, index, step))}` : "";
+      const of = at === step ? "" : ` (of step ${at})`;
+      parts.push(`${titleOf(panel.overview.layers[index])}, step ${step}${value}${of}`);
+    }
+    this.announced = parts.join(" ");
+    this.draw();
+  }
+
+  /** Announces alerts beyond the first `before`. */
+  #announceAlerts(before) {
+    const count = this.alerts.length - before;
+    if (count <= 0) return;
+    const last = this.alerts.reduce((a, b) => (b.step >= a.step ? b : a));
+    this.announced = (count > 1 ? `${count} new alerts, the last: ` : "New alert: ") + alertAloud(last);
+  }
+}
+
+function App({ page }) {
+  const { message, state, enlarged } = page;
+  const title = page.panels.length ? `Telemetry: ${state.run}` : "Telemetry";
+  document.title = title;
+  return html`
+    <header class=${state.full ? "toolbar full" : "toolbar"}>${!message && html`<${Toolbar} page=${page} />`}</header>
+    <div class="body">
+      <main class="center">
+        <h1 class="unseen">${title}</h1>
+        <div class="message-area">${message && html`<${Message} ...${message} retry=${() => page.start()} />`}</div>
+        <p class="missing-run" role="status" hidden=${!page.missing}>${page.missing}</p>
+        ${!message && html`<${Picture} page=${page} /><p class="muted keys">${KEY_HELP}</p>`}
+        <p class="announcer unseen" aria-live="polite">${page.announced}</p>
+      </main>
+      <aside class=${state.side ? "side open" : "side"} aria-label="Details and alerts" hidden=${message}>
+        ${!message && html`<${Side} page=${page} />`}
+      </aside>
+    </div>
+    ${state.table && !message && html`<${RunTable} page=${page} key=${state.table} />`}
+    ${enlarged && html`<${Enlarged} of=${enlarged} onClose=${() => page.enlarge(null)} />`}
+    <${Tooltip} />
+  `;
+}
+
+const EXAMPLE = `from telemetry import HookLogger
+
+with HookLogger(model, "runs/first", every_n_steps=100) as logger:
+    for inputs, targets in batches:
+        loss = loss_function(model(inputs), targets)
+        logger.log(loss=loss)  # alerts about the loss need it
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()`;
+
+function Message({ state, text, retry }) {
+  const [title, content] = {
+    loading: ["Loading…", null],
+    empty: [
+      "No run with telemetry yet",
+      html`<p>Wrap your loop, and its layers appear here:</p>
+        <pre>${EXAMPLE}</pre>
+        <p class="muted">
+          A new run appears after TensorBoard reloads its data. Runs with only scalars are under Time Series.
+        </p>`,
+    ],
+    newer: [
+      "This run was written by a newer version of telemetry",
+      html`<p>${text}</p><pre>pip install --upgrade torch-telemetry</pre>`,
+    ],
+    error: [
+      "The data could not be shown",
+      html`<p class="failure">${text}</p><button onclick=${retry}>Try again</button>`,
+    ],
+  }[state];
+  return html`<div class="message" role="status" data-state=${state}><h1>${title}</h1>${content}</div>`;
 }

@@ -2,9 +2,21 @@
 
 import { formatStep } from "./format.js";
 
+let chosenRatio = null;
+
+/** Calls a function that draws canvases with so many pixels in a CSS pixel, whatever the screen has. */
+export function drawAt(ratio, draw) {
+  chosenRatio = ratio;
+  try {
+    draw();
+  } finally {
+    chosenRatio = null;
+  }
+}
+
 /** Gives a canvas a size in CSS pixels. @returns a context that draws in CSS pixels */
 export function prepare(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
+  const ratio = chosenRatio ?? (window.devicePixelRatio || 1);
   const pixelWidth = Math.round(width * ratio);
   const pixelHeight = Math.round(height * ratio);
   if (canvas.width !== pixelWidth) canvas.width = pixelWidth;

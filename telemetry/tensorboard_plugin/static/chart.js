@@ -1,7 +1,6 @@
-// Curves over steps: the strip above the picture, those below it, and the details of a layer.
+// Curves over steps on a canvas, with their axes.
 
 import { clip, drawStepAxis, line, logTicks, prepare, roundTicks, setText, xOf } from "./canvas.js";
-import { element } from "./dom.js";
 import { columnAt } from "./field.js";
 import { formatNumber, formatStep } from "./format.js";
 
@@ -21,7 +20,7 @@ import { formatNumber, formatStep } from "./format.js";
 const SECOND_AXIS = 50; // room that it takes
 const POINTS_AT_ONCE = 64; // a path that goes up and down takes time like the square of its points
 const FAINT = 0.25;
-const LONG = 48; // characters of a label, whose end says most
+const MARK_GAP = 6; // pixels between marks of NaN: a line would look like values
 // Colors of one pattern also differ in brightness.
 const [SOLID, DASHED, DOTTED, MIXED] = [[], [7, 3], [2, 2], [8, 3, 2, 3]];
 const DASHES = [SOLID, SOLID, SOLID, SOLID, DASHED, DASHED, DASHED, DOTTED, DOTTED, DOTTED];
@@ -55,13 +54,14 @@ export class Slots {
 }
 
 /**
- * Draws curves into a canvas. NaN and infinity show as marks at the upper edge; values without a
- * place on a logarithmic axis, such as zero, as marks at the lower edge.
+ * Draws curves into a canvas. NaN and infinity show in their own colors as separate marks at the upper
+ * edge; values without a place on a logarithmic axis, such as zero, as marks at the lower edge.
  * @param {HTMLCanvasElement} canvas
  * @param {Object} options `curves`, `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
  *   `format` (of values), `range` (of the axis; default: that of the curves and of `fit`),
  *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `axis` (whether to draw
  *   steps below), `second` (curves with a separate scale, dashed), `secondUsual` (values that it has)
+ * @returns {Object} the plot; see `Plot`
  */
 export function drawChart(canvas, options) {
   const { theme, view, width, height, left, right = 10, axis = false } = options;
@@ -84,20 +84,20 @@ export function drawChart(canvas, options) {
   };
   for (const step of options.marks ?? []) drawStep(step, theme.error, 0.5);
   if (options.cursor != null) drawStep(options.cursor, theme.text, 1);
-  for (const curve of second) drawCurve(context, box, view, secondScale, { ...curve, dash: DASHED });
+  for (const curve of second) drawCurve(context, theme, box, view, secondScale, { ...curve, dash: DASHED });
   for (const curve of curves) {
     context.globalAlpha = FAINT;
     if (curve.band) drawBand(context, box, view, scale, curve);
-    if (curve.raw) drawCurve(context, box, view, scale, { ...curve, values: curve.raw, dash: SOLID });
+    if (curve.raw) drawCurve(context, theme, box, view, scale, { ...curve, values: curve.raw, dash: SOLID });
     context.globalAlpha = 1;
   }
-  for (const curve of curves) drawCurve(context, box, view, scale, curve);
+  for (const curve of curves) drawCurve(context, theme, box, view, scale, curve);
   context.restore();
   const read = (step, y) => [
     ...markNearest(curves.map((curve) => readCurve(curve, step, format)), scale, box, y),
     ...second.map((curve) => readCurve(curve, step, formatNumber)),
   ];
-  canvas.plotted = { box, view, read };
+  return { box, view, read };
 }
 
 /** The last value of a curve up to a step (infinity: the end), formatted with its index, and its step. */
@@ -118,22 +118,13 @@ function markNearest(lines, scale, box, y) {
   return lines;
 }
 
-/** Legend: the color and name of each curve. */
-export function legendOf(curves) {
-  const short = (label) => (label.length > LONG ? `…${label.slice(1 - LONG)}` : label);
-  const nameOf = (curve) => element("span", { title: curve.label }, sampleOf(curve), short(curve.label));
-  return element("div", { class: "curve-legend" }, ...curves.map(nameOf));
-}
-
-/** A piece of a curve's line; null without a color. */
-export function sampleOf({ color, dash }) {
-  if (!color) return null;
+/** The CSS background that looks like a piece of a curve's line. */
+export function sampleOf(color, dash = SOLID) {
   let [at, stops] = [0, ""]; // a PDF would lose one with a transparent stop
-  (dash ?? SOLID).forEach((length, i) => {
+  dash.forEach((length, i) => {
     stops += `, ${i % 2 ? "var(--background)" : color} ${at}px ${(at += length)}px`;
   });
-  const background = stops ? `repeating-linear-gradient(90deg${stops})` : color;
-  return element("i", { class: "sample", style: `background: ${background}` });
+  return stops ? `repeating-linear-gradient(90deg${stops})` : color;
 }
 
 function yOf({ low, high, log }, box, value) {
@@ -215,7 +206,7 @@ function drawBand(context, box, view, scale, { steps, band: [low, high], color }
   context.fill();
 }
 
-function drawCurve(context, box, view, scale, curve) {
+function drawCurve(context, theme, box, view, scale, curve) {
   const { steps, values, color, isStepped, width = 1.5, dash = [] } = curve;
   const y = (value) => yOf(scale, box, value);
   context.strokeStyle = context.fillStyle = color;
@@ -240,8 +231,9 @@ function drawCurve(context, box, view, scale, curve) {
         context.moveTo(x, y(values[i]));
       }
     } else if (drawable) context.moveTo(x, y(values[i]));
-    else if (x - lastX > 1) {
+    else if (x - lastX >= MARK_GAP) {
       const isFinite = Number.isFinite(values[i]);
+      context.fillStyle = isFinite ? color : values[i] === Infinity ? theme.infinite : theme.nan;
       context.fillRect(x - 1, isFinite ? box.y + box.height - 2 : box.y - 3, 2, 5);
       lastX = x;
     }
@@ -249,6 +241,7 @@ function drawCurve(context, box, view, scale, curve) {
   }
   context.stroke();
   context.setLineDash([]);
+  context.fillStyle = color;
   if (steps.length === 1 && pen) {
     context.beginPath();
     context.arc(xOf(box, view, steps[0]), y(values[0]), 2.5, 0, 7);

@@ -1,60 +1,54 @@
-// Curves over steps: loss and learning rates above the picture, rows in view below it.
+// Curves over steps: loss and learning rates, time and memory, and some layers below the picture.
 
-import { drawChart, legendOf, readCurve, styleOf } from "./chart.js";
-import { curveAt } from "./field.js";
+import { drawChart, readCurve, styleOf } from "./chart.js";
+import { aligned, curveAt } from "./field.js";
 import { formatNumber } from "./format.js";
 import { rowsByLayer } from "./rows.js";
 import { scaleText, usualOf } from "./scale.js";
 
-export const STRIP_HEIGHT = 72;
+const STRIP_HEIGHT = 72;
 
 /**
- * @param {HTMLCanvasElement} canvas
- * @param {Object[]} scalars curves of a run, each with its `kind` and `tag`
- * @param {number} lastStep of the run
- * @param {Object} shown `view`, `theme`, `width`, `gutter`, `cursor`, `scalars` of all runs
- * @param {number} right room at the right
- * @returns {Element|null} the legend; null without curves
+ * Loss and learning rates of a run, and in a ratio of two runs the loss of the other.
+ * @returns {{loss: Object[], rates: Object[], legend: Object[]}|null} null without any
  */
-export function drawStrip(canvas, scalars, lastStep, shown, right) {
-  const known = scalars.filter(({ kind }) => kind === "loss" || kind === "learning rate");
-  if (!known.length) return null;
-  const { view, theme, width, gutter, cursor } = shown;
-  const curves = known.map((curve, i) => ({
-    ...(curve.kind === "learning rate" ? heldUntil(curve, lastStep) : curve),
+export function stripOf({ panel, theme, mode, losses, cursor }) {
+  const { scalars, overview } = panel;
+  const own = scalars.filter(({ kind }) => kind === "loss" || kind === "learning rate");
+  const others = mode === "run" ? losses.filter((curve) => !own.includes(curve)) : [];
+  const known = [...own, ...others].map((curve, i) => ({
+    ...(curve.kind === "loss" ? curve : heldUntil(curve, overview.lastStep)),
     color: theme.curves[i % theme.curves.length],
-    label: curve.tag,
-    isStepped: curve.kind === "learning rate",
+    label: others.includes(curve) ? `${curve.tag} of the other run` : curve.tag,
+    isStepped: curve.kind !== "loss",
   }));
-  const loss = curves.filter((curve) => curve.kind === "loss");
-  const rates = curves.filter((curve) => curve.kind !== "loss");
-  const fit = loss.length ? shown.scalars.flat().filter((curve) => curve.kind === "loss") : [];
+  if (!known.length) return null;
+  return {
+    loss: known.filter(({ kind }) => kind === "loss"),
+    rates: known.filter(({ kind }) => kind !== "loss"),
+    legend: known.map((curve) => withValue(curve, cursor)),
+  };
+}
+
+export function drawStrip(canvas, { loss, rates }, { view, theme, width, gutter, right, cursor, losses }) {
   const first = loss.length ? loss : rates;
-  drawChart(canvas, {
-    view,
-    theme,
-    width,
+  const fit = loss.length ? losses : [];
+  return drawChart(canvas, {
+    view, theme, width, right, cursor, fit,
     height: STRIP_HEIGHT,
     left: gutter,
-    right,
-    cursor,
     curves: first,
-    fit,
     log: isLog([...first, ...fit]),
     second: loss.length ? rates : [],
   });
-  return legendOf(curves.map((curve) => withValue(curve, cursor)));
 }
 
 /** A curve that is written where it changes, up to the last step. */
 function heldUntil(curve, lastStep) {
   const { length } = curve.steps;
   if (!length || curve.steps[length - 1] >= lastStep) return curve;
-  return {
-    ...curve,
-    steps: [...curve.steps, lastStep],
-    values: [...curve.values, curve.values[length - 1]],
-  };
+  const values = [...curve.values, curve.values[length - 1]];
+  return { ...curve, steps: [...curve.steps, lastStep], values };
 }
 
 /** A curve whose label has its value at a step, or its last value. */
@@ -76,50 +70,106 @@ export function isLog(curves) {
   return high > 50 * low;
 }
 
+// --- costs: the share of each phase in the time of a step, stacked, and memory
+
+const COSTS_HEIGHT = 58;
+const GIB = 2 ** 30;
+const percent = (share) => `${Math.round(100 * share)} %`;
+
+/** @returns {{shares: Object[], memory: Object[], legend: Object[], title: string, line: string}|null} null without times */
+export function costsOf({ panel: { scalars }, theme, cursor }) {
+  const phases = scalars.filter(({ kind }) => kind === "time");
+  if (!phases.length) return null;
+  const used = scalars.filter(({ kind }) => kind === "memory");
+  const named = [...phases, ...used].map((curve, i) => ({ ...curve, ...styleOf(theme, i), label: nameOf(curve) }));
+  const shares = stack(named.slice(0, phases.length));
+  const memory = named.slice(phases.length).map((curve) => ({ ...curve, values: curve.values.map((bytes) => bytes / GIB) }));
+  const now = readCosts({ shares, memory }, cursor ?? Infinity);
+  const legend = now.map((curve) => ({ ...curve, label: `${curve.label} ${curve.text}` }));
+  const title = memory.length ? "Time, memory (GiB)" : "Time";
+  return { shares, memory, legend, title, line: `${title}: ${legend.map(({ label }) => label).join(" · ")}` };
+}
+
+function readCosts({ shares, memory }, step) {
+  const time = (curve) => (_, i) => `${formatNumber(1000 * curve.seconds[i])} ms (${percent(curve.shares[i])})`;
+  return [
+    ...shares.map((curve) => readCurve(curve, step, time(curve))),
+    ...memory.map((curve) => readCurve(curve, step, (value) => `${formatNumber(value)} GiB`)),
+  ];
+}
+
+export function drawCosts(canvas, costs, { view, theme, width, gutter, right, cursor }) {
+  const plot = drawChart(canvas, {
+    view, theme, width, right, cursor,
+    height: COSTS_HEIGHT,
+    left: gutter,
+    curves: costs.shares,
+    range: [0, 1],
+    format: percent,
+    second: costs.memory,
+    secondUsual: [0],
+  });
+  return { ...plot, read: (step) => readCosts(costs, step) };
+}
+
+/** Curves of which each begins where the one below it ends, at the steps that all have. */
+function stack(phases) {
+  const { steps, at } = aligned(phases);
+  const total = at.map((seconds) => seconds.reduce((sum, spent) => sum + spent, 0));
+  let low = steps.map(() => 0);
+  return phases.map((phase, number) => {
+    const seconds = at.map((of) => of[number]);
+    const shares = seconds.map((spent, i) => (total[i] > 0 ? spent / total[i] : 0));
+    const values = low.map((share, i) => share + shares[i]);
+    const band = [low, values];
+    low = values;
+    return { ...phase, steps, values, band, seconds, shares, dash: [] };
+  });
+}
+
+/** `time/data_wait_s` as "data wait". */
+function nameOf({ tag }) {
+  return tag.replace(/^.*\/|_(s|bytes)$/g, "").replaceAll("_", " ");
+}
+
+// --- layers
+
 const MOST = 12;
 const SEVERITIES = ["error", "warning", "note"];
 const LEAST_HEIGHT = 150;
 const MOST_HEIGHT = 420;
 
-/**
- * @param {HTMLCanvasElement} canvas
- * @param {Object} shown contents of the panel; of two runs also `compared`, those of the other panel
- * @param {number} right room at the right
- * @returns {Element} the legend
- */
-export function drawLayerCurves(canvas, shown, right) {
-  const { view, theme, width, gutter, spare, scale } = shown;
-  const curves = layerCurves(shown);
-  drawChart(canvas, {
-    curves,
-    view,
-    theme,
-    width,
-    height: Math.min(Math.max(spare - 40, LEAST_HEIGHT), MOST_HEIGHT),
-    left: gutter,
-    right,
-    fit: shown.compared ? layerCurves(shown.compared) : [],
-    ...axisOf(shown.statistic, scale),
-    cursor: shown.cursor,
-    axis: true,
-  });
-  return legendOf(curves);
-}
-
-function layerCurves(shown) {
-  const { rows, view, theme, selection } = shown;
-  const chosen = rows.findIndex((row) => selection && row.layers.includes(selection.layer));
+/** Curves of the rows in view that have alerts, the gravest first, and on top that of the selected layer. */
+export function curvesOfLayers({ rows, view, theme, selection, alerts, field, rowValues }) {
+  const rowOf = rowsByLayer(rows);
   const [first, end] = [Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length)];
-  const places = placesOf(first, end, faultyRows(shown, first, end), chosen);
-  const indices = shown.slots.assign(places.map((place) => rows[place].label));
+  const chosen = rowOf.get(selection?.layer) ?? -1;
+  const ordered = SEVERITIES.flatMap((severity) => alerts.filter((alert) => alert.severity === severity));
+  const faulty = new Set(ordered.map(({ layer }) => rowOf.get(layer)));
+  const places = [...faulty].filter((row) => row >= first && row < end && row !== chosen).slice(0, MOST);
+  places.sort((a, b) => a - b);
+  if (chosen >= 0) places.push(chosen);
   return places.map((place, i) => ({
-    ...curveAt(shown.field.steps, shown.rowValues, rows.length, place),
-    ...styleOf(theme, indices[i]),
+    ...curveAt(field.steps, rowValues, rows.length, place),
+    ...styleOf(theme, i),
     width: place === chosen ? 3 : 1, // thicker ones take ten times as long
     label: rows[place].label,
-    isChosen: place === chosen,
     layer: rows[place].layers[0],
   }));
+}
+
+/** @param {string|null} hovered label of a curve that is thick */
+export function drawLayerCurves(canvas, shown, hovered) {
+  const { curves, view, theme, width, gutter, right, spare, scale, statistic, cursor, compared } = shown;
+  return drawChart(canvas, {
+    view, theme, width, right, cursor,
+    height: Math.min(Math.max(spare - 40, LEAST_HEIGHT), MOST_HEIGHT),
+    left: gutter,
+    curves: curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve)),
+    fit: compared?.curves ?? [],
+    ...axisOf(statistic, scale),
+    axis: true,
+  });
 }
 
 /** How a chart's axis shows the values that a scale shows in colors. */
@@ -130,24 +180,4 @@ export function axisOf(statistic, scale) {
     format: (value) => scaleText(scale, value),
     usual: usualOf(statistic, scale),
   };
-}
-
-/** Rows in view with an alert, the gravest first. */
-function faultyRows({ rows, alerts }, first, end) {
-  const rowOf = rowsByLayer(rows);
-  const ordered = SEVERITIES.flatMap((severity) => alerts.filter((a) => a.severity === severity));
-  const found = new Set(ordered.map((alert) => rowOf.get(alert.layer)));
-  return [...found].filter((row) => row >= first && row < end);
-}
-
-/** At most so many rows: those with alerts, others evenly spread; the chosen one is last, on top. */
-function placesOf(first, end, faulty, chosen) {
-  const wanted = faulty.slice(0, MOST);
-  const count = end - first > MOST ? MOST - wanted.length : end - first;
-  const others = Array.from({ length: count }, (_, i) =>
-    count < 2 ? first : first + Math.round((i * (end - first - 1)) / (count - 1)),
-  );
-  const places = [...new Set([...wanted, ...others])].sort((a, b) => a - b);
-  if (chosen < 0) return places;
-  return [...places.filter((place) => place !== chosen), chosen];
 }

@@ -27,3 +27,7 @@ export function formatStep(step) {
 function shorten(text) {
   return text.replace(/(\.\d*?)0+(?=e|$)/, "$1").replace(/\.(?=e|$)/, "");
 }
+
+export function capital(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}

@@ -1,12 +1,11 @@
 // The picture: layers × steps on a canvas, with brackets for groups, alert marks and a cursor.
 
 import { clip, drawStepAxis, fitText, line, prepare, setText, xOf } from "./canvas.js";
-import { element } from "./dom.js";
 import { encode, palette } from "./scale.js";
 import { columnAt, endOf, rowOf } from "./field.js";
 import { paint } from "./heatmap_pixels.js";
 import { bracketsOf, rowsByLayer } from "./rows.js";
-import { watchPointer } from "./input.js";
+import { memo } from "./state.js";
 
 export const AXIS_HEIGHT = 24;
 export const TOP = 18;
@@ -25,24 +24,18 @@ export const RIGHT = 10;
 
 export class Heatmap {
   /**
+   * @param {HTMLElement} node holds two canvases: for the cells, and for what lies above them
    * @param {Object} on `select(layer, step)`, `hover(cell | null)`, `zoom(view)`, `pan(dx, dy)`,
    *   `unzoom()`, `fold(path)`
    */
-  constructor(on) {
-    this.on = on;
-    this.cells = element("canvas", { class: "cells" });
-    this.overlay = element("canvas", { class: "overlay" });
-    this.node = element(
-      "div",
-      { class: "heatmap", tabindex: "0", role: "application", "aria-label": "Layers over steps" },
-      this.cells,
-      this.overlay,
-    );
+  constructor(node, on) {
+    Object.assign(this, { node, on });
+    [this.cells, this.overlay] = node.children;
     this.content = null;
     this.hover = null;
     this.drag = null;
-    this.painted = null;
-    watchPointer(this);
+    this.encode = memo(encode);
+    this.paint = memo(paintedCells); // most of a redraw, and a new selection changes none of it
   }
 
   /**
@@ -50,13 +43,8 @@ export class Heatmap {
    *   `view`, `selection`, `theme`, `width`, `height`, `gutter`
    */
   draw(content) {
-    const previous = this.content;
     this.content = content;
-    const { rowValues, scale, theme, width, height } = content;
-    if (!previous || previous.rowValues !== rowValues || previous.scale !== scale) {
-      this.codes = encode(scale, rowValues);
-    }
-    this.colors = palette(scale.diverging, theme.missing);
+    const { theme, width, height } = content;
     this.rowOf = rowsByLayer(content.rows);
     this.box = {
       x: content.gutter,
@@ -140,20 +128,14 @@ export class Heatmap {
   }
 
   #drawCells(context) {
-    const { field, rows, view, scale, theme } = this.content;
+    const { field, rows, rowValues, view, scale, theme } = this.content;
     const ratio = this.cells.width / this.content.width;
-    const [width, height] = [this.box.width, this.box.height].map((s) => Math.round(s * ratio));
+    const [x, y, width, height] = Object.values(this.box).map((s) => Math.round(s * ratio));
     if (width < 1 || height < 1) return;
-    // Painting takes most of a redraw, and a new selection changes none of this.
-    const of = [context.constructor, this.codes, theme, field, rows, width, height];
-    of.push(view.step0, view.step1, view.row0, view.row1);
-    if (!this.painted || of.some((part, i) => part !== this.painted.of[i])) {
-      const image = context.createImageData(width, height);
-      paint(image, field.steps, this.codes, this.colors, rows.length, view, scale.diverging);
-      this.painted = { of, image };
-    }
-    const [x, y] = [this.box.x, this.box.y].map((s) => Math.round(s * ratio));
-    context.putImageData(this.painted.image, x, y);
+    const codes = this.encode(scale, rowValues);
+    const { step0, step1, row0, row1 } = view;
+    const of = [field.steps, rows.length, scale.diverging, theme.missing];
+    context.putImageData(this.paint(width, height, codes, ...of, step0, step1, row0, row1), x, y);
   }
 
   #bracketAreaWidth() {
@@ -301,4 +283,10 @@ function drawAlertMark(context, theme, alert, x, y) {
   context.lineWidth = 1.5;
   context.strokeStyle = "#ffffff";
   context.stroke();
+}
+
+function paintedCells(width, height, codes, steps, rowCount, diverging, missing, step0, step1, row0, row1) {
+  const image = new ImageData(width, height);
+  paint(image, steps, codes, palette(diverging, missing), rowCount, { step0, step1, row0, row1 }, diverging);
+  return image;
 }

@@ -1,7 +1,6 @@
 // Where TensorBoard starts the page, in a separate frame.
 
-import { App } from "./app.js";
-import { element } from "./dom.js";
+import { Page } from "./app.js";
 import { followTheme, onNavigation, onReload, readLink, showTab, writeLink } from "./host.js";
 import { ServerSource } from "./source.js";
 
@@ -9,22 +8,24 @@ import { ServerSource } from "./source.js";
 export async function render() {
   document.documentElement.lang = "en";
   await loadStyle();
-  const root = element("div", { id: "telemetry" });
+  const root = document.createElement("div");
+  root.id = "telemetry";
   document.body.append(root);
-  const app = new App(root, new ServerSource(), { read: readLink, write: writeLink });
-  followTheme((theme) => app.setTheme(theme));
-  onReload(() => app.refresh());
-  onNavigation((link) => app.follow(link));
+  const page = new Page(root, new ServerSource(), { read: readLink, write: writeLink });
+  followTheme((theme) => page.setTheme(theme));
+  onReload(() => page.refresh());
+  onNavigation((link) => page.follow(link));
   showTab();
   window.focus(); // else keys go to TensorBoard's tab
-  await app.start();
+  await page.start();
 }
 
 function loadStyle() {
-  const href = new URL("./style.css", import.meta.url).href;
+  const link = document.createElement("link");
+  link.rel = "stylesheet";
+  link.href = new URL("./style.css", import.meta.url).href;
   return new Promise((resolve) => {
-    document.head.append(
-      element("link", { rel: "stylesheet", href, onload: resolve, onerror: resolve }),
-    );
+    link.onload = link.onerror = resolve;
+    document.head.append(link);
   });
 }

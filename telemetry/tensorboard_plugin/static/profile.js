@@ -9,7 +9,6 @@ import { placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
 const USUAL = [0.05, 0.95]; // quantiles over time that make a row's range
 const SAMPLES = 200; // columns that the range is computed from
 const MARGIN = 8;
-const known = new WeakMap();
 
 /** How much of a width the profile takes; 0 where there is no room. */
 export function profileWidth(width) {
@@ -18,10 +17,11 @@ export function profileWidth(width) {
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} shown `field`, `rowValues`, `scale`, `rows`, `view`, `theme`, `height`; of two
+ * @param {Object} shown `field`, `rowValues`, `ranges`, `scale`, `rows`, `view`, `theme`, `height`; of two
  *   runs `compared`, whose line is dashed
  * @param {number} width
  * @param {number} step
+ * @returns {Object|null} the plot; see `Plot`
  */
 export function drawProfile(canvas, shown, width, step) {
   const { field, rowValues, scale, rows, view, theme, height } = shown;
@@ -29,8 +29,8 @@ export function drawProfile(canvas, shown, width, step) {
   const box = { x: MARGIN, y: TOP, width: width - 2 * MARGIN, height: height - TOP - AXIS_HEIGHT };
   const column = Math.max(columnAt(field.steps, step), 0);
   drawAxis(context, theme, box, scale, field.steps.length ? field.steps[column] : null);
-  if (!field.steps.length) return;
-  const { low, high } = rangesOf(field.steps.length, rowValues, rows.length);
+  if (!field.steps.length) return null;
+  const { low, high } = shown.ranges;
   const y = (row) => box.y + ((row - view.row0) / (view.row1 - view.row0)) * box.height;
   const x = (value) => box.x + placeOf(scale, value) * box.width;
   const rowHeight = box.height / (view.row1 - view.row0);
@@ -71,7 +71,7 @@ export function drawProfile(canvas, shown, width, step) {
     ];
     return { step: field.steps[column], row, layer: rows[row].layers[0], title: rows[row].label, lines };
   };
-  canvas.plotted = { box, read };
+  return { box, read };
 }
 
 /** What another run has at a step, by the rows' names. */
@@ -127,8 +127,7 @@ function drawAxis(context, theme, box, scale, step) {
 }
 
 /** Each row's range over time, without its rarest values; NaN where nothing was measured. */
-function rangesOf(columns, values, rowCount) {
-  if (known.has(values)) return known.get(values);
+export function rangesOf(columns, values, rowCount) {
   const stride = Math.max(1, Math.ceil(columns / SAMPLES));
   const buffer = new Float32Array(Math.ceil(columns / stride));
   const [low, high] = [new Float32Array(rowCount), new Float32Array(rowCount)];
@@ -142,6 +141,5 @@ function rangesOf(columns, values, rowCount) {
     const at = (share) => (count ? sorted[Math.round(share * (count - 1))] : NaN);
     [low[row], high[row]] = USUAL.map(at);
   }
-  known.set(values, { low, high });
-  return known.get(values);
+  return { low, high };
 }

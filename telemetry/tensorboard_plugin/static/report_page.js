@@ -1,8 +1,9 @@
 // Starts the page in a report, and serves the data inside of its file.
 
-import { App } from "./app.js";
-import { followTheme, onNavigation, readLink, writeLink } from "./host.js";
+import { Page } from "./app.js";
 import { curveAt, rowOf } from "./field.js";
+import { followTheme, onNavigation, readLink, writeLink } from "./host.js";
+import { html, render as renderInto } from "./preact.js";
 import { RunCurves } from "./run_curves.js";
 import { unpack, unpackField, unpackHistograms, unpackScalars } from "./source.js";
 
@@ -12,20 +13,21 @@ export async function render() {
   const [run, other] = data.table.map(({ name }) => name);
   const first = data.table.length === 2 ? { run, other, mode: "run" } : { run };
   const read = () => ({ ...first, ...readLink() });
-  const app = new App(root, new EmbeddedSource(data), { read, write: writeLink });
-  onNavigation((link) => app.follow(link));
-  const losses = new RunCurves(app.source, () => app.state, () => app.saveLink());
-  document.getElementById("losses")?.append(losses.node);
-  losses.node.open = true;
-  losses.show(data.table, { layer: null });
-  followTheme((theme) => {
-    app.setTheme(theme);
-    losses.setTheme(theme);
-  });
-  await app.start();
+  const page = new Page(root, new EmbeddedSource(data), { read, write: writeLink });
+  const losses = document.getElementById("losses");
+  let isOpen = true;
+  const onToggle = (isNow) => {
+    isOpen = isNow;
+    page.draw();
+  };
+  page.drawMore = () =>
+    losses && renderInto(html`<${RunCurves} ...${{ page, isOpen, onToggle }} runs=${data.table} isOfLoss />`, losses);
+  onNavigation((link) => page.follow(link));
+  followTheme((theme) => page.setTheme(theme));
+  await page.start();
 }
 
-export class EmbeddedSource {
+class EmbeddedSource {
   /** @param {Object} data written by `telemetry.tensorboard_plugin.report`; binary parts as base64 of gzip */
   constructor(data) {
     this.data = data;

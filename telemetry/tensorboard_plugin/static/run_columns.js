@@ -1,8 +1,8 @@
 // The columns of the run table: values of each run, filters, and rank correlations.
 
-import { kindTitle } from "./alert_list.js";
-import { element } from "./dom.js";
+import { kindTitle } from "./alerts.js";
 import { formatNumber, formatStep } from "./format.js";
+import { html } from "./preact.js";
 
 const MOST_METRICS = 4; // shown without being asked for
 const FEWEST = 3; // runs that have a rank correlation
@@ -13,7 +13,7 @@ const TOLERANCE = 1e-6; // of two numbers that read the same
  * @typedef {Object} Column
  * @property {string} title
  * @property {(run: Object) => string|number|undefined} key value to sort and filter by
- * @property {(run: Object) => string|Node} show
+ * @property {(run: Object) => any} show what a cell contains
  * @property {string} [group] `hparam` or `metric`
  * @property {boolean} [isNumber]
  * @property {boolean} isShown unless the user chooses otherwise
@@ -145,13 +145,13 @@ function statusOf({ status, written }) {
     ended: "the logger was closed",
     died: `no new data, or ended in an exception; last data ${ago(written)}`,
   }[status];
-  return element("span", { class: `status ${status}`, title }, status);
+  return html`<span class="status ${status}" title=${title}>${status}</span>`;
 }
 
 function alertOf(alert) {
   const { severity } = alert;
   const title = alert.resolved ? `${severity}, resolved` : severity;
-  return element("span", { class: `first-alert ${alert.resolved ? "note" : severity}`, title }, alertText(alert));
+  return html`<span class="first-alert ${alert.resolved ? "note" : severity}" title=${title}>${alertText(alert)}</span>`;
 }
 
 function alertText({ kind, step, module_name: layer, resolved }) {

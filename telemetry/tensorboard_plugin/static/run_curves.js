@@ -1,114 +1,101 @@
-// One statistic of a layer, or the loss, in many runs: below the table of runs.
+// One statistic of a layer, or the loss, in many runs: below the table of runs, and in a report.
 
-import { drawChart, legendOf, Slots, styleOf } from "./chart.js";
-import { withHair } from "./crosshair.js";
+import { drawChart, Slots, styleOf } from "./chart.js";
 import { isLog } from "./curves.js";
-import { element, fill } from "./dom.js";
 import { aligned } from "./field.js";
+import { CurveLegend, DropDown, Followed, Plot } from "./parts.js";
+import { html, useRef } from "./preact.js";
+import { Latest } from "./state.js";
 
 const MOST = 20; // runs with distinguishable curves
 const HEIGHT = 190;
 const DELAY_MS = 200;
+const PADDING = 36;
 const SEED = /seed/i;
 
-export class RunCurves {
-  /** See `RunTable`. */
-  constructor(source, state, save) {
-    this.source = source;
-    this.state = state;
-    this.summary = element("summary", {});
-    this.content = element("div", {});
-    const oninput = () => {
-      state().smoothing = Number(this.smoothing.value);
-      save();
-      this.#draw();
-    };
-    const onchange = () => {
-      state().bySeed = this.bySeed.checked;
-      save();
-      this.#draw();
-    };
-    this.smoothing = element("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, oninput });
-    this.bySeed = element("input", { type: "checkbox", onchange });
-    this.seeds = element("label", {}, this.bySeed, "Group by seed (mean, and range as a band)");
-    const controls = element("p", { class: "controls" }, element("label", {}, "Smoothing", this.smoothing), this.seeds);
-    this.node = element("details", { class: "below-runs run-curves" }, this.summary, controls, this.content);
-    this.node.addEventListener("toggle", () => this.#loadSoon());
-    this.slots = new Slots();
-    this.known = new Map();
-    this.wanted = [];
-  }
+/** The name of the run under the pointer, in the table of runs or in these curves. */
+export const hoveredRun = new Followed();
 
-  /**
-   * @param {Object[]} runs rows of the table
-   * @param {Object} about `layer` or null, `statistic`, `theme`
-   */
-  show(runs, about) {
-    const { layer, statistic } = about;
-    this.about = about;
-    this.smoothing.value = this.state().smoothing;
-    this.bySeed.checked = this.state().bySeed;
-    this.wanted = runs.slice(0, MOST);
-    this.seeds.hidden = !runs.some(({ hparams }) => Object.keys(hparams ?? {}).some((name) => SEED.test(name)));
-    const what = layer === null ? "Loss" : `${statistic.title} of ${layer || "the model"}`;
-    const first = runs.length > MOST ? `the first ${MOST} of ` : "";
-    this.summary.textContent = `${what} of ${first}${runs.length} run${runs.length === 1 ? "" : "s"}`;
-    this.#loadSoon();
-  }
+/** @param {Object} props `runs`: rows of the table of runs; `isOpen`; `onToggle(isOpen)`; `isOfLoss`: of nothing else */
+export function RunCurves({ page, runs, isOpen, onToggle, isOfLoss = false }) {
+  const { theme, source } = page;
+  const { layer, smoothing, seeds, curves: subject } = page.state;
+  const [latest, known, slots] = [useRef(null), useRef(new Map()), useRef(new Slots())];
+  latest.current ??= new Latest(() => page.draw());
+  const hasChoice = !isOfLoss && layer !== null;
+  const layerTitle = hasChoice ? `${page.statistic.title} of ${layer || "the model"}` : "";
+  const isOfLayer = hasChoice && subject !== "loss";
+  const of = isOfLayer ? [layer, page.statistic.name] : [null];
+  const names = runs.map(({ name }) => name);
+  const read = () => readCurves((run) => curveOf(source, known.current, run, ...of), names);
+  const found = isOpen ? latest.current.to([...of, ...names].join("\n"), null, read, DELAY_MS) : null;
+  const hasSeeds = runs.some(({ hparams }) => Object.keys(hparams ?? {}).some((name) => SEED.test(name)));
+  const own = (found ?? []).map((curve) => ({ ...curve, run: runs[names.indexOf(curve.name)], label: curve.name }));
+  const lines = seeds && hasSeeds ? groupsOf(own) : own;
+  const indices = slots.current.assign(lines.map(({ label }) => label));
+  const curves = lines.map((curve, i) => smoothed({ ...curve, ...styleOf(theme, indices[i]) }, smoothing ?? 0));
+  const count = found && found.length < names.length ? `${found.length} of ${names.length}` : names.length;
+  const title = `${isOfLayer ? layerTitle : "Loss"} of ${count} run${names.length === 1 ? "" : "s"}`;
+  return html`<details class="below-runs run-curves" open=${isOpen} ontoggle=${({ target }) => onToggle(target.open)}>
+    <summary>${title}</summary>
+    <p class="controls">
+      ${hasChoice && html`<${DropDown} label="Curves of" value=${isOfLayer ? "layer" : "loss"}
+        options=${[["layer", layerTitle], ["loss", "the loss"]]} onChoose=${(chosen) => page.update({ curves: chosen })} />`}
+      <label>Smoothing<input type="range" min="0" max="0.99" step="0.01" value=${smoothing ?? 0}
+        oninput=${({ target }) => page.update({ smoothing: Number(target.value) || null })} /></label>
+      ${hasSeeds && html`<label><input type="checkbox" checked=${seeds}
+        onchange=${({ target }) => page.update({ seeds: target.checked })} />Group by seed (mean, and range as a band)</label>`}
+    </p>
+    ${found && html`<${Chart} ...${{ curves, theme, title }} />`}
+    ${found && (curves.length ? html`<${CurveLegend} curves=${curves} />` : "Not measured in these runs.")}
+  </details>`;
+}
 
-  /** Draws at once: a printed page is not drawn again. */
-  setTheme(theme) {
-    this.about.theme = theme;
-    this.#draw();
-  }
-
-  #loadSoon() {
-    clearTimeout(this.timer);
-    if (this.node.open) this.timer = setTimeout(() => this.#load(), DELAY_MS);
-  }
-
-  async #load() {
-    const { wanted, about } = this;
-    const found = await Promise.all(wanted.map(({ name }) => this.#curve(name, about)));
-    if (wanted !== this.wanted) return;
-    this.found = wanted.map((run, i) => ({ run, ...found[i] })).filter(({ steps }) => steps?.length);
-    this.#draw();
-  }
-
-  #draw() {
-    if (!this.found) return;
-    const { theme } = this.about;
-    const { smoothing, bySeed } = this.state();
-    const grouped = bySeed && !this.seeds.hidden;
-    const lines = grouped ? groupsOf(this.found) : this.found.map((curve) => ({ ...curve, label: curve.run.name }));
-    const indices = this.slots.assign(lines.map(({ label }) => label));
-    const curves = lines.map((curve, i) => smoothed({ ...curve, ...styleOf(theme, indices[i]) }, smoothing));
-    const canvas = element("canvas", { role: "img", "aria-label": this.summary.textContent });
-    fill(this.content, withHair(canvas), curves.length ? legendOf(curves) : "Not measured in these runs.");
+function Chart({ curves, theme, title }) {
+  const hovered = hoveredRun.use();
+  const draw = (canvas) => {
     const end = Math.max(1, ...curves.map(({ steps }) => steps[steps.length - 1] + 1));
-    const width = Math.max(this.content.clientWidth - 4, 240);
-    const view = { step0: 0, step1: end };
-    drawChart(canvas, { curves, view, theme, width, height: HEIGHT, left: 58, log: isLog(curves), axis: true });
-    canvas.plotted.click = () => {};
-  }
+    const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
+    return drawChart(canvas, {
+      curves: thick,
+      theme,
+      view: { step0: 0, step1: end },
+      width: Math.max(canvas.closest(".below-runs").clientWidth - PADDING, 240),
+      height: HEIGHT,
+      left: 58,
+      log: isLog(curves),
+      axis: true,
+    });
+  };
+  const at = (found) => {
+    hoveredRun.set(found?.lines.find(({ isNearest }) => isNearest)?.label ?? null);
+    return found;
+  };
+  return html`<${Plot} draw=${draw} at=${at} aria-label=${title} />`;
+}
 
-  /** The curve of a run; null without the layer, or if it cannot be read. */
-  #curve(run, { layer, statistic }) {
-    const key = JSON.stringify([run, layer, layer === null || statistic.name]);
-    const read = async () => {
-      if (layer === null) return (await this.source.scalars(run)).find(({ kind }) => kind === "loss");
-      const { layers } = await this.source.overview(run);
-      if (!layers.some(({ name }) => name === layer)) return null;
-      return (await this.source.layer(run, layer)).statistics.get(statistic.name);
-    };
-    if (!this.known.has(key)) this.known.set(key, read().catch(() => null));
-    return this.known.get(key);
-  }
+/** The curve of a run: the loss, or one of a layer; null without it, or if it cannot be read. */
+function curveOf(source, known, run, layer, statistic) {
+  const key = JSON.stringify([run, layer, statistic]);
+  const read = async () => {
+    if (layer === null) return (await source.scalars(run)).find(({ kind }) => kind === "loss");
+    const { layers } = await source.overview(run);
+    if (!layers.some(({ name }) => name === layer)) return null;
+    return (await source.layer(run, layer)).statistics.get(statistic);
+  };
+  if (!known.has(key)) known.set(key, read().catch(() => null));
+  return known.get(key);
+}
 
-  forget() {
-    this.known.clear();
-    this.found = null;
+/** The curves of the first runs that have one, of all the runs if there are not more. */
+async function readCurves(read, names) {
+  const found = [];
+  for (let at = 0; at < names.length && found.length < MOST; at += MOST) {
+    const some = names.slice(at, at + MOST);
+    const curves = await Promise.all(some.map(read));
+    found.push(...curves.map((curve, i) => ({ ...curve, name: some[i] })).filter(({ steps }) => steps?.length));
   }
+  return found.slice(0, MOST);
 }
 
 /** Runs that differ in nothing but the seed, each group with its mean and range at every common step. */

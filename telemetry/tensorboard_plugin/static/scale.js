@@ -1,8 +1,7 @@
-// Color scales: from values to colors, and the legend.
+// Color scales: from values to colors.
 
 import { INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR } from "./colors.js";
 import { formatNumber } from "./format.js";
-import { element, fill } from "./dom.js";
 import { logTicks, prepare, setText } from "./canvas.js";
 
 /** Codes of a cell, in the order in which they win where several cells share a pixel. */
@@ -212,30 +211,10 @@ export function usualOf({ usual, unit }, { diverging, low, high }) {
 
 const WIDTH = 320;
 const BAR = 7; // where the colors begin
-export const SCALE_HEIGHT = 36;
-
-/** @param {HTMLElement} node */
-export function drawLegend(node, scale, statistic, mode, theme) {
-  const canvas = element("canvas", { role: "img", "aria-label": "color scale" });
-  drawScale(canvas, scale, theme, usualOf(statistic, scale));
-  fill(
-    node,
-    element(
-      "p",
-      { class: "legend-title", title: statistic.description },
-      element("b", {}, legendTitle(statistic, mode)),
-      element("span", { class: "muted" }, statistic.description),
-    ),
-    canvas,
-    scale.log ? swatch([ZERO_COLOR], "0") : null,
-    swatch(INFINITE_COLORS, "infinite"),
-    swatch(NAN_COLORS, "NaN"),
-    swatch([theme.missing], "not measured"),
-  );
-}
+const SCALE_HEIGHT = 36;
 
 /** The color scale with its ticks, and triangles at usual values. */
-export function drawScale(canvas, scale, theme, usual = []) {
+export function drawScale(canvas, scale, theme, usual) {
   const context = prepare(canvas, WIDTH + 40, SCALE_HEIGHT);
   for (let x = 0; x < WIDTH; x++) {
     context.fillStyle = cssColor(scale.diverging, x / (WIDTH - 1));
@@ -264,12 +243,4 @@ export function legendTitle(statistic, mode) {
     run: ", ratio to the other run",
   };
   return statistic.title + (relation[mode] ?? "");
-}
-
-function swatch(colors, text) {
-  const background =
-    colors.length > 1
-      ? `repeating-linear-gradient(45deg, ${colors[0]} 0 5px, ${colors[1]} 5px 7px)`
-      : colors[0];
-  return element("span", { class: "swatch" }, element("i", { style: `background:${background}` }), text);
 }

@@ -14,23 +14,17 @@ export class ServerSource {
   }
 
   /** Names and last steps of all runs, the newest first. */
-  async runs() {
-    return (await this.#get("runs", {})).json();
-  }
+  runs = () => this.#json("runs", {});
 
   /** The same with status, loss, metrics, first alert and hyperparameters. */
-  async runTable() {
-    return (await this.#get("run_table", {})).json();
-  }
+  runTable = () => this.#json("run_table", {});
 
   /** The layers that changed first around a step. */
-  async onsets(run, step) {
-    return (await this.#get("onsets", { run, step })).json();
-  }
+  onsets = (run, step) => this.#json("onsets", { run, step });
 
   /** Layers, statistics and alerts of a run. */
   async overview(run) {
-    const overview = await (await this.#get("run", { run })).json();
+    const overview = await this.#json("run", { run });
     if (overview.newerFormat) throw new NewerFormatError(overview.newerFormat);
     return overview;
   }
@@ -39,29 +33,17 @@ export class ServerSource {
    * One statistic. `part` may hold `first_step`, `last_step`, `first_layer`, `last_layer`.
    * @returns {Promise<import("./field.js").Field>}
    */
-  async matrix(run, statistic, part = {}) {
-    return unpackField(await this.#binary("matrix", { run, statistic, ...part }));
-  }
+  matrix = async (run, statistic, part = {}) => unpackField(await this.#binary("matrix", { run, statistic, ...part }));
 
-  async scalars(run) {
-    return unpackScalars(await this.#binary("scalars", { run }));
-  }
+  scalars = async (run) => unpackScalars(await this.#binary("scalars", { run }));
 
-  async layer(run, layer) {
-    return unpackLayer(await this.#binary("layer", { run, layer }));
-  }
+  layer = async (run, layer) => unpackLayer(await this.#binary("layer", { run, layer }));
 
-  async histograms(run, layer) {
-    return unpackHistograms(await this.#binary("histograms", { run, layer }));
-  }
+  histograms = async (run, layer) => unpackHistograms(await this.#binary("histograms", { run, layer }));
 
-  async units(run, layer) {
-    return unpackUnits(await this.#binary("units", { run, layer }));
-  }
+  units = async (run, layer) => unpackUnits(await this.#binary("units", { run, layer }));
 
-  async images(run, layer) {
-    return (await this.#get("images", { run, layer })).json();
-  }
+  images = (run, layer) => this.#json("images", { run, layer });
 
   /** Where the report of runs is, one HTML file. */
   reportUrl(runs) {
@@ -72,6 +54,10 @@ export class ServerSource {
 
   imageUrl(run, tag, step) {
     return this.#url("image", { run, tag, step }).href;
+  }
+
+  async #json(route, query) {
+    return (await this.#get(route, query)).json();
   }
 
   async #binary(route, query) {
@@ -119,7 +105,7 @@ export function unpackScalars({ header, arrays }) {
   }));
 }
 
-export function unpackLayer({ header, arrays }) {
+function unpackLayer({ header, arrays }) {
   const curves = (group) =>
     new Map(
       header[group].map((name, i) => [
@@ -131,7 +117,7 @@ export function unpackLayer({ header, arrays }) {
 }
 
 /** Smallest and largest value of each unit, step after step; both are 0 of a dead one. */
-export function unpackUnits({ header, arrays }) {
+function unpackUnits({ header, arrays }) {
   const { steps, extremes } = arrays;
   return { ...header, steps, extremes, count: header.arrays.extremes.shape[1] };
 }

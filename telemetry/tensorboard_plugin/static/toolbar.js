@@ -1,62 +1,13 @@
 // The row of controls at the top. In a narrow window, a button shows most of them.
 
-import { dropDown, element, fill } from "./dom.js";
+import { foldAt, listRuns, selectOnlyRow, unzoom } from "./actions.js";
 import { saveView } from "./export.js";
+import { formatStep } from "./format.js";
 import { copyLink } from "./host.js";
-import { toLink } from "./permalink.js";
+import { DropDown } from "./parts.js";
+import { html, useState } from "./preact.js";
 import { deepest, groupsAtDepth } from "./rows.js";
-
-/**
- * @param {HTMLElement} node
- * @param {Object} content `state`, `runs`, `overview`, `grouping`, `hasRoles`, `isZoomed`, `live`
- *   (an element), `alertCount`
- * @param {import("./app.js").App} app
- */
-export function drawToolbar(node, content, app) {
-  const { state, runs, overview, grouping, isZoomed } = content;
-  // Rebuilding would close an open list, and take the place in a text that is being typed.
-  const known = JSON.stringify([toLink(state), runs.length, overview.version, content.alertCount]);
-  if (node.known === known) return;
-  if (node.contains(document.activeElement) && document.activeElement.type === "search") return;
-  node.known = known;
-  const change = (changes) => app.change(changes);
-  const statistics = overview.statistics.map(({ name, title }) => [name, title]);
-  const setOrder = (order) =>
-    change({ order, folded: new Set(), zoom: keepSteps(state.zoom, app.whole()) });
-  const button = (text, properties) =>
-    element("button", { dataset: { key: text }, ...properties }, text);
-  fill(
-    node,
-    runButton("Run", state.run, runs, () => app.actions.chooseRun("run")),
-    runs.length > 1
-      ? rare(runButton("Compare with", state.other, runs, () => app.actions.chooseRun("other")))
-      : null,
-    state.other
-      ? rare(button("Stop comparing", { onclick: () => change({ other: "", zoom: null }) }))
-      : null,
-    dropDown("Statistic", statistics, state.statistic, (statistic) => change({ statistic })),
-    rare(dropDown("Show", state.other ? [...SHOW, OF_TWO] : SHOW, app.mode, (mode) => change({ mode }))),
-    content.hasRoles ? rare(dropDown("Order", ORDER, state.order, setOrder)) : null,
-    rare(layersShown(state, grouping, change)),
-    rare(search(state.search, change, () => app.actions.selectOnlyRow())),
-    button("Reset zoom", {
-      class: "reset",
-      disabled: !isZoomed,
-      onclick: () => app.actions.unzoom(),
-      title: "Show everything (0)",
-    }),
-    button(`Alerts ${content.alertCount}`, { class: "drawer-open", onclick: () => app.openSide() }),
-    rare(linking(app)),
-    rare(saving(app)),
-    content.live,
-    button("More", {
-      class: "more",
-      "aria-expanded": String(node.classList.contains("full")),
-      onclick: ({ currentTarget }) =>
-        currentTarget.setAttribute("aria-expanded", String(node.classList.toggle("full"))),
-    }),
-  );
-}
+import { toLink } from "./state.js";
 
 const SHOW = [
   ["value", "values"],
@@ -66,105 +17,118 @@ const SHOW = [
 const OF_TWO = ["run", "ratio to the other run"];
 const ORDER = [["depth", "by depth"], ["role", "by role"]];
 
-/** Marks a control that is not always seen. */
-function rare(node) {
-  node.classList.add("rare");
-  return node;
+/** Controls of the class `rare` are hidden in a narrow window, unless it is `full`. */
+export function Toolbar({ page }) {
+  const { state, runs, zoom } = page;
+  const [panel] = page.panels;
+  const statistics = panel.overview.statistics.map(({ name, title }) => [name, title]);
+  const order = (chosen) => {
+    const { row0, row1 } = page.whole();
+    page.update({ order: chosen, folded: new Set(), zoom: zoom && { ...zoom, row0, row1 } });
+  };
+  return html`
+    <${RunButton} label="Run" name=${state.run} runs=${runs} onclick=${() => listRuns(page, "run")} />
+    ${runs.length > 1 && html`<div class="pair rare">
+      <${RunButton} label="Compare with" name=${state.other} runs=${runs} onclick=${() => listRuns(page, "other")} />
+      ${state.other && html`<button title="Stop comparing" aria-label="Stop comparing"
+        onclick=${() => page.update({ other: "" })}>✕</button>`}
+    </div>`}
+    <${DropDown} label="Statistic" options=${statistics} value=${state.statistic}
+      onChoose=${(statistic) => page.update({ statistic })} />
+    <${DropDown} label="Show" class="field rare" options=${state.other ? [...SHOW, OF_TWO] : SHOW} value=${page.mode}
+      onChoose=${(mode) => page.update({ mode })} />
+    ${panel.groupings.role.groups.size > 0 && html`<${DropDown} label="Order" class="field rare" options=${ORDER}
+      value=${state.order} onChoose=${order} />`}
+    <${Layers} page=${page} grouping=${panel.groupings[state.order]} />
+    <label class="field rare">
+      <span>Filter layers</span>
+      <input type="search" placeholder="name or class" value=${state.search}
+        title="Part of a name or class; “pictures” lists the layers that have some"
+        oninput=${({ target }) => page.update({ search: target.value, zoom: null })}
+        onkeydown=${({ key }) => key === "Enter" && selectOnlyRow(page)} />
+    </label>
+    <button class="reset" disabled=${!zoom} title="Show everything (0)" onclick=${() => unzoom(page)}>Reset zoom</button>
+    <button class="drawer-open" onclick=${() => page.update({ side: true })}>Alerts ${page.alerts.length}</button>
+    <${Linking} page=${page} />
+    <${Saving} page=${page} />
+    <${Live} page=${page} />
+    <button class="more" aria-expanded=${String(state.full)}
+      onclick=${() => page.update({ full: !state.full })}>More</button>
+  `;
 }
 
 /** A button that copies a link to all that is seen. */
-function linking({ address, state }) {
-  const button = element("button", { title: "Copy link to this view", "aria-live": "polite" }, "Link");
-  button.onclick = async () => {
-    address.write(toLink(state), false);
-    button.textContent = (await copyLink()) ? "Copied" : "See address";
+function Linking({ page }) {
+  const [said, setSaid] = useState("Link");
+  const onclick = async () => {
+    page.address.write(toLink(page.state), false);
+    setSaid((await copyLink()) ? "Copied" : "See address");
   };
-  return button;
+  return html`<button class="rare" title="Copy link to this view" aria-live="polite" onclick=${onclick}
+    onblur=${() => setSaid("Link")}>${said}</button>`;
 }
 
-/** Buttons that save the view. */
-function saving(app) {
-  const button = (kind) =>
-    element(
-      "button",
-      {
-        "aria-label": `Save as ${kind.toUpperCase()}`,
-        onclick: () => saveView(app, kind).catch((error) => app.fail(error)),
-      },
-      kind.toUpperCase(),
-    );
-  const kinds = ["png", "svg", "csv"].map(button);
-  const { run, other, checked } = app.state;
+/** Buttons that save the view, and the report of the runs that are shown or checked. */
+function Saving({ page }) {
+  const { run, other, checked } = page.state;
   const runs = [...new Set([run, other, ...checked].filter(Boolean))];
-  const url = app.source.reportUrl?.(runs);
-  const text = runs.length > 1 ? `Report of ${runs.length} runs` : "Report";
-  if (url) kinds.push(element("a", { class: "button", href: url, download: "" }, text));
-  return element(
-    "details",
-    { class: "menu" },
-    element("summary", { dataset: { key: "save" } }, "Save"),
-    element("div", {}, ...kinds),
-  );
+  const url = page.source.reportUrl?.(runs);
+  const save = (kind) => html`<button aria-label="Save as ${kind.toUpperCase()}"
+    onclick=${() => saveView(page, kind).catch((error) => page.fail(error))}>${kind.toUpperCase()}</button>`;
+  return html`<details class="menu rare">
+    <summary>Save</summary>
+    <div>
+      ${["png", "csv"].map(save)}
+      ${url && html`<a class="button" href=${url} download="">
+        ${runs.length > 1 ? `Report of ${runs.length} runs` : "Report"}</a>`}
+    </div>
+  </details>`;
+}
+
+/** Which step was read last, and buttons that read again. */
+function Live({ page }) {
+  const { failure, source, isLive } = page;
+  const lastStep = Math.max(...page.panels.map(({ overview }) => overview.lastStep));
+  return html`<div class="field live">
+    <span class=${failure ? "failure" : "muted"} title=${failure}>
+      as of step ${formatStep(lastStep)}${failure && html`<span role="alert"> (${failure})</span>`}
+    </span>
+    ${source.isLive && html`<div>
+      <button data-key="reload" title="Reload: read new data" aria-label="Reload" onclick=${() => page.refresh()}>⟳</button>
+      <button data-key="live" aria-pressed=${String(isLive)} title="Read new data every 5 seconds"
+        onclick=${() => page.setLive(!isLive)}>Live</button>
+    </div>`}
+  </div>`;
 }
 
 /** A run's name; a button where there are several. */
-function runButton(label, name, runs, onclick) {
+function RunButton({ label, name, runs, onclick }) {
   const text = name || "none";
-  const value =
-    runs.length > 1
-      ? element(
-          "button",
-          {
-            class: "run-button",
-            dataset: { key: label },
-            "aria-haspopup": "dialog",
-            "aria-label": `${label}: ${text}`,
-            onclick,
-          },
-          element("span", {}, text),
-          " ▾",
-        )
-      : element("b", { class: "run-name" }, text);
-  value.title = text;
-  return element("div", { class: "field" }, element("span", {}, label), value);
+  const button = html`<button class="run-button" title=${text} data-key=${label} aria-haspopup="dialog"
+    aria-label="${label}: ${text}" onclick=${onclick}><span>${text}</span> ▾</button>`;
+  return html`<div class="field">
+    <span>${label}</span>
+    ${runs.length > 1 ? button : html`<b class="run-name" title=${text}>${text}</b>`}
+  </div>`;
 }
 
 /** Which layers have a row: those with values, all of them, or groups in place of them. */
-function layersShown(state, grouping, change) {
-  const depths = deepest(grouping);
+function Layers({ page, grouping }) {
+  const { folded, all, order } = page.state;
+  const levels = Array.from({ length: deepest(grouping) }, (_, i) => i + 1);
   const isFoldedAt = (depth) => {
     const paths = groupsAtDepth(grouping, depth);
-    return paths.length === state.folded.size && paths.every((path) => state.folded.has(path));
+    return paths.length === folded.size && paths.every((path) => folded.has(path));
   };
-  const levels = Array.from({ length: depths }, (_, i) => i + 1);
   const level = levels.find(isFoldedAt) ?? "some";
-  const at = (depth) => (state.order === "role" ? "one row per role" : `folded at depth ${depth}`);
-  return dropDown(
-    "Layers",
-    [
-      ["measured", "with values"],
-      ["all", "all"],
-      ...levels.map((depth) => [String(depth), at(depth)]),
-      ...(state.folded.size && level === "some" ? [["some", "some folded"]] : []),
-    ],
-    state.folded.size ? String(level) : state.all ? "all" : "measured",
-    (chosen) => change({ foldDepth: Number(chosen) || 0, all: chosen === "all", zoom: null }),
-  );
-}
-
-/** A zoom into steps, of all rows. */
-function keepSteps(zoom, whole) {
-  return zoom && { ...zoom, row0: whole.row0, row1: whole.row1 };
-}
-
-function search(value, change, onEnter) {
-  const input = element("input", {
-    type: "search",
-    placeholder: "name or class",
-    title: "Part of a name or class; “pictures” lists the layers that have some",
-    oninput: () => change({ search: input.value, zoom: null }),
-    onkeydown: ({ key }) => key === "Enter" && onEnter(),
-  });
-  input.value = value;
-  return element("label", { class: "field" }, element("span", {}, "Filter layers"), input);
+  const at = (depth) => (order === "role" ? "one row per role" : `folded at depth ${depth}`);
+  const options = [
+    ["measured", "with values"],
+    ["all", "all"],
+    ...levels.map((depth) => [String(depth), at(depth)]),
+    ...(folded.size && level === "some" ? [["some", "some folded"]] : []),
+  ];
+  const value = folded.size ? String(level) : all ? "all" : "measured";
+  return html`<${DropDown} label="Layers" class="field rare" options=${options} value=${value}
+    onChoose=${(chosen) => foldAt(page, Number(chosen) || 0, { all: chosen === "all" })} />`;
 }

@@ -165,8 +165,47 @@ def test_the_page_is_listed_and_served_with_its_modules(client: Client) -> None:
     assert response.content_type.startswith("text/javascript")
     keywords = re.findall(r"^(import .*|export .*)", response.text, re.MULTILINE)
     assert keywords == ["export const { render } = $index;"]  # all modules in one request
-    assert client.request("static/permalink.js").status_code == 200
+    assert client.request("static/state.js").status_code == 200
     assert client.request("static/style.css").content_type.startswith("text/css")
+
+
+@pytest.mark.parametrize(
+    ("route", "query"),
+    [
+        ("static/index.js", {}),
+        ("runs", {}),
+        ("matrix", {"run": "demo", "statistic": "grad_norm"}),
+    ],
+)
+def test_what_has_not_changed_is_not_sent_again(
+    client: Client, route: str, query: dict[str, str]
+) -> None:
+    first = client.request(route, query)
+    assert first.headers["Cache-Control"].startswith("no-cache")
+    known = {"If-None-Match": first.headers["ETag"]}
+    again = client.request(route, query, headers=known)
+    assert (again.status_code, again.data) == (304, b"")
+    assert client.request(route, query, headers={"If-None-Match": '"other"'}).data == first.data
+
+
+@pytest.mark.parametrize(
+    ("site", "status"),
+    [(None, 200), ("none", 200), ("same-origin", 200), ("same-site", 403), ("cross-site", 403)],
+)
+def test_no_other_site_can_have_a_report_made(
+    client: Client, site: str | None, status: int
+) -> None:
+    headers = {} if site is None else {"Sec-Fetch-Site": site}
+    assert client.request("report", {"run": "demo"}, headers=headers).status_code == status
+
+
+def test_a_run_that_was_deleted_is_not_found(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = {"run": "demo", "statistic": "grad_norm"}
+    assert client.request("matrix", matrix).status_code == 200
+    monkeypatch.setattr(type(client.provider), "list_tensors", lambda *_, **__: {})
+    assert client.request("matrix", matrix).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_the_report_opens_from_disk(report: Path, open_report: OpenReport) -> No
     assert HOSTILE in page.locator(".alerts").inner_text()
     assert page.evaluate("window.hacked") is None
     assert page.locator("canvas.strip").is_visible()
-    assert page.locator("canvas.costs").is_hidden()  # the run has no times
+    assert page.locator(".costs-row").count() == 0  # the run has no times
     detail.get_by_role("button", name="Enlarge", exact=True).first.click()
     assert page.locator(".large b").inner_text() == "step 10"
     values = page.locator(".large .quantiles td").all_inner_texts()
@@ -215,12 +215,12 @@ def test_a_run_with_an_alert_and_no_step_has_a_report(
 
 COST = """([step, share]) => {
     const canvas = document.querySelector("canvas.costs");
-    const { box, view } = canvas.plotted;
-    const x = box.x + ((step - view.step0) / (view.step1 - view.step0)) * box.width;
-    const place = [x, box.y + (1 - share) * box.height].map((at) => at * devicePixelRatio);
+    const [x, y, width, height] = canvas.dataset.plot.split(",").map(Number);
+    const place = [x + (step / 40) * width, y + (1 - share) * height];
+    place.forEach((at, i) => (place[i] = at * devicePixelRatio));
     return [...canvas.getContext("2d").getImageData(...place, 1, 1).data].join(" ");
 }"""
-"""Color of the row of costs at a step and a share of its height."""
+"""Color of the row of costs at a step of 40 and a share of its height."""
 
 
 def test_phases_of_a_step_are_stacked_as_shares(tmp_path: Path, open_report: OpenReport) -> None:
@@ -231,7 +231,9 @@ def test_phases_of_a_step_are_stacked_as_shares(tmp_path: Path, open_report: Ope
     curves["~run/memory/host_rss_bytes"] = {0: 2**30, 20: 2 * 2**30, 39: 3 * 2**30}
     add_values(tmp_path / "demo", scalars=curves)
     page = open_report(write_report(tmp_path / "demo"))
-    legend = page.locator(".panel .curve-legend").nth(1).locator("span")
+    assert "data wait 900 ms (75 %)" in page.locator(".costs-row summary").inner_text()
+    page.locator(".costs-row summary").click()
+    legend = page.locator(".costs-row .curve-legend span")
     assert legend.all_inner_texts() == [
         "Time, memory (GiB)",
         "data wait 900 ms (75 %)", "forward 100 ms (8 %)", "backward 100 ms (8 %)",
@@ -254,15 +256,17 @@ def compared(tmp_path: Path, open_report: OpenReport) -> Page:
 
     ``one`` differs from ``base`` at step 5; ``other`` has no common layer.
     """
+    losses = {"base": 0.5, "one": 0.25, "other": 1}
     hparams_of = {"base": {"lr": 0.1, "depth": 3}, "one": {"lr": 0.2, "depth": 3}, "other": {}}
     for name, values in hparams_of.items():
         layers = ["elsewhere"] if name == "other" else NAMES
         write_run(
-            tmp_path / name, layout_of(layers), steps=range(40),
+            tmp_path / name, layout_of(layers), steps=range(40), losses=False,
             norms={"base": norms, "one": changed, "other": lambda _: np.ones(1, np.float32)}[name],
             alerts=[alert_at(20, NAMES[2], summary=HOSTILE)] if name == "one" else [],
         )  # fmt: skip
-        add_values(tmp_path / name, hparams=values)
+        add_values(tmp_path / name, hparams=values, scalars={"loss": {0: 2, 39: losses[name]}})
+    add_values(tmp_path / "one", scalars={"val/accuracy": {39: 0.75}})
     page = open_report(write_report(*(tmp_path / name for name in hparams_of)), color_scheme="dark")
     page.locator(".comparison canvas").wait_for()
     return page
@@ -277,11 +281,16 @@ def test_a_report_of_several_runs_compares_them(compared: Page) -> None:
     assert {row[1] for row in rows} == {"2026-01-01 00:00 UTC"}
     assert [row[3] for row in rows] == ["0 to 39"] * 3
     assert ("lr 0.1" in rows[0][2], "lr 0.2" in rows[1][2]) == (True, True)
-    assert "step 5" in rows[1][6]
-    assert "grad_norm in high" in rows[1][6]
-    assert "step" not in rows[0][6]
-    assert "step 20" in rows[1][7]
-    assert HOSTILE in rows[1][7]
+    assert [row[5:7] for row in rows] == [["0.5", ""], ["0.25", "0.75"], ["1", ""]]
+    assert "step 5" in rows[1][7]
+    assert "grad_norm in high" in rows[1][7]
+    assert "step" not in rows[0][7]
+    assert "step 20" in rows[1][8]
+    assert HOSTILE in rows[1][8]
+    assert compared.locator(".verdict").inner_text() == (
+        "Lowest loss: 0.25, of one; next is 0.5, of base. "
+        "one: exploding_gradient in high at step 20."
+    )
     assert compared.evaluate("window.hacked") is None
     legend = compared.locator(".comparison .curve-legend span").all_inner_texts()
     assert legend == ["base", "one", "other"]
@@ -318,9 +327,9 @@ def test_a_report_of_two_runs_opens_with_their_ratio(
     for name in ("a", "b"):
         write_demo(tmp_path / "runs" / name / "run")
     page = open_report(write_report(tmp_path / "runs"))
-    names = page.locator(".panel").evaluate_all("(all) => all.map((n) => n.dataset.run)")
-    assert names == ["a/run", "b/run"]
-    assert page.evaluate(PIXEL, [0.9, 0.9, 0]) == page.evaluate(PIXEL, [0.1, 0.1, 1])
+    assert page.locator(".panel h2").first.inner_text() == "a/run, relative to b/run"
+    assert page.locator(".panel").count() == 1
+    assert page.evaluate(PIXEL, [0.9, 0.9, 0]) == page.evaluate(PIXEL, [0.1, 0.1, 0])
     assert "none in 40 steps" in page.locator(".comparison").inner_text()
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
+from telemetry.layers.pictures import columns_in, columns_of
 from telemetry.measure.images import (
     encode_png,
     feature_map_grid,
@@ -224,6 +225,18 @@ def test_a_png_holds_the_pixels(hole: bool) -> None:
         assert png.format == "PNG"
         assert png.mode == ("RGB" if hole else "L")
         assert np.array_equal(np.asarray(png.convert("RGB")), image)
+
+
+@given(
+    shape=st.tuples(st.integers(2, 64), st.integers(1, 130), st.integers(1, 130)),
+    seed=st.integers(0, 100),
+)
+def test_a_reader_finds_the_columns_that_were_drawn(shape: tuple[int, int, int], seed: int) -> None:
+    maps = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+    count, height, width = shape
+    factor = -(-32 // max(height, width))
+    drawn = columns_of(count, 4 if height == 1 else height * factor, width * factor)
+    assert columns_in(count, feature_map_grid(maps)[:, :, 0]) == drawn
 
 
 @given(

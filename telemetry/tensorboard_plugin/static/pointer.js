@@ -1,5 +1,9 @@
 // Mouse, touch and keys on the picture: hover, click, drag a rectangle, wheel, move.
 
+import {
+  close, foldSelection, listOnsets, listRuns, moveAlert, moveLayer, moveStep, unzoom, zoomAtSelection,
+} from "./actions.js";
+
 const CLICK = 4; // pixels that a click may move
 const THIN = 8; // a rectangle lower or narrower than this zooms in one direction only
 
@@ -120,45 +124,50 @@ function wheel(heatmap, event, [x, y]) {
 }
 
 const FAR = 10;
+const SCROLLS = /^(Page|Arrow|Home|End)/;
+const SCROLLS_LIVE = /^Page/; // a report is long
 
 /**
- * Listens everywhere but in fields and dialogs; keys that scroll only in the picture.
- * @param {RegExp} scrolling
- * @param {Object} act `moveStep(count)`, `moveLayer(count)`, `firstStep()`, `lastStep()`,
- *   `zoom(factor)`, `unzoom()`, `close()`, `alert(direction)`, `fold()`, `search()`, `runs()`,
- *   `onsets()`
+ * Listens everywhere but in fields and dialogs; to keys that scroll only in the picture, and there for
+ * its run.
+ * @param {import("./app.js").Page} page
  */
-export function watchKeys(scrolling, act) {
+export function watchKeys(page) {
+  const scrolling = page.source.isLive ? SCROLLS_LIVE : SCROLLS;
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || page.message || !page.panels.length) return;
     if (event.target.closest("input, select") || document.querySelector("dialog[open]")) return;
     if (scrolling.test(event.key) && !event.target.closest(".heatmap")) return;
     const by = event.shiftKey ? FAR : 1;
-    const actions = {
-      ArrowLeft: () => act.moveStep(-by),
-      ArrowRight: () => act.moveStep(by),
-      ArrowUp: () => act.moveLayer(-by),
-      ArrowDown: () => act.moveLayer(by),
-      PageUp: () => act.moveLayer(-FAR),
-      PageDown: () => act.moveLayer(FAR),
-      Home: () => act.moveStep(-Infinity),
-      End: () => act.moveStep(Infinity),
-      "+": () => act.zoom(0.5),
-      "=": () => act.zoom(0.5),
-      "-": () => act.zoom(2),
-      0: () => act.unzoom(),
-      Escape: () => act.close(),
-      n: () => act.alert(1),
-      p: () => act.alert(-1),
-      f: () => act.fold(),
-      "/": () => act.search(),
-      r: () => act.runs(),
-      w: () => act.onsets(),
+    const here = (act, ...of) => {
+      const { run } = event.target.closest(".panel")?.dataset ?? {};
+      if (run !== undefined) page.update({ of: run === page.state.other });
+      act(page, ...of);
     };
-    const action = actions[event.key];
-    if (!action) return;
+    const keys = {
+      ArrowLeft: () => here(moveStep, -by),
+      ArrowRight: () => here(moveStep, by),
+      ArrowUp: () => here(moveLayer, -by),
+      ArrowDown: () => here(moveLayer, by),
+      PageUp: () => here(moveLayer, -FAR),
+      PageDown: () => here(moveLayer, FAR),
+      Home: () => here(moveStep, -Infinity),
+      End: () => here(moveStep, Infinity),
+      "+": () => zoomAtSelection(page, 0.5),
+      "=": () => zoomAtSelection(page, 0.5),
+      "-": () => zoomAtSelection(page, 2),
+      0: () => unzoom(page),
+      Escape: () => close(page),
+      n: () => moveAlert(page, 1),
+      p: () => moveAlert(page, -1),
+      f: () => here(foldSelection),
+      "/": () => page.searchLayers(),
+      r: () => listRuns(page, "run"),
+      w: () => here(listOnsets),
+    };
+    if (!keys[event.key]) return;
     event.preventDefault();
-    action();
+    keys[event.key]();
   });
 }
 

@@ -1,0 +1,185 @@
+// Pieces that several parts of the page use: plots with a crosshair, the tooltip, lists, dialogs.
+
+import { xOf } from "./canvas.js";
+import { sampleOf } from "./chart.js";
+import { formatStep } from "./format.js";
+import { html, useLayoutEffect, useRef, useState } from "./preact.js";
+
+/** A value that components follow and that is no part of the page's state: it changes with the pointer. */
+export class Followed {
+  value = null;
+  followers = new Set();
+
+  set(value) {
+    this.value = value;
+    for (const follow of this.followers) follow(value);
+  }
+
+  /** Within a component: the value; the component is drawn again when it changes. */
+  use() {
+    const [value, follow] = useState(this.value);
+    useLayoutEffect(() => {
+      this.followers.add(follow);
+      return () => this.followers.delete(follow);
+    }, []);
+    return value;
+  }
+}
+
+/** Where the crosshair is: null, or `step` and, where there are rows, the `layer`'s name. */
+export const crosshair = new Followed();
+/** What the tooltip says: null, or `x`, `y` in the window, and `title` with `lines` and other `parts`. */
+export const tooltip = new Followed();
+
+addEventListener("scroll", () => point(null), { capture: true, passive: true }); // the pointer stays behind
+
+/** Moves crosshair and tooltip. */
+export function point(at, said = null) {
+  crosshair.set(at);
+  tooltip.set(said);
+}
+
+/**
+ * A canvas with the crosshair's line above it.
+ * @param {Object} props attributes of the canvas, and
+ *   `draw(canvas)`: draws, and returns the `box` of the plot in CSS pixels, the `view` of its steps if
+ *   it is over steps, and `read(step, y, x)`, the lines of the tooltip at a place;
+ *   `at(found)`: where the crosshair is then, if that is not only a step; null: the pointer left;
+ *   `onPick(found)`: called upon a click
+ */
+export function Plot({ draw, at = (found) => found, onPick, ...attributes }) {
+  const [canvas, hair, plot] = [useRef(), useRef(), useRef(null)];
+  const step = crosshair.use()?.step ?? null;
+  useLayoutEffect(() => {
+    plot.current = draw(canvas.current) ?? null;
+    canvas.current.dataset.plot = plot.current ? Object.values(plot.current.box).join(",") : "";
+  }, [draw]);
+  useLayoutEffect(() => {
+    const { box, view } = plot.current ?? {};
+    const line = hair.current;
+    line.hidden = !(view && step !== null && step >= view.step0 && step <= view.step1);
+    if (line.hidden) return;
+    line.style.left = `${xOf(box, view, step)}px`;
+    line.style.top = `${box.y}px`;
+    line.style.height = `${box.height}px`;
+  });
+  const found = ({ clientX, clientY }) => {
+    if (!plot.current?.read) return null;
+    const { box, view, read } = plot.current;
+    const bounds = canvas.current.getBoundingClientRect();
+    const [x, y] = [clientX - bounds.left, clientY - bounds.top];
+    const share = (x - box.x) / box.width;
+    if (share < 0 || share > 1 || y < 0 || y > box.y + box.height) return null;
+    const here = view ? Math.floor(view.step0 + share * (view.step1 - view.step0)) : null;
+    const lines = read(here, y, x);
+    return Array.isArray(lines) ? { step: here, lines } : lines;
+  };
+  const onpointermove = (event) => {
+    const said = found(event);
+    point(at(said), said && { ...said, x: event.clientX, y: event.clientY });
+  };
+  const onpointerleave = () => point(at(null));
+  const onclick = (event) => {
+    const picked = found(event);
+    if (picked) onPick?.(picked);
+  };
+  return html`<div class="plot">
+    <canvas ref=${canvas} ...${{ role: "img", ...attributes, onpointermove, onpointerleave, onclick }} />
+    <i class="hair" ref=${hair} />
+  </div>`;
+}
+
+const MARGIN = 6;
+
+/** Next to the pointer, inside of the window. A popover: it is above dialogs, too. */
+export function Tooltip() {
+  const node = useRef();
+  const said = tooltip.use();
+  useLayoutEffect(() => {
+    const { current } = node;
+    if (current.matches(":popover-open")) current.hidePopover(); // a dialog may have opened since
+    if (!said) return;
+    current.showPopover();
+    const { offsetWidth: width, offsetHeight: height } = current;
+    const right = said.x + 16;
+    const left = right + width > innerWidth ? said.x - width - 12 : right;
+    const top = Math.min(said.y + 14, innerHeight - height - MARGIN);
+    current.style.left = `${Math.max(left, MARGIN)}px`;
+    current.style.top = `${Math.max(top, MARGIN)}px`;
+  }, [said]);
+  const line = (curve) => html`<tr class=${curve.isNearest ? "nearest" : ""}>
+    <td><${Sample} ...${curve} /></td><td>${curve.label}</td><td>${curve.text}</td>
+  </tr>`;
+  return html`<div class="tooltip" role="tooltip" popover="manual" ref=${node}>
+    ${said && html`<b>${said.title ?? `step ${formatStep(said.step)}`}</b>`}
+    ${said?.parts}
+    ${said?.lines && html`<table><tbody>${said.lines.map(line)}</tbody></table>`}
+  </div>`;
+}
+
+/** A piece of a curve's line. */
+function Sample({ color, dash }) {
+  return color ? html`<i class="sample" style=${{ background: sampleOf(color, dash), color }} />` : null;
+}
+
+const LONG = 48; // characters of a label, whose end says most
+
+/** The color and name of each curve; `title` stands before them. */
+export function CurveLegend({ curves, title }) {
+  const short = (label) => (label.length > LONG ? `…${label.slice(1 - LONG)}` : label);
+  return html`<div class="curve-legend">
+    ${title && html`<span>${title}</span>`}
+    ${curves.map((curve) => html`<span title=${curve.label}><${Sample} ...${curve} />${short(curve.label)}</span>`)}
+  </div>`;
+}
+
+/** A labelled drop-down list; `options` are `[value, text]`. */
+export function DropDown({ label, options, value, onChoose, ...attributes }) {
+  return html`<label class="field" ...${attributes}>
+    <span>${label}</span>
+    <select data-key=${label} value=${value} onchange=${({ target }) => onChoose(target.value)}>
+      ${options.map(([key, text]) => html`<option value=${key} selected=${key === value}>${text}</option>`)}
+    </select>
+  </label>`;
+}
+
+/** The name of a layer, which breaks behind its dots. */
+export function LayerName({ name }) {
+  return html`<span class="alert-layer">${name.split(/(?<=\.)/).map((part) => [part, html`<wbr />`])}</span>`;
+}
+
+/** The letter of one of two runs, in its color. */
+export function Letter({ index }) {
+  return html`<b class="letter letter${index}">${"AB"[index]}</b>`;
+}
+
+/** A modal dialog for as long as it is drawn; closing it calls `onClose`. */
+export function Dialog({ onClose, children, ...attributes }) {
+  const node = useRef();
+  useLayoutEffect(() => {
+    const before = document.activeElement;
+    node.current.showModal();
+    return () => before?.focus?.(); // closing a dialog would do so, removing it does not
+  }, []);
+  return html`<dialog ref=${node} onclose=${onClose} ...${attributes}>${children}</dialog>`;
+}
+
+/** Something small, enlarged, step by step. `of`: `title`, `steps`, the first `index`, and `show(index, width, height)`. */
+export function Enlarged({ of, onClose }) {
+  const [index, setIndex] = useState(of.index);
+  const [size, setSize] = useState(null);
+  const content = useRef();
+  useLayoutEffect(() => setSize([content.current.clientWidth - 32, Math.min(innerHeight * 0.6, 560)]), []);
+  const move = (count) => setIndex((at) => Math.min(Math.max(at + count, 0), of.steps.length - 1));
+  const onkeydown = ({ key }) => move({ ArrowLeft: -1, ArrowRight: 1 }[key] ?? 0);
+  return html`<${Dialog} class="large" aria-labelledby="large-title" onkeydown=${onkeydown} onClose=${onClose}>
+    <header>
+      <h2 id="large-title">${of.title}</h2>
+      <button aria-label="Earlier" onclick=${() => move(-1)}>‹</button>
+      <b role="status">step ${formatStep(of.steps[index])}</b>
+      <button aria-label="Later" onclick=${() => move(1)}>›</button>
+      <button class="last" onclick=${onClose}>Close</button>
+    </header>
+    <div class="large-content" ref=${content}>${size && of.show(index, ...size)}</div>
+  <//>`;
+}

@@ -1,0 +1,168 @@
+// The dialog that lists all runs: filters, columns, and which runs are drawn together.
+
+import { Dialog, DropDown } from "./parts.js";
+import { Parallel, acceptorOf } from "./parallel.js";
+import { html, useLayoutEffect, useRef, useState } from "./preact.js";
+import { columnsOf, isMissing, matcher, rankCorrelation } from "./run_columns.js";
+import { RunCurves, hoveredRun } from "./run_curves.js";
+import { Latest } from "./state.js";
+
+// Names of metrics that are measured on other data than those of training.
+const VALIDATION = /(^|[^a-z])(val|valid|validation|eval|dev|test)([^a-z]|$)/i;
+const collator = new Intl.Collator("en", { numeric: true });
+
+export function RunTable({ page }) {
+  const { table: which, filter, checked: picked, columns: choices } = page.state;
+  const [order, setOrder] = useState({ by: "Started", isReversed: false });
+  const [wanted, setObjective] = useState(null); // the default: a validation metric, else the best loss
+  const [ranges, setRanges] = useState(new Map());
+  const [isDrawn, setDrawn] = useState(picked.size > 0);
+  const [search, scroll, rows] = [useRef(), useRef(), useRef(null)];
+  useLayoutEffect(() => search.current.focus(), []);
+  rows.current ??= new Latest(() => page.draw());
+  const answer = rows.current.to("", null, () => page.source.runTable());
+  const isLoaded = answer !== null && !answer.error;
+  const runs = isLoaded ? answer : page.runs;
+
+  const columns = columnsOf(runs);
+  const objectives = columns.filter(({ group, title }) => group === "metric" || title.endsWith(" loss"));
+  const objective =
+    objectives.find(({ title }) => title === wanted) ??
+    objectives.find(({ group, title }) => group === "metric" && VALIDATION.test(title)) ??
+    objectives.find(({ title }) => title === "Best loss") ??
+    objectives[0];
+  const offered = which === "run" ? runs : runs.filter(({ name }) => name !== page.state.run);
+  const matching = offered.filter(matcher(filter, columns));
+  const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
+  const isChosen = ({ title }) => (choices.has(`+${title}`) ? true : choices.has(`-${title}`) ? false : null);
+  const isShown = (column) => isChosen(column) ?? (column.isShown && isFilled(column));
+  const visible = columns.filter(isShown);
+  const measures = visible.filter((column) => objectives.includes(column) && column !== objective);
+  const axes = [...visible.filter(({ group }) => group === "hparam"), ...measures, ...(objective ? [objective] : [])];
+  const within = matching.filter(acceptorOf(axes, matching, ranges));
+  const shown = sorted(columns, within, order);
+  const checked = runs.filter(({ name }) => picked.has(name)).map(({ name }) => name);
+  const drawn = checked.length ? runs.filter(({ name }) => picked.has(name)) : shown;
+
+  const leave = () => page.update({ table: "", filter: "" });
+  const choose = ({ name }) => {
+    // The table is read when it opens, and may have a run that has begun since.
+    if (!page.runs.some((run) => run.name === name)) page.runs = runs;
+    const all = which === "run" ? { run: name, layer: null, step: null } : { other: name };
+    page.update({ table: "", filter: "", zoom: null, ...all });
+  };
+  const pick = (name, isPicked) => {
+    const names = new Set(picked);
+    names[isPicked ? "add" : "delete"](name);
+    if (isPicked) setDrawn(true);
+    page.update({ checked: names });
+  };
+  const showColumn = (title, isOn) => {
+    const others = [...choices].filter((choice) => choice.slice(1) !== title);
+    page.update({ columns: new Set([...others, (isOn ? "+" : "-") + title]) });
+  };
+  const onkeydown = (event) => {
+    if (event.key !== "Enter" || shown.length !== 1) return;
+    event.preventDefault(); // else it also presses the button that gets the focus back
+    choose(shown[0]);
+  };
+  const brush = (changed) => {
+    scroll.current.style.minHeight = `${scroll.current.getBoundingClientRect().height}px`; // else a shorter table moves the chart
+    setRanges(changed);
+  };
+  const count =
+    shown.length === offered.length
+      ? `${shown.length} run${shown.length === 1 ? "" : "s"}`
+      : `${shown.length || "none"} of ${offered.length} runs`;
+  const head = ({ title, isNumber }) => {
+    const isSorted = title === order.by;
+    const sort = () => setOrder({ by: title, isReversed: isSorted && !order.isReversed });
+    return html`<th scope="col" class=${isNumber ? "number" : ""}
+      aria-sort=${isSorted ? (order.isReversed ? "descending" : "ascending") : "none"}>
+      <button onclick=${sort}>${title}</button>
+    </th>`;
+  };
+  const row = (run) => html`<tr key=${run.name} data-name=${run.name} class=${run.name === page.state[which] ? "chosen" : ""}
+    onclick=${() => choose(run)} onpointerenter=${() => hoveredRun.set(run.name)} onpointerleave=${() => hoveredRun.set(null)}>
+    <td><span class="run-cell">
+      <input type="checkbox" aria-label="Draw ${run.name}" checked=${picked.has(run.name)}
+        onclick=${(event) => event.stopPropagation() /* else the row is chosen */}
+        onchange=${({ target }) => pick(run.name, target.checked)} />
+      <button class="link run-link" aria-current=${run.name === page.state[which] ? "true" : null}>${run.name}</button>
+    </span></td>
+    ${visible.map(({ show, isNumber }) => html`<td class=${isNumber ? "number" : ""}>${show(run)}</td>`)}
+  </tr>`;
+  const choice = (column) => html`<label>
+    <input type="checkbox" checked=${isShown(column)} onchange=${({ target }) => showColumn(column.title, target.checked)} />
+    ${column.title}</label>`;
+  return html`<${Dialog} class="runs" aria-labelledby="runs-title" onClose=${leave} data-loaded=${isLoaded ? "true" : null}>
+    <header>
+      <h2 id="runs-title">${which === "run" ? "Runs" : "Compare with..."}</h2>
+      <input type="search" ref=${search} value=${filter} aria-label="Filter runs"
+        placeholder="name, alert, lr<1e-3, optimizer=adam"
+        title="Words, and comparisons with <, >, = or !=, such as lr<1e-3 best_loss<0.5"
+        oninput=${({ target }) => page.update({ filter: target.value })} onkeydown=${onkeydown} />
+      <span class="count" role="status">
+        ${answer?.error ? answer.error.message : count + (checked.length ? `, ${checked.length} checked` : "")}
+      </span>
+      ${checked.length > 0 && page.source.reportUrl &&
+      html`<a class="button" download="" href=${page.source.reportUrl(checked)}>Report</a>`}
+      ${checked.length > 0 && html`<button onclick=${() => page.update({ checked: new Set() })}>Uncheck all</button>`}
+      <details class="menu"><summary>Columns</summary><div class="columns">${columns.map(choice)}</div></details>
+      <button onclick=${leave}>Close</button>
+    </header>
+    <div class="runs-scroll" tabindex="0" role="region" aria-label="Runs" ref=${scroll}>
+      <table>
+        <thead>
+          <tr>${[{ title: "Run" }, ...visible].map(head)}</tr>
+          ${objective && html`<${Correlations} ...${{ visible, within, objective, objectives }} onChoose=${setObjective} />`}
+        </thead>
+        <tbody>${shown.map(row)}</tbody>
+      </table>
+    </div>
+    <${RowMark} scroll=${scroll} />
+    <${RunCurves} page=${page} runs=${drawn} isOpen=${isDrawn} onToggle=${setDrawn} />
+    ${axes.length > 1 && matching.length > 1 &&
+    html`<${Parallel} ...${{ runs: matching, columns: axes, ranges, theme: page.theme }} onBrush=${brush} />`}
+  <//>`;
+}
+
+/** Marks the row of the run whose curve is under the pointer. */
+function RowMark({ scroll }) {
+  const name = hoveredRun.use();
+  useLayoutEffect(() => {
+    for (const row of scroll.current.querySelectorAll("tbody tr")) row.classList.toggle("hovered", row.dataset.name === name);
+  });
+  return null;
+}
+
+/** One number per column: how its ranks go with those of the objective. */
+function Correlations({ visible, within, objective, objectives, onChoose }) {
+  const values = visible.map((column) =>
+    column.isNumber && column.group && column !== objective ? rankCorrelation(within, column, objective) : null,
+  );
+  if (values.every((value) => value === null)) return null;
+  const cell = (value) => {
+    const text = value === null ? "" : `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(2)}`;
+    return html`<td class=${Math.abs(value) >= 0.5 ? "number strong" : "number"}>${text}</td>`;
+  };
+  return html`<tr class="correlations">
+    <td><${DropDown} label="Rank correlation with" options=${objectives.map(({ title }) => [title, title])}
+      title="Spearman's rank correlation of a column with this one, over the listed runs"
+      value=${objective.title} onChoose=${onChoose} /></td>
+    ${values.map(cell)}
+  </tr>`;
+}
+
+/** In the order of a column; runs without a value come last. */
+function sorted(columns, runs, { by, isReversed }) {
+  const found = columns.find(({ title }) => title === by);
+  const key = by === "Run" ? ({ name }) => name : (found?.key ?? (({ started }) => -started));
+  const sign = isReversed ? -1 : 1;
+  return [...runs].sort((a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (isMissing(x) || isMissing(y)) return isMissing(x) - isMissing(y);
+    const areNumbers = typeof x === "number" && typeof y === "number";
+    return sign * (areNumbers ? x - y : collator.compare(String(x), String(y)));
+  });
+}

@@ -1,0 +1,153 @@
+// The state of the page, one table: how each value begins, and how a link holds it.
+import { decode } from "./host.js";
+
+/** Values of a text; "" is as good as none. */
+const text = (initial = "") => ({ initial, encode: (value) => value, decode: (found) => found || initial });
+
+/** One of a few words; the first one is not written. */
+const oneOf = (...words) => ({
+  initial: words[0],
+  encode: (value) => (value === words[0] ? "" : value),
+  decode: (found) => (words.includes(found) ? found : words[0]),
+});
+
+/** Whether something is so, which a word says. */
+const flag = (word, isWorth = () => true) => ({
+  initial: false,
+  encode: (value, state) => (value && isWorth(state) ? word : ""),
+  decode: (found) => found === word,
+});
+
+const number = (isValid) => ({
+  initial: null,
+  encode: (value) => (value === null ? "" : String(value)),
+  decode: (found) => (found && isValid(Number(found)) ? Number(found) : null),
+});
+
+/** A set of texts, which may hold commas. */
+const set = {
+  initial: new Set(),
+  encode: (values) => [...values].map(encodeURIComponent).join(","),
+  decode: (found) => new Set(found ? found.split(",").map(decode) : []),
+};
+
+const zoom = {
+  initial: null,
+  encode: (view) =>
+    typeof view === "string" || !view
+      ? (view ?? "")
+      : [view.step0, view.step1, view.row0, view.row1].map((end) => Math.round(end * 1000) / 1000).join(","),
+  decode: (found = "") => {
+    if (found === EVERYTHING) return EVERYTHING;
+    const ends = found.split(",").map(Number);
+    const [step0, step1, row0, row1] = ends;
+    return ends.length === 4 && step0 < step1 && row0 < row1 ? { step0, step1, row0, row1 } : null;
+  },
+};
+
+/** The name of a layer; that of the model itself is empty. */
+const layer = {
+  initial: null,
+  encode: (name) => (name === null ? "" : `.${name}`),
+  decode: (found) => (found ? found.slice(1) : null),
+};
+
+/** The zoom of who asked for all steps, also where a run opens at its story. */
+export const EVERYTHING = "all";
+
+const TABLE = {
+  run: text(),
+  other: text(), // the run to compare with
+  statistic: text("grad_norm"),
+  mode: oneOf("value", "own", "depth", "run"),
+  order: oneOf("depth", "role"),
+  search: text(),
+  all: flag("1"), // whether layers without the statistic are shown, too
+  folded: set,
+  zoom, // a view; null: what a run opens with
+  layer, // the selected one
+  // Whether the last click was in the other run.
+  of: flag("other", ({ other, layer: chosen, alert }) => other && (chosen !== null || alert)),
+  step: number(Number.isFinite),
+  alert: text(), // the chosen one: see `keyOfAlert`
+  onsets: number(Number.isFinite), // the step around which the layers that changed first are listed
+  histogram: text(), // which of the layer's
+  table: oneOf("", "run", "other"), // the open table of runs, and what for
+  filter: text(), // of that table
+  checked: set, // runs that are drawn together
+  columns: set, // of that table: "+title" is shown and "-title" is not, whatever is usual
+  curves: oneOf("", "loss", "layer"), // what of the runs is drawn; "": the layer, if one is selected
+  smoothing: { ...number((share) => share > 0 && share < 1), encode: (share) => (share ? String(share) : "") },
+  seeds: flag("grouped"), // whether runs that differ in the seed are one curve
+  // Of a narrow window, and in no link: whether the drawer at the side is open, and the toolbar complete.
+  side: { initial: false, encode: () => "", decode: () => false },
+  full: { initial: false, encode: () => "", decode: () => false },
+};
+
+const NEW_ENTRY = ["run", "other", "zoom"]; // the browser's Back undoes a change of these
+
+export function toLink(state) {
+  return Object.fromEntries(Object.entries(TABLE).map(([name, { encode }]) => [name, encode(state[name], state)]));
+}
+
+/** The state in a link; initial values for what is missing or invalid. */
+export function fromLink(link) {
+  const value = ([name, { decode: read, initial }]) => [name, link[name] ? read(link[name]) : initial];
+  return Object.fromEntries(Object.entries(TABLE).map(value));
+}
+
+/** Whether the browser's Back should lead from one state to the one before. */
+export function isEntry(before, after) {
+  return NEW_ENTRY.some((name) => TABLE[name].encode(before[name], before) !== TABLE[name].encode(after[name], after));
+}
+
+/** A key that identifies an alert within its run, also after a reload. */
+export function keyOfAlert({ step, kind, module_name: culprit }) {
+  return [step, kind, culprit ?? ""].join(" ");
+}
+
+/** The same function, which remembers its last result for as long as its arguments are the same. */
+export function memo(compute) {
+  let known = null;
+  return (...of) => {
+    if (!known || of.length !== known.of.length || of.some((part, i) => part !== known.of[i])) {
+      known = { of, result: compute(...of) };
+    }
+    return known.result;
+  };
+}
+
+/** The answer to the latest question; answers to earlier ones are dropped. */
+export class Latest {
+  /** @param {() => void} changed called when an answer has come */
+  constructor(changed) {
+    this.changed = changed;
+    this.forget();
+  }
+
+  forget() {
+    this.key = this.version = this.answer = null;
+  }
+
+  /**
+   * The answer to a question; null while it is awaited, `{error}` if asking failed.
+   * @param {string} key of the question
+   * @param {any} version of the data: a new one is asked for behind the old answer
+   * @param {() => Promise<any>} ask
+   * @param {number} delay in ms, for questions that may change at once
+   */
+  to(key, version, ask, delay = 0) {
+    if (key !== this.key) this.answer = null;
+    if (key !== this.key || version !== this.version) {
+      [this.key, this.version] = [key, version];
+      clearTimeout(this.timer);
+      this.timer = setTimeout(async () => {
+        const answer = await ask().catch((error) => ({ error }));
+        if (key !== this.key || version !== this.version) return;
+        this.answer = answer;
+        this.changed();
+      }, delay);
+    }
+    return this.answer;
+  }
+}
