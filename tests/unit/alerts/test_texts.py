@@ -20,9 +20,6 @@ CLAIMS: dict[str, Callable[[Records, int, tuple[str, ...]], bool]] = {
     rf"loss jumped from \S+ to {NUMBER} at step (\d+)": lambda of, step, text: shown(
         of[int(text[1])].loss, text[0], 4
     ),
-    rf", and to {NUMBER} at step (\d+)\.": lambda of, step, text: shown(
-        of[int(text[1])].loss, text[0], 4
-    ),
     r"loss is (?:NaN|infinite) at step (\d+)": lambda of, step, text: (
         not math.isfinite(of[int(text[0])].loss or 0.0)
     ),
