@@ -27,7 +27,8 @@ class Consequence:
 
     def __str__(self) -> str:
         where = f" in {called(self.module_name)}" if self.module_name else ""
-        return f"{self.kind.replace('_', ' ')}{where}"
+        kind = "NaN or infinity" if self.kind == "nonfinite" else self.kind.replace("_", " ")
+        return f"{kind}{where}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,18 +183,25 @@ class Engine(Rule):
         after = replace(before, **changes)
         self._suppressed[alert.kind] = _Suppressed(alert=alert, suppressed_by=before.kind)
         self._reported[before.kind] = replace(cause, alert=after, last=alert.step)
-        figures = {"step": alert.step, "value": alert.value, "threshold": alert.threshold}
         for index, item in enumerate(reported):
             if item.kind == before.kind and item.stage != "resolved":
                 if is_new and item.stage == "escalated" and not is_note:
-                    changes |= figures | {"summary": f"{alert.summary}; {item.summary}"}
+                    changes["summary"] = f"{item.summary}; {alert.summary}"
                 reported[index] = replace(item, **changes)
                 return reported
         if rises or (is_new and not is_note and self._detectors[alert.kind].persistent):
             root = Consequence(kind=before.kind, module_name=before.module_name)
             since = f"Follows from {root}, which started at step {before.step}"
-            changes = {"stage": "escalated", "cause": since, "summary": alert.summary, **figures}
-            return [*reported, replace(after, **changes)]
+            worse = replace(
+                after,
+                stage="escalated",
+                step=alert.step,
+                value=alert.value,
+                threshold=alert.threshold,
+                summary=alert.summary,
+                cause=since,
+            )
+            return [*reported, worse]
         return reported
 
 

@@ -143,8 +143,7 @@ class OutputCollapse(Detector):
     explained_by = LOST | {"exponential_trend", "untrained_parameters", "loss_stuck"}
     # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     share: float = limit(
-        0.02,
-        "Variation within units over the RMS, at two consecutive full steps; 0.3 before.",
+        0.02, "Variation within units over the RMS, at two consecutive full steps; 0.3 before."
     )
     _highest: dict[Output, float] = state(dict)
     _began: dict[Output, float] = state(dict)  # variation at the first full step
@@ -243,8 +242,7 @@ class ExpertCollapse(Detector):
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "weight_jump"}
     explained_by_rate_jump = True
     tokens: float = limit(
-        100.0,
-        "Tokens that even loads would have given each of these experts meanwhile.",
+        100.0, "Tokens that even loads would have given each of these experts meanwhile."
     )
     share: float = limit(0.5, "Share of a router's experts.")
     # For each router: expected tokens since an expert's last ones, and its highest share of an

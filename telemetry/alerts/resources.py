@@ -43,8 +43,7 @@ class InputBound(Detector):
     share: float = limit(0.4, "Share of the step's time.")
     # Chosen manually: index selects of healthy loops take up to a millisecond
     seconds: float = limit(
-        0.005,
-        "Least wait per step. Below, the Python code of the loop may take as long.",
+        0.005, "Least wait per step. Below, the Python code of the loop may take as long."
     )
 
     def set_up(self) -> None:

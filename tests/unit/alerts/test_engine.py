@@ -133,7 +133,7 @@ def test_a_warning_that_leads_to_an_error_escalates_once_with_all_consequences()
     [_, worse] = alerts_from(cause(*LONG, severity="warning"), effect(7), second, steps=8)
     assert (worse.stage, worse.severity, worse.step) == ("escalated", "error", 7)
     assert consequences(worse) == [("effect", None), ("my_effect", None)]
-    assert worse.summary == "And; Seen"
+    assert worse.summary == "Seen; And"
     assert figures(worse.cause) == [5]
 
 
