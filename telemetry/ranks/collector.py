@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,20 +132,14 @@ class Collector:
         del self.open[first]
         return step
 
-    def log_missing(self, step: MergedStep, refused: Collection[int] = ()) -> None:
+    def log_missing(self, step: MergedStep) -> None:
         """Log once which ranks a step lacks and why, and once which return."""
         here, hold = step.ranks, f"from step {step.step} on, the records hold"
-        missed, unknown = f"{hold} {len(here)} of {len(self._last)} ranks:", self._received < 0
+        missed = f"{hold} {len(here)} of {len(self._last)} ranks:"
         for kind, ranks, message in (
             (
                 "missed",
-                _ranks(unknown).intersection(refused) - here,
-                f"{missed} %s cannot connect, as rank 0 may not open more files; raise ulimit -n "
-                'there to twice the number of ranks, or use ranks="each"',
-            ),
-            (
-                "missed",
-                _ranks(unknown).difference(refused) - here,
+                _ranks(self._received < 0) - here,
                 f"{missed} %s made no HookLogger for this run, or by another version of telemetry",
             ),
             (

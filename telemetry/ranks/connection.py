@@ -224,10 +224,9 @@ def _most_files() -> float:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-async def is_set_within(seconds: float | None, event: Event) -> bool:
+async def wait_for(event: Event, seconds: float | None) -> None:
     with suppress(asyncio.TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
-    return event.is_set()
 
 
 class Server:
@@ -349,7 +348,7 @@ class Client:
             self.attempts += 1
             if not self._finishing.is_set():
                 pause_s = min(_FIRST_PAUSE_S * 1.5 ** min(self.attempts, 64), _LONGEST_PAUSE_S)
-                await is_set_within(_jitter.uniform(0.5, 1) * pause_s, self._finishing)
+                await wait_for(self._finishing, _jitter.uniform(0.5, 1) * pause_s)
             elif self.is_known or not distributed.is_initialized():
                 return
             else:

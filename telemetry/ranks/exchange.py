@@ -33,7 +33,7 @@ from telemetry.ranks.connection import (
     Rendezvous,
     Server,
     in_thread,
-    is_set_within,
+    wait_for,
 )
 from telemetry.ranks.merging import MergedRecords, MergedStep
 from telemetry.ranks.partial_record import FORMAT, PartialRecord, PartMaker, decode, encode
@@ -191,7 +191,6 @@ class RankExchange(Exchange):
         self._close_at = self._rest_at = math.inf  # ends of merging, and of receiving more steps
         self._rendezvous = Rendezvous(f"{FORMAT}/{next(_numbers) if name is None else name}")
         self._server: Server | None = None
-        self._refused = range(0)  # ranks for which no file descriptor is left
         follow = partial(self._do, self._follow)
         self._client = Client(self._rendezvous, rank, follow) if rank else None
         self._collector = Collector(world_size=size, timeout_s=timeout_s)
@@ -309,7 +308,7 @@ class RankExchange(Exchange):
             or (self._collector.members and time.monotonic() < self._rest_at)
         ):
             may_time_out = self._collector.open or self._answers or self._rest_at < math.inf
-            await is_set_within(_CHECK_S if may_time_out else None, self._wakeup)
+            await wait_for(self._wakeup, _CHECK_S if may_time_out else None)
             self._wakeup.clear()
             self._merge()
         self._merge(hurry=True)
@@ -338,7 +337,7 @@ class RankExchange(Exchange):
                 await asyncio.sleep(_GROUP_S)
             with suppress(RuntimeError, OSError, ValueError):  # the collector logs who is missing
                 listening, address = await in_thread(self._rendezvous.publish)
-                self._refused = range(int(min(address.last_rank, self._size)) + 1, self._size)
+                self._leave_out(range(int(min(address.last_rank, self._size)) + 1, self._size))
                 receive, first = partial(self._do, self._receive), encode(self._announcement)
                 self._server = Server(listening, address.token, receive, first)
                 await self._server.run()
@@ -360,7 +359,7 @@ class RankExchange(Exchange):
         with self._failures.contained("to merge the records of all ranks"):
             while (step := self._collector.take(self._now, hurry=hurry)) is not None:
                 if not step.phase:
-                    self._collector.log_missing(step, self._refused)
+                    self._collector.log_missing(step)
                 self.take(step)
             self._decide()
 
@@ -391,6 +390,16 @@ class RankExchange(Exchange):
             self.barrier.decide(announcement.raise_at)
 
     # --- there, on rank 0 ------------------------------------------------------------------------
+
+    def _leave_out(self, ranks: range) -> None:
+        """Expect nothing of ranks for which no file descriptor is left."""
+        for rank in ranks:
+            self._collector.note(rank, self._now, LAST_SEQUENCE)
+        if ranks:
+            self._failures.log_once(
+                f"{ranks_in_words(ranks)} cannot connect, as rank 0 may not open more files; raise "
+                'ulimit -n there to twice the number of ranks, or use ranks="each"'
+            )
 
     def _add(self, part: PartialRecord) -> None:
         self._collector.add(part, self._now)

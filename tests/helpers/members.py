@@ -195,11 +195,9 @@ class Member:
         host, port, *_ = server._listening.getsockname()
         return host, port
 
-    def last_rank(self) -> int:
-        """Return the last rank that may connect to rank 0, which listens."""
-        address = self.exchanges["run"]._rendezvous.find()
-        assert address is not None
-        return int(address.last_rank)
+    def last_rank(self, name: str) -> int:
+        """Wait until rank 0 listens; return the last rank that may connect."""
+        return int(until(self.exchanges[name]._rendezvous.find).last_rank)
 
     def disconnected(self, rank: int) -> None:
         """Wait until another rank is no longer connected to rank 0."""

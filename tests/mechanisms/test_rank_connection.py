@@ -208,6 +208,7 @@ def python(script: str, *arguments: str) -> Any:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_rank_ends_well_while_its_call_of_a_frozen_store_fails() -> None:
     with python(STORE) as store, python(RANK, store.stdout.readline().strip()) as rank:
         assert rank.stdout.readline() == "connected\n"

@@ -227,15 +227,20 @@ def test_a_forked_child_does_not_keep_connections_open(four: Ranks, rank: int) -
 
 def test_ranks_beyond_the_limit_of_open_files_are_reported(four: Ranks) -> None:
     first, *others = four
-    first.do("limit_files", 1)
-    every(four, "open")
-    every(four, "send", range(3))
-    members = [*range(first.do("last_rank") + 1)]
-    assert 2 <= len(members) <= 3
-    assert first.do("got", 2)[2] == (2, members, total(members, 2))
-    assert first.occurrences("cannot connect, as rank 0 may not open more files") == 1
-    every(others, "close")
-    first.do("close")
+    for name in "abcdef":  # gloo may close descriptors meanwhile
+        first.do("limit_files", 1)
+        first.do("open", name)
+        if (last := first.do("last_rank", name)) in (1, 2):
+            break
+        first.do("close", name)
+    every(others, "open", name)
+    every(four, "send", range(3), name)
+    members = [*range(last + 1)]
+    assert first.do("got", 2, name)[2] == (2, members, total(members, 2))
+    assert first.occurrences("cannot connect, as rank 0 may not open more files") >= 1
+    assert first.occurrences("made no HookLogger") == 0
+    every(others, "close", name)
+    first.do("close", name)
 
 
 def test_unauthenticated_peers_neither_fill_rank_0_nor_keep_a_rank_out(four: Ranks) -> None:
