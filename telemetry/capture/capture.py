@@ -65,7 +65,7 @@ class Capture:
         sample: Sample | None = None,
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
-        self.guard = Guard(failures, schedule)
+        self.guard = Guard(failures, schedule.stopwatch)
         self.model = weakref.ref(model)
         self.safe_point = safe_point
         self._table = ParameterTable(model, selection)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from statistics import median
-from typing import Any, Literal, TypeAlias, get_args
+from statistics import fmean, median
+from typing import Any, Literal, TypeAlias
 
 import torch
+
+from telemetry.capture.stopwatch import Stopwatch
 
 log = logging.getLogger("telemetry")
 
@@ -20,6 +21,10 @@ Plan: TypeAlias = Literal["skip", "norms", "full"]
 
 Work: TypeAlias = Literal["norms", "full", "logged"]
 """Work of the worker: a step with norms, a full step, logged scalars."""
+
+NORMS_EVERY, EVERY, OVERHEAD = (
+    f"telemetry/{name}" for name in ("norms_every_n_steps", "every_n_steps", "overhead")
+)
 
 # Chosen manually.
 SHARE = 0.03  # of the bare time, for norms, without ``max_overhead``
@@ -61,9 +66,8 @@ class Schedule:
     from a full step do not count: it shows a candidate. The requested step is the second one after
     the judged step, or a later one if rules are late, so that a repeated run measures the same.
 
-    The training thread calls :meth:`plan` and :meth:`logged`, and measures its own time in ``with``
-    blocks of the schedule, which may be nested. The worker calls :meth:`judged`,
-    :meth:`request_full` and :meth:`worker_took`.
+    The training thread calls :meth:`plan` and :meth:`logged`, and measures its time by a stopwatch.
+    The worker calls :meth:`judged`, :meth:`request_full` and :meth:`worker_took`.
 
     Args:
         every_n_steps: Distance N of the due full steps.
@@ -72,6 +76,7 @@ class Schedule:
 
     Attributes:
         scheduled, requested: Numbers of full steps up to now: due, and added by rules.
+        stopwatch: Times what telemetry does on the training thread.
         loss_tag: Tag of the loss; None while unknown.
         takes_all_norms: Whether each step has norms, unless ``max_overhead`` limits them.
     """
@@ -102,12 +107,12 @@ class Schedule:
         self._judged_due = self._unconfirmed = self._follow_ups = 0
         self._awaited: int | None = None  # the latest requested step, until it is judged
         # The account, in seconds.
+        self.stopwatch = Stopwatch(is_on=self._is_limited)
         self._own_s = self._bare_s = self._norms_s = self._entered_logged_s = 0.0
-        self._worker_s = dict[Work, float].fromkeys(get_args(Work), 0.0)
-        self._costs = {
-            (work, on_worker): _Mean(size)
-            for work, size in (("norms", SAVED_STEPS), ("full", 5), ("logged", SAVED_STEPS))
-            for on_worker in (False, True)
+        self._own: dict[Work, _Costs] = {"norms": _Costs(), "full": _Costs()}
+        self._of_worker: dict[Work, _Costs] = {
+            **{w: _Costs() for w in self._own},
+            "logged": _Costs(),
         }
         self._steps_s: deque[float] = deque(maxlen=32)  # bare times of other than full steps
         self._told: set[str] = set()
@@ -115,9 +120,6 @@ class Schedule:
         self._last_s: float | None = None
         self._last_event: torch.cuda.Event | None = None
         self._queued: deque[tuple[int, Plan, torch.cuda.Event]] = deque()
-        # The stopwatch.
-        self._thread, self._nesting, self._is_timed = threading.get_ident(), 0, self._is_limited
-        self._begin_s = self._inside_s = 0.0
 
     def plan(self, step: int) -> Plan:
         """Return what a step measures, when the step before has ended.
@@ -133,7 +135,7 @@ class Schedule:
         elif self._plan == "skip" and step <= self._dense_until:
             self._plan = self._norms(step)
         # By default a full step is not charged, and has too many blocks to time them for nothing.
-        self._is_timed = self._is_limited or self._plan == "norms"
+        self.stopwatch.is_on = self._is_limited or self._plan == "norms"
         return self._plan
 
     def _has_full(self, step: int) -> bool:
@@ -156,7 +158,7 @@ class Schedule:
         if is_covered or step - self._last_norms >= MAX_NORMS_EVERY:
             self._norms_s = max(self._norms_s - cost_s, 0.0)
             return "norms"
-        self._tell("norms_every_n_steps", "gradient norms at fewer steps", cost_s)
+        self._tell(NORMS_EVERY, "gradient norms at fewer steps", cost_s)
         return "skip"
 
     def _affords_full(self) -> bool:
@@ -167,7 +169,7 @@ class Schedule:
         cost_s = self._cost_s("full")
         if not (covered := self._covers(cost_s)):
             what = f"full steps less often than every {self._every} steps"
-            self._tell("every_n_steps", what, cost_s)
+            self._tell(EVERY, what, cost_s)
         return covered
 
     def _covers(self, cost_s: float) -> bool:
@@ -175,39 +177,25 @@ class Schedule:
 
     @property
     def _spent_s(self) -> float:
-        on_worker_s = self._worker_s["full"] + self._worker_s["norms"]
+        worker = self._of_worker
+        on_worker_s = worker["full"].sum_s + worker["norms"].sum_s
         return self._own_s + (0.0 if self._device.type == "cuda" else on_worker_s)
 
-    @property
-    def _logged_s(self) -> float:
-        """Time of logged scalars: on the training thread about as much again."""
-        return 2 * self._worker_s["logged"]
-
     def _cost_s(self, work: Work) -> float:
-        """Return the usual cost; at first, the worker probably takes twice the own time."""
-        own, worker = self._costs[work, False], self._costs[work, True]
-        is_known = worker.values or self._device.type == "cuda"
-        return own.value + (worker.value if is_known else 2 * own.value)
+        return self._own[work].mean_s + self._of_worker[work].mean_s
 
     def _tell(self, curve: str, what: str, cost_s: float) -> None:
         """Log once that an interval has increased, and the curve that shows it."""
         if curve in self._told:
             return
         self._told.add(curve)
-        limit, hint = f"max_overhead={self._share:g}", ""
+        level = logging.WARNING if self._is_limited else logging.INFO
+        limit = f"max_overhead={self._share:g}"
         if not self._is_limited:
-            limit = f"{self._share:.0%} of the time"
-            hint = "; max_overhead=math.inf takes them at each step"
+            limit = f"{self._share:.0%} of the time (max_overhead=math.inf: no limit)"
+        times = f"{cost_s * 1e3:.3g} ms, a step {median(self._steps_s or [0.0]) * 1e3:.3g} ms"
         log.log(
-            logging.WARNING if self._is_limited else logging.INFO,
-            "telemetry: to stay within %s: %s (%.3g ms, a step %.3g ms); see the curve "
-            "telemetry/%s%s",
-            limit,
-            what,
-            cost_s * 1e3,
-            median(self._steps_s or [0.0]) * 1e3,
-            curve,
-            hint,
+            level, f"telemetry: to stay within {limit}: {what} ({times}); see the curve {curve}"
         )
 
     # --- the account -----------------------------------------------------------------------------
@@ -226,7 +214,7 @@ class Schedule:
         if self._is_limited and self._device.type == "cuda":
             self._end_on_device(step, plan)
             return
-        now, own_s = time.perf_counter(), self._take()
+        now, own_s = time.perf_counter(), self.stopwatch.take()
         # The begin of the first step after a start is unknown; its cost is known.
         step_s = own_s if self._last_s is None else now - self._last_s
         self._last_s = now
@@ -249,28 +237,30 @@ class Schedule:
         self._bare_s += bare_s
         earned_s = self._share * bare_s
         if self._is_limited:
-            logged_s = self._logged_s
+            logged_s = (
+                2 * self._of_worker["logged"].sum_s
+            )  # on the training thread about as much again
             earned_s = NORMS_SHARE * earned_s - (logged_s - self._entered_logged_s)
             self._entered_logged_s = logged_s
         most_s = SAVED_STEPS * self._cost_s("norms")
         self._norms_s = min(max(self._norms_s + earned_s, -most_s), most_s)
         if plan != "skip":
-            self._costs[plan, False].add(own_s)
+            self._own[plan].add(own_s)
         if plan != "full":
             self._steps_s.append(bare_s)
             return
         last, self._last_full = self._last_full, step
         distance = self._every if last is None else step - last
         norms_every = 1.0 if last is None else distance / max(self._norms_since, 1)
-        self._norms_since, curves = 0, {}
+        self._norms_since, curves = 0, dict[str, float]()
         if self._is_limited or self._told:
-            curves["norms_every_n_steps"] = norms_every
+            curves[NORMS_EVERY] = norms_every
         if self._is_limited:
-            curves["every_n_steps"] = float(distance)
-            if self._bare_s > 0:  # else the time of bare training is unknown
-                curves["overhead"] = (self._spent_s + self._logged_s) / self._bare_s
+            curves[EVERY] = float(distance)
+        if self._is_limited and self._bare_s > 0:  # else the time of bare training is unknown
+            curves[OVERHEAD] = (self._spent_s + self._entered_logged_s) / self._bare_s
         if curves:
-            self._log_curves({f"telemetry/{name}": value for name, value in curves.items()}, step)
+            self._log_curves(curves, step)
 
     def measure(self, device: torch.device) -> None:
         """Measure steps on this device from here on."""
@@ -280,7 +270,7 @@ class Schedule:
         """Begin the step in progress now; the time before it belongs to no step."""
         self._last_s = self._last_event = None
         self._queued.clear()
-        self._take()
+        self.stopwatch.take()
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -334,8 +324,7 @@ class Schedule:
 
     def worker_took(self, work: Work, seconds: float) -> None:
         """Add CPU time of the worker, which calls this, for one step or scalar."""
-        self._worker_s[work] += seconds
-        self._costs[work, True].add(seconds)
+        self._of_worker[work].add(seconds)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -354,58 +343,30 @@ class Schedule:
         self._requests = deque([max(other, step + 1) for other in state.get("requests", ())])
         self._awaited = max([step] * full + [*self._requests], default=None)
 
-    # --- the stopwatch ---------------------------------------------------------------------------
 
-    def __enter__(self) -> None:
-        if not self._is_timed or threading.get_ident() != self._thread:
-            return
-        if self._nesting == 0:
-            self._begin_s = time.thread_time()
-        self._nesting += 1
+class _Costs:
+    """Times of one kind of work: their sum, and the mean of the last ones."""
 
-    def __exit__(self, *exception: object) -> None:
-        if self._nesting == 0 or threading.get_ident() != self._thread:
-            return
-        self._nesting -= 1
-        if self._nesting == 0:
-            self._inside_s += time.thread_time() - self._begin_s
+    def __init__(self) -> None:
+        self.sum_s = self.mean_s = 0.0
+        self._latest_s = deque[float](maxlen=SAVED_STEPS)
 
-    def _take(self) -> float:
-        """Return the seconds since the last call; from now on the caller's thread is measured."""
-        if threading.get_ident() != self._thread:
-            self._thread, self._nesting = threading.get_ident(), 0
-        elif self._nesting:
-            now = time.thread_time()
-            self._inside_s += now - self._begin_s
-            self._begin_s = now
-        taken_s, self._inside_s = self._inside_s, 0.0
-        return taken_s
-
-
-class _Mean:
-    """Mean of the last values, at most ``size``."""
-
-    def __init__(self, size: int) -> None:
-        self.value, self._total = 0.0, 0.0
-        self.values: deque[float] = deque(maxlen=size)
-
-    def add(self, value: float) -> None:
-        values = self.values
-        self._total += value - (values[0] if len(values) == values.maxlen else 0.0)
-        values.append(value)
-        self.value = self._total / len(values)
+    def add(self, seconds: float) -> None:
+        self.sum_s += seconds
+        self._latest_s.append(seconds)
+        self.mean_s = fmean(self._latest_s)
 
 
 def _check(every_n_steps: object, max_overhead: object) -> None:
-    if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool):
-        raise TypeError(f"HookLogger(every_n_steps={every_n_steps!r}): must be an int")
+    given = {"every_n_steps": (every_n_steps, int, "an int")}
+    if max_overhead is not None:
+        given["max_overhead"] = max_overhead, int | float, "a number"
+    for name, (value, kind, what) in given.items():
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"HookLogger({name}={value!r}): must be {what}")
     if every_n_steps < 1:
         raise ValueError(f"HookLogger(every_n_steps={every_n_steps}): must be at least 1")
-    if max_overhead is None:
-        return
-    if not isinstance(max_overhead, int | float) or isinstance(max_overhead, bool):
-        raise TypeError(f"HookLogger(max_overhead={max_overhead!r}): must be a number")
-    if not (0 < max_overhead <= 1 or max_overhead == math.inf):
+    if max_overhead is not None and not (0 < max_overhead <= 1 or max_overhead == math.inf):
         raise ValueError(
             f"HookLogger(max_overhead={max_overhead}): must be above 0 and at most 1; 0.01 is one "
             "percent, math.inf is no limit"

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from telemetry import Alert, Detector, Finding, HookLogger, StepRecord, read
-from telemetry.capture import Schedule, schedule
+from telemetry.capture import Schedule, schedule, stopwatch
 from tests.helpers.twins import Recorder
 
 
@@ -35,7 +35,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(schedule, "time", clock)
+    for module in (schedule, stopwatch):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 
@@ -63,7 +64,7 @@ class Run:
         for step in range(self.steps, self.steps + count):
             plan = self.schedule.plan(step)
             self.clock.trained_s += bare_s
-            with self.schedule:
+            with self.schedule.stopwatch:
                 self.clock.own_s += {"full": full_s, "norms": light_s, "skip": skipped_s}[plan]
             if plan != "skip":
                 on_worker_s = light_s if plan == "norms" else 0.0
@@ -133,7 +134,7 @@ def test_the_time_of_another_thread_does_not_count(clock: Clock) -> None:
     run = Run(clock, 0.01, 10, (0.1, 0.01, 0.0, 0.0))
 
     def run_elsewhere() -> None:
-        with run.schedule:
+        with run.schedule.stopwatch:
             clock.own_s += 5.0
 
     run.train_for(1)
