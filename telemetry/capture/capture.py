@@ -65,7 +65,7 @@ class Capture:
         sample: Sample | None = None,
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
-        self.guard = Guard(failures, schedule.stopwatch)
+        self.guard = Guard(failures, schedule.account.stopwatch)
         self.model = weakref.ref(model)
         self.safe_point = safe_point
         self._table = ParameterTable(model, selection)
@@ -115,7 +115,7 @@ class Capture:
             return
         self._optimizers.install()
         self._table.forget_optimizers()
-        self._schedule.restart()
+        self._schedule.account.restart()
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.attach()
         self._begin(self.step, self._plan_step(self.step), attaching=True)
@@ -191,7 +191,7 @@ class Capture:
                 follows, by_hand = not attaching, self._by_hand
                 state.output_grads = step.begin(follows=follows, by_hand=by_hand)
                 self.clock.measure(self._table.device)
-                self._schedule.measure(self._table.device)
+                self._schedule.account.measure(self._table.device)
                 self._observe(training=True)
             else:
                 self._modules.stop()

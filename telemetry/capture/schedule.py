@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from statistics import fmean, median
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
-import torch
-
-from telemetry.capture.stopwatch import Stopwatch
+from telemetry.capture.account import Account, Plan, Work
 
 log = logging.getLogger("telemetry")
-
-Plan: TypeAlias = Literal["skip", "norms", "full"]
-"""What a step measures: nothing, gradient norms, or every tensor."""
-
-Work: TypeAlias = Literal["norms", "full", "logged"]
-"""Work of the worker: a step with norms, a full step, logged scalars."""
 
 NORMS_EVERY, EVERY, OVERHEAD = (
     f"telemetry/{name}" for name in ("norms_every_n_steps", "every_n_steps", "overhead")
@@ -28,11 +18,9 @@ NORMS_EVERY, EVERY, OVERHEAD = (
 
 # Chosen manually.
 SHARE = 0.03  # of the bare time, for norms, without ``max_overhead``
-NORMS_SHARE = 0.75  # of ``max_overhead``, for norms; the rest remains for full steps
 FIRST_STEPS = 256  # which have norms: the baseline is unknown before
 DENSE_STEPS = 64  # which have norms after an unusual one: rules may need several
 MAX_NORMS_EVERY = 64
-SAVED_STEPS = 16  # steps with norms for which the account saves up
 
 # Limit of requests that confirm nothing: a number of them and a share of the due full steps, but
 # fewer than due ones.
@@ -47,9 +35,8 @@ _COUNTS = ("scheduled", "requested", "_is_due", "_judged_due", "_unconfirmed", "
 class Schedule:
     """Plans each step: it is skipped, has gradient norms, or is a full step.
 
-    Full steps are due at 0, N, 2N, ... and where rules request one; norms are due at each step. One
-    account decides what is taken. Each step earns a share of its bare time, and pays the CPU time
-    that measuring takes on the training thread and on the worker, which share the interpreter lock.
+    Full steps are due at 0, N, 2N, ... and where rules request one; norms are due at each step. An
+    :class:`~account.Account` decides what is taken: each step earns a share of its bare time.
 
     - By default, full steps are always taken, and norms as far as they fit into 3 %. The first 256
       steps, and 64 after an unusual one, have norms on credit.
@@ -57,17 +44,15 @@ class Schedule:
       full step that is not covered stays due. Scalars that the user logs leave less for norms.
     - With ``math.inf``, everything is taken and no clock is read.
 
-    At least one step in 64 has norms. On a CUDA device, which queues work, ``max_overhead`` counts
-    the time by which full steps take longer than others. It is measured by events at the ends of
-    steps, and entered when the device has reached them, without waiting.
+    At least one step in 64 has norms.
 
     All rules share one allowance of requests. It grows with the due full steps, so that short runs
     have few others. An alert, or a NaN after finite gradients, restores it. Requests that follow
     from a full step do not count: it shows a candidate. The requested step is the second one after
     the judged step, or a later one if rules are late, so that a repeated run measures the same.
 
-    The training thread calls :meth:`plan` and :meth:`logged`, and measures its time by a stopwatch.
-    The worker calls :meth:`judged`, :meth:`request_full` and :meth:`worker_took`.
+    The training thread calls :meth:`plan` and :meth:`logged`, the worker :meth:`judged` and
+    :meth:`request_full`.
 
     Args:
         every_n_steps: Distance N of the due full steps.
@@ -76,7 +61,7 @@ class Schedule:
 
     Attributes:
         scheduled, requested: Numbers of full steps up to now: due, and added by rules.
-        stopwatch: Times what telemetry does on the training thread.
+        account: Measures the time of telemetry on both threads.
         loss_tag: Tag of the loss; None while unknown.
         takes_all_norms: Whether each step has norms, unless ``max_overhead`` limits them.
     """
@@ -91,6 +76,7 @@ class Schedule:
         self._every, self._log_curves = every_n_steps, log_curves
         self._share = SHARE if max_overhead is None else max_overhead
         self._is_limited = max_overhead is not None and max_overhead < math.inf
+        self.account = Account(self._share, pays_full=self._is_limited)
         self.takes_all_norms = max_overhead == math.inf
         self.scheduled = self.requested = 0
         self.loss_tag: str | None = None
@@ -101,25 +87,12 @@ class Schedule:
         self._is_due = False  # it is a full step that was due, or one is due still
         self._dense_until: float = math.inf  # norms are requested up to this step
         self._last_norms, self._norms_since = -1, 0  # of steps that have ended
-        self._last_full: int | None = None
+        self._last_full = self._logged_full = -1
         self._requests: deque[int] = deque()  # steps from which on full ones are requested
         # Of the rules. Each attribute has one thread that writes it.
         self._judged_due = self._unconfirmed = self._follow_ups = 0
         self._awaited: int | None = None  # the latest requested step, until it is judged
-        # The account, in seconds.
-        self.stopwatch = Stopwatch(is_on=self._is_limited)
-        self._own_s = self._bare_s = self._norms_s = self._entered_logged_s = 0.0
-        self._own: dict[Work, _Costs] = {"norms": _Costs(), "full": _Costs()}
-        self._of_worker: dict[Work, _Costs] = {
-            **{w: _Costs() for w in self._own},
-            "logged": _Costs(),
-        }
-        self._steps_s: deque[float] = deque(maxlen=32)  # bare times of other than full steps
         self._told: set[str] = set()
-        self._device = torch.device("cpu")
-        self._last_s: float | None = None
-        self._last_event: torch.cuda.Event | None = None
-        self._queued: deque[tuple[int, Plan, torch.cuda.Event]] = deque()
 
     def plan(self, step: int) -> Plan:
         """Return what a step measures, when the step before has ended.
@@ -135,13 +108,16 @@ class Schedule:
         elif self._plan == "skip" and step <= self._dense_until:
             self._plan = self._norms(step)
         # By default a full step is not charged, and has too many blocks to time them for nothing.
-        self.stopwatch.is_on = self._is_limited or self._plan == "norms"
+        self.account.stopwatch.is_on = self._is_limited or self._plan == "norms"
         return self._plan
 
     def _has_full(self, step: int) -> bool:
         self._is_due |= step % self._every == 0
         is_requested = bool(self._requests) and self._requests[0] <= step
-        if not (self._is_due or is_requested) or not self._affords_full():
+        if not (self._is_due or is_requested):
+            return False
+        if self._is_limited and not self.account.covers("full"):
+            self._tell(EVERY, f"full steps less often than every {self._every} steps", "full")
             return False
         if is_requested:
             self._requests.popleft()
@@ -153,38 +129,14 @@ class Schedule:
         is_dense = step <= self._dense_until
         if not self._is_limited and (self.takes_all_norms or is_dense):
             return "norms"
-        cost_s = self._cost_s("norms")
-        is_covered = self._norms_s >= cost_s or (is_dense and self._covers(cost_s))
+        is_covered = self.account.covers_norms() or (is_dense and self.account.covers("norms"))
         if is_covered or step - self._last_norms >= MAX_NORMS_EVERY:
-            self._norms_s = max(self._norms_s - cost_s, 0.0)
+            self.account.pay_norms()
             return "norms"
-        self._tell(NORMS_EVERY, "gradient norms at fewer steps", cost_s)
+        self._tell(NORMS_EVERY, "gradient norms at fewer steps", "norms")
         return "skip"
 
-    def _affords_full(self) -> bool:
-        if not self._is_limited:
-            return True
-        if any(plan == "full" for _, plan, _ in self._queued):  # its cost is unknown
-            return False
-        cost_s = self._cost_s("full")
-        if not (covered := self._covers(cost_s)):
-            what = f"full steps less often than every {self._every} steps"
-            self._tell(EVERY, what, cost_s)
-        return covered
-
-    def _covers(self, cost_s: float) -> bool:
-        return self._spent_s + cost_s <= self._share * self._bare_s
-
-    @property
-    def _spent_s(self) -> float:
-        worker = self._of_worker
-        on_worker_s = worker["full"].sum_s + worker["norms"].sum_s
-        return self._own_s + (0.0 if self._device.type == "cuda" else on_worker_s)
-
-    def _cost_s(self, work: Work) -> float:
-        return self._own[work].mean_s + self._of_worker[work].mean_s
-
-    def _tell(self, curve: str, what: str, cost_s: float) -> None:
+    def _tell(self, curve: str, what: str, work: Work) -> None:
         """Log once that an interval has increased, and the curve that shows it."""
         if curve in self._told:
             return
@@ -193,12 +145,11 @@ class Schedule:
         limit = f"max_overhead={self._share:g}"
         if not self._is_limited:
             limit = f"{self._share:.0%} of the time (max_overhead=math.inf: no limit)"
-        times = f"{cost_s * 1e3:.3g} ms, a step {median(self._steps_s or [0.0]) * 1e3:.3g} ms"
+        cost_s, step_s = self.account.cost_s(work), self.account.step_s
+        times = f"{cost_s * 1e3:.3g} ms, a step {step_s * 1e3:.3g} ms"
         log.log(
             level, f"telemetry: to stay within {limit}: {what} ({times}); see the curve {curve}"
         )
-
-    # --- the account -----------------------------------------------------------------------------
 
     def _end_step(self) -> None:
         """Enter the step that has ended."""
@@ -206,71 +157,27 @@ class Schedule:
         if plan == "full":
             self.scheduled += self._is_due
             self.requested += not self._is_due
-            self._is_due = False
+            self._is_due, self._last_full = False, step
         if plan != "skip":
             self._last_norms, self._norms_since = step, self._norms_since + 1
-        if self.takes_all_norms and not self._is_limited:
-            return
-        if self._is_limited and self._device.type == "cuda":
-            self._end_on_device(step, plan)
-            return
-        now, own_s = time.perf_counter(), self.stopwatch.take()
-        # The begin of the first step after a start is unknown; its cost is known.
-        step_s = own_s if self._last_s is None else now - self._last_s
-        self._last_s = now
-        self._enter(step, plan, step_s, own_s)
+        no_clock = self.takes_all_norms and not self._is_limited
+        if not no_clock and self.account.step_ended(plan):
+            self._log(self._last_full)
 
-    def _end_on_device(self, step: int, plan: Plan) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._queued.append((step, plan, event))
-        while self._queued and self._queued[0][-1].query():
-            step, plan, event = self._queued.popleft()
-            before, self._last_event = self._last_event, event
-            step_s = before.elapsed_time(event) * 1e-3 if before is not None else 0.0
-            usual_s = median(self._steps_s or [step_s])
-            self._enter(step, plan, step_s, max(step_s - usual_s, 0.0) if plan == "full" else 0.0)
-
-    def _enter(self, step: int, plan: Plan, step_s: float, own_s: float) -> None:
-        bare_s = max(step_s - own_s, 0.0)
-        self._own_s += own_s
-        self._bare_s += bare_s
-        earned_s = self._share * bare_s
-        if self._is_limited:
-            logged_s = (
-                2 * self._of_worker["logged"].sum_s
-            )  # on the training thread about as much again
-            earned_s = NORMS_SHARE * earned_s - (logged_s - self._entered_logged_s)
-            self._entered_logged_s = logged_s
-        most_s = SAVED_STEPS * self._cost_s("norms")
-        self._norms_s = min(max(self._norms_s + earned_s, -most_s), most_s)
-        if plan != "skip":
-            self._own[plan].add(own_s)
-        if plan != "full":
-            self._steps_s.append(bare_s)
-            return
-        last, self._last_full = self._last_full, step
-        distance = self._every if last is None else step - last
-        norms_every = 1.0 if last is None else distance / max(self._norms_since, 1)
+    def _log(self, step: int) -> None:
+        """Log the distances before a full step, and the overhead up to it."""
+        last, self._logged_full = self._logged_full, step
+        distance = step - last if last >= 0 else self._every
+        norms_every = distance / max(self._norms_since, 1) if last >= 0 else 1.0
         self._norms_since, curves = 0, dict[str, float]()
         if self._is_limited or self._told:
             curves[NORMS_EVERY] = norms_every
         if self._is_limited:
             curves[EVERY] = float(distance)
-        if self._is_limited and self._bare_s > 0:  # else the time of bare training is unknown
-            curves[OVERHEAD] = (self._spent_s + self._entered_logged_s) / self._bare_s
+            if (overhead := self.account.overhead) is not None:
+                curves[OVERHEAD] = overhead
         if curves:
             self._log_curves(curves, step)
-
-    def measure(self, device: torch.device) -> None:
-        """Measure steps on this device from here on."""
-        self._device = device
-
-    def restart(self) -> None:
-        """Begin the step in progress now; the time before it belongs to no step."""
-        self._last_s = self._last_event = None
-        self._queued.clear()
-        self.stopwatch.take()
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -309,22 +216,18 @@ class Schedule:
         if not needed or self._awaited is not None:
             return 0
         if is_answer and self._follow_ups < FOLLOW_UPS:
-            self._follow_ups += 1
+            self._follow_ups, self._awaited = self._follow_ups + 1, step + 1
             return min(needed, IN_A_ROW)
         allowance = ALLOWANCE + ALLOWANCE_SHARE * self._judged_due
         if self._unconfirmed + 1 > min(allowance, max(self._judged_due - 1, 1)):
             return 0
-        self._unconfirmed, self._follow_ups = self._unconfirmed + 1, 0
+        self._unconfirmed, self._follow_ups, self._awaited = self._unconfirmed + 1, 0, step + 1
         return 1
 
     def request_full(self, step: int, count: int = 1) -> None:
         """Make this step and the next ones full steps, or later ones if they have begun."""
         self._awaited = step + count - 1
         self._requests.extend(range(step, step + count))
-
-    def worker_took(self, work: Work, seconds: float) -> None:
-        """Add CPU time of the worker, which calls this, for one step or scalar."""
-        self._of_worker[work].add(seconds)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -342,19 +245,6 @@ class Schedule:
         self._step, self._plan = step if state else -1, "full" if full else "norms"
         self._requests = deque([max(other, step + 1) for other in state.get("requests", ())])
         self._awaited = max([step] * full + [*self._requests], default=None)
-
-
-class _Costs:
-    """Times of one kind of work: their sum, and the mean of the last ones."""
-
-    def __init__(self) -> None:
-        self.sum_s = self.mean_s = 0.0
-        self._latest_s = deque[float](maxlen=SAVED_STEPS)
-
-    def add(self, seconds: float) -> None:
-        self.sum_s += seconds
-        self._latest_s.append(seconds)
-        self.mean_s = fmean(self._latest_s)
 
 
 def _check(every_n_steps: object, max_overhead: object) -> None:
