@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from telemetry.capture.account import Plan
 from telemetry.capture.captured_step import CapturedStep
 from telemetry.capture.clock import LoopClock
 from telemetry.capture.hooks import ForwardHook, InputHook
@@ -21,7 +22,7 @@ from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizers import Optimizers
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.probe import Sample
-from telemetry.capture.schedule import Plan, Schedule
+from telemetry.capture.schedule import Schedule
 from telemetry.capture.state import Content, Guard, State, Target, guarded
 from telemetry.capture.step import Step
 from telemetry.capture.usage import APART, OPTIMIZER

@@ -247,16 +247,15 @@ class Schedule:
         self._awaited = max([step] * full + [*self._requests], default=None)
 
 
-def _check(every_n_steps: object, max_overhead: object) -> None:
-    given = {"every_n_steps": (every_n_steps, int, "an int")}
-    if max_overhead is not None:
-        given["max_overhead"] = max_overhead, int | float, "a number"
-    for name, (value, kind, what) in given.items():
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"HookLogger({name}={value!r}): must be {what}")
+def _check(every_n_steps: int, max_overhead: float | None) -> None:
+    share = 1.0 if max_overhead is None else max_overhead
+    if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool):
+        raise TypeError(f"HookLogger(every_n_steps={every_n_steps!r}): must be an int")
+    if not isinstance(share, int | float) or isinstance(share, bool):
+        raise TypeError(f"HookLogger(max_overhead={max_overhead!r}): must be a number")
     if every_n_steps < 1:
         raise ValueError(f"HookLogger(every_n_steps={every_n_steps}): must be at least 1")
-    if max_overhead is not None and not (0 < max_overhead <= 1 or max_overhead == math.inf):
+    if not (0 < share <= 1 or share == math.inf):
         raise ValueError(
             f"HookLogger(max_overhead={max_overhead}): must be above 0 and at most 1; 0.01 is one "
             "percent, math.inf is no limit"
