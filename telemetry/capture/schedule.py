@@ -6,6 +6,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from telemetry.capture.account import Account, Plan, Work
@@ -113,14 +114,15 @@ class Schedule:
 
     def _has_full(self, step: int) -> bool:
         self._is_due |= step % self._every == 0
-        is_requested = bool(self._requests) and self._requests[0] <= step
+        is_requested = min(tuple(self._requests), default=math.inf) <= step
         if not (self._is_due or is_requested):
             return False
         if self._is_limited and not self.account.covers("full"):
             self._tell(EVERY, f"full steps less often than every {self._every} steps", "full")
             return False
         if is_requested:
-            self._requests.popleft()
+            with suppress(IndexError):  # the worker may have cleared them
+                self._requests.popleft()
         return True
 
     def _norms(self, step: int) -> Plan:
