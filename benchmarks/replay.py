@@ -53,7 +53,7 @@ from torch.optim import Optimizer
 from telemetry import Alert, Rule, StepRecord
 from telemetry.alerts import default_rules
 from telemetry.capture import Schedule
-from telemetry.capture.schedule import Plan, Work
+from telemetry.capture.account import Account, Plan
 from telemetry.failures import RaisingFailures
 from telemetry.pipeline.judge import Judge
 from telemetry.plain_text import json_plain
@@ -301,20 +301,31 @@ Fields = dict[str, Any]
 """Of an alert."""
 
 
-class Simulated(Schedule):
+class Simulated(Account):
+    """Account that reads no clock."""
+
+    is_covered = True  # whether the step has norms
+
+    def __init__(self) -> None:
+        super().__init__(1.0, pays_full=False)
+
+    def covers_norms(self) -> bool:
+        return self.is_covered
+
+
+class Every(Schedule):
     """Schedule of a run in which one step in ``norms_every`` can have norms."""
+
+    account: Simulated
 
     def __init__(self, every_n_steps: int, norms_every: int) -> None:
         super().__init__(every_n_steps, math.inf if norms_every == 1 else None)
-        self._norms_every = norms_every
-        self.loss_tag = LOSS
+        self._norms_every, self.loss_tag = norms_every, LOSS
+        self.account = Simulated()
 
-    def _norms(self, step: int) -> Plan:
-        self._norms_s = float(step % self._norms_every == 0)  # the cost is 1
-        return super()._norms(step)
-
-    def _cost_s(self, work: Work) -> float:
-        return 1.0
+    def plan(self, step: int) -> Plan:
+        self.account.is_covered = step % self._norms_every == 0
+        return super().plan(step)
 
 
 class Replay:
@@ -331,7 +342,7 @@ class Replay:
         self.due = 0
         self._every_n_steps = every_n_steps
         self.times_s: tuple[list[float], list[float]] = ([], [])
-        self._schedule = Simulated(every_n_steps, norms_every)
+        self._schedule = Every(every_n_steps, norms_every)
         self._between: list[tuple[int, float]] = []  # losses of skipped steps
         self._judge = Judge(default_rules(), RaisingFailures())
         self._loss_s = 0.0

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from telemetry.capture.account import Plan
 from telemetry.capture.captured_step import CapturedStep
 from telemetry.capture.clock import LoopClock
 from telemetry.capture.hooks import ForwardHook, InputHook
@@ -21,7 +22,7 @@ from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizers import Optimizers
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.probe import Sample
-from telemetry.capture.schedule import Plan, Schedule
+from telemetry.capture.schedule import Schedule
 from telemetry.capture.state import Content, Guard, State, Target, guarded
 from telemetry.capture.step import Step
 from telemetry.capture.usage import APART, OPTIMIZER
@@ -64,7 +65,7 @@ class Capture:
         sample: Sample | None = None,
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
-        self.guard = Guard(failures, schedule)
+        self.guard = Guard(failures, schedule.account.stopwatch)
         self.model = weakref.ref(model)
         self.safe_point = safe_point
         self._table = ParameterTable(model, selection)
@@ -113,7 +114,7 @@ class Capture:
             return
         self._optimizers.install()
         self._table.forget_optimizers()
-        self._schedule.restart()
+        self._schedule.account.restart()
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.attach()
         self._begin(self.step, self._plan_step(self.step), attaching=True)
@@ -189,7 +190,7 @@ class Capture:
                 follows, by_hand = not attaching, self._by_hand
                 state.output_grads = step.begin(follows=follows, by_hand=by_hand)
                 self.clock.measure(self._table.device)
-                self._schedule.measure(self._table.device)
+                self._schedule.account.measure(self._table.device)
                 self._observe(training=True)
             else:
                 self._modules.stop()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from telemetry.alert import Alert, located
 from telemetry.capture import CapturedStep, LightStep, Schedule
-from telemetry.capture.schedule import Work
+from telemetry.capture.account import Work
 from telemetry.events import summaries
 from telemetry.failures import Failures
 from telemetry.pipeline.judge import Judge
@@ -133,7 +133,7 @@ class Processor:
         try:
             self._process(item)
         finally:
-            self._schedule.worker_took(_kind_of_work(item), time.thread_time() - began_s)
+            self._schedule.account.worker_took(_kind_of_work(item), time.thread_time() - began_s)
 
     def _process(self, item: Item) -> None:
         if isinstance(item, ReadyValues):
@@ -217,7 +217,7 @@ class Processor:
                 self._record_logged(step, wall_time, self.ranks.logged(values))
             except Exception:
                 self._failures.report("to write logged scalars")
-        self._schedule.worker_took("logged", time.thread_time() - began_s)
+        self._schedule.account.worker_took("logged", time.thread_time() - began_s)
 
     def _record_logged(self, step: int, wall_time: float, values: dict[str, float]) -> None:
         """Write the logged scalars of a step, and judge the loss if it is one of them."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from telemetry import Alert, Detector, Finding, HookLogger, StepRecord, read
-from telemetry.capture import Schedule, schedule
+from telemetry.capture import Schedule, account, schedule
 from tests.helpers.twins import Recorder
 
 
@@ -35,7 +35,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(schedule, "time", clock)
+    monkeypatch.setattr(account, "time", clock)
     return clock
 
 
@@ -56,19 +56,19 @@ class Run:
         self.schedule = Schedule(
             every, share, lambda curves, step: self.curves.update({step: curves})
         )
-        self.schedule.restart()
+        self.schedule.account.restart()
 
     def train_for(self, count: int) -> None:
         bare_s, full_s, light_s, skipped_s = self.costs_s
         for step in range(self.steps, self.steps + count):
             plan = self.schedule.plan(step)
             self.clock.trained_s += bare_s
-            with self.schedule:
+            with self.schedule.account.stopwatch:
                 self.clock.own_s += {"full": full_s, "norms": light_s, "skip": skipped_s}[plan]
             if plan != "skip":
                 on_worker_s = light_s if plan == "norms" else 0.0
                 self.worker_s += on_worker_s
-                self.schedule.worker_took(plan, on_worker_s)
+                self.schedule.account.worker_took(plan, on_worker_s)
             self.full += [step] * (plan == "full")
             self.norms += [step] * (plan != "skip")
         self.steps += count
@@ -122,9 +122,9 @@ def test_the_interval_is_stretched_no_further_than_needed(
 def test_time_of_the_worker_counts_and_time_before_a_restart_does_not(clock: Clock) -> None:
     run = Run(clock, 0.01, 10, (0.1, 0.01, 0.0, 0.0))
     run.train_for(1)
-    run.schedule.worker_took("full", 0.03)
+    run.schedule.account.worker_took("full", 0.03)
     clock.trained_s += 1e6
-    run.schedule.restart()
+    run.schedule.account.restart()
     run.train_for(1000)
     assert run.gaps[0] == pytest.approx(47, abs=2)  # that earn 30 ms, and 10 + 15 on average
 
@@ -133,7 +133,7 @@ def test_the_time_of_another_thread_does_not_count(clock: Clock) -> None:
     run = Run(clock, 0.01, 10, (0.1, 0.01, 0.0, 0.0))
 
     def run_elsewhere() -> None:
-        with run.schedule:
+        with run.schedule.account.stopwatch:
             clock.own_s += 5.0
 
     run.train_for(1)
@@ -211,7 +211,7 @@ def test_on_a_gpu_step_times_are_entered_when_the_device_reaches_them(
     plans = Schedule(
         1000, 0.1, lambda curves, step: logged.update({step: curves["telemetry/overhead"]})
     )
-    plans.measure(torch.device("cuda"))
+    plans.account.measure(torch.device("cuda"))
     plans.request_full(4)
     assert [plans.plan(step) for step in range(1, 7)] == [*["norms"] * 3, "full", *["norms"] * 2]
     plans.request_full(7)
@@ -221,7 +221,7 @@ def test_on_a_gpu_step_times_are_entered_when_the_device_reaches_them(
         event.at_ms = at_ms
     # 20 ms are earned in the steps before it, 50 in all; 60 would be spent.
     assert plans.plan(8) == "norms"
-    assert logged == {4: pytest.approx(30 / 300)}
+    assert logged == {4: pytest.approx(30 / 500)}
     for event in Event.recorded[6:]:
         event.at_ms = 730
     assert plans.plan(9) == "full"
