@@ -306,8 +306,8 @@ def test_the_export_has_a_row_per_layer_and_step_of_all_runs(
     done = call("export", "good", "deep", "-o", tmp_path / "all.csv")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     rows = table((tmp_path / "all.csv").read_text(encoding="utf-8"))
-    assert len(rows) == 2 * 12 * 3
-    assert rows[0]["activation_rms"] != "" == rows[3]["activation_rms"]
+    assert len(rows) == 2 * (12 * 3 + 3), "three layers; the input at three full steps"
+    assert rows[0]["activation_rms"] != "" == rows[4]["activation_rms"]
     assert {row["run"] for row in rows} == {"good", "deep/bad"}
     assert rows[-1]["grad_norm"] == "nan"
     last = records("summary", "good")[-1]
