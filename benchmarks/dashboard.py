@@ -46,7 +46,7 @@ import pytest
 import torch
 from machine import describe_machine, write_json
 
-from telemetry.events import FileWriter, summaries
+from telemetry.events import summaries
 from telemetry.layers import MATRIX_STATISTICS
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
@@ -57,6 +57,7 @@ from telemetry.writing.dashboard import Dashboard
 sys.path.append(str(Path(__file__).parents[1]))
 browser: Any = import_module("tests.helpers.browser")
 known_runs: Any = import_module("tests.helpers.known_runs")
+EventWriter: Any = import_module("tests.helpers.event_writer").EventWriter
 
 SIZES = ["100x1000", "1000x1000"]
 QUICK_SIZES = ["20x200"]
@@ -158,7 +159,7 @@ def write_run(log_dir: Path, size: Size) -> None:
             norms=lambda _: next(norms).astype("f4"), matrices=lambda _: full,
         )  # fmt: skip
         return
-    writer, dashboard = FileWriter(log_dir), Dashboard()
+    writer, dashboard = EventWriter(log_dir), Dashboard()
     writer.write_values(dashboard.first_values(), 0)
     for record in records(size):
         loss = summaries.scalar("loss", 1 / (1 + record.step))
@@ -171,7 +172,7 @@ def write_run(log_dir: Path, size: Size) -> None:
 
 def write_curves(log_dir: Path, size: Size) -> None:
     """Gradient norms as ``add_scalar`` writes them: a tag for each layer."""
-    writer, tags = FileWriter(log_dir), curve_tags(size)
+    writer, tags = EventWriter(log_dir), curve_tags(size)
     for step, norms in enumerate(grad_norms(size)):
         pairs = zip(tags, norms.tolist(), strict=True)
         writer.write_values([summaries.scalar(tag, norm) for tag, norm in pairs], step)

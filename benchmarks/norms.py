@@ -22,7 +22,7 @@ import torch
 from machine import describe_machine, write_json
 from workloads import WORKLOADS, Loop, Workload
 
-from telemetry import HookLogger, SummaryWriter
+from telemetry import HookLogger
 
 _WARM_UP = 112
 """Steps until rules have a past to compare with: until then they judge some steps alone."""
@@ -91,7 +91,7 @@ def _round(loop: Loop, steps: int) -> tuple[float, float, float]:
     others = set(threading.enumerate())
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        HookLogger(loop.model, SummaryWriter(folder), every_n_steps=10**9) as logger,
+        HookLogger(loop.model, folder, every_n_steps=10**9) as logger,
     ):
         clock = _clock_of(set(threading.enumerate()) - others)
         for step in range(_WARM_UP):

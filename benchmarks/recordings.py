@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
-from telemetry import HookLogger, SummaryWriter
+from telemetry import HookLogger
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def nothing(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Recording:
 def with_telemetry(
     model: nn.Module, optimizer: Optimizer, log_dir: Path, **options: Any
 ) -> Recording:
-    return Recording(finish=HookLogger(model, SummaryWriter(str(log_dir)), **options).flush)
+    return Recording(finish=HookLogger(model, log_dir, **options).flush)
 
 
 def naively(model: nn.Module, optimizer: Optimizer, log_dir: Path) -> Recording:

@@ -6,9 +6,7 @@ The model is a chain of linear layers of width 16 with a batch of 4, where hooks
 measurements. Each size runs in a separate process, so that its peak memory can be measured; within
 it, bare and recorded steps alternate, and times are medians of the training thread's CPU time per
 module. "background" is the time of other threads for a logged step. "MB added" is the growth of the
-process's peak memory from bare training to logging every step. "dropped" counts events that the
-writer did not take, of one per logged step: if there are any, "logged" and "background" are too
-low.
+process's peak memory from bare training to logging every step.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import torch
 from machine import describe_machine, write_json
 from torch import nn
 
-from telemetry import HookLogger, SummaryWriter
+from telemetry import HookLogger
 
 SIZES = [10, 100, 1000, 10_000]
 WIDTH, BATCH = 16, 4
@@ -44,7 +42,6 @@ class Cost:
     logged_us: float  # added to the bare time
     background_us: float
     added_mb: float
-    dropped: int  # events, of one for each logged step
 
 
 def training_of(modules: int) -> tuple[nn.Module, Callable[[], None]]:
@@ -88,11 +85,8 @@ def measure(modules: int, rounds: int, threads: int) -> Cost:
     memory = peak_mb()
     with (
         tempfile.TemporaryDirectory() as folder,
-        HookLogger(
-            unlogged_model, SummaryWriter(f"{folder}/unlogged"), every_n_steps=1_000_000
-        ) as idle,
-        SummaryWriter(f"{folder}/logged") as writer,
-        HookLogger(logged_model, writer, every_n_steps=1) as busy,
+        HookLogger(unlogged_model, f"{folder}/unlogged", every_n_steps=1_000_000) as idle,
+        HookLogger(logged_model, f"{folder}/logged", every_n_steps=1) as busy,
     ):
         runs = []
         for _ in range(rounds + 1):
@@ -100,7 +94,6 @@ def measure(modules: int, rounds: int, threads: int) -> Cost:
             of_unlogged, _ = thread_and_process_us(unlogged, idle.flush)
             of_logged, of_all = thread_and_process_us(logged, busy.flush)
             runs.append((of_bare, of_unlogged - of_bare, of_logged - of_bare, of_all - of_logged))
-        dropped = writer._get_file_writer().dropped_count
     medians = [statistics.median(column) / modules for column in zip(*runs[1:], strict=True)]
     return Cost(
         modules=modules,
@@ -109,7 +102,6 @@ def measure(modules: int, rounds: int, threads: int) -> Cost:
         logged_us=medians[2],
         background_us=medians[3],
         added_mb=peak_mb() - memory,
-        dropped=dropped,
     )
 
 
@@ -120,13 +112,13 @@ def measure_apart(modules: int, rounds: int, threads: int) -> Cost:
 
 
 def print_table(costs: Sequence[Cost]) -> None:
-    titles = ("bare", "unlogged", "logged", "background", "MB added", "dropped")
+    titles = ("bare", "unlogged", "logged", "background", "MB added")
     print("\nCPU time per module and step, bare and added to it; MB added to the process's peak")
     print(f"{'modules':>9}", *(f"{title:>11}" for title in titles))
     for cost in costs:
         numbers = (cost.bare_us, cost.unlogged_us, cost.logged_us, cost.background_us)
         cells = [f"{us:9.2f}µs" for us in numbers]
-        print(f"{cost.modules:9,}", *cells, f"{cost.added_mb:11.1f} {cost.dropped:11}")
+        print(f"{cost.modules:9,}", *cells, f"{cost.added_mb:11.1f}")
 
 
 def main() -> None:

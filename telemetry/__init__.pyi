@@ -5,9 +5,10 @@ from telemetry.alert import TelemetryAlert as TelemetryAlert
 from telemetry.alerts.baseline import Baseline as Baseline
 from telemetry.alerts.detector import Detector as Detector
 from telemetry.alerts.detector import Finding as Finding
+from telemetry.alerts.detector import limit as limit
+from telemetry.alerts.detector import state as state
 from telemetry.checking import CheckResult as CheckResult
 from telemetry.checking import check as check
-from telemetry.events.summary_writer import SummaryWriter as SummaryWriter
 from telemetry.interventions import clip_gradients as clip_gradients
 from telemetry.interventions import prune_activations as prune_activations
 from telemetry.interventions import scale_gradients as scale_gradients

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median, median_high
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -169,6 +170,11 @@ class Baseline:
     # Modules whose matrices started far smaller than most, such as the last layer of a policy:
     # gradients before them start small and grow, and a step moves them by many times their size.
     began_small: tuple[str, ...] = ()
+    began_zero: tuple[
+        str, ...
+    ] = ()  # modules with a matrix that was all zeros at the first full step
+    batches_vary: bool = False  # whether full steps had very different numbers of examples
+    _examples: Annotated[deque[tuple[int, int]], LENGTH]  # full steps, and their examples
     _ratio_rate: float = 0.0
     _ratio_norm: float = 0.0  # the total gradient norm there
     _norm: float = 0.0  # the latest
@@ -182,6 +188,7 @@ class Baseline:
         self.interval = interval
         self.loss, self.norm, self.layers = Loss(), Norm(), LayerNorms(interval)
         self._rates, self._groups = deque(maxlen=LENGTH), {}
+        self._examples = deque(maxlen=LENGTH)
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
@@ -201,19 +208,37 @@ class Baseline:
             self.layers.add(record)
             if self.norm.since_jump == 0:
                 self.norm_jump_step = record.step
+        if record.examples:
+            self._examples.append((record.step + record.loss_delay, record.examples))
+            counts = [count for _, count in self._examples]
+            self.batches_vary = max(counts) >= _VARY * min(counts)
         if ratios := matrix_ratios(record).values():
             self.step_ratio, self._ratio_rate = median(ratios), self.rate
             self._ratio_norm = record.total_grad_norm
             if self.step_ratio >= LARGE_STEP:
                 self.since_large_step = 0
         if record.weights and self.too_large is None:
-            self.too_large, self.began_small = _first_sizes(record)
+            self.too_large, self.began_small, self.began_zero = _first_sizes(record)
 
     @property
     def loss_limit(self) -> float | None:
         """The limit of a usual loss, where all other figures are usual; else None."""
         usual = self.norm.is_usual and not self.layers.are_unusual and not self.loss.high
         return self.loss.limit if usual and not self.follows_rate_jump else None
+
+    @property
+    def has_more_examples(self) -> bool | None:
+        """Whether steps since the loss rose have more examples; None: the next full step shows it.
+
+        Episodes become longer as a policy learns, and each of their steps adds to the loss.
+        """
+        if not self.batches_vary:
+            return False
+        since = (self.loss.high or [*self.loss.latest][-RECENT:])[0].step
+        counts = [count for step, count in self._examples if step < since]
+        if len(counts) == len(self._examples):
+            return None
+        return not counts or self._examples[-1][1] >= _VARY * median(counts)
 
     @property
     def is_young(self) -> bool:
@@ -292,6 +317,7 @@ class Baseline:
         self._rates.append(rate)
 
 
+_VARY = 1.5  # times as many examples; chosen manually
 # Default of LossDivergence.update_ratio: 0.1 alarms in the healthy rare_positive_weighted;
 # tried 0.4.
 LARGE_STEP = 0.2
@@ -313,8 +339,11 @@ def matrix_sizes(record: StepRecord) -> dict[str, float]:
     return {name: size for name, size in sizes.items() if name in record.layout.matrices}
 
 
-def _first_sizes(record: StepRecord) -> tuple[tuple[str, float], tuple[str, ...]]:
-    """Return module and size of the one matrix that is far too large, and modules of small ones.
+def _first_sizes(
+    record: StepRecord,
+) -> tuple[tuple[str, float], tuple[str, ...], tuple[str, ...]]:
+    """Return module and size of the one matrix that is far too large, and modules of small ones
+    and of those that are zero.
 
     Sizes are relative to He initialization, where the root mean square is ``sqrt(2 / fan_in)`` (He
     et al., "Delving Deep into Rectifiers", 2015).
@@ -330,7 +359,8 @@ def _first_sizes(record: StepRecord) -> tuple[tuple[str, float], tuple[str, ...]
     stands_out = others and largest >= _FAR_TOO_LARGE * max(1.0, max(others))
     usual = median([size for size, _ in sizes] or [0.0])
     small = tuple([name for size, name in sizes if size * _FAR_TOO_LARGE < usual])
-    return (where, largest) if stands_out else ("", 0.0), small
+    zero = tuple([name for size, name in sizes if size == 0])
+    return (where, largest) if stands_out else ("", 0.0), small, zero
 
 
 # Compared with He initialization, and with any other matrix; PyTorch's defaults are 0.4.

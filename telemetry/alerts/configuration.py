@@ -29,20 +29,19 @@ from telemetry.rule import Rule
 Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
 
-# Causes before consequences: if several faults begin at one step, the first is reported.
-_IN_ORDER: tuple[type[Detector], ...] = (
-    no_learning.UntrainedParameters, mistakes.WrongLossInput, mistakes.TargetsBroadcast,
-    losses.LossSpike, divergence.LossDivergence, inactive_units.SaturatedUnits,
-    exploding.ExplodingGradient, inactive_units.DeadUnits, exploding.ExplodingActivation,
-    vanishing_gradient.VanishingGradient, ranks_diverge.RanksDiverge, ranks_diverge.RanksSameBatch,
-    nonfinite.Nonfinite, weights.WeightJump, no_learning.NoLearning, no_learning.LearningRateZero,
-    weights.RoundedUpdates, mistakes.EvalMode, mistakes.SameBatch, outputs.LogitGrowth,
-    outputs.AttentionCollapse, outputs.ExpertCollapse, losses.UnboundedLoss,
-    weights.ExponentialTrend, outputs.OutputCollapse, outputs.LowPrecision,
-    weights.LayersNotLearning, losses.LossBurst, no_learning.LossStuck, resources.MemoryGrowth,
-    resources.InputBound, resources.SlowSteps,
+_KINDS: tuple[type[Detector], ...] = (
+    divergence.LossDivergence, exploding.ExplodingActivation, exploding.ExplodingGradient,
+    inactive_units.DeadUnits, inactive_units.SaturatedUnits, losses.LossBurst, losses.LossSpike,
+    losses.UnboundedLoss, mistakes.EvalMode, mistakes.SameBatch, mistakes.TargetsBroadcast,
+    mistakes.WrongLossInput, no_learning.LearningRateZero, no_learning.LossStuck,
+    no_learning.NoLearning, no_learning.UntrainedParameters, nonfinite.Nonfinite,
+    outputs.AttentionCollapse, outputs.ExpertCollapse, outputs.LogitGrowth, outputs.LowPrecision,
+    outputs.OutputCollapse, ranks_diverge.RanksDiverge, ranks_diverge.RanksSameBatch,
+    resources.InputBound, resources.MemoryGrowth, resources.SlowSteps,
+    vanishing_gradient.VanishingGradient, weights.ExponentialTrend, weights.LayersNotLearning,
+    weights.RoundedUpdates, weights.WeightJump,
 )  # fmt: skip
-DETECTORS: Mapping[str, type[Detector]] = {detector.kind: detector for detector in _IN_ORDER}
+DETECTORS: Mapping[str, type[Detector]] = {detector.kind: detector for detector in _KINDS}
 
 # All kinds of alerts that the package reports.
 KINDS: Mapping[str, type[Detector]] = {**DETECTORS, **mistakes.CHECK_KINDS}

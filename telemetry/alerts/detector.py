@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import numpy as np
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.state import fill, restore, to_plain
+from telemetry.alerts.state import LIMIT, restore, to_plain
 from telemetry.alerts.window import LATEST
-from telemetry.plain_text import closest, steps_in_words
+from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch
 from telemetry.rule import Rule
@@ -53,17 +56,41 @@ INACTIVE = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "no
 LOST = EXPLOSIONS | RISEN_LOSSES | INACTIVE
 
 
+def limit(default: float, meaning: str) -> Any:
+    """Declare a limit of a detector, which ``alerts={kind: {...}}`` may set.
+
+    Args:
+        default: Its value; with its type.
+        meaning: One sentence, for users.
+    """
+    return field(default=default, metadata={LIMIT: meaning})
+
+
+def state(initial: Any) -> Any:
+    """Declare state of a detector, which is saved with a run: its value, or what creates it."""
+    if callable(initial):
+        return field(init=False, default_factory=initial)
+    return field(init=False, default=initial)
+
+
+def no_figures() -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return an empty array, for :func:`state`."""
+    return np.zeros(0)
+
+
+def no_marks() -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return an empty array, for :func:`state`."""
+    return np.zeros(0, bool)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class Detector(Rule):
     """One kind of alert. A subclass names it and implements :meth:`find`.
 
     The engine does the rest: it requests full steps until a finding is confirmed, reports that a
-    fault started, escalated or resolved, and suppresses faults that another one explains. Public
-    numbers of the class are its limits, which ``alerts={kind: {...}}`` may set. Annotated
-    attributes are its state, which is saved with a run (see :mod:`telemetry.alerts.state`); those
-    without a value start empty.
-
-    Args:
-        limits: Other values for some limits.
+    fault started, escalated or resolved, and suppresses faults that another one explains. Each
+    subclass is a dataclass: its fields are declared by :func:`limit` and :func:`state`. Its
+    arguments are other values for some limits.
     """
 
     kind: ClassVar[str]
@@ -72,6 +99,9 @@ class Detector(Rule):
     severity: ClassVar[Severity] = "warning"
     statistic: ClassVar[str] = "grad_norm"  # of layers, that shows the fault
     explained_by: ClassVar[frozenset[str]] = frozenset()  # kinds that may be its root cause
+    # Kinds that are judged first, so that they are the cause if both start at the same step. Kinds
+    # that explain it, and that it does not explain, are.
+    after: ClassVar[frozenset[str]] = frozenset()
     persistent: ClassVar[bool] = False  # may outlast its root cause
     explained_by_rate_jump: ClassVar[bool] = False  # a recent jump of the learning rate explains it
     # Debounce: consecutive findings that make an alert, or the name of the limit that holds them.
@@ -81,37 +111,37 @@ class Detector(Rule):
     clear_after: ClassVar[int] = 1
 
     # Set by find() to request a full step. An unconfirmed finding of a full step requests one, too.
-    needs_full_step: bool = False
-    full_steps_in_a_row: int = 1  # consecutive full steps it needs; after these requests it pauses
-    active_alert: Alert | None = None
-    requests_full_step: bool = False
-    is_unconfirmed: bool = False  # a finding is not confirmed yet
-    _findings: int = 0
-    _evaluations_without: int = 0
-    _found_at: int = 0  # the last step with the fault
+    needs_full_step: bool = state(False)
+    # Consecutive full steps that it needs; after these requests it pauses.
+    full_steps_in_a_row: int = state(1)
+    active_alert: Alert | None = state(None)  # noqa: RUF009 - a field
+    requests_full_step: bool = state(False)
+    is_unconfirmed: bool = state(False)  # a finding is not confirmed yet
+    _findings: int = state(0)
+    _evaluations_without: int = state(0)
+    _found_at: int = state(0)  # the last step with the fault
 
-    def __init__(self, **limits: float) -> None:
-        known = self.limits()
-        for name, value in limits.items():
-            if name not in known:
-                given = f"{type(self).__name__}({name}={value!r})"
-                raise TypeError(f"{given}: no parameter has this name; {closest(name, known)}")
-            setattr(self, name, value)
+    if TYPE_CHECKING:  # each subclass has its own
+
+        def __init__(self, **limits: float) -> None: ...
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        declared = {each.name for each in fields(cls)}
+        if hidden := declared & vars(cls).keys() - inspect.get_annotations(cls).keys():
+            name = min(hidden)
+            raise TypeError(f"{cls.__name__}.{name}: declare it as {name}: float = limit(...)")
+        dataclass(kw_only=True, eq=False, repr=False)(cls)
+
+    def __post_init__(self) -> None:
         self._check()
         self._own_baseline = Baseline()
         self.set_up()
-        fill(self)
 
     @classmethod
-    def limits(cls) -> list[str]:
-        """Return the names of its limits, in their order."""
-        values = {name: v for part in reversed(cls.__mro__) for name, v in vars(part).items()}
-        others = {*dir(Detector), *get_type_hints(cls)}
-        return [
-            name
-            for name, value in values.items()
-            if name[0] != "_" and type(value) in (int, float) and name not in others
-        ]
+    def limits(cls) -> dict[str, str]:
+        """Return the meaning of each of its limits, by name."""
+        return {each.name: each.metadata[LIMIT] for each in fields(cls) if LIMIT in each.metadata}
 
     def _check(self) -> None:
         """Raise ValueError for attributes of the class that have no meaning."""
@@ -138,7 +168,7 @@ class Detector(Rule):
         return (self.active_alert and self.active_alert.module_name) or ""
 
     def set_up(self) -> None:
-        """Create state that instances must not share."""
+        """Create state that depends on the limits."""
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         """Return the fault of this step, which ``baseline`` includes; None if it has none."""
@@ -150,6 +180,10 @@ class Detector(Rule):
         Called where :meth:`find` found nothing. A lower threshold here is the hysteresis.
         """
         return False
+
+    def may_follow(self, cause: Alert) -> bool:
+        """Whether a reported alert of one of the kinds ``explained_by`` may be the root cause."""
+        return True
 
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
         """Return the fault of a loss that was just logged, which may be NaN."""

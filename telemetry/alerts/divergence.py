@@ -7,7 +7,7 @@ from statistics import median
 import numpy as np
 
 from telemetry.alerts.baseline import AFTER_JUMP, JUMP, LARGE_STEP, NEVER, Baseline, Figures
-from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding, limit, state
 from telemetry.alerts.window import LENGTH, RECENT, Rise
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.plain_text import figure
@@ -26,9 +26,6 @@ class LossDivergence(Detector):
     Remedies: divide the learning rate by 3 to 10, warm it up; zero gradients in every step.
     Silent: a harder task, an annealed term, gradients that jumped first.
     Example: optimizer = torch.optim.SGD(model.parameters(), lr=100.0)
-    Args:
-        update_ratio: Share of its norm by which a step moves the median weight matrix.
-        losses: Consecutive losses far above those before.
 
     Healthy update ratios are 0.001 to 0.01, and larger in the first steps while the loss falls. The
     losses must rise within 20 steps of a large one.
@@ -38,12 +35,16 @@ class LossDivergence(Detector):
     statistic = "update_ratio"
     clear_after = 10  # losses
     explained_by = EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
-    update_ratio = LARGE_STEP
-    losses = 3  # at 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
-    _ratio: float = 0.0
-    _large_at: int = -NEVER
-    _sums: SummedGradients
-    _rise: Rise | None = None
+    after = frozenset({"loss_spike"})
+    update_ratio: float = limit(
+        LARGE_STEP, "Share of its norm by which a step moves the median weight matrix."
+    )
+    # At 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
+    losses: int = limit(3, "Consecutive losses far above those before.")
+    _ratio: float = state(0.0)
+    _large_at: int = state(-NEVER)
+    _sums: SummedGradients = state(lambda: SummedGradients())
+    _rise: Rise | None = state(None)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self._sums.add(record)
@@ -82,6 +83,9 @@ class LossDivergence(Detector):
         lost = loss.losses_lost >= RECENT and baseline.age > LENGTH
         is_high = len(loss.high) >= enough or lost
         if not is_high or record.step - self._large_at > AFTER_JUMP or baseline.gradients_led:
+            return None
+        if (explained := baseline.has_more_examples) is not False:
+            self.needs_full_step |= explained is None
             return None
         self._rise = loss.rise(loss.window.usual)
         rate, lowest = baseline.rate, baseline.lowest_rate
@@ -145,7 +149,7 @@ class SummedGradients:
         is_first = len(self._norms) == 1
         if not record.full:
             return
-        given, biases = _sums(record)
+        given, biases = bias_gradients(record)
         before = self._biases if record.step == self._step + 1 else {}
         if given:
             now, own = np.array([biases[name] for name in given]), np.array([*given.values()])
@@ -172,7 +176,7 @@ class SummedGradients:
             self._requested += 1
 
 
-def _sums(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
+def bias_gradients(record: StepRecord) -> tuple[dict[str, float], dict[str, float]]:
     """Return the sums of each layer's output gradients, and its bias's gradient.
 
     Sums that cancel out are omitted, as for the logits of a cross entropy.

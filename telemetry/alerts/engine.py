@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 from telemetry.alert import Alert, Consequence, Severity
@@ -18,7 +19,8 @@ from telemetry.rule import Rule
 class Engine(Rule):
     """Detectors of a run; a fault that another one explains is suppressed.
 
-    If several faults start at the same step, the one whose detector comes first is the root cause.
+    If several faults start at the same step, the root cause is that of a detector which none of the
+    others comes ``after``.
     A fault that starts within 200 steps of one that explains it is suppressed: the root cause lists
     it as a consequence. It is reported itself if it is still present when the root cause resolves.
     The root cause escalates, with the figures of the consequence, if the consequence is an error
@@ -31,7 +33,7 @@ class Engine(Rule):
     (exponential back-off), so that all detectors share the run's allowance. An alert resets that.
 
     Args:
-        detectors: Causes before consequences.
+        detectors: In any order.
         severities: For some kinds of alerts, another severity than the detector's own.
         every_step: Whether the detectors must judge every step, also where all figures are usual.
         interval: Steps between two records.
@@ -51,6 +53,7 @@ class Engine(Rule):
         every_step: bool = False,
         interval: float = 1,
     ) -> None:
+        detectors = _causes_first(detectors)
         self._detectors = {detector.kind: detector for detector in detectors}
         self._of_light_steps = [detector for detector in detectors if detector.on != "full"]
         self._of_losses = [detector for detector in detectors if detector.judges_losses]
@@ -176,6 +179,7 @@ class Engine(Rule):
         explaining = self._detectors[alert.kind].explained_by
         known = [reported for kind, reported in self._reported.items() if kind in explaining]
         known = [r for r in known if _may_explain(r, alert, self._baseline.interval)]
+        known = [r for r in known if self._detectors[alert.kind].may_follow(r.alert)]
         return min(known, key=lambda reported: reported.alert.step, default=None)
 
     def _add_consequence(
@@ -205,6 +209,21 @@ class Engine(Rule):
             changes = {"stage": "escalated", "cause": since, "summary": alert.summary, **figures}
             return [*reported, replace(after, **changes)]
         return reported
+
+
+def _causes_first(detectors: Sequence[Detector]) -> list[Detector]:
+    """Return the detectors, each behind those that may explain a fault of the same step."""
+    by_kind = {detector.kind: detector for detector in detectors}
+    before = {
+        kind: [
+            cause
+            for cause in sorted((detector.explained_by | detector.after) & by_kind.keys())
+            if cause in detector.after
+            or kind not in by_kind[cause].explained_by | by_kind[cause].after
+        ]
+        for kind, detector in by_kind.items()
+    }
+    return [by_kind[kind] for kind in TopologicalSorter(before).static_order()]
 
 
 def _found_by(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from statistics import median_high
-from typing import Annotated
 
 from telemetry.alerts.baseline import FAR_ABOVE, TENFOLD, Baseline
-from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding, limit, state
 from telemetry.alerts.growth import (
     Blame,
     Stretch,
@@ -34,9 +34,6 @@ class ExplodingActivation(Detector):
     Causes: weights that grew, a missing normalization, a learning rate that is too large.
     Remedies: lower the learning rate or warm it up, clip gradients, add normalization.
     Silent: a falling loss, outputs that are the same for every input.
-    Args:
-        factor: Multiple of the largest RMS before, at two consecutive full steps.
-        depth_factor: Growth through the network, at two of the first steps.
     """
 
     kind = "exploding_activation"
@@ -45,11 +42,16 @@ class ExplodingActivation(Detector):
     confirm_after = 2
     clear_after = 3  # chosen manually: one more than start it
     explained_by = RISEN_LOSSES | {"exploding_gradient", "saturated_units", "dead_units"}
+    after = explained_by
     explained_by_rate_jump = True
-    factor = 100.0  # chosen manually; tried 10 and 1000
-    depth_factor = 1e4  # as in ExplodingGradient; tried 1e3 and 1e5
-    _highest: dict[Output, float]
-    _began_deep: bool | None = None
+    # chosen manually; tried 10 and 1000
+    factor: float = limit(
+        100.0, "Multiple of the largest RMS before, at two consecutive full steps."
+    )
+    # As in ExplodingGradient; tried 1e3 and 1e5
+    depth_factor: float = limit(1e4, "Growth through the network, at two of the first steps.")
+    _highest: dict[Output, float] = state(dict)
+    _began_deep: bool | None = state(None)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         grown = list[tuple[str, float]]()
@@ -106,10 +108,6 @@ class ExplodingGradient(Detector):
     Causes: a learning rate that is too large, a bad batch, large initial weights, no clipping.
     Remedies: clip gradients, lower or warm up the learning rate, normalize, use He initialization.
     Silent: heavy-tailed data, warm restarts, a jump of the learning rate, a new weight of the loss.
-    Args:
-        factor: Multiple of the highest past norm.
-        lasting_factor: Multiple of the norm 20 steps before, if it stays.
-        depth_factor: Growth through the network, forward times backward.
 
     *Over time* it takes ``factor`` at three consecutive steps, or tenfold that at one; or fivefold
     the maximum, then a step of a fifth of the weights' norm and a loss above all before; or
@@ -125,23 +123,27 @@ class ExplodingGradient(Detector):
     severity = "error"
     clear_after = 50
     explained_by = RISEN_LOSSES | {"exploding_activation", "saturated_units"}
+    after = RISEN_LOSSES | {"saturated_units"}
     explained_by_rate_jump = True
-    factor = 1000.0  # healthy runs stay within 10; tried 100 and 10,000
-    lasting_factor = 30.0  # chosen manually; tried 6 and 300
-    depth_factor = 1e4  # at 1e5 resnet_nonorm_explodes is found a step later; tried 1e3
-    _depths: Annotated[deque[float], 50]
-    _gains: Annotated[deque[float], 10]
-    _from_loss: float | None = None
-    _may_be_from_loss: bool = False
-    _blame: Blame
-    _steps_far_above: int = 0
-    _steps_lasting: int = 0
-    _amplified: Annotated[deque[float], LENGTH]
-    _unclipped: Annotated[deque[float], LENGTH]
-    _amplified_steps: int = 0
-    _deep_steps: int = 0
-    _began_deep: bool | None = None
-    _is_deep: bool = False
+    # Healthy runs stay within 10; tried 100 and 10,000
+    factor: float = limit(1000.0, "Multiple of the highest past norm.")
+    # Chosen manually; tried 6 and 300
+    lasting_factor: float = limit(30.0, "Multiple of the norm 20 steps before, if it stays.")
+    # At 1e5 resnet_nonorm_explodes is found a step later; tried 1e3
+    depth_factor: float = limit(1e4, "Growth through the network, forward times backward.")
+    _depths: deque[float] = state(partial(deque, maxlen=50))
+    _gains: deque[float] = state(partial(deque, maxlen=10))
+    _from_loss: float | None = state(None)
+    _may_be_from_loss: bool = state(False)
+    _blame: Blame = state(Blame)
+    _steps_far_above: int = state(0)
+    _steps_lasting: int = state(0)
+    _amplified: deque[float] = state(partial(deque, maxlen=LENGTH))
+    _unclipped: deque[float] = state(partial(deque, maxlen=LENGTH))
+    _amplified_steps: int = state(0)
+    _deep_steps: int = state(0)
+    _began_deep: bool | None = state(None)
+    _is_deep: bool = state(False)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         found = None

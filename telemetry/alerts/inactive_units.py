@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Marks
-from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
-from telemetry.alerts.window import LATEST
+from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding, limit, state
+from telemetry.alerts.window import FEWEST, LATEST
 from telemetry.layers import table
 from telemetry.layers.module_types import AFFINE, BOUNDED, DROPOUTS, STANDARD, TWO_SIDED, Flat
 from telemetry.layers.record import ForwardOutputs
@@ -28,15 +28,12 @@ class DeadUnits(Detector):
     """Units of a layer are zero for every sample: nearly all in several batches, or nine in ten for
     50 steps. An error if all are dead.
 
-    Evidence: the share, the layer, its units (``telemetry units RUN LAYER``), the ReLU behind it.
+    Evidence: the share, the layer, its units (``telemetry.read(run).units(layer)``), the ReLU
+        behind it.
     Causes: a learning rate that is too large, a bad bias, a penalty that pushes below zero.
     Remedies: lower the learning rate; check biases and penalties; use LeakyReLU or GELU.
     Silent: sparsity, units that are rarely active in small batches, branches that begin at zero.
     Example: nn.init.constant_(model[0].bias, -100.0)  # before a ReLU
-    Args:
-        fraction: Share of dead units that counts after 50 steps.
-        batches: Consecutive full steps with nearly all units dead.
-        samples: Values of each unit, fewer if more units are dead.
 
     A unit is dead in a batch
 
@@ -55,17 +52,21 @@ class DeadUnits(Detector):
     on = "full"
     clear_after = 3  # chosen manually: one more than start it
     explained_by = (
-        EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "vanishing_gradient", "exponential_trend"}
+        EXPLOSIONS
+        | RISEN_LOSSES
+        | {"nonfinite", "vanishing_gradient", "exponential_trend", "loss_stuck"}
     )
+    after = RISEN_LOSSES | {"exploding_gradient"}
     persistent = True
     explained_by_rate_jump = True
     # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing mlp_overwrite_tiny is
     # missed; at 0.99 mlp_dies_slowly is found 50 steps later.
-    fraction = 0.9
-    batches = 2  # the fewest that confirm each other; tried 1 and 4
+    fraction: float = limit(0.9, "Share of dead units that counts after 50 steps.")
+    # The fewest that confirm each other; tried 1 and 4
+    batches: int = limit(2, "Consecutive full steps with nearly all units dead.")
     # Chosen manually; tried 50, and 5000, which delays alerts by up to 60 steps.
-    samples = 500.0
-    _silence: dict[Output, _Silence]
+    samples: float = limit(500.0, "Values of each unit, fewer if more units are dead.")
+    _silence: dict[Output, _Silence] = state(dict)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step, self.full_steps_in_a_row = False, 1
@@ -100,10 +101,16 @@ class DeadUnits(Detector):
         what = "are zero for every input" if is_zero else "get no gradient"
         in_batches = f"{batches} batches" if batches > 1 else "one batch"
         also = f"; also units of {', '.join(others)}" if others else ""
+        cause = f"{called(str(behind))} zeroes all they return" if observed_in else None
+        advice = _DROPPED if module.type_name in DROPOUTS else _ADVICE
+        if module.name in baseline.began_zero:
+            cause, advice = "All its weights started at 0", _RANDOM
+        elif baseline.age >= FEWEST and baseline.loss.has_not_fallen:
+            advice = (_NO_PROGRESS, *advice)
         return Finding(
             summary=f"{count} of {size} units of {first}{which} {what} in {in_batches}{also}",
-            cause=f"{called(str(behind))} zeroes all they return" if observed_in else None,
-            advice=_DROPPED if module.type_name in DROPOUTS else _ADVICE,
+            cause=cause,
+            advice=advice,
             value=count / size,
             threshold=self.fraction,
             module_name=module.name,
@@ -154,6 +161,8 @@ _ADVICE = (
     "Check biases, initialization and penalties",
     "Use LeakyReLU or GELU",
 )
+_NO_PROGRESS = "The loss has not fallen yet: check that each target belongs to its input"
+_RANDOM = ("Initialize the weights at random, such as with He or Xavier initialization",)
 _DROPPED = ("Check the probability of this dropout: it is the share that is dropped",)
 # The largest healthy share is 0.47; that of sparsity_too_strong goes up and down from 0.86 to 0.98.
 _REVIVED = 2 / 3
@@ -232,9 +241,6 @@ class SaturatedUnits(Detector):
     Remedies: scale or center the inputs, use smaller initial weights, add normalization.
     Silent: the network's outputs, gates of feature maps, layers that became flat as the loss fell.
     Example: model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))  # inputs of 1e4
-    Args:
-        fraction: Share of the outputs that are flat.
-        evaluations: Consecutive full steps.
 
     The flat part depends on the module's type. For tanh and sigmoid, three quarters of it must have
     hardly any slope. For unknown types without parameters, it is the ends of their range, if hardly
@@ -248,15 +254,17 @@ class SaturatedUnits(Detector):
     on = "full"
     clear_after = 3  # chosen manually: one more than start it
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"exponential_trend"}
+    after = RISEN_LOSSES
     persistent = True
     explained_by_rate_jump = True
     # Healthy hidden layers have 21 % at most, faulty ones 90 % or more, except for the gates of
     # highway_carry_gates, hence _MOST. Tried 0.4 and 0.95.
-    fraction = 0.8
-    evaluations = 2  # the fewest that confirm each other; tried 1 and 4
-    _layers: dict[Output, _Layer]
-    _ranges: dict[Output, tuple[float, float]]
-    _shares: dict[str, float]
+    fraction: float = limit(0.8, "Share of the outputs that are flat.")
+    # The fewest that confirm each other; tried 1 and 4
+    evaluations: int = limit(2, "Consecutive full steps.")
+    _layers: dict[Output, _Layer] = state(dict)
+    _ranges: dict[Output, tuple[float, float]] = state(dict)
+    _shares: dict[str, float] = state(dict)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step, self._shares, found = False, {}, None

@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from telemetry.alerts.baseline import FEW, NEVER, Baseline
-from telemetry.alerts.detector import EXPLOSIONS, RATE_ADVICE, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.detector import (
+    EXPLOSIONS,
+    RATE_ADVICE,
+    RISEN_LOSSES,
+    Detector,
+    Finding,
+    limit,
+    state,
+)
 from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT, Logged, LossJump, Rise
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, figure, steps_in_words
@@ -26,9 +35,6 @@ class LossSpike(Detector):
     Causes: a schedule, an optimizer state, a batch with a wrong unit, label or mask.
     Remedies: cap the schedule, clip gradients, check that batch.
     Silent: warm restarts, losses with heavy tails, jumps below 3 % of the first loss.
-    Args:
-        distance: Ranges above the window, where gradients changed first.
-        batch_distance: Ranges above the window, for a single batch.
 
     A range is the highest minus the lowest of a hundred losses, without the latest. A harder task
     also lets the loss jump: a note, once per hundred steps, as is a jump that stays for 20 steps
@@ -45,19 +51,25 @@ class LossSpike(Detector):
     explained_by = EXPLOSIONS | {
         *("loss_divergence", "dead_units", "saturated_units", "nonfinite", "weight_jump")
     }
-    distance = 2.0  # GANs and PPO stay below 0.3
+    # GANs and PPO stay below 0.3
+    distance: float = limit(2.0, "Ranges above the window, where gradients changed first.")
     # A batch with one example of a rare class, weighted 100 times (rare_class_1to200), is 5 above;
     # targets in a wrong unit (target_spike) are 80,000.
-    batch_distance = 100.0
-    _before: tuple[Logged, ...] = ()
-    _highest_batch: float = -math.inf
-    _jumped_at: int = -NEVER
-    _noted_at: int = -NEVER
-    _rise: Rise | None = None
+    batch_distance: float = limit(100.0, "Ranges above the window, for a single batch.")
+    _before: tuple[Logged, ...] = state(())
+    _highest_batch: float = state(-math.inf)
+    _jumped_at: int = state(-NEVER)
+    _noted_at: int = state(-NEVER)
+    _rise: Rise | None = state(None)
+    _waits: bool = state(False)  # for a full step that shows whether the batches are larger
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         high, before = tuple(baseline.loss.high), self._before
         self._before = high
+        is_due = len(high) == _IN_A_ROW or (self._waits and len(high) > _IN_A_ROW)
+        explained = baseline.has_more_examples if high or baseline.loss.losses_lost else False
+        self.needs_full_step = explained is None
+        self._waits = is_due and explained is None
         latest = (*before, *high, baseline.loss.latest[-1])
         if baseline.loss.is_floor(max(loss for _, loss in latest)):
             return None
@@ -85,7 +97,9 @@ class LossSpike(Detector):
             return self._of_batch(before, record, baseline)
         window, lowest = baseline.loss.window, min([loss for _, loss in high], default=-math.inf)
         least = window.ranges_above(lowest) * len(window) / LENGTH
-        if self.active_alert is not None or len(high) != _IN_A_ROW or least < self.distance:
+        if explained is not False:
+            return None
+        if self.active_alert is not None or not is_due or least < self.distance:
             return self._for_good(record, baseline)
         since = high[0].step
         batch = since - record.loss_delay
@@ -101,7 +115,7 @@ class LossSpike(Detector):
                 baseline,
                 cause=f"Gradients left their baseline {ago} earlier",
                 # A loss around 0, as of a policy, need not fall, and rises with new rewards.
-                severity="note" if window.extremes[0] < 0 < window.highest else None,
+                severity="note" if baseline.loss.lowest < 0 < window.highest else None,
                 advice=(
                     "Clip gradients, or lower the learning rate or Adam's beta2",
                     f"Resume from a checkpoint before step {since}, without the batches around it",
@@ -191,8 +205,6 @@ class LossBurst(Detector):
     Causes: a broken shard, a batch of another task, other masks.
     Remedies: check the data of these steps.
     Silent: single hard batches, and the third time and later.
-    Args:
-        losses: Consecutive high losses, at least; at most 20.
 
     The loss jumps up and back at once, by half of the range of the hundred before: the weights are
     not the cause. It is reported after ten losses below three quarters of that range.
@@ -202,13 +214,14 @@ class LossBurst(Detector):
     on = "loss"
     severity = "note"
     explained_by = EXPLOSIONS | {"loss_divergence", "loss_spike", "nonfinite"}
-    losses = 3  # three consecutive ones above a hundred independent losses are one in 200,000
-    _before: float = math.nan
-    _high: tuple[Logged, ...] = ()  # of consecutive bursts
-    _latest: tuple[Logged, ...] = ()
-    _longest: int = 0
-    _normal: int = 0
-    _bursts: int = 0
+    # Three consecutive ones above a hundred independent losses are one in 200,000
+    losses: int = limit(3, "Consecutive high losses, at least; at most 20.")
+    _before: float = state(math.nan)
+    _high: tuple[Logged, ...] = state(())  # of consecutive bursts
+    _latest: tuple[Logged, ...] = state(())
+    _longest: int = state(0)
+    _normal: int = state(0)
+    _bursts: int = state(0)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         high, loss, window = tuple(baseline.loss.high), record.loss or 0.0, baseline.loss.window
@@ -292,8 +305,6 @@ class UnboundedLoss(Detector):
     Remedies: check the sign of each term.
     Silent: densities, rewards and critics, which settle.
     Example: loss = nn.functional.nll_loss(logits, targets)
-    Args:
-        growth: Growth of the last layer's output.
 
     A loss of -ln C, a guess with the wrong sign, must have fallen by a tenth. Or the second half of
     the run falls no slower than the first, while the output is above 10 and grows.
@@ -304,9 +315,11 @@ class UnboundedLoss(Detector):
     on = "loss"
     clear_after = NEVER
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite"}
-    growth = 20.0  # wgan_gradient_penalty, whose outputs settle, has 8
-    _points: Annotated[deque[tuple[int, float, float]], LENGTH]  # step, size of the outputs, loss
-    _classes: int = 0
+    # wgan_gradient_penalty, whose outputs settle, has 8
+    growth: float = limit(20.0, "Growth of the last layer's output.")
+    # step, size of the outputs, loss
+    _points: deque[tuple[int, float, float]] = state(partial(deque, maxlen=LENGTH))
+    _classes: int = state(0)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         first, recent = baseline.loss.first, baseline.loss.recent

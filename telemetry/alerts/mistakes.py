@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
+from functools import partial
 from math import e, log
 from statistics import median_high
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.alerts.window import FEWEST
 from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord, TensorRecord, once
@@ -31,8 +32,6 @@ class EvalMode(Detector):
     Remedies: call ``model.train()`` before training and after each validation.
     Silent: single modules in evaluation mode, such as frozen batch norms.
     Example: model.eval()  # and no train() before the next step
-    Args:
-        steps: Consecutive steps in evaluation mode.
 
     New batch norms (gains of 1, biases of 0) have no statistics and return their inputs.
     """
@@ -40,7 +39,8 @@ class EvalMode(Detector):
     kind = "eval_mode"
     statistic = "activation_rms"
     confirm_after = "steps"
-    steps = 20  # chosen manually: a step or two may be intended
+    # Chosen manually: a step or two may be intended
+    steps: int = limit(20, "Consecutive steps in evaluation mode.")
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.eval_mode:
@@ -101,9 +101,6 @@ class SameBatch(Detector):
     Remedies: iterate over the loader; check the inputs.
     Silent: loaders that repeat their batches each epoch; all data at once, until it overfits.
     Example: inputs, targets = next(iter(loader))  # in each step, without shuffling
-    Args:
-        steps: Distance of the first and the last compared step.
-        share: Share of the first losses below which the model overfits its only batch.
 
     Distances of these steps have no common divisor, so that no loader's period explains them.
     Inputs that never differed may be all data, such as a graph: then it reports zeros at once, and
@@ -112,17 +109,20 @@ class SameBatch(Detector):
 
     kind = "same_batch"
     severity = "note"
-    steps = 100  # chosen manually: PPO takes up to 80 steps on one collected batch
+    # Chosen manually: PPO takes up to 80 steps on one collected batch
+    steps: int = limit(100, "Distance of the first and the last compared step.")
     # The healthy gcn, trained on one graph with dropout, stays above 0.09; constant_batch and
     # first_batch_forever come to 0.0002 and 0.01.
-    share = 0.05
-    full_steps_in_a_row = 2  # their distance of 1 has no divisor
-    _inputs: tuple[float, ...] = ()
-    _since: int = 0
-    _divisor: int = 0
-    _refuted: bool = False
-    _varied: bool = False
-    _losses: Annotated[deque[float], FEWEST]
+    share: float = limit(
+        0.05, "Share of the first losses below which the model overfits its only batch."
+    )
+    full_steps_in_a_row: int = state(2)  # their distance of 1 has no divisor
+    _inputs: tuple[float, ...] = state(())
+    _since: int = state(0)
+    _divisor: int = state(0)
+    _refuted: bool = state(False)
+    _varied: bool = state(False)
+    _losses: deque[float] = state(partial(deque, maxlen=FEWEST))
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if (loss := record.finite_loss) is not None:
@@ -174,8 +174,6 @@ class WrongLossInput(Detector):
     Remedies: return logits; for ``NLLLoss``, use ``log_softmax``.
     Silent: other losses of the same outputs, functions that are applied outside of the model.
     Example: model.append(nn.Softmax(dim=1))  # before nn.CrossEntropyLoss()
-    Args:
-        steps: Steps before the first evaluation.
 
     The gradient of the last output decides:
 
@@ -193,7 +191,8 @@ class WrongLossInput(Detector):
     statistic = "activation_rms"
     on = "full"
     confirm_after = 3
-    steps = 20  # chosen manually; until then, a squared error may have similar gradients
+    # Chosen manually; until then, a squared error may have similar gradients
+    steps: int = limit(20, "Steps before the first evaluation.")
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         last = _last(record) if baseline.age >= self.steps else None
@@ -255,8 +254,6 @@ class TargetsBroadcast(Detector):
     Remedies: give both one shape: ``outputs.squeeze(1)``.
     Silent: batches with equal targets, gradient accumulation.
     Example: loss = nn.MSELoss()(outputs, targets)  # of shapes [64, 1] and [64]
-    Args:
-        steps: Steps over which this holds.
 
     The derivative is ``2 / N`` times an output minus the mean of all targets. So derivatives vary
     by exactly ``2 / N`` times the variation of the outputs, as for equal targets; but then the loss
@@ -266,8 +263,9 @@ class TargetsBroadcast(Detector):
     kind = "targets_broadcast"
     on = "full"
     confirm_after = 3
-    steps = 50  # chosen manually: returns may all be equal for some steps
-    _since: int = -1
+    # Chosen manually: returns may all be equal for some steps
+    steps: int = limit(50, "Steps over which this holds.")
+    _since: int = state(-1)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         found = self._compare(record)

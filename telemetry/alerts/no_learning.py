@@ -10,16 +10,16 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from itertools import accumulate, compress
 from statistics import median_high
-from typing import Annotated
 
 import numpy as np
 
-from telemetry.alert import Severity
+from telemetry.alert import Alert, Severity
 from telemetry.alerts.baseline import Baseline, Figures, Marks, matrix_ratios, matrix_sizes
-from telemetry.alerts.detector import LOST, Detector, Finding
-from telemetry.alerts.window import FEWEST, RECENT
+from telemetry.alerts.detector import LOST, Detector, Finding, limit, no_marks, state
+from telemetry.alerts.window import FEWEST, LATEST, RECENT
 from telemetry.layers import table
 from telemetry.plain_text import called_all, figure, steps_in_words
 from telemetry.records import Layout, StepRecord
@@ -34,11 +34,6 @@ class NoLearning(Detector):
     Remedies: raise the learning rate; check masks; call ``logger.step()`` for other optimizers.
     Silent: warm-up, the end of a schedule, converged runs.
     Example: optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    Args:
-        update_ratio: Largest update ratio that counts as no movement.
-        steps: Steps from the first on.
-        zero_steps: Consecutive steps whose gradients are all zero.
-        losses: Losses logged before any optimizer step.
 
     It resolves as soon as a weight moves. Rounding does not make all gradients zero.
     """
@@ -48,17 +43,20 @@ class NoLearning(Detector):
     explained_by = LOST
     # A thousand such steps move a weight by 0.3 % of its size. At 3e-7 mlp_lr_low is missed;
     # tried 3e-5.
-    update_ratio = 3e-6
-    steps = 30  # chosen manually; tried 15 and 60, which move the alert
-    zero_steps = 50  # triplet_siamese, which has fitted all examples, has 4
-    losses = 100  # chosen manually: more micro-batches per step are unusual
-    full_steps_in_a_row = 3
-    _norms: Annotated[deque[float], RECENT]
-    _before: float = 0.0
-    _largest_ratio: float = 0.0
-    _evaluations: int = 0
-    _losses: int = 0
-    _zeros: int = 0
+    update_ratio: float = limit(3e-6, "Largest update ratio that counts as no movement.")
+    # Chosen manually; tried 15 and 60, which move the alert
+    steps: int = limit(30, "Steps from the first on.")
+    # triplet_siamese, which has fitted all examples, has 4
+    zero_steps: int = limit(50, "Consecutive steps whose gradients are all zero.")
+    # Chosen manually: more micro-batches per step are unusual
+    losses: int = limit(100, "Losses logged before any optimizer step.")
+    full_steps_in_a_row: int = state(3)
+    _norms: deque[float] = state(partial(deque, maxlen=RECENT))
+    _before: float = state(0.0)
+    _largest_ratio: float = state(0.0)
+    _evaluations: int = state(0)
+    _losses: int = state(0)
+    _zeros: int = state(0)
 
     def find_in_loss(self, step: int, loss: float) -> Finding | None:
         if self._norms:
@@ -154,9 +152,6 @@ class LossStuck(Detector):
     Remedies: check pairs of inputs and targets; overfit one batch.
     Silent: losses that drift, as those of GANs and reinforcement learning.
     Example: targets = targets[torch.randperm(len(targets))]
-    Args:
-        reduction: Share by which the loss must have fallen to count as learning.
-        steps: Evaluated losses; as many must precede them.
 
     The losses must be noise: both halves have the same mean, and consecutive losses are
     independent. If the size of the weights is exactly the same at two full steps, though steps move
@@ -170,14 +165,16 @@ class LossStuck(Detector):
     explained_by = frozenset(
         ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
     ).union(["wrong_loss_input", "targets_broadcast", "rounded_updates", "exponential_trend"])
-    reduction = 0.03
-    steps = 100
-    _losses: deque[float]
-    _classes: int = 0
-    _given: tuple[float, ...] = ()
-    _varies: bool = False
-    _sizes: dict[str, float]
-    _is_written_back: bool = False
+    after = explained_by
+    reduction: float = limit(0.03, "Share by which the loss must have fallen to count as learning.")
+    steps: int = limit(100, "Evaluated losses; as many must precede them.")
+    _losses: deque[float] = state(deque)
+    _classes: int = state(0)
+    _given: tuple[float, ...] = state(())
+    _varies: bool = state(False)
+    _sizes: dict[str, float] = state(dict)
+    _is_written_back: bool = state(False)
+    _since: int = state(0)  # the loss has been what it is since about this step
 
     def set_up(self) -> None:
         self._losses = deque(maxlen=int(2 * self.steps))
@@ -193,17 +190,26 @@ class LossStuck(Detector):
             self._given = record.fingerprints
         if (loss := record.finite_loss) is not None:
             self._losses.append(loss)
-        return None if self.still_present(record, baseline) else self._judge(baseline)
+        return None if self.still_present(record, baseline) else self._judge(record, baseline)
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         """Whether this step is not evaluated: an evaluation is slow."""
         known = record.finite_loss is not None
         return not known or len(self._losses) < 2 * self.steps or record.step % self.steps > 0
 
-    def _judge(self, baseline: Baseline) -> Finding | None:
+    def may_follow(self, cause: Alert) -> bool:
+        """Whether it may: units that die later, or not all of them, do so without a target."""
+        is_whole = cause.severity == "error" and cause.step <= self._since + LATEST
+        return cause.kind != "dead_units" or is_whole
+
+    def _judge(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         losses, first = np.array(self._losses), baseline.loss.first
         latest = losses[-int(self.steps) :]
         now = float(latest.mean())
+        means = np.array([part.mean() for part in np.array_split(losses, FEWEST)])
+        off = np.flatnonzero(np.abs(means - now) > self.reduction * abs(now))
+        stuck = (FEWEST - 1 - off[-1] if off.size else FEWEST) / FEWEST  # of the losses
+        self._since = round(record.step - stuck * len(losses) * baseline.interval)
         is_constant = latest.std() <= _ROUNDING * abs(now)
         guess, cause = math.log(self._classes) if self._classes > 2 else math.nan, None
         if self._varies and is_constant and now > _NOTHING * abs(first):
@@ -262,18 +268,16 @@ class LearningRateZero(Detector):
     Remedies: check for how many steps the schedule was made.
     Silent: the first steps of a warm-up, the last ones of a schedule.
     Example: scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # at each step
-    Args:
-        fraction: Share of the highest learning rate that counts as zero.
-        steps: Consecutive steps at that rate.
     """
 
     kind = "learning_rate_zero"
     statistic = "update_ratio"
     confirm_after = "steps"
     # A million such steps equal one at the peak. Schedules usually end at 0.1 to 0.001 of it.
-    fraction = 1e-6
-    steps = 20  # chosen manually: a schedule that ends at 0 has one or two such steps
-    _highest: float = 0.0
+    fraction: float = limit(1e-6, "Share of the highest learning rate that counts as zero.")
+    # Chosen manually: a schedule that ends at 0 has one or two such steps
+    steps: int = limit(20, "Consecutive steps at that rate.")
+    _highest: float = state(0.0)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         rate = max(record.learning_rates, default=math.nan)
@@ -307,10 +311,6 @@ class UntrainedParameters(Detector):
     Example:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model.head = nn.Linear(64, 10)  # the optimizer has the old head
-    Args:
-        share: Share of the trainable elements from which missing gradients are a warning.
-        steps: Steps until it reports, once.
-        evaluations: Full steps until it reports.
 
     Gradients that no optimizer uses are a warning. Modules that did not run while similar ones
     learn do not count. Parameters unfrozen later are a note if an optimizer stepped them before.
@@ -321,17 +321,22 @@ class UntrainedParameters(Detector):
     explained_by = frozenset({"vanishing_gradient"})
     # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that is
     # detached by mistake usually a third or more. Chosen manually between them.
-    share = 0.2
-    steps = 90  # chosen manually: rare parts have run by then, and it is within 100 steps
-    evaluations = 2  # full steps; a step of one optimizer of several says too little
-    full_steps_in_a_row = 2
-    _steps: int
-    _evaluations: int
-    _is_new: bool  # a parameter is trainable that was not before
-    _marks: Marks  # trained, reached by a gradient, held by an optimizer, ran: [4, parameters]
-    _trainable: Marks
-    _reported: Marks
-    _trained_before: Marks
+    share: float = limit(
+        0.2, "Share of the trainable elements from which missing gradients are a warning."
+    )
+    # Chosen manually: rare parts have run by then, and it is within 100 steps
+    steps: int = limit(90, "Steps until it reports, once.")
+    # Full steps; a step of one optimizer of several says too little
+    evaluations: int = limit(2, "Full steps until it reports.")
+    full_steps_in_a_row: int = state(2)
+    _steps: int = state(0)
+    _evaluations: int = state(0)
+    _is_new: bool = state(False)  # a parameter is trainable that was not before
+    # trained, reached by a gradient, held by an optimizer, ran: [4, parameters]
+    _marks: Marks = state(no_marks)
+    _trainable: Marks = state(no_marks)
+    _reported: Marks = state(no_marks)
+    _trained_before: Marks = state(no_marks)
 
     def set_up(self) -> None:
         self._begin(0)

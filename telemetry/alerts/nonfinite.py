@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding, limit, state
 from telemetry.layers.module_types import AFFINE, STANDARD
 from telemetry.plain_text import called, figure, printable
 from telemetry.records import Module, Output, StepRecord
@@ -26,8 +26,6 @@ class Nonfinite(Detector):
     Remedies: check inputs and targets of that step; add an epsilon; use ``GradScaler`` or bfloat16.
     Silent: masks of -inf, NaN that the model fills in, single steps that a ``GradScaler`` skips.
     Example: loss = torch.log(torch.relu(model(x))).mean()
-    Args:
-        losses: Consecutive non-finite losses without an optimizer step.
 
     Values inside of the network show the :func:`origin`, but count only in the output of the last
     module. Numbers overflowed if gradients grew millionfold, the loss a thousandfold, or the
@@ -39,17 +37,19 @@ class Nonfinite(Detector):
     statistic = "nonfinite"
     severity = "error"
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"ranks_diverge"}
+    after = explained_by | {"dead_units"}
     persistent = True
     explained_by_rate_jump = True
-    losses = 10  # a scaler halves its factor at each skipped step, and first needs several
-    _bad_losses: int = 0
-    _loss_step: int = -1
-    _last_good: int | None = None
-    _skipped: bool | None = None
-    _has_scaler: bool = False
-    _calm_steps: int = 0
-    _has_begun: bool = False
-    _usual: set[str]
+    # A scaler halves its factor at each skipped step, and first needs several
+    losses: int = limit(10, "Consecutive non-finite losses without an optimizer step.")
+    _bad_losses: int = state(0)
+    _loss_step: int = state(-1)
+    _last_good: int | None = state(None)
+    _skipped: bool | None = state(None)
+    _has_scaler: bool = state(False)
+    _calm_steps: int = state(0)
+    _has_begun: bool = state(False)
+    _usual: set[str] = state(set)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step = False

@@ -9,7 +9,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Figures
-from telemetry.alerts.detector import EXPLOSIONS, LOST, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.detector import (
+    EXPLOSIONS,
+    LOST,
+    RISEN_LOSSES,
+    Detector,
+    Finding,
+    limit,
+    no_figures,
+    state,
+)
 from telemetry.alerts.window import LATEST
 from telemetry.layers import table
 from telemetry.layers.module_types import AFFINE
@@ -29,10 +38,6 @@ class AttentionCollapse(Detector):
     Causes: logits that are too large, or a task with sharp attention.
     Remedies: normalize queries and keys, lower the learning rate.
     Silent: compiled attention such as ``flex_attention``; softmax modules not named like ``attn``.
-    Args:
-        fraction: Mean entropy of all rows, as a share of ln S for S tokens.
-        logit: Largest logit of a head inside of ``scaled_dot_product_attention``. A head with
-            lower ones may have learned to attend to one token, such as the first.
 
     Source: Zhai et al. 2023 (https://arxiv.org/abs/2303.06296). Inside of
     ``scaled_dot_product_attention``, each head is judged. Elsewhere weights are outputs between 0
@@ -48,10 +53,14 @@ class AttentionCollapse(Detector):
     explained_by = frozenset({"logit_growth"})
     # attention_one_hot and logits_grow (benchmarks/runs) have 0.01 to 0.04, their healthy twin
     # 0.97; at 0.1 a token sees 1.3 of 24 others.
-    fraction = 0.1
+    fraction: float = limit(0.1, "Mean entropy of all rows, as a share of ln S for S tokens.")
     # Heads of fused_queries_too_large and its siblings have logits of 80 to 400 and an entropy of
     # 0 to 0.07; those of their healthy twins 14 at most, and 0.29.
-    logit = 50.0
+    logit: float = limit(
+        50.0,
+        "Largest logit of a head inside of ``scaled_dot_product_attention``. A head with "
+        "lower ones may have learned to attend to one token, such as the first.",
+    )
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         shares = [(share, called(str(o)), o.module_name) for o, share in _entropies(record).items()]
@@ -123,9 +132,6 @@ class LogitGrowth(Detector):
     Causes: queries and keys that grow without bound.
     Remedies: normalize queries and keys, lower the learning rate or warm it up.
     Silent: compiled attention such as ``flex_attention``; modules not named like ``attn.scores``.
-    Args:
-        largest: Magnitude of the largest output of a module that is named like that.
-        fused: Largest logit inside of ``scaled_dot_product_attention``.
 
     All models of Wortsman et al. 2023 (https://arxiv.org/abs/2309.14322, section 3.3) above 10,000
     diverged. With logits forced to a value, the loss was worse from 1,000 on.
@@ -136,8 +142,11 @@ class LogitGrowth(Detector):
     on = "full"
     severity = "note"
     clear_after = 2
-    largest = 1e4
-    fused = 1e3
+    largest: float = limit(
+        1e4,
+        "Magnitude of the largest output of a module that is named like that.",
+    )
+    fused: float = limit(1e3, "Largest logit inside of ``scaled_dot_product_attention``.")
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         rows = record.activations.rows
@@ -173,8 +182,6 @@ class OutputCollapse(Detector):
     Remedies: negative pairs, a stopped gradient, batch statistics; random initialization.
     Silent: outputs that never differed or lie far from zero, single numbers, directions alone.
     Example: [nn.init.constant_(parameter, 0.01) for parameter in model.parameters()]
-    Args:
-        share: Variation within units over the RMS, at two consecutive full steps; 0.3 before.
 
     Units that start with equal weights get equal gradients and stay equal.
     """
@@ -184,10 +191,14 @@ class OutputCollapse(Detector):
     on = "full"
     confirm_after = 2
     clear_after = 3
-    explained_by = LOST | {"exponential_trend", "untrained_parameters"}
-    share = 0.02  # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
-    _highest: dict[Output, float]
-    _began: dict[Output, float]  # variation at the first full step
+    explained_by = LOST | {"exponential_trend", "untrained_parameters", "loss_stuck"}
+    # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
+    share: float = limit(
+        0.02,
+        "Variation within units over the RMS, at two consecutive full steps; 0.3 before.",
+    )
+    _highest: dict[Output, float] = state(dict)
+    _began: dict[Output, float] = state(dict)  # variation at the first full step
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         given = record.inputs.get("")
@@ -269,9 +280,6 @@ class ExpertCollapse(Detector):
     Remedies: a balancing loss or bias, a lower learning rate of the router, noise in its logits.
     Silent: experts that are rare from the start, routers that are not recognized.
     Example: model.router.bias.data[0] += 100.0
-    Args:
-        tokens: Tokens that even loads would have given each of these experts meanwhile.
-        share: Share of a router's experts.
 
     An expert has none if it gets at most 1 % of an even load. If it had a tenth of one, it would
     have none among 100 expected tokens in 5 of 100,000 cases.
@@ -285,11 +293,14 @@ class ExpertCollapse(Detector):
     clear_after = 3
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "weight_jump"}
     explained_by_rate_jump = True
-    tokens = 100.0
-    share = 0.5
+    tokens: float = limit(
+        100.0,
+        "Tokens that even loads would have given each of these experts meanwhile.",
+    )
+    share: float = limit(0.5, "Share of a router's experts.")
     # For each router: expected tokens since an expert's last ones, and its highest share of an
     # even load, [2, experts].
-    _seen: dict[str, Figures]
+    _seen: dict[str, Figures] = state(dict)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self.needs_full_step, findings = False, list[Finding]()
@@ -341,9 +352,6 @@ class LowPrecision(Detector):
     Remedies: scale blocks instead of whole tensors, keep the layer in bfloat16, normalize.
     Silent: gradients, whose range widens as a model converges; layers without parameters.
     Example: layer.bias.data[0] += 1e7
-    Args:
-        share: Share of the activations or weights that round to zero; a tenth of it at first.
-        outlier_ratio: Largest magnitude of a unit over the median unit's; a tenth of it at first.
 
     Sources: Dettmers et al. 2022 (https://arxiv.org/abs/2208.07339) and Sun et al. 2024
     (https://arxiv.org/abs/2402.17762) on single large units of language models.
@@ -357,11 +365,17 @@ class LowPrecision(Detector):
     clear_after = 3
     explained_by = LOST | {"exponential_trend", "weight_jump", "output_collapse", "no_learning"}
     # No layer with parameters in 202 healthy recordings reaches a quarter of these limits.
-    share = 0.1
-    outlier_ratio = 100.0
-    _names: tuple[str, ...] = ()
-    _highest: Figures  # in the first steps, [statistics, modules]
-    _seen: int = 0
+    share: float = limit(
+        0.1,
+        "Share of the activations or weights that round to zero; a tenth of it at first.",
+    )
+    outlier_ratio: float = limit(
+        100.0,
+        "Largest magnitude of a unit over the median unit's; a tenth of it at first.",
+    )
+    _names: tuple[str, ...] = state(())
+    _highest: Figures = state(no_figures)  # in the first steps, [statistics, modules]
+    _seen: int = state(0)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         names = tuple(record.layout.position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.detector import Detector, Finding, state
 from telemetry.plain_text import printable, ranks_in_words
 from telemetry.records import RankFacts, StepRecord
 
@@ -28,10 +28,10 @@ class RanksDiverge(Detector):
     statistic = "weight_norm"
     severity = "error"
     clear_after = 20
-    _moved: bool = False  # a step changed the parameters
-    _settled: bool = False  # they were compared after that
-    _apart: set[str]  # parameters that may differ between ranks
-    _reported: set[str]
+    _moved: bool = state(False)  # a step changed the parameters
+    _settled: bool = state(False)  # they were compared after that
+    _apart: set[str] = state(set)  # parameters that may differ between ranks
+    _reported: set[str] = state(set)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.ranks is None:

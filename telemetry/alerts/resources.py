@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import Detector, Finding
+from telemetry.alerts.detector import Detector, Finding, limit
 from telemetry.plain_text import figure
 from telemetry.records import RankFacts, StepRecord
 from telemetry.tag_names import ALLOCATED_BYTES, HOST_OWN_BYTES, TIMES
@@ -63,17 +63,18 @@ class InputBound(_OfSteps):
     Silent: validation phases, single long waits such as checkpoints, models in compiled graphs,
         waiting for a CPU that other programs use, and for the logger, as in ``flush()``.
     Example: loader = DataLoader(images, batch_size=64)  # num_workers=0
-    Args:
-        share: Share of the step's time.
-        seconds: Least wait per step. Below, the Python code of the loop may take as long.
 
     It resolves below three quarters of the share.
     """
 
     kind = "input_bound"
     severity = "note"
-    share = 0.4
-    seconds = 0.005  # chosen manually: index selects of healthy loops take up to a millisecond
+    share: float = limit(0.4, "Share of the step's time.")
+    # Chosen manually: index selects of healthy loops take up to a millisecond
+    seconds: float = limit(
+        0.005,
+        "Least wait per step. Below, the Python code of the loop may take as long.",
+    )
 
     def find_in(self, ranks: RankFacts | None) -> Finding | None:
         if len(self._latest) < _STEPS or (share := self._share()) <= self.share:
@@ -111,17 +112,17 @@ class SlowSteps(_OfSteps):
     Remedies: check the machine, and what the named part does.
     Silent: steps with more tokens in proportion, and steps of a few milliseconds.
     Example: mean = sum(history) / len(history)  # of all losses, at each step
-    Args:
-        factor: Times the usual step.
-        seconds: Least time of the slow steps together. Shorter ones are noise of the machine.
 
     It resolves below three quarters of the factor.
     """
 
     kind = "slow_steps"
     severity = "note"
-    factor = 2.0
-    seconds = 30.0
+    factor: float = limit(2.0, "Times the usual step.")
+    seconds: float = limit(
+        30.0,
+        "Least time of the slow steps together. Shorter ones are noise of the machine.",
+    )
 
     def find_in(self, ranks: RankFacts | None) -> Finding | None:
         is_long = sum([t.step_s for t in self._latest]) >= self.seconds
@@ -202,10 +203,6 @@ class MemoryGrowth(Detector):
     Remedies: ``total += loss.item()``; ``detach()`` what is kept; limit the cache.
     Silent: the first 50 steps, caches that fill up, longer inputs, data sets that are mapped files.
     Example: total += loss  # keeps the graph of each step
-    Args:
-        steps: Fewest steps of the rise.
-        mebibytes: Least rise on the host.
-        device_mebibytes: Least rise on a CUDA device.
 
     The lowest values of twenty equal intervals count. Of any two, the later one has to be higher
     nine times in ten (as for Kendall's tau), because allocators keep and return memory. It is a
@@ -213,9 +210,9 @@ class MemoryGrowth(Detector):
     """
 
     kind = "memory_growth"
-    steps = 300
-    mebibytes = 64.0
-    device_mebibytes = 4.0
+    steps: int = limit(300, "Fewest steps of the rise.")
+    mebibytes: float = limit(64.0, "Least rise on the host.")
+    device_mebibytes: float = limit(4.0, "Least rise on a CUDA device.")
 
     def set_up(self) -> None:
         self._is_device = False

@@ -1,9 +1,9 @@
 """Conversion of rules' state to plain values and back, for runs that resume.
 
-The state of an object is the attributes that its class annotates in its body; parameters belong to
-the new run. Attributes may be numbers, strings, arrays, lists, tuples, sets, dicts, deques, and
-objects of such classes. Dataclasses and named tuples are created, other objects are filled. A dict
-becomes a list of pairs, because JSON keys are strings. ``Annotated[deque[float], 5]`` holds five.
+The state of an object is the fields of its dataclass without a detector's limits, which belong to
+the new run; of other classes, the attributes that they annotate. They may be numbers, strings,
+arrays, lists, tuples, sets, dicts, deques, and such objects. An object that exists is filled,
+others are created. A dict becomes a list of pairs, because JSON keys are strings.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -40,18 +40,6 @@ def restore(target: object, plain: object) -> None:
         TypeError, ValueError, KeyError: The plain values do not fit the object.
     """
     vars(target).update(vars(_restored(type(target), plain, target)))
-
-
-def fill(target: object) -> None:
-    """Create the empty state of attributes that are annotated and have no value."""
-    for name, hint in get_type_hints(type(target), include_extras=True).items():
-        kind = get_origin(hint) or hint
-        if kind is ClassVar or hasattr(target, name):
-            continue
-        if kind is Annotated:
-            setattr(target, name, deque(maxlen=hint.__metadata__[0]))
-        else:
-            setattr(target, name, np.zeros(0, _dtype(hint)) if kind is np.ndarray else kind())
 
 
 def _restored(hint: Any, plain: Any, current: Any = None) -> Any:
@@ -89,7 +77,7 @@ def _from_list(hint: Any, plain: Sequence[Any], current: Any) -> Any:
 
 def _from_attributes(hint: Any, plain: Mapping[str, Any], current: Any) -> Any:
     hints = _state_hints(hint)
-    if is_dataclass(hint):
+    if current is None:
         fields = {name: _restored(hints[name], item) for name, item in plain.items()}
         return cast("Any", hint)(**fields)
     filled = copy(current)
@@ -105,7 +93,12 @@ def _dtype(hint: Any) -> Any:
 def _state_hints(kind: Any) -> dict[str, Any]:
     """Return names and types of the state of a class."""
     hints = get_type_hints(kind)
+    if is_dataclass(kind):
+        return {each.name: hints[each.name] for each in fields(kind) if LIMIT not in each.metadata}
     return {name: hint for name, hint in hints.items() if get_origin(hint) is not ClassVar}
 
+
+LIMIT = "limit"
+"""Key of a field's metadata; its value is what the limit means."""
 
 _SCALARS: Mapping[Any, Any] = {bool: bool, int: int, float: (int, float), str: str}

@@ -8,12 +8,22 @@ from collections.abc import Collection
 import numpy as np
 
 from telemetry.alerts.baseline import FAR_ABOVE, Baseline, Figures, Marks
-from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.detector import (
+    EXPLOSIONS,
+    RISEN_LOSSES,
+    Detector,
+    Finding,
+    limit,
+    no_figures,
+    no_marks,
+    state,
+)
+from telemetry.alerts.divergence import bias_gradients
 from telemetry.alerts.growth import Stretch
-from telemetry.alerts.window import FEWEST
+from telemetry.alerts.window import FEWEST, RECENT
 from telemetry.layers import table
 from telemetry.layers.module_types import BOUNDED, UNBOUNDED
-from telemetry.plain_text import called, figure
+from telemetry.plain_text import called, called_all, figure
 from telemetry.records import Layout, StepRecord
 
 
@@ -27,15 +37,6 @@ class VanishingGradient(Detector):
     Remedies: ReLU or GELU, normalization, residual connections; look for a ``detach()``.
     Silent: frozen or unused layers, experts, zero-initialized branches, layers that Adam moves.
     Example: model = nn.Sequential(*[m for _ in range(20) for m in (nn.Linear(8, 8), nn.Sigmoid())])
-    Args:
-        factor: Largest gradient norm over that of the module.
-        update_factor: Largest update ratio over that of the module.
-        branch_factor: Further factor for side branches and Adam.
-        steps: Consecutive steps.
-        stuck_steps: First steps without a fall of the loss, for Adam.
-        branch_steps: Consecutive steps, for side branches.
-        zero_steps: Consecutive steps with zero gradients.
-        zero_share: Share of the trainable elements, if earlier layers learn.
 
     Norms are compared, not RMS, which is small in wide layers and in embeddings with unused rows.
     An exploded largest norm counts with its value before. If earlier layers learn, a module is on a
@@ -50,27 +51,43 @@ class VanishingGradient(Detector):
     explained_by = (
         EXPLOSIONS
         | RISEN_LOSSES
-        | {"dead_units", "saturated_units", "untrained_parameters", "exponential_trend"}
+        | {
+            "dead_units",
+            "saturated_units",
+            "untrained_parameters",
+            "exponential_trend",
+            "loss_stuck",
+        }
     )
+    after = frozenset({"dead_units", "untrained_parameters"})
     persistent = True
-    factor = 300.0  # at 30 the healthy cnn_sigmoid_ok alarms; tried 3000
-    update_factor = 300.0  # as factor; tried 30 and 3000
-    branch_factor = 30.0  # chosen manually; tried 3 and 300
-    steps = 3  # at 6 mlp_overwrite_tiny is missed; tried 1
-    stuck_steps = 50  # chosen manually; tried 20
-    branch_steps = 10  # chosen manually; tried 5 and 20
-    # lora and resnet_zero_gamma are zero at the first step alone, gan_ring at every other one.
-    zero_steps = 20
-    zero_share = 0.2  # as in UntrainedParameters; multitask_switch has a tenth
-    _names: tuple[str, ...] = ()
-    _full_steps_gone: int = 0
+    # At 30 the healthy cnn_sigmoid_ok alarms; tried 3000
+    factor: float = limit(300.0, "Largest gradient norm over that of the module.")
+    # As factor; tried 30 and 3000
+    update_factor: float = limit(300.0, "Largest update ratio over that of the module.")
+    # Chosen manually; tried 3 and 300
+    branch_factor: float = limit(30.0, "Further factor for side branches and Adam.")
+    # At 6 mlp_overwrite_tiny is missed; tried 1
+    steps: int = limit(3, "Consecutive steps.")
+    # Chosen manually; tried 20
+    stuck_steps: int = limit(50, "First steps without a fall of the loss, for Adam.")
+    # Chosen manually; tried 5 and 20
+    branch_steps: int = limit(10, "Consecutive steps, for side branches.")
+    # Lora and resnet_zero_gamma are zero at the first step alone, gan_ring at every other one.
+    zero_steps: int = limit(20, "Consecutive steps with zero gradients.")
+    # As in UntrainedParameters; multitask_switch has a tenth
+    zero_share: float = limit(0.2, "Share of the trainable elements, if earlier layers learn.")
+    _names: tuple[str, ...] = state(())
+    _full_steps_gone: int = state(0)
     # A module's share is log10 of its gradient norm over the largest.
-    _faint_steps: Figures  # consecutive steps at which it was small and not zero
-    _zero_steps: Figures  # consecutive steps at which it was zero
-    _first: Figures  # first share that was not zero
-    _largest: Figures
-    _counted: Marks  # whether it ran and could learn at the last full step
-    _update_share: Figures  # log10 of the ratio over the largest at the last full step, if small
+    # consecutive steps at which it was small and not zero
+    _faint_steps: Figures = state(no_figures)
+    _zero_steps: Figures = state(no_figures)  # consecutive steps at which it was zero
+    _first: Figures = state(no_figures)  # first share that was not zero
+    _largest: Figures = state(no_figures)
+    _counted: Marks = state(no_marks)  # whether it ran and could learn at the last full step
+    # log10 of the ratio over the largest at the last full step, if small
+    _update_share: Figures = state(no_figures)
 
     def set_up(self) -> None:
         self._begin(())
@@ -145,11 +162,19 @@ class VanishingGradient(Detector):
         first = int(np.flatnonzero(fading)[0])
         moves = update_limit <= self._update_share[first] < math.inf
         factor = figure(10 ** -share[first], 2)
+        cause = "The loss has not fallen" if moves else "The optimizer hardly moves it"
+        advice: tuple[str, ...] = (
+            _LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED,
+            *_LARGER,
+        )
+        if self._names[first] in baseline.began_zero:
+            cause = f"All weights of {called_all(baseline.began_zero, RECENT)} started at 0"
+            advice = _LARGER[1:]
         return Finding(
             summary=f"The gradient of {called(self._names[first])} is {factor}x "
             f"below the largest, as in {int(fading.sum())} of {len(share)} layers",
-            cause="The loss has not fallen" if moves else "The optimizer hardly moves it",
-            advice=(_LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED, *_LARGER),
+            cause=cause,
+            advice=advice,
             value=float(10 ** share[first]),
             threshold=1 / self.factor,
             module_name=self._names[first],
@@ -173,7 +198,7 @@ class VanishingGradient(Detector):
         further = math.log10(self.branch_factor)
         stuck = faint & (lasted >= self.stuck_steps) & (share < limit - further)
         stuck &= np.logical_and.accumulate(stuck | (share == -np.inf))
-        if baseline.loss.best > (1 - _FALLEN) * baseline.loss.first > 0:
+        if baseline.loss.has_not_fallen:
             fading |= _unless_rising(stuck, share, before)
         branch = faint & (lasted >= self.branch_steps) & (share < limit - further)
         branch &= updates < update_limit - further
@@ -214,6 +239,21 @@ class VanishingGradient(Detector):
             return None
         names = [name for name, is_gone in zip(self._names, gone, strict=True) if is_gone]
         steps = int(self._zero_steps[gone].min())
+        given, biases = bias_gradients(record)
+        if any(biases[name] == 0 for name in given.keys() & {*names}):
+            return Finding(
+                summary=f"The gradient of {Stretch(names[0], names[-1])} has been 0 for {steps} "
+                "steps, though that of its outputs is not",
+                cause="Something sets it to 0 after it is computed",
+                advice=(
+                    "Remove the hook, such as zero_gradients(), if the layer should learn",
+                    _FREEZE,
+                ),
+                value=0.0,
+                threshold=1 / self.factor,
+                module_name=names[0],
+                severity="note",  # it is not by chance
+            )
         # Later layers in the same parameter group stay zero, as in LoRA.
         moved = layout.owners[record.parameter_rates != 0]
         is_still = not np.isin(moved, layout.owning[gone]).any()
@@ -241,7 +281,6 @@ _CUT_OFF = (
     "Check for activations that are zero for all inputs",
     _FREEZE,
 )
-_FALLEN = 0.03  # of the first loss, as in LossStuck
 # Decades: branches whose scale starts at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.
 _STEADY = 0.2

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import partial
 from statistics import median
-from typing import Annotated
 
 import numpy as np
 
 from telemetry.alert import Severity
 from telemetry.alerts.baseline import LARGE_STEP, Baseline, Figures, matrix_ratios, matrix_sizes
-from telemetry.alerts.detector import EXPLOSIONS, INACTIVE, RISEN_LOSSES, Detector, Finding
+from telemetry.alerts.detector import (
+    EXPLOSIONS,
+    INACTIVE,
+    RISEN_LOSSES,
+    Detector,
+    Finding,
+    limit,
+    no_figures,
+    state,
+)
 from telemetry.alerts.window import FEWEST, LENGTH, RECENT
 from telemetry.plain_text import called, called_all, figure
 from telemetry.records import StepRecord
@@ -28,8 +37,6 @@ class WeightJump(Detector):
     Remedies: find writes outside of the optimizer; clip gradients.
     Silent: the first three full steps, jumps of a third of the matrices or of the learning rate.
     Example: model[0].weight.data.mul_(10.0)
-    Args:
-        factor: Growth of a matrix between two full steps.
 
     In logarithms, it is thirty times more per step than ever before. A note since layers are pruned
     and reset on purpose.
@@ -39,11 +46,13 @@ class WeightJump(Detector):
     statistic = "weight_norm"
     on = "full"
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "dead_units", "saturated_units"}
-    factor = 3.0  # healthy runs have 2.3, after a spike (llm_spike_recovers)
-    _names: tuple[str, ...] = ()
-    _steps: tuple[int, ...] = ()
-    _levels: Figures
-    _fastest: Figures
+    after = explained_by
+    # Healthy runs have 2.3, after a spike (llm_spike_recovers)
+    factor: float = limit(3.0, "Growth of a matrix between two full steps.")
+    _names: tuple[str, ...] = state(())
+    _steps: tuple[int, ...] = state(())
+    _levels: Figures = state(no_figures)
+    _fastest: Figures = state(no_figures)
 
     @np.errstate(divide="ignore", invalid="ignore")  # of weights that are zero
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -102,9 +111,6 @@ class LayersNotLearning(Detector):
     Example:
         groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}]
         optimizer = torch.optim.SGD(groups, lr=0.1)
-    Args:
-        share: Update ratio over that of the fastest quarter of the weight matrices.
-        steps: Steps over which three full steps show this.
     """
 
     kind = "layers_not_learning"
@@ -115,13 +121,15 @@ class LayersNotLearning(Detector):
         INACTIVE | EXPLOSIONS | {"no_learning", "output_collapse", "untrained_parameters"}
     )
     # Embeddings of rare words have 0.02, fine-tuning with a decay of 0.65 over 12 layers 0.006.
-    share = 1e-3
-    steps = 100
-    full_steps_in_a_row = 2
-    _names: tuple[str, ...] = ()
-    _since: Figures
-    _evaluations: Figures
-    _is_left: bool = False
+    share: float = limit(
+        1e-3, "Update ratio over that of the fastest quarter of the weight matrices."
+    )
+    steps: int = limit(100, "Steps over which three full steps show this.")
+    full_steps_in_a_row: int = state(2)
+    _names: tuple[str, ...] = state(())
+    _since: Figures = state(no_figures)
+    _evaluations: Figures = state(no_figures)
+    _is_left: bool = state(False)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
@@ -200,9 +208,6 @@ class RoundedUpdates(Detector):
     Remedies: keep weights in float32 and use ``torch.autocast``, or use stochastic rounding.
     Silent: weights in float32, sparse gradients, a rising learning rate.
     Example: optimizer = torch.optim.SGD(model.bfloat16().parameters(), lr=1e-5)
-    Args:
-        share: Share of a matrix that changes, at most.
-        steps: Steps at which this holds, for half of the matrices.
 
     A number changes by at least ``eps / 2`` of its size. So if a step moves a matrix by ``r`` of
     its norm, changed weights hold at most ``(2 r / eps)**2`` of the sum of squares.
@@ -214,9 +219,10 @@ class RoundedUpdates(Detector):
     on = "full"
     confirm_after = 3
     explained_by = frozenset({"learning_rate_zero", "vanishing_gradient"})
-    share = 0.01
-    steps = 50  # chosen manually
-    _largest: dict[str, float]
+    share: float = limit(0.01, "Share of a matrix that changes, at most.")
+    # Chosen manually
+    steps: int = limit(50, "Steps at which this holds, for half of the matrices.")
+    _largest: dict[str, float] = state(dict)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         half = {p.name: p.dtype for p in record.layout.parameters if p.dtype in _EPS}
@@ -260,11 +266,6 @@ class ExponentialTrend(Detector):
     Remedies: check weight decay (times the rate, 1e-6 to 1e-3 is usual), penalties, the schedule.
     Silent: strong weight decay where the loss falls, warm-ups by a factor.
     Example: scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=1.1)
-    Args:
-        shrinkage: Shrinkage of the median weight matrix while the loss stays.
-        weight_growth: Growth of the median weight matrix while the loss stays.
-        loss_growth: Growth of the loss, in medians of ten.
-        rate_growth: Growth of the learning rate, by one number four times in a row.
 
     A trend is steady if each quarter has 0.6 to 3 times the rate of the quarter before, and its
     increments grow: Adam moves weights by the same amount, not factor. The loss must reach 3 % of
@@ -275,17 +276,24 @@ class ExponentialTrend(Detector):
     kind = "exponential_trend"
     statistic = "weight_norm"
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "dead_units", "saturated_units"}
-    shrinkage = 2.0  # healthy matrices keep at least 0.7 of their size
-    weight_growth = 10.0  # warm_restarts has 4.8 in a hundred steps
-    loss_growth = 30.0  # dqn_cartpole, whose values grow, has 10
-    rate_growth = 3.0  # as JUMP
-    _reported: tuple[str, ...] = ()
-    _names: tuple[str, ...] = ()
-    _first_weights: tuple[float, ...] = ()
-    _weights: Annotated[deque[tuple[int, float]], LENGTH]
-    _block: list[tuple[float, float]]
-    _levels: Annotated[deque[tuple[float, float]], LENGTH]
-    _rates: Annotated[deque[float], LENGTH]
+    after = explained_by
+    # Healthy matrices keep at least 0.7 of their size
+    shrinkage: float = limit(2.0, "Shrinkage of the median weight matrix while the loss stays.")
+    # warm_restarts has 4.8 in a hundred steps
+    weight_growth: float = limit(10.0, "Growth of the median weight matrix while the loss stays.")
+    # dqn_cartpole, whose values grow, has 10
+    loss_growth: float = limit(30.0, "Growth of the loss, in medians of ten.")
+    # as JUMP
+    rate_growth: float = limit(
+        3.0, "Growth of the learning rate, by one number four times in a row."
+    )
+    _reported: tuple[str, ...] = state(())
+    _names: tuple[str, ...] = state(())
+    _first_weights: tuple[float, ...] = state(())
+    _weights: deque[tuple[int, float]] = state(partial(deque, maxlen=LENGTH))
+    _block: list[tuple[float, float]] = state(list)
+    _levels: deque[tuple[float, float]] = state(partial(deque, maxlen=LENGTH))
+    _rates: deque[float] = state(partial(deque, maxlen=LENGTH))
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         found = self._of_rate(baseline) or self._of_loss(record, baseline)
@@ -337,7 +345,8 @@ class ExponentialTrend(Detector):
             return None
         loss, norm = np.median(self._block, axis=0)
         self._block.clear()
-        if not (0 < loss < math.inf and 0 < norm < math.inf):
+        # A sum over more and more examples grows, too.
+        if baseline.batches_vary or not (0 < loss < math.inf and 0 < norm < math.inf):
             self._levels.clear()
             return None
         self._levels.append((math.log10(loss), math.log10(norm)))

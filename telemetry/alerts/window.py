@@ -156,6 +156,11 @@ class Loss:
         latest = sorted([logged.loss for logged in islice(reversed(self.latest), count)])
         return latest[len(latest) // 2] if latest else math.nan
 
+    @property
+    def has_not_fallen(self) -> bool:
+        """Whether no five losses were lower than the first five by more than noise."""
+        return self.best > (1 - NOISE) * self.first > 0
+
     def is_floor(self, loss: float) -> bool:
         """Whether a loss is almost zero compared with the first: a rise to it loses nothing.
 
@@ -173,6 +178,11 @@ class Loss:
         first = next((logged for logged in after if logged.loss > limit), peak)
         usual = median_high(before) if before else math.nan
         return LossJump(before=usual, limit=limit, first=first, peak=peak)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest loss of the window and of the latest ones."""
+        return min(self.window.extremes[0], *[loss for _, loss in self.latest])
 
     def rise(self, peak: float) -> Rise:
         """Return the rise from the window to the highest loss up to now."""

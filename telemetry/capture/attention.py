@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,12 +57,17 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
+        if "_stacklevel" in kwargs:  # of softmax and the like, which warn in a function they call
+            kwargs = {**kwargs, "_stacklevel": kwargs["_stacklevel"] + _FRAMES}
         if self._handle is not None:
             if func is functional.scaled_dot_product_attention:
                 func = self._attend
             elif func is functional.multi_head_attention_forward:
                 func = self._with_own_attention(func)
-        return func(*args, **(kwargs or {}))
+        if isinstance(func, FunctionType) and "warnings" in func.__code__.co_names:
+            func = _copy_of(func, warnings=_WARNINGS)
+        return func(*args, **kwargs)
 
     def _attend(self, *args: Any, **keywords: Any) -> Tensor:
         output: Tensor = functional.scaled_dot_product_attention(*args, **keywords)
@@ -76,7 +82,26 @@ class AttentionMode(TorchFunctionMode):
         """
         if not isinstance(func, FunctionType):
             return func
-        names = {**func.__globals__, "scaled_dot_product_attention": self._attend}
-        return FunctionType(
-            func.__code__, names, func.__name__, func.__defaults__, func.__closure__
-        )
+        return _copy_of(func, scaled_dot_product_attention=self._attend)
+
+
+# Frames of the mode between a function and the call in the user's code: the handler, PyTorch's
+# dispatch, and the function as it was called.
+_FRAMES = 3
+
+
+def _warn(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None) -> None:
+    """Warn at the code that warns without the mode."""
+    beyond = _FRAMES if stacklevel > 1 else 0
+    warnings.warn(message, category, stacklevel + beyond + 1, source)
+
+
+_WARNINGS = SimpleNamespace(**{**vars(warnings), "warn": _warn})
+
+
+def _copy_of(function: FunctionType, **names: Any) -> FunctionType:
+    """Return a copy of a function in which some global names have other values."""
+    names, code = {**function.__globals__, **names}, function.__code__
+    copy = FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,4 +1,4 @@
-"""``telemetry help``, ``alerts``, ``batches``: kinds of alerts, and the alerts of runs."""
+"""``telemetry help``, ``alerts``: kinds of alerts, and the alerts of runs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ class Meaning:
 
 
 def meaning_of(detector: type[Detector]) -> Meaning:
-    """Return the first paragraph of a detector's docstring and the fields after it."""
-    summary, fields, *_ = [*inspect.cleandoc(detector.__doc__ or "").split("\n\n"), ""]
-    texts = dict(re.findall(r"^(\w+):(.*(?:\n +.*)*)", fields, re.MULTILINE))
-    example, args = texts.pop("Example", ""), texts.pop("Args", "")
-    meanings = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE))
+    """Return the limits of a detector, and the first two paragraphs of its docstring."""
+    summary, sections, *_ = [*inspect.cleandoc(detector.__doc__ or "").split("\n\n"), ""]
+    texts = dict(re.findall(r"^(\w+):(.*(?:\n +.*)*)", sections, re.MULTILINE))
+    example = texts.pop("Example", "")
     jump = ["a jump of the learning rate"] * detector.explained_by_rate_jump
     return Meaning(
         kind=detector.kind,
@@ -48,8 +47,7 @@ def meaning_of(detector: type[Detector]) -> Meaning:
         sections={name: _one_line(text) for name, text in texts.items()},
         example=textwrap.dedent(example.removeprefix("\n")).strip(),
         parameters={
-            name: (getattr(detector, name), _one_line(meanings.get(name, "")))
-            for name in detector.limits()
+            name: (getattr(detector, name), meaning) for name, meaning in detector.limits().items()
         },
         causes=(*sorted(detector.explained_by), *jump),
     )
@@ -110,7 +108,6 @@ _RECORD = (
     "run", "step", "severity", "kind", "module_name", "stage", "value", "threshold", "summary",
     "cause", "advice", "location", "consequences", "observed_in", "batches",
 )  # fmt: skip
-_BATCH = ("run", "kind", "severity", "step", "rank", "ids")
 
 
 def alerts(args: argparse.Namespace, console: Console) -> int:
@@ -118,23 +115,6 @@ def alerts(args: argparse.Namespace, console: Console) -> int:
     of_runs = [(str(log_dir), run.overview().alerts) for log_dir, run in runs.opened()]
     fails = print_alerts(of_runs, args, console, name_runs=len(runs.found) > 1)
     return runs.status or fails
-
-
-def batches(args: argparse.Namespace, console: Console) -> int:
-    runs = LogDirs(args.runs)
-    records = {  # an alert that escalates blames them again
-        (log_dir, alert.kind, batch): {
-            "run": str(log_dir),
-            "kind": alert.kind,
-            "severity": alert.severity,
-            **vars(batch),
-        }
-        for log_dir, run in runs.opened()
-        for alert in run.overview().alerts
-        for batch in alert.batches
-    }
-    print_records("json", _BATCH, records.values())
-    return runs.status
 
 
 def print_alerts(

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from telemetry.commands.alerts import FAIL_ON, alerts, batches, print_help
+from telemetry.commands.alerts import FAIL_ON, alerts, print_help
 from telemetry.commands.explain import explain_faults
-from telemetry.commands.export import export, report
 from telemetry.commands.lint import FORMATS, lint
 from telemetry.commands.output import new_console, reason, report_problems
+from telemetry.commands.report import report
 from telemetry.commands.runs import diff, runs
-from telemetry.commands.summary import summary, units
+from telemetry.commands.summary import summary
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.version import __version__
 
@@ -39,14 +39,11 @@ _EXAMPLES = {
         "runs/mnist --sort update_ratio --reverse --top 5",
     ],
     "alerts": ["runs/ --fail-on error"],
-    "batches": ["runs/mnist"],
     "lint": ["runs/", "out/checkpoint-500/trainer_state.json", "lightning_logs/*/metrics.csv"],
     "explain": ["runs/mnist", "runs/mnist/flight-120.json"],
     "help": ["", "dead_units"],
     "diff": ["runs/before runs/after --tolerance 1e-3"],
-    "units": ["runs/mnist features.3 --step 300"],
     "report": ["runs/mnist -o report.html", "runs/before runs/after"],
-    "export": ["runs/mnist -o mnist.csv --statistic grad_norm", "runs/mnist -o mnist.svg"],
 }
 _STATISTICS = tuple([statistic.name for statistic in PAGE_STATISTICS])
 _NAMES = ", ".join(_STATISTICS)
@@ -133,9 +130,6 @@ def _parser() -> argparse.ArgumentParser:
     does = "print the alerts of runs; exit with 1 if there are any above a note"
     _command(commands, "alerts", alerts, does, of_runs, fail_on, form)
 
-    does = "print the batches that alerts blame, with their ids, as JSON"
-    _command(commands, "batches", batches, does, of_runs)
-
     does = "judge the loss and gradient norm that any program has logged"
     add = _command(commands, "lint", lint, does, fail_on, form)
     add("paths", nargs="+", type=Path, metavar="PATH", help=FORMATS)
@@ -156,23 +150,10 @@ def _parser() -> argparse.ArgumentParser:
     share = "two numbers are equal up to this share of the larger one (default: %(default)s)"
     add("--tolerance", type=float, default=0.0, metavar="SHARE", help=share)
 
-    does = "print the smallest and largest value of each unit of a layer, and the dead units"
-    add = _command(commands, "units", units, does, form)
-    add("run", help=a_run, **path)
-    add("layer", metavar="LAYER", help="name of the layer, as in the summary")
-    add("--step", type=int, help="a full step (default: the last one)")
-
     does = "write one HTML file with the page and the data of runs; of several, a comparison, too"
     add = _command(commands, "report", report, does, of_runs)
     where = "file to write (default: %(default)s)"
     add("-o", "--output", default="report.html", help=where, **output)
-
-    does = "write all numbers of the page as CSV, a row per layer and step, or a heat map"
-    add = _command(commands, "export", export, does, of_runs)
-    where = "file to write: .csv (default: stdout), or .png and .svg for a heat map of one run"
-    add("-o", "--output", help=where, **output)
-    shown = "column, or statistic of the heat map; may be repeated (default: all, or grad_norm): "
-    add("--statistic", action="append", help=shown + _NAMES, **statistic)
     return parser
 
 

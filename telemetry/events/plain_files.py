@@ -1,4 +1,4 @@
-"""Small files next to the event files: appended lines and replaced files."""
+"""Small files next to the event files: of appended lines, and replaced as a whole."""
 
 from __future__ import annotations
 
@@ -9,12 +9,38 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from telemetry.events.background import BackgroundWriter
-
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _PlainFile:
+    path: Path
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LineFile(_PlainFile):
+    """File of lines, to which several processes append."""
+
+    def append(self, items: deque[bytes]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        while items:
+            append_line(self.path, items[0])
+            items.popleft()
+
+
+class WholeFile(_PlainFile):
+    """File of which each item is the whole content."""
+
+    def append(self, items: deque[bytes]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.path, items[-1])
+        items.clear()
 
 
 def append_line(path: Path, line: bytes) -> None:
@@ -48,56 +74,3 @@ def write_whole(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-
-
-@dataclass(frozen=True)
-class _Change:
-    path: Path
-    content: bytes
-    is_line: bool
-
-    def __len__(self) -> int:
-        return len(self.content)
-
-    def make(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        (append_line if self.is_line else write_whole)(self.path, self.content)
-
-
-class _Changes:
-    """Applies changes in order; after a failure, later changes of that file stay queued."""
-
-    def write(self, changes: deque[_Change], *, urgent: bool = False) -> None:
-        failures: dict[Path, OSError] = {}
-        for _ in range(len(changes)):
-            change = changes[0]
-            if change.path not in failures:
-                try:
-                    change.make()
-                except OSError as error:
-                    failures[change.path] = error
-                else:
-                    changes.popleft()
-                    continue
-            changes.rotate(-1)
-        for failure in failures.values():
-            raise failure
-
-    def close(self) -> None: ...
-
-
-class PlainFiles(BackgroundWriter[_Change]):
-    """Calls these functions on a background thread; missing directories are created.
-
-    The caller never blocks on the disk. Failed changes are retried every second until
-    :meth:`close`, after which calls raise OSError.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(_Changes(), name=name, what="alerts and flight files")
-
-    def append_line(self, path: Path, line: bytes) -> None:
-        self.put(_Change(path, line, is_line=True), droppable=False, flush=True)
-
-    def write_whole(self, path: Path, content: bytes) -> None:
-        self.put(_Change(path, content, is_line=False), droppable=False, flush=True)

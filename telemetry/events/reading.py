@@ -98,6 +98,11 @@ class EventReader(Iterator[Event]):
         return CorruptEventFileError(self.path, self.offset, what)
 
 
+def list_event_files(log_dir: str | os.PathLike[str]) -> list[Path]:
+    """Return the event files of one run by name, in the order in which TensorBoard reads them."""
+    return sorted(path for path in Path(log_dir).iterdir() if "tfevents" in path.name)
+
+
 def read_events(path: str | os.PathLike[str]) -> EventReader:
     """Read one event file of any writer; ``list_event_files`` finds those of a run.
 

@@ -12,10 +12,10 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from telemetry.capture import CapturedStep, LightStep
-from telemetry.events.background import start
 from telemetry.failures import Failures
 from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
 from telemetry.records.batches import Batch
+from telemetry.threads import start
 
 log = logging.getLogger("telemetry")
 
@@ -110,11 +110,6 @@ class Pipeline:
     def ignore_all(self) -> None:
         """Ignore all later steps and values: another process records them."""
         self._closed = True
-
-    @property
-    def is_late(self) -> bool:
-        """Whether a :meth:`flush` has timed out and its steps are still not processed."""
-        return self._late is not None and not self._late.is_set()
 
     def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Block until all queued items are judged and passed to the writer.

@@ -20,7 +20,6 @@ from torch import distributed
 
 from telemetry.alert import Alert
 from telemetry.capture import CapturedStep, LightStep
-from telemetry.events.background import each_within
 from telemetry.failures import Failures
 from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.collector import LAST_SEQUENCE, Barrier, Collector
@@ -39,6 +38,7 @@ from telemetry.ranks.partial_record import FORMAT, PartialRecord, PartMaker, dec
 from telemetry.ranks.topology import RankObserver
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch
+from telemetry.threads import each_within
 
 # High-water mark of merged steps that are queued for the rules: above it, steps are dropped.
 MAX_BYTES = 128 * 2**20

@@ -87,6 +87,12 @@ class RunData:
                 raise page_format.NewerFormatError(self._newer)
             lasts = {(t.segment, t.kind): min(t.last, t.segment.end - 1) for t in structure.tags}
             first = min(sessions.begins.values(), default=0)
+            ends = [
+                step
+                for tag, step in self._last_steps.items()
+                if tag.startswith(page_format.END_PREFIX)
+                and step < sessions.end_of(page_format.session_of(tag))
+            ]
             alerts = [
                 alert
                 for tag, alert in self._alerts.items()
@@ -96,7 +102,7 @@ class RunData:
                 version=self._version(),
                 layers=structure.layers,
                 first_step=first,
-                last_step=max(lasts.values(), default=first),
+                last_step=max([first, *lasts.values(), *ends]),
                 alerts=tuple(sorted(alerts, key=lambda alert: alert.step)),
                 started_s=page_format.session_start_s(max(sessions.begins, default="")),
                 statistics=frozenset().union(*(s.statistic_names for s in structure.segments)),

@@ -104,6 +104,8 @@ def run_entry(name: str, tags: Mapping[str, Any]) -> RunEntry:
     started_s, written_s = min(laid_out_s, default=0.0), max(map(_time, tags.values()))
     closed = tags.get(page_format.end_tag(newest))
     has_ended = closed is not None and closed.max_step >= last_step
+    if closed is not None and has_ended:  # norms of the last steps may not have been measured
+        last_step = closed.max_step
     return RunEntry(
         name=name,
         last_step=last_step,

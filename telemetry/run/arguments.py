@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from operator import index
-from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from telemetry.rule import AnyRule, Rule, as_rule
 from telemetry.selection import Selection, check_model
 from telemetry.tag_names import GROUPS
 from telemetry.torch_private.host_copy import HostCopy
-from telemetry.writing.size_budget import SizeBudget
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | Detector | None] | None
 FirstStep: TypeAlias = int | Literal["auto"]
@@ -80,19 +79,6 @@ def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer |
     if not any(id(p) in own for group in inner.param_groups for p in group["params"]):
         raise ValueError("HookLogger(optimizer=...): holds none of the model's parameters")
     return inner
-
-
-def size_budget_of(limit: Any, histograms: str) -> SizeBudget:
-    """Return the size budget of ``max_bytes_per_step`` and ``histograms``."""
-    if limit is not None:
-        limit = integer("max_bytes_per_step", limit, "an int or None")
-        if limit < 1:
-            raise ValueError(
-                f"HookLogger(max_bytes_per_step={limit}): must be at least 1; to omit histograms "
-                "and pictures, use activations=False, gradients=False, weights=False, images=False"
-            )
-    check_choice("histograms", histograms, *get_args(HistogramForm))
-    return SizeBudget(max_bytes=limit, classic=histograms == "classic")
 
 
 def integer(argument: str, value: Any, valid: str = "an int") -> int:
@@ -183,6 +169,12 @@ def log_dir_of(writer: object, *, written: bool = True) -> str:
         raise ValueError("HookLogger(writer=''): must name a log directory")
     if "\0" in os.fsdecode(writer):
         raise ValueError(f"HookLogger(writer={writer!r}): must not contain the character NUL")
+    if "://" in os.fsdecode(writer):
+        raise ValueError(
+            f"HookLogger(writer={writer!r}): must be a local directory. Write to one and copy it "
+            "there, for example with rclone or gsutil rsync; or pass a "
+            "torch.utils.tensorboard.SummaryWriter that writes there"
+        )
     return os.path.expanduser(os.fspath(writer))
 
 
@@ -287,7 +279,7 @@ _SWITCHES = {"0": False, "false": False, "no": False, "1": True, "true": True, "
 _VARIABLES: Mapping[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
     "disabled": (lambda text: _SWITCHES[text.lower()], lambda _: True, "0 or 1"),
     "every_n_steps": (int, lambda steps: steps >= 1, "an int of at least 1"),
-    "log_dir": (str, lambda _: True, "a directory or URL"),
+    "log_dir": (str, lambda _: True, "a directory"),
     "loss_tag": (str, lambda _: True, "the tag of a logged scalar"),
     "max_overhead": (
         float,

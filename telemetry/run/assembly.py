@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.capture import Budget, Capture, Content
 from telemetry.capture.probe import Sample
-from telemetry.events.background import NoThreadError, each_within
 from telemetry.failures import Failures, show_at_end
 from telemetry.flight import is_fault
 from telemetry.pipeline import (
@@ -43,16 +42,13 @@ from telemetry.run.files import RunFiles, show_command_once
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
 from telemetry.tag_names import RUN
+from telemetry.threads import NoThreadError, each_within
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing import hparams
 from telemetry.writing.dashboard import Dashboard
 from telemetry.writing.hparams import Hyperparameter
-from telemetry.writing.size_budget import SizeBudget
 
 log = logging.getLogger("telemetry")
-
-# Time limit in seconds of a flush before the user flushes or closes the writer.
-_FOREIGN_FLUSH_S = 30.0
 
 # Time limit in seconds for the disk when a checkpoint is taken.
 _CHECKPOINT_S = 10.0
@@ -85,7 +81,7 @@ class ActiveRun:
         selection: Selection,
         optimizer: Optimizer | None,
         sample: Sample | None,
-        size_budget: SizeBudget,
+        classic: bool,
         rules: Sequence[Rule],
         loss_tag: str | None,
     ) -> None:
@@ -113,17 +109,14 @@ class ActiveRun:
             first_step,
             role=self._role,
             close=self.close,
-            before_flush=self._before_foreign_flush,
             failures=self._failures,
         )
         self.log_dir = self._files.log_dir
         resumed = self._files.first_step > 0
         self._later_steps = LaterSteps(self.log_dir, self._failures, expected=resumed)
         self._dashboard = Dashboard(
-            pictures=content.images,
             session_id=self._files.session_id,
-            size_budget=size_budget,
-            loss=loss_tag,
+            classic=classic,
         )
         self._processor = Processor(
             dashboard=self._dashboard,
@@ -336,14 +329,6 @@ class ActiveRun:
             waits += [self._ranks.wait, self._pipeline.flush]
         each_within(timeout_s, *waits)
 
-    def _before_foreign_flush(self, closing: bool) -> None:
-        """Write queued items before the user's code flushes or closes the writer."""
-        if not self._pipeline.is_late:
-            with self._capture.clock.paused():
-                self._pipeline.flush(_FOREIGN_FLUSH_S)
-        if closing:
-            self._write_end()
-
     # --- alerts ----------------------------------------------------------------------------------
 
     def _note_alert(self, alert: Alert, wall_time: float) -> None:
@@ -429,7 +414,9 @@ class ActiveRun:
     def _write_end(self) -> None:
         steps = self._full_steps
         counts = {"scheduled": steps.scheduled, "requested": steps.requested}
-        self._files.write_end(*self._dashboard.end_values(self._exception, **counts))
+        self._files.write_end(
+            *self._dashboard.end_values(self._capture.step - 1, self._exception, **counts)
+        )
 
     def _log_full_steps(self) -> None:
         """Log the number of full steps and their reasons; a warning if rules doubled them."""

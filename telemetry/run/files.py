@@ -9,23 +9,26 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert
-from telemetry.events.background import PATIENCE_S, each_within
-from telemetry.events.file_writer import FileWriter
+from telemetry.events.event_file import EventFile, session_start
 from telemetry.events.page_format import encode_alert, new_session_id
-from telemetry.events.plain_files import PlainFiles
-from telemetry.events.summary_writer import GivenWriter, SummaryWriter
+from telemetry.events.plain_files import LineFile, WholeFile
+from telemetry.events.summaries import event_of
+from telemetry.events.writer import Writer
 from telemetry.failures import Failures, show
 from telemetry.flight import FlightRecorder
 from telemetry.ranks.role import Role, is_rank_0, may_be_any_rank
 from telemetry.run.arguments import FirstStep, log_dir_of
+from telemetry.run.given_file import GivenFile
 from telemetry.run.resuming import logs_after_steps, resolved
 
 try:
@@ -35,32 +38,6 @@ except ImportError:  # Windows
 
 log = logging.getLogger("telemetry")
 
-# The pipeline holds a step for the same time, so it is in the file two seconds after its end.
-_FLUSH_S = 0.75
-
-
-class NoFiles:
-    """Files of a rank that does not write: discards everything."""
-
-    def _nothing(self, *arguments: Any, **options: Any) -> None: ...
-
-    write_values = append_line = write_whole = close = _nothing
-
-    def flush(self, timeout_s: float) -> bool:
-        return True
-
-
-class HeldValues(NoFiles):
-    """Values of a process whose rank is unknown; kept until it is known."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Sequence[bytes], int, float, dict[str, Any]]] = []
-
-    def write_values(
-        self, values: Sequence[bytes], step: int, wall_time: float, /, **options: Any
-    ) -> None:
-        self.events.append((values, step, wall_time, options))
-
 
 class RunFiles:
     """Opens the files of one logger, and locks their directory; raises OSError if it cannot write.
@@ -69,7 +46,6 @@ class RunFiles:
         role: Role of this process. If its rank may be another one, values are kept in memory until
             :meth:`open_for`.
         close: Closes the logger when another one replaces it.
-        before_flush: Called before the user flushes or, if True, closes the user's writer.
     """
 
     def __init__(
@@ -80,7 +56,6 @@ class RunFiles:
         *,
         role: Role,
         close: Callable[[], None],
-        before_flush: Callable[[bool], None],
         failures: Failures,
     ) -> None:
         self._given = writer if isinstance(writer, tensorboard.SummaryWriter) else None
@@ -88,7 +63,6 @@ class RunFiles:
         self.log_dir = log_dir if self._given is not None else role.directory(log_dir)
         self.session_id = new_session_id()  # another one for each logger of this run
         self._process_id = os.getpid()
-        self._before_flush = before_flush
         self._failures = failures
         self._lock = DirectoryLock(model, self.log_dir, close)
         self.first_step = resolved(first_step, self.log_dir)
@@ -97,68 +71,90 @@ class RunFiles:
         if first_step == "auto" and self.first_step:
             self._hidden_from += logs_after_steps(self.log_dir)
         self._has_ended = False
-        self._writer: FileWriter | GivenWriter | NoFiles = HeldValues()
+        self._writes = role.writes
+        self._writer = Writer(self.log_dir)
+        self._events: EventFile | GivenFile | None = None  # not open, or another rank writes
+        self._held: list[Callable[[], None]] | None = []  # while this rank is unknown
         if not may_be_any_rank():
-            self._writer = self._open(role)
-        self._plain = self._plain_files(role)
+            self.open_for(role)
         self.flight = FlightRecorder(
             self.log_dir,
             seed=torch.initial_seed(),
             failures=failures,
-            write=lambda path, content: self._plain.write_whole(path, content),
+            write=lambda path, content: self._put(WholeFile(path), content),
         )
 
     @property
     def is_undecided(self) -> bool:
         """Whether it is still unknown if this process writes."""
-        return isinstance(self._writer, HeldValues)
-
-    def _plain_files(self, role: Role) -> PlainFiles | NoFiles:
-        return PlainFiles(self.log_dir) if role.writes else NoFiles()
-
-    def _open(self, role: Role) -> FileWriter | GivenWriter | NoFiles:
-        if not role.writes:
-            return NoFiles()
-        if self._given is not None:
-            self._lock.acquire(self._given)
-            return GivenWriter(self._given, self._before_flush)
-        purge_step = self._hidden_from if self.first_step else None
-        try:
-            opened = SummaryWriter(self.log_dir, purge_step=purge_step, flush_secs=_FLUSH_S)
-        except OSError as error:
-            # Stores have their own errors, whose arguments differ.
-            kind = type(error) if type(error).__module__ == "builtins" else OSError
-            raise kind(
-                f"HookLogger(writer={self.log_dir!r}): the log directory cannot be written: {error}"
-            ) from error
-        file_writer = opened._get_file_writer()
-        self._lock.acquire(file_writer)
-        return file_writer
+        return self._held is not None
 
     def open_for(self, role: Role) -> None:
-        """Open the files of a role that is final, or close them if another rank writes."""
-        former = self._writer
-        if isinstance(former, HeldValues):
-            writer = self._open(role)
-            for values, step, wall_time, options in former.events:
-                writer.write_values(values, step, wall_time, **options)
-            self._writer = writer
-        elif not role.writes:
-            self._writer = NoFiles()
-            former.close(PATIENCE_S)
-        if role.writes == isinstance(self._plain, NoFiles):
-            self._plain = self._plain_files(role)
+        """Open the files of a role that is final; write nothing more if another rank writes."""
+        self._writes = role.writes
+        held, self._held = self._held, None
+        if not role.writes:
+            self._events = None
+        elif self._events is None:
+            self._events = self._open()
+            for write in held or ():
+                write()
+
+    def _open(self) -> EventFile | GivenFile:
+        if self._given is not None:
+            self._lock.acquire(self._given)
+            return GivenFile(self._given)
+        hidden_from = self._hidden_from if self.first_step else None
+        events = EventFile(self.log_dir, hidden_from=hidden_from)
+        try:
+            self._writer.open(events)
+        except OSError as error:
+            raise type(error)(
+                f"HookLogger(writer={self.log_dir!r}): the log directory cannot be written: {error}"
+            ) from error
+        self._lock.acquire(events)
+        return events
 
     def write_values(
-        self, values: Sequence[bytes], step: int, wall_time: float, /, **options: Any
+        self,
+        values: Sequence[bytes],
+        step: int,
+        wall_time: float,
+        /,
+        *,
+        droppable: bool = False,
+        flush: bool = False,
+        repeat: Sequence[bytes] = (),
     ) -> None:
+        """Add one event with many values, which costs far less than one event for each.
+
+        Args:
+            values: Values from :mod:`telemetry.events.summaries`.
+            wall_time: Seconds since the epoch.
+            droppable: Whether to drop the event when the queue is full: true for measurements.
+            flush: Whether to write at once; the call still does not wait for the disk.
+            repeat: Values that readers need in every file, such as one after the directory was
+                removed. Each later file begins with the latest of each tag.
+        """
         self._has_ended = False
-        self._writer.write_values(values, step, wall_time, **options)
+        if self._held is not None:
+            options: dict[str, Any] = {"droppable": droppable, "flush": flush, "repeat": repeat}
+            self._held.append(partial(self.write_values, values, step, wall_time, **options))
+        elif self._events is not None:
+            for value in repeat:
+                (tag,) = (one.tag for one in Summary.FromString(value).value)
+                self._events.repeat(tag, event_of([value], step, wall_time))
+            event = event_of(values, step, wall_time)
+            self._writer.put(self._events, event, droppable=droppable, flush=flush)
+
+    def _put(self, file: LineFile | WholeFile, content: bytes) -> None:
+        if self._writes:
+            self._writer.put(file, content, flush=True)
 
     def purge(self, step: int) -> None:
         """Hide earlier records of this step and later ones, if the file is our own."""
-        if isinstance(self._writer, FileWriter):
-            self._writer.purge(step)
+        if isinstance(self._events, EventFile):
+            self._writer.put(self._events, session_start(step))
 
     def write_alert(self, alert: Alert, wall_time: float) -> None:
         """Append to ``alerts.jsonl`` of a local directory, and write the flight file.
@@ -169,7 +165,7 @@ class RunFiles:
         if "://" not in self.log_dir:
             with self._failures.contained("to append to alerts.jsonl"):
                 line = encode_alert(alert, {"session": self.session_id, "wall_time": wall_time})
-                self._plain.append_line(Path(self.log_dir, "alerts.jsonl"), line)
+                self._put(LineFile(Path(self.log_dir, "alerts.jsonl")), line)
 
     def write_end(self, step: int, values: Sequence[bytes]) -> None:
         """Write, once and not in a fork, that the run is closed; later records make it void."""
@@ -180,13 +176,13 @@ class RunFiles:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything is written, or has failed; False if that takes longer."""
-        return False not in each_within(timeout_s, self._plain.flush, self._writer.flush)
+        return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Write queued records and release the directory."""
         if os.getpid() == self._process_id:  # a fork may never be able to take the locks
             self.flight.close()
-            each_within(timeout_s, self._plain.close, self._writer.close)
+            self._writer.close(timeout_s)
         self._lock.release()
 
 

@@ -16,7 +16,6 @@ from torch.utils import tensorboard
 
 from telemetry.alert import Alert
 from telemetry.capture import Content
-from telemetry.events.background import NoThreadError
 from telemetry.pipeline import CLOSE_TIMEOUT_S
 from telemetry.ranks.role import Ranks
 from telemetry.run.arguments import (
@@ -35,11 +34,11 @@ from telemetry.run.arguments import (
     rules_of,
     sample_of,
     setting,
-    size_budget_of,
     writer_of,
 )
 from telemetry.run.assembly import ActiveRun
 from telemetry.selection import Selection, Selectors
+from telemetry.threads import NoThreadError
 from telemetry.writing.hparams import Hyperparameter
 
 log = logging.getLogger("telemetry")
@@ -91,10 +90,9 @@ class HookLogger:
 
     Args:
         model: The model in training, on any device. It may be wrapped or moved afterwards.
-        writer: A :class:`telemetry.SummaryWriter` or ``torch.utils.tensorboard.SummaryWriter``,
-            which stays open, or a log directory or URL. Before others flush or close a given
-            writer, queued records are written; records after a close are in a new file. None: a new
-            directory in ``runs/``, as ``SummaryWriter`` makes it.
+        writer: A log directory, or a ``torch.utils.tensorboard.SummaryWriter``, which stays open
+            and may write to a URL. Records after the writer was closed are in a new file of its
+            directory. None: a new directory in ``runs/``, as ``SummaryWriter`` makes it.
         every_n_steps: Distance N of the full steps; None: 100.
         max_overhead: Limit of the logger's share of the training time, such as 0.01: CPU time of
             the training and the background thread, or on a CUDA device the additional time of full
@@ -129,9 +127,6 @@ class HookLogger:
         ranks: With several processes that train together: ``"merged"``: rank 0 writes the
             measurements of all ranks as one run; ``"each"``: each rank writes its own, into
             ``rank-0003/``; ``"rank0"``: rank 0 measures and writes, the others do nothing.
-        max_bytes_per_step: Size budget of histograms and pictures of a full step in the event file.
-            Beyond it, buckets become wider, then fewer pictures are written at a time, then some
-            histograms alternate. Curves and the page's numbers are not limited. None: no limit.
         histograms: ``"tensor"``: exact edges and counts, which TensorBoard reads; ``"classic"``:
             histograms and pictures as torch writes them, for readers that know no others.
         loss_tag: Tag of the logged scalar that is the loss, for rules, page and tables. None:
@@ -172,7 +167,6 @@ class HookLogger:
         on_alert: OnAlert = None,
         first_step: FirstStep = 0,
         ranks: Ranks = "merged",
-        max_bytes_per_step: int | None = 800_000,
         histograms: HistogramForm = "tensor",
         loss_tag: str | None = None,
         enabled: bool = True,
@@ -190,6 +184,7 @@ class HookLogger:
         fixed = sample_of(model, sample, images)
         check_on_alert(on_alert := setting("on_alert", on_alert))
         check_choice("ranks", ranks, *get_args(Ranks))
+        check_choice("histograms", histograms, *get_args(HistogramForm))
         check_loss_tag(loss_tag := setting("loss_tag", loss_tag))
         try:
             self._run = ActiveRun(
@@ -212,7 +207,7 @@ class HookLogger:
                 selection=selection,
                 optimizer=optimizer,
                 sample=fixed,
-                size_budget=size_budget_of(max_bytes_per_step, histograms),
+                classic=histograms == "classic",
                 rules=rules_of(alerts),
                 loss_tag=loss_tag,
             )
@@ -313,8 +308,8 @@ class HookLogger:
             for indices, inputs, targets in loader:
                 logger.batch(indices)
 
-        Call it before the forward pass; ids of several micro-batches add up. ``telemetry batches``
-        prints those of the alerts.
+        Call it before the forward pass; ids of several micro-batches add up. Alerts
+        have those of the batches that they blame.
 
         Args:
             ids: Strings or whole numbers, at most 4,096; a tensor must be on the CPU.

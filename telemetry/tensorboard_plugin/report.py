@@ -16,7 +16,6 @@ from typing import Any
 from tensorboard.backend import json_util
 
 from telemetry.layers import PAGE_STATISTICS
-from telemetry.layers.heat_map import INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR
 from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
 from telemetry.reading.comparison import compare
@@ -24,6 +23,12 @@ from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.run_entry import differing
 from telemetry.reading.sessions import Layer
+from telemetry.tensorboard_plugin.colors import (
+    INFINITE_COLORS,
+    NAN_COLORS,
+    VIRIDIS,
+    ZERO_COLOR,
+)
 
 # By the ending of a file's name.
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}

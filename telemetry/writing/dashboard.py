@@ -3,80 +3,70 @@
 from __future__ import annotations
 
 import logging
-import re
 import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.custom_scalar import metadata as charts_metadata
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
 from telemetry.events.page_format import LAYOUT_PREFIX, LOSS_PREFIX
 from telemetry.layers import STATISTICS, Statistic, table
-from telemetry.layers.heat_map import heat_map
 from telemetry.plain_text import printable
-from telemetry.records import Layout, RankFacts, StepRecord
-from telemetry.records.loss import LOSS_TAGS
+from telemetry.records import RankFacts, StepRecord
 from telemetry.tag_names import FULL_STEPS, RUN, TIMES, TOKENS_PER_S, plain
 from telemetry.writing import tags
 from telemetry.writing.page import PageWriter
-from telemetry.writing.size_budget import SizeBudget
+from telemetry.writing.pictures import Pictures
 
 log = logging.getLogger("telemetry")
 
-_SETTINGS = frozenset({charts_metadata.PLUGIN_NAME, hparams_metadata.PLUGIN_NAME})
-_MARKS = [mark.encode() for mark in (LAYOUT_PREFIX, LOSS_PREFIX, *_SETTINGS)]
+_MARKS = [mark.encode() for mark in (LAYOUT_PREFIX, LOSS_PREFIX, hparams_metadata.PLUGIN_NAME)]
 
 
 def needed_in_every_file(values: Iterable[bytes]) -> list[bytes]:
-    """Return the values that readers need first: layouts, loss, charts, hyperparameters."""
+    """Return the values that readers need first: layouts, loss, hyperparameters."""
     return [value for value in values if any(m in value for m in _MARKS) and _is_needed(value)]
 
 
 def _is_needed(serialized: bytes) -> bool:
     value, *others = Summary.FromString(serialized).value
     plugin_name = value.metadata.plugin_data.plugin_name
-    is_needed = value.tag.startswith((LAYOUT_PREFIX, LOSS_PREFIX)) or plugin_name in _SETTINGS
-    return is_needed and not others
+    is_of_page = value.tag.startswith((LAYOUT_PREFIX, LOSS_PREFIX))
+    return not others and (is_of_page or plugin_name == hparams_metadata.PLUGIN_NAME)
 
 
 class Dashboard:
     """Turns records and alerts into values for TensorBoard's dashboards and the Telemetry page.
 
-    ``loss`` is its tag, if the user has named it. ``rates`` may need a point before a record's own.
+    ``classic`` is torch's format of histograms and pictures. ``rates`` may need a point before a
+    record's own.
     """
 
     def __init__(
         self,
         *,
-        pictures: bool = True,
         session_id: str | None = None,
-        size_budget: SizeBudget | None = None,
-        loss: str | None = None,
+        classic: bool = False,
     ) -> None:
-        self._loss = loss
-        self._size_budget = size_budget or SizeBudget()
+        self._classic, self._pictures = classic, Pictures(classic=classic)
         self.page = PageWriter(session_id)
         self.rates = LearningRates()
         self._times, self._usage = StepTimes(), Usage()
-        self._picture = HeatmapPicture(self._size_budget) if pictures else None
         self._alert_count = 0
 
     def first_values(self) -> Sequence[bytes]:
         """Return the values to write at the beginning of the run."""
-        return custom_scalars_value(self._loss), self._alert_curve()
+        return (self._alert_curve(),)
 
     def values_of(self, record: StepRecord) -> Iterator[Sequence[bytes]]:
         """Yield the values to write in events with the record's step, some at a time."""
         if self.page.begins_layout(record):
             yield list(self._changes(record))
-        yield from tags.values_of(record, self._size_budget)
+        yield from tags.values_of(record, self._pictures, classic=self._classic)
         yield [
             *(rank_values(record.ranks) if record.ranks is not None else ()),
             *self.rates.values_of(record),
@@ -84,7 +74,6 @@ class Dashboard:
             *self._usage.values_of(record),
             *depth_values(record),
             *self.page.values_of(record),
-            *(self._picture.values_of(record) if self._picture is not None else ()),
         ]
 
     def alert_values(self, alert: Alert) -> Sequence[bytes]:
@@ -99,18 +88,19 @@ class Dashboard:
         return self.page.last_step, tuple(self.page.pending_values())
 
     def end_values(
-        self, exception: BaseException | None, *, scheduled: int, requested: int
+        self, last_step: int, exception: BaseException | None, *, scheduled: int, requested: int
     ) -> tuple[int, Sequence[bytes]]:
         """Return the step and the values of the last event.
 
+        ``last_step`` is that of the training, whose norms may not have been measured;
         ``scheduled`` and ``requested`` are numbers of full steps.
         """
+        last_step = max(last_step, self.page.last_step)
         if (value := self.page.end_value(exception)) is None:
-            return self.page.last_step, ()
-        pictures = () if self._picture is None else self._picture.last_values()
+            return last_step, ()
         full_steps = zip(FULL_STEPS, (scheduled, requested), strict=True)
         counts = summaries.scalars(full_steps)
-        return self.page.last_step, (value, self._alert_curve(), *pictures, counts)
+        return last_step, (value, self._alert_curve(), counts)
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """Yield a text with the parameters that changed since the last step, if any did."""
@@ -297,133 +287,3 @@ def rank_values(facts: RankFacts) -> list[bytes]:
             points.append((f"{prefix}/max", spread.high))
             points.append((f"{prefix}/max_rank", spread.high_rank))
     return [summaries.scalars(points)]
-
-
-def custom_scalars_value(loss: str | None = None) -> bytes:
-    """Return the charts of the Custom Scalars dashboard, to write once, at step 0.
-
-    TensorBoard merges the charts of all runs by their titles, so tags are patterns that match in
-    every run. ``loss`` is the tag of the loss, if the user has named it.
-    """
-    losses = [LOSS_TAGS] if loss is None else [f"^{re.escape(loss)}$", LOSS_TAGS]
-    charts = layout_pb2.Layout(
-        category=[
-            layout_pb2.Category(
-                title="Telemetry",
-                chart=[
-                    _curves("Loss", *losses),
-                    _curves("Alerts", f"^({RUN})?alerts/count$"),
-                    _curves("Seconds per step", f"^{RUN}time/step_s$"),
-                    *(
-                        _curves(
-                            f"{_title(name)}: median over all layers", f"^{RUN}depth/{name}/median$"
-                        )
-                        for name in DEPTH_CURVES
-                    ),
-                ],
-            ),
-            # Bands of several runs hide each other.
-            layout_pb2.Category(
-                title="Telemetry: ranges over all layers, for one run",
-                chart=[*map(_margins, DEPTH_CURVES)],
-                closed=True,
-            ),
-        ]
-    )
-    return summaries.tensor(
-        charts_metadata.CONFIG_SUMMARY_TAG, charts.SerializeToString(), charts_metadata.PLUGIN_NAME
-    )
-
-
-def _curves(title: str, *patterns: str) -> layout_pb2.Chart:
-    return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=patterns))
-
-
-def _title(name: str) -> str:
-    return DEPTH_CURVES[name].title + (" (log10)" if DEPTH_CURVES[name].log else "")
-
-
-def _margins(name: str) -> layout_pb2.Chart:
-    prefix = f"{RUN}depth/{name}"
-    series = layout_pb2.MarginChartContent.Series(
-        value=f"{prefix}/median", lower=f"{prefix}/p05", upper=f"{prefix}/p95"
-    )
-    return layout_pb2.Chart(
-        title=f"{_title(name)}: median over all layers, 5 to 95 %",
-        margin=layout_pb2.MarginChartContent(series=[series]),
-    )
-
-
-# --- picture -------------------------------------------------------------------------------------
-
-HEATMAP_TAG = f"{RUN}telemetry_heatmap"
-_MAX_COLUMNS = 512
-_MAX_ROWS = 512
-_FIRST_PICTURE = 8  # full steps
-_GROWTH = 1.25
-_PAUSE_S = 10.0
-
-
-class HeatmapPicture:
-    """Picture of layers × steps for TensorBoard's Images tab: gradient norms of full steps.
-
-    It draws after 25 % more steps and at least ten seconds, and once more at the end. TensorBoard
-    always keeps the last picture.
-    """
-
-    def __init__(self, size_budget: SizeBudget | None = None) -> None:
-        self._size_budget = size_budget or SizeBudget()
-        self._layout: Layout | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._steps: list[int] = []
-        self._columns: list[NDArray[np.float64]] = []
-        self._stride = 1  # full steps per column
-        self._taken = 0
-        self._drawn, self._drawn_at_s = 0, 0.0  # full steps in the last picture, and its time
-
-    def values_of(self, record: StepRecord) -> Iterator[bytes]:
-        """Add a record; yield a picture if one is due."""
-        if not record.full or record.phase or record.skipped:
-            return
-        if record.layout is not self._layout:
-            self._begin()
-            self._layout = record.layout
-        self._add(record)
-        is_due = self._taken >= max(_FIRST_PICTURE, self._drawn * _GROWTH)
-        if is_due and record.wall_time > self._drawn_at_s + _PAUSE_S:
-            self._drawn_at_s = record.wall_time
-            yield self._picture()
-
-    def last_values(self) -> Iterator[bytes]:
-        """Yield a picture of all steps, unless the last one shows them or they are few."""
-        if self._taken > self._drawn and self._taken >= _FIRST_PICTURE:
-            yield self._picture()
-
-    def _add(self, record: StepRecord) -> None:
-        norms = np.where(record.grad_present, record.grad_norms, -1.0)[record.layout.depth_order]
-        if self._taken % self._stride:
-            self._columns[-1] = np.maximum(self._columns[-1], norms)
-        else:
-            self._columns.append(norms)
-            self._steps.append(record.step)
-        self._taken += 1
-        if len(self._columns) == _MAX_COLUMNS and self._taken % self._stride == 0:
-            pairs = zip(self._columns[::2], self._columns[1::2], strict=True)
-            self._columns = [np.maximum(a, b) for a, b in pairs]
-            self._steps = self._steps[::2]
-            self._stride *= 2
-
-    def _picture(self) -> bytes:
-        assert self._layout is not None
-        self._drawn = self._taken
-        matrix = np.stack(self._columns, axis=1)
-        starts = np.arange(0, len(matrix), -(-len(matrix) // _MAX_ROWS))
-        names = [
-            printable(self._layout.parameters[i].name) for i in self._layout.depth_order[starts]
-        ]
-        drawn = heat_map(
-            np.maximum.reduceat(matrix, starts), names, self._steps, title="gradient norm"
-        )
-        return self._size_budget.picture(HEATMAP_TAG, drawn.pixels())

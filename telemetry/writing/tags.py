@@ -8,7 +8,6 @@ from itertools import compress
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
@@ -20,7 +19,8 @@ from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 from telemetry.selection import evenly
 from telemetry.tag_names import ALERTS, LAYERS, RUN, TENSORS, TOTAL_GRAD_NORM
-from telemetry.writing.size_budget import SizeBudget, Tagged
+from telemetry.writing.histograms import Tagged, histogram_values, log10_histogram_values
+from telemetry.writing.pictures import Picture, Pictures
 
 # Models with more parameters or modules have curves of some layers only, because TensorBoard shows
 # one card for each curve.
@@ -37,12 +37,12 @@ _ZERO_IS_SILENT = np.array([statistic.zero_is_silent for statistic in _CURVES])
 
 
 def values_of(
-    record: StepRecord, size_budget: SizeBudget | None = None
+    record: StepRecord, pictures: Pictures | None = None, *, classic: bool = False
 ) -> Iterator[Sequence[bytes]]:
     """Yield the values of one step, some at a time; of other than full steps, the total norm.
 
     Tags are ``group/statistic/NNNN.name``, see :func:`~telemetry.tag_names.numbered`. In a phase,
-    its name precedes the statistic.
+    its name precedes the statistic. ``classic`` is torch's format of histograms.
     """
     prefix = f"{record.phase}/" if record.phase else ""
     points = [] if prefix else list(_curves_of_run(record))
@@ -51,9 +51,11 @@ def values_of(
         return
     points += _curves_of_layers(record, f"{LAYERS}{prefix}")
     yield [summaries.scalars(points)]
-    pictures = [(f"{TENSORS}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
-    histograms = _histograms(record, f"{TENSORS}{prefix}")
-    yield from (size_budget or SizeBudget()).values_of(pictures, *histograms)
+    drawn = [(f"{TENSORS}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
+    yield [*(pictures or Pictures()).values_of(drawn)]
+    of_values, of_magnitudes = _histograms(record, f"{TENSORS}{prefix}")
+    yield from histogram_values(*of_values, classic=classic)
+    yield from log10_histogram_values(*of_magnitudes, classic=classic)
 
 
 def alert_value(alert: Alert, number: int) -> bytes:
@@ -146,7 +148,7 @@ def _histograms(record: StepRecord, prefix: str) -> tuple[Tagged, Tagged]:
     return ([*found], rows.take(of_each[0])), ([*magnitudes], rows.take(of_each[1]))
 
 
-def _images(record: StepRecord) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+def _images(record: StepRecord) -> Iterator[Picture]:
     tag_of = record.layout.numbered_modules
     for name, pixels in record.feature_maps.items():
         yield f"feature_maps/{tag_of[name]}", pixels

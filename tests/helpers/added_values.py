@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from telemetry.alert import Consequence
-from telemetry.events import FileWriter, summaries
+from telemetry.events import summaries
 from telemetry.writing import hparams as hyperparameters
+from tests.helpers.event_writer import EventWriter
 
 
 def add_values(
@@ -18,7 +19,7 @@ def add_values(
     scalars: Mapping[str, Mapping[int, float]] | None = None,
 ) -> None:
     """Add hyperparameters, and curves as values by step."""
-    writer = FileWriter(log_dir)
+    writer = EventWriter(log_dir)
     if hparams:
         writer.write_values(hyperparameters.values_of(hparams, ["loss"]), 0)
     for tag, curve in (scalars or {}).items():

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from telemetry import Alert, Layout, Module, Parameter, Sketch
 from telemetry.alert import Consequence
-from telemetry.events import FileWriter, summaries
+from telemetry.events import summaries
 from telemetry.events.page_format import (
     EVENTS_PER_TAG,
     PLUGIN_NAME,
@@ -32,6 +32,7 @@ from telemetry.layers.units import encode_units
 from telemetry.records.rows import Rows
 from telemetry.writing import hparams as hparams_format
 from tests.helpers import serialized
+from tests.helpers.event_writer import EventWriter
 
 COLUMN = {statistic.name: index for index, statistic in enumerate(MATRIX_STATISTICS)}
 MISSING = -1.0
@@ -91,7 +92,7 @@ def write_run(
         chunk = Chunk(kind=kind, session=session, layout=0, number=index // EVENTS_PER_TAG)
         return page(chunk.tag, content)
 
-    with closing(FileWriter(log_dir, max_pending_bytes=1 << 40)) as writer:
+    with closing(EventWriter(log_dir)) as writer:
         content = page(layout_tag(session, 0), encode_layout(layout, MATRIX_STATISTICS))
         choice = [] if loss_tag is None else [page(tag_of_loss(session, loss_tag), b"")]
         writer.write_values([content, *choice], steps[0], time_of(steps[0]))
@@ -142,7 +143,7 @@ def write_dashboards(
         hparams: Of the run.
         restart_at: The step from which it replaces what earlier files hold.
     """
-    with closing(FileWriter(log_dir)) as writer:
+    with closing(EventWriter(log_dir)) as writer:
         if restart_at is not None:
             writer.purge(restart_at)
         if hparams is not None:

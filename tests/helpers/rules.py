@@ -36,7 +36,8 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
     if isinstance(one, list | tuple | deque) and len(one) == len(other):
         items = zip(one, other, strict=True)
         return [at for i, pair in enumerate(items) for at in differences(*pair, f"{path}[{i}]")]
-    if not hasattr(one, "__dict__") or is_dataclass(one) or isinstance(one, type):
+    is_value = is_dataclass(one) and not isinstance(one, Detector)
+    if not hasattr(one, "__dict__") or isinstance(one, type) or is_value:
         return [] if repr(one) == repr(other) else [path]
     names = sorted(vars(one).keys() | vars(other).keys())  # of others, the class has the value
     pairs = [(getattr(one, name), getattr(other, name), f"{path}.{name}") for name in names]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.tensorboard import SummaryWriter
 
 import telemetry
 from telemetry import HookLogger, StepRecord
@@ -162,20 +161,18 @@ def test_waiting_for_the_logger_is_not_waiting_for_data(
     slowed(LightReader, "read")
     slowed(LightReader, "completed")
     model = Model(clock)
-    with SummaryWriter(tmp_path) as writer:
 
-        def body(logger: HookLogger) -> None:
-            def wait(place: str) -> None:
-                before = clock.now
-                logger.flush()
-                logger.state_dict()
-                assert logger.alerts == ()
-                writer.flush()
-                assert clock.now >= before + 20
+    def body(logger: HookLogger) -> None:
+        def wait(place: str) -> None:
+            before = clock.now
+            logger.flush()
+            logger.state_dict()
+            assert logger.alerts == ()
+            assert clock.now >= before + 20
 
-            train(model, clock, at=wait)
+        train(model, clock, at=wait)
 
-        assert times_of(writer, model, body) == [EXPECTED] * 9
+    assert times_of(tmp_path, model, body) == [EXPECTED] * 9
 
 
 @pytest.mark.parametrize("kind", ["another model", "a copy", "another thread", "a phase"])

@@ -15,9 +15,9 @@ from torch import nn
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
 from telemetry.capture.captured_step import CapturedStep, RunTotals
-from telemetry.events.file_writer import FileWriter
 from telemetry.failures import Failures
 from telemetry.pipeline import Pipeline, queue
+from telemetry.run.files import RunFiles
 from telemetry.tag_names import plain
 from telemetry.writing.dashboard import Dashboard
 from tests.helpers.figures import figures
@@ -117,14 +117,14 @@ def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     droppable: dict[tuple[int, str], bool] = {}
-    write = FileWriter.write_values
+    write = RunFiles.write_values
 
-    def spy(writer: FileWriter, values: Sequence[bytes], step: int, *args: Any, **to: Any) -> None:
+    def spy(files: RunFiles, values: Sequence[bytes], step: int, *args: Any, **to: Any) -> None:
         for value in summary_of(values).value:
             droppable[step, plain(value.tag)] = to.get("droppable", False)
-        write(writer, values, step, *args, **to)
+        write(files, values, step, *args, **to)
 
-    monkeypatch.setattr(FileWriter, "write_values", spy)
+    monkeypatch.setattr(RunFiles, "write_values", spy)
     model = nn.Linear(3, 2)
     with HookLogger(model, tmp_path, alerts=[]) as logger:
         train(logger, model, 2)

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import telemetry
 from telemetry.reading import matrix, run_data, sources
 from telemetry.reading.matrix import Region
 from telemetry.reading.run import open_run
 from telemetry.reading.run_data import RunData
 from telemetry.reading.sources import FileSource
 from tests.helpers.known_runs import COLUMN, layout_of, write_dashboards, write_run
-from tests.helpers.shell import lines, records
+from tests.helpers.shell import records
 
 LAYOUT = layout_of(["a", "b.x", "b.y"])
 
@@ -67,7 +68,7 @@ def test_steps_beyond_the_limit_are_omitted_until_a_window_is_requested(
     assert part.steps.tolist() == list(range(42, 48))
 
 
-def test_a_difference_and_an_export_of_long_runs_have_every_step(
+def test_a_difference_and_a_table_of_long_runs_have_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_data, "READ_BYTES", 1 << 11)
@@ -80,8 +81,9 @@ def test_a_difference_and_an_export_of_long_runs_have_every_step(
     assert open_run(tmp_path / "one").matrix("grad_norm").sampled
     found = records("diff", tmp_path / "one", tmp_path / "two", status=1)
     assert {difference["step"] for difference in found} == {131}
-    _, *rows = lines("export", tmp_path / "one", "--statistic", "grad_norm")
-    assert [float(row.split(",")[-1]) for row in rows[1::3]] == [10 * step for step in range(200)]
+    layers = telemetry.read(tmp_path / "one").layers
+    found = layers[(layers.statistic == "grad_norm") & (layers.module_name == "b.x")]
+    assert found.value.tolist() == [10 * step for step in range(200)]
 
 
 def test_every_second_step_of_units_is_omitted_beyond_the_limit(

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import train_mnist
-from telemetry.commands.cli import main as command
 from tests.helpers.paths import ROOT
 from tests.helpers.plain_events import EventAccumulator
+from tests.helpers.shell import run as command
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_the_readme_shows_what_its_commands_print(
     monkeypatch.chdir(tmp_path)
     train_mnist.main(["--fault", "exploding", "--epochs", "1"])
     capsys.readouterr()
-    assert command(["explain", "runs/"]) == 0
+    assert command("explain", "runs/") == 0
     shown = {*map(masked, capsys.readouterr().out.splitlines())}
     assert [line for line in explained.splitlines() if masked(line) not in shown] == []
     messages = [*map(masked, caplog.messages)]

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "telemetry"
 # Parts of the package (a module, a subpackage with all its files, or one file of a subpackage),
 # from the lowest layer up.
 LAYERS = [
-    {"plain_text", "untrusted", "version"},
+    {"plain_text", "threads", "untrusted", "version"},
     {"tag_names"},
     {"failures", "records", "torch_private"},
     {"alert"},
@@ -54,10 +54,10 @@ TORCH_FREE = {
     "rule",
     "tag_names",
     "tensorboard_plugin",
+    "threads",
     "untrusted",
     "version",
 }
-USES_TORCH = {"telemetry.events.summary_writer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Module:
 
     @property
     def is_torch_free(self) -> bool:
-        return self.part in TORCH_FREE and self.name not in USES_TORCH
+        return self.part in TORCH_FREE
 
 
 def part(name: str) -> str:
@@ -178,7 +178,6 @@ def test_modules_import_only_from_lower_layers_and_never_in_a_circle() -> None:
         ("records/sketch.py", "import torch.nn as nn", "must do without torch"),
         ("reading/sources.py", "def f():\n    from torch import Tensor", "must do without torch"),
         ("reading/sources.py", "from telemetry.selection import x", "needs torch"),
-        ("reading/sources.py", "from telemetry.events.summary_writer import x", "needs torch"),
         ("helpers.py", "", "has no layer"),
         ("capture/hooks.py", "from telemetry.capture.step import Step", "are a circle"),
         ("capture/hooks.py", "if TYPE_CHECKING:\n    from .step import Step", "are a circle"),
@@ -190,7 +189,7 @@ def test_each_rule_is_checked(tmp_path: Path, path: str, code: str, fault: str |
     package = tmp_path / "telemetry"
     for name in ["__init__", "testing", "selection", "records/sketch", "capture/__init__"]:
         write(package / f"{name}.py", "")
-    for name in ["capture/hooks", "events/__init__", "events/hooks", "events/summary_writer"]:
+    for name in ["capture/hooks", "events/__init__", "events/hooks"]:
         write(package / f"{name}.py", "")
     write(package / "capture/__init__.py", "from telemetry.capture.modules import x")
     write(package / "capture/modules.py", "from telemetry.capture.step import x")

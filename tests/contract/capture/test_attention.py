@@ -515,3 +515,22 @@ def test_flex_attention_is_left_alone_and_the_log_says_so(
         watched = assert_left_alone(lambda: Net(FlexAttention), loop, tmp_path)
     assert not any(record.attention for record in watched.full)
     assert len([m for m in caplog.messages if "entropy of attention" in m]) == 1
+
+
+class Warns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.softmax(functional.dropout2d(x))  # dropout2d of 2-D, and no ``dim``
+
+
+def test_warnings_of_pytorch_are_attributed_to_the_users_code() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Warns())
+
+    def places() -> list[tuple[str, int]]:
+        with pytest.warns(UserWarning, match="dropout2d|dimension") as found:
+            model(torch.ones(2, 4))
+        return [(warning.filename, warning.lineno) for warning in found]
+
+    bare = places()
+    with capture_run(model):
+        assert places() == bare
+    assert [Path(name) for name, _ in bare] == [Path(__file__)] * 2

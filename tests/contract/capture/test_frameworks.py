@@ -184,8 +184,7 @@ def test_every_step_is_written_though_a_trainer_closes_its_writer_before_the_log
     for run in range(2):
         with HookLogger(trainer.model, trainer.writer, first_step=6 * run):
             trainer.train()
-            assert written_steps(log_dir) == list(range(6 * run + 6))
-    assert len([*log_dir.glob("*tfevents*")]) == 2
+        assert written_steps(log_dir) == list(range(6 * run + 6))
     assert not [record for record in caplog.records if record.name.startswith("telemetry")]
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.summary.writer import event_file_writer
 from torch.utils.tensorboard import SummaryWriter
 
+import telemetry
 from tests.helpers.board import Board, open_slow
 from tests.helpers.scripts import run_script
 from tests.helpers.tiny_run import TinyRun, event_files, events_of, steps_by_file
@@ -25,28 +27,34 @@ def all_steps(log_dir: Path, tag: str = "count") -> list[int]:
     return sorted(chain(*steps_by_file(log_dir, tag)))
 
 
-@pytest.mark.parametrize("name", ["flush", "close"])
-def test_queued_steps_are_written_when_the_writer_is_flushed_or_closed(
-    tmp_path: Path, name: str
-) -> None:
+def test_the_writer_is_left_as_it_is(tmp_path: Path) -> None:
+    writer = SummaryWriter(tmp_path)
+    before = dict(vars(writer))
+    with closing(TinyRun(writer).logger):
+        assert vars(writer) == before
+    writer.close()
+
+
+def test_steps_are_in_the_file_of_the_writer_when_the_logger_is_flushed(tmp_path: Path) -> None:
     writer = SummaryWriter(tmp_path)
     run = TinyRun(writer)
     run.train(3)
-    getattr(writer, name)()
+    run.logger.flush()
     assert steps_by_file(tmp_path) == [[0, 1, 2]]
+    run.train(1)
     run.logger.close()
     writer.close()
-    assert all_steps(tmp_path) == [0, 1, 2]
+    assert steps_by_file(tmp_path) == [[0, 1, 2, 3]]
 
 
 def test_steps_after_a_close_are_in_the_file_that_readers_read_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Of one second's files, torch's tenth sorts before its ninth.
-    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+    caplog.set_level(logging.INFO)
     writer = SummaryWriter(tmp_path)
     run = TinyRun(writer)
     run.train()
+    run.logger.flush()
     writer.close()
     run.train()
     run.logger.flush()
@@ -54,10 +62,25 @@ def test_steps_after_a_close_are_in_the_file_that_readers_read_next(
     run.train()
     run.logger.close()
     writer.close()
-    assert list(chain(*steps_by_file(tmp_path))) == [0, 1, 2]
+    assert [steps for steps in steps_by_file(tmp_path) if steps] == [[0], [1, 2]]
     shown = Board(open_slow(tmp_path)).scalars()["."]
     assert [step for step, _ in shown["count"]] == [0, 1, 2]
     assert shown["theirs"] == [(2, 0.0)]
+    [reported] = [message for message in caplog.messages if "given SummaryWriter" in message]
+    assert "a new file in its directory continues" in reported
+
+
+def test_a_file_of_ours_after_a_close_can_be_read_alone(tmp_path: Path) -> None:
+    writer = SummaryWriter(tmp_path)
+    run = TinyRun(writer)
+    run.train()
+    run.logger.flush()
+    writer.close()
+    run.train()
+    run.logger.close()
+    event_files(tmp_path)[0].unlink()
+    layers = telemetry.read(tmp_path).layers
+    assert set(layers[layers.statistic == "grad_norm"].step) == {1}
 
 
 def test_a_closed_writer_is_continued_in_a_new_file_and_stays_open(tmp_path: Path) -> None:
@@ -128,6 +151,7 @@ def test_steps_that_end_while_the_writer_closes_are_in_the_next_file(
     writer = SlowToClose(tmp_path)
     run = TinyRun(writer)
     run.train()
+    run.logger.flush()
     closing = threading.Thread(target=writer.close)
     closing.start()
     assert writer.entered.wait(HANGS_S)
@@ -138,48 +162,6 @@ def test_steps_that_end_while_the_writer_closes_are_in_the_next_file(
     run.logger.close()
     assert steps_by_file(tmp_path) == [[0], [1]]
     assert caplog.text == ""
-
-
-# --- the writer itself ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
-def test_the_last_logger_restores_the_writer(tmp_path: Path, order: tuple[int, ...]) -> None:
-    writer = SummaryWriter(tmp_path)
-    writer.flush = own = writer.flush  # a user may replace it, too
-    before = dict(vars(writer))
-    runs = [TinyRun(writer) for _ in range(3)]
-    for at in order[:2]:
-        runs[at].logger.close()
-    runs[order[2]].train()
-    writer.flush()
-    assert all_steps(tmp_path) == [0]
-    runs[order[2]].logger.close()
-    assert vars(writer) == before
-    assert writer.flush is own
-    writer.close()
-
-
-def test_a_method_that_was_replaced_later_stays_replaced(tmp_path: Path) -> None:
-    writer = SummaryWriter(tmp_path)
-    run = TinyRun(writer)
-    calls, ours = [], writer.flush
-
-    def theirs() -> None:
-        calls.append("flush")
-        ours()
-
-    writer.flush = theirs
-    run.logger.close()
-    writer.flush()
-    again = TinyRun(writer)
-    again.train()
-    writer.flush()
-    assert all_steps(tmp_path) == [0]
-    again.logger.close()
-    assert writer.flush is theirs
-    assert calls == ["flush", "flush"]
-    writer.close()
 
 
 # --- no thread waits forever for another ----------------------------------------------------------

@@ -1,4 +1,4 @@
-"""First difference of two runs, and export of all numbers, by the command."""
+"""First difference of two runs, by the command."""
 
 from __future__ import annotations
 
@@ -45,21 +45,6 @@ def test_the_earliest_difference_of_each_statistic_is_found(tmp_path: Path) -> N
     assert (norm["step"], norm["module_name"], norm["layer_count"]) == (131, "b", 2)
     assert (norm["first"], norm["second"]) == (132 + ord("b"), 8)
     assert lines("diff", one, one) == ["3 layers and 200 steps in common: no difference"]
-
-
-def test_the_export_has_a_row_for_each_step_and_layer(tmp_path: Path) -> None:
-    statistics = ("--statistic", "grad_norm", "--statistic", "weight_norm")
-    head, *rows = [
-        line.split(",")[1:] for line in lines("export", write(tmp_path), *statistics)
-    ]  # fmt: skip
-    assert head == ["step", "module_name", "type_name", "grad_norm", "weight_norm"]
-    assert [(row[0], row[1]) for row in rows] == [(str(s), n) for s in range(STEPS) for n in NAMES]
-    assert rows[3:7] == [
-        ["1", "a", "Linear", f"{2.0 + ord('a')}", ""],
-        ["1", "b", "Linear", f"{2.0 + ord('b')}", ""],
-        ["1", "c", "Linear", f"{2.0 + ord('c')}", ""],
-        ["2", "a", "Linear", f"{3.0 + ord('a')}", "2.0"],
-    ]
 
 
 def test_equal_nan_and_infinity_are_not_a_difference(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 from torch import Tensor, nn
 
@@ -19,7 +18,7 @@ import telemetry
 from telemetry import Alert, HookLogger, StepRecord
 from tests.helpers.board import Board, open_slow
 from tests.helpers.scripts import run_script
-from tests.helpers.tiny_run import TinyRun, event_files, events_of
+from tests.helpers.tiny_run import TinyRun
 
 
 class Net(nn.Module):
@@ -242,31 +241,6 @@ def test_steps_that_begin_again_replace_the_earlier_ones(tmp_path: Path) -> None
 
 
 # --- settings of dashboards ----------------------------------------------------------------------
-
-
-def test_every_chart_of_custom_scalars_finds_its_tags_and_at_most_sixteen(tmp_path: Path) -> None:
-    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.ReLU())])
-    train(tmp_path, model, *[torch.rand(5, 4)] * 3)
-    [path] = event_files(tmp_path)
-    values = [value for event in events_of(path) for value in event.summary.value]
-    written = {value.tag for value in values} | {"train/loss"}
-    [layout] = [value for value in values if value.tag == "custom_scalars__config__"]
-    categories = layout_pb2.Layout.FromString(layout.tensor.string_val[0]).category
-    assert sum(len(category.chart) for category in categories) == 11
-    for chart in (chart for category in categories for chart in category.chart):
-        named = {tag for s in chart.margin.series for tag in (s.value, s.lower, s.upper)}
-        assert named <= written, chart.title
-        for pattern in chart.multiline.tag:
-            assert sum(re.search(pattern, tag) is not None for tag in written) in range(1, 17)
-
-
-def test_the_heat_map_is_a_picture_at_the_end_of_a_run(tmp_path: Path) -> None:
-    tiny = TinyRun(tmp_path, every_n_steps=1, images=True)
-    tiny.train(12)
-    tiny.logger.close()
-    pictures = Board(open_slow(tmp_path)).blobs("images")["."]["telemetry_heatmap"]
-    assert pictures[-1][0] == 11
-    assert all(blobs[2].startswith(b"\x89PNG") for _, blobs in pictures)
 
 
 def test_hyperparameters_of_all_types_are_shown(tmp_path: Path) -> None:

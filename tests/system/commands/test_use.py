@@ -12,11 +12,9 @@ import sys
 import termios
 from collections import OrderedDict
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 from telemetry import HookLogger
@@ -203,7 +201,7 @@ def test_long_names_continue_on_the_next_line_and_are_whole_in_a_pipe(strange: P
 
 
 def test_control_characters_never_reach_the_terminal(strange: Path) -> None:
-    for arguments in (["summary"], ["alerts"], ["explain"], ["export"], ["summary", "--csv"]):
+    for arguments in (["summary"], ["alerts"], ["explain"], ["summary", "--csv"]):
         done = call(*arguments, strange)
         assert "\x1b" not in done.stdout + done.stderr
         assert done.returncode == (2 if arguments == ["explain"] else 0), done.stderr
@@ -214,14 +212,14 @@ def test_control_characters_never_reach_the_terminal(strange: Path) -> None:
 
 
 def test_a_closed_pipe_is_not_an_error(runs: Path) -> None:
-    for arguments in (f"export {runs}", f"summary {runs} --json", f"summary {runs}"):
+    for arguments in (f"summary {runs} --csv", f"summary {runs} --json", f"summary {runs}"):
         command = f"{sys.executable} -m telemetry.commands.cli {arguments} | head -1"
         done = subprocess.run(command, shell=True, env=environment(), capture_output=True)
         assert done.stdout.count(b"\n") == 1
         assert done.stderr == b""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "telemetry.commands.cli", "export", str(runs)]
+    command = [sys.executable, "-m", "telemetry.commands.cli", "summary", str(runs)]
     with subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, env=environment()) as done:
         os.close(write)
         assert done.communicate()[1] == b""
@@ -296,48 +294,7 @@ def test_runs_without_anything_in_common_are_an_error(runs: Path, tmp_path: Path
     assert call("diff", runs, runs).returncode == 2
 
 
-# --- export, help, completion ------------------------------------------------------------------
-
-
-def test_the_export_has_a_row_per_layer_and_step_of_all_runs(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(runs)
-    done = call("export", "good", "deep", "-o", tmp_path / "all.csv")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    rows = table((tmp_path / "all.csv").read_text(encoding="utf-8"))
-    assert len(rows) == 2 * (12 * 3 + 3), "three layers; the input at three full steps"
-    assert rows[0]["activation_rms"] != "" == rows[4]["activation_rms"]
-    assert {row["run"] for row in rows} == {"good", "deep/bad"}
-    assert rows[-1]["grad_norm"] == "nan"
-    last = records("summary", "good")[-1]
-    [norm] = [
-        row["grad_norm"] for row in rows
-        if (row["run"], row["step"], row["module_name"]) == ("good", "11", "last")
-    ]  # fmt: skip
-    assert float(norm) == pytest.approx(last["last"], rel=1e-7)
-    assert call("export", tmp_path, "-o", tmp_path / "none.csv").returncode == 2
-    assert not (tmp_path / "none.csv").exists()
-
-
-def test_the_picture_of_one_run_is_written_as_png_and_svg(runs: Path, tmp_path: Path) -> None:
-    bad = runs / "deep" / "bad"
-    assert call("export", bad, "-o", tmp_path / "a.PNG").returncode == 0
-    with Image.open(tmp_path / "a.PNG") as picture:
-        colors = {color for _, color in picture.getcolors(1 << 20)}
-    assert (0xD5, 0x00, 0x6D) in colors, "NaN"
-    svg = tmp_path / "a.svg"
-    assert call("export", bad, "-o", svg, "--statistic", "dead_units").returncode == 0
-    texts = [node.text for node in ElementTree.parse(svg).iter() if node.text]
-    assert {"first", "second", "last", "step 0", "Dead units  0%"} <= set(texts)
-    for arguments, said in (
-        ((runs, "-o", tmp_path / "b.svg"), "a picture shows one statistic of one run"),
-        ((bad, "-o", tmp_path / "b.xyz"), "pictures are .png or .svg"),
-        ((bad, "-o", tmp_path / "b.svg", "--statistic", "saturation"), "no layer has saturation"),
-    ):
-        done = call("export", *arguments)
-        assert (done.returncode, said in done.stderr) == (2, True)
-    assert not list(tmp_path.glob("b.*"))
+# --- help, completion ------------------------------------------------------------------
 
 
 FLIGHT = "give a flight-<step>.json, or the directory of a run"
@@ -372,7 +329,7 @@ def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> No
     report = tmp_path / "report.html"
     for status, *arguments in (
         (0, "summary", log_dir), (1, "alerts", log_dir),
-        (0, "runs", log_dir), (0, "export", log_dir), (0, "report", log_dir, "-o", report),
+        (0, "runs", log_dir), (0, "report", log_dir, "-o", report),
     ):  # fmt: skip
         done = call(*arguments)
         assert (done.returncode, done.stderr) == (status, ""), arguments
@@ -381,7 +338,7 @@ def test_commands_show_a_run_that_has_an_alert_and_no_step(tmp_path: Path) -> No
     assert (alert["kind"], alert["step"], alert["module_name"]) == ("no_learning", 0, None)
     assert records("summary", log_dir) == []
     assert "no_learning" in report.read_text(encoding="utf-8")
-    for arguments in (("units", log_dir, "0"), ("diff", log_dir, log_dir), ("explain", log_dir)):
+    for arguments in (("diff", log_dir, log_dir), ("explain", log_dir)):
         done = call(*arguments)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
@@ -399,7 +356,7 @@ def test_commands_do_not_load_torch(runs: Path, command: str) -> None:
     assert loaded == "set()"
 
 
-@pytest.mark.parametrize("command", ["summary", "alerts", "explain", "diff", "report", "export"])
+@pytest.mark.parametrize("command", ["summary", "alerts", "explain", "diff", "report"])
 def test_the_help_explains_each_argument_and_has_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -424,6 +381,6 @@ def test_the_shell_completes_commands_options_and_statistics(tmp_path: Path) -> 
         subprocess.run([sys.executable, "-c", code], env=env, check=True)
         return {word.strip() for word in answer.read_text().split("\n")}
 
-    assert completed("telemetry ex") == {"explain", "export"}
+    assert completed("telemetry ex") == {"explain"}
     assert "--statistic" in completed("telemetry summary --")
     assert completed("telemetry summary --statistic dead_u") == {"dead_units"}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.compat.proto.event_pb2 import SessionLog
+from torch.utils.tensorboard import SummaryWriter
 
 import telemetry
 from tests.helpers.board import ReadBoard
@@ -132,10 +133,10 @@ def stale(*_: object) -> None:
 # --- full disks ----------------------------------------------------------------------------------
 
 
-def test_steps_that_a_full_disk_refused_follow_in_a_new_file(
+def test_steps_that_a_full_disk_refused_follow_when_there_is_room(
     tiny_disk: Path, read_board: ReadBoard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Failed attempts leave no files behind, and a log line for each change."""
+    """A step that was cut is completed where it was cut, and each change is logged once."""
     log_dir, ballast = tiny_disk / "logs" / "run", tiny_disk / "ballast"
     ballast.write_bytes(bytes(70_000))
     run = TinyRun(log_dir)
@@ -155,11 +156,34 @@ def test_steps_that_a_full_disk_refused_follow_in_a_new_file(
     run.logger.flush()
     run.train()
     run.logger.close()
-    assert steps_by_file(log_dir) == [written, list(range(len(written), 71))]
+    assert steps_by_file(log_dir) == [list(range(71))]
     assert shown_steps(tiny_disk / "logs", read_board) == list(range(71))
     assert measured_steps(log_dir) == list(range(71))
     [reported] = caplog.messages
     assert "No space left on device" in reported
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # torch's
+def test_a_given_writer_that_a_full_disk_stopped_is_continued_when_there_is_room(
+    tiny_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = SummaryWriter(tiny_disk / "run")
+    run = TinyRun(writer)
+    run.train(2)
+    run.logger.flush()
+    ballast = fill(tiny_disk)
+    for _ in range(5):  # torch accepts some of them, and loses them
+        run.train(1, **{"x" * 12_000: 1.0})
+        run.logger.flush()
+    ballast.unlink()
+    run.logger.flush()
+    run.train(2)
+    run.logger.close()
+    theirs, ours = sorted(steps for steps in steps_by_file(tiny_disk / "run") if steps)
+    assert theirs[:2] == [0, 1]
+    assert ours == list(range(ours[0], 9))
+    assert ours[0] < 7
+    assert any("takes no more events" in message for message in caplog.messages)
 
 
 def test_a_full_disk_gets_no_empty_files(tiny_disk: Path) -> None:
@@ -285,10 +309,9 @@ def world_writable() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("log_dir", ["runs/\0", "no-such-protocol://bucket/run"])
-def test_a_directory_that_cannot_exist_is_refused(log_dir: str) -> None:
-    with pytest.raises(ValueError, match=r"NUL|null|no-such-protocol"):
-        TinyRun(log_dir)
+def test_a_directory_that_cannot_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="NUL"):
+        TinyRun("runs/\0")
 
 
 def test_a_directory_below_a_file_is_refused(tmp_path: Path) -> None:

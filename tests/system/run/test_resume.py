@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter as TorchWriter
+from torch.utils.tensorboard import SummaryWriter
 
 import telemetry
-from telemetry import Alert, HookLogger, Rule, StepRecord, SummaryWriter
+from telemetry import Alert, HookLogger, Rule, StepRecord
 from tests.helpers.interrupted_runs import RUNS, train
 from tests.helpers.loops import load, mlp, scalars
 from tests.helpers.paths import ROOT
@@ -340,7 +340,7 @@ def test_an_invalid_state_is_refused(tmp_path: Path) -> None:
 # --- first_step="auto" ---------------------------------------------------------------------------
 
 
-def auto_step(log_dir: Path | SummaryWriter | TorchWriter) -> int:
+def auto_step(log_dir: Path | SummaryWriter) -> int:
     model = Loop().model
     with HookLogger(model, log_dir, first_step="auto") as logger:
         return logger.current_step
@@ -360,7 +360,7 @@ def test_auto_continues_after_the_last_step_that_counts(tmp_path: Path) -> None:
         loop(2)
     assert auto_step(tmp_path) == 6
     with pytest.raises(ValueError, match=r"local directories only, not in memory://run; pass the"):
-        HookLogger(loop.model, "memory://run", first_step="auto")
+        HookLogger(loop.model, SummaryWriter("memory://run"), first_step="auto")
 
 
 def test_auto_replaces_the_loss_of_a_step_that_did_not_end(tmp_path: Path) -> None:
@@ -383,12 +383,9 @@ def test_auto_continues_runs_that_record_only_gradients_or_activations(
     assert auto_step(tmp_path) == 3
 
 
-@pytest.mark.parametrize("kind", [SummaryWriter, TorchWriter])
-def test_auto_takes_the_directory_of_a_writer(
-    tmp_path: Path, kind: type[SummaryWriter] | type[TorchWriter]
-) -> None:
+def test_auto_takes_the_directory_of_a_writer(tmp_path: Path) -> None:
     for expected in (0, 3):
-        loop, writer = Loop(), kind(tmp_path)
+        loop, writer = Loop(), SummaryWriter(tmp_path)
         with HookLogger(loop.model, writer, first_step="auto") as logger:
             assert logger.current_step == expected
             loop(3)
@@ -399,7 +396,7 @@ def test_auto_tolerates_torn_tails_and_foreign_files(tmp_path: Path) -> None:
     leave(tmp_path, 5, every_n_steps=1)
     [ours] = tmp_path.glob("*tfevents*")
     ours.write_bytes(ours.read_bytes() + b"\x20\0\0\0\0\0\0\0torn" + bytes(50_000))
-    with TorchWriter(tmp_path, filename_suffix=".foreign") as writer:
+    with SummaryWriter(tmp_path, filename_suffix=".foreign") as writer:
         for epoch in range(1000):
             writer.add_scalar("loss", 1.0, 1000 * epoch)
         writer.add_text("notes", "grad_norm/total was telemetry/n/ 1e9", 10**9)

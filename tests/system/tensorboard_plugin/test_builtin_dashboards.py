@@ -58,7 +58,7 @@ def test_histograms_and_distributions_have_our_tags(dashboard: Any, kind: str) -
 
 def test_images_and_the_heatmap_are_shown(dashboard: Any) -> None:
     loaders = dashboard("images", "tf-image-loader")
-    assert {"~tensors/feature_maps/0000.0", "~run/telemetry_heatmap"} <= set(tags_of(loaders))
+    assert "~tensors/feature_maps/0000.0" in tags_of(loaders)
     loaders.first.locator("img").first.wait_for(state="attached")
 
 
@@ -66,20 +66,6 @@ def test_alerts_are_shown_as_texts(dashboard: Any) -> None:
     loaders = dashboard("text", "tf-text-loader")
     assert tags_of(loaders) == ["~alerts/0000.nonfinite.0"]
     loaders.first.locator("text=planted fault in module 0").wait_for()
-
-
-def test_the_custom_scalars_have_our_charts(dashboard: Any) -> None:
-    selector = "tf-custom-scalar-margin-chart-card, tf-custom-scalar-multi-line-chart-card"
-    cards = dashboard("custom_scalars", selector)
-    titles = cards.evaluate_all(
-        "nodes => nodes.map((node) => node.title || node._titleDisplayString)"
-    )
-    assert titles[:3] == ["Loss", "Alerts", "Seconds per step"]
-    assert any(
-        title.startswith("Gradient norm (log10): median over all layers") for title in titles
-    )
-    chart = "vz-line-chart2, tf-line-chart-data-loader"
-    cards.first.locator(chart).first.wait_for(state="attached")
 
 
 def test_the_hparams_dashboard_shows_hyperparameters(dashboard: Any) -> None:

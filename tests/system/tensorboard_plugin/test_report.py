@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.tensorboard import SummaryWriter
 
-import telemetry
 from telemetry import Alert, HookLogger, Rule, StepRecord
 from tests.helpers.added_values import add_values
 from tests.helpers.browser import PIXEL
@@ -45,7 +45,7 @@ def write_demo(log_dir: Path) -> None:
         log_dir, layout_of(NAMES), steps=range(40), norms=norms, matrices=lambda _: ones, every=10,
         alerts=[alert_at(20, HOSTILE, summary=HOSTILE)],
     )  # fmt: skip
-    with telemetry.SummaryWriter(log_dir) as writer:
+    with SummaryWriter(log_dir) as writer:
         edges = np.linspace(-1, 1, 11)
         writer.add_histogram(
             "~tensors/activation/0002.high", np.linspace(-1, 1, 1001), 10, bins=edges

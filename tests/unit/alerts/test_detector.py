@@ -8,6 +8,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from telemetry import Alert, Baseline, Detector, Finding, HookLogger, StepRecord
+from telemetry import Alert, Baseline, Detector, Finding, HookLogger, StepRecord, limit, state
 from telemetry.testing import alerts_of
 from tests.helpers.figures import figures
 from tests.helpers.rules import default_rule, differences
@@ -125,14 +126,11 @@ class NoLoss(Detector):
     kind = "no_loss"
     severity = "error"
     confirm_after = "losses"
-    losses = 3
-    share = 0.5
-    _bad: int = 0
-    _seen: deque[float]
-    _by_step: dict[int, tuple[float, ...]]
-
-    def set_up(self) -> None:
-        self._seen, self._by_step = deque(maxlen=2), {}
+    losses: int = limit(3, "Losses.")
+    share: float = limit(0.5, "Share.")
+    _bad: int = state(0)
+    _seen: deque[float] = state(partial(deque, maxlen=2))
+    _by_step: dict[int, tuple[float, ...]] = state(dict)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self._seen.append(float(record.step))
@@ -154,24 +152,30 @@ def test_the_third_nan_loss_is_reported_before_its_step_ends() -> None:
 
 
 class Stricter(NoLoss):
-    losses = 2
-    depth = 4
-    counted: int = 0  # an annotated attribute is state, not a limit
+    losses: int = limit(2, "Fewer losses.")
+    depth: int = limit(4, "Depth.")
+    counted: int = state(0)
+    number = 3
 
 
-def test_users_set_the_public_numbers_of_a_class_and_its_bases() -> None:
-    assert NoLoss.limits() == ["losses", "share"]
-    assert Stricter.limits() == ["losses", "share", "depth"]
+def test_users_set_the_declared_limits_of_a_class_and_its_bases() -> None:
+    assert NoLoss.limits() == {"losses": "Losses.", "share": "Share."}
+    assert Stricter.limits() == {"losses": "Fewer losses.", "share": "Share.", "depth": "Depth."}
     detector = Stricter(losses=5, share=0.1)
     assert (detector.losses, detector.share, detector.depth) == (5, 0.1, 4)
     assert (Stricter().losses, Stricter.losses) == (2, 2)
     assert reported(detector, steps(9)) == [(4, "started"), (6, "resolved")]
 
 
-@pytest.mark.parametrize("name", ["los", "_bad", "counted", "clear_after", "kind"])
+@pytest.mark.parametrize("name", ["los", "_bad", "counted", "number", "clear_after", "kind"])
 def test_an_unknown_limit_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=rf"Stricter\({name}=1\): no parameter has this name"):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         Stricter(**{name: 1})
+
+
+def test_a_limit_that_is_replaced_without_a_declaration_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Lax\.losses: declare it as losses: .* = limit\("):
+        type("Lax", (NoLoss,), {"losses": 5})
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,7 @@ class LargeBias(Detector):
     kind = "large_bias"
     on = "full"
     confirm_after = 2
-    largest = 10.0
+    largest: float = limit(10.0, "Largest bias.")
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         largest = float(record.weights["bias"].sketch.max)

@@ -13,7 +13,9 @@ from torch.optim import SGD, Adam
 
 import telemetry
 from telemetry import Alert, HookLogger
-from telemetry.testing import CapturedRun, capture_run
+from telemetry.interventions import zero_gradients
+from telemetry.testing import CapturedRun, alerts_of, capture_run
+from tests.helpers.scripted import record
 
 
 def loud(alerts: list[Alert]) -> list[str]:
@@ -160,3 +162,79 @@ def test_inputs_far_from_standardized_are_named_before_training(
     normed = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
     result = telemetry.check(normed, inputs, nn.CrossEntropyLoss(), targets=classes, show=False)
     assert "input_scale" not in [found.kind for found in result.findings]
+
+
+def classify(
+    model: nn.Module,
+    steps: int,
+    *,
+    before: Callable[[int], object] = lambda step: None,
+    are_random: bool = False,
+) -> list[Alert]:
+    """Train a classifier of ten classes, and return its alerts."""
+    torch.manual_seed(0)
+    optimizer, centers = SGD(model.parameters(), 0.1), 2 * torch.randn(10, 20)
+    with capture_run(model, every_n_steps=10) as run:
+        for step in range(steps):
+            before(step)
+            classes = torch.randint(10, (256,))
+            x = centers[classes] + torch.randn(256, 20)
+            loss = F.cross_entropy(model(x), torch.randint(10, (256,)) if are_random else classes)
+            run.log(loss=loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return run.alerts
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(),
+                         nn.Linear(32, 10))  # fmt: skip
+
+
+@pytest.mark.parametrize("are_random", [False, True])
+def test_units_that_die_where_nothing_can_be_learned_are_not_the_cause(are_random: bool) -> None:
+    model = layers()
+
+    def kill(step: int) -> None:
+        if step == 60:
+            nn.init.constant_(model[2].bias[1:], -100.0)
+
+    alerts = classify(model, 320, before=kill, are_random=are_random)
+    kinds = {alert.kind for alert in alerts if alert.stage == "started"}
+    assert kinds == {"dead_units"} | ({"loss_stuck"} if are_random else set())
+    advice = next(alert.advice[0] for alert in alerts if alert.kind == "dead_units")
+    assert ("target" in advice) == are_random
+
+
+def test_gradients_that_are_set_to_zero_are_no_vanishing_ones() -> None:
+    model = layers()
+    with zero_gradients(model, "0"):
+        [alert] = classify(model, 60)
+    assert (alert.kind, alert.severity, alert.module_name) == ("vanishing_gradient", "note", "0")
+    assert "zero_gradients()" in alert.advice[0]
+
+
+@pytest.mark.parametrize("with_biases", [False, True])
+def test_weights_that_start_at_zero_are_the_cause(with_biases: bool) -> None:
+    model = layers()
+    for name, parameter in model.named_parameters():
+        if with_biases or name.endswith("weight"):
+            nn.init.zeros_(parameter)
+    first, *_ = classify(model, 100)
+    assert "started at 0" in (first.cause or "")
+    assert "nitializ" in first.advice[0]
+
+
+@pytest.mark.parametrize("are_longer", [False, True])
+def test_a_loss_that_is_a_sum_over_longer_episodes_does_not_diverge(are_longer: bool) -> None:
+    records = [
+        record(
+            step, full=True, update_ratios={"0.weight": 0.3}, examples=(10 + step % 7) * more,
+            scalars={"loss": (16.0 - step % 7) * (8 if step >= 30 else 1)},
+        )
+        for step in range(50)
+        for more in [8 if are_longer and step >= 30 else 1]
+    ]  # fmt: skip
+    assert loud(alerts_of(records)) == ([] if are_longer else ["loss_divergence"])

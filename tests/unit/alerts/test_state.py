@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from telemetry import Detector
+from telemetry import Detector, limit, state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +37,14 @@ class Inner:
 
 class Outer(Detector):
     kind = "outer"
-    limit = 1.0
-    inner: Inner
-    _items: dict[Key, Item]
-    _range: tuple[float, int] = (0.0, 0)
-    _seen: set[str]
-    _three: Annotated[deque[int], 3]
-    _bare: deque  # type: ignore[type-arg]
-    _row: tuple = (-1, 0)  # type: ignore[type-arg]
+    limit: float = limit(1.0, "Share.")
+    inner: Inner = state(Inner)
+    _items: dict[Key, Item] = state(dict)
+    _range: tuple[float, int] = state((0.0, 0))
+    _seen: set[str] = state(set)
+    _three: deque[int] = state(partial(deque, maxlen=3))
+    _bare: deque = state(deque)  # type: ignore[type-arg]
+    _row: tuple = state((-1, 0))  # type: ignore[type-arg]
 
 
 def state_of(detector: Detector) -> Any:
@@ -91,8 +92,8 @@ def test_values_are_restored_with_their_types() -> None:
 )
 def test_an_incompatible_value_changes_nothing(damage: dict[str, Any]) -> None:
     target = Outer()
-    before, state = state_of(target), state_of(Outer())
-    state["detector"] |= {"inner": {"_latest": [9.0]}, **damage}
+    before, saved = state_of(target), state_of(Outer())
+    saved["detector"] |= {"inner": {"_latest": [9.0]}, **damage}
     with pytest.raises((TypeError, ValueError, KeyError)):
-        target.load_state_dict(state)
+        target.load_state_dict(saved)
     assert state_of(target) == before

@@ -44,7 +44,7 @@ def error(*arguments: object) -> str:
     return done.stderr
 
 
-# --- summary and units -------------------------------------------------------------------------
+# --- summary -------------------------------------------------------------------------
 
 
 def test_the_summary_is_a_table_of_all_layers(tmp_path: Path) -> None:
@@ -116,32 +116,6 @@ def test_all_of_very_many_layers_are_shown(tmp_path: Path) -> None:
     assert [line.split()[0] for line in shown if "Linear" in line] == names
 
 
-def test_units_are_printed_with_the_dead_ones_in_ranges(tmp_path: Path) -> None:
-    first = np.array([[0, 0]] * 12 + [[-1, 2]], np.float32)
-    last = first.copy()
-    last[3:5] = -2, -1
-    write_run(
-        tmp_path, layout_of(["steady", "growing"]), steps=range(12), units_of=1,
-        norms=lambda _: np.ones(2, np.float32), units={0: first, 5: first, 6: last}.get,
-    )  # fmt: skip
-    shown = lines("units", tmp_path, "growing", "--step", "5")
-    assert shown[:3] == ["growing at step 5: 13 units", "dead: 0-11", "saturated: none"]
-    assert shown[-1].split() == ["12", "-1", "2"]
-    found = records("units", tmp_path, "growing", "--step", "0")
-    assert [record["dead"] for record in found] == [True] * 12 + [False]
-    assert found[12] == {
-        "step": 0, "unit": 12, "min": -1, "max": 2,
-        "dead": False, "saturated": False, "omitted": False,
-    }  # fmt: skip
-    shown = lines("units", tmp_path, "growing")
-    assert [line.rpartition(": ")[2] for line in shown[1:4]] == ["0-2, 5-11", "none", "3-4"]
-    assert "steps are [0, 5, 6]" in error("units", tmp_path, "growing", "--step", "3")
-    assert "no layer 'nope'; there are steady, growing" in error("units", tmp_path, "nope")
-    done = call("units", tmp_path, "steady")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == "telemetry: steady: no units recorded\n"
-
-
 # --- alerts, explain, report -------------------------------------------------------------------
 
 
@@ -194,7 +168,7 @@ def test_a_report_is_of_all_runs_of_a_directory_up_to_a_limit(tmp_path: Path) ->
     assert "at most 20 runs, not of 21" in error("report", runs, "-o", output)
 
 
-@pytest.mark.parametrize("command", ["summary", "alerts", "report", "export"])
+@pytest.mark.parametrize("command", ["summary", "alerts", "report"])
 def test_a_wrong_directory_is_an_error(tmp_path: Path, command: str) -> None:
     assert "no such directory: " in error(command, tmp_path / "nothing")
     assert "no event files in" in error(command, tmp_path)

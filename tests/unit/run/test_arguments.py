@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from telemetry import HookLogger
@@ -35,8 +34,6 @@ PLACE_OF_RULES = "is the name of a rule; .* {'dead_units': None}"
         ({"first_step": 2**53}, ValueError, "must be from 0 to 2"),
         ({"first_step": -1}, ValueError, r"first_step=-1\): must be from 0 to 2"),
         ({"first_step": "last"}, TypeError, "first_step="),
-        ({"max_bytes_per_step": 0}, ValueError, r"max_bytes_per_step=0\): must be at least 1"),
-        ({"max_bytes_per_step": 1e6}, TypeError, "must be an int or None"),
         ({"optimizer": "adam"}, TypeError, r"optimizer=...\): must be a torch.optim.Optimizer"),
         ({"optimizer": SGD}, TypeError, "not the class torch.optim.sgd.SGD"),
         (
@@ -142,7 +139,7 @@ def test_arguments_of_other_loggers_are_not_tags(tmp_path: Path, name: str) -> N
 
 def test_integers_of_numpy_are_accepted(tmp_path: Path) -> None:
     model, ten = mlp(), np.int64(10)
-    with HookLogger(model, tmp_path, every_n_steps=ten, first_step=ten, max_bytes_per_step=ten):
+    with HookLogger(model, tmp_path, every_n_steps=ten, first_step=ten):
         train(model, steps=2)
     assert sorted(scalars(tmp_path)) == [10, 11]
 
@@ -157,17 +154,11 @@ def test_a_directory_that_cannot_be_written_is_named(
     assert caplog.messages == []
 
 
-def test_a_store_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class StoreError(OSError):
-        def __init__(self, host: str, reason: str) -> None:
-            super().__init__(host, reason)
-
-    def fail(*args: object, **options: object) -> None:
-        raise StoreError("host", "down")
-
-    monkeypatch.setattr(MemoryFileSystem, "makedirs", fail)
-    with pytest.raises(OSError, match=r"HookLogger\(writer='memory://x'\): the log directory can"):
-        HookLogger(mlp(), "memory://x")
+def test_a_remote_directory_is_refused_with_both_ways_out() -> None:
+    with pytest.raises(ValueError, match=r"'s3://bucket/run'\): must be a local") as error_info:
+        HookLogger(mlp(), "s3://bucket/run")
+    assert "copy it there" in str(error_info.value)
+    assert "SummaryWriter that writes there" in str(error_info.value)
 
 
 # --- what the code leaves out --------------------------------------------------------------------

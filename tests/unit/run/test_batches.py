@@ -69,11 +69,13 @@ def train(
         return [*logger.alerts]
 
 
-def printed(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
-    """Return the output of ``telemetry batches``."""
+def blamed_by(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Return the batches that alerts blame, each with its alert's kind."""
     capsys.readouterr()
-    assert run("batches", log_dir) == 0
-    return json.loads(capsys.readouterr().out)
+    run("alerts", log_dir, "--json")
+    alerts = json.loads(capsys.readouterr().out)
+    found = [{"kind": a["kind"], **batch} for a in alerts for batch in a["batches"]]
+    return [one for place, one in enumerate(found) if one not in found[:place]]
 
 
 def flight(log_dir: Path) -> list[dict[str, Any]]:
@@ -93,7 +95,7 @@ def test_a_bad_batch_is_found_by_its_ids(
     fault: str, every_n_steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, fault, every_n_steps=every_n_steps)
-    [found] = printed(tmp_path, capsys)
+    [found] = blamed_by(tmp_path, capsys)
     assert found["kind"] == KINDS[fault]
     assert {name: found[name] for name in BLAMED} == BLAMED
     lines = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
@@ -111,7 +113,7 @@ def test_losses_after_the_step_and_micro_batches_belong_to_their_batch(
     fault: str, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, fault, every_n_steps=10, **options)
-    assert [found["ids"] for found in printed(tmp_path, capsys)] == [OF_BAD]
+    assert [found["ids"] for found in blamed_by(tmp_path, capsys)] == [OF_BAD]
 
 
 def test_the_batch_of_an_exception_is_in_its_flight_file(tmp_path: Path) -> None:
@@ -123,7 +125,7 @@ def test_the_batch_of_an_exception_is_in_its_flight_file(tmp_path: Path) -> None
 def test_without_ids_the_step_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [found] = [alert.batches for alert in train(tmp_path, "NaN", with_ids=False) if alert.batches]
     assert [(batch.step, batch.ids) for batch in found] == [(BAD, ())]
-    assert [(f["step"], f["ids"]) for f in printed(tmp_path, capsys)] == [(BAD, [])]
+    assert [(f["step"], f["ids"]) for f in blamed_by(tmp_path, capsys)] == [(BAD, [])]
     assert flight(tmp_path) == []
 
 
@@ -179,7 +181,7 @@ def test_ids_go_on_after_a_resume_and_those_of_repeated_steps_are_forgotten(
         steps(20, 30, "lost")
         logger.load_state_dict(state)
         steps(20, 30, "again", bad=25)
-    assert [found["ids"] for found in printed(tmp_path, capsys)] == [["again/25"]]
+    assert [found["ids"] for found in blamed_by(tmp_path, capsys)] == [["again/25"]]
 
 
 # --- ids -----------------------------------------------------------------------------------------

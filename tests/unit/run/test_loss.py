@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 from torch import nn
 
@@ -228,11 +227,3 @@ def test_a_missing_loss_is_reported_after_fifty_steps(
     train(tmp_path, {}, steps=steps, options={"max_overhead": 0.5, "first_step": first})
     lines = [record for record in caplog.records if "logger.log(loss=loss)" in record.message]
     assert [line.levelname for line in lines] == ["WARNING"] * count
-
-
-def test_the_pattern_of_the_loss_chart_matches_the_same_tags(tmp_path: Path) -> None:
-    train(tmp_path, {}, steps=1)
-    [event] = load(tmp_path).Tensors("custom_scalars__config__")
-    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    [pattern] = layout.category[0].chart[0].multiline.tag
-    assert [tag for tag in LOSSES + OTHERS if re.search(pattern, tag)] == LOSSES

@@ -84,7 +84,8 @@ def test_a_remote_directory_gets_no_lines_of_alerts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model = mlp()
-    with HookLogger(model, "memory://alerts", alerts=[fault_at(1)]):
+    writer = SummaryWriter("memory://alerts")
+    with writer, HookLogger(model, writer, alerts=[fault_at(1)]):
         train(model, steps=3)
     assert list(tmp_path.iterdir()) == []
 
@@ -190,12 +191,11 @@ def test_an_alert_requests_a_stop_between_two_steps_if_configured(tmp_path: Path
     assert not logger.should_stop
 
 
-@pytest.mark.parametrize("kind", [SummaryWriter, telemetry.SummaryWriter])
 @pytest.mark.parametrize("method", ["flush", "close"])
 def test_a_callback_may_flush_or_close_the_writer(
-    tmp_path: Path, kind: type[SummaryWriter], method: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, writer = mlp(), kind(tmp_path)
+    model, writer = mlp(), SummaryWriter(tmp_path)
 
     def on_alert(alert: Alert) -> None:
         getattr(writer, method)()

@@ -1,4 +1,4 @@
-"""A queue and its thread, which writes to disks that are slow, full or hang."""
+"""Queue and thread of the writer, where disks are slow, full or hang."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from contextlib import contextmanager
 
 import pytest
 
-from telemetry.events.background import BackgroundWriter
+from telemetry.events.writer import Writer
 
 HANGS_S = 120  # a watchdog; decides no test
 NEVER_S = 3600.0
 
 
-class MemoryFiles:
-    """Files in memory, which can fail or hang as a disk does."""
+class MemoryFile:
+    """File in memory, which can fail or hang as a disk does."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
-        self.urgent: list[bool] = []
+        self.flush_count = 0
         self.failure: Exception | None = None
-        self.fail_after: int | None = None
         self.is_closed = False
         self.answering = threading.Event()
         self.answering.set()
         self.entered = threading.Event()
 
-    def write(self, records: deque[bytes], *, urgent: bool) -> None:
+    def append(self, items: deque[bytes]) -> None:
         self.entered.set()
         assert self.answering.wait(HANGS_S)
-        self.urgent.append(urgent)
-        while records:
+        while items:
             if self.failure:
                 raise self.failure
-            self.written.append(records.popleft())
+            self.written.append(items.popleft())
+
+    def flush(self) -> None:
+        self.flush_count += 1
 
     def close(self) -> None:
         self.is_closed = True
@@ -51,42 +52,36 @@ class MemoryFiles:
         self.answering.set()
 
 
-def make_writer(
-    files: MemoryFiles, *, flush_s: float = NEVER_S, max_pending_bytes: int = 1 << 20
-) -> BackgroundWriter[bytes]:
-    writer = BackgroundWriter(
-        files, name="runs/x", flush_s=flush_s, max_pending_bytes=max_pending_bytes
-    )
-    writer.flush()
-    return writer
+def make_writer(*, flush_s: float = NEVER_S, max_pending_bytes: int = 1 << 20) -> Writer:
+    return Writer("runs/x", flush_s=flush_s, max_pending_bytes=max_pending_bytes)
 
 
-def put(writer: BackgroundWriter[bytes], *records: bytes, droppable: bool = False) -> None:
-    for record in records:
-        writer.put(record, droppable=droppable, flush=False)
+def put(writer: Writer, file: MemoryFile, *items: bytes, droppable: bool = False) -> None:
+    for item in items:
+        writer.put(file, item, droppable=droppable)
 
 
-def start_hanging_write(writer: BackgroundWriter[bytes], files: MemoryFiles) -> None:
-    files.entered.clear()
-    writer.put(b"in flight", droppable=False, flush=True)
-    assert files.entered.wait(HANGS_S)
+def start_hanging_write(writer: Writer, file: MemoryFile) -> None:
+    file.entered.clear()
+    writer.put(file, b"in flight", flush=True)
+    assert file.entered.wait(HANGS_S)
 
 
 def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    files = MemoryFiles()
-    writer = make_writer(files, max_pending_bytes=1000)
+    file = MemoryFile()
+    writer = make_writer(max_pending_bytes=1000)
 
-    with files.hanging():
-        start_hanging_write(writer, files)
-        put(writer, *[b"measurement %d" % i for i in range(50)], droppable=True)
-        put(writer, b"loss", b"alert")
+    with file.hanging():
+        start_hanging_write(writer, file)
+        put(writer, file, *[b"measurement %d" % i for i in range(50)], droppable=True)
+        put(writer, file, b"loss", b"alert")
     writer.close()
 
-    kept = len(files.written) - 3
+    kept = len(file.written) - 3
     assert 0 < kept < 50
-    assert files.written == [
+    assert file.written == [
         b"in flight",
         *[b"measurement %d" % i for i in range(kept)],
         b"loss",
@@ -101,14 +96,14 @@ def test_a_full_queue_drops_the_newest_measurement_and_nothing_else(
 def test_records_that_must_not_be_dropped_are_lost_above_the_limit_and_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    files = MemoryFiles()
-    files.failure = OSError("no disk")
-    writer = make_writer(files, max_pending_bytes=1000)
+    file = MemoryFile()
+    file.failure = OSError("no disk")
+    writer = make_writer(max_pending_bytes=1000)
 
-    put(writer, bytes(36))
+    put(writer, file, bytes(36))
     writer.flush()
 
-    put(writer, *[bytes(36)] * 99)
+    put(writer, file, *[bytes(36)] * 99)
     writer.close()
 
     assert writer.lost_count == 100  # after failed writes or above the limit
@@ -116,29 +111,44 @@ def test_records_that_must_not_be_dropped_are_lost_above_the_limit_and_counted(
     assert "100 events could not be written (no disk)" in caplog.messages[-1]
 
 
-def test_an_unforeseen_error_does_not_end_the_thread() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
-    files.failure = ZeroDivisionError("a failure of ours")
-    put(writer, b"a")
+def test_files_keep_the_order_of_their_items_and_a_failing_one_does_not_stop_the_others() -> None:
+    writer, files = make_writer(), [MemoryFile(), MemoryFile()]
+    files[0].failure = OSError("no disk")
+    for number in range(5):
+        for file in files:
+            put(writer, file, b"%d" % number)
     writer.flush()
-    files.failure = None
+    put(writer, files[0], b"5")
+    assert [file.written for file in files] == [[], [b"0", b"1", b"2", b"3", b"4"]]
+    files[0].failure = None
+    writer.close()
+    assert files[0].written == [b"0", b"1", b"2", b"3", b"4", b"5"]
+    assert all(file.flush_count and file.is_closed for file in files)
 
-    put(writer, b"b")
+
+def test_an_unforeseen_error_does_not_end_the_thread() -> None:
+    file = MemoryFile()
+    writer = make_writer()
+    file.failure = ZeroDivisionError("a failure of ours")
+    put(writer, file, b"a")
+    writer.flush()
+    file.failure = None
+
+    put(writer, file, b"b")
     writer.close()
 
-    assert files.written == [b"a", b"b"]
+    assert file.written == [b"a", b"b"]
 
 
 def test_close_times_out_on_a_hanging_disk_and_counts_the_rest(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
+    file = MemoryFile()
+    writer = make_writer()
 
-    with files.hanging():
-        start_hanging_write(writer, files)
-        put(writer, b"a", b"b")
+    with file.hanging():
+        start_hanging_write(writer, file)
+        put(writer, file, b"a", b"b")
         assert not writer.flush(timeout_s=0.25)
         writer.close(timeout_s=0)  # no time is left
         writer.close()  # returns at once
@@ -151,25 +161,25 @@ def test_close_times_out_on_a_hanging_disk_and_counts_the_rest(
     assert found is not None
     assert float(found[1]) >= 0.2
     writer._thread.join(HANGS_S)
-    assert files.written == [b"in flight", b"a", b"b"]
+    assert file.written == [b"in flight", b"a", b"b"]
     assert writer.lost_count == 0  # all were written in the end
 
 
 def test_an_interrupted_close_can_be_finished() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
+    file = MemoryFile()
+    writer = make_writer()
 
-    with files.hanging():
-        start_hanging_write(writer, files)
-        put(writer, b"a")
+    with file.hanging():
+        start_hanging_write(writer, file)
+        put(writer, file, b"a")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(writer._changed, "wait_for", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 writer.close()
     writer.close()  # as the interpreter does when it exits
 
-    assert files.written == [b"in flight", b"a"]
-    assert files.is_closed
+    assert file.written == [b"in flight", b"a"]
+    assert file.is_closed
 
 
 def interrupt(*_: object) -> None:
@@ -177,10 +187,10 @@ def interrupt(*_: object) -> None:
 
 
 def test_many_threads_may_add_at_once() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files, flush_s=0.001)
+    file = MemoryFile()
+    writer = make_writer(flush_s=0.001)
     threads = [
-        threading.Thread(target=put, args=(writer, *[b"%d %d" % (n, i) for i in range(500)]))
+        threading.Thread(target=put, args=(writer, file, *[b"%d %d" % (n, i) for i in range(500)]))
         for n in range(8)
     ]
 
@@ -190,30 +200,30 @@ def test_many_threads_may_add_at_once() -> None:
         thread.join()
     writer.close()
 
-    assert sorted(files.written) == sorted(b"%d %d" % (n, i) for n in range(8) for i in range(500))
+    assert sorted(file.written) == sorted(b"%d %d" % (n, i) for n in range(8) for i in range(500))
     for n in range(8):
-        own = [record for record in files.written if record.startswith(b"%d " % n)]
+        own = [record for record in file.written if record.startswith(b"%d " % n)]
         assert own == [b"%d %d" % (n, i) for i in range(500)]
     assert writer._pending_bytes == 0
 
 
 def test_a_signal_handler_may_write_and_close_while_its_thread_adds() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
+    file = MemoryFile()
+    writer = make_writer()
 
     with writer._lock:  # where the handler interrupts put()
-        put(writer, b"from the handler")
+        put(writer, file, b"from the handler")
         writer.flush()
         writer.close()
 
-    assert files.written == [b"from the handler"]
+    assert file.written == [b"from the handler"]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_child_forked_while_the_queue_is_locked_does_not_hang() -> None:
-    files = MemoryFiles()
-    writer = make_writer(files)
+    file = MemoryFile()
+    writer = make_writer()
     locked, forked = threading.Event(), threading.Event()
 
     def lock() -> None:
@@ -227,13 +237,13 @@ def test_a_child_forked_while_the_queue_is_locked_does_not_hang() -> None:
     child = os.fork()
     if child == 0:
         signal.alarm(HANGS_S)
-        put(writer, b"child")
+        put(writer, file, b"child")
         writer.flush()
         writer.close()
         os._exit(7)
     forked.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    put(writer, b"parent")
+    put(writer, file, b"parent")
     writer.close()
-    assert files.written == [b"parent"]
+    assert file.written == [b"parent"]

@@ -1,0 +1,59 @@
+"""``telemetry report``: runs as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import io
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from telemetry.commands.explain import print_faults
+from telemetry.commands.output import LogDirs, new_console, report_problems
+from telemetry.flight import flight_files
+from telemetry.plain_text import printable
+from telemetry.reading.run_data import RunData
+from telemetry.reading.run_entry import read_row
+from telemetry.tensorboard_plugin.report import MAX_RUNS, report_html
+
+
+def report(args: argparse.Namespace, console: Console) -> int:
+    found = LogDirs(args.runs)
+    runs = dict(found.opened())
+    if runs:
+        report_problems(write_report(runs, args.output))
+        size = args.output.stat().st_size
+        console.print(printable(f"{args.output} ({size / 1e6:.1f} MB)"))
+    return found.status
+
+
+def write_report(runs: Mapping[Path, RunData], path: str | os.PathLike[str]) -> list[str]:
+    """Write the report of runs into an HTML file; return problems of pictures."""
+    if len(runs) > MAX_RUNS:
+        raise ValueError(f"a report is of at most {MAX_RUNS} runs, not of {len(runs)}")
+    base = os.path.commonpath([log_dir.resolve().parent for log_dir in runs])
+    names = {log_dir: os.path.relpath(log_dir.resolve(), base) for log_dir in runs}
+    known = {run: set(run.source.problems) for run in runs.values()}
+    rows = [read_row(log_dir, name, time.time()) for log_dir, name in names.items()]
+    named = {names[log_dir]: run for log_dir, run in runs.items()}
+    page = report_html(
+        named, [row for row in rows if row], "".join(_faults(*item) for item in names.items())
+    )
+    # The directory's name may not be valid UTF-8.
+    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+    return [line for run, old in known.items() for line in run.source.problems if line not in old]
+
+
+def _faults(log_dir: Path, name: str) -> str:
+    """Return the section of the flight files; empty without any."""
+    if not flight_files(log_dir):
+        return ""
+    print_faults(log_dir, new_console(text := io.StringIO()))
+    return (
+        '<section class="faults" aria-label="Flight records"><h2>Around alerts and exceptions'
+        f" of {html.escape(name)}</h2><pre>{html.escape(text.getvalue())}</pre></section>"
+    )

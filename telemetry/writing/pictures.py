@@ -1,0 +1,48 @@
+"""Pictures of full steps for TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telemetry.events import summaries
+from telemetry.measure.images import encode_png
+
+PIXELS_PER_STEP = 1 << 17
+
+Picture = tuple[str, NDArray[np.uint8]]
+"""Tag, and pixels ``[height, width, 3]``."""
+
+
+class Pictures:
+    """Pictures of a full step: as many as have 131,072 pixels together.
+
+    The next full step goes on with the others. A picture that is larger alone is drawn at half its
+    size, or less. ``classic`` is torch's format.
+    """
+
+    def __init__(self, *, classic: bool = False) -> None:
+        self._classic = classic
+        self._next = 0
+
+    def values_of(self, pictures: Sequence[Picture]) -> Iterator[bytes]:
+        """Yield the pictures of one step."""
+        left = PIXELS_PER_STEP
+        for _ in pictures:
+            tag, pixels = pictures[self._next % len(pictures)]
+            while pixels[..., 0].size > PIXELS_PER_STEP:
+                pixels = pixels[::2, ::2]
+            left -= pixels[..., 0].size
+            if left < 0:
+                return
+            self._next = (self._next + 1) % len(pictures)
+            yield self.value(tag, pixels)
+
+    def value(self, tag: str, pixels: NDArray[np.uint8]) -> bytes:
+        """Return one picture."""
+        png, (height, width, _) = encode_png(pixels), pixels.shape
+        if self._classic:
+            return summaries.classic_image(tag, png, width, height)
+        return summaries.image(tag, [png], width, height)
