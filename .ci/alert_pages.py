@@ -23,19 +23,18 @@ PAGES = {
     ),
     "layers.md": (
         "vanishing_gradient", "dead_units", "saturated_units", "layers_not_learning",
-        "untrained_parameters", "output_collapse", "rounded_updates",
-        "low_precision", "expert_collapse",
+        "untrained_parameters", "output_collapse", "expert_collapse",
     ),
     "loss.md": (
-        "loss_divergence", "loss_spike", "loss_burst", "loss_stuck", "no_learning",
+        "loss_divergence", "loss_spike", "loss_stuck", "no_learning",
         "unbounded_loss",
     ),
     "mistakes.md": (
         "wrong_loss_input", "targets_broadcast", "eval_mode", "same_batch", "learning_rate_zero",
         "loss_at_start", "input_ignored", "input_scale", "batch_leak",
     ),
-    "attention.md": ("attention_collapse", "logit_growth"),
-    "resources.md": ("input_bound", "memory_growth", "slow_steps"),
+    "attention.md": ("attention_collapse",),
+    "resources.md": ("input_bound", "memory_growth"),
     "ranks.md": ("ranks_diverge", "ranks_same_batch"),
 }  # fmt: skip
 _PAGE_OF = {kind: page for page, kinds in PAGES.items() for kind in kinds}

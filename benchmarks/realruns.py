@@ -40,8 +40,8 @@ SHARED = HERE.parents[1] / "shared"
 BENCHES = ("realruns", "runs", "faultbench")
 ADDITIONAL = {
     *("exponential_trend", "unbounded_loss", "layers_not_learning"),
-    *("output_collapse", "loss_burst", "weight_jump"),
-    *("wrong_loss_input", "targets_broadcast", "rounded_updates"),
+    *("output_collapse", "weight_jump"),
+    *("wrong_loss_input", "targets_broadcast"),
 }
 """Kinds that labels may not contain: next to the expected kind or instead of it, they are right."""
 

@@ -13,7 +13,7 @@ from runs.models import letters
 from runs.training import Log, fit, generator, warm_cosine
 from runs.unfamiliar import JUMP, at_step, twins
 
-ATTENTION = frozenset({"attention_collapse", "logit_growth"})
+ATTENTION = frozenset({"attention_collapse"})
 _WIDTH, _LENGTH = 64, 32
 
 

@@ -143,12 +143,12 @@ LABELS = {
         why="threshold 50 instead of 1: no neuron fires, the output is constant",
     ),
     "attention_one_hot": Label(
-        kinds=frozenset({"attention_collapse", "logit_growth", "saturated_units"}),
+        kinds=frozenset({"attention_collapse", "saturated_units"}),
         layers=("blocks",), by=200,
         why="queries and keys x 12 and no 1/sqrt(d): each token sees one other",
     ),
     "logits_grow": Label(
-        kinds=frozenset({"attention_collapse", "logit_growth"}) | LOSS, layers=("blocks",), by=280,
+        kinds=frozenset({"attention_collapse"}) | LOSS, layers=("blocks",), by=280,
         onset=60, why="learning rate of queries and keys x 100 from step 60, without a warm-up",
     ),
     "text_loss_negated": Label(
@@ -202,7 +202,7 @@ LABELS = {
         why="batch norms with the statistics that they were made with: they do nothing",
     ),
     "garbage_for_ten_batches": Label(
-        kinds=frozenset({"loss_burst", "loss_spike"}), onset=173, by=190,
+        kinds=frozenset({"loss_spike"}), onset=173, by=190,
         why="ten batches of noise double the loss",
     ),
     # --- further, healthy

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD
 
 from runs.training import Log, fit, mlp
 from runs.unfamiliar import JUMP, at_step, class_loss, twins
-
-LOW_PRECISION = frozenset({"low_precision"})
 
 
 def _classifier(*widths: int) -> nn.Sequential:
@@ -25,7 +23,7 @@ def _move_scale(model: nn.Module, into: str, out: str, unit: int, factor: float)
 
 
 @twins(
-    kinds=LOW_PRECISION | JUMP, layers=("1.0",), onset=100,
+    kinds=JUMP, layers=("1.0",), onset=100,
     why="one unit is 3,000 times as large and the next layer divides by it: the loss is the same",
     healthy="digits with two hidden layers",
 )  # fmt: skip
@@ -33,21 +31,6 @@ def one_unit_carries_the_scale(log: Log, faulty: bool) -> None:
     model = _classifier(48, 32)
     move = at_step(100, faulty, lambda: _move_scale(model, "1.0", "1.2", 5, 3000.0))
     fit(log, model, SGD(model.parameters(), 0.02), class_loss(log, model), 240, before=move)
-
-
-@twins(
-    kinds=LOW_PRECISION, layers=("1.2",), onset=60,
-    why="the scale of one unit grows by 10 % in each step, and the next layer undoes it",
-    healthy="digits with three hidden layers, Adam",
-)  # fmt: skip
-def one_unit_grows_slowly(log: Log, faulty: bool) -> None:
-    model = _classifier(48, 32, 24)
-
-    def before(step: int) -> None:
-        if faulty and 60 <= step < 160:
-            _move_scale(model, "1.2", "1.4", 3, 1.1)
-
-    fit(log, model, Adam(model.parameters(), 1e-3), class_loss(log, model), 260, before=before)
 
 
 class Offset(nn.Module):
@@ -68,7 +51,7 @@ class Offset(nn.Module):
 
 
 @twins(
-    kinds=LOW_PRECISION | {"output_collapse"}, layers=("more",), onset=110,
+    kinds=frozenset({"output_collapse"}), layers=("more",), onset=110,
     why="a bias of 1e7 in one unit, which a buffer takes away again: one value hides all others",
     healthy="digits with a residual layer",
 )  # fmt: skip
@@ -84,7 +67,7 @@ def massive_activation(log: Log, faulty: bool) -> None:
 
 
 @twins(
-    kinds=LOW_PRECISION | JUMP, layers=("1.2",), onset=120,
+    kinds=JUMP, layers=("1.2",), onset=120,
     why="one weight of a unit that never fires is 1e7: e4m3 makes all others of the matrix zero",
     healthy="digits with two hidden layers, Adam",
 )  # fmt: skip

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from runs.training import Log, batches, digits, fit, mlp
 from runs.unfamiliar import twins
 
-INPUT_BOUND, SLOW = frozenset({"input_bound"}), frozenset({"slow_steps"})
+INPUT_BOUND = frozenset({"input_bound"})
 GROWTH = frozenset({"memory_growth"})
 
 
@@ -134,59 +134,8 @@ def remote_shards(log: Log, faulty: bool) -> None:
     fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, shards()), 200)
 
 
-# --- steps become slow ----------------------------------------------------------------------------
-
-
 @twins(
-    kinds=SLOW, onset=220, by=330,
-    why="a forward hook is registered at each step from 200 on, and none is removed",
-    healthy="the hook of the step before is removed",
-)  # fmt: skip
-def hooks_pile_up(log: Log, faulty: bool) -> None:
-    model = mlp(64, 128, 10)
-    handles = list[torch.utils.hooks.RemovableHandle]()
-
-    def inspect(module: nn.Module, inputs: object, outputs: Tensor) -> None:
-        time.sleep(0.01)
-
-    def register(step: int) -> None:
-        if not faulty or step < 200:
-            while handles:
-                handles.pop().remove()
-        handles.append(model[0].register_forward_hook(inspect))
-
-    data = _forever(log, _Decoded())
-    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 350, before=register)
-
-
-@twins(
-    kinds=SLOW, onset=230, by=330,
-    why="a memory of features that is searched at each step grows without a limit",
-    healthy="the memory keeps the latest 8,192 features",
-)  # fmt: skip
-def searched_memory_grows(log: Log, faulty: bool) -> None:
-    class Remembering(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.head = mlp(64, 256, 256), nn.Linear(256, 10)
-            self.memory = deque[Tensor](maxlen=None if faulty else 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            features = self.encoder(x)
-            with torch.no_grad():
-                for _ in range(16 if faulty and len(self.memory) >= 200 else 1):
-                    self.memory.append(F.normalize(features.repeat(16, 1)))
-                nearest = (F.normalize(features) @ torch.cat(list(self.memory)).T).amax(1)
-            outputs: Tensor = self.head(features + 0 * nearest[:, None])
-            return outputs
-
-    model = Remembering()
-    data = _forever(log, _Decoded())
-    fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 350)
-
-
-@twins(
-    kinds=SLOW | INPUT_BOUND, onset=240, by=330,
+    kinds=INPUT_BOUND, onset=240, by=330,
     why="the disk is throttled: from step 240 on a batch takes 0.6 s",
     healthy="one long wait of 20 s, as after an interruption of the network",
 )  # fmt: skip
@@ -201,40 +150,6 @@ def disk_is_throttled(log: Log, faulty: bool) -> None:
             time.sleep(20.0)
 
     fit(log, model, SGD(model.parameters(), 0.05), _loss_of(model, data), 340, before=read)
-
-
-@twins(
-    kinds=SLOW, onset=240, by=330,
-    why="a device lowers its clock: its part of each step takes 0.7 instead of 0.1 s",
-    healthy="sequences become ten times as long, and the steps with them",
-)  # fmt: skip
-def device_is_throttled(log: Log, faulty: bool) -> None:
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
-            self.token_s = 0.1 / 256
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            time.sleep(self.token_s * tokens.numel())
-            outputs: Tensor = self.head(self.words(tokens))
-            return outputs
-
-    model, length = Words(), 32
-    g = torch.Generator().manual_seed(log.seed)
-
-    def throttle(step: int) -> None:
-        nonlocal length
-        if step == 240 and faulty:
-            model.token_s *= 7
-        elif step == 240:
-            length *= 7
-
-    def loss() -> Tensor:
-        tokens = (torch.randint(0, 64, (8, 1), generator=g) + torch.arange(length + 1)) % 64
-        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-    fit(log, model, SGD(model.parameters(), 0.5), loss, 340, before=throttle)
 
 
 # --- memory grows ---------------------------------------------------------------------------------

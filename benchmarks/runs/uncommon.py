@@ -452,7 +452,7 @@ class Stacks(nn.Module):
 
 
 @twins(
-    kinds=LOSS | TREND | EXPLOSION | {"loss_burst"}, onset=143, by=193,
+    kinds=LOSS | TREND | EXPLOSION, onset=143, by=193,
     why="targets are in a unit 30 times smaller from a step on",
     healthy="forecast of waves in three blocks, pinball loss",
 )  # fmt: skip

@@ -447,7 +447,7 @@ def softsign_small(log: Log, faulty: bool) -> None:
 
 
 @twins(
-    kinds=VANISHING | LOSS | {"loss_burst"}, layers=("encoder",), onset=101, by=201,
+    kinds=VANISHING | LOSS, layers=("encoder",), onset=101, by=201,
     why="what the encoder returns is multiplied by 1e-7", healthy="autoencoder of convolutions",
 )  # fmt: skip
 def encoder_gated_off(log: Log, faulty: bool) -> None:
@@ -668,7 +668,7 @@ def rate_of_the_head(log: Log, faulty: bool) -> None:
 
 
 @twins(
-    kinds=LOSS | TREND | {"loss_burst", "loss_stuck"}, onset=171, by=201,
+    kinds=LOSS | TREND | {"loss_stuck"}, onset=171, by=201,
     why="classes are random from a step on", healthy="MLP-Mixer, AdamW",
 )  # fmt: skip
 def classes_random_from_a_step(log: Log, faulty: bool) -> None:

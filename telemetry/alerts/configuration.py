@@ -31,17 +31,26 @@ Settings = Mapping[str, "float | str"]
 
 _KINDS: tuple[type[Detector], ...] = (
     divergence.LossDivergence, exploding.ExplodingActivation, exploding.ExplodingGradient,
-    inactive_units.DeadUnits, inactive_units.SaturatedUnits, losses.LossBurst, losses.LossSpike,
+    inactive_units.DeadUnits, inactive_units.SaturatedUnits, losses.LossSpike,
     losses.UnboundedLoss, mistakes.EvalMode, mistakes.SameBatch, mistakes.TargetsBroadcast,
     mistakes.WrongLossInput, no_learning.LearningRateZero, no_learning.LossStuck,
     no_learning.NoLearning, no_learning.UntrainedParameters, nonfinite.Nonfinite,
-    outputs.AttentionCollapse, outputs.ExpertCollapse, outputs.LogitGrowth, outputs.LowPrecision,
+    outputs.AttentionCollapse, outputs.ExpertCollapse,
     outputs.OutputCollapse, ranks_diverge.RanksDiverge, ranks_diverge.RanksSameBatch,
-    resources.InputBound, resources.MemoryGrowth, resources.SlowSteps,
+    resources.InputBound, resources.MemoryGrowth,
     vanishing_gradient.VanishingGradient, weights.ExponentialTrend, weights.LayersNotLearning,
-    weights.RoundedUpdates, weights.WeightJump,
+    weights.WeightJump,
 )  # fmt: skip
 DETECTORS: Mapping[str, type[Detector]] = {detector.kind: detector for detector in _KINDS}
+
+# Kinds that earlier versions had, and what there is instead.
+_REMOVED = {
+    "loss_burst": "loss_spike notes losses that jump",
+    "logit_growth": "attention_collapse reports it",
+    "low_precision": "plot fp8_underflow and outlier_ratio",
+    "rounded_updates": "plot update_ratio, and keep weights in float32",
+    "slow_steps": "plot time/forward_s and its siblings",
+}
 
 # All kinds of alerts that the package reports.
 KINDS: Mapping[str, type[Detector]] = {**DETECTORS, **mistakes.CHECK_KINDS}
@@ -99,6 +108,8 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
     if isinstance(settings, type):
         called = settings.__name__
         raise TypeError(f"{given}{called}}}): is a class; pass an instance: {called}()")
+    if name in _REMOVED:
+        raise ValueError(f"{given}...}}): this rule was removed: {_REMOVED[name]}")
     if name not in DETECTORS:
         raise ValueError(f"{given}...}}): no rule has this name; {closest(name, DETECTORS)}")
     if settings is None:

@@ -1,4 +1,4 @@
-"""Losses that jump, stay high for some steps, or fall without bound."""
+"""Losses that jump, or fall without bound."""
 
 from __future__ import annotations
 
@@ -196,74 +196,6 @@ class LossSpike(Detector):
 _OTHER_LOSS = ", and layers get no gradient any more, as from another loss"
 _IN_A_ROW = 3  # losses
 _NAMED = 5  # layers
-
-
-class LossBurst(Detector):
-    """Losses of 3 to 20 steps in a row were far above the hundred before, and then as before.
-
-    Evidence: the steps, and the highest loss.
-    Causes: a broken shard, a batch of another task, other masks.
-    Remedies: check the data of these steps.
-    Silent: single hard batches, and the third time and later.
-
-    The loss jumps up and back at once, by half of the range of the hundred before: the weights are
-    not the cause. It is reported after ten losses below three quarters of that range.
-    """
-
-    kind = "loss_burst"
-    on = "loss"
-    severity = "note"
-    explained_by = EXPLOSIONS | {"loss_divergence", "loss_spike", "nonfinite"}
-    # Three consecutive ones above a hundred independent losses are one in 200,000
-    losses: int = limit(3, "Consecutive high losses, at least; at most 20.")
-    _before: float = state(math.nan)
-    _high: tuple[Logged, ...] = state(())  # of consecutive bursts
-    _latest: tuple[Logged, ...] = state(())
-    _longest: int = state(0)
-    _normal: int = state(0)
-    _bursts: int = state(0)
-
-    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        high, loss, window = tuple(baseline.loss.high), record.loss or 0.0, baseline.loss.window
-        if high:
-            self._latest, self._normal = high, 0
-            return None
-        self._normal += 1
-        if (latest := self._latest) and self._normal == 1:
-            jump = min(latest[0].loss - self._before, latest[-1].loss - loss)
-            is_abrupt = len(window) == LENGTH and jump >= window.range / 2
-            if is_abrupt and len(latest) <= LATEST:
-                self._high += latest
-                self._longest = max(self._longest, len(latest))
-            self._latest = ()
-        self._before = loss
-        if self._normal != FEWEST or not self._high:
-            return None
-        first, last = self._high[0].step, self._high[-1].step
-        steps = [step - record.loss_delay for step, _ in self._high]
-        highest, self._high = max(loss for _, loss in self._high), ()
-        longest, self._longest = self._longest, 0
-        usual = sorted(window.values)[3 * len(window) // 4]
-        is_over = baseline.loss.median_of(FEWEST) <= usual and not baseline.loss.is_floor(highest)
-        if longest < self.losses or not is_over or highest <= window.highest:
-            return None
-        self._bursts += 1
-        if self._bursts > _REPORTED or baseline.since_rate_jump < record.step - first + FEWEST:
-            return None
-        return Finding(
-            summary=f"The loss was up to {figure(highest, 4)} from step {first} to {last}, and at "
-            f"most {figure(window.highest, 4)} in the hundred steps before",
-            cause="Other batches, targets or another loss: the loss is usual again",
-            advice=("Check these batches: a broken file, shuffled labels, another task",),
-            value=highest,
-            threshold=window.highest,
-            started_at=first,
-            momentary=True,
-            batch_steps=steps,
-        )
-
-
-_REPORTED = 2  # bursts; more are usual for the data
 
 
 def _found(jump: LossJump, baseline: Baseline, **more: Any) -> Finding:

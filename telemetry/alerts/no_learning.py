@@ -164,7 +164,7 @@ class LossStuck(Detector):
     clear_after = 2
     explained_by = frozenset(
         ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
-    ).union(["wrong_loss_input", "targets_broadcast", "rounded_updates", "exponential_trend"])
+    ).union(["wrong_loss_input", "targets_broadcast", "exponential_trend"])
     after = explained_by
     reduction: float = limit(0.03, "Share by which the loss must have fallen to count as learning.")
     steps: int = limit(100, "Evaluated losses; as many must precede them.")

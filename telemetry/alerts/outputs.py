@@ -1,4 +1,4 @@
-"""Outputs that collapse or spread: attention, logits, experts, one vector, 8-bit floats."""
+"""Outputs that collapse: attention, experts, one vector."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from telemetry.alerts.detector import (
     Detector,
     Finding,
     limit,
-    no_figures,
     state,
 )
 from telemetry.alerts.window import LATEST
-from telemetry.layers import table
 from telemetry.layers.module_types import AFFINE
 from telemetry.layers.units import ranges
 from telemetry.plain_text import called, figure
@@ -50,7 +48,6 @@ class AttentionCollapse(Detector):
     on = "full"
     severity = "note"
     clear_after = 2
-    explained_by = frozenset({"logit_growth"})
     # attention_one_hot and logits_grow (benchmarks/runs) have 0.01 to 0.04, their healthy twin
     # 0.97; at 0.1 a token sees 1.3 of 24 others.
     fraction: float = limit(0.1, "Mean entropy of all rows, as a share of ln S for S tokens.")
@@ -123,54 +120,6 @@ def _entropy(weights: TensorRecord) -> float | None:
 
 
 _ATTENTION = re.compile("attention|attn", re.IGNORECASE)
-
-
-class LogitGrowth(Detector):
-    """Attention logits are so large that their softmax is 0 or 1 and passes no gradient.
-
-    Evidence: the module, the head in a fused kernel, and its largest logit.
-    Causes: queries and keys that grow without bound.
-    Remedies: normalize queries and keys, lower the learning rate or warm it up.
-    Silent: compiled attention such as ``flex_attention``; modules not named like ``attn.scores``.
-
-    All models of Wortsman et al. 2023 (https://arxiv.org/abs/2309.14322, section 3.3) above 10,000
-    diverged. With logits forced to a value, the loss was worse from 1,000 on.
-    """
-
-    kind = "logit_growth"
-    statistic = "activation_rms"
-    on = "full"
-    severity = "note"
-    clear_after = 2
-    largest: float = limit(
-        1e4,
-        "Magnitude of the largest output of a module that is named like that.",
-    )
-    fused: float = limit(1e3, "Largest logit inside of ``scaled_dot_product_attention``.")
-
-    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        rows = record.activations.rows
-        found = [
-            (float(max(-rows.min[row], rows.max[row])), self.largest, called(name), name)
-            for row, name in enumerate(record.activations)
-            if _LOGITS.search(name)
-        ]
-        found += [(logit, self.fused, what, name) for what, name, logit, _ in _heads(record)]
-        high = [one for one in found if one[0] > one[1]]
-        if not high:
-            return None
-        value, threshold, what, name = max(high)
-        return Finding(
-            summary=f"The largest attention logit of {what} is {figure(value)}",
-            advice=("Normalize queries and keys", "Lower the learning rate or warm it up"),
-            value=value,
-            threshold=threshold,
-            module_name=name,
-        )
-
-
-# Masked logits of minus infinity are not finite and count in neither extreme.
-_LOGITS = re.compile(r"(attention|attn).*(logit|score)[^.]*$", re.IGNORECASE)
 
 
 class OutputCollapse(Detector):
@@ -341,85 +290,3 @@ class ExpertCollapse(Detector):
 
 _NONE = 0.01  # of an even load
 _HAD = 1.0  # of an even load
-
-
-class LowPrecision(Detector):
-    """Activations or weights of a layer spread so far that 8-bit floats (e4m3) round many to zero.
-    Or one unit is far larger than the median unit. Neither was so in the first steps.
-
-    Evidence: the layer, the share or the ratio, and its highest value in the first steps.
-    Causes: a unit or a weight that grows without bound, such as a massive activation.
-    Remedies: scale blocks instead of whole tensors, keep the layer in bfloat16, normalize.
-    Silent: gradients, whose range widens as a model converges; layers without parameters.
-    Example: layer.bias.data[0] += 1e7
-
-    Sources: Dettmers et al. 2022 (https://arxiv.org/abs/2208.07339) and Sun et al. 2024
-    (https://arxiv.org/abs/2402.17762) on single large units of language models.
-    """
-
-    kind = "low_precision"
-    statistic = "outlier_ratio"
-    on = "full"
-    severity = "note"
-    confirm_after = 2
-    clear_after = 3
-    explained_by = LOST | {"exponential_trend", "weight_jump", "output_collapse", "no_learning"}
-    # No layer with parameters in 202 healthy recordings reaches a quarter of these limits.
-    share: float = limit(
-        0.1,
-        "Share of the activations or weights that round to zero; a tenth of it at first.",
-    )
-    outlier_ratio: float = limit(
-        100.0,
-        "Largest magnitude of a unit over the median unit's; a tenth of it at first.",
-    )
-    _names: tuple[str, ...] = state(())
-    _highest: Figures = state(no_figures)  # in the first steps, [statistics, modules]
-    _seen: int = state(0)
-
-    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        names = tuple(record.layout.position)
-        if names != self._names:
-            self._names, self._seen = names, 0
-            self._highest = np.full((len(_SPREADS), len(names)), -math.inf)
-        measured, owning = table(record), record.layout.owning
-        values = np.full(self._highest.shape, np.nan)
-        for row, (name, _) in enumerate(_SPREADS):
-            values[row, owning] = measured.column(name)[owning]
-        values[-1, measured.outputs.rows.unit_count < _UNITS] = np.nan
-        if self._seen < _FEWEST_STEPS or baseline.age < LATEST:
-            self._seen += 1
-            self._highest = np.fmax(self._highest, values)
-            return None
-        limits = np.array([self.share, self.share, self.outlier_ratio])
-        was_low = (self._highest >= 0) & (values >= _TIMES * self._highest)
-        exceeds = was_low & (values >= limits[:, None])
-        if not exceeds.any():
-            return None
-        place, row = map(int, np.argwhere(exceeds.T)[0])
-        value, highest = float(values[row, place]), max(float(self._highest[row, place]), 0.0)
-        where, before = called(names[place]), f"{highest:.1%}"
-        what = f"8-bit floats round {value:.0%} of the {_SPREADS[row][1]} of {where} to zero"
-        if row == len(_SPREADS) - 1:
-            what = f"One unit of {where} is {figure(value, 2)}x the median unit"
-            before = f"{figure(highest, 2)}x"
-        return Finding(
-            summary=f"{what}, at most {before} in the first steps",
-            cause="Single values are far larger than the others",
-            advice=(
-                "Ignore it unless you train or deploy in 8 bits",
-                "Scale blocks of the tensor, or keep this layer in bfloat16",
-            ),
-            value=value,
-            threshold=float(limits[row]),
-            module_name=names[place],
-        )
-
-
-_SPREADS = (
-    ("fp8_underflow", "activations"),
-    ("weight_fp8_underflow", "weights"),
-    ("outlier_ratio", "units"),
-)  # statistics of layers, and their values
-_TIMES = 10.0
-_FEWEST_STEPS = 3

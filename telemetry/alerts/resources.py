@@ -1,9 +1,8 @@
-"""Time and memory: steps that wait for data, steps that became slow, memory that grows."""
+"""Time and memory: steps that wait for data, memory that grows."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from itertools import combinations
 from statistics import fmean, median
 from typing import NamedTuple
@@ -19,42 +18,13 @@ _MIB = 2**20
 
 
 class _Times(NamedTuple):
-    """Seconds of a step and of its parts, as in ``TIMES``, and its tokens."""
+    """Seconds of a step, and of its wait for data."""
 
     step_s: float
-    parts: tuple[float, ...]
-    tokens: float
+    wait_s: float
 
 
-class _OfSteps(Detector):
-    """Detector of the times of 50 steps; full steps count only where no other was seen.
-
-    A resumed run may be on another machine, so that a checkpoint has none of them.
-    """
-
-    def set_up(self) -> None:
-        self._full_in_a_row = 0
-        self._latest = deque[_Times](maxlen=_STEPS)
-        self._usual = list[_Times]()  # the first 200: a window would follow a slow rise
-
-    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        if not record.bare_step_s:
-            return None
-        self._full_in_a_row = self._full_in_a_row + 1 if record.full else 0
-        if record.full and self._full_in_a_row < _ONLY_FULL:
-            return None
-        if len(self._latest) == _STEPS and len(self._usual) < 4 * _STEPS:
-            self._usual.append(self._latest[0])
-        parts = tuple([record.usage[tag] for tag in TIMES])
-        self._latest.append(_Times(record.bare_step_s, parts, record.tokens))
-        return self.find_in(record.ranks)
-
-    def find_in(self, ranks: RankFacts | None) -> Finding | None:
-        """Return the fault that the latest steps show."""
-        raise NotImplementedError
-
-
-class InputBound(_OfSteps):
+class InputBound(Detector):
     """The median of 50 steps waits for data more than 40 % of its time, and 5 ms or more.
 
     Evidence: the share, and the seconds of the wait and of the step.
@@ -64,7 +34,8 @@ class InputBound(_OfSteps):
         waiting for a CPU that other programs use, and for the logger, as in ``flush()``.
     Example: loader = DataLoader(images, batch_size=64)  # num_workers=0
 
-    It resolves below three quarters of the share.
+    It resolves below three quarters of the share. Full steps count only where no other was seen. A
+    resumed run may be on another machine, so that a checkpoint has none of the times.
     """
 
     kind = "input_bound"
@@ -76,16 +47,28 @@ class InputBound(_OfSteps):
         "Least wait per step. Below, the Python code of the loop may take as long.",
     )
 
-    def find_in(self, ranks: RankFacts | None) -> Finding | None:
+    def set_up(self) -> None:
+        self._full_in_a_row = 0
+        self._latest = deque[_Times](maxlen=_STEPS)
+
+    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
+        if not record.bare_step_s:
+            return None
+        self._full_in_a_row = self._full_in_a_row + 1 if record.full else 0
+        if record.full and self._full_in_a_row < _ONLY_FULL:
+            return None
+        self._latest.append(_Times(record.bare_step_s, record.usage[_WAIT]))
         if len(self._latest) < _STEPS or (share := self._share()) <= self.share:
             return None
-        wait_s, step_s = _median_s(self._latest, part=0), _median_s(self._latest)
+        wait_s, step_s = map(
+            median, zip(*[(t.wait_s, t.step_s) for t in self._latest], strict=True)
+        )
         if wait_s < self.seconds:
             return None
         return Finding(
             summary=f"Half of the last {_STEPS} steps waited for data {share:.0%} of their "
             f"time or more ({figure(wait_s)} s of {figure(step_s)} s)",
-            cause=slowest_rank(ranks),
+            cause=slowest_rank(record.ranks),
             advice=(
                 "Give the DataLoader more num_workers, with persistent_workers=True",
                 "Set pin_memory=True, and copy with non_blocking=True",
@@ -101,76 +84,12 @@ class InputBound(_OfSteps):
         return not self._latest or self._share() > _CLEARED * self.share
 
     def _share(self) -> float:
-        return median([t.parts[0] / t.step_s for t in self._latest])
-
-
-class SlowSteps(_OfSteps):
-    """The median of 50 steps takes twice as long as the first 200, for half a minute together.
-
-    Evidence: both times, and the part of the step that became slower, or that all parts did.
-    Causes: another program, a throttled device, a slow disk, a list that grows, longer inputs.
-    Remedies: check the machine, and what the named part does.
-    Silent: steps with more tokens in proportion, and steps of a few milliseconds.
-    Example: mean = sum(history) / len(history)  # of all losses, at each step
-
-    It resolves below three quarters of the factor.
-    """
-
-    kind = "slow_steps"
-    severity = "note"
-    factor: float = limit(2.0, "Times the usual step.")
-    seconds: float = limit(
-        30.0,
-        "Least time of the slow steps together. Shorter ones are noise of the machine.",
-    )
-
-    def find_in(self, ranks: RankFacts | None) -> Finding | None:
-        is_long = sum([t.step_s for t in self._latest]) >= self.seconds
-        if len(self._usual) < _STEPS or not is_long or (growth := self._growth()) < self.factor:
-            return None
-        now, before = _median_s(self._latest), _median_s(self._usual)
-        parts = [(_median_s(self._usual, n), _median_s(self._latest, n)) for n in range(len(TIMES))]
-        added = [late - early for early, late in parts]
-        part = added.index(max(added))
-        # Parts below a twentieth of a step are mostly noise.
-        computing = [late / early for early, late in parts[1:] if early > before / 20]
-        most, advice = f"Most of it is {_IN_WORDS[part]}", [_ADVICE[part]]
-        if len(computing) > 1 and min(computing) > _ALL_SLOWER:
-            most, advice = "All parts that compute are slower", []
-        return Finding(
-            summary=f"Steps take {figure(now)} s instead of {figure(before)} s",
-            cause=slowest_rank(ranks) or most,
-            advice=(*advice, "Check for other programs on the machine, and for its clock"),
-            value=growth,
-            threshold=self.factor,
-        )
-
-    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return not self._usual or self._growth() > _CLEARED * self.factor
-
-    def _growth(self) -> float:
-        """Return the growth of the median step, relative to that of its tokens."""
-        before = median(t.tokens for t in self._usual)
-        longer = median(t.tokens for t in self._latest) / before if before else 1.0
-        return _median_s(self._latest) / _median_s(self._usual) / max(longer, 1.0)
-
-
-def _median_s(steps: Iterable[_Times], part: int | None = None) -> float:
-    """Return the median of the steps' seconds, or of those of one part."""
-    return median([t.step_s if part is None else t.parts[part] for t in steps])
+        return median([t.wait_s / t.step_s for t in self._latest])
 
 
 _STEPS = 50
 _ONLY_FULL = 50  # full steps in a row without another step, after which they count
-_ALL_SLOWER = 1.5  # chosen manually: times its usual, of each part
 _CLEARED = 0.75  # of a threshold, below which an alert resolves
-_IN_WORDS = ("waiting for data", "the forward pass", "the backward pass", "the optimizer")
-_ADVICE = (
-    "Check the disk and the workers of the DataLoader",
-    "Check for lists and caches that the model searches at each step",
-    "Check whether the graph grows: detach() hidden states and losses that are kept",
-    "Check clipping, hooks and averages of weights",
-)
 
 
 def slowest_rank(facts: RankFacts | None) -> str | None:

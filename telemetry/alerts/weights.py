@@ -1,4 +1,4 @@
-"""Weights that jump, that steps hardly move, or that rounding holds; trends by a factor."""
+"""Weights that jump, or that steps hardly move; trends by a factor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from telemetry.alert import Severity
-from telemetry.alerts.baseline import LARGE_STEP, Baseline, Figures, matrix_ratios, matrix_sizes
+from telemetry.alerts.baseline import LARGE_STEP, Baseline, Figures, matrix_sizes
 from telemetry.alerts.detector import (
     EXPLOSIONS,
     INACTIVE,
@@ -24,8 +24,6 @@ from telemetry.alerts.detector import (
 from telemetry.alerts.window import FEWEST, LENGTH, RECENT
 from telemetry.plain_text import called, called_all, figure
 from telemetry.records import StepRecord
-from telemetry.records.moments import zero_fraction_of
-from telemetry.records.tensor import figures_of
 
 
 class WeightJump(Detector):
@@ -197,65 +195,6 @@ class LayersNotLearning(Detector):
 _STILL = 1e-9  # of a weight's norm
 _FALLEN = 1000.0  # times; chosen manually
 _HYSTERESIS = 3  # ratios vary that much from step to step
-
-
-class RoundedUpdates(Detector):
-    """Weight matrices in bfloat16 or float16 hardly change: steps are smaller than the distance
-    between two numbers.
-
-    Evidence: the number of matrices, and the largest step.
-    Causes: weights in half precision without a float32 copy.
-    Remedies: keep weights in float32 and use ``torch.autocast``, or use stochastic rounding.
-    Silent: weights in float32, sparse gradients, a rising learning rate.
-    Example: optimizer = torch.optim.SGD(model.bfloat16().parameters(), lr=1e-5)
-
-    A number changes by at least ``eps / 2`` of its size. So if a step moves a matrix by ``r`` of
-    its norm, changed weights hold at most ``(2 r / eps)**2`` of the sum of squares.
-    """
-
-    kind = "rounded_updates"
-    statistic = "update_ratio"
-    severity = "note"
-    on = "full"
-    confirm_after = 3
-    explained_by = frozenset({"learning_rate_zero", "vanishing_gradient"})
-    share: float = limit(0.01, "Share of a matrix that changes, at most.")
-    # Chosen manually
-    steps: int = limit(50, "Steps at which this holds, for half of the matrices.")
-    _largest: dict[str, float] = state(dict)
-
-    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        half = {p.name: p.dtype for p in record.layout.parameters if p.dtype in _EPS}
-        zeros = figures_of(record.grads, zero_fraction_of) if half else {}
-        ratios = matrix_ratios(record) if half else {}
-        learning = [n for n in half if n in ratios and zeros.get(n, 1.0) < _SPARSE]
-        for name in learning:
-            changed = (2 * ratios[name] / _EPS[half[name]]) ** 2
-            self._largest[name] = max(changed, self._largest.get(name, 0.0))
-        still = [name for name in learning if self._largest[name] <= self.share]
-        if not still or 2 * len(still) < len(learning) or baseline.age < self.steps:
-            return None
-        if baseline.rate > baseline.lowest_rate:
-            return None
-        most = max(still, key=ratios.__getitem__)
-        dtype, ratio = half[most], ratios[most]
-        return Finding(
-            summary=f"{len(still)} of {len(learning)} weight matrices in {dtype} hardly change",
-            cause=f"A step moves them by {figure(ratio, 1)} of their norm at most, and numbers in "
-            f"{dtype} are {figure(50 * _EPS[dtype], 1)} % or more apart: rounding undoes the step",
-            advice=(
-                "Keep the weights in float32 and use torch.autocast",
-                "Use an optimizer with stochastic rounding or Kahan summation",
-                "Raise the learning rate",
-            ),
-            value=max(self._largest[name] for name in still),
-            threshold=self.share,
-        )
-
-
-# Distance of the next number above 1, as in ``torch.finfo(dtype).eps``.
-_EPS = {"bfloat16": 2**-7, "float16": 2**-10}
-_SPARSE = 0.5  # of the gradient is zero: embeddings, experts that were not selected
 
 
 class ExponentialTrend(Detector):

@@ -28,7 +28,7 @@ from telemetry.tag_names import RUN
 from telemetry.untrusted import MAX_JSON_BYTES, open_file
 
 # Those that need nothing but the loss and the total gradient norm.
-_KINDS = ("loss_spike", "exploding_gradient", "nonfinite", "exponential_trend", "loss_burst")
+_KINDS = ("loss_spike", "exploding_gradient", "nonfinite", "exponential_trend")
 _NORM_TAG = re.compile(
     r"(?i)^(?:(?:train(?:ing)?|total|global|metrics|run)[\W_]+)*"
     r"(?:grad(?:ient)?s?[\W_]*norm(?:[\W_]*(?:total|step))?|grad_2(?:\.0)?_norm_total)$"

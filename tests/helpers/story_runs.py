@@ -35,7 +35,7 @@ def write_story(logdir: Path) -> None:
         logdir / "boom", layout_of(BLOCKS), steps=range(400), norms=exploding,
         session="20260301-000000.000-aaaa", end=RuntimeError(),
         alerts=[
-            alert_at(20, "head", severity="note", kind="logit_growth", summary="A note."),
+            alert_at(20, "head", severity="note", kind="attention_collapse", summary="A note."),
             alert_at(BOOM - 2, "blocks.2.norm", summary="The gradient exploded."),
             alert_at(BOOM, "blocks.2.norm", kind="nonfinite", summary="It is NaN."),
         ],

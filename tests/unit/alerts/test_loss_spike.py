@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.optim import SGD, Adam
+from torch.optim import Adam
 
 from telemetry import Alert, HookLogger
 from telemetry.testing import alerts_of
@@ -224,30 +224,3 @@ def bursts(*steps: range) -> Callable[[int], Batch]:
     """Return batches whose targets belong to other points at these steps."""
     other = frozenset(step for some in steps for step in some)
     return drawn(classes=lambda step, classes: (classes + (step in other)) % 3)
-
-
-def slow() -> dict[str, Any]:
-    """Return a trained model and a learning rate at which other data hardly change it."""
-    model = net()
-    captured(model, 150)
-    return {"model": model, "optimizer": SGD(model.parameters(), 1e-4)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("steps", "every", "noted"),
-    [
-        *(([range(173, 183)], every, [(173, 182)]) for every in (1, 10, 100)),
-        ([range(173, 180), range(183, 187)], 10, [(173, 186)]),  # two close together are one
-        ([range(173, 250)], 10, []),  # permanent
-        ([range(step, step + 1) for step in range(120, 300, 15)], 10, []),  # single batches
-        # More than two are usual for the data.
-        ([range(n, n + 4) for n in range(150, 330, 40)], 10, [(230, 233), (270, 273)]),
-    ],
-)
-def test_some_batches_of_other_data_are_noted_twice_at_most_with_their_steps(
-    steps: list[range], every: int, noted: list[tuple[int, int]]
-) -> None:
-    alerts = train(rule("loss_burst"), 340, every=every, batch=bursts(*steps), **slow())
-    assert all(alert.severity == "note" for alert in alerts)
-    assert [(alert.step, max(figures(alert.summary))) for alert in alerts] == noted

@@ -45,16 +45,6 @@ def waiting(wait_s: Curve, scale: float = 1.0) -> Run:
         yield timed(step, (wait_s(step) * noise(2 * step + 1), 0.03 * own, 0.06 * own, 0.02 * own))
 
 
-def slowed(
-    factor: Curve, *parts: int, step_s: float = 1.0, tokens: Curve = lambda step: 512.0
-) -> Run:
-    """Yield steps of which some parts, by default ``backward``, take so many times as long."""
-    for step in range(600):
-        usual = np.array([0.1, 0.2, 0.5, 0.2])
-        usual[list(parts or (2,))] += (factor(step) - 1) / len(parts or (2,))
-        yield timed(step, step_s * noise(step) * usual, tokens(step))
-
-
 def memory(mebibytes: Curve, tag: str = HOST, tokens: Curve = lambda step: 512.0) -> Run:
     """Yield steps with a memory of 500 MiB and this, which the batch lets vary."""
     every, varies = (1, 0.5) if tag == HOST else (10, 3.0)
@@ -90,30 +80,6 @@ def test_steps_that_wait_for_data_are_reported_once(wait_s: Curve, scale: float)
 
 
 @pytest.mark.parametrize(
-    ("factor", "part", "named"),
-    [
-        (from_step(300, 3.0), 0, "waiting for data"),  # a disk
-        (lambda step: 1 + step / 100, 1, "forward"),  # a list that is searched
-        (lambda step: 1 + max(step - 200, 0) / 50, 2, "backward"),  # a graph that grows
-        (from_step(400, 4.0), 3, "optimizer"),
-    ],
-)
-def test_steps_that_became_slow_are_reported_with_their_part(
-    factor: Curve, part: int, named: str
-) -> None:
-    [alert] = found("slow_steps", slowed(factor, part))
-    assert alert.severity == "note"
-    assert alert.value >= 2
-    assert named in (alert.cause or "")
-
-
-def test_a_slow_machine_is_the_cause_where_all_parts_became_slower() -> None:
-    [alert] = found("slow_steps", slowed(from_step(300, 9.0), 0, 1, 2, 3))
-    assert alert.cause == "All parts that compute are slower"
-    assert alert.advice == ("Check for other programs on the machine, and for its clock",)
-
-
-@pytest.mark.parametrize(
     ("mebibytes", "tag", "severity"),
     [
         (lambda step: 0.3 * step, HOST, "note"),
@@ -140,10 +106,6 @@ def test_memory_that_rises_steadily_is_reported_once(
         ("input_bound", waiting(lambda step: 3.0 if step % 4 == 0 else 0.0)),  # bursts
         ("input_bound", waiting(lambda step: 0.0004, scale=0.002)),  # the loop takes as long
         ("input_bound", waiting(lambda step: 5.0 if 100 <= step < 120 else 0.01)),  # a checkpoint
-        ("slow_steps", slowed(lambda step: 1.0)),
-        ("slow_steps", slowed(lambda step: 3.0 if 300 <= step < 320 else 1.0)),  # another job
-        ("slow_steps", slowed(from_step(300, 4.0), step_s=0.05)),  # ten seconds of noise
-        ("slow_steps", slowed(from_step(300, 4.0), tokens=from_step(300, 2048.0, 512.0))),
         ("memory_growth", memory(lambda step: 400 * (1 - np.exp(-step / 60)))),  # warms up
         ("memory_growth", memory(lambda step: min(step, 250) * 2.0)),  # a cache that fills up
         ("memory_growth", memory(lambda step: 0.5 * step, tokens=lambda step: 512 + 2 * step)),
@@ -160,7 +122,6 @@ def test_what_is_brief_small_or_has_a_reason_is_no_fault(kind: str, run: Run) ->
     ("kind", "run"),
     [
         ("input_bound", waiting(from_step(100, 0.01, 0.3))),
-        ("slow_steps", slowed(lambda step: 4.0 if 200 <= step < 400 else 1.0)),
         ("memory_growth", memory(lambda step: 0.5 * step if step < 600 else 0.0)),
     ],
 )
@@ -183,7 +144,7 @@ def test_full_steps_count_only_where_all_steps_are_full() -> None:
 
 
 def test_unknown_times_are_judged_by_nothing() -> None:
-    rules = [rule("input_bound"), rule("slow_steps"), rule("memory_growth")]
+    rules = [rule("input_bound"), rule("memory_growth")]
     unknown = [replace(one, usage={}) for one in waiting(lambda step: 0.3)]
     assert alerts_of(unknown, rules) == []
     assert not any(one.requests_full_step for one in rules)

@@ -1,4 +1,4 @@
-"""Rules about weights: rounded updates, jumps, layers that stand still, exponential trends."""
+"""Rules about weights: jumps, layers that stand still, exponential trends."""
 
 from __future__ import annotations
 
@@ -12,74 +12,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from telemetry import Alert
-from tests.helpers.captured import at_step, captured, classify, drawn, rate_of, toward
+from tests.helpers.captured import at_step, captured, classify, rate_of, toward
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
-from tests.helpers.small_runs import Batch, draw, net, train
-
-
-def rounded(dtype: torch.dtype, rate: float, *, warm_up: float = 0.0, every: int = 10) -> Any:
-    model = net().to(dtype)
-    optimizer = SGD(model.parameters(), rate)
-    before = rate_of(optimizer, lambda step: rate * (1 + warm_up * step))
-    batch = drawn(lambda step, points: points.to(dtype))
-    settings = {"model": model, "optimizer": optimizer, "before": before, "batch": batch}
-    return train(rule("rounded_updates"), 100, every=every, **settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("every", [1, 10])
-@pytest.mark.parametrize(
-    ("dtype", "rate", "apart"), [(torch.bfloat16, 3e-4, 0.4), (torch.float16, 1e-4, 0.05)]
-)
-def test_updates_that_are_rounded_away_are_noted(
-    dtype: torch.dtype, rate: float, apart: float, every: int
-) -> None:
-    (alert,) = rounded(dtype, rate, every=every)
-    assert (alert.severity, alert.module_name) == ("note", None)
-    assert 50 <= alert.step < 80
-    assert alert.value <= alert.threshold
-    assert figures(alert.summary)[:2] == [2, 2]
-    assert apart in figures(alert.cause)  # %
-
-
-def test_the_share_of_changed_weights_stays_below_its_bound() -> None:
-    model = net().bfloat16()
-    weights = [model[0].weight, model[3].weight]
-    before = [weight.detach().clone() for weight in weights]
-    shares: list[float] = []
-
-    def compare(step: int) -> None:
-        for weight, old in zip(weights, before, strict=True):
-            shares.append(float(old[weight != old].float().norm() / old.float().norm()) ** 2)
-            old.copy_(weight.detach())
-
-    bound = rule("rounded_updates", share=1e9)  # reported at the first step that may be
-    settings = {"model": model, "optimizer": AdamW(model.parameters(), 1e-4), "before": compare}
-    batch = drawn(lambda step, points: points.bfloat16())
-    [alert] = train(bound, 60, batch=batch, every=1, **settings)
-    assert 0 < max(shares[: 2 * alert.step]) <= alert.value
-
-
-@pytest.mark.slow
-def test_updates_that_change_weights_are_not_noted() -> None:
-    assert rounded(torch.float32, 1e-3) == []
-    assert rounded(torch.bfloat16, 1.0) == []
-    assert rounded(torch.bfloat16, 1e-3, warm_up=0.01) == []
-
-
-def test_mostly_zero_gradients_are_not_noted() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(1000, 4), nn.Flatten(), nn.Linear(8, 3)).bfloat16()
-    model[2].requires_grad_(False)
-
-    def batch(step: int) -> Batch:
-        return torch.randint(1000, (32, 2)), torch.randint(3, (32,))
-
-    optimizer = SGD(model.parameters(), 1e-3)
-    alerts = train(rule("rounded_updates"), 100, model=model, optimizer=optimizer, batch=batch)
-    assert alerts == []
-
+from tests.helpers.small_runs import draw, net, train
 
 Change = Callable[[nn.Sequential, Optimizer], object]
 
