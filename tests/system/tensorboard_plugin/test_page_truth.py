@@ -128,6 +128,14 @@ def test_an_alert_of_dead_units_opens_the_relu_that_has_them(page: TelemetryPage
     page.locator(".detail .to-alert", has_text="Dead units").first.wait_for()
 
 
+def test_the_input_is_the_row_above_the_layers_and_has_its_pictures(page: TelemetryPage) -> None:
+    page.open(run="nan", statistic="activation_rms", step="0")
+    page.heatmap.click(position=page.point(0.5 / 6, 0.5 / STEPS))
+    assert ["Non-finite count", "0"] in details(page)
+    assert page.link()["layer"] == ".(input)"
+    assert page.locator(".detail .film").count() == 1
+
+
 def test_the_line_of_the_first_nan_names_the_layer_of_the_alert(page: TelemetryPage) -> None:
     page.open(run="blown")
     assert page.locator(".first-nonfinite").inner_text() == (
