@@ -30,9 +30,17 @@ from telemetry.failures import Failures
 from telemetry.ranks.connection import RECORDS, Address, Client, Rendezvous
 from telemetry.ranks.exchange import CLOSE_S, RankExchange
 from telemetry.ranks.merging import MergedRecords, MergedStep
-from telemetry.ranks.partial_record import ParameterPart, PartialRecord, Row, TensorTable, encode
+from telemetry.ranks.partial_record import (
+    GRADS,
+    VALUES,
+    ParameterPart,
+    PartialRecord,
+    Row,
+    TensorTable,
+    encode,
+)
 from telemetry.ranks.topology import LocalShard
-from telemetry.records import Layout, Module, Parameter, TensorRecord
+from telemetry.records import Layout, Module, Parameter, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
 
 WORLDS = (8, 64, 256, 1024)
@@ -42,7 +50,7 @@ WIDTH, TOKENS, CONTEXT = 768, 50257, 1024
 ELEMENTS = 2**16
 DIFFERENT = 8  # simulated ranks; the others send the same as one of these
 ROUNDS = 5
-LIGHT = ("copies", "norms", "present", "finite")
+LIGHT = ("copies", *GRADS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,22 +134,23 @@ def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
     )
     count = len(shapes)
     norms, copies = dice.random(count), np.arange(count) % world_size
-    table = [record.rows for record in tensors.values()]
+    record = StepRecord(
+        step=0, wall_time=0.0, layout=layout, full=True, scalars={"loss": float(norms[0])},
+        grad_norms=norms, grad_present=np.ones(count, bool), grad_finite=np.ones(count, bool),
+    )  # fmt: skip
+    table = [one.rows for one in tensors.values()]
     return PartialRecord(
         rank=rank,
         size=world_size,
         step=0,
-        wall_time=0.0,
-        full=True,
+        values={name: getattr(record, name) for name in VALUES},
         parameters=ParameterPart(
             stage=0,
             layout_id="0123456789abcdef",
             layout=layout,
             columns={
                 "copies": np.zeros(count, np.int64),
-                "norms": norms,
-                "present": np.ones(count, bool),
-                "finite": np.ones(count, bool),
+                **{name: getattr(record, name) for name in GRADS},
                 "before": norms,
                 "parameter_copies": (copies - rank) % world_size,
                 "moved": np.where(copies == rank, norms, np.nan),
@@ -154,7 +163,6 @@ def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
         tensors=TensorTable.of(
             dict.fromkeys(tensors, LocalShard()), type(table[0]).concatenate(table)
         ),
-        scalars={"loss": float(norms[0])},
         step_s=0.1,
         host="host",
     )
@@ -167,7 +175,8 @@ def step_of(part: PartialRecord, rank: int, step: int, *, full: bool) -> Partial
         columns = {name: part.parameters.columns[name] for name in LIGHT}
         checks = part.parameters.checks[:, :0]
         parameters = replace(part.parameters, layout=None, columns=columns, checks=checks)
-        part = replace(part, full=False, parameters=parameters, tensors=None, host="")
+        values = {**part.values, "full": False}
+        part = replace(part, values=values, parameters=parameters, tensors=None, host="")
     sequence = (step + 1) * 2**10 - 1
     return replace(part, rank=rank, step=step, sequence=sequence)
 

@@ -1,19 +1,20 @@
 """Records the input of the rules in real runs, and replays it to them in seconds.
 
     python benchmarks/replay.py record --out DIR [--only GLOB] [--seed N]
-    python benchmarks/replay.py replay DIR [--only GLOB] [--every 1 10 100] [--jobs N] [--times]
-        [--save FILE] [--compare FILE] [--against FILE] [--freeze FILE]
+    python benchmarks/replay.py replay DIR [--only GLOB] [--every 1 10 100] [--norms K] [--times]
+        [--jobs N] [--save FILE] [--compare FILE] [--against FILE] [--freeze FILE]
 
 ``record`` trains all runs of faultbench, its released runs, ``realruns`` and ``benchmarks/runs``
 (only the last where ``../shared`` is missing) once, and keeps each step in full, in one file for
 each logger of a run; runs with a file are skipped. ``replay`` gives each step to the default rules,
 in full or with its norms alone, as a logger with that ``every_n_steps`` does: where it is due, and
-as many steps after a request of a rule as in :class:`telemetry.pipeline.FullSteps`. It prints how
-many full steps healthy runs had. ``--save`` writes all alerts; ``--compare`` lists those that
-differ from such a file, field by field, and fails then. ``--freeze`` writes kind, step, module,
-severity and stage of each alert; ``--against`` compares with such a file and fails if a fault is
-no longer found, a healthy run has a new warning, or the 90th percentile of the latency has grown:
-``benchmarks/verdicts.json`` is the file to which each change of a rule is held.
+where rules request it as in :class:`telemetry.capture.Schedule`. It prints how many full steps
+healthy runs had. With ``--norms K``, norms fit into the time of one step in K, as in a fast loop.
+``--save`` writes all alerts; ``--compare`` lists those that differ from such a file, field by
+field, and fails then. ``--freeze`` writes kind, step, module, severity and stage of each alert;
+``--against`` compares with such a file and fails if a fault is no longer found, a healthy run has a
+new warning, or the 90th percentile of the latency has grown: ``benchmarks/verdicts.json`` is the
+file to which each change of a rule is held.
 
 The files hold public attributes of ``StepRecord`` as plain arrays and JSON: where records are built
 in another way, :class:`Recorded` has to follow. Not kept are pictures, states of generators,
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 import traceback
@@ -32,6 +34,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache, partial
 from itertools import compress
@@ -49,9 +52,10 @@ from torch.optim import Optimizer
 
 from telemetry import Alert, Rule, StepRecord
 from telemetry.alerts import default_rules
+from telemetry.capture import Schedule
+from telemetry.capture.schedule import Plan, Work
 from telemetry.failures import RaisingFailures
-from telemetry.pipeline import FullSteps
-from telemetry.pipeline.schedule import Judge
+from telemetry.pipeline.judge import Judge
 from telemetry.plain_text import json_plain
 from telemetry.records import Layout, Module, Output, Parameter, TensorRecord
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
@@ -291,8 +295,26 @@ class Recorded:
 
 # --- replaying -------------------------------------------------------------------------------
 
+LOSS = "loss"  # its tag
+
 Fields = dict[str, Any]
 """Of an alert."""
+
+
+class Simulated(Schedule):
+    """Schedule of a run in which one step in ``norms_every`` can have norms."""
+
+    def __init__(self, every_n_steps: int, norms_every: int) -> None:
+        super().__init__(every_n_steps, math.inf if norms_every == 1 else None)
+        self._norms_every = norms_every
+        self.loss_tag = LOSS
+
+    def _norms(self, step: int) -> Plan:
+        self._norms_s = float(step % self._norms_every == 0)  # the cost is 1
+        return super()._norms(step)
+
+    def _cost_s(self, work: Work) -> float:
+        return 1.0
 
 
 class Replay:
@@ -304,31 +326,39 @@ class Replay:
         times_s: Durations of the rules' evaluations: of light steps, of full steps.
     """
 
-    def __init__(self, every_n_steps: int) -> None:
+    def __init__(self, every_n_steps: int, norms_every: int) -> None:
         self.alerts: list[Fields] = []
         self.due = 0
         self._every_n_steps = every_n_steps
         self.times_s: tuple[list[float], list[float]] = ([], [])
-        self._full_steps = FullSteps(every_n_steps)
-        self._full: bool | None = None  # of the next step, which is decided before it begins
+        self._schedule = Simulated(every_n_steps, norms_every)
+        self._between: list[tuple[int, float]] = []  # losses of skipped steps
         self._judge = Judge(default_rules(), RaisingFailures())
         self._loss_s = 0.0
 
     def show(self, file: Recorded, event: Any) -> None:
         """The next step or loss."""
         if isinstance(event, list):
+            self._schedule.logged(event[0], {LOSS: event[1]})
             self._loss_s += self._took(lambda: self._judge.judge_loss(*event))
             return
         step = event["step"]
         self.due += step % self._every_n_steps == 0
-        full = self._full_steps(step) if self._full is None else self._full
-        self._full = self._full_steps(step + 1)
-        record = file.record(event, full=full)
+        plan = self._schedule.plan(step)
+        record = file.record(event, full=plan == "full")
+        if plan == "skip":
+            self._between += [] if record.loss is None else [(step, record.loss)]
+        else:
+            self._judged(replace(record, losses_between=tuple(self._between)))
+            self._between = []
+        self._schedule.plan(step + 1)  # before the rules judge this step
+
+    def _judged(self, record: StepRecord) -> None:
         took_s = self._took(lambda: self._judge.judge(record))
         self.times_s[record.full].append(self._loss_s + took_s)
         self._loss_s = 0.0
-        if self._full_steps.grants(self._judge, step):
-            self._full_steps.request()
+        if count := self._judge.request(self._schedule, record):
+            self._schedule.request_full(record.step + 2, count)
 
     def _took(self, judge: Callable[[], Iterator[Alert]]) -> float:
         began = time.perf_counter()
@@ -342,10 +372,10 @@ Row = tuple[str, list[Fields], tuple[list[float], list[float]], int]
 """The name of a replay, its alerts, the times, and how many full steps were due."""
 
 
-def replayed(path: Path, intervals: Sequence[int]) -> list[Row]:
+def replayed(path: Path, intervals: Sequence[int], norms_every: int = 1) -> list[Row]:
     """A run with each of the intervals."""
     torch.set_num_threads(1)
-    file, replays = Recorded(path), {n: Replay(n) for n in intervals}
+    file, replays = Recorded(path), {n: Replay(n, norms_every) for n in intervals}
     for replay in replays.values():
         try:
             for event in file.events:
@@ -485,6 +515,7 @@ def main() -> int:
     recording.add_argument("--seed", type=int, default=0)
     replaying.add_argument("folder", type=Path)
     replaying.add_argument("--every", type=int, nargs="+", default=[1, 10, 100])
+    replaying.add_argument("--norms", type=int, default=1, help="one step in so many has norms")
     replaying.add_argument("--jobs", type=int, default=1, help="processes at a time")
     replaying.add_argument("--times", action="store_true", help="print how long the rules take")
     replaying.add_argument("--save", type=Path)
@@ -501,7 +532,7 @@ def main() -> int:
         parser.error(f"there is no recorded run {args.only} in {args.folder}")
     began, rows = time.monotonic(), list[Row]()
     with ProcessPoolExecutor(args.jobs) as pool:
-        judge = partial(replayed, intervals=args.every)
+        judge = partial(replayed, intervals=args.every, norms_every=args.norms)
         for some in pool.map(judge, paths) if args.jobs > 1 else map(judge, paths):
             rows += some
     if args.times:

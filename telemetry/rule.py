@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -31,22 +32,28 @@ class Rule(ABC):
         """Whether the rule requests a full step; read after each call.
 
         The step is measured some steps later, if the run's allowance has one left: see
-        :class:`telemetry.pipeline.FullSteps`.
+        :class:`telemetry.capture.Schedule`.
         """
         return False
+
+    @property
+    def full_steps_needed(self) -> int:
+        """Number of consecutive full steps that a request is for."""
+        return 1
 
     @abstractmethod
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         """Judge one step of training; return ``()`` if nothing is wrong."""
 
     @property
-    def loss_limit(self) -> float | None:
-        """Loss up to which the rule accepts to judge one step in k only; read after each call.
+    def requests_norms_above(self) -> float:
+        """Loss above which the rule requests the norms of each of the next 64 steps.
 
-        Steps may be so fast that judging each of them costs more than 3 % of the time: see "Fast
-        steps" in docs/understand/full-steps.md. None, the default: the rule judges every step.
+        Read after each call. Steps may be so fast that the norms of each of them cost more than 3 %
+        of the time: see "Fast steps" in docs/understand/full-steps.md. ``-math.inf``, the default:
+        the rule judges every step; ``math.inf``: it accepts any distance.
         """
-        return None
+        return -math.inf
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
         """Judge a loss as soon as it is logged, since an optimizer step may never follow.

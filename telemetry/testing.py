@@ -6,6 +6,7 @@ and hooks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,10 +16,9 @@ from torch.optim import Optimizer
 
 from telemetry.alert import Alert
 from telemetry.alerts import default_rules
-from telemetry.capture import Capture, CapturedStep, Content, LightStep
+from telemetry.capture import Capture, CapturedStep, Content, LightStep, Schedule
 from telemetry.failures import RaisingFailures
-from telemetry.pipeline import FullSteps
-from telemetry.pipeline.schedule import Judge
+from telemetry.pipeline.judge import Judge
 from telemetry.records import StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import AnyRule, as_rule
@@ -43,7 +43,7 @@ class CapturedRun:
         self._logged: dict[int, dict[str, float]] = {}
         self._loss = LossChoice()
         self._capture: Capture | None = None
-        self._full_steps = FullSteps(1)
+        self._schedule = Schedule(1, math.inf)
 
     def log(
         self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor
@@ -68,8 +68,8 @@ class CapturedRun:
     def _add(self, record: StepRecord) -> None:
         self.records.append(record)
         self.alerts += self._judge.judge(record)
-        if self._full_steps.grants(self._judge, record.step):
-            self._full_steps.request()
+        if count := self._judge.request(self._schedule, record):
+            self._schedule.request_full(record.step + 2, count)
 
 
 def alerts_of(records: Iterable[StepRecord], rules: Iterable[AnyRule] | None = None) -> list[Alert]:
@@ -118,11 +118,11 @@ def capture_run(
     The other arguments are those of :class:`~telemetry.HookLogger`.
     """
     run = CapturedRun(rules)
-    run._full_steps = FullSteps(every_n_steps)
+    run._schedule = Schedule(every_n_steps, math.inf)
     run._capture = capture = Capture(
         model,
         selection=Selection.parse(modules, exclude),
-        is_full=run._full_steps,
+        schedule=run._schedule,
         content=Content(images=images),
         deliver=run._take,
         safe_point=lambda: None,

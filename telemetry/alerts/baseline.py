@@ -221,10 +221,10 @@ class Baseline:
             self.too_large, self.began_small, self.began_zero = _first_sizes(record)
 
     @property
-    def loss_limit(self) -> float | None:
-        """The limit of a usual loss, where all other figures are usual; else None."""
+    def loss_limit(self) -> float:
+        """The limit of a usual loss, where all other figures are usual; else -infinity."""
         usual = self.norm.is_usual and not self.layers.are_unusual and not self.loss.high
-        return self.loss.limit if usual and not self.follows_rate_jump else None
+        return self.loss.limit if usual and not self.follows_rate_jump else -math.inf
 
     @property
     def has_more_examples(self) -> bool | None:

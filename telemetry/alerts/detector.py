@@ -112,8 +112,7 @@ class Detector(Rule):
 
     # Set by find() to request a full step. An unconfirmed finding of a full step requests one, too.
     needs_full_step: bool = state(False)
-    # Consecutive full steps that it needs; after these requests it pauses.
-    full_steps_in_a_row: int = state(1)
+    full_steps_in_a_row: int = state(1)  # consecutive full steps that it needs
     active_alert: Alert | None = state(None)  # noqa: RUF009 - a field
     requests_full_step: bool = state(False)
     is_unconfirmed: bool = state(False)  # a finding is not confirmed yet
@@ -229,7 +228,7 @@ class Detector(Rule):
 
     @property
     def full_steps_needed(self) -> int:
-        """Full steps that it requests before it pauses."""
+        """Consecutive full steps that it requests."""
         is_waiting = self.on == "full" and self.is_unconfirmed
         missing = int(self._required - self._findings) if is_waiting else 0
         return max(self.full_steps_in_a_row, missing)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
-from typing import Any, NamedTuple
+from typing import Any
 
 from telemetry.alert import Alert, Consequence, Severity
 from telemetry.alerts.baseline import Baseline
@@ -29,9 +30,6 @@ class Engine(Rule):
     A learning rate that has just jumped above all former ones is the cause of each fault that large
     steps may explain.
 
-    Requests for full steps that confirm nothing pause for 20 steps, then for 40, 80 and so on
-    (exponential back-off), so that all detectors share the run's allowance. An alert resets that.
-
     Args:
         detectors: In any order.
         severities: For some kinds of alerts, another severity than the detector's own.
@@ -43,7 +41,6 @@ class Engine(Rule):
     requests_full_step: bool = False
     _reported: dict[str, _Reported]
     _suppressed: dict[str, _Suppressed]
-    _requests: dict[str, _Requests]
 
     def __init__(
         self,
@@ -60,7 +57,7 @@ class Engine(Rule):
         self._every_step = every_step
         self._severities = dict(severities or {})
         self._baseline = Baseline(interval)
-        self._reported, self._suppressed, self._requests = {}, {}, {}
+        self._reported, self._suppressed = {}, {}
 
     def __repr__(self) -> str:
         return f"<{self.name}: {', '.join(self._detectors)}>"
@@ -73,33 +70,23 @@ class Engine(Rule):
         self._baseline.add(record)
         detectors = self._detectors.values() if record.full else self._of_light_steps
         found = _found_by({d.kind: d.evaluate for d in detectors}, record, self._baseline)
-        self._request(record, found[0])
+        # Unusual norms are a reason to begin: a full step does not decide on them.
+        is_unusual = self._baseline.layers.are_unusual and not record.full
+        self.requests_full_step = is_unusual or any(self._requesting)
         return self._report(*found)
 
     @property
-    def loss_limit(self) -> float | None:
-        unconfirmed = [d.kind for d in self._of_light_steps if d.is_unconfirmed]
-        return None if unconfirmed or self._every_step else self._baseline.loss_limit
+    def full_steps_needed(self) -> int:
+        return max([detector.full_steps_needed for detector in self._requesting], default=1)
 
-    def _request(self, record: StepRecord, alerts: Iterable[Alert]) -> None:
-        """Request a full step if a detector that does not pause needs one."""
-        if any(alert.stage != "resolved" for alert in alerts):
-            self._requests = {}
-        needed = {
-            kind: d.full_steps_needed for kind, d in self._detectors.items() if d.requests_full_step
-        }
-        if self._baseline.layers.are_unusual:
-            needed[_NORMS] = 1
-        self.requests_full_step, step = False, record.step
-        for kind, in_a_row in needed.items():
-            began, pause, made = self._requests.get(kind, _Requests(step, 0, 0))
-            if step >= began + pause:
-                began, pause, made = step, max(_PAUSE, 2 * pause), 0
-            # A full step that does not decide is followed by another one.
-            goes_on = record.full and made < _CHAIN and kind != _NORMS
-            if step < began + in_a_row or goes_on:
-                self.requests_full_step, made = True, made + 1
-            self._requests[kind] = _Requests(began, pause, made)
+    @property
+    def _requesting(self) -> list[Detector]:
+        return [detector for detector in self._detectors.values() if detector.requests_full_step]
+
+    @property
+    def requests_norms_above(self) -> float:
+        unconfirmed = [d.kind for d in self._of_light_steps if d.is_unconfirmed]
+        return -math.inf if unconfirmed or self._every_step else self._baseline.loss_limit
 
     def state_dict(self) -> dict[str, Any]:
         return {name: to_plain(part) for name, part in self._parts().items()}
@@ -256,14 +243,6 @@ class _Suppressed:
     suppressed_by: str
 
 
-class _Requests(NamedTuple):
-    """Back-off of one detector."""
-
-    began: int  # step of the first request after the last pause
-    pause: int  # steps
-    made: int
-
-
 def _may_explain(reported: _Reported, alert: Alert, interval: float) -> bool:
     """Whether a reported alert may be the root cause of a later one.
 
@@ -284,6 +263,3 @@ def _may_explain(reported: _Reported, alert: Alert, interval: float) -> bool:
 
 
 _REACH = 200  # steps; chosen manually; tried 40 and 1000
-_PAUSE = 20  # steps, doubled each time: a requested step is measured by then, unless rules are late
-_CHAIN = 2  # requests before a pause, the second after the full step of the first; tried 1, 3
-_NORMS = "norms"  # of the baseline, among the detectors

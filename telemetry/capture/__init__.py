@@ -7,12 +7,12 @@ call reads the gradients instead, and makes a :class:`LightStep`.
 
 :mod:`activations` and :mod:`observations` measure the tensors of a step, :mod:`parameters` takes
 norms, and :mod:`nested` finds tensors in containers. :mod:`modules` installs the hooks of modules
-and :mod:`layouts` describes them. :mod:`budget` limits the cost, :mod:`missed_steps` explains why
-no step is recorded, and :mod:`probe` runs a sample.
+and :mod:`layouts` describes them. :mod:`schedule` decides what a step measures, :mod:`missed_steps`
+explains why no step is recorded, and :mod:`probe` runs a sample.
 """
 
-from telemetry.capture.budget import Budget as Budget
 from telemetry.capture.capture import Capture as Capture
 from telemetry.capture.captured_step import CapturedStep as CapturedStep
 from telemetry.capture.light_step import LightStep as LightStep
+from telemetry.capture.schedule import Schedule as Schedule
 from telemetry.capture.state import Content as Content

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from telemetry.capture.budget import Budget
 from telemetry.capture.captured_step import CapturedStep
 from telemetry.capture.clock import LoopClock
 from telemetry.capture.hooks import ForwardHook, InputHook
@@ -22,6 +21,7 @@ from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizers import Optimizers
 from telemetry.capture.parameters import ParameterTable
 from telemetry.capture.probe import Sample
+from telemetry.capture.schedule import Plan, Schedule
 from telemetry.capture.state import Content, Guard, State, Target, guarded
 from telemetry.capture.step import Step
 from telemetry.capture.usage import APART, OPTIMIZER
@@ -41,12 +41,10 @@ class Capture:
     (:class:`LightStep`).
 
     Args:
-        is_full: Whether a step is full; called once for each step, in their order.
-        have_norms: Whether the gradient norms of another step are taken; called at its end.
+        schedule: Plans each step, and measures the time of the training thread.
         deliver: Called on the training thread with each finished step; must not block.
         safe_point: Called between steps; may raise into the training loop.
         primary: Optimizer whose steps count; None: see :class:`Optimizers`.
-        budget: Limit of the cost, which it measures; None: no limit.
         sample: Fixed sample whose feature maps are drawn; None: those of the batches are.
         find_ranks: Called before anything is measured. Returns the observer of the other ranks, or
             None if this rank measures everything.
@@ -57,19 +55,17 @@ class Capture:
         model: nn.Module,
         *,
         selection: Selection,
-        is_full: Callable[[int], bool],
-        have_norms: Callable[[int], bool] = lambda step: True,
+        schedule: Schedule,
         content: Content,
         deliver: Callable[[CapturedStep | LightStep], None],
         safe_point: Callable[[], None],
         primary: Optimizer | None,
         failures: Failures,
         first_step: int = 0,
-        budget: Budget | None = None,
         sample: Sample | None = None,
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
-        self.guard = Guard(failures, nullcontext() if budget is None else budget)
+        self.guard = Guard(failures, schedule)
         self.model = weakref.ref(model)
         self.safe_point = safe_point
         self._table = ParameterTable(model, selection)
@@ -91,12 +87,11 @@ class Capture:
         self._light_reader = LightReader(self._table)
         self._missed_steps = MissedSteps()
         cuda.prepare(parameter.device for parameter in model.parameters())
-        self._norms = True  # at least the gradient norms of the step in progress are taken
+        self._schedule = schedule
+        self._plan: Plan = "norms"  # of the step in progress
         self._step = self._new_step(full=False)
         self._phases: list[tuple[int, Step]] = []  # with their threads, the innermost last
-        self._is_full, self._have_norms = is_full, have_norms
         self._deliver, self._delivered = deliver, False
-        self._budget = budget
         self._sample = sample
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
         self._by_hand = False  # the loop has no optimizer
@@ -120,11 +115,10 @@ class Capture:
             return
         self._optimizers.install()
         self._table.forget_optimizers()
-        if self._budget is not None:
-            self._budget.restart()
+        self._schedule.restart()
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.attach()
-        self._begin(self.step, self._is_full(self.step), attaching=True)
+        self._begin(self.step, self._plan_step(self.step), attaching=True)
         self.clock.start()
 
     def detach(self) -> None:
@@ -147,8 +141,7 @@ class Capture:
     def state_dict(self) -> dict[str, Any]:
         """Return numbers, strings, lists and dicts for a checkpoint; call it between steps."""
         self.end_open_step()
-        order = list(self._layouts.forward_order)
-        return {"step": self.step, "full": self._step.full, "forward_order": order}
+        return {"step": self.step, "forward_order": list(self._layouts.forward_order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the fields that ``state`` has; hooks must be off."""
@@ -169,19 +162,21 @@ class Capture:
 
     # --- begin of a step --------------------------------------------------------------------------
 
+    def _plan_step(self, number: int) -> Plan:
+        try:
+            return self._schedule.plan(number)
+        except Exception:
+            self.guard.failures.report("to plan a step")
+            return "norms"
+
     @guarded("to begin a step", reads=False)
-    def _begin(self, number: int, full: bool, attaching: bool = False) -> None:
-        state, norms, budget = self._state, True, self._budget
-        if budget is not None:
-            if not attaching:
-                device, was_full = self._table.device, self._step.full
-                budget.step_ended(state.step, full=was_full, norms=self._norms, device=device)
-            full, norms = budget.affords(number, full=full)
-        state.step, self._norms = number, norms
-        if state.light and not full:
+    def _begin(self, number: int, plan: Plan, attaching: bool = False) -> None:
+        state = self._state
+        state.step, self._plan = number, plan
+        if state.light and plan != "full":
             state.light = False  # the step object is unused
         else:
-            self._open(full=full, attaching=attaching)
+            self._open(full=plan == "full", attaching=attaching)
 
     def _open(self, *, full: bool, attaching: bool = False) -> None:
         """Gather a new step from here on."""
@@ -196,6 +191,7 @@ class Capture:
                 follows, by_hand = not attaching, self._by_hand
                 state.output_grads = step.begin(follows=follows, by_hand=by_hand)
                 self.clock.measure(self._table.device)
+                self._schedule.measure(self._table.device)
                 self._observe(training=True)
             else:
                 self._modules.stop()
@@ -312,9 +308,8 @@ class Capture:
         state = self._state
         if self._step.full or not self._light_reader.reads(optimizer):
             return False
-        self._norms = self._norms and self._have_norms(state.step)
         self.clock.lap(APART)
-        if not self._norms:
+        if not self._takes_norms():
             state.light = True
         elif not state.light:
             self._read_light_step(optimizer)
@@ -342,18 +337,15 @@ class Capture:
         state = self._state
         if not state.light or not self._light_reader.reads(optimizer):
             return False
-        number = state.step + 1
         self.clock.end_step()
-        full = self._is_full(number)
-        if full or self._norms:
-            if self._norms:
-                self._end_light_step()
-            self._begin(number, full)
-        else:
-            # Most steps of fast loops pass here: between two, code leaves the core's cache.
-            state.step, state.light = number, False
-            self._norms = self._budget is None or self._budget.have_norms(number)
-        self.clock.begin_step(full=full)
+        if self._plan != "skip":
+            self._end_light_step()
+        number = state.step + 1
+        if (plan := self._plan_step(number)) == "full":
+            self._begin(number, plan)
+        else:  # most steps of fast loops pass here: between two, code leaves the core's cache
+            state.step, state.light, self._plan = number, False, plan
+        self.clock.begin_step(full=plan == "full")
         return True
 
     def after_step(self, optimizer: Optimizer, *, inner: bool = False) -> None:
@@ -386,8 +378,9 @@ class Capture:
 
     def _takes_norms(self) -> bool:
         """Whether at least the gradient norms of the step in progress are taken."""
-        self._norms &= self._step.full or self._have_norms(self._state.step)
-        return self._norms
+        if self._plan == "skip":  # an unusual loss may have been logged since it began
+            self._plan = self._plan_step(self._state.step)
+        return self._plan != "skip"
 
     def _note_mode(self) -> None:
         """Note the mode of the model at a step: passes in that mode are training."""
@@ -412,19 +405,17 @@ class Capture:
             self._stepping_thread = threading.get_ident()
         step, number = self._step, self.step
         self.clock.end_step(full=step.full)
-        # Called before the step is delivered: rules then request a later step than the next, so
-        # that a repeated run measures the same steps if they answer within one step.
-        full = self._is_full(number + 1)
         step.stop()
         self._observe(training=False)
         if self._sample is not None and step.full:
             self._run_sample(self._sample, step, between=between)
-        if self._norms:
+        if self._plan != "skip":
             step.captured.step, step.captured.eval_mode = number, self.clock.eval_mode
             step.captured.laps = self.clock.take()
             self._hand_over(step)
-        self._begin(number + 1, full)
-        self.clock.begin_step(full=full)
+        plan = self._plan_step(number + 1)
+        self._begin(number + 1, plan)
+        self.clock.begin_step(full=plan == "full")
 
     @guarded("to run the sample")
     def _run_sample(self, sample: Sample, step: Step, *, between: bool) -> None:

@@ -1,4 +1,4 @@
-"""Pipeline from the training thread to rules and files: queue, processor, schedule."""
+"""Pipeline from the training thread to rules and files: queue, processor, judge."""
 
 from telemetry.pipeline.processing import Item as Item
 from telemetry.pipeline.processing import LoggedScalars as LoggedScalars
@@ -6,5 +6,3 @@ from telemetry.pipeline.processing import Processor as Processor
 from telemetry.pipeline.processing import ReadyValues as ReadyValues
 from telemetry.pipeline.queue import CLOSE_TIMEOUT_S as CLOSE_TIMEOUT_S
 from telemetry.pipeline.queue import Pipeline as Pipeline
-from telemetry.pipeline.schedule import FullSteps as FullSteps
-from telemetry.pipeline.schedule import LightSteps as LightSteps

@@ -10,11 +10,11 @@ from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from telemetry.alert import Alert, located
-from telemetry.capture import Budget, CapturedStep, LightStep
-from telemetry.capture.budget import Work
+from telemetry.capture import CapturedStep, LightStep, Schedule
+from telemetry.capture.schedule import Work
 from telemetry.events import summaries
 from telemetry.failures import Failures
-from telemetry.pipeline.schedule import FullSteps, Judge, LightSteps
+from telemetry.pipeline.judge import Judge
 from telemetry.plain_text import printable_lines
 from telemetry.ranks.exchange import Exchange
 from telemetry.ranks.merging import MergedStep
@@ -24,7 +24,6 @@ from telemetry.records.batches import Batch, RecentBatches
 from telemetry.records.loss import LossChoice
 from telemetry.records.step import InputRows
 from telemetry.rule import Rule
-from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
 from telemetry.writing.dashboard import Dashboard, needed_in_every_file
 
@@ -93,7 +92,7 @@ class Processor:
         rules: Judge each training step, after the observers.
         batches: Receives the ids of batches.
         on_alert: Called with each alert and the time at which its step ended.
-        budget: Counts the time of the worker.
+        schedule: Receives the requests of the rules, and the time of the worker.
 
     Attributes:
         ranks: Exchange with the other ranks; each step passes through it.
@@ -107,11 +106,9 @@ class Processor:
         rules: Iterable[Rule],
         observers: Iterable[Observer] = (),
         on_alert: Callable[[Alert, float], None],
-        full_steps: FullSteps,
+        schedule: Schedule,
         failures: Failures,
         loss: LossChoice,
-        budget: Budget | None = None,
-        light_steps: LightSteps | None = None,
         batches: RecentBatches | None = None,
     ) -> None:
         self.ranks = Exchange()
@@ -124,14 +121,11 @@ class Processor:
         self._observers = tuple(observers)
         self._on_alert = on_alert
         self._failures = failures
-        self._full_steps = full_steps
+        self._schedule = schedule
         self._scalars: dict[int, dict[str, float]] = {}
         self._layout: Layout | None = None
         self._input_rows = InputRows()
-        self._light_steps = light_steps or LightSteps()
         self._batches = batches or RecentBatches()
-        self._light_steps.limited &= self._judge.loss_limit is not None
-        self._budget = budget
 
     def process(self, item: Item) -> None:
         """Judge and write an item of the queue."""
@@ -139,8 +133,7 @@ class Processor:
         try:
             self._process(item)
         finally:
-            if self._budget is not None:
-                self._budget.worker_took(_kind_of_work(item), time.thread_time() - began_s)
+            self._schedule.worker_took(_kind_of_work(item), time.thread_time() - began_s)
 
     def _process(self, item: Item) -> None:
         if isinstance(item, ReadyValues):
@@ -158,7 +151,7 @@ class Processor:
 
     def _add_step(self, item: CapturedStep | LightStep) -> None:
         """Record a step here, or send it to rank 0."""
-        began_s, tag = time.thread_time(), self._loss.tag
+        tag = self._loss.tag
         record = item.record(self._scalars.get(item.step, {}), tag)
         if not record.phase:
             self._loss.step_ended(record.step)
@@ -167,9 +160,6 @@ class Processor:
             self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
         if (due := self.ranks.send(record, item)) is not None:
             self._record(due)
-            if not (record.full or record.phase):
-                cost_s = time.thread_time() - began_s
-                self._light_steps.add(record.step, record.wall_time, cost_s)
 
     def pending_s(self) -> float | None:
         """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
@@ -192,7 +182,7 @@ class Processor:
         """Return the state of rules and requests, and the scalars logged for ``step``."""
         return {
             "rules": self._judge.state_dict(),
-            "full_steps": self._full_steps.state_dict(),
+            "schedule": self._schedule.state_dict(),
             "logged": dict(self._scalars.get(step, {})),
             "loss": self._loss.state_dict(),
         }
@@ -209,7 +199,7 @@ class Processor:
         self._batches.clear()
         self._loss.load_state_dict(state.get("loss"))
         self._loss_is_written = False  # the file may have lost it
-        self._full_steps.load_state_dict(state, step)
+        self._schedule.load_state_dict(state.get("schedule"), step)
         return self._judge.load_state_dict(state.get("rules")) if self.ranks.records else []
 
     def log(self, items: Iterable[LoggedScalars]) -> None:
@@ -223,12 +213,11 @@ class Processor:
                 }
                 self._scalars.setdefault(step, {}).update(values)
                 self._loss.add(step, values)
-                self._light_steps.check_logged(step, values)
+                self._schedule.logged(step, values)
                 self._record_logged(step, wall_time, self.ranks.logged(values))
             except Exception:
                 self._failures.report("to write logged scalars")
-        if self._budget is not None:
-            self._budget.worker_took("logged", time.thread_time() - began_s)
+        self._schedule.worker_took("logged", time.thread_time() - began_s)
 
     def _record_logged(self, step: int, wall_time: float, values: dict[str, float]) -> None:
         """Write the logged scalars of a step, and judge the loss if it is one of them."""
@@ -290,10 +279,7 @@ class Processor:
             try:
                 self._report(self._judge.judge(record), record.wall_time)
             finally:
-                self._select_later_steps(record.step)
-                is_granted = self._full_steps.grants(self._judge, record.step)
-                if is_granted and not self.ranks.request_full(record.step):
-                    self._full_steps.request()
+                self._request_steps(record)
         record = self._input_rows.added(record.recorded())
         is_needed = self._dashboard.page.begins_layout(record)
         step, wall_time, late = self._dashboard.rates.late_values(record)
@@ -307,17 +293,13 @@ class Processor:
             self._sink.write_values(some, step, wall_time, droppable=not is_needed, repeat=repeat)
         if not record.phase:
             self._write_loss_tag(record.step)
-        if record.full and self._light_steps.every > 1:
-            every = summaries.scalar(f"{RUN}telemetry/norms_every_n_steps", self._light_steps.every)
-            self._sink.write_values([every], record.step, record.wall_time, droppable=True)
 
-    def _select_later_steps(self, step: int) -> None:
-        """Take norms at each of the next steps if a rule needs them."""
-        limit, self._light_steps.loss_tag = self._judge.loss_limit, self._loss.tag
-        if limit is None:
-            self._light_steps.take_next(step)
-        else:
-            self._light_steps.loss_limit = limit
+    def _request_steps(self, record: StepRecord) -> None:
+        """Pass the requests of the rules on to the schedule, or to those of all ranks."""
+        self._schedule.loss_tag = self._loss.tag
+        count = self._judge.request(self._schedule, record)
+        if count and not self.ranks.request_full(record.step):
+            self._schedule.request_full(record.step + 2, count)
 
     def _report(self, alerts: Iterable[Alert], wall_time: float) -> None:
         for alert in alerts:

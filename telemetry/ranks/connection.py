@@ -1,8 +1,8 @@
 """Authenticated TCP connections between rank 0 and the other ranks: frames over asyncio streams.
 
-Rank 0 publishes its address and the run's token in the store of the default process group. A call
-of the store blocks while the server's process is stopped, so callers use :func:`in_thread`. The
-store is not kept, because its server ends with the last reference.
+Rank 0 publishes its address, the run's token and the last rank that may connect in the store of the
+default process group. A call of the store blocks while the server's process is stopped, so callers
+use :func:`in_thread`. The store is not kept, because its server ends with the last reference.
 
 A frame is its kind in one byte, its size in four, and its payload. Rank 0 acknowledges each, and
 broadcasts announcements. Less than 1 KiB is read of a connection before it is authenticated.
@@ -11,11 +11,15 @@ broadcasts announcements. Less than 1 KiB is read of a connection before it is a
 from __future__ import annotations
 
 import asyncio
+import atexit
+import ctypes
 import hmac
 import json
+import math
 import os
 import random
 import secrets
+import signal
 import socket
 import weakref
 from asyncio import Event, Semaphore, StreamReader, StreamWriter
@@ -51,11 +55,13 @@ _FILES_LEFT = 1 / 4
 _READ_BYTES = 2**16
 _LARGE_AT_ONCE = 16
 _FRAME_S = 60.0
+_RETURN_S = 0.1
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 30.0
 
 _LOST = (OSError, EOFError, ValueError, asyncio.TimeoutError)
 _jitter = random.SystemRandom()  # not the generator of the user
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_calls: weakref.WeakSet[Thread] = weakref.WeakSet()  # of the store
 
 _BACKLOG = 1024
 _NONE = "none"
@@ -68,11 +74,12 @@ _default_store = distributed.distributed_c10d._get_default_store
 
 
 class Address(NamedTuple):
-    """Address of rank 0, and the token with which ranks authenticate."""
+    """Address of rank 0, the token with which ranks authenticate, and the last that may connect."""
 
     host: str
     port: int
     token: str
+    last_rank: float = math.inf
 
 
 class Rendezvous:
@@ -83,25 +90,23 @@ class Rendezvous:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.key = f"telemetry/{restart}/{name}"
 
-    def publish(self) -> tuple[socket.socket, str]:
-        """On rank 0: return a listening socket and the token, and publish its address."""
+    def publish(self) -> tuple[socket.socket, Address]:
+        """On rank 0: publish the address; return it and its listening socket."""
         store = _default_store()
         host, token = _host_for(store), secrets.token_hex(32)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
-        store.set(self.key, json.dumps([host, listening.getsockname()[1], token]))
-        return listening, token
+        # A new descriptor has the lowest free number, so as many files are open.
+        last_rank = (1 - _FILES_LEFT) * _most_files() - listening.fileno() - 1
+        address = Address(host, listening.getsockname()[1], token, last_rank)
+        store.set(self.key, json.dumps(address))
+        return listening, address
 
     def find(self) -> Address | None:
         """Return rank 0's address; None if it is not published."""
         # Unlike get(), this does not wait for the key.
         found = _default_store().compare_set(self.key, _NONE, _NONE).decode()
         return None if found == _NONE else Address(*json.loads(found))
-
-    def delete(self) -> None:
-        """Delete the address, if the process group still exists."""
-        with suppress(RuntimeError, ValueError):
-            _default_store().delete_key(self.key)
 
 
 async def in_thread(call: Callable[[], T]) -> T:
@@ -115,8 +120,24 @@ async def in_thread(call: Callable[[], T]) -> T:
         except Exception as error:
             result.set_exception(error)
 
-    Thread(target=run, name="telemetry-rendezvous", daemon=True).start()
+    thread = Thread(target=run, name="telemetry-rendezvous", daemon=True)
+    _calls.add(thread)
+    thread.start()
     return await asyncio.wrap_future(result)
+
+
+@atexit.register
+def _hold_calls() -> None:
+    """Keep blocked calls of the store from returning while the interpreter ends.
+
+    Before Python 3.14, such a return ends the process with SIGABRT (pytorch#38228).
+    """
+    for thread in list(_calls):
+        thread.join(_RETURN_S)
+        if thread.is_alive() and hasattr(signal, "pthread_kill"):
+            libc = ctypes.CDLL(None)  # a handler of the signal module runs on the main thread
+            libc.signal(signal.SIGURG, ctypes.cast(libc.pause, ctypes.c_void_p))
+            signal.pthread_kill(thread.ident or 0, signal.SIGURG)
 
 
 def _host_for(store: Store) -> str:
@@ -199,11 +220,11 @@ def _most_files() -> float:
     try:
         import resource
     except ImportError:  # Windows
-        return float("inf")
+        return math.inf
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-async def is_set_within(seconds: float, event: Event) -> bool:
+async def is_set_within(seconds: float | None, event: Event) -> bool:
     with suppress(asyncio.TimeoutError):
         await asyncio.wait_for(event.wait(), seconds)
     return event.is_set()
@@ -228,7 +249,6 @@ class Server:
         self._receive = receive
         self._announcement = announcement
         self._writers: dict[int, StreamWriter] = {}
-        self.refused: set[int] = set()  # ranks for which no file descriptor is left
         self._tasks: set[asyncio.Task[None]] = set()
         self._unauthenticated: list[Any] = []  # tasks
         self._slots = Semaphore(_LARGE_AT_ONCE)
@@ -265,11 +285,6 @@ class Server:
                 rank = await asyncio.wait_for(authentication, AUTHENTICATION_S)
             finally:
                 self._unauthenticated.remove(asyncio.current_task())
-            # A new descriptor has the lowest free number, so as many files are open.
-            if connection.fileno() >= (1 - _FILES_LEFT) * _most_files():
-                self.refused.add(rank)
-                return
-            self.refused.discard(rank)
             stream, writer = await asyncio.open_connection(sock=connection, limit=_READ_BYTES)
             if rank in self._writers:  # that connection is lost
                 self._writers[rank].close()
@@ -303,6 +318,7 @@ class Client:
         self._finishing = Event()
         self.attempts = 0  # since rank 0 sent anything
         self.is_known = False  # rank 0 sent something
+        self._limit = MAX_QUEUED_BYTES
 
     def put(self, kind: bytes, payload: bytes = b"") -> None:
         """Queue a frame, BARRIER before others; above the limit the oldest records are dropped."""
@@ -310,7 +326,7 @@ class Client:
         first = max(1, self._in_flight)
         self._frames.insert(first if kind == BARRIER else len(self._frames), data)
         self._bytes += len(data)
-        while self._bytes > MAX_QUEUED_BYTES and len(self._frames) > first + 2:
+        while self._bytes > self._limit and len(self._frames) > first + 2:
             self._bytes -= len(self._frames[first + 1])
             del self._frames[first + 1]
         self._send()
@@ -325,7 +341,10 @@ class Client:
         while True:
             with suppress(RuntimeError, *_LOST):
                 if (address := await in_thread(self._rendezvous.find)) is not None:
-                    await self._exchange(address)
+                    if self._rank <= address.last_rank:
+                        await self._exchange(address)
+                    else:
+                        self._limit = 0  # rank 0 reports it
                     return
             self.attempts += 1
             if not self._finishing.is_set():

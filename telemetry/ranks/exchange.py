@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -43,9 +45,6 @@ from telemetry.threads import each_within
 # High-water mark of merged steps that are queued for the rules: above it, steps are dropped.
 MAX_BYTES = 128 * 2**20
 
-# Full records of rank 0 that are kept until they return merged.
-_OWN_KEPT = 8
-
 # Rank 0 announces a requested full step so long before, so that all ranks receive it in time.
 _LEAD_STEPS = 16
 _LEAD_S = 2.0
@@ -57,13 +56,21 @@ CLOSE_S = 20.0
 _SEARCH_S = 5.0
 _LAST_S = 2.0
 
-# Interval of checks for timeouts; a longer one was a stop of this process, and no rank was late.
-IDLE_S, _LONGEST_IDLE_S = 0.2, 1.0
+# Intervals of checks for a process group, and for timeouts: a longer one was idle, or a stop of
+# this process, and no rank was late.
+_GROUP_S, _CHECK_S, _LONGEST_S = 0.5, 0.2, 1.0
 
 # Time for ranks to answer at which step they stop.
 ANSWER_S = 10.0
 
 _numbers = itertools.count()
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    selector = selectors.DefaultSelector()
+    for descriptor in socket.socketpair():  # a loop that fails to make its own prints a traceback
+        descriptor.close()
+    return asyncio.SelectorEventLoop(selector)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +145,9 @@ class RankExchange(Exchange):
         put: Queues a merged step, on rank 0.
         ask: Has this rank measure a step in full.
         name: As for :class:`Rendezvous`; default: the number of this logger in its process.
+
+    Raises:
+        OSError: No file descriptor is left.
     """
 
     def __init__(
@@ -152,9 +162,10 @@ class RankExchange(Exchange):
         name: str | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
+        self._loop = _event_loop()
         self.observer = RankObserver(rank=rank, size=size)
         self.records = rank == 0
-        self._rank = rank
+        self._rank, self._size = rank, size
         self._put = put
         self._ask = ask
         self._current_step = current_step
@@ -164,7 +175,6 @@ class RankExchange(Exchange):
         self._maker = PartMaker(self.observer)
         self._batches: list[Batch] = []  # not sent yet
         self._merged_records = MergedRecords()
-        self._own: dict[tuple[int, str], StepRecord] = {}
         self._announced = -1  # latest full step, of which a late rank has only the norms
         self._last: tuple[int, float] = (-1, 0.0)  # step and time of the latest record
         self._step_s = 0.0
@@ -174,17 +184,17 @@ class RankExchange(Exchange):
         self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
         self.barrier = Barrier(self._first_step)
         # The thread of the exchange:
-        self._now, self._merged_at = 0.0, time.monotonic()
+        self._clock, self._read_at = 0.0, time.monotonic()
         self._announcement = Announcement(first_step=None if rank else self._first_step)
         self._asked_at = math.inf  # to raise
         self._answers: dict[int, int] = {}  # numbers of the ranks' current steps
         self._close_at = self._rest_at = math.inf  # ends of merging, and of receiving more steps
         self._rendezvous = Rendezvous(f"{FORMAT}/{next(_numbers) if name is None else name}")
         self._server: Server | None = None
+        self._refused = range(0)  # ranks for which no file descriptor is left
         follow = partial(self._do, self._follow)
         self._client = Client(self._rendezvous, rank, follow) if rank else None
         self._collector = Collector(world_size=size, timeout_s=timeout_s)
-        self._loop = asyncio.SelectorEventLoop()
         self._wakeup = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry-ranks", daemon=True)
         self._thread.start()
@@ -198,10 +208,6 @@ class RankExchange(Exchange):
     # --- on the worker ---------------------------------------------------------------------------
 
     def send(self, record: StepRecord, step: CapturedStep | LightStep) -> StepRecord | None:
-        if self.records and (record.full or record.phase):
-            self._own[record.step, record.phase] = record
-            while len(self._own) > _OWN_KEPT:
-                del self._own[next(iter(self._own))]
         part = self._maker.part(record, step if isinstance(step, CapturedStep) else None)
         self.send_part(replace(part, batches=tuple(self._batches)))
         self._batches = []
@@ -224,13 +230,12 @@ class RankExchange(Exchange):
         self._awaited = part.step, not part.phase
         part = self._maker.numbered(part)
         if self._client is None:
-            self._submit(self._collector.add, part, self._now)
+            self._submit(self._add, part)
         else:
             self._submit(self._client.put, RECORDS, encode(part))
 
     def merged(self, merged: MergedStep) -> StepRecord | None:
-        own = self._own.pop((merged.step, merged.phase), None)
-        record = self._merged_records.record(merged, own)
+        record = self._merged_records.record(merged)
         if record is not None and not record.phase:
             step, wall_time = self._last
             self._last = record.step, record.wall_time
@@ -303,7 +308,8 @@ class RankExchange(Exchange):
             (self._collector.open and time.monotonic() < self._close_at)
             or (self._collector.members and time.monotonic() < self._rest_at)
         ):
-            await is_set_within(IDLE_S, self._wakeup)
+            may_time_out = self._collector.open or self._answers or self._rest_at < math.inf
+            await is_set_within(_CHECK_S if may_time_out else None, self._wakeup)
             self._wakeup.clear()
             self._merge()
         self._merge(hurry=True)
@@ -313,9 +319,6 @@ class RankExchange(Exchange):
             await asyncio.wait({connection}, timeout=min(_SEARCH_S, left_s))
             if self._client.is_known:
                 await asyncio.wait({connection}, timeout=max(0, left_s - _SEARCH_S))
-        elif self._server is not None:
-            with suppress(asyncio.TimeoutError):  # the store may block
-                await asyncio.wait_for(in_thread(self._rendezvous.delete), _LAST_S / 2)
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()
@@ -332,13 +335,20 @@ class RankExchange(Exchange):
                 await self._client.run()
                 return
             while not distributed.is_initialized():
-                await asyncio.sleep(IDLE_S)
+                await asyncio.sleep(_GROUP_S)
             with suppress(RuntimeError, OSError, ValueError):  # the collector logs who is missing
-                listening, token = await in_thread(self._rendezvous.publish)
-                self._server = Server(
-                    listening, token, partial(self._do, self._receive), encode(self._announcement)
-                )
+                listening, address = await in_thread(self._rendezvous.publish)
+                self._refused = range(int(min(address.last_rank, self._size)) + 1, self._size)
+                receive, first = partial(self._do, self._receive), encode(self._announcement)
+                self._server = Server(listening, address.token, receive, first)
                 await self._server.run()
+
+    @property
+    def _now(self) -> float:
+        """Clock for timeouts; between two readings, at most :data:`_LONGEST_S` pass."""
+        read_at, self._read_at = self._read_at, time.monotonic()
+        self._clock += min(self._read_at - read_at, _LONGEST_S)
+        return self._clock
 
     def _do(self, callback: Callable[..., None], *arguments: object) -> None:
         with self._failures.contained("to exchange records with other ranks"):
@@ -348,11 +358,9 @@ class RankExchange(Exchange):
     def _merge(self, *, hurry: bool = False) -> None:
         """On rank 0: queue the steps that are complete; in a hurry, all."""
         with self._failures.contained("to merge the records of all ranks"):
-            merged_at, self._merged_at = self._merged_at, time.monotonic()
-            self._now += min(self._merged_at - merged_at, _LONGEST_IDLE_S)
             while (step := self._collector.take(self._now, hurry=hurry)) is not None:
                 if not step.phase:
-                    self._collector.log_missing(step, self._server.refused if self._server else ())
+                    self._collector.log_missing(step, self._refused)
                 self.take(step)
             self._decide()
 
@@ -384,11 +392,14 @@ class RankExchange(Exchange):
 
     # --- there, on rank 0 ------------------------------------------------------------------------
 
+    def _add(self, part: PartialRecord) -> None:
+        self._collector.add(part, self._now)
+
     def _receive(self, kind: bytes, payload: bytes, rank: int) -> None:
         """Take a frame of another rank; a damaged one is reported and dropped."""
         self._collector.note(rank, self._now, LAST_SEQUENCE if kind == ENDED else -1)
         if kind == RECORDS:
-            self._collector.add(decode(PartialRecord, payload), self._now)
+            self._add(decode(PartialRecord, payload))
         elif kind == BARRIER:
             self._answers[rank] = int(payload)
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.ranks.partial_record import (
+    COLUMNS,
     FIGURES,
     OF_INPUTS,
+    OF_RANK_0,
+    VALUES,
     Array,
     Floats,
     ParameterPart,
     PartialRecord,
     Row,
     TensorTable,
+    copies_of,
 )
 from telemetry.records import (
     AttentionHeads,
@@ -36,13 +41,9 @@ from telemetry.records import (
 from telemetry.records.moments import rms_of
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.sketch import sketch_array
-from telemetry.records.step import OF_PARAMETERS, ClippedFraction
+from telemetry.records.step import OF_PARAMETERS, By, ClippedFraction, reductions
 from telemetry.records.tensor import Tensors
 
-# Values of rank 0 that are not merged, and OF_PARAMETERS where its layout is that of all.
-_OF_RANK_0 = ("feature_maps", "filters", "input", "random_states", "fingerprints")
-# Values that are alike on all ranks.
-_OF_LOWEST_RANK = ("learning_rates", "loss_scale", "skipped_steps", "skipped", "eval_mode")
 _OF_OUTPUTS = ("outputs", "output_grads")
 # A pipeline stage may have this in the place of other stages' modules.
 _PLACEHOLDER = "Identity"
@@ -68,11 +69,12 @@ def merge_parameters(parts: Sequence[Placed], count: int) -> dict[str, Array]:
         return stacked
 
     merged: dict[str, Array] = {}
-    for name, (copies, reduction, missing) in FIGURES.items():
+    for name, by in FIGURES.items():
         if some := [(part, at) for part, at in parts if name in part.columns]:
-            numbers = stack(copies, NOWHERE)
+            reduce, missing = COLUMNS[by]
+            numbers = stack(copies_of(name), NOWHERE)
             counts = (numbers == numbers.min(axis=0)) & (numbers < NOWHERE)
-            values = reduction(stack(name, missing), where=counts)
+            values = reduce(stack(name, missing), where=counts)
             merged[name] = np.where(counts.any(axis=0), values, missing)
     return merged
 
@@ -94,19 +96,41 @@ def merge_tensors(tables: Sequence[TensorTable]) -> TensorTable:
     return TensorTable(rows=rows, copies=lowest, content=merged)
 
 
+def by_key(reduce: Callable[[list[Any]], Any], mappings: Iterable[Mapping[Key, Any]]) -> Any:
+    """Return the reduction of the values of each key."""
+    found: defaultdict[Key, list[Any]] = defaultdict(list)
+    for mapping in mappings:
+        for key, value in mapping.items():
+            found[key].append(value)
+    return {key: reduce(values) for key, values in found.items()}
+
+
+# Of the ranks' values, by rank.
+_REDUCE: Mapping[By, Callable[[list[Any]], Any]] = {
+    By.RANK_0: itemgetter(0),
+    By.LOWEST_RANK: itemgetter(0),
+    By.LARGEST: max,
+    By.SUM: partial(by_key, sum),
+    By.UNION: lambda values: tuple(dict.fromkeys(chain.from_iterable(values))),
+    By.HEADS: partial(by_key, AttentionHeads.merged),
+}
+_OF_NAMES = (By.SUM, By.UNION, By.HEADS)  # of modules, buffers or parameters
+_MEANS = reductions(By.MEAN)
+
+
 def sum_addends(columns: Mapping[str, Array], parts: Iterable[Placed]) -> dict[int, Floats]:
     """Return sums of addends by position of the parameter; of several copies the lowest counts.
 
     Their norms replace those of the addends in the columns; clipping scales all addends alike.
     """
-    found: dict[tuple[int, int, int], list[Floats]] = {}
-    for part, at in parts:
-        for index, values in part.addends:
-            key = int(at[index]), int(part.columns["copies"][index]), values.size
-            found.setdefault(key, []).append(values)
-    lowest = {key[0]: key for key in sorted(found, reverse=True)}
-    sums: dict[int, Floats] = {index: np.sum(found[key], axis=0) for index, key in lowest.items()}
-    norms, before = columns["norms"], columns.get("before")
+    addends = [
+        {(int(at[index]), int(part.columns["copies"][index]), values.size): values}
+        for part, at in parts
+        for index, values in part.addends
+    ]
+    found = by_key(sum, addends)
+    sums: dict[int, Floats] = {key[0]: found[key] for key in sorted(found, reverse=True)}
+    norms, before = columns["grad_norms"], columns.get("before")
     for index, values in sums.items():
         whole = float(np.linalg.norm(values))
         if before is not None:
@@ -139,6 +163,7 @@ class MergedStep:
     """Measurements of several ranks at one step or phase; tensors are merged as they arrive."""
 
     def __init__(self, first: PartialRecord) -> None:
+        self._figures: dict[str, tuple[dict[str, float], dict[str, Spread]]] = {}
         self.step, self.phase, self.sequence = first.step, first.phase, first.sequence
         self.parts: list[PartialRecord] = []  # without tensors
         self.tables: list[TensorTable] = []  # their tensors, some merged
@@ -166,7 +191,7 @@ class MergedStep:
     @property
     def wall_time(self) -> float:
         """Time at which the last rank ended the step."""
-        return max(part.wall_time for part in self.parts)
+        return max([float(part.values["wall_time"]) for part in self.parts])
 
     @property
     def measured(self) -> frozenset[int]:
@@ -174,8 +199,11 @@ class MergedStep:
         return frozenset([part.rank for part in self.parts if part.full])
 
     def figures(self, name: str) -> tuple[dict[str, float], dict[str, Spread]]:
-        """Return means and spreads of ``scalars`` or ``usage``; see :func:`over_ranks`."""
-        return over_ranks({part.rank: getattr(part, name) for part in self.parts})
+        """Return means and spreads of a field, once the step is complete: :func:`over_ranks`."""
+        if name not in self._figures:
+            of_ranks = {part.rank: part.values.get(name, {}) for part in self.parts}
+            self._figures[name] = over_ranks(of_ranks)
+        return self._figures[name]
 
 
 class MergedRecords:
@@ -186,8 +214,8 @@ class MergedRecords:
         self._joined = JoinedLayouts({})
         self._clipped_fraction = ClippedFraction()
 
-    def record(self, merged: MergedStep, own: StepRecord | None = None) -> StepRecord | None:
-        """Return the record of a step, some of it from rank 0's ``own``; None without a layout."""
+    def record(self, merged: MergedStep) -> StepRecord | None:
+        """Return the record of a step; None without a layout."""
         parts = [part.parameters for part in merged.parts if part.parameters is not None]
         for part in parts:
             known = self._layouts.get(part.key)
@@ -200,14 +228,8 @@ class MergedRecords:
         if (layouts := {key: self._layouts[key] for key in keys}) != self._joined.layouts:
             self._joined = JoinedLayouts(layouts)
         record = _record_of(merged, self._joined)
-        names: list[str] = []
-        if own is not None:
-            same = own.layout.parameters == record.layout.parameters
-            names = [*_OF_RANK_0, *(OF_PARAMETERS if same else ())]
         before, norm = record.total_grad_norm_before_clipping, record.total_grad_norm
-        clipped = self._clipped_fraction.after(before, norm)
-        of_rank_0 = {name: getattr(own, name) for name in names}
-        return replace(record, clipped_fraction=clipped, **of_rank_0)
+        return replace(record, clipped_fraction=self._clipped_fraction.after(before, norm))
 
 
 class JoinedLayouts:
@@ -241,6 +263,12 @@ class JoinedLayouts:
         """Return the name of a module or parameter in all stages together."""
         return f"stage{stage}.{name}".rstrip(".") if self._prefixed else name
 
+    def named(self, stage: int, value: Any) -> Any:
+        """Return a mapping by name, or a tuple of names, with names in all stages together."""
+        if not isinstance(value, Mapping):
+            return tuple([self.name(stage, name) for name in value])
+        return {self.name(stage, name): one for name, one in value.items()}
+
     def key_of(self, row: Row) -> Any:
         """Return the key of a tensor in the record; None: the module is another stage's."""
         if row.kind in OF_INPUTS:
@@ -253,53 +281,41 @@ class JoinedLayouts:
 
 def _record_of(merged: MergedStep, joined: JoinedLayouts) -> StepRecord:
     ended = [(part, part.parameters) for part in merged.parts if part.parameters is not None]
+    ended.sort(key=lambda one: one[0].rank)
     placed = [(own, joined.positions[own.key]) for _, own in ended]
     layout = joined.layout
     columns = merge_parameters(placed, len(layout.parameters))
-    sums, present = sum_addends(columns, placed), columns["present"]
+    sums, present = sum_addends(columns, placed), columns["grad_present"]
     ratios: dict[str, float] = {}
     if "moved" in columns:
         with np.errstate(divide="ignore", invalid="ignore"):  # inf if zeros moved, else NaN
             of_all = (columns["moved"] / columns["sizes"]).tolist()
-        known = np.flatnonzero(~np.isnan(columns["sizes"]))
-        ratios = {layout.parameters[index].name: of_all[index] for index in known.tolist()}
-    heads: defaultdict[str, list[AttentionHeads]] = defaultdict(list)
-    loads: dict[str, NDArray[np.int64]] = {}
-    buffers: set[str] = set()
-    nonfinite: set[str] = set()
-    for part, own in ended:
-        name_of = partial(joined.name, own.stage)
-        buffers.update(map(name_of, part.nan_buffers))
-        nonfinite.update(map(name_of, part.nonfinite_parameters))
-        for name, of_heads in part.attention.items():
-            if (name := name_of(name)) in layout.position:
-                heads[name].append(of_heads)
-        for name, load in part.expert_loads.items():  # each rank routes tokens of its own
-            loads[name_of(name)] = load + loads.get(name_of(name), 0)
-    lowest = min((part for part, _ in ended), key=attrgetter("rank"))
-    scalars, scalar_spreads = merged.figures("scalars")
-    usage, usage_spreads = merged.figures("usage")
+        measured = np.flatnonzero(~np.isnan(columns["sizes"]))
+        ratios = {layout.parameters[index].name: of_all[index] for index in measured.tolist()}
+    values: dict[str, Any] = {name: merged.figures(name)[0] for name in _MEANS}
+    for name, by in {**VALUES, **OF_RANK_0}.items():
+        given = [(own.stage, part.values[name]) for part, own in ended if name in part.values]
+        if given and by in _REDUCE:
+            several = [joined.named(*one) if by in _OF_NAMES else one[1] for one in given]
+            values[name] = _REDUCE[by](several)
+    broken = frozenset(values["nonfinite_parameters"])
+    values["nonfinite_parameters"] = tuple([p.name for p in layout.parameters if p.name in broken])
+    known = OF_PARAMETERS[0] in values
+    if known and joined.layouts[ended[0][1].key].parameters != layout.parameters:
+        values = {name: value for name, value in values.items() if name not in OF_PARAMETERS}
     return StepRecord(
         step=merged.step,
-        wall_time=merged.wall_time,
         layout=layout,
-        grad_norms=np.where(present, columns["norms"], 0.0),
+        grad_norms=np.where(present, columns["grad_norms"], 0.0),
         grad_present=present,
-        grad_finite=columns["finite"] | ~present,
+        grad_finite=columns["grad_finite"] | ~present,
         phase=merged.phase,
-        scalars=scalars,
-        usage=usage,
-        ranks=replace(_facts(merged, joined), scalars=scalar_spreads, usage=usage_spreads),
-        expert_loads=loads,
-        full=bool(merged.measured),
+        ranks=_facts(merged, joined),
         total_grad_norm_before_clipping=(
             float(np.linalg.norm(columns["before"][present])) if "before" in columns else None
         ),
-        nan_buffers=tuple(sorted(buffers)),
-        nonfinite_parameters=tuple([p.name for p in layout.parameters if p.name in nonfinite]),
         update_ratios=ratios,
-        attention={name: AttentionHeads.merged(parts) for name, parts in heads.items()},
-        **{name: getattr(lowest, name) for name in _OF_LOWEST_RANK},
+        **values,
         **_tensors(merged.tables, sums if merged.measured else {}, joined),
     )
 
@@ -346,12 +362,10 @@ def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
     parts = sorted(merged.parts, key=attrgetter("rank"))
     rms = {joined.key_of(row): spread for row, spread in over_ranks(merged.rms)[1].items()}
     step_s = {part.rank: {"step_s": part.step_s} for part in parts if part.step_s is not None}
-    batches: defaultdict[str, set[int]] = defaultdict(set)
+    batches = by_key(frozenset, [{part.batch: part.rank} for part in parts if part.batch])
     # Position of the parameter, shard, sum of bits and rank of each check.
     checks = [np.empty((4, 0), np.int64)]
     for part in parts:
-        if part.batch:
-            batches[part.batch].add(part.rank)
         if (of := part.parameters) is not None and of.checks.size:
             indices, shards, sums = of.checks
             ranks = np.full_like(indices, part.rank)
@@ -362,10 +376,12 @@ def _facts(merged: MergedStep, joined: JoinedLayouts) -> RankFacts:
         held=frozenset(merged.ranks),
         measured=merged.measured,
         hosts={part.rank: part.host for part in parts if part.host},
+        scalars=merged.figures("scalars")[1],
+        usage=merged.figures("usage")[1],
         step_s=over_ranks(step_s)[1].get("step_s"),
         activation_rms={output: spread for output, spread in rms.items() if output is not None},
         diverged=differing(np.concatenate(checks, axis=1), joined.layout.parameters),
-        same_batch=frozenset(max(batches.values(), key=len, default=())),
+        same_batch=max(batches.values(), key=len, default=frozenset()),
         nonfinite=len(nonfinite),
         first_nonfinite=nonfinite[0] if nonfinite else None,
     )
@@ -377,12 +393,10 @@ def differing(checks: NDArray[np.int64], parameters: Sequence[Parameter]) -> tup
     changes = (np.diff(checks[:3], prepend=-1) != 0).any(axis=0)  # no index is negative
     starts = np.flatnonzero(changes)
     counts = np.diff(starts, append=checks.shape[1])
-    sums_of: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-    for (index, shard, _, rank), count in zip(checks[:, starts].T.tolist(), counts, strict=True):
-        sums_of[index, shard].append((-count, rank))
+    firsts = zip(checks[:, starts].T.tolist(), counts, strict=True)
+    sums = by_key(sorted, [{(i, shard): (-count, rank)} for (i, shard, _, rank), count in firsts])
     found: dict[int, Divergence] = {}
-    for (index, shard), sums in sums_of.items():
-        (_, right), *wrong = sorted(sums)
+    for (index, shard), ((_, right), *wrong) in sums.items():
         if wrong:
             rank, name = min(rank for _, rank in wrong), parameters[index].name
             new = Divergence(parameter=name, rank=rank, other=right, declared=shard >= 0)

@@ -14,18 +14,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, lru_cache, partial
+from itertools import chain
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.capture import CapturedStep
 from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankObserver
-from telemetry.records import AttentionHeads, Layout, Output, StepRecord
+from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.batches import Batch
 from telemetry.records.moments import nonfinite_of, norm_of
-from telemetry.records.rows import COLUMNS, NO_VALUES, Rows
+from telemetry.records.rows import COLUMNS as OF_ROWS
+from telemetry.records.rows import NO_VALUES, Rows
+from telemetry.records.step import By, reductions
 from telemetry.records.tensor import Tensors, bad_among, figures_of
 from telemetry.untrusted import check_of
 
@@ -58,7 +61,7 @@ class TensorTable:
     def __post_init__(self) -> None:
         content = self.content
         buckets, units = content.bucket_count, content.unit_count
-        fits = content.columns.dtype == COLUMNS and bool((buckets >= 0).all() & (units >= 0).all())
+        fits = content.columns.dtype == OF_ROWS and bool((buckets >= 0).all() & (units >= 0).all())
         fits &= len(self.rows) == len(self.copies) == len(content)
         fits &= content.buckets.shape == content.counts.shape == (buckets.sum(),)
         if not fits or content.units.shape != (units.sum(), 2):
@@ -85,14 +88,6 @@ class TensorTable:
         return rows.columns.nbytes + rows.buckets.nbytes + rows.counts.nbytes + rows.units.nbytes
 
 
-class Figure(NamedTuple):
-    """Column of :class:`ParameterPart` and its reduction over ranks."""
-
-    copies: str  # column with the numbers of copies; of several copies only the lowest counts
-    reduce: Callable[..., Array]  # ``[parts, parameters]`` that count to ``[parameters]``
-    missing: float  # value of a parameter that no rank has, of the dtype of the column
-
-
 def _norm(values: Array, where: Array) -> Array:
     """Roots of the sums of squares; NaN where any value is NaN, also next to infinity."""
     nan = (np.isnan(values) & where).any(axis=0)
@@ -100,16 +95,21 @@ def _norm(values: Array, where: Array) -> Array:
         return np.where(nan, np.nan, np.hypot.reduce(values, axis=0, where=where, initial=0.0))
 
 
-FIGURES: Mapping[str, Figure] = {
-    # L2 norms of the gradients, and at the end of the backward pass.
-    "norms": Figure("copies", _norm, np.nan),
-    "before": Figure("copies", _norm, np.nan),
-    "present": Figure("copies", partial(np.logical_or.reduce, axis=0), False),
-    "finite": Figure("copies", partial(np.logical_and.reduce, axis=0), True),
-    # L2 norms of the step's update, and of the parameter before the step; NaN: not measured.
-    "moved": Figure("parameter_copies", _norm, np.nan),
-    "sizes": Figure("parameter_copies", _norm, np.nan),
+# Columns of :class:`ParameterPart`: the reduction of ``[parts, parameters]`` that count to
+# ``[parameters]``; and the value of a parameter that no rank has, of the dtype of the column.
+COLUMNS: Mapping[By, tuple[Callable[..., Array], float]] = {
+    By.NORM: (_norm, np.nan),
+    By.ANY: (partial(np.logical_or.reduce, axis=0), False),
+    By.ALL: (partial(np.logical_and.reduce, axis=0), True),
 }
+GRADS = reductions(*COLUMNS)
+# Norms at the end of the backward pass, of the step's update, and of the parameter before the step.
+FIGURES: Mapping[str, By] = {**GRADS, "before": By.NORM, "moved": By.NORM, "sizes": By.NORM}
+
+
+def copies_of(name: str) -> str:
+    """Return the column with the numbers of copies; of several copies only the lowest counts."""
+    return "parameter_copies" if name in ("moved", "sizes") else "copies"
 
 
 class Addend(NamedTuple):
@@ -134,13 +134,12 @@ class ParameterPart:
     checks: Integers = field(default_factory=lambda: np.empty((3, 0), np.int64))
 
     def __post_init__(self) -> None:
-        shape = (len(self.columns["norms"]),)
-        fits = self.columns.keys() >= {"copies", "norms", "present", "finite"}
+        shape = (len(self.columns["copies"]),)
+        fits = self.columns.keys() >= GRADS.keys()
         for name, column in self.columns.items():
-            figure = FIGURES.get(name)  # None: of copies
-            dtype = np.dtype(np.int64 if figure is None else type(figure.missing))
-            fits &= column.shape == shape and column.dtype == dtype
-            fits &= figure is None or figure.copies in self.columns
+            missing = COLUMNS[FIGURES[name]][1] if name in FIGURES else 0  # a number of the copy
+            fits &= column.shape == shape and column.dtype == np.dtype(type(missing))
+            fits &= name not in FIGURES or copies_of(name) in self.columns
         fits &= self.checks.ndim == 2 and len(self.checks) == 3
         fits &= self.layout is None or (len(self.layout.parameters),) == shape
         indices = self.checks[:1].ravel().tolist() + [o.parameter for o in self.addends]
@@ -152,30 +151,31 @@ class ParameterPart:
         return self.stage, self.layout_id
 
 
+# Fields of a record that ranks send as they are, and their reductions.
+VALUES = reductions(By.LOWEST_RANK, By.LARGEST, By.UNION, By.MEAN, By.SUM, By.HEADS)
+OF_RANK_0 = reductions(By.RANK_0)
+_checks = {
+    name: check_of(kind) for name, kind in get_type_hints(StepRecord).items() if name in VALUES
+}
+
+
+def _checked(values: Any) -> dict[str, Any]:
+    return {name: _checks[name](value) for name, value in dict(values).items()}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartialRecord:
-    """Measurements of one rank at one step; :data:`COPIED` fields are those of a StepRecord."""
+    """Measurements of one rank at one step."""
 
     rank: int
     size: int  # number of ranks that train together
     step: int
-    wall_time: float
     phase: str = ""
     sequence: int = 0  # sequence number of the step or phase: see PartMaker.numbered
-    full: bool = False
+    # VALUES of the record; of rank 0, which does not send its own, also OF_RANK_0.
+    values: Annotated[Mapping[str, Any], _checked]
     parameters: ParameterPart | None = None  # None: the step did not end
     tensors: TensorTable | None = None
-    learning_rates: tuple[float, ...] = ()
-    loss_scale: float | None = None
-    skipped_steps: int = 0
-    skipped: bool = False
-    eval_mode: bool = False
-    attention: Mapping[str, AttentionHeads] = field(default_factory=dict)
-    scalars: Mapping[str, float] = field(default_factory=dict)
-    usage: Mapping[str, float] = field(default_factory=dict)
-    expert_loads: Mapping[str, Integers] = field(default_factory=dict)
-    nan_buffers: tuple[str, ...] = ()
-    nonfinite_parameters: tuple[str, ...] = ()
     batches: tuple[Batch, ...] = ()  # since the last one, by the user's ids
     step_s: float | None = None  # seconds from the step before
     host: str = ""
@@ -184,22 +184,26 @@ class PartialRecord:
     nonfinite: str = ""  # first NaN or infinity that this rank did not receive from others
 
     @property
+    def full(self) -> bool:
+        return bool(self.values.get("full"))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the large arrays."""
-        norms = 0 if self.parameters is None else self.parameters.columns["norms"].nbytes
-        return norms + (0 if self.tensors is None else self.tensors.nbytes)
-
-
-COPIED = sorted({f.name for f in fields(PartialRecord)} & {f.name for f in fields(StepRecord)})
+        values = [*self.values.values()]
+        values += chain.from_iterable(o.values() for o in values if isinstance(o, Mapping))
+        values += [] if self.parameters is None else [self.parameters.columns["grad_norms"]]
+        values += [] if self.tensors is None else [self.tensors]
+        return sum(o.nbytes for o in values if isinstance(o, np.ndarray | TensorTable))
 
 
 # --- messages ------------------------------------------------------------------------------------
 
 # Version of the messages; ranks with different ones do not connect.
-FORMAT = "21"
+FORMAT = "22"
 
 _SIZE_BYTES = 4
-_DTYPES = {np.dtype(o).str: np.dtype(o) for o in ("i8", "f8", "?", "i2", "f4", COLUMNS)}
+_DTYPES = {np.dtype(o).str: np.dtype(o) for o in ("i8", "f8", "?", "i2", "f4", OF_ROWS)}
 _check = cache(check_of)
 
 
@@ -282,23 +286,26 @@ class PartMaker:
             if last is not None and last[0] == record.step - 1:
                 step_s = record.wall_time - last[1]
         has_batch = ranks.data_group is not None and record.fingerprints
-        copied: dict[str, Any] = {name: getattr(record, name) for name in COPIED}
+        whole = ranks.rank == 0 and (record.full or record.phase)
+        names = [*VALUES, *OF_RANK_0] if whole else VALUES
         return PartialRecord(
             rank=ranks.rank,
             size=ranks.size,
+            step=record.step,
+            phase=record.phase,
+            values={name: getattr(record, name) for name in names},
             parameters=self._parameters(record, captured, notes),
             tensors=_tensors(record, notes, ranks),
             step_s=step_s,
             host=self._host,
             batch=f"{ranks.data_group}/{record.fingerprints}" if has_batch else "",
             nonfinite="" if ranks.shares_data else _nonfinite(record),
-            **copied,
         )
 
     def logged(self, step: int, scalars: Mapping[str, float]) -> PartialRecord:
         """Return the partial record of a step that did not end: its logged scalars."""
-        rank, size, now = self._ranks.rank, self._ranks.size, time.time()
-        return PartialRecord(rank=rank, size=size, step=step, wall_time=now, scalars=scalars)
+        values = {"wall_time": time.time(), "scalars": scalars}
+        return PartialRecord(rank=self._ranks.rank, size=self._ranks.size, step=step, values=values)
 
     def numbered(self, part: PartialRecord) -> PartialRecord:
         last_of_step = self._epoch + (part.step + 1) * PER_STEP - 1
@@ -319,9 +326,7 @@ class PartMaker:
             self._layout = layout
         columns: dict[str, Array] = {
             "copies": ranks.copies(len(layout.parameters), notes.grads),
-            "norms": record.grad_norms,
-            "present": record.grad_present,
-            "finite": record.grad_finite,
+            **{name: getattr(record, name) for name in GRADS},
         }
         # The schedule of a pipeline divides gradients by the number of micro-batches later.
         if captured is not None and not ranks.is_in_pipeline:

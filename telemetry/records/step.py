@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,9 +240,32 @@ class Layout:
 OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 
 
+class By(Enum):
+    """Reduction of the values that ranks have of a field."""
+
+    # Of values by rank.
+    RANK_0 = auto()
+    LOWEST_RANK = auto()  # whose step ended
+    LARGEST = auto()
+    UNION = auto()  # of names
+    # Of mappings, for each key.
+    MEAN = auto()
+    SUM = auto()
+    HEADS = auto()
+    # Of the shards of each parameter; copies count once.
+    NORM = auto()
+    ANY = auto()
+    ALL = auto()
+    # Of the parts of each tensor; copies count once.
+    TENSORS = auto()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepRecord:
     """Measurements of one optimizer step.
+
+    Of several ranks, fields are merged :class:`By` their reduction; those without one are keys, or
+    computed from the others.
 
     Attributes:
         step: Optimizer steps completed before this one, from 0.
@@ -312,48 +336,56 @@ class StepRecord:
     """
 
     step: int
-    wall_time: float
+    wall_time: Annotated[float, By.LARGEST]
     layout: Layout
-    grad_norms: NDArray[np.float64]
-    grad_present: NDArray[np.bool_]
-    grad_finite: NDArray[np.bool_]
+    grad_norms: Annotated[NDArray[np.float64], By.NORM]
+    grad_present: Annotated[NDArray[np.bool_], By.ANY]
+    grad_finite: Annotated[NDArray[np.bool_], By.ALL]
     phase: str = ""
-    learning_rates: tuple[float, ...] = ()
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    learning_rates: Annotated[tuple[float, ...], By.LOWEST_RANK] = ()
+    scalars: Annotated[Mapping[str, float], By.MEAN] = field(default_factory=dict)
     loss_tag: str | None = None
     losses_between: tuple[tuple[int, float], ...] = ()
     loss_delay: int = 0
-    usage: Mapping[str, float] = field(default_factory=dict)
+    usage: Annotated[Mapping[str, float], By.MEAN] = field(default_factory=dict)
     tokens: float = 0.0
-    loss_scale: float | None = None
-    skipped_steps: int = 0
-    skipped: bool = False
-    eval_mode: bool = False
-    full: bool = False
-    trainable: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    reached: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    held: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
-    groups: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    fingerprints: tuple[float, ...] = ()
+    loss_scale: Annotated[float | None, By.LOWEST_RANK] = None
+    skipped_steps: Annotated[int, By.LOWEST_RANK] = 0
+    skipped: Annotated[bool, By.LOWEST_RANK] = False
+    eval_mode: Annotated[bool, By.LOWEST_RANK] = False
+    full: Annotated[bool, By.LARGEST] = False
+    trainable: Annotated[NDArray[np.bool_], By.RANK_0] = field(
+        default_factory=lambda: np.zeros(0, bool)
+    )
+    reached: Annotated[NDArray[np.bool_], By.RANK_0] = field(
+        default_factory=lambda: np.zeros(0, bool)
+    )
+    held: Annotated[NDArray[np.bool_], By.RANK_0] = field(default_factory=lambda: np.zeros(0, bool))
+    groups: Annotated[NDArray[np.int64], By.RANK_0] = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )
+    fingerprints: Annotated[tuple[float, ...], By.RANK_0] = ()
     examples: int = 0
-    expert_loads: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    expert_loads: Annotated[Mapping[str, NDArray[np.int64]], By.SUM] = field(default_factory=dict)
     total_grad_norm_before_clipping: float | None = None
     clipped_fraction: float | None = None
-    nan_buffers: tuple[str, ...] = ()
-    nonfinite_parameters: tuple[str, ...] = ()
-    inputs: Mapping[str, TensorRecord] = field(default_factory=dict)
-    channels: Mapping[str, TensorRecord] = field(default_factory=dict)
-    outputs: Mapping[Output, TensorRecord] = field(default_factory=dict)
-    output_grads: Mapping[Output, TensorRecord] = field(default_factory=dict)
-    grads: Mapping[str, TensorRecord] = field(default_factory=dict)
-    weights: Mapping[str, TensorRecord] = field(default_factory=dict)
-    second_moments: Mapping[str, TensorRecord] = field(default_factory=dict)
+    nan_buffers: Annotated[tuple[str, ...], By.UNION] = ()
+    nonfinite_parameters: Annotated[tuple[str, ...], By.UNION] = ()
+    inputs: Annotated[Mapping[str, TensorRecord], By.TENSORS] = field(default_factory=dict)
+    channels: Annotated[Mapping[str, TensorRecord], By.TENSORS] = field(default_factory=dict)
+    outputs: Annotated[Mapping[Output, TensorRecord], By.TENSORS] = field(default_factory=dict)
+    output_grads: Annotated[Mapping[Output, TensorRecord], By.TENSORS] = field(default_factory=dict)
+    grads: Annotated[Mapping[str, TensorRecord], By.TENSORS] = field(default_factory=dict)
+    weights: Annotated[Mapping[str, TensorRecord], By.TENSORS] = field(default_factory=dict)
+    second_moments: Annotated[Mapping[str, TensorRecord], By.TENSORS] = field(default_factory=dict)
     update_ratios: Mapping[str, float] = field(default_factory=dict)
-    attention: Mapping[str, AttentionHeads] = field(default_factory=dict)
-    feature_maps: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
-    filters: Mapping[str, NDArray[np.uint8]] = field(default_factory=dict)
-    input: NDArray[np.uint8] | None = None
-    random_states: Mapping[str, bytes] = field(default_factory=dict)
+    attention: Annotated[Mapping[str, AttentionHeads], By.HEADS] = field(default_factory=dict)
+    feature_maps: Annotated[Mapping[str, NDArray[np.uint8]], By.RANK_0] = field(
+        default_factory=dict
+    )
+    filters: Annotated[Mapping[str, NDArray[np.uint8]], By.RANK_0] = field(default_factory=dict)
+    input: Annotated[NDArray[np.uint8] | None, By.RANK_0] = None
+    random_states: Annotated[Mapping[str, bytes], By.RANK_0] = field(default_factory=dict)
     ranks: RankFacts | None = None
 
     def recorded(self) -> StepRecord:
@@ -473,6 +505,13 @@ class InputRows:
         added = replace(record, layout=self._layouts[1], outputs=outputs)
         added.__dict__["total_grad_norm"] = record.total_grad_norm
         return added
+
+
+def reductions(*among: By) -> dict[str, By]:
+    """Return the reduction of each field of :class:`StepRecord` that has one of these."""
+    hints = get_type_hints(StepRecord, include_extras=True)
+    found = {name: getattr(kind, "__metadata__", (None,))[0] for name, kind in hints.items()}
+    return {name: by for name, by in found.items() if by in among}
 
 
 class ClippedFraction:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,14 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from telemetry.alert import Alert, TelemetryAlert
-from telemetry.capture import Budget, Capture, Content
+from telemetry.capture import Capture, Content, Schedule
 from telemetry.capture.probe import Sample
 from telemetry.failures import Failures, show_at_end
 from telemetry.flight import is_fault
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
-    FullSteps,
-    LightSteps,
     LoggedScalars,
     Pipeline,
     Processor,
@@ -85,13 +82,7 @@ class ActiveRun:
         rules: Sequence[Rule],
         loss_tag: str | None,
     ) -> None:
-        self._budget: Budget | None = None
-        if max_overhead not in (None, math.inf):
-            self._budget = Budget(
-                max_overhead=max_overhead, every_n_steps=every_n_steps, log_costs=self._log_costs
-            )
-        self._full_steps = FullSteps(every_n_steps)
-        self._light_steps = LightSteps(limited=max_overhead is None)
+        self._schedule = Schedule(every_n_steps, max_overhead, self._log_curves)
         self.noted_alerts: list[Alert] = []
         self._on_alert = on_alert
         self._may_stop = on_alert is not None  # a function may return "raise" or "stop"
@@ -124,11 +115,9 @@ class ActiveRun:
             rules=rules,
             observers=(self._files.flight, self._later_steps),
             on_alert=self._note_alert,
-            full_steps=self._full_steps,
+            schedule=self._schedule,
             failures=self._failures,
             loss=LossChoice(loss_tag),
-            budget=self._budget,
-            light_steps=self._light_steps,
             batches=self._files.flight.batches,
         )
         try:
@@ -139,15 +128,13 @@ class ActiveRun:
         self._capture = Capture(
             model,
             selection=selection,
-            is_full=self._full_steps,
-            have_norms=self._light_steps.have_norms,
+            schedule=self._schedule,
             content=content,
             deliver=self._pipeline.submit,
             safe_point=self._step_ended,
             primary=optimizer,
             failures=self._failures,
             first_step=self._files.first_step,
-            budget=self._budget,
             sample=sample,
             find_ranks=self._find_ranks,
         )
@@ -234,9 +221,9 @@ class ActiveRun:
 
     def _log(self, values: Mapping[str, float | HostCopy], step: int) -> None:
         item = LoggedScalars(step=step, wall_time=time.time(), values=values)
-        self._pipeline.submit_logged(item, at_once=self._light_steps.check_logged(step, values))
+        self._pipeline.submit_logged(item, at_once=self._schedule.logged(step, values))
 
-    def _log_costs(self, curves: Mapping[str, float], step: int) -> None:
+    def _log_curves(self, curves: Mapping[str, float], step: int) -> None:
         self._log({RUN + name: value for name, value in curves.items()}, step)
 
     def _write(
@@ -298,14 +285,22 @@ class ActiveRun:
         self._files.open_for(self._role)
         self._may_stop_at_steps |= self._role.merges
         if self._role.merges:
-            self._processor.ranks = RankExchange(
-                rank=self._role.rank,
-                size=self._role.size,
-                put=self._pipeline.put_now,
-                ask=self._full_steps.request_at,
-                current_step=lambda: self._capture.step,
-                failures=self._failures,
-            )
+            self._schedule.takes_all_norms = True  # rank 0 merges the steps that all have
+            try:
+                self._processor.ranks = RankExchange(
+                    rank=self._role.rank,
+                    size=self._role.size,
+                    put=self._pipeline.put_now,
+                    ask=self._schedule.request_full,
+                    current_step=lambda: self._capture.step,
+                    failures=self._failures,
+                )
+            except OSError as error:  # no file descriptor is left
+                self._failures.log_once(
+                    f"rank {self._role.rank} exchanges no records with the others: {error}"
+                )
+                if self._role.rank:
+                    self._pipeline.ignore_all()
         elif not self._role.measures:
             self._pipeline.ignore_all()
 
@@ -412,7 +407,7 @@ class ActiveRun:
             self._ranks.close(timeout_s / 2)
 
     def _write_end(self) -> None:
-        steps = self._full_steps
+        steps = self._schedule
         counts = {"scheduled": steps.scheduled, "requested": steps.requested}
         self._files.write_end(
             *self._dashboard.end_values(self._capture.step - 1, self._exception, **counts)
@@ -420,7 +415,7 @@ class ActiveRun:
 
     def _log_full_steps(self) -> None:
         """Log the number of full steps and their reasons; a warning if rules doubled them."""
-        scheduled, requested = self._full_steps.scheduled, self._full_steps.requested
+        scheduled, requested = self._schedule.scheduled, self._schedule.requested
         if not (self._role.writes and scheduled):
             return
         level, hint = logging.INFO, ""

@@ -101,7 +101,7 @@ def checked_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     incompatible = [] if has_step else [f"the step: {step!r}"]
     if (form := state.get("format")) != STATE_FORMAT:
         return usable, [*incompatible, f"the state of the rules: its format {form!r} is unknown"]
-    usable |= {name: state.get(name) for name in ("full", "full_steps", "rules", "logged", "loss")}
+    usable |= {name: state.get(name) for name in ("schedule", "rules", "logged", "loss")}
     if isinstance(order, list | tuple):
         usable["forward_order"] = [name for name in order if isinstance(name, str)]
     return usable, incompatible

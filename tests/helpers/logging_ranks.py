@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import resource
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -344,6 +346,21 @@ def begin(rank: int, size: int, log_dir: Path | None, every_n_steps: int = 2) ->
     assert RankExchange.__init__.__kwdefaults__ is not None
     RankExchange.__init__.__kwdefaults__["timeout_s"] = 3.0
     loners.append(Loner(log_dir, every_n_steps=every_n_steps))
+
+
+def begin_without_descriptors(rank: int, size: int, log_dir: Path) -> None:
+    """Start a loner whose logger can open two files, fewer than an exchange needs."""
+    held, limits = list[int](), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1000, limits[1]))
+    with suppress(OSError):
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    for descriptor in held[:2]:
+        os.close(descriptor)
+    begin(rank, size, log_dir)
+    for descriptor in held[2:]:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def train_to(rank: int, size: int, end: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import multiprocessing
 import os
 import resource
@@ -46,8 +47,7 @@ def measured(rank: int, step: int, phase: str = "") -> PartialRecord:
         size=0,
         step=step,
         phase=phase,
-        wall_time=0.0,
-        scalars={str(rank): step + 1.0},
+        values={"wall_time": 0.0, "scalars": {str(rank): step + 1.0}},
     )
 
 
@@ -184,10 +184,6 @@ class Member:
         exchange._close(20.0)
         store.set(key, left)
 
-    def keys(self) -> int:
-        """Return the number of keys in the group's store."""
-        return int(dist.distributed_c10d._get_default_store().num_keys())
-
     def has_tried(self) -> None:
         """Wait until this rank has failed to connect to rank 0."""
         client = self.exchanges["run"]._client
@@ -199,17 +195,24 @@ class Member:
         host, port, *_ = server._listening.getsockname()
         return host, port
 
+    def last_rank(self) -> int:
+        """Return the last rank that may connect to rank 0, which listens."""
+        address = self.exchanges["run"]._rendezvous.find()
+        assert address is not None
+        return int(address.last_rank)
+
     def disconnected(self, rank: int) -> None:
         """Wait until another rank is no longer connected to rank 0."""
         server = self.exchanges["run"]._server
         until(lambda: server and rank not in server._writers)
 
     def limit_files(self, connections: int) -> None:
-        """Lower the limit of open files so that rank 0 accepts so many more connections."""
+        """Lower the limit of open files: about so many ranks may connect to the next exchange."""
         free = [n for n in range(1000) if not os.path.lexists(f"/proc/self/fd/{n}")]
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        # Rank 0 leaves a quarter to training.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(free[connections] / 0.75), hard))
+        # Rank 0 listens on one, and its event loop has three. It leaves a quarter to training.
+        last = free[4 + connections - 1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (math.ceil((last + 1) / 0.75), hard))
 
     def peak_bytes(self) -> int:
         """Peak memory of this process."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -179,3 +182,38 @@ async def test_above_the_limit_middle_records_are_dropped_and_barrier_frames_are
     addresses.append(zero.address)
     await zero.has((RECORDS, b"0"), (BARRIER, b"5"), (RECORDS, b"c"))
     await rank.finish()
+
+
+STORE = """
+import torch.distributed as d, time
+store = d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(300)
+"""
+RANK = """
+import asyncio, sys, torch.distributed as d
+from telemetry.ranks.connection import in_thread
+store = d.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
+print("connected", flush=True)
+sys.stdin.readline()
+async def ask():
+    asking = asyncio.ensure_future(in_thread(lambda: store.check(["a"])))
+    print(len((await asyncio.wait([asking], timeout=0.1))[0]), flush=True)
+asyncio.new_event_loop().run_until_complete(ask())
+"""
+
+
+def python(script: str, *arguments: str) -> Any:
+    command = [sys.executable, "-W", "ignore", "-c", script, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_rank_ends_well_while_its_call_of_a_frozen_store_fails() -> None:
+    with python(STORE) as store, python(RANK, store.stdout.readline().strip()) as rank:
+        assert rank.stdout.readline() == "connected\n"
+        store.send_signal(signal.SIGSTOP)
+        rank.stdin.write("go\n")
+        rank.stdin.flush()
+        assert rank.stdout.readline() == "0\n"
+        store.kill()
+        assert rank.wait(300) == 0

@@ -47,9 +47,9 @@ def parameters(norm: float = 1.0) -> ParameterPart:
         layout=layout_of(["layer"]),
         columns={
             "copies": np.array([2**40]),
-            "norms": np.array([norm]),
-            "present": np.ones(1, bool),
-            "finite": np.isfinite([norm]),
+            "grad_norms": np.array([norm]),
+            "grad_present": np.ones(1, bool),
+            "grad_finite": np.isfinite([norm]),
         },
         addends=(Addend(0, np.array([0.1, norm])),),
         checks=np.array([[0], [-1], [-(2**60) - 1]]),
@@ -61,13 +61,15 @@ def part(norm: float = 1.0, tensors: TensorTable | None = None) -> PartialRecord
         rank=1,
         size=8,
         step=5,
-        wall_time=1.5,
         sequence=2**50 + 6,
-        full=True,
         parameters=parameters(norm),
         tensors=tensors,
-        scalars={"loss": norm},
-        nan_buffers=("a", "\ud800"),
+        values={
+            "wall_time": 1.5,
+            "full": True,
+            "scalars": {"loss": norm},
+            "nan_buffers": ("a", "\ud800"),
+        },
         batches=(Batch(step=5, rank=1, ids=(2**70, "a")),),
     )
 
@@ -150,7 +152,9 @@ def copies(dtype: str, *shape: int) -> bytes:
         header(lambda found: [found] * 2),
         header(set_to("rank", value="1")),
         header(set_to("step", value=1.5)),
-        header(set_to("full", value=1)),
+        header(set_to("values", "full", value=1)),
+        header(set_to("values", "random_states", value={})),
+        header(set_to("values", value=1)),
         copies("<i8", 2**61),
         copies("<i8", -1),
         copies("|O8", 1),
@@ -178,12 +182,12 @@ def test_tensor_columns_of_different_lengths_are_refused(name: str) -> None:
     "changed",
     [
         {"copies": np.ones(2, np.int64)},
-        *({name: np.ones(2, bool)} for name in ("present", "finite")),
-        *({name: np.ones(2)} for name in ("norms", "before")),
+        *({name: np.ones(2, bool)} for name in ("grad_present", "grad_finite")),
+        *({name: np.ones(2)} for name in ("grad_norms", "before")),
         {"moved": np.ones(2), "parameter_copies": np.ones(1, np.int64)},
         {"moved": np.ones(1), "parameter_copies": np.ones(2, np.int64)},
         {"moved": np.ones(1)},  # without its copies
-        *({name: np.ones(1, np.int16)} for name in ("copies", "norms", "present")),
+        *({name: np.ones(1, np.int16)} for name in ("copies", "grad_norms", "grad_present")),
     ],
 )
 def test_parameter_columns_of_another_length_or_type_are_refused(changed: dict[str, Any]) -> None:

@@ -416,6 +416,18 @@ def test_a_rank_without_a_logger_and_one_with_another_interval_are_reported(
     assert first.occurrences("telemetry: tensorboard --logdir") == 1
 
 
+def test_training_continues_without_file_descriptors_for_an_exchange(
+    three: Ranks, tmp_path: Path
+) -> None:
+    second = three[1]
+    second.do("call", logging_ranks.begin_without_descriptors, tmp_path / "run")
+    second.do("call", logging_ranks.train_to, 4)
+    assert second.do("call", logging_ranks.end)["left"] == bare(4)
+    log = second.log.read_text()
+    assert "rank 1 exchanges no records with the others: [Errno 24]" in log
+    assert len(log.splitlines()) == 1
+
+
 def test_flat_parameters_are_measured_on_rank_0_and_activations_on_all_ranks(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:

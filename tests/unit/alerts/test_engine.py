@@ -212,15 +212,6 @@ def test_a_jump_of_the_rate_is_the_cause_of_units_that_died_between_two_measurem
 # --- requests of full steps ----------------------------------------------------------------------
 
 
-def requests(*detectors: Detector, steps: int) -> list[int]:
-    engine, found = combined(*detectors), []
-    for step in range(steps):
-        alerts_of([record(step)], [engine])
-        if engine.requests_full_step:
-            found.append(step)
-    return found
-
-
 class Needs(Scripted):
     """Detector that needs full steps after these steps."""
 
@@ -232,26 +223,19 @@ class Needs(Scripted):
         self.needs_full_step = record.step in self.steps
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_detector_requests_the_full_steps_it_needs_with_exponential_back_off(count: int) -> None:
-    eager = Needs(range(200), full_steps_in_a_row=count)
-    begins = [0, 20, 60, 140]
-    assert requests(eager, steps=200) == [step + k for step in begins for k in range(count)]
-    assert requests(Scripted({}), steps=40) == []
+def test_the_engine_requests_as_many_full_steps_as_a_detector_needs() -> None:
+    several = Needs({3, 4}, kind="several", full_steps_in_a_row=3)
+    engine, found = combined(Needs({4, 5}), several), []
+    for step in range(8):
+        alerts_of([record(step)], [engine])
+        found.append(engine.full_steps_needed if engine.requests_full_step else 0)
+    assert found == [0, 0, 0, 3, 3, 1, 0, 0]
 
 
-def test_the_back_off_of_one_detector_does_not_delay_another_and_an_alert_resets_it() -> None:
-    late = Needs({30, 31}, kind="late")
-    assert requests(Needs(range(50)), late, steps=50) == [0, 20, 30]
-    other = Scripted(at(30), kind="other")
-    assert requests(Needs(range(55)), other, steps=55) == [0, 20, 30, 50]
-
-
-def test_an_unconfirmed_finding_requests_a_full_step_once() -> None:
+def test_an_unconfirmed_finding_requests_a_full_step() -> None:
     engine = combined(Scripted(at(0), on="full", confirm_after=2))
-    for step, is_requested in ((0, True), (1, False)):
-        alerts_of([record(step, full=step == 0)], [engine])
-        assert engine.requests_full_step == is_requested
+    alerts_of([record(0, full=True)], [engine])
+    assert engine.requests_full_step
 
 
 # --- failures ------------------------------------------------------------------------------------

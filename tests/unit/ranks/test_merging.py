@@ -94,12 +94,12 @@ def test_norms_of_shards_merge_without_overflow(norms: list[float], data: st.Dat
     for several in (parts, data.draw(st.permutations(copies))):
         own = [one.parameters for one in several if one.parameters is not None]
         merged = merge_parameters([(one, np.array([1])) for one in own], 2)
-        assert merged["norms"].tolist() == [
+        assert merged["grad_norms"].tolist() == [
             pytest.approx(math.nan, nan_ok=True),
             pytest.approx(whole, rel=1e-14, nan_ok=True),
         ]
-        assert merged["present"].tolist() == [False, True]
-        assert merged["finite"].tolist() == [True, bool(np.isfinite(norms).all())]
+        assert merged["grad_present"].tolist() == [False, True]
+        assert merged["grad_finite"].tolist() == [True, bool(np.isfinite(norms).all())]
         assert "before" not in merged
 
 
@@ -128,7 +128,7 @@ def test_figures_are_means_and_spreads_of_the_ranks_that_have_them(
 ) -> None:
     """The lowest rank of each extreme is named."""
     parts = [
-        PartialRecord(rank=rank, size=5, step=0, wall_time=0.0, scalars=own, usage=own)
+        PartialRecord(rank=rank, size=5, step=0, values={"scalars": own, "usage": own})
         for rank, own in enumerate(logged)
     ]
     step = merge(parts[::-1])
@@ -179,14 +179,14 @@ def test_stages_with_equal_parameter_names_are_distinguished() -> None:
 
 
 def record_with(stages: Sequence[int], **of_ranks: Sequence[Any]) -> StepRecord:
-    """Return the record of ranks in these stages, with values of ``layer`` and of no layer."""
+    """Return the record of ranks in these stages, with values of ``layer`` and another."""
     parts = [
-        replace(
-            part(rank, 1.0, stage=stage, copy=rank),
-            **{name: {"layer": own[rank], "gone": own[rank]} for name, own in of_ranks.items()},
+        part(
+            rank, 1.0, stage=stage, copy=rank,
+            **{name: {"layer": own[rank], "other": own[rank]} for name, own in of_ranks.items()},
         )
         for rank, stage in enumerate(stages)
-    ]
+    ]  # fmt: skip
     return record_from([decode(PartialRecord, encode(one)) for one in parts])
 
 
@@ -196,11 +196,13 @@ def test_heads_have_the_largest_logit_and_the_mean_entropy_of_the_ranks() -> Non
         AttentionHeads(np.array([-2.0, 3.0]), np.array([1.0, np.nan])),
     ]
     record = record_with([0, 0], attention=heads)
-    assert [*record.attention] == ["layer"]
+    assert [*record.attention] == ["layer", "other"]
     assert record.attention["layer"].logit_max.tolist() == [1.0, 3.0]
     assert record.attention["layer"].entropy.tolist() == [0.75, 0.25]
     staged = record_with([0, 1], attention=heads)
-    assert [*staged.attention] == ["stage0.layer", "stage1.layer"]
+    assert [*staged.attention] == [
+        f"stage{n}.{name}" for n in (0, 1) for name in ("layer", "other")
+    ]
 
 
 def test_tokens_of_experts_add_up_over_the_ranks_of_a_stage() -> None:
@@ -209,8 +211,8 @@ def test_tokens_of_experts_add_up_over_the_ranks_of_a_stage() -> None:
     assert record.expert_loads["layer"].tolist() == [4, 2, 5]
     staged = record_with([0, 1], expert_loads=loads)
     assert {name: load.tolist() for name, load in staged.expert_loads.items()} == {
-        "stage0.layer": [3, 0, 5], "stage0.gone": [3, 0, 5],
-        "stage1.layer": [1, 2, 0], "stage1.gone": [1, 2, 0],
+        "stage0.layer": [3, 0, 5], "stage0.other": [3, 0, 5],
+        "stage1.layer": [1, 2, 0], "stage1.other": [1, 2, 0],
     }  # fmt: skip
 
 
@@ -220,7 +222,7 @@ def test_repeated_ranks_and_other_steps_are_refused(rank: int, step: int) -> Non
         merge([part(0, 1.0), replace(part(rank, 1.0), step=step)])
 
 
-def part(rank: int, norm: float, *, stage: int = 0, copy: int = 0) -> PartialRecord:
+def part(rank: int, norm: float, *, stage: int = 0, copy: int = 0, **values: Any) -> PartialRecord:
     """Return the partial record of a rank with a shard of one gradient."""
     own = ParameterPart(
         stage=stage,
@@ -228,9 +230,10 @@ def part(rank: int, norm: float, *, stage: int = 0, copy: int = 0) -> PartialRec
         layout=layout_of(["layer"]),
         columns={
             "copies": np.array([copy]),
-            "norms": np.array([norm]),
-            "present": np.ones(1, bool),
-            "finite": np.isfinite([norm]),
+            "grad_norms": np.array([norm]),
+            "grad_present": np.ones(1, bool),
+            "grad_finite": np.isfinite([norm]),
         },
     )
-    return PartialRecord(rank=rank, size=8, step=0, wall_time=0.0, parameters=own)
+    values |= {"wall_time": 0.0, "nonfinite_parameters": ()}
+    return PartialRecord(rank=rank, size=8, step=0, values=values, parameters=own)
