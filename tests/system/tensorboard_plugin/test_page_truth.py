@@ -132,7 +132,7 @@ def test_the_input_is_the_row_above_the_layers_and_has_its_pictures(page: Teleme
     page.open(run="nan", statistic="activation_rms", step="0")
     page.heatmap.click(position=page.point(0.5 / 6, 0.5 / STEPS))
     assert ["Non-finite count", "0"] in details(page)
-    assert page.link()["layer"] == ".(input)"
+    assert page.link()["layer"] == ".model input"
     assert page.locator(".detail .film").count() == 1
 
 
