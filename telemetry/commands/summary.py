@@ -24,6 +24,7 @@ from telemetry.commands.output import (
 from telemetry.layers import MISSING, PAGE_STATISTICS, Statistic
 from telemetry.plain_text import printable, sparkline
 from telemetry.reading.run_data import Overview, RunData, trained_share
+from telemetry.records.step import INPUT, is_inside
 from telemetry.tag_names import FULL_STEPS, MEMORY, RUN, TIMES
 
 _CURVE_WIDTH = 16
@@ -197,8 +198,8 @@ def _print_run(
         console.print(f"{statistic.title}: not measured in this run")
     if not layers:
         return
-    few = len(layers) < len(found.layers)
-    which = f", {len(layers)} of {len(found.layers)} layers" if few else ""
+    shown = sum(not is_inside(layer["module_name"], INPUT) for layer in layers)
+    which = f", {shown} of {found.layer_count} layers" if shown < found.layer_count else ""
     console.print(f"\n{statistic.title}{which}", style="italic")
     print_table(
         console,

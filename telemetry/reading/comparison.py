@@ -12,6 +12,7 @@ from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import called
 from telemetry.reading import builtin_tags
 from telemetry.reading.run_data import RunData, windows
+from telemetry.records.step import INPUT, is_inside
 from telemetry.tag_names import plain
 
 _FORWARD, _BACKWARD, _UPDATE = 1, 2, 3
@@ -49,7 +50,7 @@ class Comparison:
 
     differences: Sequence[Difference]
     step_count: int  # that both runs recorded
-    layer_count: int  # that both runs have
+    layer_count: int  # that both runs have, without the rows of the input
     only_first: Sequence[str]  # names of the first run's other layers
     only_second: Sequence[str]
 
@@ -64,7 +65,7 @@ def compare(first: RunData, second: RunData, *, tolerance: float = 0.0) -> Compa
     return Comparison(
         differences=sorted(found, key=lambda d: (d.step, ARISES.get(d.statistic, _FORWARD))),
         step_count=step_count,
-        layer_count=len(both),
+        layer_count=sum(not is_inside(name, INPUT) for name in both),
         only_first=[name for name in names[0] if name not in known[1]],
         only_second=[name for name in names[1] if name not in known[0]],
     )

@@ -57,12 +57,16 @@ class Overview:
     statistics: frozenset[str]  # names of those that are written at full steps
 
     @property
+    def layer_count(self) -> int:
+        """Number of layers without the rows of the input."""
+        return sum(not is_inside(layer.name, INPUT) for layer in self.layers)
+
+    @property
     def extent(self) -> str:
         """Number of layers and range of steps, for a heading."""
         if not self.layers:
             return "no steps"
-        count = sum(not is_inside(layer.name, INPUT) for layer in self.layers)
-        return f"{count} layers, steps {self.first_step} to {self.last_step}"
+        return f"{self.layer_count} layers, steps {self.first_step} to {self.last_step}"
 
 
 class RunData:

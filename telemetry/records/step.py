@@ -114,7 +114,7 @@ RUNNING_STATISTICS = ("running_mean", "running_var")
 """Last parts of the names of a batch norm's buffers."""
 
 
-INPUT = "(input)"
+INPUT = "model input"
 """Name of the model's input among the modules that are written."""
 
 
@@ -477,8 +477,9 @@ class StepRecord:
 class InputRows:
     """Adds the model's input to written records as first modules, so that it is shown like a layer.
 
-    Its name is :data:`INPUT`, and ``(input).0`` that of its first channel. From the first record
-    with an input on, all records have these modules. Rules receive records without them.
+    Its name is :data:`INPUT`, which no attribute has, and ``model input.0`` that of its first
+    channel. From the first record with an input on, all records have these modules. Rules receive
+    records without them.
     """
 
     def __init__(self) -> None:

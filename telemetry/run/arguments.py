@@ -109,8 +109,8 @@ def first_step_of(first_step: Any) -> FirstStep:
     if first_step == "auto":
         return "auto"
     step = integer("first_step", first_step, 'an int or "auto"')
-    if not 0 <= step <= 2**52:  # readers accept steps up to 2**53
-        raise ValueError(f"HookLogger(first_step={step}): must be from 0 to 2**52")
+    if not 0 <= step < 2**53:  # readers accept no others
+        raise ValueError(f"HookLogger(first_step={step}): must be from 0 to 2**53 - 1")
     return step
 
 

@@ -343,7 +343,7 @@ def test_indices_counts_and_masks_do_not_count_in_statistics_of_a_layer(tmp_path
     }
     layers = telemetry.read(tmp_path).layers
     rms = layers[layers["statistic"] == "activation_rms"].set_index("module_name")["value"]
-    assert set(rms.index) == {"(input)", *returned}
+    assert set(rms.index) == {"model input", *returned}
     for name, tensors in returned.items():
         values = torch.cat([tensor.flatten() for tensor in tensors])
         assert rms[name] == pytest.approx(float(values.square().mean().sqrt()), rel=1e-5), name

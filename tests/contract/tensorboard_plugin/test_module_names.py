@@ -110,9 +110,8 @@ def test_the_page_has_the_outputs_of_each_layer_and_no_others(
 ) -> None:
     train(tmp_path / "run")
     client = open_client(tmp_path)
-    assert [layer["name"] for layer in client.json("run", run="run")["layers"]] == [
-        layer_of(name) for name in NAMES
-    ]
+    layers = client.json("run", run="run")["layers"]
+    assert [layer["name"] for layer in layers] == ["model input", *map(layer_of, NAMES)]
     for name in map(layer_of, NAMES):
         if name in map(layer_of, ("\x00", "\ud800")):
             continue  # cannot be part of an address

@@ -158,7 +158,7 @@ def test_a_large_model_has_a_limited_number_of_curves_of_each_statistic(tmp_path
     curves = train(tmp_path, model, torch.rand(2, 1)).scalars()["."]
     for statistic in ("grad_norm", "weight_norm", "weight_rms", "activation_rms"):
         of_layers = [tag for tag in curves if re.match(rf"{statistic}/(\d|min|median|max)", tag)]
-        of_input = [tag for tag in of_layers if tag.endswith(".(input)")]
+        of_input = [tag for tag in of_layers if tag.endswith(".model input")]
         assert len(of_input) == (statistic == "activation_rms")
         assert len(of_layers) - len(of_input) == 12 + 3, statistic
 
@@ -206,7 +206,7 @@ def test_norms_of_every_step_and_statistics_of_full_steps_are_read_back(tmp_path
     found = layers[layers.statistic == "grad_norm"]
     assert found.step.tolist() == list(range(57))
     assert found.value.to_numpy() == pytest.approx(np.float32(norms), rel=1e-5)
-    full = layers[(layers.statistic == "nonfinite") & (layers.module_name != "(input)")]
+    full = layers[(layers.statistic == "nonfinite") & (layers.module_name != "model input")]
     assert full.step.tolist() == list(range(0, 57, 10))
 
 

@@ -126,7 +126,7 @@ def test_a_restart_by_torchrun_continues_each_curve(tmp_path: Path) -> None:
         steps = [event.step for event in events.Scalars(tag)]
         assert steps == list(range(2 * restarted_run.STEPS))
     # With inputs and activations of both ranks.
-    sizes = {"(input)": 16, "(input).0": 8, "(input).1": 8, "0": 16}
+    sizes = {"model input": 16, "model input.0": 8, "model input.1": 8, "0": 16}
     for name, size in sizes.items():
         found = events.Tensors(f"activation/0000.{name}")
         assert {make_ndarray(event.tensor_proto)[:, 2].sum() for event in found} == {size}, name

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -126,6 +127,16 @@ def test_an_alert_of_dead_units_opens_the_relu_that_has_them(page: TelemetryPage
     assert ["Dead units", "0 %"] in details(page)
     assert page.locator(".units p").inner_text().endswith("zero behind a ReLU: 0-7")
     page.locator(".detail .to-alert", has_text="Dead units").first.wait_for()
+
+
+def test_the_input_is_the_row_above_the_layers_and_has_its_pictures(page: TelemetryPage) -> None:
+    page.open(run="nan", statistic="activation_rms", step="0")
+    page.heatmap.click(position=page.point(0.5 / 6, 0.5 / STEPS))
+    assert ["Non-finite count", "0"] in details(page)
+    assert page.locator(".detail .film").count() == 1
+    page.open(run="nan", layer=unquote(page.link()["layer"]), step="0")
+    page.detail()
+    assert page.locator(".detail h2").inner_text().startswith("model input")
 
 
 def test_the_line_of_the_first_nan_names_the_layer_of_the_alert(page: TelemetryPage) -> None:

@@ -356,7 +356,7 @@ def test_a_run_whose_directory_is_removed_continues_and_can_be_read(tmp_path: Pa
         shutil.rmtree(log_dir)
         finish(rest)
     found = telemetry.read(log_dir)
-    assert found.modules.module_name.tolist() == ["(input)", "0", "1", "2"]
+    assert found.modules.module_name.tolist() == ["model input", "0", "1", "2"]
     assert measured_steps(log_dir) == [4, 6]
     assert list(scalars(log_dir)) == [4, 5, 6, 7]
     assert [alert.step for alert in found.alerts] == [6]

@@ -128,7 +128,7 @@ def test_the_input_and_the_channels_of_its_images_are_rows_above_the_layers(tmp_
     assert {m.name for r in recorder.records for m in r.layout.modules} == {"0", "1"}
     run = telemetry.read(tmp_path)
     assert "2 layers, steps 0 to 3" in repr(run)
-    rows = {"(input)": images, **{f"(input).{i}": images[:, i] for i in range(3)}}
+    rows = {"model input": images, **{f"model input.{i}": images[:, i] for i in range(3)}}
     assert run.modules.module_name.tolist() == [*rows, "0", "1"]
     curves = run.scalars.set_index(["tag", "step"])["value"]
     for name, x in rows.items():
@@ -174,7 +174,11 @@ def test_names_are_numbered_in_forward_order(tmp_path: Path) -> None:
     model = Reversed()
     with HookLogger(model, tmp_path, alerts=()):
         train(model, steps=1)
-    assert telemetry.read(tmp_path).modules.module_name.tolist() == ["(input)", "first", "second"]
+    assert telemetry.read(tmp_path).modules.module_name.tolist() == [
+        "model input",
+        "first",
+        "second",
+    ]
     tags = load(tmp_path).Tags()["scalars"]
     assert "grad_norm/0000.first.weight" in tags
     assert "grad_norm/0001.second.weight" in tags
@@ -265,9 +269,9 @@ def test_parameters_of_unselected_modules_are_only_in_totals_and_in_records_for_
         assert record.grad_present.all()
         assert len(record.weights) == len(record.update_ratios) == 6 * record.full
     run = telemetry.read(tmp_path)
-    assert run.modules.module_name.tolist() == ["(input)", "0"]
+    assert run.modules.module_name.tolist() == ["model input", "0"]
     names = run.scalars.tag.str.partition("/")
-    of_layers = names[names[2].str.match(r"\d{4}\.[^(]")]
+    of_layers = names[names[2].str.match(r"\d{4}\.\d")]
     assert set(of_layers[2]) == {"0000.0", "0000.0.weight", "0000.0.bias"}
     assert {"grad_norm", "weight_norm", "update_ratio", "weight_rms"} <= set(of_layers[0])
     expected = [np.linalg.norm(record.grad_norms) for record in recorder.records]

@@ -96,7 +96,7 @@ def test_each_layer_with_parameters_has_a_state(
             optimizer.step()
     modules = telemetry.read(tmp_path).modules
     assert dict(zip(modules.module_name, modules.state, strict=True)) == {
-        "(input)": "",
+        "model input": "",
         "cut": "no gradient",
         "still": "learning rate 0",
         "frozen": "frozen",
