@@ -19,7 +19,7 @@ def columns_of(count: int, height: int, width: int) -> int:
 
 
 def columns_in(count: int, gray: NDArray[np.uint8]) -> int | None:
-    """Return how many of ``count`` maps stand in a row of a picture; None if it is no such grid."""
+    """Return how many of ``count`` maps stand in a row of a picture; None without a grid."""
     for columns in range(1, count + 1):
         rows = -(-count // columns)
         (tall, rest), (wide, beside) = (
