@@ -190,7 +190,9 @@ def origin(record: StepRecord, usual: Collection[str], *, after_good: bool) -> O
         if name not in usual:
             given = record.inputs[name].sketch
             whose = f"the input of {called(name)}" if name else "the batch"
-            what = f"the inputs: {given.nonfinite_count:,} of {given.count:,} values of {whose}"
+            about = "about " if record.inputs[name].estimated else ""
+            count = f"{about}{given.nonfinite_count:,} of {given.count:,} values"
+            what = f"the inputs: {count} of {whose}"
             reached = f", which reach {called(entered)}" if entered is not None else ""
             return Origin(entered, what + reached, _BATCH)
     for _, name, owner in _constants(record) if record.outputs else ():

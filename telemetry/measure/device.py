@@ -37,7 +37,7 @@ is_on_host: Callable[[Tensor], bool] = attrgetter("is_cpu")
 STEP_BYTES = 64 << 20
 FEW_ELEMENTS = 1024
 
-# Bounds the memory on the device: so many bytes are copied before the step ends.
+# Bounds the memory on the device: so many bytes are joined, and sent, before the step ends.
 PILE_BYTES = 8 << 20
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -58,25 +58,16 @@ class _Pile:
     """
 
     def __init__(self, kind: str) -> None:
-        self.is_full = False
+        self.parts: list[Tensor] = []
+        self.count = 0  # of elements, since the beginning
         self._kind = kind
-        self._parts: list[Tensor] = []
-        self._waiting = self._count = 0
-        self._sent: list[HostCopy] = []
+        self._joined: list[HostCopy] = []
 
-    def put(self, part: Tensor) -> tuple[int, int]:
-        start, count = self._count, part.numel()
-        self._count += count
-        self._waiting += count
-        self.is_full = self._waiting * part.itemsize >= PILE_BYTES
-        self._parts.append(part)
-        return start, self._count
-
-    def send(self, streams: dict[int, Any]) -> int:
-        """Join the parts on the current stream, which waits for the others; return the bytes."""
-        parts, self._parts, self._waiting, self.is_full = self._parts, [], 0, False
+    def join(self, streams: dict[int, Any]) -> None:
+        """Join the parts on the current stream, which waits for the others."""
+        parts, self.parts = self.parts, []
         if not parts:
-            return 0
+            return
         if len(streams) > 1:
             current = current_stream(parts[0].device)
             for other in streams.values():
@@ -87,12 +78,11 @@ class _Pile:
         joined = torch.stack(parts) if self._kind == "numbers" else torch.cat(parts)
         if self._kind == "samples":
             joined = joined.to(torch.bfloat16)
-        self._sent.append(HostCopy(joined, owned=True))
-        return joined.nbytes
+        self._joined.append(HostCopy(joined, owned=True))
 
     def read(self) -> Tensor:
         """Return all elements on the host, ``[n]``; waits for the device."""
-        return torch.cat([copy.wait().view(-1) for copy in self._sent])
+        return torch.cat([copy.wait().view(-1) for copy in self._joined])
 
 
 class _Sampled(NamedTuple):
@@ -122,7 +112,7 @@ class DeviceRows:
     """Rows of one step's tensors on one device. Used with autocast and dispatch modes off."""
 
     def __init__(self, device: torch.device) -> None:
-        self.nbytes = self._waiting = 0  # the latter joined, and not copied yet
+        self.nbytes = self._joined_bytes = self._sent_bytes = 0
         self._device = device
         self._piles: dict[tuple[torch.dtype, str], _Pile] = {}
         self._sampled: list[tuple[_Sampled, Place]] = []  # each with its norm
@@ -170,28 +160,33 @@ class DeviceRows:
             for (_, row), norm in zip(rows, norms, strict=True):
                 self._sampled.append((row, self._put_figure(norm)))
         self._whole += whole
-        self._send(all_of_them=not is_alone)
+        if not is_alone or self.nbytes - self._joined_bytes >= PILE_BYTES:
+            self._join()
 
     def _put_figure(self, figure: Tensor) -> Place:
         return self._put("vectors" if figure.dim() else "numbers", figure)
 
     def _put(self, kind: str, part: Tensor) -> Place:
-        key = part.dtype, kind
-        if key not in self._piles:
-            self._piles[key] = _Pile(kind)
-        self.nbytes += part.numel() * (2 if kind == "samples" else part.itemsize)
-        return Place(key, *self._piles[key].put(part))
+        key, count = (part.dtype, kind), part.numel()
+        pile = self._piles.get(key)
+        if pile is None:
+            pile = self._piles[key] = _Pile(kind)
+        self.nbytes += count * (2 if kind == "samples" else part.itemsize)
+        start, pile.count = pile.count, pile.count + count
+        pile.parts.append(part)
+        return Place(key, start, pile.count)
 
-    def _send(self, *, all_of_them: bool) -> None:
-        piles = [pile for pile in self._piles.values() if all_of_them or pile.is_full]
-        self._waiting += sum([pile.send(self._streams) for pile in piles])
-        if self._waiting >= PILE_BYTES:
+    def _join(self) -> None:
+        for pile in self._piles.values():
+            pile.join(self._streams)
+        self._joined_bytes = self.nbytes
+        if self.nbytes - self._sent_bytes >= PILE_BYTES:
+            self._sent_bytes = self.nbytes
             send(self._device)
-            self._waiting = 0
 
     def send(self) -> int:
         """Start the copies to the host; return their bytes. Nothing can be added afterwards."""
-        self._send(all_of_them=True)
+        self._join()
         send(self._device)
         return self.nbytes
 

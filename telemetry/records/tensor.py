@@ -60,7 +60,7 @@ class TensorRecord:
 
     @cached_property
     def sketch(self) -> Sketch:
-        """Histogram and exact moments of all elements."""
+        """Histogram and moments of all elements; exact ones, unless :attr:`estimated`."""
         return Sketch.of_row(self.rows, self.row)
 
     @property
@@ -72,8 +72,7 @@ class TensorRecord:
     def estimated(self) -> bool:
         """Whether zeros, NaN and infinities were counted in a sample, as on an accelerator.
 
-        Their share is about right, and the kurtosis, too. Exact is whether there is any NaN or
-        infinity.
+        The kurtosis is then that of the sample, too. Whether there is any NaN or infinity is exact.
         """
         return bool(self.rows.estimated[self.row])
 
