@@ -23,6 +23,8 @@ from telemetry import HookLogger, StepRecord
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED
 from tests.helpers.twins import Loop, Outcome, assert_left_alone, run, training
 
+pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # 2.4
+
 KINDS = ("outputs", "output_grads", "grads", "weights", "second_moments")
 EXACT = ("count", "min", "max", "calls", "unit_count")
 

@@ -140,8 +140,8 @@ def test_alert_explanation_and_table_name_the_line_of_a_nan(
             loss.backward()
             optimizer.step()
     run = telemetry.read("run")
-    [name], [user_code] = run.modules["module_name"], run.modules["user_code"]
-    assert (name, user_code) == ("fc", "nets.py:9 (Net.forward)")
+    user_code = dict(zip(run.modules["module_name"], run.modules["user_code"], strict=True))["fc"]
+    assert user_code == "nets.py:9 (Net.forward)"
     alert = next(alert for alert in run.alerts if alert.module_name == "fc")
     assert str(alert.location) == user_code
     assert f"Code: {user_code}" in alert.message.splitlines()
