@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from telemetry import HookLogger, StepRecord
-from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED
+from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, require
 from tests.helpers.twins import Loop, Outcome, assert_left_alone, run, training
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")  # 2.4
@@ -108,6 +108,7 @@ def test_training_is_left_alone_and_figures_are_those_of_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, name: str
 ) -> None:
     if name == "tensor parallel":
+        require("torch.distributed.fsdp.fully_shard")  # before it, DTensors do not train so
         request.getfixturevalue("process_group")
     if name == "compiled" and not GRAPHS_CAN_BE_OBSERVED:
         pytest.skip("before PyTorch 2.13, compiled graphs show no activations")
