@@ -321,5 +321,5 @@ _HALF = 1.5  # linear growth doubles in the second half; that of wgan_gradient_p
 _UNDIMINISHED = 0.8  # text_loss_negated has 1.5
 _GROWS = 1.5  # of a twentieth of ``growth`` in the first steps
 _SOON = 2  # steps until a requested full step
-_FEWEST_POINTS = 4  # full steps; tried 5
+_FEWEST_POINTS = 5  # full steps
 _STEPS = 40  # by then a loss that settles has slowed down

@@ -23,14 +23,22 @@ FIRST_STEPS = 256  # which have norms: the baseline is unknown before
 DENSE_STEPS = 64  # which have norms after an unusual one: rules may need several
 MAX_NORMS_EVERY = 64
 
-# Limit of requests that confirm nothing: a number of them and a share of the due full steps, but
-# fewer than due ones.
+# Limit of requests that confirm nothing: a number of them, and a share of the due full steps.
 ALLOWANCE = 3
 ALLOWANCE_SHARE = 0.25
 FOLLOW_UPS = 2  # that do not count; tried 1 and 3
+PAUSE = 10  # steps, doubled by each request that confirms nothing
 IN_A_ROW = 2  # full steps of a follow-up, which may need the changes from one to the next; tried 1
 
-_COUNTS = ("scheduled", "requested", "_is_due", "_judged_due", "_unconfirmed", "_follow_ups")
+_COUNTS = (
+    "scheduled",
+    "requested",
+    "_is_due",
+    "_judged_due",
+    "_unconfirmed",
+    "_follow_ups",
+    "_pauses_until",
+)
 
 
 class Schedule:
@@ -47,8 +55,9 @@ class Schedule:
 
     At least one step in 64 has norms.
 
-    All rules share one allowance of requests. It grows with the due full steps, so that short runs
-    have few others. An alert, or a NaN after finite gradients, restores it. Requests that follow
+    All rules share one allowance of requests. It grows with the due full steps, and pauses after
+    each request that confirms nothing, so that a fault which begins later still finds a request. An
+    alert, or a NaN after finite gradients, restores it. Requests that follow
     from a full step do not count: it shows a candidate. The requested step is the second one after
     the judged step, or a later one if rules are late, so that a repeated run measures the same.
 
@@ -91,7 +100,7 @@ class Schedule:
         self._last_full = self._logged_full = -1
         self._requests: deque[int] = deque()  # steps from which on full ones are requested
         # Of the rules. Each attribute has one thread that writes it.
-        self._judged_due = self._unconfirmed = self._follow_ups = 0
+        self._judged_due = self._unconfirmed = self._follow_ups = self._pauses_until = 0
         self._awaited: int | None = None  # the latest requested step, until it is judged
         self._told: set[str] = set()
 
@@ -210,7 +219,7 @@ class Schedule:
             self._dense_until = max(self._dense_until, step + DENSE_STEPS)
         self._judged_due += step % self._every == 0
         if confirmed:
-            self._unconfirmed = 0
+            self._unconfirmed = self._pauses_until = 0
         if is_answer := full and self._awaited is not None and step >= self._awaited:
             self._awaited = None
         if full and not needed:
@@ -221,9 +230,10 @@ class Schedule:
             self._follow_ups, self._awaited = self._follow_ups + 1, step + 1
             return min(needed, IN_A_ROW)
         allowance = ALLOWANCE + ALLOWANCE_SHARE * self._judged_due
-        if self._unconfirmed + 1 > min(allowance, max(self._judged_due - 1, 1)):
+        if self._unconfirmed + 1 > allowance or step < self._pauses_until:
             return 0
         self._unconfirmed, self._follow_ups, self._awaited = self._unconfirmed + 1, 0, step + 1
+        self._pauses_until = step + PAUSE * 2**self._unconfirmed
         return 1
 
     def request_full(self, step: int, count: int = 1) -> None:
