@@ -63,7 +63,7 @@ def times(*factors: float) -> Join:
         (detached, True, 10, 21),
         (times(0.0), False, 10, 21),
         (times(*[1e-4] * 12), False, 10, 21),
-        (times(0.0), False, 1000, 22),  # before the next due step
+        (times(0.0), False, 1000, 23),  # before the next due step
     ],
 )
 def test_a_gradient_that_is_cut_off_or_underflows_has_vanished(

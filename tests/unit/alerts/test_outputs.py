@@ -216,10 +216,10 @@ def stages(
     [
         (lambda step: 29 if 30 <= step < 70 else 26, []),
         (lambda step: 29 if step >= 30 else 26, [("started", 80)]),
-        (lambda step: 31 if step >= 31 else 26, [("started", 43)]),  # a full step is requested
-        (lambda step: 31 if step % 40 < 20 else 26, [("started", 3)]),
+        (lambda step: 31 if step >= 31 else 26, [("started", 44)]),  # a full step is requested
+        (lambda step: 31 if step % 40 < 20 else 26, [("started", 4)]),
         (lambda step: 31 if step < 100 else 26 if step < 150 else 20,
-         [("started", 3), ("resolved", 170)]),
+         [("started", 4), ("resolved", 170)]),
     ],
 )  # fmt: skip
 def test_dead_units_near_the_limit_start_and_resolve_one_alert(

@@ -301,4 +301,4 @@ def test_a_directory_that_a_file_has_replaced_ends_no_training(
     (tmp_path / "run").touch()
     tiny.train(9)
     tiny.logger.close()
-    assert caplog.text.count("alerts and flight files cannot be written") == 1
+    assert caplog.text.count("cannot be written for now") == 1
