@@ -57,9 +57,9 @@ class Schedule:
 
     All rules share one allowance of requests. It grows with the due full steps, and pauses after
     each request that confirms nothing, so that a fault which begins later still finds a request. An
-    alert, or a NaN after finite gradients, restores it. Requests that follow
-    from a full step do not count: it shows a candidate. The requested step is the second one after
-    the judged step, or a later one if rules are late, so that a repeated run measures the same.
+    alert, or a NaN after finite gradients, restores it. Requests that follow from a full step do
+    not count: it shows a candidate. The requested step is the second one after the judged step, or
+    a later one if rules are late, so that a repeated run measures the same.
 
     The training thread calls :meth:`plan` and :meth:`logged`, the worker :meth:`judged` and
     :meth:`request_full`.

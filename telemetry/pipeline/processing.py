@@ -60,23 +60,6 @@ Item: TypeAlias = Batch | CapturedStep | LightStep | ReadyValues | MergedStep
 """Items of the worker's queue; merged steps of all ranks are on rank 0 only."""
 
 
-class Sink(Protocol):
-    """Destination of values, which a background thread writes."""
-
-    def write_values(
-        self,
-        values: Sequence[bytes],
-        step: int,
-        wall_time: float,
-        /,
-        *,
-        droppable: bool = False,
-        flush: bool = False,
-        repeat: Sequence[bytes] = (),
-    ) -> None:
-        """Add one event; see ``FileWriter.write_values``."""
-
-
 class Observer(Protocol):
     """Receiver of each training step before the rules judge it."""
 
@@ -89,6 +72,7 @@ class Processor:
 
     Args:
         dashboard: Makes the values to write.
+        write_values: Adds one event to the files of the run, without waiting for the disk.
         rules: Judge each training step, after the observers.
         batches: Receives the ids of batches.
         on_alert: Called with each alert and the time at which its step ended.
@@ -102,7 +86,7 @@ class Processor:
         self,
         *,
         dashboard: Dashboard,
-        sink: Sink,
+        write_values: Callable[..., None],
         rules: Iterable[Rule],
         observers: Iterable[Observer] = (),
         on_alert: Callable[[Alert, float], None],
@@ -116,7 +100,7 @@ class Processor:
         self._loss_is_written = False
         self._waiting_for_loss: list[Callable[[str], bytes]] = []
         self._dashboard = dashboard
-        self._sink = sink
+        self._write_values = write_values
         self._judge = Judge(rules, failures)
         self._observers = tuple(observers)
         self._on_alert = on_alert
@@ -138,7 +122,7 @@ class Processor:
     def _process(self, item: Item) -> None:
         if isinstance(item, ReadyValues):
             repeat = needed_in_every_file(item.values)
-            self._sink.write_values(item.values, item.step, item.wall_time, repeat=repeat)
+            self._write_values(item.values, item.step, item.wall_time, repeat=repeat)
             if item.of_loss is not None:
                 self._waiting_for_loss.append(item.of_loss)
                 self._write_loss_tag(item.step - 1)
@@ -170,7 +154,7 @@ class Processor:
         with self._failures.contained("to write the latest norms"):
             step, pending = self._dashboard.pending_values()
             if pending:
-                self._sink.write_values(pending, step, time.time(), droppable=True)
+                self._write_values(pending, step, time.time(), droppable=True)
 
     def end(self) -> None:
         """Write the rest at the end of the run."""
@@ -229,7 +213,7 @@ class Processor:
 
     def _write_logged(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
         if values:
-            self._sink.write_values([summaries.scalars(values.items())], step, wall_time)
+            self._write_values([summaries.scalars(values.items())], step, wall_time)
 
     def send_rest(self) -> None:
         """Send rank 0 the scalars that were logged for a step that did not end."""
@@ -266,7 +250,7 @@ class Processor:
             values.append(value)
         if values:
             repeat = needed_in_every_file(values)
-            self._sink.write_values(values, page.last_step, time.time(), repeat=repeat)
+            self._write_values(values, page.last_step, time.time(), repeat=repeat)
 
     def _record(self, record: StepRecord) -> None:
         """Judge and write a step."""
@@ -284,13 +268,13 @@ class Processor:
         is_needed = self._dashboard.page.begins_layout(record)
         step, wall_time, late = self._dashboard.rates.late_values(record)
         if late:
-            self._sink.write_values(late, step, wall_time, droppable=True)
+            self._write_values(late, step, wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
         values = chain.from_iterable(self._dashboard.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
             repeat = needed_in_every_file(some) if is_needed else ()
             step, wall_time = record.step, record.wall_time
-            self._sink.write_values(some, step, wall_time, droppable=not is_needed, repeat=repeat)
+            self._write_values(some, step, wall_time, droppable=not is_needed, repeat=repeat)
         if not record.phase:
             self._write_loss_tag(record.step)
 
@@ -317,7 +301,7 @@ class Processor:
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
         self.write_pending()
         with self._failures.contained("to write an alert"):
-            self._sink.write_values(
+            self._write_values(
                 self._dashboard.alert_values(alert), alert.step, wall_time, flush=True
             )
         with self._failures.contained("to call on_alert", of=BaseException):

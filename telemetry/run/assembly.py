@@ -111,7 +111,7 @@ class ActiveRun:
         )
         self._processor = Processor(
             dashboard=self._dashboard,
-            sink=self._files,
+            write_values=self._files.write_values,
             rules=rules,
             observers=(self._files.flight, self._later_steps),
             on_alert=self._note_alert,

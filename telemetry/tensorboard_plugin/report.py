@@ -24,12 +24,6 @@ from telemetry.reading.matrix import thin
 from telemetry.reading.run_data import Overview, RunData
 from telemetry.reading.run_entry import differing
 from telemetry.reading.sessions import Layer
-from telemetry.tensorboard_plugin.colors import (
-    INFINITE_COLORS,
-    NAN_COLORS,
-    VIRIDIS,
-    ZERO_COLOR,
-)
 
 # By the ending of a file's name.
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -43,12 +37,11 @@ _EXPORTS = re.compile(
 def read_static_files() -> dict[str, bytes]:
     """Return name and content of every module and style sheet."""
     folder = files("telemetry.tensorboard_plugin") / "static"
-    found = {
+    return {
         entry.name: entry.read_bytes()
         for entry in folder.iterdir()
         if PurePath(entry.name).suffix in CONTENT_TYPES
     }
-    return {**found, "colors.js": _colors()}
 
 
 def bundle(files: Mapping[str, bytes], entry: str) -> str:
@@ -79,17 +72,6 @@ def _as_constants(found: re.Match[str]) -> str:
 
 def _variable(name: str) -> str:
     return "$" + name.removesuffix(".js")
-
-
-def _colors() -> bytes:
-    constants = {
-        "VIRIDIS": VIRIDIS,
-        "NAN_COLORS": NAN_COLORS,
-        "INFINITE_COLORS": INFINITE_COLORS,
-        "ZERO_COLOR": ZERO_COLOR,
-    }
-    lines = [f"export const {name} = {json.dumps(value)};" for name, value in constants.items()]
-    return "\n".join(lines).encode()
 
 
 # Names of metrics of other data than those of training.
