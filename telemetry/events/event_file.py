@@ -107,7 +107,8 @@ class EventFile:
         self._stamp = max(int(time.time()), max(stamps, default=0) + 1, self._stamp + 1)
         while True:
             writer = f"{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
-            name = f"events.out.tfevents.{self._stamp:010d}.{writer}"
+            # Torch's writer overwrites a file that has the name it would give.
+            name = f"events.out.tfevents.{self._stamp:010d}.{writer}.telemetry"
             with suppress(FileExistsError):  # of a container with our host name and process id
                 file = FileIO(os.path.join(self._directory, name), "xb")
                 break
