@@ -52,7 +52,7 @@ class Adapter:
         self._found: list[dict[str, Any]] = []
         self._step = 0
         self._logger = HookLogger(
-            model, self._folder.name, every_n_steps=10, images=False, on_alert=self._note
+            model, self._folder.name, every_n_steps=10, measure="!images", on_alert=self._note
         )
 
     def after_backward(self, step: int, loss: float) -> None:

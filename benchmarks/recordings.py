@@ -118,13 +118,11 @@ RECORDINGS: Mapping[str, Record] = {
     "bare": nothing,
     "only norms": partial(with_telemetry, every_n_steps=1_000_000),  # after step 0 none is due
     "every step": partial(with_telemetry, every_n_steps=1),
-    "same, no images": partial(with_telemetry, every_n_steps=1, images=False),
+    "same, no images": partial(with_telemetry, every_n_steps=1, measure="!images"),
     "same as wandb": partial(
         with_telemetry,
         every_n_steps=1,
-        images=False,
-        activations=False,
-        activation_gradients=False,
+        measure=("gradients", "weights"),
     ),
     "add_histogram": naively,
 }

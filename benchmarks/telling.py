@@ -79,7 +79,12 @@ def measure(step_s: float, fault: str) -> Delays:
             watcher.stdout.readline()
             try:
                 with HookLogger(
-                    model, folder, every_n_steps=100, alerts=rules, on_alert="raise", images=False
+                    model,
+                    folder,
+                    every_n_steps=100,
+                    alerts=rules,
+                    on_alert="raise",
+                    measure="!images",
                 ) as logger:
                     for step in range(10 * FAULTY):
                         points = torch.randn(16, 8)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +35,6 @@ from telemetry.alerts.mistakes import (
 from telemetry.alerts.no_learning import UntrainedParameters
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.vanishing_gradient import VanishingGradient
-from telemetry.capture.probe import call, unchanged
 from telemetry.layers import table
 from telemetry.plain_text import called, figure, printable, type_of
 from telemetry.records import StepRecord
@@ -157,11 +158,11 @@ def check(
             f"{type_of(loss_function)}; targets are given by name: check(..., targets=classes)"
         )
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    with unchanged(model):
+    with _unchanged(model):
         output: list[Any] = []
 
         def run() -> Tensor:
-            output[:] = [call(model, inputs)]
+            output[:] = [_call(model, inputs)]
             return _loss_of(output[0], loss_function, targets)
 
         record, loss = _measured(model, run)
@@ -179,6 +180,50 @@ def check(
     if show:
         result.print()
     return result
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    """Return the model's output for copies of the inputs: it may change them in place."""
+    inputs = pytree.tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore the model and the generators of random numbers after the body."""
+    tensors = [*model.parameters(), *model.buffers()]
+    values = [tensor.detach().clone() for tensor in tensors]
+    modules = [*model.modules()]
+    eager = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    registered = [(own, dict(own)) for m in eager for own in (m._parameters, m._buffers)]
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    training = [module.training for module in modules]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the user's, perhaps
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                # An expanded tensor cannot be written. A graph that is kept may refer to a buffer.
+                if tensor.layout != torch.strided or 0 not in tensor.stride():
+                    tensor.data.copy_(value)
+        for now, before in (*attributes, *registered):  # what a forward pass has put there
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, is_training in zip(modules, training, strict=True):
+            module.training = is_training
 
 
 def _loss_of(output: Any, loss_function: Callable[..., Any] | None, targets: Any) -> Tensor:
@@ -335,7 +380,7 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | st
         for module in model.modules():
             stack.callback(module.register_forward_hook(hook).remove)
         with torch.enable_grad():
-            outputs = pytree.tree_leaves(call(model, inputs))
+            outputs = pytree.tree_leaves(_call(model, inputs))
     tensors = (t for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.dim())
     output = next((t for t in tensors if t.shape[0] == samples), None)
     if not given or output is None:

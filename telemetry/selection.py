@@ -43,19 +43,24 @@ class Selection:
 
     # A module is watched if one of these is true for it; None: if it is a leaf.
     modules: tuple[Predicate, ...] | None = None
-    exclude: tuple[Predicate, ...] = ()  # it is not watched if one of these is true for it
+    exclude: tuple[_Glob, ...] = ()  # it is not watched if one of these is true for it
 
     @staticmethod
-    def parse(modules: Selectors | None = None, exclude: Selectors | None = None) -> Selection:
-        """Return a selection from the arguments of ``HookLogger``; raise TypeError for others.
+    def parse(given: Selectors | None, argument: str = "HookLogger(modules") -> Selection:
+        """Return a selection from selectors; raise TypeError for others, about ``argument``.
 
         A selector is a glob over the names in ``named_modules()`` (case-sensitive, ``*`` matches
-        dots, parts that wrappers add may be left out), a module class, or a predicate.
+        dots, parts that wrappers add may be left out), a module class, or a predicate. A glob after
+        ``!`` excludes modules; if all do, it is from the leaves.
         """
-        return Selection(
-            modules=None if modules is None else _parse("HookLogger(modules", modules),
-            exclude=() if exclude is None else _parse("HookLogger(exclude", exclude),
-        )
+        if given is None:
+            return Selection()
+        if isinstance(given, (str, type)) or not isinstance(given, Iterable):
+            given = (given,)
+        predicates = [_to_predicate(argument, item) for item in given]
+        exclude = tuple([p for p in predicates if isinstance(p, _Glob) and p.excludes])
+        modules = tuple([p for p in predicates if p not in exclude])
+        return Selection(modules=modules if modules or not exclude else None, exclude=exclude)
 
     def apply(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the watched modules of ``model``, in the order of ``named_modules()``.
@@ -92,12 +97,10 @@ class Selection:
     def check(self, model: nn.Module) -> None:
         """Raise ValueError if a glob matches no module of this model, or no module is selected."""
         candidates = _candidates(model)
-        _check_globs("HookLogger(modules", self.modules or (), candidates)
-        _check_globs("HookLogger(exclude", self.exclude, candidates)
-        if (self.modules is not None or self.exclude) and not self.apply(model):
-            at_fault = "exclude" if replace(self, exclude=()).apply(model) else "modules"
+        _check_globs("HookLogger(modules", self, candidates)
+        if self != Selection() and not self.apply(model):
             raise ValueError(
-                f"HookLogger({at_fault}=...): leaves none of the {_count(candidates)} to watch"
+                f"HookLogger(modules=...): leaves none of the {_count(candidates)} to watch"
             )
 
 
@@ -106,9 +109,9 @@ def select_modules(
 ) -> dict[str, nn.Module]:
     """Return modules by clean name, as ``HookLogger(modules=...)`` selects them for ``caller``."""
     check_model(model, caller)
-    wanted = None if select is None else _parse(f"{caller}(select", select)
-    _check_globs(f"{caller}(select", wanted or (), _candidates(model))
-    selected = Selection(modules=wanted).apply(model)
+    selection = Selection.parse(select, f"{caller}(select")
+    _check_globs(f"{caller}(select", selection, _candidates(model))
+    selected = selection.apply(model)
     if not selected:
         raise ValueError(f"{caller}(select=...): selects none of the {_count(_candidates(model))}")
     return cleaned(selected.items())
@@ -125,17 +128,22 @@ def select_parameters(
     check_model(model, caller)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     modules = dict(model.named_modules(remove_duplicate=False))
-    wanted = (_Glob("*"),) if select is None else _parse(f"{caller}(select", select)
+    selection = Selection.parse(select, f"{caller}(select")
+    selectors: list[Predicate] = [_Glob("*")]
+    if selection.modules is not None:
+        selectors = [*selection.modules]
+    selectors += selection.exclude
     chosen: set[str] = set()
-    for matches in wanted:
+    for matches in selectors:
         inside = {name for name, module in modules.items() if matches(name, module)}
         named = {p for p in parameters if not inside.isdisjoint(owners(p))}
         if isinstance(matches, _Glob):
             named.update(p for p in parameters if matches.matches(p))
             if not named and not inside:
-                argument = f"{caller}(select"
-                raise ValueError(_explain_no_match(argument, matches.pattern, modules, parameters))
-        chosen |= named
+                raise ValueError(
+                    _explain_no_match(f"{caller}(select", matches, modules, parameters)
+                )
+        chosen = chosen - named if matches in selection.exclude else chosen | named
     if not chosen:
         raise ValueError(
             f"{caller}(select=...): selects none of the {_count(parameters, 'parameter')}"
@@ -180,6 +188,7 @@ def evenly(items: Sequence[T], most: int) -> list[T]:
 @dataclass(frozen=True)
 class _Glob:
     pattern: str
+    excludes: bool = False
 
     def __call__(self, name: str, module: nn.Module) -> bool:
         return self.matches(name)
@@ -217,10 +226,10 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     return {n: module for n, module in model.named_modules() if not _is_wrapper(n, module)}
 
 
-def _check_globs(argument: str, wanted: Iterable[Predicate], names: Collection[str]) -> None:
-    for glob in wanted:
+def _check_globs(argument: str, selection: Selection, names: Collection[str]) -> None:
+    for glob in (*(selection.modules or ()), *selection.exclude):
         if isinstance(glob, _Glob) and not any(map(glob.matches, names)):
-            raise ValueError(_explain_no_match(argument, glob.pattern, names))
+            raise ValueError(_explain_no_match(argument, glob, names))
 
 
 def owners(parameter: str) -> Iterator[str]:
@@ -229,15 +238,9 @@ def owners(parameter: str) -> Iterator[str]:
     return (".".join(parts[:length]) for length in range(len(parts) + 1))
 
 
-def _parse(argument: str, value: Selectors) -> tuple[Predicate, ...]:
-    if isinstance(value, (str, type)) or not isinstance(value, Iterable):
-        value = (value,)
-    return tuple([_to_predicate(argument, item) for item in value])
-
-
 def _to_predicate(argument: str, selector: Selector) -> Predicate:
     if isinstance(selector, str):
-        return _Glob(selector)
+        return _Glob(selector.removeprefix("!"), selector.startswith("!"))
     if isinstance(selector, type) and issubclass(selector, nn.Module):
         return lambda name, module: isinstance(module, selector)
     if callable(selector) and not isinstance(selector, (type, nn.Module)):
@@ -252,15 +255,15 @@ def _to_predicate(argument: str, selector: Selector) -> Predicate:
 
 
 def _explain_no_match(
-    argument: str, pattern: str, modules: Collection[str], parameters: Collection[str] = ()
+    argument: str, glob: _Glob, modules: Collection[str], parameters: Collection[str] = ()
 ) -> str:
     parts = list(filter(None, map(clean_name, [*parameters, *modules])))
-    closest = difflib.get_close_matches(pattern, parts, n=2, cutoff=_CLOSE)
+    closest = difflib.get_close_matches(glob.pattern, parts, n=2, cutoff=_CLOSE)
     counted = _count(modules)
     if parameters:
         counted = f"{_count(parameters, 'parameter')} and {counted}"
-    message = f'{argument}="{pattern}"): matches none of the {counted}'
-    if "[" in pattern:
+    message = f'{argument}="{"!" * glob.excludes}{glob.pattern}"): matches none of the {counted}'
+    if "[" in glob.pattern:
         message += "; [ begins a set of characters, [[] matches the character [ itself"
     if closest:
         return f"{message}; the closest names are {', '.join(closest)}"

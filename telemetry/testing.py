@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from telemetry.alert import Alert
 from telemetry.alerts import default_rules
-from telemetry.capture import Capture, CapturedStep, Content, LightStep, Schedule
+from telemetry.capture import Capture, CapturedStep, LightStep, Schedule
 from telemetry.failures import RaisingFailures
 from telemetry.pipeline.judge import Judge
 from telemetry.records import StepRecord
 from telemetry.records.loss import LossChoice
 from telemetry.rule import AnyRule, as_rule
+from telemetry.run.arguments import content_of
 from telemetry.selection import Selection, Selectors
 
 __all__ = ["CapturedRun", "alerts_of", "capture_run"]
@@ -98,8 +99,7 @@ def capture_run(
     rules: Iterable[AnyRule] | None = None,
     optimizer: Optimizer | None = None,
     modules: Selectors | None = None,
-    exclude: Selectors | None = None,
-    images: bool = False,
+    measure: str | Iterable[str] = "!images",
 ) -> Iterator[CapturedRun]:
     """Record a model while the body trains it.
 
@@ -113,7 +113,6 @@ def capture_run(
         every_n_steps: Measure in full at steps 0, N, 2N, ..., and where a rule requests it,
             two steps later, as in a :class:`~telemetry.HookLogger` without delay.
         rules: As in :func:`alerts_of`.
-        images: Whether records hold pictures.
 
     The other arguments are those of :class:`~telemetry.HookLogger`.
     """
@@ -121,9 +120,9 @@ def capture_run(
     run._schedule = Schedule(every_n_steps, math.inf)
     run._capture = capture = Capture(
         model,
-        selection=Selection.parse(modules, exclude),
+        selection=Selection.parse(modules),
         schedule=run._schedule,
-        content=Content(images=images),
+        content=content_of(measure),
         deliver=run._take,
         safe_point=lambda: None,
         primary=optimizer,

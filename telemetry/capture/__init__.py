@@ -8,7 +8,7 @@ call reads the gradients instead, and makes a :class:`LightStep`.
 :mod:`activations` and :mod:`observations` measure the tensors of a step, :mod:`parameters` takes
 norms, and :mod:`nested` finds tensors in containers. :mod:`modules` installs the hooks of modules
 and :mod:`layouts` describes them. :mod:`schedule` and :mod:`account` decide what a step measures,
-:mod:`missed_steps` explains why no step is recorded, and :mod:`probe` runs a sample.
+and :mod:`missed_steps` explains why no step is recorded.
 """
 
 from telemetry.capture.capture import Capture as Capture

@@ -21,7 +21,6 @@ from telemetry.capture.missed_steps import MissedSteps
 from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizers import Optimizers
 from telemetry.capture.parameters import ParameterTable
-from telemetry.capture.probe import Sample
 from telemetry.capture.schedule import Schedule
 from telemetry.capture.state import Content, Guard, State, Target, guarded
 from telemetry.capture.step import Step
@@ -45,7 +44,6 @@ class Capture:
         deliver: Called on the training thread with each finished step; must not block.
         safe_point: Called between steps; may raise into the training loop.
         primary: Optimizer whose steps count; None: see :class:`Optimizers`.
-        sample: Fixed sample whose feature maps are drawn; None: those of the batches are.
         find_ranks: Called before anything is measured. Returns the observer of the other ranks, or
             None if this rank measures everything.
     """
@@ -62,7 +60,6 @@ class Capture:
         primary: Optimizer | None,
         failures: Failures,
         first_step: int = 0,
-        sample: Sample | None = None,
         find_ranks: Callable[[], RankObserver | None] = lambda: None,
     ) -> None:
         self.guard = Guard(failures, schedule.account.stopwatch)
@@ -74,7 +71,6 @@ class Capture:
             selection=selection,
             table=self._table,
             content=content,
-            has_sample=sample is not None,
             guard=self.guard,
         )
         self._state = State(first_step)
@@ -91,7 +87,6 @@ class Capture:
         self._step = self._new_step(full=False)
         self._phases: list[tuple[int, Step]] = []  # with their threads, the innermost last
         self._deliver, self._delivered = deliver, False
-        self._sample = sample
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
         self._by_hand = False  # the loop has no optimizer
         self._stepping_thread: int | None = None  # None while steps end in backward passes
@@ -264,7 +259,7 @@ class Capture:
             return None
         state.thread = thread
         if step.parameters and self._optimizers.end_open_step():  # an optimizer has stepped
-            self.step_completed(between=False)
+            self.step_completed()
             return self._step_of_call(hook, grad_enabled)
         if not step.unchanged and self._modules.changed():
             self._open(full=True)
@@ -392,13 +387,10 @@ class Capture:
     def end_open_step(self) -> None:
         """End the step in progress if it is open only for other optimizers."""
         if self._optimizers.end_open_step():
-            self.step_completed(between=False)
+            self.step_completed()
 
-    def step_completed(self, *, between: bool = True) -> None:
-        """End the step in progress and begin the next one.
-
-        ``between``: whether the model is not running, so that it may run for the sample.
-        """
+    def step_completed(self) -> None:
+        """End the step in progress and begin the next one."""
         self._optimizers.step_ended()
         if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
             self._stepping_thread = threading.get_ident()
@@ -406,8 +398,6 @@ class Capture:
         self.clock.end_step(full=step.full)
         step.stop()
         self._observe(training=False)
-        if self._sample is not None and step.full:
-            self._run_sample(self._sample, step, between=between)
         if self._plan != "skip":
             step.captured.step, step.captured.eval_mode = number, self.clock.eval_mode
             step.captured.laps = self.clock.take()
@@ -415,13 +405,6 @@ class Capture:
         plan = self._plan_step(number + 1)
         self._begin(number + 1, plan)
         self.clock.begin_step(full=plan == "full")
-
-    @guarded("to run the sample")
-    def _run_sample(self, sample: Sample, step: Step, *, between: bool) -> None:
-        if (model := self.model()) is not None:
-            pictured = self._modules.pictured_modules()
-            if reason := sample.run(model, pictured, step.captured.detail, between=between):
-                self.guard.failures.log_once(f"the sample has no feature maps: {reason}")
 
     @guarded("to hand over a step", reads=False)
     @undisturbed(always=True)

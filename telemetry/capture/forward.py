@@ -210,10 +210,10 @@ class ForwardPasses:
 
     def _take_images(self, hook: ForwardHook, given: list[Tensor], outputs: list[Tensor]) -> None:
         """Sample feature maps and the input, each once in a step."""
-        detail, of_sample = self._detail, self._target.has_sample and not self._captured.phase
+        detail = self._detail
         if hook.convolves:
             self._convolution = self._convolution or hook
-        if of_sample or not self._content.images:
+        if not self._content.images:
             return
         if hook.pictured and hook.name not in detail.feature_maps:
             sample = next(map(images.sample_feature_maps, outputs), None)

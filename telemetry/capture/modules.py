@@ -251,11 +251,6 @@ class WatchedModules:
         for name, hook in self._hooks.items():
             hook.pictured, hook.router = name in drawn, found.get(id(watched[name]))
 
-    def pictured_modules(self) -> dict[str, nn.Module]:
-        """Return the modules whose feature maps are drawn, by name."""
-        found = [(name, hook.module()) for name, hook in self._hooks.items() if hook.pictured]
-        return {name: module for name, module in found if module is not None}
-
     def changed(self) -> bool:
         """Whether the model has other modules than when the watched ones were chosen."""
         model = self._target.model()

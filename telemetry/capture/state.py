@@ -32,11 +32,6 @@ class Content:
     weights: bool = True
     images: bool = True
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not isinstance(value, bool):
-                raise TypeError(f"HookLogger({name}={value!r}): must be True or False")
-
 
 class State:
     """State of the capture; only :class:`~capture.Capture` assigns its attributes.
@@ -74,7 +69,6 @@ class Target:
     selection: Selection
     table: ParameterTable
     content: Content
-    has_sample: bool  # feature maps are those of a fixed sample
     guard: Guard
     totals: RunTotals = field(default_factory=RunTotals)
     compiled_autograd: CompiledAutograd = field(default_factory=CompiledAutograd)

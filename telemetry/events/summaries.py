@@ -19,7 +19,6 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import (
     DATA_CLASS_BLOB_SEQUENCE,
     DATA_CLASS_TENSOR,
-    HistogramProto,
     Summary,
     SummaryMetadata,
 )
@@ -77,47 +76,12 @@ def histogram_dtype(counts: NDArray[np.float64], largest: float) -> type[np.floa
     return np.float32 if fits else np.float64
 
 
-def classic_histograms(
-    tags: Iterable[str],
-    rows: NDArray[Any],
-    ends: Iterable[int],
-    sums: Iterable[tuple[float, float]],
-) -> list[bytes]:
-    """Return histograms in torch's format, for readers that support no other.
-
-    ``sums`` are the sums of each tensor's values and of their squares.
-    """
-    values, begin = [], 0
-    for tag, end, (total, squares) in zip(tags, ends, sums, strict=True):
-        left, right, counts = np.array(rows[begin:end].T, np.float64)
-        begin = end
-        if not left.size:  # one bucket without values
-            right = counts = np.zeros(1)
-        histogram = HistogramProto(
-            min=left[0] if left.size else 0.0,
-            max=right[-1],
-            num=counts.sum(),
-            sum=total,
-            sum_squares=squares,
-            bucket_limit=right,
-            bucket=counts,
-        )
-        values.append(_value(tag, histo=histogram))
-    return values
-
-
 def image(tag: str, png: Sequence[bytes], width: int, height: int) -> bytes:
     """Return one or more PNGs of the same size; TensorBoard shows them all."""
     strings = [str(width).encode(), str(height).encode(), *png]
     return _value(
         tag, tensor=_strings(strings), metadata=_metadata("images", DATA_CLASS_BLOB_SEQUENCE)
     )
-
-
-def classic_image(tag: str, png: bytes, width: int, height: int) -> bytes:
-    """Return a PNG in torch's format, for readers that support no other."""
-    picture = {"width": width, "height": height, "colorspace": 3, "encoded_image_string": png}
-    return _value(tag, image=picture)
 
 
 def text(tag: str, markdown: str) -> bytes:

@@ -14,7 +14,7 @@ class TelemetryCallback(TrainerLogger, Callback):
     def before_fit(self) -> None:
         self.run = not any(hasattr(self.learn, name) for name in ("lr_finder", "gather_preds"))
         if self.run:
-            self.begin(self.learn.model, first_step="auto")
+            self.begin(self.learn.model, resume=True)
 
     def before_backward(self) -> None:
         self.log_loss(self.learn.loss)

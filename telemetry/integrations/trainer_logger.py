@@ -20,15 +20,15 @@ class TrainerLogger:
     """:class:`HookLogger` that is created at the beginning of a training and closed at its end.
 
     Args:
-        writer: As for ``HookLogger``; None: ``TELEMETRY_LOG_DIR``, or the directory of the trainer,
-            if it has one.
+        log_dir: As for ``HookLogger``; None: ``TELEMETRY_LOG_DIR``, or the directory of the
+            trainer, if it has one.
         options: Other arguments of ``HookLogger``; TypeError for any other. With
             ``on_alert="stop"`` the trainer stops by its own means, on all ranks at the same step.
     """
 
     def __init__(
         self,
-        writer: tensorboard.SummaryWriter | str | os.PathLike[str] | None = None,
+        log_dir: str | os.PathLike[str] | tensorboard.SummaryWriter | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -38,23 +38,21 @@ class TrainerLogger:
             raise TypeError(f"{type(self).__name__}: HookLogger {error}") from None
         self.hook_logger: HookLogger | None = None  # of the latest training, open or closed
         self.failures = Failures()
-        self._writer = writer
+        self._log_dir = log_dir
         self._options = options
         self._state: Mapping[str, Any] | None = None
         self._phase = ExitStack()
         self._loss_step = -1
         self._training = False
 
-    def begin(self, model: nn.Module, writer: Any = None, *, first_step: Any = 0) -> HookLogger:
+    def begin(self, model: nn.Module, log_dir: Any = None, **options: Any) -> HookLogger:
         """Start logging the training of ``model``.
 
-        ``writer`` and ``first_step`` are those of the trainer; options of the user override them.
+        ``log_dir`` and ``options`` are those of the trainer; those of the user override them.
         """
         self.end()
-        options = {"first_step": first_step, **self._options}
-        self.hook_logger = logger = HookLogger(
-            model, setting("log_dir", self._writer, writer), **options
-        )
+        log_dir = setting("log_dir", self._log_dir, log_dir)
+        self.hook_logger = logger = HookLogger(model, log_dir, **{**options, **self._options})
         state, self._state = self._state, None
         if state:
             logger.load_state_dict(state)

@@ -373,7 +373,7 @@ class RankExchange(Exchange):
             self._failures.log_once(
                 f"this rank counts its steps from {self._first_step} and rank 0 from "
                 f"{announcement.first_step}, so their records do not meet; give all ranks the same "
-                'first_step (with "auto", each needs to read the directory of the run)',
+                "first_step (with resume=True, each needs to read the directory of the run)",
                 kind="first step",
             )
         if announcement.full_step > self._current_step():  # else this rank is too late

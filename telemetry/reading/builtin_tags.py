@@ -19,7 +19,7 @@ from telemetry.tag_names import ALLOCATED_BYTES, HOST_BYTES, TIMES, parse_number
 
 _OUTPUT_KINDS = {"activation": "outputs", "activation_grad": "gradients of outputs"}
 _PARAMETER_KINDS = {"weight": "parameters", "grad": "gradients"}
-_IMAGE_KINDS = {"feature_maps": "feature maps", "filters": "filters"}
+_PICTURE = re.compile(r"(?:(.+)/)?(feature_maps|filters|input)(?:/(\d{4,9})\.(.*))?", re.DOTALL)
 _OTHER = "", -1, ""
 _RATE = re.compile(r"learning_rate/\d+|lr", re.IGNORECASE)
 _MAX_RATES = 4
@@ -44,21 +44,23 @@ def histogram_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
 
 def image_tags(layer: Layer, tags: Iterable[str]) -> list[NamedTag]:
     """Return the tags of a layer's feature maps and filters, if any, and of the model's input."""
-    tags = list(tags)
-    parsed = [(tag, *(parse_numbered(tag) or _OTHER)) for tag in tags]
-    own = [
-        (_IMAGE_KINDS[kind], name, tag)
-        for tag, kind, place, name in parsed
-        if kind in _IMAGE_KINDS and _is_output(layer, place, name)
-    ]
-    inputs = [("input", "the model", tag) for tag in tags if plain(tag) == "input"]
+    own, inputs = [], []
+    for tag in tags:
+        if (found := _PICTURE.fullmatch(plain(tag))) is None:
+            continue
+        phase, kind, place, name = found.groups()
+        kind = kind.replace("_", " ") + (f" of {phase}" if phase else "")
+        if place is None:
+            inputs.append((kind, "the model", tag))
+        elif _is_output(layer, int(place), name):
+            own.append((kind, name, tag))
     return sorted(own + inputs) if own or layer.name == INPUT else []
 
 
 def places_of_images(tags: Iterable[str]) -> set[int]:
     """Return the places in forward order of layers with pictures."""
-    parsed = [parse_numbered(tag) or _OTHER for tag in tags]
-    return {place for kind, place, _ in parsed if kind in _IMAGE_KINDS}
+    found = [_PICTURE.fullmatch(plain(tag)) for tag in tags]
+    return {int(picture[3]) for picture in found if picture and picture[3]}
 
 
 def loss_of(tags: Collection[str], chosen: str | None) -> str | None:

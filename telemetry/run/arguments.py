@@ -21,8 +21,8 @@ from telemetry.alert import Alert
 from telemetry.alerts import rules_from
 from telemetry.alerts.configuration import Settings
 from telemetry.alerts.detector import Detector
+from telemetry.capture import Content
 from telemetry.capture.modules import unregistered
-from telemetry.capture.probe import Sample
 from telemetry.plain_text import called_all, check_text, type_of
 from telemetry.records.batches import MAX_IDS, BatchId
 from telemetry.rule import AnyRule, Rule, as_rule
@@ -31,24 +31,23 @@ from telemetry.tag_names import GROUPS
 from telemetry.torch_private.host_copy import HostCopy
 
 Alerts: TypeAlias = Iterable[AnyRule] | Mapping[str, Settings | Detector | None] | None
-FirstStep: TypeAlias = int | Literal["auto"]
-HistogramForm: TypeAlias = Literal["tensor", "classic"]
 OnAlert: TypeAlias = Callable[[Alert], object] | Literal["raise", "stop"] | None
+
+MEASURED = "activations", "activation_gradients", "gradients", "weights", "images"
 
 # Arguments of ``wandb.log`` and ``SummaryWriter.add_scalar`` other than scalars.
 _FOREIGN_ARGUMENTS = {"step", "global_step", "walltime", "commit"}
 
 
-def is_disabled(enabled: object) -> bool:
-    if not isinstance(enabled, bool):
-        raise TypeError(f"HookLogger(enabled={enabled!r}): must be True or False")
-    return not enabled or setting("disabled", default=False)
+def check_flag(argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"HookLogger({argument}={value!r}): must be True or False")
 
 
-def writer_of(writer: Any) -> Any:
+def writer_of(log_dir: Any) -> Any:
     """Return a given writer or directory, else that of the environment, else torch's default."""
     now = datetime.now().strftime("%b%d_%H-%M-%S")
-    return setting("log_dir", writer, os.path.join("runs", f"{now}_{socket.gethostname()}"))
+    return setting("log_dir", log_dir, os.path.join("runs", f"{now}_{socket.gethostname()}"))
 
 
 def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer | None:
@@ -81,19 +80,24 @@ def check_parts(model: Any, selection: Selection, optimizer: Any) -> Optimizer |
     return inner
 
 
-def integer(argument: str, value: Any, valid: str = "an int") -> int:
+def integer(argument: str, value: Any) -> int:
     """Return an integer of any type, as NumPy's; TypeError for bools, floats and others."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"HookLogger({argument}={value!r}): must be {valid}")
+        raise TypeError(f"HookLogger({argument}={value!r}): must be an int")
     return index(value)
 
 
-def sample_of(model: nn.Module, sample: Any, images: bool) -> Sample | None:
-    if sample is not None and not images:
-        raise ValueError(
-            "HookLogger(sample=...): images=False draws no pictures; remove one of the arguments"
-        )
-    return None if sample is None else Sample(model, sample)
+def content_of(measure: Any) -> Content:
+    """Return the tensors of full steps: of these names, or all but those after ``!``."""
+    is_one = isinstance(measure, str) or not isinstance(measure, Iterable)
+    names = [measure] if is_one else [*measure]
+    for name in names:
+        if not isinstance(name, str) or name.removeprefix("!") not in MEASURED:
+            check_choice("measure", name, *MEASURED)
+    excludes = names != [] and all(name.startswith("!") for name in names)
+    return Content(
+        **{name: f"!{name}" not in names if excludes else name in names for name in MEASURED}
+    )
 
 
 def check_choice(name: str, value: object, *choices: str, other: str = "") -> None:
@@ -105,10 +109,8 @@ def check_choice(name: str, value: object, *choices: str, other: str = "") -> No
         raise error(f"HookLogger({name}={value!r}): must be {words}")
 
 
-def first_step_of(first_step: Any) -> FirstStep:
-    if first_step == "auto":
-        return "auto"
-    step = integer("first_step", first_step, 'an int or "auto"')
+def first_step_of(first_step: Any) -> int:
+    step = integer("first_step", first_step)
     if not 0 <= step < 2**53:  # readers accept no others
         raise ValueError(f"HookLogger(first_step={step}): must be from 0 to 2**53 - 1")
     return step
@@ -162,16 +164,16 @@ def log_dir_of(writer: object, *, written: bool = True) -> str:
         if not written:  # such as Lightning's, which does nothing
             return ""
         raise TypeError(
-            "HookLogger(writer=...): must be a torch.utils.tensorboard.SummaryWriter or a log "
-            f"directory, not {type_of(writer)}"
+            "HookLogger(log_dir=...): must be a directory or a "
+            f"torch.utils.tensorboard.SummaryWriter, not {type_of(writer)}"
         )
     if not os.fspath(writer):
-        raise ValueError("HookLogger(writer=''): must name a log directory")
+        raise ValueError("HookLogger(log_dir=''): must name a directory")
     if "\0" in os.fsdecode(writer):
-        raise ValueError(f"HookLogger(writer={writer!r}): must not contain the character NUL")
+        raise ValueError(f"HookLogger(log_dir={writer!r}): must not contain the character NUL")
     if "://" in os.fsdecode(writer):
         raise ValueError(
-            f"HookLogger(writer={writer!r}): must be a local directory. Write to one and copy it "
+            f"HookLogger(log_dir={writer!r}): must be a local directory. Write to one and copy it "
             "there, for example with rclone or gsutil rsync; or pass a "
             "torch.utils.tensorboard.SummaryWriter that writes there"
         )

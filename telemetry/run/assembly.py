@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from telemetry.alert import Alert, TelemetryAlert
 from telemetry.capture import Capture, Content, Schedule
-from telemetry.capture.probe import Sample
 from telemetry.failures import Failures, show_at_end
 from telemetry.flight import is_fault
 from telemetry.pipeline import (
@@ -34,7 +33,7 @@ from telemetry.ranks.topology import RankObserver
 from telemetry.records.batches import Batch
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
-from telemetry.run.arguments import FirstStep, OnAlert, batch_ids_of, check_phase, scalars_of
+from telemetry.run.arguments import OnAlert, batch_ids_of, check_phase, scalars_of
 from telemetry.run.files import RunFiles, show_command_once
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
@@ -69,7 +68,8 @@ class ActiveRun:
         model: nn.Module,
         writer: object,
         *,
-        first_step: FirstStep,
+        first_step: int,
+        resume: bool,
         ranks: Ranks,
         on_alert: OnAlert,
         every_n_steps: int,
@@ -77,13 +77,11 @@ class ActiveRun:
         content: Content,
         selection: Selection,
         optimizer: Optimizer | None,
-        sample: Sample | None,
-        classic: bool,
         rules: Sequence[Rule],
         loss_tag: str | None,
     ) -> None:
         self._schedule = Schedule(every_n_steps, max_overhead, self._log_curves)
-        self.noted_alerts: list[Alert] = []
+        self.alerts: list[Alert] = []
         self._on_alert = on_alert
         self._may_stop = on_alert is not None  # a function may return "raise" or "stop"
         self._may_stop_at_steps = self._may_stop  # on several ranks, an alert of another one may
@@ -98,6 +96,7 @@ class ActiveRun:
             model,
             writer,
             first_step,
+            resume=resume,
             role=self._role,
             close=self.close,
             failures=self._failures,
@@ -105,10 +104,7 @@ class ActiveRun:
         self.log_dir = self._files.log_dir
         resumed = self._files.first_step > 0
         self._later_steps = LaterSteps(self.log_dir, self._failures, expected=resumed)
-        self._dashboard = Dashboard(
-            session_id=self._files.session_id,
-            classic=classic,
-        )
+        self._dashboard = Dashboard(session_id=self._files.session_id)
         self._processor = Processor(
             dashboard=self._dashboard,
             write_values=self._files.write_values,
@@ -135,7 +131,6 @@ class ActiveRun:
             primary=optimizer,
             failures=self._failures,
             first_step=self._files.first_step,
-            sample=sample,
             find_ranks=self._find_ranks,
         )
         if role_is_final:
@@ -155,12 +150,6 @@ class ActiveRun:
     @property
     def current_step(self) -> int:
         return self._capture.step
-
-    @property
-    def alerts(self) -> tuple[Alert, ...]:
-        with self._capture.clock.paused():
-            self._await_steps()
-        return tuple(self.noted_alerts)
 
     # --- hooks -----------------------------------------------------------------------------------
 
@@ -328,7 +317,7 @@ class ActiveRun:
 
     def _note_alert(self, alert: Alert, wall_time: float) -> None:
         """Store an alert and respond to it; on the background thread."""
-        self.noted_alerts.append(alert)
+        self.alerts.append(alert)
         self._files.write_alert(alert, wall_time)
         response: object = self._on_alert
         if callable(self._on_alert):
@@ -426,7 +415,7 @@ class ActiveRun:
 
     def _show_notes(self) -> None:
         """Show the notes of the run, since Python shows no messages at INFO by default."""
-        notes = [a for a in self.noted_alerts if a.severity == "note" and a.stage == "started"]
+        notes = [a for a in self.alerts if a.severity == "note" and a.stage == "started"]
         if notes and self._role.writes:
             count = "one note, which" if len(notes) == 1 else f"{len(notes)} notes, which"
             lines = [f"telemetry: {count} may be intended:"]

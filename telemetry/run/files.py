@@ -27,9 +27,9 @@ from telemetry.events.writer import Writer
 from telemetry.failures import Failures, show
 from telemetry.flight import FlightRecorder
 from telemetry.ranks.role import Role, is_rank_0, may_be_any_rank
-from telemetry.run.arguments import FirstStep, log_dir_of
+from telemetry.run.arguments import log_dir_of
 from telemetry.run.given_file import GivenFile
-from telemetry.run.resuming import logs_after_steps, resolved
+from telemetry.run.resuming import logs_after_steps, next_step
 
 try:
     import fcntl
@@ -52,8 +52,9 @@ class RunFiles:
         self,
         model: nn.Module,
         writer: object,
-        first_step: FirstStep,
+        first_step: int,
         *,
+        resume: bool,
         role: Role,
         close: Callable[[], None],
         failures: Failures,
@@ -65,10 +66,10 @@ class RunFiles:
         self._process_id = os.getpid()
         self._failures = failures
         self._lock = DirectoryLock(model, self.log_dir, close)
-        self.first_step = resolved(first_step, self.log_dir)
+        self.first_step = next_step(self.log_dir, first_step) if resume else first_step
         # A loss that was logged after the last step belongs to the first, which is not repeated.
         self._hidden_from = self.first_step
-        if first_step == "auto" and self.first_step:
+        if resume and self.first_step:
             self._hidden_from += logs_after_steps(self.log_dir)
         self._has_ended = False
         self._writes = role.writes
@@ -110,7 +111,7 @@ class RunFiles:
             self._writer.open(events)
         except OSError as error:
             raise type(error)(
-                f"HookLogger(writer={self.log_dir!r}): the log directory cannot be written: {error}"
+                f"HookLogger(log_dir={self.log_dir!r}): the directory cannot be written: {error}"
             ) from error
         self._lock.acquire(events)
         return events

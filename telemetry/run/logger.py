@@ -15,24 +15,22 @@ from torch.optim import Optimizer
 from torch.utils import tensorboard
 
 from telemetry.alert import Alert
-from telemetry.capture import Content
 from telemetry.pipeline import CLOSE_TIMEOUT_S
 from telemetry.ranks.role import Ranks
 from telemetry.run.arguments import (
+    MEASURED,
     Alerts,
-    FirstStep,
-    HistogramForm,
     OnAlert,
     check_choice,
+    check_flag,
     check_loss_tag,
     check_on_alert,
     check_parts,
+    content_of,
     first_step_of,
     integer,
-    is_disabled,
     log_dir_of,
     rules_of,
-    sample_of,
     setting,
     writer_of,
 )
@@ -48,8 +46,7 @@ class DisabledRun:
     """Run of a disabled logger: records nothing and returns the state that it was given."""
 
     attached = should_stop = False
-    alerts: tuple[Alert, ...] = ()
-    noted_alerts: Sequence[Alert] = ()
+    alerts: Sequence[Alert] = ()
 
     def __init__(self, log_dir: str, first_step: int) -> None:
         self.log_dir = log_dir
@@ -90,9 +87,9 @@ class HookLogger:
 
     Args:
         model: The model in training, on any device. It may be wrapped or moved afterwards.
-        writer: A log directory, or a ``torch.utils.tensorboard.SummaryWriter``, which stays open
-            and may write to a URL. Records after the writer was closed are in a new file of its
-            directory. None: a new directory in ``runs/``, as ``SummaryWriter`` makes it.
+        log_dir: The directory of the run, or a ``torch.utils.tensorboard.SummaryWriter``, which
+            stays open and may write to a URL. Records after the writer was closed are in a new file
+            of its directory. None: a new directory in ``runs/``, as ``SummaryWriter`` makes it.
         every_n_steps: Distance N of the full steps; None: 100.
         max_overhead: Limit of the logger's share of the training time, such as 0.01: CPU time of
             the training and the background thread, or on a CUDA device the additional time of full
@@ -103,16 +100,12 @@ class HookLogger:
         optimizer: The optimizer whose steps count; default: the first torch optimizer that steps
             parameters of this model.
         modules: Watched modules: a glob over ``named_modules()``, a class, a
-            ``predicate(name, module)``, or several of these; default: every leaf module.
-        exclude: Modules that are not watched, in the same forms.
-        activations: Measure the outputs of modules.
-        activation_gradients: Measure the gradients of the loss with respect to these outputs.
-        gradients: Measure the gradients of parameters.
-        weights: Measure parameters and their update at each step.
-        images: Draw feature maps and filters of convolutions, and the input.
-        sample: Input for a probe forward pass in evaluation mode at full steps: a tensor, a tuple
-            of arguments, or a mapping of keyword arguments. Feature maps are then those of the
-            sample. None: those of the batch.
+            ``predicate(name, module)``, or several of these; default: every leaf module. A glob
+            that begins with ``!`` excludes modules: ``"!head.*"``.
+        measure: Tensors of full steps: outputs of modules, gradients of the loss with respect to
+            them, gradients of parameters, parameters and their updates; and pictures of feature
+            maps and filters of convolutions and of the input. ``"!images"``: all but one; ``()``:
+            gradient norms alone.
         alerts: Rules that check each step; None: the default rules; ``()``: none. A dict sets
             parameters of the default rules, omits some, or adds detectors of your own:
             ``{"dead_units": {"fraction": 0.8}, "saturated_units": None, "my_kind": MyDetector()}``.
@@ -121,14 +114,12 @@ class HookLogger:
             :attr:`should_stop` there. Notes neither raise nor stop. Or a function that is called
             with each :class:`Alert` on a background thread; it may return ``"raise"`` or ``"stop"``
             to respond in that way, whatever the severity.
-        first_step: Number of the first step of a resumed run; ``"auto"``: the step after the last
-            one in the local directory, or 0. TensorBoard then hides earlier records of this step
-            and later ones. :meth:`load_state_dict` also restores the state of the alerts.
+        first_step: Number of the first step. If it is not 0, TensorBoard hides earlier records of
+            this step and later ones. :meth:`load_state_dict` also restores the state of the alerts.
+        resume: Whether to continue after the last step in the local directory, if it has any.
         ranks: With several processes that train together: ``"merged"``: rank 0 writes the
             measurements of all ranks as one run; ``"each"``: each rank writes its own, into
             ``rank-0003/``; ``"rank0"``: rank 0 measures and writes, the others do nothing.
-        histograms: ``"tensor"``: exact edges and counts, which TensorBoard reads; ``"classic"``:
-            histograms and pictures as torch writes them, for readers that know no others.
         loss_tag: Tag of the logged scalar that is the loss, for rules, page and tables. None:
             ``loss``, or a name like ``train_loss``, ``loss/total`` or ``training/batch_loss``, with
             no other words than these. Of several, the first logged one counts; of these, the loss
@@ -136,78 +127,63 @@ class HookLogger:
         enabled: False, or the environment variable ``TELEMETRY_DISABLED=1``: nothing is watched,
             written or checked. :meth:`state_dict` returns a loaded state unchanged.
 
-    If ``writer``, ``every_n_steps``, ``max_overhead``, ``on_alert`` or ``loss_tag`` is None, the
+    If ``log_dir``, ``every_n_steps``, ``max_overhead``, ``on_alert`` or ``loss_tag`` is None, the
     environment variable ``TELEMETRY_LOG_DIR``, ``TELEMETRY_EVERY_N_STEPS`` and so on sets it.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: An argument or an environment variable has an invalid value, such as a glob that
-            matches no module, or a model without parameters, or a ``sample`` for one that is
-            sharded or compiled.
+            matches no module, or a model without parameters.
         OSError: The log directory cannot be written.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        writer: tensorboard.SummaryWriter | str | os.PathLike[str] | None = None,
+        log_dir: str | os.PathLike[str] | tensorboard.SummaryWriter | None = None,
         *,
         every_n_steps: int | None = None,
         max_overhead: float | None = None,
         optimizer: Optimizer | None = None,
         modules: Selectors | None = None,
-        exclude: Selectors | None = None,
-        activations: bool = True,
-        activation_gradients: bool = True,
-        gradients: bool = True,
-        weights: bool = True,
-        images: bool = True,
-        sample: Tensor | tuple[Any, ...] | Mapping[str, Any] | None = None,
+        measure: str | Iterable[str] = MEASURED,
         alerts: Alerts = None,
         on_alert: OnAlert = None,
-        first_step: FirstStep = 0,
+        first_step: int = 0,
+        resume: bool = False,
         ranks: Ranks = "merged",
-        histograms: HistogramForm = "tensor",
         loss_tag: str | None = None,
         enabled: bool = True,
     ) -> None:
         self._run: ActiveRun | DisabledRun
-        writer = writer_of(writer)
-        first = first_step_of(first_step)
-        log_dir = log_dir_of(writer, written=False)
-        disabled = DisabledRun(log_dir, 0 if first == "auto" else first)
-        if is_disabled(enabled):
+        writer = writer_of(log_dir)
+        first_step = first_step_of(first_step)
+        disabled = DisabledRun(log_dir_of(writer, written=False), first_step)
+        check_flag("resume", resume)
+        check_flag("enabled", enabled)
+        if not enabled or setting("disabled", default=False):
             self._run = disabled
             return
-        selection = Selection.parse(modules, exclude)
+        selection = Selection.parse(modules)
         optimizer = check_parts(model, selection, optimizer)
-        fixed = sample_of(model, sample, images)
         check_on_alert(on_alert := setting("on_alert", on_alert))
         check_choice("ranks", ranks, *get_args(Ranks))
-        check_choice("histograms", histograms, *get_args(HistogramForm))
         check_loss_tag(loss_tag := setting("loss_tag", loss_tag))
         try:
             self._run = ActiveRun(
                 model,
                 writer,
-                first_step=first,
+                first_step=first_step,
+                resume=resume,
                 ranks=ranks,
                 on_alert=on_alert,
                 every_n_steps=integer(
                     "every_n_steps", setting("every_n_steps", every_n_steps, 100)
                 ),
                 max_overhead=setting("max_overhead", max_overhead),
-                content=Content(
-                    activations=activations,
-                    activation_gradients=activation_gradients,
-                    gradients=gradients,
-                    weights=weights,
-                    images=images,
-                ),
+                content=content_of(measure),
                 selection=selection,
                 optimizer=optimizer,
-                sample=fixed,
-                classic=histograms == "classic",
                 rules=rules_of(alerts),
                 loss_tag=loss_tag,
             )
@@ -222,7 +198,7 @@ class HookLogger:
         """Return a table for notebooks: state, step, directory and alerts noted up to now."""
         alerts = [
             f"{alert.severity} at step {alert.step}: {alert.kind} {alert.module_name or ''}"
-            for alert in self._run.noted_alerts
+            for alert in self._run.alerts
             if alert.stage == "started"
         ]
         rows = {"state": self._state, "step": self.current_step, "log_dir": self.log_dir}
@@ -263,8 +239,8 @@ class HookLogger:
 
     @property
     def alerts(self) -> tuple[Alert, ...]:
-        """The alerts up to now, oldest first; waits until the rules have checked all steps."""
-        return self._run.alerts
+        """The alerts up to now, oldest first; after :meth:`flush`, those of all steps."""
+        return tuple(self._run.alerts)
 
     @property
     def should_stop(self) -> bool:

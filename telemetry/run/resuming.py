@@ -18,7 +18,6 @@ from telemetry.events.reading import CorruptEventFileError, events_from_end, rea
 from telemetry.failures import Failures
 from telemetry.plain_text import type_of
 from telemetry.records import StepRecord
-from telemetry.run.arguments import FirstStep
 from telemetry.tag_names import TOTAL_GRAD_NORM
 
 STATE_FORMAT = 1
@@ -31,17 +30,15 @@ _FEW_EVENTS = 1000
 _MARKS = (TOTAL_GRAD_NORM.encode(), b"telemetry/n/", b"telemetry/m/")
 
 
-def resolved(first_step: FirstStep, log_dir: str) -> int:
-    """Return the number of the first step; ``"auto"``: the step after the last recorded one."""
-    if first_step != "auto":
-        return first_step
+def next_step(log_dir: str, first_step: int) -> int:
+    """Return the number after the last recorded step; ``first_step`` if there is none."""
     if "://" in log_dir:
         raise ValueError(
-            f'HookLogger(first_step="auto"): finds steps in local directories only, not in '
-            f"{log_dir}; pass the number, or call load_state_dict() with the state of a checkpoint"
+            "HookLogger(resume=True): finds steps in local directories only, not in "
+            f"{log_dir}; pass first_step, or call load_state_dict() with the state of a checkpoint"
         )
     last = last_step(event_files(log_dir))
-    return 0 if last is None else last + 1
+    return first_step if last is None else last + 1
 
 
 def logs_after_steps(log_dir: str) -> bool:
@@ -84,7 +81,7 @@ class LaterSteps:
                 self._failures.log_once(
                     f"{self._log_dir} already holds steps up to {last}, and this run repeats them "
                     f"from {record.step} on. To resume that run: HookLogger(first_step={last + 1}) "
-                    'or first_step="auto", or load_state_dict() with the state of a checkpoint. '
+                    "or resume=True, or load_state_dict() with the state of a checkpoint. "
                     "A new run should have another directory"
                 )
 

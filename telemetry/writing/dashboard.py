@@ -42,17 +42,11 @@ def _is_needed(serialized: bytes) -> bool:
 class Dashboard:
     """Turns records and alerts into values for TensorBoard's dashboards and the Telemetry page.
 
-    ``classic`` is torch's format of histograms and pictures. ``rates`` may need a point before a
-    record's own.
+    ``rates`` may need a point before a record's own.
     """
 
-    def __init__(
-        self,
-        *,
-        session_id: str | None = None,
-        classic: bool = False,
-    ) -> None:
-        self._classic, self._pictures = classic, Pictures(classic=classic)
+    def __init__(self, *, session_id: str | None = None) -> None:
+        self._pictures = Pictures()
         self.page = PageWriter(session_id)
         self.rates = LearningRates()
         self._times, self._usage = StepTimes(), Usage()
@@ -66,7 +60,7 @@ class Dashboard:
         """Yield the values to write in events with the record's step, some at a time."""
         if self.page.begins_layout(record):
             yield list(self._changes(record))
-        yield from tags.values_of(record, self._pictures, classic=self._classic)
+        yield from tags.values_of(record, self._pictures)
         yield [
             *(rank_values(record.ranks) if record.ranks is not None else ()),
             *self.rates.values_of(record),

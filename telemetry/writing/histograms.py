@@ -28,28 +28,23 @@ Charts = tuple[NDArray[Any], Sequence[int]]
 _AT_ONCE = 128
 
 
-def histogram_values(
-    tags: Sequence[str], rows: Rows, *, classic: bool = False
-) -> Iterator[Sequence[bytes]]:
-    """Yield histograms of all tensors, some at a time; ``classic`` is torch's format."""
-    return _values(tags, rows, histograms, classic)
+def histogram_values(tags: Sequence[str], rows: Rows) -> Iterator[Sequence[bytes]]:
+    """Yield histograms of all tensors, some at a time."""
+    return _values(tags, rows, histograms)
 
 
-def log10_histogram_values(
-    tags: Sequence[str], rows: Rows, *, classic: bool = False
-) -> Iterator[Sequence[bytes]]:
+def log10_histogram_values(tags: Sequence[str], rows: Rows) -> Iterator[Sequence[bytes]]:
     """Yield histograms of log10 |x| of the tensors that have values other than zero."""
     which = np.arange(len(rows)).repeat(rows.bucket_count)
     filled = np.flatnonzero(np.bincount(which, rows.buckets != 0, len(rows)))
     some = [tags[row] for row in filled.tolist()]
-    return _values(some, rows.take(filled), log10_histograms, classic)
+    return _values(some, rows.take(filled), log10_histograms)
 
 
 def _values(
     tags: Sequence[str],
     rows: Rows,
     charts_of: Callable[[Rows], Charts],
-    classic: bool,
     at_once: int = _AT_ONCE,
 ) -> Iterator[Sequence[bytes]]:
     for first in range(0, len(tags), at_once):
@@ -57,10 +52,7 @@ def _values(
         part = rows.take(np.arange(first, first + len(some)))
         buckets, ends = charts_of(part)
         if buckets.dtype == np.float64 and len(some) > 1:  # one of them may be the reason
-            yield from _values(some, part, charts_of, classic, at_once=1)
-        elif classic:
-            sums = zip(part.sum.tolist(), part.sum_squares.tolist(), strict=True)
-            yield summaries.classic_histograms(some, buckets, ends, sums)
+            yield from _values(some, part, charts_of, at_once=1)
         else:
             yield summaries.histograms(some, buckets, ends)
 

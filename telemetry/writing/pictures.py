@@ -20,11 +20,10 @@ class Pictures:
     """Pictures of a full step: as many as have 131,072 pixels together.
 
     The next full step goes on with the others. A picture that is larger alone is drawn at half its
-    size, or less. ``classic`` is torch's format.
+    size, or less.
     """
 
-    def __init__(self, *, classic: bool = False) -> None:
-        self._classic = classic
+    def __init__(self) -> None:
         self._next = 0
 
     def values_of(self, pictures: Sequence[Picture]) -> Iterator[bytes]:
@@ -42,7 +41,5 @@ class Pictures:
 
     def value(self, tag: str, pixels: NDArray[np.uint8]) -> bytes:
         """Return one picture."""
-        png, (height, width, _) = encode_png(pixels), pixels.shape
-        if self._classic:
-            return summaries.classic_image(tag, png, width, height)
-        return summaries.image(tag, [png], width, height)
+        height, width, _ = pixels.shape
+        return summaries.image(tag, [encode_png(pixels)], width, height)

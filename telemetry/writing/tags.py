@@ -36,13 +36,11 @@ _COLUMNS = [PLACES[statistic.name] for statistic in _CURVES]
 _ZERO_IS_SILENT = np.array([statistic.zero_is_silent for statistic in _CURVES])
 
 
-def values_of(
-    record: StepRecord, pictures: Pictures | None = None, *, classic: bool = False
-) -> Iterator[Sequence[bytes]]:
+def values_of(record: StepRecord, pictures: Pictures | None = None) -> Iterator[Sequence[bytes]]:
     """Yield the values of one step, some at a time; of other than full steps, the total norm.
 
     Tags are ``group/statistic/NNNN.name``, see :func:`~telemetry.tag_names.numbered`. In a phase,
-    its name precedes the statistic. ``classic`` is torch's format of histograms.
+    its name precedes the statistic.
     """
     prefix = f"{record.phase}/" if record.phase else ""
     points = [] if prefix else list(_curves_of_run(record))
@@ -54,8 +52,8 @@ def values_of(
     drawn = [(f"{TENSORS}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
     yield [*(pictures or Pictures()).values_of(drawn)]
     of_values, of_magnitudes = _histograms(record, f"{TENSORS}{prefix}")
-    yield from histogram_values(*of_values, classic=classic)
-    yield from log10_histogram_values(*of_magnitudes, classic=classic)
+    yield from histogram_values(*of_values)
+    yield from log10_histogram_values(*of_magnitudes)
 
 
 def alert_value(alert: Alert, number: int) -> bytes:

@@ -113,7 +113,7 @@ def train(
     checkpoints = {}
     first_step = 0 if with_state else first
     with HookLogger(
-        model, log_dir, every_n_steps=10, images=False, alerts=rules, first_step=first_step
+        model, log_dir, every_n_steps=10, measure="!images", alerts=rules, first_step=first_step
     ) as logger:
         if checkpoint is not None and with_state:
             logger.load_state_dict(checkpoint["logger"])

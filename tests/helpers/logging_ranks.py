@@ -165,7 +165,7 @@ def tampered(rank: int, size: int, way: str, log_dir: Path) -> list[tuple[int, s
             optimizer.zero_grad()
             made.run(training.batches()[step % training.STEPS].chunk(count)[index])
             optimizer.step()
-        return [(a.step, a.summary) for a in logger.alerts if a.kind == "ranks_diverge"]
+    return [(a.step, a.summary) for a in logger.alerts if a.kind == "ranks_diverge"]
 
 
 def first_sent(rank: int, size: int, way: str, log_dir: Path) -> Any:
@@ -236,7 +236,7 @@ def apart(
                             before += 0.7 * (parameter - before)
                             parameter.copy_(before)
             dist.barrier()
-        found = [a for a in logger.alerts if a.kind == "ranks_diverge"]
+    found = [a for a in logger.alerts if a.kind == "ranks_diverge"]
     return [(a.stage, a.step, a.message) for a in found]
 
 

@@ -21,7 +21,7 @@ def train(log_dir: str) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Flatten(), nn.Linear(2, 2)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, log_dir, every_n_steps=2, first_step="auto", alerts=()) as logger:
+    with HookLogger(model, log_dir, every_n_steps=2, resume=True, alerts=()) as logger:
         for _ in range(STEPS):
             optimizer.zero_grad()
             loss = model(torch.randn(4, 2, 1, 1)).square().mean()

@@ -21,7 +21,7 @@ class TinyRun:
     def __init__(self, writer: Any, **options: Any) -> None:
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        options = {"every_n_steps": 10**9, "alerts": (), "images": False, **options}
+        options = {"every_n_steps": 10**9, "alerts": (), "measure": "!images", **options}
         options = {"max_overhead": math.inf, "loss_tag": "count", **options}
         self.logger = HookLogger(self.model, writer, **options)
 

@@ -55,7 +55,7 @@ def train_ahead(log_dir: Path, steps: int, every: int) -> list[StepRecord]:
     model, recorder = nn.Linear(3, 2), Recorder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with HookLogger(
-        model, log_dir, alerts=[blocked, recorder], every_n_steps=every, images=False
+        model, log_dir, alerts=[blocked, recorder], every_n_steps=every, measure="!images"
     ) as logger:
         for _ in range(steps):
             model(torch.ones(2, 3)).square().mean().backward()

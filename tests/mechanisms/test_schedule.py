@@ -261,7 +261,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with HookLogger(model, log_dir, images=False, **options) as logger:
+    with HookLogger(model, log_dir, measure="!images", **options) as logger:
         for number in range(600):
             x = torch.randn(64, 4)
             y = x.sum(1, keepdim=True) * (300 if number == spike else 1)

@@ -91,7 +91,7 @@ def test_a_captured_run_and_a_logger_report_the_same_alerts(tmp_path: Path) -> N
     first, second = net(), net()
     with capture_run(first) as run:
         train(first, run, 40, scale=1e3)
-    with HookLogger(second, tmp_path, every_n_steps=1, images=False) as logger:
+    with HookLogger(second, tmp_path, every_n_steps=1, measure="!images") as logger:
         train(second, logger, 40, scale=1e3)
     found, logged = (
         [(alert.kind, alert.step, alert.stage) for alert in alerts]

@@ -146,7 +146,7 @@ def test_the_training_thread_reads_no_value(
 
     def operations(log_dir: Path | None) -> Counter[str]:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            run(wide, loop(250, 300), log_dir, images=False)
+            run(wide, loop(250, 300), log_dir, measure="!images")
         return Counter(event.name for event in profiled.events())
 
     elsewhere(monkeypatch)

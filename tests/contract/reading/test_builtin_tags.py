@@ -66,10 +66,12 @@ def test_histograms_of_outputs_come_before_those_of_parameters(tmp_path: Path) -
 
 
 def test_pictures_are_found_by_name(tmp_path: Path) -> None:
-    tags = ["feature_maps/0002.encoder.1", "filters/0002.encoder.1", "input", "x"]
+    tags = ["feature_maps/0002.encoder.1", "sample/feature_maps/0002.encoder.1"]
+    tags += ["filters/0002.encoder.1", "input", "x"]
     client = write(tmp_path, pictures={key: {0: png(2, 2)} for key in tags})
     found = client.json("images", run=".", layer="encoder.1")
-    assert [item["tag"] for item in found] == tags[:3]
+    assert [item["tag"] for item in found] == tags[:4]
+    assert found[1]["kind"] == "feature maps of sample"
     assert client.json("images", run=".", layer="last") == []
 
 

@@ -13,11 +13,11 @@ import pytest
 import tbparse
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util import tensor_util
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from wandb.proto import wandb_internal_pb2
 
-import telemetry
 from telemetry import HookLogger
 from tests.helpers.paths import ROOT
 
@@ -32,17 +32,17 @@ run = wandb.init(
     project="p", mode="offline", sync_tensorboard=True, dir=folder, settings=settings
 )
 writer = SummaryWriter(folder / "run")
-test_other_readers.train(writer, histograms="classic")
+test_other_readers.train(writer)
 writer.close()
 run.finish()
 """
 
 
-def train(writer: SummaryWriter | Path, **options: object) -> None:
+def train(writer: SummaryWriter | Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
     optimizer = torch.optim.Adam(model.parameters())
-    with HookLogger(model, writer, every_n_steps=1, alerts=(), **options) as logger:
+    with HookLogger(model, writer, every_n_steps=1, alerts=()) as logger:
         for _ in range(3):
             loss = model(torch.randn(4, 3, 8, 8)).square().mean()
             logger.log(loss=loss)
@@ -52,40 +52,28 @@ def train(writer: SummaryWriter | Path, **options: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def classic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("classic")
-    train(folder, histograms="classic")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    train(folder)
     return folder
 
 
-def test_tensorboards_accumulator_finds_histograms_and_images(classic: Path) -> None:
-    found = EventAccumulator(str(classic), size_guidance={"histograms": 0}).Reload()
-    assert {f"~tensors/{tag}" for tag in ("activation/0000.0", "grad_log10/0000.0.weight")} <= set(
-        found.Tags()["histograms"]
-    )
-    weights = found.Histograms("~tensors/weight/0003.3.weight")
+def test_tensorboards_accumulator_finds_histograms_and_images(run: Path) -> None:
+    found = EventAccumulator(str(run), size_guidance={"tensors": 0}).Reload()
+    weights = found.Tensors("~tensors/weight/0003.3.weight")
     assert [event.step for event in weights] == [0, 1, 2]
-    assert weights[0].histogram_value.num == sum(weights[0].histogram_value.bucket) == 432
-    assert weights[0].histogram_value.bucket_limit[-1] == weights[0].histogram_value.max
-    image = found.Images("~tensors/feature_maps/0000.0")[0]
-    assert image.encoded_image_string.startswith(b"\x89PNG")
-    assert "~tensors/input" in found.Tags()["images"]
+    table = tensor_util.make_ndarray(weights[0].tensor_proto)
+    assert table[:, 2].sum() == 432
+    picture = found.Tensors("~tensors/feature_maps/0000.0")[0].tensor_proto
+    assert picture.string_val[2].startswith(b"\x89PNG")
+    assert {"~tensors/input", "~tensors/grad_log10/0000.0.weight"} <= set(found.Tags()["tensors"])
 
 
-def test_tbparse_finds_histograms(classic: Path) -> None:
-    frame = tbparse.SummaryReader(str(classic)).histograms
+def test_tbparse_finds_histograms(run: Path) -> None:
+    frame = tbparse.SummaryReader(str(run)).tensors
     of_weights = frame[frame.tag == "~tensors/weight/0003.3.weight"]
     assert of_weights.step.tolist() == [0, 1, 2]
-    assert sum(of_weights.counts.iloc[0]) == 432
-
-
-def test_both_formats_give_the_same_data(classic: Path, tmp_path: Path) -> None:
-    train(tmp_path)
-    ours, theirs = telemetry.read(tmp_path), telemetry.read(classic)
-    assert set(ours.histogram_tags) == set(theirs.histogram_tags)
-    for tag in ours.histogram_tags:
-        for step, table in ours.histogram(tag).items():
-            assert theirs.histogram(tag)[step] == pytest.approx(table)
+    assert of_weights.value.iloc[0][:, 2].sum() == 432
 
 
 @pytest.mark.slow

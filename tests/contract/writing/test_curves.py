@@ -32,7 +32,7 @@ def train(
     """Train a small model; the rate of its first group at each step is ``rate_of`` it."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    options = {"every_n_steps": 100, "alerts": (), "images": False, **options}
+    options = {"every_n_steps": 100, "alerts": (), "measure": "!images", **options}
     with HookLogger(model, log_dir, **options):
         for step in steps:
             group = optimizer.param_groups[0]

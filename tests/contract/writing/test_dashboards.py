@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 def train(log_dir: Path, model: nn.Module, *batches: Tensor, **options: Any) -> Board:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options = {"every_n_steps": 2, "alerts": (), "images": False, **options}
+    options = {"every_n_steps": 2, "alerts": (), "measure": "!images", **options}
     with HookLogger(model, log_dir, **options) as logger:
         with torch.no_grad(), logger.phase("validation"):
             model(batches[0])

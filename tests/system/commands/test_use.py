@@ -35,7 +35,7 @@ def train(
     layers = OrderedDict((name, nn.Linear(4, 4)) for name in names or ["first", "second", "last"])
     model = nn.Sequential(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    with HookLogger(model, log_dir, every_n_steps=4, images=False) as logger:
+    with HookLogger(model, log_dir, every_n_steps=4, measure="!images") as logger:
         for step in range(steps):
             inputs = torch.randn(8, 4) * (torch.nan if step == nan_at else 1)
             loss = model(inputs).square().mean()

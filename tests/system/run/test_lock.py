@@ -37,7 +37,7 @@ def test_a_new_logger_replaces_the_old_one(
     recorders = [Recorder() for _ in range(4)]
     loggers = []
     for recorder in recorders:
-        loggers.append(HookLogger(model, tmp_path, alerts=[recorder], first_step="auto"))
+        loggers.append(HookLogger(model, tmp_path, alerts=[recorder], resume=True))
         train(model, 2)
     loggers[-1].close()
     # Each has written its records, and later steps belong to the next one alone.

@@ -45,7 +45,7 @@ def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
     model = run.model()
     optimizer = torch.optim.SGD(model.parameters(), run.lr, momentum=0.9)
     order = torch.Generator().manual_seed(0)
-    with HookLogger(model, log_dir, every_n_steps=100, images=False) as logger:
+    with HookLogger(model, log_dir, every_n_steps=100, measure="!images") as logger:
         for step in range(4 * STEPS):
             batch = torch.randint(0, len(images), (512,), generator=order)
             # The fault of "dead" stays: steps are so fast that all of it may pass unmeasured.
@@ -56,7 +56,7 @@ def train(name: str, log_dir: Path) -> tuple[Alert, ...]:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        return logger.alerts
+    return logger.alerts
 
 
 @pytest.mark.usefixtures("busy_machine")

@@ -286,7 +286,7 @@ def test_a_state_of_another_model_raises_no_alert_and_no_failure(
     with HookLogger(loop.model, tmp_path / "b", every_n_steps=3) as logger:
         logger.load_state_dict(state)
         loop(12)
-        assert logger.alerts == ()
+    assert logger.alerts == ()
     assert "telemetry failed" not in caplog.text
 
 
@@ -332,12 +332,12 @@ def test_an_invalid_state_is_refused(tmp_path: Path) -> None:
     assert logger.state_dict()["step"] == 0
 
 
-# --- first_step="auto" ---------------------------------------------------------------------------
+# --- resume=True -------------------------------------------------------------------------------
 
 
 def auto_step(log_dir: Path | SummaryWriter) -> int:
     model = Loop().model
-    with HookLogger(model, log_dir, first_step="auto") as logger:
+    with HookLogger(model, log_dir, resume=True) as logger:
         return logger.current_step
 
 
@@ -345,7 +345,7 @@ def test_auto_continues_after_the_last_step_that_counts(tmp_path: Path) -> None:
     assert auto_step(tmp_path) == auto_step(tmp_path / "absent") == 0
     leave(tmp_path, 7)
     loop = Loop()
-    with HookLogger(loop.model, tmp_path, first_step="auto") as logger:
+    with HookLogger(loop.model, tmp_path, resume=True) as logger:
         assert logger.current_step == 7
         loop(2)
     assert list(scalars(tmp_path)) == list(range(9))
@@ -354,14 +354,16 @@ def test_auto_continues_after_the_last_step_that_counts(tmp_path: Path) -> None:
     with HookLogger(loop.model, tmp_path, first_step=4):  # replaces the steps from 4 on
         loop(2)
     assert auto_step(tmp_path) == 6
-    with pytest.raises(ValueError, match=r"local directories only, not in memory://run; pass the"):
-        HookLogger(loop.model, SummaryWriter("memory://run"), first_step="auto")
+    with pytest.raises(
+        ValueError, match=r"local directories only, not in memory://run; pass first"
+    ):
+        HookLogger(loop.model, SummaryWriter("memory://run"), resume=True)
 
 
 def test_auto_replaces_the_loss_of_a_step_that_did_not_end(tmp_path: Path) -> None:
     for _ in range(2):
         loop = Loop()
-        with HookLogger(loop.model, tmp_path, first_step="auto") as logger:
+        with HookLogger(loop.model, tmp_path, resume=True) as logger:
             for _ in range(3):
                 logger.log(loss=1.5)
                 loop(1)
@@ -373,15 +375,14 @@ def test_auto_replaces_the_loss_of_a_step_that_did_not_end(tmp_path: Path) -> No
 def test_auto_continues_runs_that_record_only_gradients_or_activations(
     tmp_path: Path, content: str
 ) -> None:
-    names = ("activations", "activation_gradients", "gradients", "weights", "images")
-    leave(tmp_path, 3, **{name: name == content for name in names})
+    leave(tmp_path, 3, measure=content)
     assert auto_step(tmp_path) == 3
 
 
 def test_auto_takes_the_directory_of_a_writer(tmp_path: Path) -> None:
     for expected in (0, 3):
         loop, writer = Loop(), SummaryWriter(tmp_path)
-        with HookLogger(loop.model, writer, first_step="auto") as logger:
+        with HookLogger(loop.model, writer, resume=True) as logger:
             assert logger.current_step == expected
             loop(3)
         writer.close()
@@ -436,7 +437,7 @@ def test_a_second_run_from_step_0_is_warned_about_once(
     leave(tmp_path, 3)
     [message] = warnings_of(caplog)
     assert f"{tmp_path} already holds steps up to 5" in message
-    for way_out in ("first_step=6", 'first_step="auto"', "load_state_dict()", "another directory"):
+    for way_out in ("first_step=6", "resume=True", "load_state_dict()", "another directory"):
         assert way_out in message
 
 
@@ -444,7 +445,7 @@ def test_a_run_that_sets_its_first_step_or_state_is_not_warned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = leave(tmp_path, 6)
-    for options in ({"first_step": 2}, {"first_step": "auto"}):
+    for options in ({"first_step": 2}, {"resume": True}):
         loop = Loop()
         with HookLogger(loop.model, tmp_path, **options):
             loop(1)

@@ -196,7 +196,7 @@ def logged_run(log_dir: Path, settings: dict[str, Any], batch: Callable[[int], B
         return F.cross_entropy(model(points), classes)
 
     torch.manual_seed(1)
-    with HookLogger(model, log_dir, every_n_steps=50, images=False) as logger:
+    with HookLogger(model, log_dir, every_n_steps=50, measure="!images") as logger:
         fit(logger, 210, loss_of, **settings)
     [spike] = [alert for alert in logger.alerts if alert.kind == "loss_spike"]
     return spike

@@ -56,7 +56,9 @@ def train(digits: tuple[Tensor, Tensor], tmp_path: Path) -> Train:
         images, labels = digits
         optimizer = Adam(model.parameters(), lr) if adam else SGD(model.parameters(), lr, 0.9)
         torch.manual_seed(1)
-        with HookLogger(model, tmp_path, every_n_steps=10, images=False, alerts=alerts) as logger:
+        with HookLogger(
+            model, tmp_path, every_n_steps=10, measure="!images", alerts=alerts
+        ) as logger:
             for step in range(steps):
                 before(step)
                 batch = torch.randint(0, len(images), (32,))

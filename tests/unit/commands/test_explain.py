@@ -47,7 +47,7 @@ def fly(
     def rule(record: StepRecord) -> list[Alert]:
         return [alert] if record.step == 30 else []
 
-    logger = HookLogger(model, log_dir, every_n_steps=10, alerts=[rule], images=False)
+    logger = HookLogger(model, log_dir, every_n_steps=10, alerts=[rule], measure="!images")
     with logger:
         for step in range(35):
             factors = torch.full((modules,), 2.0 * 2.0**-step)

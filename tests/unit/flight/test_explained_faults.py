@@ -274,7 +274,9 @@ def test_of_many_modules_an_even_selection_with_the_first_bad_one_is_kept(
 ) -> None:
     model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(2000)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with HookLogger(model, tmp_path, images=False, alerts=[rule("nonfinite")], every_n_steps=1):
+    with HookLogger(
+        model, tmp_path, measure="!images", alerts=[rule("nonfinite")], every_n_steps=1
+    ):
         for step in range(2):
             if step == 1:
                 nn.init.constant_(model[777].bias, torch.nan)

@@ -151,7 +151,7 @@ class Model(nn.Sequential):
             self[2].bias[3] = 50.0
 
 
-def train(folder: Path, *, every_n_steps: int, **options: bool) -> None:
+def train(folder: Path, *, every_n_steps: int, **options: str) -> None:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -162,13 +162,15 @@ def train(folder: Path, *, every_n_steps: int, **options: bool) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize(("every_n_steps", "activations"), [(1, True), (10, True), (1, False)])
+@pytest.mark.parametrize(
+    ("every_n_steps", "measure"), [(1, "!images"), (10, "!images"), (1, "weights")]
+)
 def test_every_full_step_has_the_units_unless_activations_are_off(
-    tmp_path: Path, every_n_steps: int, activations: bool
+    tmp_path: Path, every_n_steps: int, measure: str
 ) -> None:
-    train(tmp_path, every_n_steps=every_n_steps, activations=activations)
+    train(tmp_path, every_n_steps=every_n_steps, measure=measure)
     units = telemetry.read(tmp_path).units("1")
-    assert units.steps.tolist() == [*range(0, 25, every_n_steps)] * activations
+    assert units.steps.tolist() == [*range(0, 25, every_n_steps)] * (measure == "!images")
 
 
 def test_a_run_shows_dead_and_saturated_units(tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ PLACE_OF_RULES = "is the name of a rule; .* {'dead_units': None}"
     [
         ({"model": "mlp"}, TypeError, r"HookLogger\(model=...\): must be a torch.nn.Module"),
         ({"model": nn.ReLU()}, ValueError, "has no parameters"),
-        ({"writer": 3}, TypeError, r"HookLogger\(writer=...\): must be .* or a log directory"),
-        ({"writer": "a\0b"}, ValueError, r"writer='a\\x00b'\): must not contain .* NUL"),
-        ({"writer": ""}, ValueError, "must name a log directory"),
-        ({"writer": SGD(mlp().parameters(), lr=1)}, TypeError, "not torch.optim.sgd"),
+        ({"log_dir": 3}, TypeError, r"HookLogger\(log_dir=...\): must be a directory or a torch"),
+        ({"log_dir": "a\0b"}, ValueError, r"log_dir='a\\x00b'\): must not contain .* NUL"),
+        ({"log_dir": ""}, ValueError, "must name a directory"),
+        ({"log_dir": SGD(mlp().parameters(), lr=1)}, TypeError, "not torch.optim.sgd"),
         ({"every_n_steps": 0}, ValueError, r"HookLogger\(every_n_steps=0\): must be at least 1"),
         ({"every_n_steps": 0.5}, TypeError, r"every_n_steps=0.5\): must be an int"),
         ({"every_n_steps": True}, TypeError, r"every_n_steps=True\): must be an int"),
@@ -49,9 +49,11 @@ PLACE_OF_RULES = "is the name of a rule; .* {'dead_units': None}"
         ({"alerts": ["dead_units"]}, TypeError, PLACE_OF_RULES),
         ({"alerts": [type(rule("nonfinite"))]}, TypeError, r"is a class; .*: Nonfinite\(\)"),
         ({"alerts": rule("nonfinite")}, TypeError, "must be a list of rules"),
-        ({"images": "no"}, TypeError, r"HookLogger\(images='no'\): must be True or False"),
+        ({"measure": "image"}, ValueError, r"measure='image'\): must be .*or \"images\""),
+        ({"measure": ["!weight"]}, ValueError, r"measure='!weight'\): must be \"activations\""),
+        ({"measure": None}, TypeError, r"measure=None\): must be \"activations\""),
+        ({"resume": 1}, TypeError, r"resume=1\): must be True or False"),
         ({"enabled": 1}, TypeError, r"enabled=1\): must be True or False"),
-        ({"histograms": "torch"}, ValueError, 'must be "tensor" or "classic"'),
         ({"on_alert": "halt"}, ValueError, 'must be a callable, "raise" or "stop"'),
         ({"on_alert": 1}, TypeError, 'must be a callable, "raise" or "stop"'),
         ({"ranks": "all"}, ValueError, r"HookLogger\(ranks='all'\): must be"),
@@ -64,7 +66,7 @@ def test_an_invalid_argument_is_named(
     tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        HookLogger(**{"model": mlp(), "writer": tmp_path, **options})
+        HookLogger(**{"model": mlp(), "log_dir": tmp_path, **options})
     assert not list(tmp_path.iterdir())
 
 
@@ -148,7 +150,7 @@ def test_a_directory_that_cannot_be_written_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    message = r"HookLogger\(writer='.*file/run'\): the log directory cannot be written"
+    message = r"HookLogger\(log_dir='.*file/run'\): the directory cannot be written"
     with pytest.raises(OSError, match=message):
         HookLogger(mlp(), tmp_path / "file" / "run")
     assert caplog.messages == []

@@ -66,7 +66,7 @@ def train(
             optimizer.step()
             if logs_after:
                 logger.log(loss=total)
-        return [*logger.alerts]
+    return [*logger.alerts]
 
 
 def blamed_by(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -140,7 +140,7 @@ def test_ids_of_the_first_steps_are_apart(tmp_path: Path) -> None:
             for optimizer in optimizers:
                 optimizer.step()
             net.zero_grad()
-        [blamed] = [alert.batches for alert in logger.alerts if alert.kind == "nonfinite"]
+    [blamed] = [alert.batches for alert in logger.alerts if alert.kind == "nonfinite"]
     assert [(batch.step, batch.ids) for batch in blamed] == [(1, (1,))]
 
 
@@ -157,8 +157,8 @@ def test_a_jump_of_the_learning_rate_blames_no_batch(tmp_path: Path) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        assert [a.kind for a in logger.alerts if a.severity == "error"]
-        assert not any(alert.batches for alert in logger.alerts)
+    assert [a.kind for a in logger.alerts if a.severity == "error"]
+    assert not any(alert.batches for alert in logger.alerts)
 
 
 def test_ids_go_on_after_a_resume_and_those_of_repeated_steps_are_forgotten(
@@ -212,7 +212,7 @@ def blamed(log_dir: Path, ids: Mapping[int, Any], *steps: int) -> Alert:
             logger.batch(ids.get(step, ()))
             layer(torch.ones(1, 1)).sum().backward()
             optimizer.step()
-        [alert] = logger.alerts
+    [alert] = logger.alerts
     return alert
 
 

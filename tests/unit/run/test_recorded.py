@@ -247,8 +247,7 @@ def test_hyperparameters_are_written_into_the_run(tmp_path: Path) -> None:
 
 def test_content_can_be_switched_off(tmp_path: Path) -> None:
     model = small_cnn()
-    switches = ("activations", "activation_gradients", "gradients", "weights", "images")
-    with HookLogger(model, tmp_path, **dict.fromkeys(switches, False)):
+    with HookLogger(model, tmp_path, measure=()):
         train(model)
     tags = load(tmp_path).Tags()
     assert not any(tag.startswith(("activation", "grad", "weight")) for tag in tags["tensors"])
@@ -262,7 +261,7 @@ def test_parameters_of_unselected_modules_are_only_in_totals_and_in_records_for_
 ) -> None:
     model, recorder = small_cnn(), Recorder()
     options: Any = {"every_n_steps": every_n_steps, "alerts": [recorder]}
-    with HookLogger(model, tmp_path, modules="[05]", exclude="5", **options):
+    with HookLogger(model, tmp_path, modules=["[05]", "!5"], **options):
         train(model)
     for record in recorder.records:
         assert [p.recorded for p in record.layout.parameters] == 2 * [True] + 4 * [False]
