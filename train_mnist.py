@@ -8,7 +8,6 @@ show the alerts.
 from __future__ import annotations
 
 import argparse
-import logging
 import socket
 import time
 from collections import OrderedDict
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.datasets import MNIST
 from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from telemetry import HookLogger
 from telemetry.run.files import tensorboard_command
@@ -32,7 +30,6 @@ FAULTS = (
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    logging.basicConfig(format="%(message)s")  # shows the alerts while training
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     data_name, train_set, test_set = load_data(args.data)
@@ -44,10 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     fault = "" if args.fault == "none" else f"-{args.fault}"
     log_dir = args.log_dir or f"runs/{data_name}{fault}-{time.strftime('%Y%m%d-%H%M%S')}"
-    with (
-        HookLogger(model, log_dir, every_n_steps=args.every_n_steps) as logger,
-        logging_redirect_tqdm(),
-    ):
+    with HookLogger(model, log_dir, every_n_steps=args.every_n_steps) as logger:
         described = {"data": data_name, "fault": args.fault, "lr": lr, "seed": args.seed}
         logger.hparams({**described, "batch_size": args.batch_size})
         for epoch in range(args.epochs):

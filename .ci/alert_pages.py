@@ -13,30 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from telemetry.alerts.configuration import KINDS
-from telemetry.commands.alerts import Meaning, meaning_of
+from telemetry.commands.alerts import FAMILIES, Meaning, meaning_of
 
 FOLDER = Path(__file__).parents[1] / "docs" / "alerts"
-PAGES = {
-    "explosions.md": (
-        "exploding_gradient", "exploding_activation", "nonfinite", "weight_jump",
-        "exponential_trend",
-    ),
-    "layers.md": (
-        "vanishing_gradient", "dead_units", "saturated_units", "layers_not_learning",
-        "untrained_parameters", "output_collapse", "expert_collapse",
-    ),
-    "loss.md": (
-        "loss_divergence", "loss_spike", "loss_stuck", "no_learning",
-        "unbounded_loss",
-    ),
-    "mistakes.md": (
-        "wrong_loss_input", "targets_broadcast", "eval_mode", "same_batch", "learning_rate_zero",
-        "loss_at_start", "input_ignored", "input_scale", "batch_leak",
-    ),
-    "attention.md": ("attention_collapse",),
-    "resources.md": ("input_bound", "memory_growth"),
-    "ranks.md": ("ranks_diverge", "ranks_same_batch"),
-}  # fmt: skip
+_NAMES = "explosions", "layers", "loss", "mistakes", "attention", "resources", "ranks"
+PAGES = {f"{name}.md": kinds for name, kinds in zip(_NAMES, FAMILIES.values(), strict=True)}
 _PAGE_OF = {kind: page for page, kinds in PAGES.items() for kind in kinds}
 
 

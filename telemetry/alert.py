@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from telemetry import untrusted
-from telemetry.plain_text import called, printable
+from telemetry.plain_text import called, html_table, printable
 from telemetry.records import CodeLocation, Layout
 from telemetry.records.batches import Batch
 
@@ -105,6 +105,16 @@ class Alert:
             lines.append(_sentences(f"Consequences: {', '.join(map(str, self.consequences))}"))
         lines += [_sentences(str(batch)) for batch in self.batches if batch.ids][:_MAX_BATCHES]
         return "\n".join([*lines, *([_sentences(*self.advice)] if self.advice else [])])
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        return html_table(self.title, {self.severity: self.message})
+
+
+def listed_alerts(alerts: Iterable[Alert]) -> str:
+    """Return a line for each alert that started."""
+    lines = [f"{alert.severity}: {alert.title}" for alert in alerts if alert.stage == "started"]
+    return "\n".join(lines) or "none"
 
 
 def _sentences(*parts: str) -> str:

@@ -36,7 +36,7 @@ from telemetry.alerts.no_learning import UntrainedParameters
 from telemetry.alerts.nonfinite import Nonfinite
 from telemetry.alerts.vanishing_gradient import VanishingGradient
 from telemetry.layers import table
-from telemetry.plain_text import called, figure, printable, type_of
+from telemetry.plain_text import called, figure, html_table, printable, type_of
 from telemetry.records import StepRecord
 from telemetry.records.moments import norm_of
 from telemetry.records.tensor import figures_of
@@ -67,6 +67,12 @@ class CheckResult:
     def exit_code(self) -> int:
         """1 if there are warnings or errors, else 0; for ``sys.exit``."""
         return int(any(found.severity != "note" for found in self.findings))
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        rows: dict[str, str] = {"loss": figure(self.loss, 4)}
+        rows |= {f"{alert.severity}: {alert.title}": alert.message for alert in self.findings}
+        return html_table("check", {**rows, "skipped": "\n".join(self.skipped) or "none"})
 
     def print(self) -> None:
         """Print a table of the layers and the findings to stdout."""

@@ -3,39 +3,77 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from telemetry.plain_text import printable
 
 log = logging.getLogger("telemetry")
 _PREFIX = "telemetry: "
+_WIDTH = 80  # columns of a terminal that does not tell its size
 
 
-def _without_prefix(record: logging.LogRecord) -> bool:
-    """Remove our prefix where logging is configured: handlers print the logger's name."""
-    if isinstance(record.msg, str) and log.hasHandlers():
-        record.msg = record.msg.removeprefix(_PREFIX)
-    return True
+def _left_to_logging(record: logging.LogRecord) -> bool:
+    """Print a record on the terminal, unless logging is configured.
+
+    Handlers print the logger's name, so that our prefix is removed for them.
+    """
+    if log.hasHandlers():
+        if isinstance(record.msg, str):
+            record.msg = record.msg.removeprefix(_PREFIX)
+        return True
+    if record.levelno < logging.WARNING or not _has_terminal():
+        return True
+    text = _wrapped(record.getMessage())
+    if record.exc_info:
+        text += "\n" + logging.Formatter().formatException(record.exc_info)
+    _print(text)
+    return False
 
 
-log.addFilter(_without_prefix)
+log.addFilter(_left_to_logging)
+
+
+def _has_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _wrapped(text: str) -> str:
+    """Wrap lines at the terminal's width; the rest of a line is indented by two more spaces."""
+    width = _WIDTH
+    with suppress(OSError, ValueError):  # it is no file
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or _WIDTH
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.split("\n"):
+        wrapper.subsequent_indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += wrapper.wrap(line)
+    return "\n".join(lines)
+
+
+def _print(text: str) -> None:
+    """Print on stderr. On a terminal, a progress bar gives way and is drawn again below."""
+    clear = "\r\x1b[J" if _has_terminal() else ""
+    sys.stderr.write(f"{clear}{text}\n")
+    sys.stderr.flush()
 
 
 def show(message: str) -> None:
     """Log a message at INFO; print it where logging is not configured, or to a terminal."""
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info(message)
-    elif sys.stderr is not None and (not log.hasHandlers() or sys.stderr.isatty()):
-        print(message, file=sys.stderr)
+    elif _has_terminal() or (sys.stderr is not None and not log.hasHandlers()):
+        _print(message)
 
 
 def show_at_end(message: str) -> None:
     """Show what was logged at INFO before, unless INFO is shown: in a log, else on stderr."""
     if not log.hasHandlers():
         if sys.stderr is not None:
-            print(message, file=sys.stderr)
+            _print(_wrapped(message) if _has_terminal() else message)
     elif not log.isEnabledFor(logging.INFO):
         log.warning(message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -98,6 +99,16 @@ def json_plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def html_table(title: str, rows: Mapping[str, object]) -> str:
+    """Return a table of names and values for notebooks; values may have several lines."""
+    left = 'style="text-align:left;white-space:pre-line"'
+    cells = "".join(
+        f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(str(value))}</td></tr>"
+        for name, value in rows.items()
+    )
+    return f"<table><caption>{html.escape(title)}</caption>{cells}</table>"
 
 
 def check_text(what: str, text: object) -> None:

@@ -19,6 +19,27 @@ from telemetry.commands.output import LogDirs, print_records
 from telemetry.plain_text import closest, printable
 
 _WIDTH = 100
+# The kinds of each family, the most usual first; each has a page in docs/alerts/.
+FAMILIES: Mapping[str, Sequence[str]] = {
+    "Explosions and NaN": (
+        "exploding_gradient", "exploding_activation", "nonfinite", "weight_jump",
+        "exponential_trend",
+    ),
+    "Layers that stop learning": (
+        "vanishing_gradient", "dead_units", "saturated_units", "layers_not_learning",
+        "untrained_parameters", "output_collapse", "expert_collapse",
+    ),
+    "The loss": (
+        "loss_divergence", "loss_spike", "loss_stuck", "no_learning", "unbounded_loss",
+    ),
+    "Mistakes in the loop": (
+        "wrong_loss_input", "targets_broadcast", "eval_mode", "same_batch", "learning_rate_zero",
+        "loss_at_start", "input_ignored", "input_scale", "batch_leak",
+    ),
+    "Attention": ("attention_collapse",),
+    "Time and memory": ("input_bound", "memory_growth"),
+    "Several ranks": ("ranks_diverge", "ranks_same_batch"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +82,12 @@ def help_line(kinds: Iterable[str]) -> str | None:
 
 def print_help(args: argparse.Namespace, console: Console) -> int:
     if args.kind is None:
-        for kind, detector in KINDS.items():
-            first = re.split(r"(?<=[.:]) ", meaning_of(detector).summary)[0].rstrip(":.")
-            line = f"{kind:<21} {detector.severity:<8} {_plain(first)}"
-            console.print(line, overflow="ellipsis", no_wrap=True, soft_wrap=False)
+        for family, kinds in FAMILIES.items():
+            console.print(family, style="bold")
+            for kind in kinds:
+                first = re.split(r"(?<=[.:]) ", meaning_of(KINDS[kind]).summary)[0].rstrip(":.")
+                line = f"  {kind:<21} {KINDS[kind].severity:<8} {_plain(first)}"
+                console.print(line, overflow="ellipsis", no_wrap=True, soft_wrap=False)
         return 0
     if args.kind not in KINDS:
         raise ValueError(f"no alert has the name {args.kind!r}; {closest(args.kind, KINDS)}")

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alert import Alert
+from telemetry.alert import Alert, listed_alerts
 from telemetry.events import list_event_files
 from telemetry.layers import MISSING, PAGE_STATISTICS
-from telemetry.plain_text import closest, natural_key
+from telemetry.plain_text import closest, html_table, natural_key
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.matrix import UnitExtremes
 from telemetry.reading.run_data import RunData, windows
@@ -36,6 +36,11 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<Run {str(self.log_dir)!r} {self._data.overview().extent}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        rows = {"records": self._data.overview().extent, **self.hparams}
+        return html_table(str(self.log_dir), {**rows, "alerts": listed_alerts(self.alerts)})
 
     @property
     def problems(self) -> tuple[str, ...]:

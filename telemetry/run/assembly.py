@@ -34,7 +34,7 @@ from telemetry.records.batches import Batch
 from telemetry.records.loss import LossChoice
 from telemetry.rule import Rule
 from telemetry.run.arguments import OnAlert, batch_ids_of, check_phase, scalars_of
-from telemetry.run.files import RunFiles, show_command_once
+from telemetry.run.files import RunFiles, show_log_dir
 from telemetry.run.resuming import STATE_FORMAT, LaterSteps, checked_state
 from telemetry.selection import Selection
 from telemetry.tag_names import RUN
@@ -141,7 +141,7 @@ class ActiveRun:
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self.attach("HookLogger")
         self._write(self._dashboard.first_values())
-        show_command_once(self.log_dir)
+        show_log_dir(self.log_dir)
 
     @property
     def attached(self) -> bool:

@@ -26,6 +26,7 @@ from telemetry.events.summaries import event_of
 from telemetry.events.writer import Writer
 from telemetry.failures import Failures, show
 from telemetry.flight import FlightRecorder
+from telemetry.plain_text import printable
 from telemetry.ranks.role import Role, is_rank_0, may_be_any_rank
 from telemetry.run.arguments import log_dir_of
 from telemetry.run.given_file import GivenFile
@@ -267,13 +268,8 @@ def tensorboard_command(log_dir: str) -> str:
     return f"tensorboard --logdir {shlex.quote(folder or '.')}"
 
 
-_shown = False
-
-
-def show_command_once(log_dir: str) -> None:
-    """Show the command for TensorBoard, once per process."""
-    global _shown
-    if _shown or not is_rank_0():
-        return
-    _shown = True
-    show(tensorboard_command(log_dir))
+def show_log_dir(log_dir: str) -> None:
+    """Show where the run is written, and the command to look at it; once for all ranks."""
+    if is_rank_0():
+        command = tensorboard_command(log_dir)
+        show(f"telemetry: writing to {printable(log_dir)}; to look at it: {command}")

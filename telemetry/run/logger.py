@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import tensorboard
 
-from telemetry.alert import Alert
+from telemetry.alert import Alert, listed_alerts
 from telemetry.pipeline import CLOSE_TIMEOUT_S
+from telemetry.plain_text import html_table
 from telemetry.ranks.role import Ranks
 from telemetry.run.arguments import (
     MEASURED,
@@ -195,20 +195,10 @@ class HookLogger:
         return f"<HookLogger {self._state} step={self.current_step} log_dir={self.log_dir!r}>"
 
     def _repr_html_(self) -> str:
-        """Return a table for notebooks: state, step, directory and alerts noted up to now."""
-        alerts = [
-            f"{alert.severity} at step {alert.step}: {alert.kind} {alert.module_name or ''}"
-            for alert in self._run.alerts
-            if alert.stage == "started"
-        ]
+        """Return a table for notebooks: state, step, directory and alerts up to now."""
+        alerts = listed_alerts(self.alerts)
         rows = {"state": self._state, "step": self.current_step, "log_dir": self.log_dir}
-        rows["alerts"] = "\n".join(alerts) or "none"
-        cells = "".join(
-            f'<tr><th style="text-align:left">{name}</th>'
-            f'<td style="text-align:left;white-space:pre-line">{html.escape(str(value))}</td></tr>'
-            for name, value in rows.items()
-        )
-        return f"<table><caption>HookLogger</caption>{cells}</table>"
+        return html_table("HookLogger", {**rows, "alerts": alerts})
 
     def __getstate__(self) -> dict[str, Any]:
         """Make copies and pickles inert: a copied model is another model."""

@@ -67,7 +67,7 @@ def test_the_reference_has_all_arguments_with_their_defaults() -> None:
 def test_the_docs_name_the_kinds_that_are_notes() -> None:
     text = (ROOT / "docs" / "alerts" / "index.md").read_text(encoding="utf-8")
     [listed] = re.findall(r"These\s+kinds are notes:(.*?)\.\n", text, re.DOTALL)
-    notes = {line.split()[0] for line in lines("help") if line.split()[1] == "note"}
+    notes = {line.split()[0] for line in lines("help") if line.split()[1:2] == ["note"]}
     assert set(re.findall(r"`(\w+)`", listed)) == notes
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import pickle
 import pty
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -18,6 +21,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 import telemetry
@@ -273,6 +277,22 @@ def test_a_notebook_shows_state_step_directory_and_alerts(tmp_path: Path, enable
     assert all(kind in cells["alerts"] for kind in alerts)
 
 
+def test_a_notebook_shows_runs_alerts_and_results_of_a_check(tmp_path: Path) -> None:
+    model = mlp()
+    with HookLogger(model, tmp_path, alerts=[fault_at(1)]) as logger:
+        logger.hparams({"lr": 0.5})
+        train(model, steps=3)
+    found = telemetry.read(tmp_path)
+    checked = telemetry.check(model, torch.zeros(4, 3), lambda y: y.sum() * 0, show=False)
+    for shown, parts in (
+        (found, (str(tmp_path), "lr", "0.5", found.alerts[0].title)),
+        (found.alerts[0], (found.alerts[0].title, found.alerts[0].message, "error")),
+        (checked, ("loss", "0", checked.findings[0].title, checked.findings[0].message)),
+    ):
+        texts = {*ElementTree.fromstring(shown._repr_html_()).itertext()}
+        assert all(any(part in text for text in texts) for part in parts)
+
+
 MAKES_THREE_LOGGERS = """
 import logging, sys
 from torch import nn
@@ -288,14 +308,14 @@ for number in range(3):
 @pytest.mark.parametrize(
     ("terminal", "level", "expected"),
     [
-        (True, "WARNING", ["tensorboard --logdir {}"]),
-        (True, "INFO", ["INFO:telemetry:tensorboard --logdir {}"]),
-        (False, "WARNING", []),
-        (False, "unset", ["tensorboard --logdir {}"]),
+        (True, "WARNING", "\r\x1b[Jtelemetry: "),
+        (True, "INFO", "INFO:telemetry:"),
+        (False, "WARNING", None),
+        (False, "unset", "telemetry: "),
     ],
 )
-def test_the_command_that_shows_the_runs_is_logged_once_in_a_process(
-    tmp_path: Path, terminal: bool, level: str, expected: list[str]
+def test_each_logger_shows_its_directory_and_the_command_to_look_at_it(
+    tmp_path: Path, terminal: bool, level: str, expected: str | None
 ) -> None:
     screen, stderr = pty.openpty() if terminal else os.pipe()
     command = [sys.executable, "-c", MAKES_THREE_LOGGERS, str(tmp_path), level]
@@ -306,8 +326,46 @@ def test_the_command_that_shows_the_runs_is_logged_once_in_a_process(
     except OSError:  # Linux raises it for a closed terminal without text
         printed = ""
     os.close(screen)
-    lines = [line for line in printed.splitlines() if "tensorboard" in line]
-    assert lines == [line.format(tmp_path) for line in expected]
+    assert [
+        line for line in printed.replace("\r\n", "\n").split("\n") if "tensorboard" in line
+    ] == [
+        f"{expected}writing to {tmp_path}/{number}; to look at it: tensorboard --logdir {tmp_path}"
+        for number in range(3)
+        if expected is not None
+    ]
+
+
+MEETS_NAN_BESIDE_A_BAR = """
+import sys, torch
+from tqdm import tqdm
+from telemetry import HookLogger
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+with HookLogger(model, sys.argv[1]) as logger:
+    for step in tqdm(range(3)):
+        optimizer.zero_grad()
+        model(torch.full((4, 8), float("nan"))).sum().backward()
+        optimizer.step()
+        logger.flush()
+"""
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_alerts_in_its_width_in_place_of_a_progress_bar(tmp_path: Path) -> None:
+    screen, stderr = pty.openpty()
+    fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("4H", 40, 50, 0, 0))
+    command = [sys.executable, "-c", MEETS_NAN_BESIDE_A_BAR, str(tmp_path / "run")]
+    subprocess.run(command, check=True, stderr=stderr)
+    os.close(stderr)
+    printed = os.read(screen, 65536).decode().replace("\r\n", "\n")
+    os.close(screen)
+    before, alert = printed.split("nonfinite at step 0", 1)
+    assert before.endswith("\r\x1b[J")  # erases the bar
+    assert "0/3" in before
+    lines = alert.partition("\r")[0].splitlines()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= 50
+    assert all(line.startswith("  ") for line in lines[1:])
 
 
 def test_notes_are_printed_at_the_end_without_logging(tmp_path: Path) -> None:
