@@ -117,15 +117,9 @@ def first_step_of(first_step: Any) -> int:
 
 
 def check_loss_tag(loss_tag: object) -> None:
-    if loss_tag is None:
-        return
-    if not isinstance(loss_tag, str) or not loss_tag:
-        error = ValueError if loss_tag == "" else TypeError
-        raise error(
-            f"HookLogger(loss_tag={reprlib.repr(loss_tag)}): must be the tag of a logged scalar, "
-            "such as 'train/ce', or None"
-        )
-    check_text(f"HookLogger(loss_tag={loss_tag!r}): it", loss_tag)
+    if loss_tag is not None:
+        valid = "the tag of a logged scalar, such as 'train/ce', or None"
+        _check_name(f"HookLogger(loss_tag={reprlib.repr(loss_tag)})", loss_tag, valid)
 
 
 def check_on_alert(on_alert: object) -> None:
@@ -133,13 +127,14 @@ def check_on_alert(on_alert: object) -> None:
         check_choice("on_alert", on_alert, "raise", "stop", other="a callable")
 
 
-def check_phase(name: str) -> str:
-    check_text(f"HookLogger.phase(name={name!r}): it", name)
-    if not name:
-        raise ValueError(
-            "HookLogger.phase(name=''): must not be empty: it is the first part of the tags"
-        )
-    return name
+def check_phase(name: object) -> None:
+    _check_name(f"HookLogger.phase(name={name!r})", name, "a text: the first part of the tags")
+
+
+def _check_name(what: str, name: object, valid: str) -> None:
+    if not isinstance(name, str) or not name:
+        raise (ValueError if name == "" else TypeError)(f"{what}: must be {valid}")
+    check_text(f"{what}: it", name)
 
 
 def rules_of(alerts: Any) -> Sequence[Rule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,19 +25,19 @@ class Pictures:
     """
 
     def __init__(self) -> None:
-        self._next = 0
+        self._next: Counter[str] = Counter()  # by phase
 
-    def values_of(self, pictures: Sequence[Picture]) -> Iterator[bytes]:
-        """Yield the pictures of one step."""
+    def values_of(self, pictures: Sequence[Picture], phase: str = "") -> Iterator[bytes]:
+        """Yield the pictures of one step, or of a phase."""
         left = PIXELS_PER_STEP
         for _ in pictures:
-            tag, pixels = pictures[self._next % len(pictures)]
+            tag, pixels = pictures[self._next[phase] % len(pictures)]
             while pixels[..., 0].size > PIXELS_PER_STEP:
                 pixels = pixels[::2, ::2]
             left -= pixels[..., 0].size
             if left < 0:
                 return
-            self._next = (self._next + 1) % len(pictures)
+            self._next[phase] = (self._next[phase] + 1) % len(pictures)
             yield self.value(tag, pixels)
 
     def value(self, tag: str, pixels: NDArray[np.uint8]) -> bytes:

@@ -50,7 +50,7 @@ def values_of(record: StepRecord, pictures: Pictures | None = None) -> Iterator[
     points += _curves_of_layers(record, f"{LAYERS}{prefix}")
     yield [summaries.scalars(points)]
     drawn = [(f"{TENSORS}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
-    yield [*(pictures or Pictures()).values_of(drawn)]
+    yield [*(pictures or Pictures()).values_of(drawn, record.phase)]
     of_values, of_magnitudes = _histograms(record, f"{TENSORS}{prefix}")
     yield from histogram_values(*of_values)
     yield from log10_histogram_values(*of_magnitudes)

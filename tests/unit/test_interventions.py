@@ -140,6 +140,8 @@ def test_sparse_gradients_are_changed_like_dense_ones() -> None:
         (["fc1.bias", "encoder.2.b*"], ["encoder.2.bias", "fc1.bias"]),
         (lambda name, module: name == "fc1", ["fc1.weight", "fc1.bias"]),
         (nn.Sequential, [f"encoder.{k}" for k in ("0.weight", "0.bias", "2.weight", "2.bias")]),
+        (["fc*", "!*.bias"], ["fc1.weight"]),
+        ("!fc*", [f"encoder.{k}" for k in ("0.weight", "0.bias", "2.weight", "2.bias")]),
     ],
 )
 def test_parameters_are_selected_like_modules(select: object, names: list[str]) -> None:

@@ -73,8 +73,8 @@ def test_an_invalid_argument_is_named(
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda logger: logger.phase(3), TypeError, r"phase\(name=3\): it must be a string"),
-        (lambda logger: logger.phase(""), ValueError, "must not be empty"),
+        (lambda logger: logger.phase(3), TypeError, r"phase\(name=3\): must be a text"),
+        (lambda logger: logger.phase(""), ValueError, r"name=''\): must be a text: the first part"),
         (lambda logger: logger.phase("\ud800"), ValueError, "surrogate"),
         (lambda logger: logger.hparams("lr=1"), TypeError, "must be a dict of values by name"),
         (lambda logger: logger.hparams({1: 2}), TypeError, r"hparams\({1: ...}\): a name must be"),

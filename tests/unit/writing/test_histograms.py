@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,23 +44,27 @@ def tagged(sketches: Mapping[str, Sketch]) -> Tagged:
 def test_pictures_alternate_and_a_large_one_is_reduced(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Conv2d(3, 40, 3, padding=1), *[nn.Conv2d(40, 40, 3)] * 5])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with HookLogger(model, tmp_path, every_n_steps=1, alerts=(), max_overhead=math.inf):
+    options: Any = {"every_n_steps": 1, "alerts": (), "max_overhead": math.inf}
+    with HookLogger(model, tmp_path, **options) as logger:
         for _ in range(8):
             model(torch.rand(1, 3, 100, 100)).square().mean().backward()
             optimizer.step()
+            with logger.phase("sample"), torch.no_grad():
+                model(torch.rand(1, 3, 100, 100))
     [path] = event_files(tmp_path)
-    pixels: dict[int, int] = {}
-    tags = Counter[str]()
+    pixels, tags = Counter[tuple[bool, int]](), Counter[str]()
     for event in events_of(path):
         for value in event.summary.value:
             if value.metadata.plugin_data.plugin_name == "images" and "~tensors" in value.tag:
                 width, height = map(int, value.tensor.string_val[:2])
-                pixels[event.step] = pixels.get(event.step, 0) + width * height
+                pixels["sample" in value.tag, event.step] += width * height
                 tags[value.tag] += 1
-    assert sorted(pixels) == [*range(8)]
+    assert sorted(pixels) == [(of, step + of) for of in (False, True) for step in range(8)]
     assert 40_000 < min(pixels.values()) <= max(pixels.values()) <= 1 << 17
-    assert {tag.rpartition("/")[2] for tag in tags} == {"input", "0000.0", "0001.1"}
-    assert max(tags.values()) - min(tags.values()) <= 1
+    for of_phase in (True, False):
+        found = {tag: count for tag, count in tags.items() if ("sample" in tag) == of_phase}
+        assert {tag.rpartition("/")[2] for tag in found} == {"input", "0000.0", "0001.1"}
+        assert max(found.values()) - min(found.values()) <= 1
 
 
 VALUES = st.lists(st.floats(width=32), max_size=60).map(np.array)
