@@ -384,7 +384,8 @@ def _of_samples(model: nn.Module, inputs: Any, record: StepRecord) -> Alert | st
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         inputs = pytree.tree_map(take, inputs)
         for module in model.modules():
-            stack.callback(module.register_forward_hook(hook).remove)
+            if not isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
+                stack.callback(module.register_forward_hook(hook).remove)
         with torch.enable_grad():
             outputs = pytree.tree_leaves(_call(model, inputs))
     tensors = (t for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.dim())

@@ -290,17 +290,24 @@ def test_parameters_gradients_modes_hooks_and_random_states_are_unchanged(raises
     assert model[0].weight.grad is gradient
 
 
-def test_buffers_that_are_replaced_or_expanded_are_unchanged() -> None:
+def test_what_a_forward_pass_changes_or_adds_is_restored() -> None:
     def apply(self: Any, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x) * self.scale
+        output: Tensor = self.scripted(self.layer(x)) * self.scale
         self.average = 0.9 * self.average + 0.1 * output.detach().mean(0)
+        self.layer.weight.data.mul_(0.99)
+        self.calls += 1
+        self.latest = output
         return output
 
-    model = Applied(apply, layer=nn.Linear(20, 5))
+    model = Applied(apply, layer=nn.Linear(20, 5), scripted=torch.jit.script(nn.BatchNorm1d(5)))
+    model.calls = 0
     average = torch.zeros(5)
     model.register_buffer("average", average)
     model.register_buffer("scale", torch.ones(1).expand(5))
+    before = state(model)
     check_classes(model)
+    assert state(model) == before
+    assert (model.calls, hasattr(model, "latest")) == (0, False)
     assert model.average is average
     assert torch.equal(average, torch.zeros(5))
 
