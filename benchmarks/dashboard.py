@@ -6,12 +6,13 @@ Each size is a run as ``HookLogger`` writes it by default: gradient norms at eve
 else, including histograms, at every hundredth. TensorBoard runs in a separate process, with its
 fast loader if available, and is restarted in each round. Figures are medians.
 
-"start" is the time until TensorBoard has loaded the whole run. "cold" is the time of the page's
-first requests: layers, alerts, loss and picture; "warm" that of the same requests again, and "wire"
-their size. "cell" is the time of the requests after a click on a cell. "page" is the time from
-navigation until the picture is drawn, in Chromium with an empty cache, and "own" what is left of it
-once TensorBoard's own page has opened the Telemetry page; "redraw" is the time to draw it again,
-zoomed. These three need Chromium and Playwright.
+"start" is the time until the server lists the whole run, for which the page does not wait for
+TensorBoard to load it. "cold" is the time of the page's first requests: layers, alerts, loss and
+picture; "warm" that of the same requests again, and "wire" their size. "cell" is the time of the
+requests after a click on a cell. "page" is the time from navigation until the picture is drawn, in
+Chromium with an empty cache, and "own" what is left of it once TensorBoard's own page has opened
+the Telemetry page; "redraw" is the time to draw it again, zoomed. These three need Chromium and
+Playwright.
 
 "scalars" is the cost of the same picture without the page: a run with a curve of gradient norms for
 each layer, and one request for each, as from the Scalars tab, six at a time like a browser.
@@ -30,6 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -47,11 +49,14 @@ import torch
 from machine import describe_machine, write_json
 
 from telemetry.events import summaries
+from telemetry.events.files import run_log_file
+from telemetry.events.run_log import new_run_id
 from telemetry.layers import MATRIX_STATISTICS
 from telemetry.records import Layout, Output, StepRecord, TensorRecord
 from telemetry.records.sketch import sketch_array
-from telemetry.tag_names import TENSORS, numbered
+from telemetry.tag_names import KIND, numbered
 from telemetry.writing.dashboard import Dashboard
+from telemetry.writing.run_log import RunLog
 
 # TensorBoard with the plugin, Chromium and the layout of a model: those of the page's tests.
 sys.path.append(str(Path(__file__).parents[1]))
@@ -160,14 +165,18 @@ def write_run(log_dir: Path, size: Size) -> None:
         )  # fmt: skip
         return
     writer, dashboard = EventWriter(log_dir), Dashboard()
+    file = run_log_file(str(log_dir))
+    log = RunLog(lambda data, **_: file.append(deque([data])), file.repeat, run=new_run_id())
     writer.write_values(dashboard.first_values(), 0)
     for record in records(size):
-        loss = summaries.scalar("loss", 1 / (1 + record.step))
-        values = [*chain.from_iterable(dashboard.values_of(record)), loss]
-        writer.write_values(values, record.step, record.wall_time)
-    step, pending = dashboard.pending_values()
-    writer.write_values(pending, step)
+        step, time_s, losses = record.step, record.wall_time, {"loss": 1 / (1 + record.step)}
+        log.step(record)
+        log.logged(step, time_s, losses)
+        values = chain.from_iterable(dashboard.values_of(record))
+        writer.write_values([*values, summaries.scalars(losses.items())], step, time_s)
+    log.end(size.steps - 1, None)
     writer.close()
+    file.close()
 
 
 def write_curves(log_dir: Path, size: Size) -> None:
@@ -260,9 +269,7 @@ def measure_page(logdir: Path, size: Size, chromium: Any) -> dict[str, float]:
             "cell_ms": seconds(lambda: server.get_cell(layout.modules[-1].name)) * 1e3,
         }
         if not size.is_huge:
-            tags = [
-                f"{TENSORS}activation/{numbered(i, m.name)}" for i, m in enumerate(layout.modules)
-            ]
+            tags = [f"{KIND}activation/{numbered(i, m.name)}" for i, m in enumerate(layout.modules)]
             times["histograms_s"] = seconds(lambda: server.get_tags("histograms", tags))
         if chromium is not None:
             times |= measure_drawing(chromium, address)

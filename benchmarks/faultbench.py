@@ -36,6 +36,7 @@ KINDS = {
     "loss_divergence": "lr",
     "loss_spike": "lr",
     "no_learning": "no_learning",
+    "learning_rate_zero": "no_learning",
     "untrained_parameters": "no_learning",
 }
 """Maps our kinds to those of faultbench; it has none for the others."""

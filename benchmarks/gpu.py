@@ -48,7 +48,7 @@ from torchvision.models.resnet import Bottleneck, ResNet
 from workloads import GPT, Loop, Workload, mnist_cnn
 
 import telemetry
-from telemetry.measure import Measurer
+from telemetry.measure import Measurements
 
 # --- training
 
@@ -315,7 +315,16 @@ REPEATS = 4
 def measure_bandwidth(device: torch.device, megabytes: int, rounds: int) -> list[dict[str, Any]]:
     """Share of a copy's bandwidth that measuring a tensor reaches."""
     rows: list[dict[str, Any]] = []
-    measurer = Measurer()
+    measurements = Measurements()
+
+    def add(x: torch.Tensor, *, unit_axis: int | None, powers: int) -> None:
+        measurements.add(x, unit_axis=unit_axis, powers=powers)
+
+    def finish() -> None:
+        nonlocal measurements
+        measurements.finish()
+        measurements = Measurements()
+
     print(f"\n{megabytes} MB, share of a copy\n{'':37}", *(f"{values:>13}" for values in VALUES))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         made = torch.randn(megabytes * 2**20 // dtype.itemsize, device=device)
@@ -330,8 +339,8 @@ def measure_bandwidth(device: torch.device, megabytes: int, rounds: int) -> list
             for values, flat in by_values.items():
                 x = flat[: flat.numel() // torch.Size(axes).numel() * torch.Size(axes).numel()]
                 x = x.view(-1, *axes)
-                add = partial(measurer.add, x, unit_axis=1 if axes else None, powers=powers)
-                seconds = time_of(add, device, rounds, after=measurer.finish)
+                measure = partial(add, x, unit_axis=1 if axes else None, powers=powers)
+                seconds = time_of(measure, device, rounds, after=finish)
                 shares[values] = x.nbytes / seconds / 1e9 / copy
             rows.append({"dtype": name, "layout": layout, "copy_gb_per_s": copy, "shares": shares})
             print(f"{name:10}{layout:27}", *(f"{share:13.1%}" for share in shares.values()))

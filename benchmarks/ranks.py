@@ -26,6 +26,7 @@ from machine import describe_machine, write_json
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from telemetry.events.message_pack import encode
 from telemetry.failures import Failures
 from telemetry.ranks.connection import RECORDS, Address, Client, Rendezvous
 from telemetry.ranks.exchange import CLOSE_S, RankExchange
@@ -37,7 +38,6 @@ from telemetry.ranks.partial_record import (
     PartialRecord,
     Row,
     TensorTable,
-    encode,
 )
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import Layout, Module, Parameter, StepRecord, TensorRecord
@@ -147,7 +147,7 @@ def make_part(blocks: int, rank: int, world_size: int) -> PartialRecord:
         parameters=ParameterPart(
             stage=0,
             layout_id="0123456789abcdef",
-            layout=layout,
+            layout=encode(layout),
             columns={
                 "copies": np.zeros(count, np.int64),
                 **{name: getattr(record, name) for name in GRADS},
@@ -174,7 +174,7 @@ def step_of(part: PartialRecord, rank: int, step: int, *, full: bool) -> Partial
         assert part.parameters is not None
         columns = {name: part.parameters.columns[name] for name in LIGHT}
         checks = part.parameters.checks[:, :0]
-        parameters = replace(part.parameters, layout=None, columns=columns, checks=checks)
+        parameters = replace(part.parameters, layout=b"", columns=columns, checks=checks)
         values = {**part.values, "full": False}
         part = replace(part, values=values, parameters=parameters, tensors=None, host="")
     sequence = (step + 1) * 2**10 - 1

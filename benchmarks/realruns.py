@@ -41,7 +41,7 @@ BENCHES = ("realruns", "runs", "faultbench")
 ADDITIONAL = {
     *("exponential_trend", "unbounded_loss", "layers_not_learning"),
     *("output_collapse", "weight_jump"),
-    *("wrong_loss_input", "targets_broadcast"),
+    "wrong_loss_input",
 }
 """Kinds that labels may not contain: next to the expected kind or instead of it, they are right."""
 

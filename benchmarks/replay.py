@@ -1,15 +1,17 @@
 """Records the input of the rules in real runs, and replays it to them in seconds.
 
     python benchmarks/replay.py record --out DIR [--only GLOB] [--seed N]
-    python benchmarks/replay.py replay DIR [--only GLOB] [--every 1 10 100] [--norms K] [--times]
-        [--jobs N] [--save FILE] [--compare FILE] [--against FILE] [--freeze FILE]
+    python benchmarks/replay.py replay DIR [--only GLOB] [--every 1 10 100] [--norms K]
+        [--load SEED] [--times] [--jobs N] [--save FILE] [--compare FILE] [--against FILE]
+        [--freeze FILE]
 
 ``record`` trains all runs of faultbench, its released runs, ``realruns`` and ``benchmarks/runs``
 (only the last where ``../shared`` is missing) once, and keeps each step in full, in one file for
 each logger of a run; runs with a file are skipped. ``replay`` gives each step to the default rules,
 in full or with its norms alone, as a logger with that ``every_n_steps`` does: where it is due, and
 where rules request it as in :class:`telemetry.capture.Schedule`. It prints how many full steps
-healthy runs had. With ``--norms K``, norms fit into the time of one step in K, as in a fast loop.
+healthy runs had. With ``--norms K``, norms fit into the time of one step in K, as in a fast loop;
+with ``--load SEED``, the load of the machine varies at random.
 ``--save`` writes all alerts; ``--compare`` lists those that differ from such a file, field by
 field, and fails then. ``--freeze`` writes kind, step, module, severity and stage of each alert;
 ``--against`` compares with such a file and fails if a fault is no longer found, a healthy run has a
@@ -30,15 +32,16 @@ import sys
 import time
 import traceback
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, partial
 from itertools import compress
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -58,6 +61,7 @@ from telemetry.failures import RaisingFailures
 from telemetry.pipeline.judge import Judge
 from telemetry.plain_text import json_plain
 from telemetry.records import Layout, Module, Output, Parameter, TensorRecord
+from telemetry.records.loss import LossChoice
 from telemetry.records.moments import COUNTS, EXTREMES, POWER_SUMS
 from telemetry.records.sketch import Sketch
 from telemetry.records.tensor import Tensors
@@ -313,23 +317,46 @@ class Simulated(Account):
         return self.is_covered
 
 
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Machine of a replayed run: how many steps have norms, and when the rules judge them.
+
+    Attributes:
+        norms_every: One step in so many can have norms.
+        seed: None for an idle machine, whose rules judge a step before the second one after it.
+            Otherwise its load varies: gaps between norms have random lengths with this mean, and
+            the rules lag up to :data:`MAX_LAG` steps behind.
+    """
+
+    norms_every: int = 1
+    seed: int | None = None
+
+
+IDLE = Machine()
+MAX_LAG = 20  # steps
+
+
 class Every(Schedule):
-    """Schedule of a run in which one step in ``norms_every`` can have norms."""
+    """Schedule of a run on a simulated machine."""
 
     account: Simulated
 
-    def __init__(self, every_n_steps: int, norms_every: int) -> None:
-        super().__init__(every_n_steps, math.inf if norms_every == 1 else None)
-        self._norms_every, self.loss_tag = norms_every, LOSS
-        self.account = Simulated()
+    def __init__(self, every_n_steps: int, machine: Machine) -> None:
+        takes_all = machine.norms_every == 1
+        super().__init__(every_n_steps, math.inf if takes_all else None)
+        self._machine, self._random = machine, Random(machine.seed)
+        self.loss_tag, self.account = LOSS, Simulated()
 
     def plan(self, step: int) -> Plan:
-        self.account.is_covered = step % self._norms_every == 0
+        every, is_idle = self._machine.norms_every, self._machine.seed is None
+        self.account.is_covered = (
+            step % every == 0 if is_idle else self._random.random() < 1 / every
+        )
         return super().plan(step)
 
 
 class Replay:
-    """Default rules, with a run replayed as by a logger with this ``every_n_steps``.
+    """Default rules, and others, with a run replayed as by a logger with this ``every_n_steps``.
 
     Attributes:
         alerts: What they found.
@@ -337,34 +364,55 @@ class Replay:
         times_s: Durations of the rules' evaluations: of light steps, of full steps.
     """
 
-    def __init__(self, every_n_steps: int, norms_every: int) -> None:
+    def __init__(
+        self, every_n_steps: int, machine: Machine = IDLE, others: Iterable[Rule] = ()
+    ) -> None:
         self.alerts: list[Fields] = []
         self.due = 0
         self._every_n_steps = every_n_steps
         self.times_s: tuple[list[float], list[float]] = ([], [])
-        self._schedule = Every(every_n_steps, norms_every)
+        self._schedule = Every(every_n_steps, machine)
         self._between: list[tuple[int, float]] = []  # losses of skipped steps
-        self._judge = Judge(default_rules(), RaisingFailures())
-        self._loss_s = 0.0
+        self._judge = Judge([*default_rules(), *others], RaisingFailures())
+        self._queue: deque[tuple[int, Callable[[], None]]] = (
+            deque()
+        )  # what the rules judge, by step
+        self._is_idle, self._random, self._lag = machine.seed is None, Random(machine.seed), 0
+        self._loss, self._loss_s = LossChoice(LOSS), 0.0
 
     def show(self, file: Recorded, event: Any) -> None:
         """The next step or loss."""
         if isinstance(event, list):
-            self._schedule.logged(event[0], {LOSS: event[1]})
-            self._loss_s += self._took(lambda: self._judge.judge_loss(*event))
+            step, loss = event
+            self._schedule.logged(step, {LOSS: loss})
+            self._loss.add(step, (LOSS,))
+            self._queue.append((step, partial(self._judge_loss, step, loss)))
             return
         step = event["step"]
         self.due += step % self._every_n_steps == 0
         plan = self._schedule.plan(step)
-        record = file.record(event, full=plan == "full")
+        record = replace(file.record(event, full=plan == "full"), loss_delay=self._loss.delay)
+        self._loss.step_ended(step)
         if plan == "skip":
             self._between += [] if record.loss is None else [(step, record.loss)]
         else:
-            self._judged(replace(record, losses_between=tuple(self._between)))
+            record = replace(record, losses_between=tuple(self._between))
+            self._queue.append((step, partial(self._judge_step, record)))
             self._between = []
         self._schedule.plan(step + 1)  # before the rules judge this step
+        if not self._is_idle:
+            self._lag = min(max(self._lag + self._random.randint(-5, 5), 0), MAX_LAG)
+        self.judge_up_to(step - self._lag)
 
-    def _judged(self, record: StepRecord) -> None:
+    def judge_up_to(self, step: float) -> None:
+        """Let the rules judge the steps up to this one, and their losses."""
+        while self._queue and self._queue[0][0] <= step:
+            self._queue.popleft()[1]()
+
+    def _judge_loss(self, step: int, loss: float) -> None:
+        self._loss_s += self._took(lambda: self._judge.judge_loss(step, loss))
+
+    def _judge_step(self, record: StepRecord) -> None:
         took_s = self._took(lambda: self._judge.judge(record))
         self.times_s[record.full].append(self._loss_s + took_s)
         self._loss_s = 0.0
@@ -383,14 +431,15 @@ Row = tuple[str, list[Fields], tuple[list[float], list[float]], int]
 """The name of a replay, its alerts, the times, and how many full steps were due."""
 
 
-def replayed(path: Path, intervals: Sequence[int], norms_every: int = 1) -> list[Row]:
+def replayed(path: Path, intervals: Sequence[int], machine: Machine = IDLE) -> list[Row]:
     """A run with each of the intervals."""
     torch.set_num_threads(1)
-    file, replays = Recorded(path), {n: Replay(n, norms_every) for n in intervals}
+    file, replays = Recorded(path), {n: Replay(n, machine) for n in intervals}
     for replay in replays.values():
         try:
             for event in file.events:
                 replay.show(file, event)
+            replay.judge_up_to(math.inf)
         except Exception as error:  # of a rule: a difference like others
             traceback.print_exc()
             replay.alerts.append({"kind": "raised", "message": repr(error)})
@@ -527,6 +576,7 @@ def main() -> int:
     replaying.add_argument("folder", type=Path)
     replaying.add_argument("--every", type=int, nargs="+", default=[1, 10, 100])
     replaying.add_argument("--norms", type=int, default=1, help="one step in so many has norms")
+    replaying.add_argument("--load", type=int, help="seed of a machine whose load varies")
     replaying.add_argument("--jobs", type=int, default=1, help="processes at a time")
     replaying.add_argument("--times", action="store_true", help="print how long the rules take")
     replaying.add_argument("--save", type=Path)
@@ -543,7 +593,8 @@ def main() -> int:
         parser.error(f"there is no recorded run {args.only} in {args.folder}")
     began, rows = time.monotonic(), list[Row]()
     with ProcessPoolExecutor(args.jobs) as pool:
-        judge = partial(replayed, intervals=args.every, norms_every=args.norms)
+        machine = Machine(norms_every=args.norms, seed=args.load)
+        judge = partial(replayed, intervals=args.every, machine=machine)
         for some in pool.map(judge, paths) if args.jobs > 1 else map(judge, paths):
             rows += some
     if args.times:

@@ -1,9 +1,9 @@
-"""Measures how soon a fault is raised, in ``alerts.jsonl``, and in the files that the page reads.
+"""Measures how soon a fault is raised, and in the run log that the page reads.
 
     python benchmarks/telling.py [--quick] [--json FILE]
 
 A loop takes steps of a given length, one of which has a NaN in its loss, or is one at which a rule
-alerts although the norm is usual. A second process polls the directory all the time.
+alerts although the norm is usual. A second process reads the run all the time.
 Times are from before that optimizer step, in seconds, the worst of several runs; that of an
 exception includes closing the logger.
 """
@@ -32,18 +32,16 @@ from telemetry import Alert, HookLogger, StepRecord, TelemetryAlert
 FAULTY = 25  # neither measured in full nor the last of eight steps
 
 WATCH = """
-import pathlib, sys, time, telemetry
-folder, line, seen = pathlib.Path(sys.argv[1]), None, ()
+import sys, time, telemetry
+seen = ()
 print("ready", flush=True)
-while not (line and seen):
+while not seen:
     time.sleep(0.01)
-    if line is None and (folder / "alerts.jsonl").exists():
-        line = time.time()
     try:
-        seen = telemetry.read(folder).alerts
+        seen = telemetry.read(sys.argv[1]).alerts
     except (FileNotFoundError, ValueError):
         pass  # no run yet
-print(line, time.time())
+print(time.time())
 """
 
 
@@ -54,8 +52,7 @@ class Delays:
     step_s: float
     fault: str
     raised_s: float
-    line_s: float
-    page_s: float
+    read_s: float
 
 
 def usual(record: StepRecord) -> Iterator[Alert]:
@@ -99,11 +96,8 @@ def measure(step_s: float, fault: str) -> Delays:
                         time.sleep(step_s)
             except TelemetryAlert:
                 raised = time.time()
-            line, page = map(float, watcher.stdout.readline().split())
-    return Delays(
-        step_s=step_s, fault=fault,
-        raised_s=raised - began, line_s=line - began, page_s=page - began,
-    )  # fmt: skip
+            read = float(watcher.stdout.readline())
+    return Delays(step_s=step_s, fault=fault, raised_s=raised - began, read_s=read - began)
 
 
 def main() -> None:
@@ -113,16 +107,15 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("telemetry").setLevel(logging.CRITICAL)
     print(describe_machine(torch.device("cpu")))
-    print("step   fault   raised   alerts.jsonl   page")
+    print("step   fault   raised   read")
     found = []
     for step_s in (0.02,) if args.quick else (0.02, 0.1, 0.4):
         for fault in ("usual",) if args.quick else ("nan", "usual"):
             runs = [measure(step_s, fault) for _ in range(1 if args.quick else 5)]
             found += runs
-            raised, line, page = (
-                max(getattr(run, name) for run in runs) for name in ("raised_s", "line_s", "page_s")
-            )
-            print(f"{step_s:4g}   {fault:5}   {raised:6.2f}   {line:12.2f}   {page:4.2f}")
+            raised = max(run.raised_s for run in runs)
+            read = max(run.read_s for run in runs)
+            print(f"{step_s:4g}   {fault:5}   {raised:6.2f}   {read:4.2f}")
     if args.json:
         write_json(args.json, torch.device("cpu"), figures=[asdict(run) for run in found])
 

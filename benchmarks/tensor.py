@@ -36,7 +36,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import make_histogram
 
 import telemetry
-from telemetry.measure import Measurer, native
+from telemetry.measure import Measurements, native
 
 SIZES = [100_000, 1_000_000, 10_000_000]
 SMALL_SIZES = [10, 100, 1_000, 10_000, 30_000]
@@ -102,13 +102,13 @@ class Ours:
         # Separate objects: a tensor measured twice in a row is read once.
         self._tensors = [tensor.detach() for _ in range(together(tensor))]
         self._unit_axis = unit_axis
-        self._measurer = Measurer()
-        self._measurements = self._measurer.finish()
+        self._measurements = Measurements()
 
     def add(self) -> None:
+        self._measurements = Measurements()
         for tensor in self._tensors:
-            self._measurer.add(tensor, unit_axis=self._unit_axis)
-        self._measurements = self._measurer.finish()
+            self._measurements.add(tensor, unit_axis=self._unit_axis)
+        self._measurements.finish()
 
     def reduce(self) -> None:
         self._measurements.reduce()

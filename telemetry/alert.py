@@ -1,17 +1,16 @@
-"""Values: an alert about one training fault, and its JSON form."""
+"""Values: an alert about one training fault."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal, get_args
 
-from telemetry import untrusted
 from telemetry.plain_text import called, html_table, printable
 from telemetry.records import CodeLocation, Layout
 from telemetry.records.batches import Batch
 
-Severity = Literal["warning", "note", "error"]  # the first stands for any other text in a file
+Severity = Literal["error", "warning", "note"]
 Stage = Literal["started", "escalated", "resolved"]
 
 # Lines of a message.
@@ -50,11 +49,12 @@ class Alert:
         value: The measured figure that the rule judged; of an escalated alert that of the
             consequence that escalated it.
         threshold: The figure it was compared with, in the same unit.
-        summary: One sentence without its period: the measured figures, and where.
+        summary: Sentences without the last period: the measured figures, and where; of an escalated
+            alert also what was added, and since when.
         cause: One sentence about the reason, if it is known.
         advice: Usual remedies, a short phrase each.
         location: The user's own code that ran the module, if it is known.
-        consequences: Other faults that this one explains.
+        consequences: Other faults that this one explains, the latest last.
         stage: Whether the fault started, escalated or resolved.
     """
 
@@ -74,6 +74,13 @@ class Alert:
     batches: tuple[Batch, ...] = ()
     statistic: str = "grad_norm"
 
+    def __post_init__(self) -> None:
+        for name, known in (("severity", Severity), ("stage", Stage)):
+            if (value := getattr(self, name)) not in get_args(known):
+                raise ValueError(
+                    f"Alert({name}={value!r}): must be one of {', '.join(get_args(known))}"
+                )
+
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds that the alert stands for: its own, and those of its consequences."""
@@ -91,8 +98,13 @@ class Alert:
 
     @property
     def title(self) -> str:
-        """Kind, module and step in a few words: ``dead_units in fc1 at step 20``."""
+        """Kind, module and step in a few words: ``dead_units in fc1 at step 20``.
+
+        What happened first comes first: ``loss_spike, then dead units in fc1 at step 20``.
+        """
         stage = "" if self.stage == "started" else f" {self.stage}"
+        if self.stage == "escalated" and self.consequences:
+            stage = f", then {self.consequences[-1]}"
         return f"{self.kind}{self.where}{stage} at step {self.step}"
 
     @property
@@ -128,12 +140,6 @@ def located(alert: Alert, layout: Layout | None) -> Alert:
     if layout is None or place is None or alert.module_name is None or alert.stage == "resolved":
         return alert
     return replace(alert, location=layout.modules[place].user_code)
-
-
-# Return the alert of the JSON object that json_plain makes of one, with "warning" for an unknown
-# severity and "started" for an unknown stage; raise ValueError with the name of a field that is
-# missing or has a wrong value.
-parse_alert: Callable[[Any], Alert] = untrusted.check_of(Alert)
 
 
 class TelemetryAlert(RuntimeError):  # noqa: N818 - what is raised is the alert

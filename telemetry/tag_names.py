@@ -6,12 +6,13 @@ import re
 
 from telemetry.plain_text import printable
 
-RUN, LAYERS, TENSORS = "~run/", "~statistics/", "~tensors/"
-"""Groups of our tags. TensorBoard sorts groups, the first part of tags, by ASCII and opens the
-first two. The many pictures and histograms of tensors are last, so that they stay folded."""
+RUN, KIND = "~run/", "~~"
+"""Beginnings of our tags. TensorBoard sorts groups, the first part of tags, by ASCII and opens the
+first two: the user's own, then that of the run. Each kind of statistics and tensors of layers is a
+group behind them, such as ``~~activation_rms/...``, which stays folded."""
 # Group of our texts.
 ALERTS = "~alerts/"
-GROUPS = RUN, LAYERS, TENSORS, ALERTS
+GROUPS = RUN, KIND, ALERTS
 
 # L2 norm of all gradients, at every step.
 TOTAL_GRAD_NORM = f"{RUN}grad_norm/total"
@@ -25,7 +26,7 @@ ALLOCATED_BYTES, PEAK_BYTES = "memory/allocated_bytes", "memory/peak_bytes"
 HOST_BYTES, HOST_OWN_BYTES = "memory/host_rss_bytes", "memory/host_own_bytes"
 MEMORY = {ALLOCATED_BYTES: "allocated", PEAK_BYTES: "peak", HOST_BYTES: "host memory"}
 
-_GROUP = re.compile(f"{RUN}|{LAYERS}|{TENSORS}")
+_GROUP = re.compile(f"{RUN}|{KIND}")
 _NUMBERED = re.compile(r"(\w+)/(\d{4,9})\.(.*)", re.DOTALL)
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from telemetry.alert import Alert
 from telemetry.alerts import default_rules
-from telemetry.capture import Capture, CapturedStep, LightStep, Schedule
+from telemetry.capture import Loop, Pending, Schedule
 from telemetry.failures import RaisingFailures
 from telemetry.pipeline.judge import Judge
 from telemetry.records import StepRecord
@@ -43,15 +42,15 @@ class CapturedRun:
         self._judge = Judge(chosen, RaisingFailures())
         self._logged: dict[int, dict[str, float]] = {}
         self._loss = LossChoice()
-        self._capture: Capture | None = None
+        self._loop: Loop | None = None
         self._schedule = Schedule(1, math.inf)
 
     def log(
         self, scalars: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor
     ) -> None:
         """Log scalars at the step in progress, as :meth:`HookLogger.log` does."""
-        assert self._capture is not None
-        step = self._capture.step
+        assert self._loop is not None
+        step = self._loop.step
         values = {
             name: float(value.detach() if isinstance(value, Tensor) else value)
             for name, value in {**(scalars or {}), **named}.items()
@@ -61,10 +60,12 @@ class CapturedRun:
         if (tag := self._loss.tag) in values:
             self.alerts += self._judge.judge_loss(step, values[tag])
 
-    def _take(self, step: CapturedStep | LightStep) -> None:
-        record = step.record(self._logged.pop(step.step, {}), self._loss.tag)
+    def _take(self, step: Pending) -> None:
+        record = step.resolve()
+        record.scalars, record.loss_tag = self._logged.pop(record.step, {}), self._loss.tag
         self._loss.step_ended(record.step)
-        self._add(replace(record, loss_delay=self._loss.delay))
+        record.loss_delay = self._loss.delay
+        self._add(record)
 
     def _add(self, record: StepRecord) -> None:
         self.records.append(record)
@@ -118,7 +119,7 @@ def capture_run(
     """
     run = CapturedRun(rules)
     run._schedule = Schedule(every_n_steps, math.inf)
-    run._capture = capture = Capture(
+    run._loop = loop = Loop(
         model,
         selection=Selection.parse(modules),
         schedule=run._schedule,
@@ -128,8 +129,8 @@ def capture_run(
         primary=optimizer,
         failures=RaisingFailures(),
     )
-    capture.attach()
+    loop.attach()
     try:
         yield run
     finally:
-        capture.detach()
+        loop.detach()

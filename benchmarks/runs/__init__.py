@@ -6,6 +6,7 @@ from runs import (  # noqa: F401
     drifting,
     experts,
     faulty,
+    fields,
     further,
     further_faulty,
     fused_attention,

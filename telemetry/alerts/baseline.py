@@ -11,7 +11,8 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT, WORSE, Loss, Window
+from telemetry.alerts import shared
+from telemetry.alerts.window import Loss, Window
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.layers.onset import LEAD, LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
 from telemetry.plain_text import called, called_all, figure
@@ -22,13 +23,6 @@ from telemetry.records.tensor import figures_of
 Figures = NDArray[np.float64]
 Marks = NDArray[np.bool_]
 
-JUMP = 3.0  # of a rate: neither warm restarts nor warm-ups triple the highest; tried 1.5 and 15
-FAR_ABOVE = 0.7  # decades: a factor of 5; tried 0.14 and 3.5
-TENFOLD = 1.0  # decades: most healthy spikes of faultbench stay below it; tried 0.2 and 5
-FEW = 0.1  # of all layers, so that one noisy layer does not count
-FEW_SAMPLES = 8  # fewer may be equal by chance, or all the same token; tried 2
-NEVER = 10**9  # steps since an event that never happened
-
 
 class Norm:
     """Distance of the total gradient norm from earlier ones, in decades; clipping hides it."""
@@ -36,7 +30,7 @@ class Norm:
     above_all: float = 0.0  # above the highest, the latest included; 0 in the first steps
     above_window: float = 0.0  # above the highest of the window
     below: float = 0.0  # below the lowest
-    since_jump: int = NEVER  # steps since it first rose to five times the highest
+    since_jump: int = shared.NEVER  # steps since it first rose to five times the highest
     first: float = math.nan  # median of the first five norms
     _firsts: tuple[float, ...] = ()
     _window: Window
@@ -52,7 +46,7 @@ class Norm:
     @property
     def is_usual(self) -> bool:
         """Whether the last one is within a factor of five of those before."""
-        return max(self.above_all, self.below) < FAR_ABOVE
+        return max(self.above_all, self.below) < shared.FAR_ABOVE
 
     def add(self, total: float, steps: int) -> None:
         """Add the finite norm of one step, ``steps`` after the one before."""
@@ -60,20 +54,17 @@ class Norm:
         self.above_all = self.above_window = self.below = 0.0
         if total == 0:
             return
-        if len(self._firsts) < RECENT:
+        if len(self._firsts) < shared.RECENT:
             self._firsts = (*self._firsts, total)
             self.first = median_high(self._firsts)
         level = math.log10(total)
-        if len(self._window) >= RECENT:
+        if len(self._window) >= shared.RECENT:
             lowest, highest = self._window.extremes_of_all
             self.above_all, self.below = level - highest, lowest - level
             self.above_window = level - self._window.highest
-            if self.above_all >= FAR_ABOVE and self.since_jump > LATEST:
+            if self.above_all >= shared.FAR_ABOVE and self.since_jump > shared.LATEST:
                 self.since_jump = 0
-        self._window.add(level, unusual=self.above_all > _UNUSUAL)
-
-
-_UNUSUAL = 1.5  # a factor of 30, that of ExplodingGradient's lasting_factor; tried 0.3 and 7.5
+        self._window.add(level, unusual=self.above_all > math.log10(shared.THIRTYFOLD))
 
 
 class LayerNorms:
@@ -116,18 +107,18 @@ class LayerNorms:
         common = min(max(finite.min(), 0.0), finite.max()) if finite.size else 0.0
         off = (np.abs(growth) > self._limit) & (np.abs(growth - common) > self._limit)
         self._unusual_steps = np.where(off, self._unusual_steps + 1, 0)
-        lasting = self._unusual_steps >= _UNUSUAL_STEPS
+        lasting = self._unusual_steps >= shared.SEVERAL
         self.are_unusual = bool((lasting | (off & np.isneginf(growth))).any())
         self.steps = [*self.steps[1 - _ROWS :], record.step]
         self._since += 1
-        if self._since < (LATEST if len(self.steps) > LATEST else FEWEST):
+        if self._since < (shared.LATEST if len(self.steps) > shared.LATEST else shared.FEWEST):
             return
-        self._since, window = 0, self.levels[-LENGTH:]
+        self._since, window = 0, self.levels[-shared.LENGTH :]
         ordered = np.sort(window, axis=0)
         self.usual = ordered[len(window) // 2]
         self.growth = self.levels[-1] - self.usual
         off = np.sort(np.abs(window - self.usual), axis=0)[len(window) // 2]
-        self._limit = np.maximum(TENFOLD, WORSE * NORMAL_CONSISTENT * off)
+        self._limit = np.maximum(shared.TENFOLD, shared.WORSE * NORMAL_CONSISTENT * off)
         self._limit[ordered[0] == -np.inf] = np.nan
 
     def onsets(self, since: int) -> Sequence[Onset]:
@@ -138,8 +129,7 @@ class LayerNorms:
         return onsets(self.names, steps, 10 ** self.levels[rows], since, lead=lead) or ()
 
 
-_ROWS = LOOK_BACK + LATEST
-_UNUSUAL_STEPS = 3  # the effect of one batch is over by then; tried 1 and 2
+_ROWS = LOOK_BACK + shared.LATEST
 
 
 class Baseline:
@@ -156,13 +146,15 @@ class Baseline:
     norm_jump_step: int = 0  # of Norm.since_jump
     # Steps since the learning rate rose to three times the highest survived rate. A rate is
     # survived if the loss is not worse ten steps later.
-    since_rate_jump: int = NEVER
-    rate_jump_step: int = -NEVER
+    since_rate_jump: int = shared.NEVER
+    rate_jump_step: int = -shared.NEVER
     rate_before_jump: float = 0.0  # highest survived rate before the jump
     rate_after_jump: float = 0.0  # the rate after the rise
     rate: float = 0.0  # the highest learning rate of this step; 0 without an optimizer
     jumped: tuple[str, ...] = ()  # modules whose rate jumped, in forward order, if not all
-    since_large_step: int = NEVER  # since one moved the median weight matrix by a fifth of its norm
+    since_large_step: int = (
+        shared.NEVER
+    )  # since one moved the median weight matrix by a fifth of its norm
     step_ratio: float = 0.0  # median update ratio of the matrices at the last full step
     # Module of one matrix that started far too large, and its size relative to He initialization;
     # ("", 0) if no matrix did, None before the first full step.
@@ -174,7 +166,7 @@ class Baseline:
         str, ...
     ] = ()  # modules with a matrix that was all zeros at the first full step
     batches_vary: bool = False  # whether full steps had very different numbers of examples
-    _examples: Annotated[deque[tuple[int, int]], LENGTH]  # full steps, and their examples
+    _examples: Annotated[deque[tuple[int, int]], shared.LENGTH]  # full steps, and their examples
     _ratio_rate: float = 0.0
     _ratio_norm: float = 0.0  # the total gradient norm there
     _norm: float = 0.0  # the latest
@@ -187,8 +179,8 @@ class Baseline:
     def __init__(self, interval: float = 1) -> None:
         self.interval = interval
         self.loss, self.norm, self.layers = Loss(), Norm(), LayerNorms(interval)
-        self._rates, self._groups = deque(maxlen=LENGTH), {}
-        self._examples = deque(maxlen=LENGTH)
+        self._rates, self._groups = deque(maxlen=shared.LENGTH), {}
+        self._examples = deque(maxlen=shared.LENGTH)
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
@@ -211,11 +203,11 @@ class Baseline:
         if record.examples:
             self._examples.append((record.step + record.loss_delay, record.examples))
             counts = [count for _, count in self._examples]
-            self.batches_vary = max(counts) >= _VARY * min(counts)
+            self.batches_vary = max(counts) >= shared.HALF_MORE * min(counts)
         if ratios := matrix_ratios(record).values():
             self.step_ratio, self._ratio_rate = median(ratios), self.rate
             self._ratio_norm = record.total_grad_norm
-            if self.step_ratio >= LARGE_STEP:
+            if self.step_ratio >= shared.LARGE_STEP:
                 self.since_large_step = 0
         if record.weights and self.too_large is None:
             self.too_large, self.began_small, self.began_zero = _first_sizes(record)
@@ -234,21 +226,21 @@ class Baseline:
         """
         if not self.batches_vary:
             return False
-        since = (self.loss.high or [*self.loss.latest][-RECENT:])[0].step
+        since = (self.loss.high or [*self.loss.latest][-shared.RECENT :])[0].step
         counts = [count for step, count in self._examples if step < since]
         if len(counts) == len(self._examples):
             return None
-        return not counts or self._examples[-1][1] >= _VARY * median(counts)
+        return not counts or self._examples[-1][1] >= shared.HALF_MORE * median(counts)
 
     @property
     def is_young(self) -> bool:
         """Whether training can hardly have changed the model yet."""
-        return self.age < RECENT
+        return self.age < shared.RECENT
 
     @property
     def large_start(self) -> tuple[str, str]:
         """Module of :attr:`too_large` and a cause in the first steps; else two empty texts."""
-        if self.age >= LATEST or not self.too_large or not self.too_large[0]:
+        if self.age >= shared.LATEST or not self.too_large or not self.too_large[0]:
             return "", ""
         name, times = self.too_large
         size = f"{figure(times, 2)}x He initialization"
@@ -257,12 +249,12 @@ class Baseline:
     @property
     def follows_rate_jump(self) -> bool:
         """Whether the learning rate has just jumped, and so explains faults."""
-        return self.since_rate_jump <= AFTER_JUMP
+        return self.since_rate_jump <= shared.LATEST
 
     @property
     def new_rate_in_words(self) -> str:
         """The learning rate after the jump, and its modules if not all, for messages."""
-        where = f" in {called_all(self.jumped, RECENT)}" if self.jumped else ""
+        where = f" in {called_all(self.jumped, shared.NAMED)}" if self.jumped else ""
         return f"{figure(self.rate_after_jump)}{where}"
 
     @property
@@ -274,7 +266,7 @@ class Baseline:
     def ratio_now(self) -> float:
         """The update ratio of this step, estimated from the rate; 0 unless the rate has risen."""
         growth = self.rate / self._ratio_rate if self._ratio_rate > 0 else 0.0
-        return self.step_ratio * growth if growth >= JUMP else 0.0
+        return self.step_ratio * growth if growth >= shared.JUMP else 0.0
 
     @property
     def may_step_far(self) -> bool:
@@ -287,23 +279,23 @@ class Baseline:
             return True
         growth = max(self._norm / self._ratio_norm, 1.0)
         growth *= max(self.rate / self._ratio_rate, 1.0) if self._ratio_rate > 0 else 1.0
-        return self.step_ratio * growth >= LARGE_STEP / 10
+        return self.step_ratio * growth >= shared.LARGE_STEP / 10
 
     @property
     def gradients_led(self) -> bool:
         """Whether gradients have just jumped and the learning rate has not."""
         since = self.norm.since_jump
-        return since <= FEWEST < self.since_rate_jump - since
+        return since <= shared.FEWEST < self.since_rate_jump - since
 
     def _add_rates(self, record: StepRecord) -> None:
         rates, earlier = record.learning_rates, self._of_groups
         rate = self.rate = max(rates, default=0.0)
-        before = max(self._survived_rate, *[*self._rates][-FEWEST:], 0.0)
-        if len(self._rates) >= RECENT and rate > JUMP * before:
+        before = max(self._survived_rate, *[*self._rates][-shared.FEWEST :], 0.0)
+        if len(self._rates) >= shared.RECENT and rate > shared.JUMP * before:
             self.since_rate_jump, self.rate_jump_step = 0, record.step
             self.rate_before_jump, self.rate_after_jump = before, rate
             pairs = enumerate(zip(earlier, rates, strict=False))
-            rose = {group for group, (before, after) in pairs if after > JUMP * before}
+            rose = {group for group, (before, after) in pairs if after > shared.JUMP * before}
             names = tuple([name for name, groups in self._groups.items() if rose & groups])
             self.jumped = names if len(names) < len(self._groups) else ()
         self._of_groups = rates
@@ -312,18 +304,9 @@ class Baseline:
             for index in layout.depth_order[record.groups[layout.depth_order] >= 0].tolist():
                 groups = self._groups.setdefault(layout.parameters[index].module_name, set())
                 groups.add(int(record.groups[index]))
-        if len(self._rates) >= FEWEST and not self.loss.high and not self.loss.is_worse:
-            self._survived_rate = max(self._survived_rate, self._rates[-FEWEST])
+        if len(self._rates) >= shared.FEWEST and not self.loss.high and not self.loss.is_worse:
+            self._survived_rate = max(self._survived_rate, self._rates[-shared.FEWEST])
         self._rates.append(rate)
-
-
-_VARY = 1.5  # times as many examples; chosen manually
-# Default of LossDivergence.update_ratio: 0.1 alarms in the healthy rare_positive_weighted;
-# tried 0.4.
-LARGE_STEP = 0.2
-# Requested full steps show the effect of a jump some steps later. By then a momentum of 0.9 has
-# decayed.
-AFTER_JUMP = LATEST
 
 
 def matrix_ratios(record: StepRecord) -> dict[str, float]:
@@ -356,12 +339,8 @@ def _first_sizes(
             sizes.append((size * math.sqrt(math.prod(parameter.shape[1:]) / 2), module.name))
     largest, where = max(sizes, default=(0.0, ""))
     others = [size for size, name in sizes if name != where]
-    stands_out = others and largest >= _FAR_TOO_LARGE * max(1.0, max(others))
+    stands_out = others and largest >= 10**shared.TENFOLD * max(1.0, max(others))
     usual = median([size for size, _ in sizes] or [0.0])
-    small = tuple([name for size, name in sizes if size * _FAR_TOO_LARGE < usual])
+    small = tuple([name for size, name in sizes if size * 10**shared.TENFOLD < usual])
     zero = tuple([name for size, name in sizes if size == 0])
     return (where, largest) if stands_out else ("", 0.0), small, zero
-
-
-# Compared with He initialization, and with any other matrix; PyTorch's defaults are 0.4.
-_FAR_TOO_LARGE = 10.0

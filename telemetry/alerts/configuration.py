@@ -32,8 +32,8 @@ Settings = Mapping[str, "float | str"]
 _KINDS: tuple[type[Detector], ...] = (
     divergence.LossDivergence, exploding.ExplodingActivation, exploding.ExplodingGradient,
     inactive_units.DeadUnits, inactive_units.SaturatedUnits, losses.LossSpike,
-    losses.UnboundedLoss, mistakes.EvalMode, mistakes.SameBatch, mistakes.TargetsBroadcast,
-    mistakes.WrongLossInput, no_learning.LearningRateZero, no_learning.LossStuck,
+    losses.UnboundedLoss, mistakes.EvalMode, mistakes.SameBatch, mistakes.WrongLossInput,
+    no_learning.LearningRateZero, no_learning.LossStuck,
     no_learning.NoLearning, no_learning.UntrainedParameters, nonfinite.Nonfinite,
     outputs.AttentionCollapse, outputs.ExpertCollapse,
     outputs.OutputCollapse, ranks_diverge.RanksDiverge, ranks_diverge.RanksSameBatch,
@@ -49,6 +49,7 @@ _REMOVED = {
     "logit_growth": "attention_collapse reports it",
     "low_precision": "plot fp8_underflow and outlier_ratio",
     "rounded_updates": "plot update_ratio, and keep weights in float32",
+    "targets_broadcast": "wrong_loss_input reports it",
     "slow_steps": "plot time/forward_s and its siblings",
 }
 

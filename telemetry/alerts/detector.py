@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import numpy as np
 
 from telemetry.alert import Alert, Severity
+from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.state import LIMIT, restore, to_plain
-from telemetry.alerts.window import LATEST
 from telemetry.plain_text import steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch
@@ -206,7 +206,7 @@ class Detector(Rule):
         else:
             self._findings = 0
             self._evaluations_without += 1
-            is_recent = record.step - self._found_at < LATEST
+            is_recent = record.step - self._found_at < shared.LATEST
             is_early = is_full_only and self.clear_after > 1 and is_recent
             clears = self._evaluations_without >= self.clear_after and not is_early
             if self.active_alert is not None and clears:

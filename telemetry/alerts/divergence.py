@@ -6,9 +6,10 @@ from statistics import median
 
 import numpy as np
 
-from telemetry.alerts.baseline import AFTER_JUMP, JUMP, LARGE_STEP, NEVER, Baseline, Figures
+from telemetry.alerts import shared
+from telemetry.alerts.baseline import Baseline, Figures
 from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding, limit, state
-from telemetry.alerts.window import LENGTH, RECENT, Rise
+from telemetry.alerts.window import Rise
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.plain_text import figure
 from telemetry.records import StepRecord
@@ -37,12 +38,12 @@ class LossDivergence(Detector):
     explained_by = EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
     after = frozenset({"loss_spike"})
     update_ratio: float = limit(
-        LARGE_STEP, "Share of its norm by which a step moves the median weight matrix."
+        shared.LARGE_STEP, "Share of its norm by which a step moves the median weight matrix."
     )
     # At 6 mlp_lr_high, cnn_lr30 and mlp_adam_lr_high are missed; tried 1
     losses: int = limit(3, "Consecutive losses far above those before.")
     _ratio: float = state(0.0)
-    _large_at: int = state(-NEVER)
+    _large_at: int = state(-shared.NEVER)
     _sums: SummedGradients = state(lambda: SummedGradients())
     _rise: Rise | None = state(None)
 
@@ -52,8 +53,8 @@ class LossDivergence(Detector):
         if ratio >= self.update_ratio:
             self._large_at, self._ratio = record.step, ratio
         loss = baseline.loss
-        rises = loss.high or loss.losses_lost == RECENT
-        several = baseline.since_rate_jump <= _JUST or self._sums.needs_full_step
+        rises = loss.high or loss.losses_lost == shared.RECENT
+        several = baseline.since_rate_jump <= shared.SOON or self._sums.needs_full_step
         lasts = baseline.may_step_far or len(loss.high) != 1
         is_candidate = several or (rises and lasts and not record.full)
         self.needs_full_step = self._sums.needs_full_step
@@ -77,12 +78,12 @@ class LossDivergence(Detector):
         now = record.finite_loss
         if self.active_alert is not None or now is None:
             return None
-        is_new = baseline.is_young and loss.excess > _FAR
+        is_new = baseline.is_young and loss.excess > shared.JUMP
         enough = self.losses - (is_new or baseline.follows_rate_jump)
         # With fewer than a hundred steps, the best loss may be luck.
-        lost = loss.losses_lost >= RECENT and baseline.age > LENGTH
+        lost = loss.losses_lost >= shared.RECENT and baseline.age > shared.LENGTH
         is_high = len(loss.high) >= enough or lost
-        if not is_high or record.step - self._large_at > AFTER_JUMP or baseline.gradients_led:
+        if not is_high or record.step - self._large_at > shared.LATEST or baseline.gradients_led:
             return None
         if (explained := baseline.has_more_examples) is not False:
             self.needs_full_step |= explained is None
@@ -90,7 +91,7 @@ class LossDivergence(Detector):
         self._rise = loss.rise(loss.window.usual)
         rate, lowest = baseline.rate, baseline.lowest_rate
         cause = f"The learning rate is {figure(rate)}" if rate > 0 else None
-        if 0 < lowest * JUMP <= rate:
+        if 0 < lowest * shared.JUMP <= rate:
             cause = f"The learning rate rose from {figure(lowest)} to {figure(rate)}"
         moved = f"{self._ratio:.0%} of" if self._ratio < 10 else f"{figure(self._ratio, 2)}x"
         name, too_large = baseline.large_start
@@ -116,8 +117,6 @@ _INITIALIZE = (
     "Make these weights smaller: PyTorch's defaults start at 0.4x He initialization",
     *_LOWER,
 )
-_JUST = 2  # full steps after a jump of the learning rate; tried 1 and 4
-_FAR = 3.0  # times the loss; meta_learning, which learns, has 2.4 in its first steps
 
 
 class SummedGradients:
@@ -165,13 +164,13 @@ class SummedGradients:
                 self.is_sure |= self._pairs >= _PAIRS
                 self.needs_full_step &= not self.is_sure and self._pairs > 0
             elif is_first:  # there is nothing to add: the test does not work for this model
-                self._requested = _REQUESTED
+                self._requested = shared.SEVERAL
             else:
                 self._request(not self.is_sure)
         self._step, self._biases = record.step, biases
 
     def _request(self, might: bool) -> None:
-        if might and not self.needs_full_step and self._requested < _REQUESTED:
+        if might and not self.needs_full_step and self._requested < shared.SEVERAL:
             self.needs_full_step = True
             self._requested += 1
 
@@ -208,11 +207,11 @@ def _is_one_factor(values: Figures, others: Figures, known: float | None = None)
         ratios = values / others
     if np.isnan(ratios).any():
         return False
-    factor = median(ratios.tolist()) if len(ratios) >= _FEW else 1.0
-    if factor > 1 + _NEAR or (known and abs(factor - known) > _ABOUT * known):
+    factor = median(ratios.tolist()) if len(ratios) >= _PAIRS else 1.0
+    if factor > 1 + shared.ROUNDED or (known and abs(factor - known) > shared.FEW * known):
         return False
-    near = np.abs(ratios - factor) <= _NEAR * abs(factor)
-    return bool(np.count_nonzero(near) > _MOST * len(near))
+    near = np.abs(ratios - factor) <= shared.ROUNDED * abs(factor)
+    return bool(np.count_nonzero(near) > shared.MOST * len(near))
 
 
 _ADD_BIAS = AFFINE | NORMALIZATIONS
@@ -220,9 +219,4 @@ _ADD_BIAS = AFFINE | NORMALIZATIONS
 _RISING = 4  # consecutive steps with a larger norm than the one before
 _SUMMED = 2.0  # times the first norm; five independent gradients add up to 2.2
 _PAIRS = 2  # one may be a coincidence
-_REQUESTED = 3  # times; more evaluations would show nothing
 _ROUNDING = 1e-4  # a thousand times float32's
-_NEAR = 0.01  # sums are exact to 1e-5, in bfloat16 to 0.004
-_ABOUT = 0.1  # of the known factor
-_MOST = 0.7  # of the layers: the user's hooks may change some
-_FEW = 2

@@ -24,7 +24,7 @@ class Engine(Rule):
     others comes ``after``.
     A fault that starts within 200 steps of one that explains it is suppressed: the root cause lists
     it as a consequence. It is reported itself if it is still present when the root cause resolves.
-    The root cause escalates, with the figures of the consequence, if the consequence is an error
+    The root cause escalates, and says what was added, if the consequence is an error
     and the root cause was a warning, or if it is persistent: NaN, dead units and the like.
 
     A learning rate that has just jumped above all former ones is the cause of each fault that large
@@ -154,8 +154,7 @@ class Engine(Rule):
         for found in left:
             del self._suppressed[found.kind]
             if self._detectors[found.kind].persistent:
-                summary = f"{found.summary} (measured at step {found.step})"
-                survivors.append(replace(found, step=alert.step, summary=summary))
+                survivors.append(replace(found, step=alert.step, summary=_measured(found)))
         return [alert, *self._reportable(survivors)]
 
     def _cause_of(self, alert: Alert) -> _Reported | None:
@@ -177,9 +176,9 @@ class Engine(Rule):
         is_new = consequence not in before.consequences
         rises = (before.severity, alert.severity) == ("warning", "error")
         changes: dict[str, Any] = {"severity": "error"} if rises else {}
-        if is_new:
-            changes["consequences"] = (*before.consequences, consequence)
-            changes["batches"] = before.batches or alert.batches
+        others = [known for known in before.consequences if known != consequence]
+        changes["consequences"] = (*others, consequence)
+        changes["batches"] = before.batches or alert.batches
         after = replace(before, **changes)
         self._suppressed[alert.kind] = _Suppressed(alert=alert, suppressed_by=before.kind)
         self._reported[before.kind] = replace(cause, alert=after, last=alert.step)
@@ -190,19 +189,21 @@ class Engine(Rule):
                 reported[index] = replace(item, **changes)
                 return reported
         if rises or (is_new and not is_note and self._detectors[alert.kind].persistent):
-            root = Consequence(kind=before.kind, module_name=before.module_name)
-            since = f"Follows from {root}, which started at step {before.step}"
             worse = replace(
                 after,
                 stage="escalated",
                 step=alert.step,
                 value=alert.value,
                 threshold=alert.threshold,
-                summary=alert.summary,
-                cause=since,
+                summary=f"{_measured(before)}. Since step {alert.step}: {alert.summary}",
             )
             return [*reported, worse]
         return reported
+
+
+def _measured(alert: Alert) -> str:
+    """Return the summary, and when it was true, to show it at a later step."""
+    return f"{alert.summary} (measured at step {alert.step})"
 
 
 def _causes_first(detectors: Sequence[Detector]) -> list[Detector]:

@@ -9,7 +9,8 @@ from functools import partial
 from operator import attrgetter
 from statistics import median_high
 
-from telemetry.alerts.baseline import FAR_ABOVE, TENFOLD, Baseline
+from telemetry.alerts import shared
+from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding, limit, state
 from telemetry.alerts.growth import (
     Blame,
@@ -19,7 +20,6 @@ from telemetry.alerts.growth import (
     forward_growth,
     gain,
 )
-from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT
 from telemetry.plain_text import called, figure
 from telemetry.records import Output, StepRecord
 from telemetry.records.moments import rms_of
@@ -28,7 +28,7 @@ from telemetry.records.tensor import figures_of
 
 class ExplodingActivation(Detector):
     """Outputs of a module vary 100 times more than ever before, and the loss has risen. Or
-    activations multiply through the network in the first steps.
+    activations multiply through the network from the first step on.
 
     Evidence: the module, its variation, and the largest RMS before.
     Causes: weights that grew, a missing normalization, a learning rate that is too large.
@@ -48,10 +48,11 @@ class ExplodingActivation(Detector):
     factor: float = limit(
         100.0, "Multiple of the largest RMS before, at two consecutive full steps."
     )
-    # As in ExplodingGradient; tried 1e3 and 1e5
-    depth_factor: float = limit(1e4, "Growth through the network, at two of the first steps.")
+    depth_factor: float = limit(
+        shared.DEPTH, "Growth through the network, at the first two full steps."
+    )
     _highest: dict[Output, float] = state(dict)
-    _began_deep: bool | None = state(None)
+    _began_deep: bool = state(True)  # at all full steps up to now
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         grown = list[tuple[str, float]]()
@@ -62,8 +63,7 @@ class ExplodingActivation(Detector):
                 grown.append((output.module_name, now / highest))
             elif highest < sizes[output] < math.inf:
                 self._highest[output] = sizes[output]
-        deep = self._is_deep(record)
-        self._began_deep = deep if self._began_deep is None else self._began_deep
+        self._began_deep &= self._is_deep(record)
         # After non-finite gradients there is no second evaluation.
         certain = not record.all_grads_finite
         if grown:
@@ -77,7 +77,7 @@ class ExplodingActivation(Detector):
                 module_name=name,
                 confirmed=certain,
             )
-        if not (baseline.is_young and deep and self._began_deep):
+        if not self._began_deep:
             return None
         growth = forward_growth(record)
         where, times = _began_large(baseline) or growth.stretch, 10**growth.decades
@@ -93,8 +93,7 @@ class ExplodingActivation(Detector):
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        is_deep = bool(self._began_deep) and self._is_deep(record)
-        return is_deep or not record.all_grads_finite
+        return self._began_deep or not record.all_grads_finite
 
     def _is_deep(self, record: StepRecord) -> bool:
         return forward_growth(record).decades > math.log10(self.depth_factor)
@@ -127,10 +126,10 @@ class ExplodingGradient(Detector):
     explained_by_rate_jump = True
     # Healthy runs stay within 10; tried 100 and 10,000
     factor: float = limit(1000.0, "Multiple of the highest past norm.")
-    # Chosen manually; tried 6 and 300
-    lasting_factor: float = limit(30.0, "Multiple of the norm 20 steps before, if it stays.")
-    # At 1e5 resnet_nonorm_explodes is found a step later; tried 1e3
-    depth_factor: float = limit(1e4, "Growth through the network, forward times backward.")
+    lasting_factor: float = limit(
+        shared.THIRTYFOLD, "Multiple of the norm 20 steps before, if it stays."
+    )
+    depth_factor: float = limit(shared.DEPTH, "Growth through the network, forward times backward.")
     _depths: deque[float] = state(partial(deque, maxlen=50))
     _gains: deque[float] = state(partial(deque, maxlen=10))
     _from_loss: float | None = state(None)
@@ -138,17 +137,17 @@ class ExplodingGradient(Detector):
     _blame: Blame = state(Blame)
     _steps_far_above: int = state(0)
     _steps_lasting: int = state(0)
-    _amplified: deque[float] = state(partial(deque, maxlen=LENGTH))
-    _unclipped: deque[float] = state(partial(deque, maxlen=LENGTH))
+    _amplified: deque[float] = state(partial(deque, maxlen=shared.LENGTH))
+    _unclipped: deque[float] = state(partial(deque, maxlen=shared.LENGTH))
     _amplified_steps: int = state(0)
     _deep_steps: int = state(0)
-    _began_deep: bool | None = state(None)
+    _began_deep: bool = state(True)  # at all full steps up to now
     _is_deep: bool = state(False)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         found = None
         if not record.all_grads_finite:  # it may have overflowed before it was confirmed
-            just_jumped = baseline.gradients_led and baseline.norm.since_jump < _LASTING
+            just_jumped = baseline.gradients_led and baseline.norm.since_jump < shared.FEWEST
             if self.active_alert is None and (self._deep_steps or just_jumped):
                 summary = "The gradients grew until they overflowed"
                 found = self._found(baseline, summary, math.inf, self.depth_factor)
@@ -159,7 +158,7 @@ class ExplodingGradient(Detector):
                 or self._before_clipping(record, baseline)
                 or self._over_depth(record, baseline)
             )
-        is_candidate = baseline.norm.since_jump < _LASTING and not record.full
+        is_candidate = baseline.norm.since_jump < shared.FEWEST and not record.full
         is_candidate |= self._amplified_steps == 1 or self._deep_steps > 0 or self._may_be_from_loss
         self.needs_full_step = self.active_alert is None and is_candidate
         blamed, alert = self._blame.stretch, self.active_alert
@@ -174,7 +173,7 @@ class ExplodingGradient(Detector):
     def _in_time(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         norm, loss = baseline.norm, baseline.loss
         is_unbounded = loss.is_unbounded
-        lasting = FAR_ABOVE if is_unbounded else math.log10(self.lasting_factor)
+        lasting = shared.FAR_ABOVE if is_unbounded else math.log10(self.lasting_factor)
         lasts = norm.above_window >= lasting
         self._add_gain(record, baseline, large=lasts)
         self._may_be_from_loss = lasts and self._from_loss is None and len(self._gains) > 0
@@ -187,13 +186,15 @@ class ExplodingGradient(Detector):
         # Near the end of training, a norm that is large now was usual once.
         is_large = record.total_grad_norm >= norm.first or loss.losses_lost > 0
         lost = (loss.is_worse and is_large) or is_unbounded
-        explodes = norm.above_all >= decades + TENFOLD
-        explodes |= self._steps_far_above >= _STEPS
+        explodes = norm.above_all >= decades + shared.TENFOLD
+        explodes |= self._steps_far_above >= shared.SEVERAL
         # Without a jump, no full step has shown yet how much came from the loss.
-        explodes |= self._steps_lasting >= _LASTING and lost and not self._may_be_from_loss
+        explodes |= self._steps_lasting >= shared.FEWEST and lost and not self._may_be_from_loss
         led = baseline.gradients_led and baseline.since_large_step <= norm.since_jump
         explodes |= led and len(loss.high) >= _LOSSES
-        if not explodes or baseline.since_rate_jump < RECENT:  # loss_divergence needs some losses
+        if (
+            not explodes or baseline.since_rate_jump < shared.RECENT
+        ):  # loss_divergence needs some losses
             return None
         total = record.total_grad_norm
         falls = ", while the loss falls without bound" if is_unbounded else ""
@@ -218,7 +219,7 @@ class ExplodingGradient(Detector):
         far = (
             len(usual) >= 2
             and amplified >= max(usual) + math.log10(self.factor)
-            and norm > 10**TENFOLD * max(self._unclipped)
+            and norm > 10**shared.TENFOLD * max(self._unclipped)
         )
         self._amplified_steps = self._amplified_steps + 1 if far else 0
         if not far:
@@ -228,7 +229,8 @@ class ExplodingGradient(Detector):
             return None
         times = 10 ** (amplified - max(usual))
         scale = norm / record.total_grad_norm if record.total_grad_norm > 0 else 1.0
-        what = "Before clipping the gradient norm" if scale > _IS_CLIPPED else "The gradient norm"
+        is_clipped = scale > 1 + shared.TINY
+        what = "Before clipping the gradient norm" if is_clipped else "The gradient norm"
         return self._found(
             baseline,
             f"{what} is {figure(norm)}, {figure(times, 2)}x the usual for such a gradient of the "
@@ -256,13 +258,12 @@ class ExplodingGradient(Detector):
         smaller, least = min(forward.decades, backward.decades), math.log10(self.depth_factor)
         certain = False
         deep = self._is_deep = product >= least and smaller >= least * _SMALLER_SHARE
-        if baseline.is_young:
-            self._began_deep = deep if self._began_deep is None else self._began_deep
-            deep &= self._began_deep
-            certain = deep and product >= least + _CERTAIN
+        self._began_deep &= deep
+        if self._began_deep:
+            certain = product >= least + math.log10(shared.THIRTYFOLD)
         else:
             usual = median_high(self._depths) if self._depths else smaller
-            deep = smaller >= usual + TENFOLD and baseline.loss.is_worse
+            deep = smaller >= usual + shared.TENFOLD and baseline.loss.is_worse
         self._deep_steps = self._deep_steps + 1 if deep else 0
         if not deep:
             self._depths.append(smaller)
@@ -276,7 +277,7 @@ class ExplodingGradient(Detector):
             self.depth_factor,
             statistic="activation_grad_rms",
             where=_began_large(baseline) or forward.stretch,
-            advice=_WEIGHTS if baseline.is_young else _STEPS_TOO_LARGE,
+            advice=_WEIGHTS if self._began_deep else _STEPS_TOO_LARGE,
         )
 
     def _found(
@@ -295,7 +296,7 @@ class ExplodingGradient(Detector):
         cause, batch, batch_steps = None, 0.0, list[int]()
         if where is None and not baseline.follows_rate_jump:
             where, batch = self._blame.stretch, self._blame.batch
-            if where is None and confined is None and baseline.norm.since_jump <= LATEST:
+            if where is None and confined is None and baseline.norm.since_jump <= shared.LATEST:
                 batch_steps = [baseline.norm_jump_step]
             if self._blame.is_alike and confined is None:
                 cause = "All gradients grew alike: because of the batch or of several layers"
@@ -325,12 +326,7 @@ def _began_large(baseline: Baseline) -> Stretch | None:
     return Stretch.of(name) if name else None
 
 
-_LASTING = FEWEST  # steps; tried 2 and 50
-_IS_CLIPPED = 1 + 1e-3  # less is rounding
-# Chosen manually; with 1, cnn_scaled_batch is found a step earlier.
-_STEPS = 3  # tried 1 and 6
 _LOSSES = 2  # tried 1 and 4
-_CERTAIN = 1.5  # a factor of 30: resnet_nonorm_explodes overflows before a second full step
 _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 
 _WARM_UP = "Lower the learning rate or warm it up"

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from telemetry.alerts.baseline import FEW, TENFOLD, Baseline, Figures, Marks
+from telemetry.alerts import shared
+from telemetry.alerts.baseline import Baseline, Figures, Marks
 from telemetry.layers import table
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.plain_text import called
@@ -61,17 +62,11 @@ class Growth:
         top = int(self.levels.argmax())
         share = (self.levels[: top + 1] - self.levels[0]) / self.decades
         steepest = int(np.diff(share).argmax()) + 1
-        if share[steepest] - share[steepest - 1] >= _MOST:
+        if share[steepest] - share[steepest - 1] >= shared.HALF:
             return Stretch.of(self.names[steepest])
-        begin = int(np.flatnonzero(share <= _ENDS)[-1])
-        end = begin + int(np.flatnonzero(share[begin:] >= 1 - _ENDS)[0])
+        begin = int(np.flatnonzero(share <= shared.FEW)[-1])
+        end = begin + int(np.flatnonzero(share[begin:] >= 1 - shared.FEW)[0])
         return Stretch(self.names[begin + 1], self.names[end])
-
-
-_MOST = 0.5  # of the growth: no other module has more
-# Of the growth, at either end: about 13 of 16 equally scaled residual blocks (residual_x3) lie
-# between.
-_ENDS = 0.1
 
 
 @once
@@ -195,7 +190,7 @@ class Blame:
                 self.stretch = outputs.stretch
             if outputs is not None and outputs.levels[0] > outputs.levels.max() / 2:
                 self.stretch, self.batch = None, 10 ** outputs.levels[0]
-            several = len(baseline.layers.names) > _FEWEST
+            several = len(baseline.layers.names) > shared.SEVERAL
             self.by_norms = self.stretch is not None and entered is None and not record.full
             self.is_alike = self.stretch is None and not record.full and several
 
@@ -211,15 +206,17 @@ class Blame:
         usual = np.array([self._outputs.get(name, math.nan) for name in names])
         with np.errstate(all="ignore"):
             levels = np.where((now > 0) & (now < math.inf) & (usual > 0), np.log10(now / usual), 0)
-        for place in ((levels <= TENFOLD) & (sizes > 0) & (sizes < math.inf)).nonzero()[0]:
+        for place in ((levels <= shared.TENFOLD) & (sizes > 0) & (sizes < math.inf)).nonzero()[0]:
             self._outputs[names[place]] = float(sizes[place])
-        return Growth(names=["", *names[1:]], levels=levels) if levels.max() > TENFOLD else None
+        return (
+            Growth(names=["", *names[1:]], levels=levels) if levels.max() > shared.TENFOLD else None
+        )
 
     def _first_grown(self, record: StepRecord) -> str | None:
         """Return the module whose output's gradient grew tenfold first in the backward pass."""
         grown, usual = [], self._gradients
         for name, now in figures_of(record.activation_grads, rms_of).items():
-            if name in usual and now > 10**TENFOLD * usual[name]:
+            if name in usual and now > 10**shared.TENFOLD * usual[name]:
                 grown.append(name)
             elif 0 < now < math.inf:
                 usual[name] = now
@@ -230,7 +227,7 @@ def _common_growth(baseline: Baseline) -> Figures | None:
     """Return log10 of each norm over its usual one, if most have grown tenfold."""
     growth = baseline.layers.growth
     known = growth[np.isfinite(growth)]
-    is_grown = 2 * np.count_nonzero(known > TENFOLD) > len(known) >= _FEWEST
+    is_grown = 2 * np.count_nonzero(known > shared.TENFOLD) > len(known) >= shared.SEVERAL
     return growth if is_grown else None
 
 
@@ -240,8 +237,8 @@ def _entered(baseline: Baseline) -> Stretch | None:
     That is the last of them, which passes it to earlier layers.
     """
     growth = baseline.layers.growth
-    known, (grown,) = np.isfinite(growth), (growth > 2 * TENFOLD).nonzero()
-    are_apart = not (known & (growth > TENFOLD / 2) & (growth <= 2 * TENFOLD)).any()
+    known, (grown,) = np.isfinite(growth), (growth > 2 * shared.TENFOLD).nonzero()
+    are_apart = not (known & (growth > shared.TENFOLD / 2) & (growth <= 2 * shared.TENFOLD)).any()
     if not 0 < 2 * len(grown) <= np.count_nonzero(known) or not are_apart:
         return None
     return Stretch.of(baseline.layers.names[grown[-1]])
@@ -251,7 +248,7 @@ def _all_but_one(names: Sequence[str], growth: Figures) -> Stretch | None:
     """Return the layer whose gradient grew far less than all others."""
     known = np.isfinite(growth)
     least, next_least = np.sort(growth[known])[:2]
-    if next_least - least <= TENFOLD:
+    if next_least - least <= shared.TENFOLD:
         return None
     return Stretch.of(names[int(np.where(known, growth, np.inf).argmin())])
 
@@ -264,11 +261,10 @@ def confined_growth(record: StepRecord, usual: float, scale: float = 1.0) -> Str
     norms = record.owner_grad_norms * scale
     order = norms.argsort()
     others = np.sqrt(np.cumsum(norms[order] ** 2))
-    grown = order[others > 10**TENFOLD * usual]
-    if not 0 < len(grown) <= max(1, FEW * len(norms)) or len(norms) < _FEWEST:
+    grown = order[others > 10**shared.TENFOLD * usual]
+    if not 0 < len(grown) <= max(1, shared.FEW * len(norms)) or len(norms) < shared.SEVERAL:
         return None
     return Stretch.of(record.layout.owner_names[int(grown.max())])
 
 
 _BATCH_KEY = "(batch)"
-_FEWEST = 3  # modules of a majority; tried 1 and 6

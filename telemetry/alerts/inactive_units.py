@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Marks
+from telemetry.alerts import shared
+from telemetry.alerts.baseline import Baseline, Marks
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding, limit, state
-from telemetry.alerts.window import FEWEST, LATEST
 from telemetry.layers import table
 from telemetry.layers.module_types import AFFINE, BOUNDED, DROPOUTS, STANDARD, TWO_SIDED, Flat
 from telemetry.layers.record import ForwardOutputs
@@ -44,7 +44,7 @@ class DeadUnits(Detector):
 
     Zero outputs of modules with own parameters count only if these get no gradient. Silent units
     confirm each other, so ``samples`` is divided by the square root of their number. A share alone
-    takes 50 steps since units near the limit recover. It resolves when a third is active.
+    takes 50 steps since units near the limit recover. It resolves when a quarter is active.
     """
 
     kind = "dead_units"
@@ -105,7 +105,7 @@ class DeadUnits(Detector):
         advice = _DROPPED if module.type_name in DROPOUTS else _ADVICE
         if module.name in baseline.began_zero:
             cause, advice = "All its weights started at 0", _RANDOM
-        elif baseline.age >= FEWEST and baseline.loss.has_not_fallen:
+        elif baseline.age >= shared.FEWEST and baseline.loss.has_not_fallen:
             advice = (_NO_PROGRESS, *advice)
         return Finding(
             summary=f"{count} of {size} units of {first}{which} {what} in {in_batches}{also}",
@@ -122,7 +122,7 @@ class DeadUnits(Detector):
         """Whether most units of the reported layer are still silent."""
         units = _silent_units(record)
         shares = [share for output, share, _ in units if output.module_name == self._active_module]
-        return max(shares, default=0.0) > _REVIVED
+        return max(shares, default=0.0) > shared.MOST
 
     def _is_zero(self, output: Output, record: StepRecord) -> bool:
         """Whether all silent units return zero; else they only get no gradient."""
@@ -151,9 +151,9 @@ class DeadUnits(Detector):
             each = now.samples / now.batches * now.silent.sum() ** 0.5
             missing = max(self.batches, math.ceil(self.samples / each)) - now.batches
             self.needs_full_step = True
-            self.full_steps_in_a_row = min(max(self.full_steps_in_a_row, missing), _IN_A_ROW)
+            self.full_steps_in_a_row = min(max(self.full_steps_in_a_row, missing), shared.SEVERAL)
         are_nearly_all = (~now.silent).sum() <= max(1, (1 - _NEARLY_ALL) * silent.size)
-        return enough and bool(are_nearly_all or record.step - now.since >= _PARTLY)
+        return enough and bool(are_nearly_all or record.step - now.since >= shared.LONG)
 
 
 _ADVICE = (
@@ -164,15 +164,7 @@ _ADVICE = (
 _NO_PROGRESS = "The loss has not fallen yet: check that each target belongs to its input"
 _RANDOM = ("Initialize the weights at random, such as with He or Xavier initialization",)
 _DROPPED = ("Check the probability of this dropout: it is the share that is dropped",)
-# The largest healthy share is 0.47; that of sparsity_too_strong goes up and down from 0.86 to 0.98.
-_REVIVED = 2 / 3
-# In labels_shuffled, whose loss has nothing to learn, 0.906 are silent for 30 steps.
-_PARTLY = 50  # steps
-_IN_A_ROW = 3  # most full steps that it requests at a time
 _NEARLY_ALL = 0.93  # or all but one; in sparsity_too_strong they are 0.945
-# Of an input, as SiLU(x) / x is below x = -6.9 (tried 0.0002 and 0.005), and of the RMS of
-# gradients (chosen manually; tried 0.0005 and 0.002).
-_NEGLIGIBLE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +221,7 @@ def _negligible(rows: Rows) -> Marks:
     back = np.concatenate([[0], sizes[1:]]).repeat(sizes)
     inputs = rows.units[np.arange(len(rows.units)) - back, 1]
     largest = np.maximum(*np.abs(rows.units.T))
-    negligible: Marks = as_many & (inputs < 0) & (largest <= -_NEGLIGIBLE * inputs)
+    negligible: Marks = as_many & (inputs < 0) & (largest <= -shared.TINY * inputs)
     return negligible
 
 
@@ -258,7 +250,7 @@ class SaturatedUnits(Detector):
     persistent = True
     explained_by_rate_jump = True
     # Healthy hidden layers have 21 % at most, faulty ones 90 % or more, except for the gates of
-    # highway_carry_gates, hence _MOST. Tried 0.4 and 0.95.
+    # highway_carry_gates, hence MOST. Tried 0.4 and 0.95.
     fraction: float = limit(0.8, "Share of the outputs that are flat.")
     # The fewest that confirm each other; tried 1 and 4
     evaluations: int = limit(2, "Consecutive full steps.")
@@ -275,10 +267,10 @@ class SaturatedUnits(Detector):
             layer = self._layers.setdefault(output, _Layer())
             if share < self.fraction:
                 layer.evaluations, layer.is_candidate = 0, False
-                layer.fine_at = record.step if share < _FINE else layer.fine_at
+                layer.fine_at = record.step if share < shared.HALF else layer.fine_at
                 continue
             layer.evaluations += 1
-            sudden = layer.fine_at is None or record.step - layer.fine_at <= LATEST
+            sudden = layer.fine_at is None or record.step - layer.fine_at <= shared.LATEST
             layer.is_candidate |= baseline.loss.is_worse or (sudden and not baseline.loss.is_better)
             is_sure = layer.evaluations >= self.evaluations
             self.needs_full_step |= not is_sure
@@ -288,7 +280,9 @@ class SaturatedUnits(Detector):
         return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return not record.all_grads_finite or self._shares.get(self._active_module, 0.0) >= _FINE
+        return (
+            not record.all_grads_finite or self._shares.get(self._active_module, 0.0) >= shared.HALF
+        )
 
     def _found(
         self, record: StepRecord, output: Output, share: float, baseline: Baseline
@@ -323,7 +317,7 @@ class SaturatedUnits(Detector):
         rms, layout = rms_of(forward.rows).tolist(), record.layout
         for index in forward.hidden:
             output, type_name = forward.outputs[index], forward.types[index]
-            if forward.positions[index] < FEW_SAMPLES:  # an expert that few tokens reach
+            if forward.positions[index] < shared.FEW_SAMPLES:  # an expert that few tokens reach
                 continue
             if type_name in BOUNDED:
                 # An RNN may have been made with ReLU, which shows by outputs above 1.
@@ -333,11 +327,11 @@ class SaturatedUnits(Detector):
                 place, flattest = layout.position[output.module_name], BOUNDED[type_name].flattest
                 share = table(record).value(place, "saturation") or 0.0
                 if flattest is not None:  # most outputs have to be where it is flattest
-                    share = min(share, flattest.share(record.outputs[output].sketch) / _MOST)
+                    share = min(share, flattest.share(record.outputs[output].sketch) / shared.MOST)
             elif forward.owned[index]:
                 if forward.types[index + 1] not in AFFINE:
                     continue
-                after, is_small = forward.outputs[index + 1], rms[index] < _LARGE
+                after, is_small = forward.outputs[index + 1], rms[index] < shared.LARGE_INPUT
                 share = 0.0 if is_small else _share_lost(record, output, after)
             elif type_name not in STANDARD and index > 0 and _has_units(forward, index):
                 share = self._share_at_ends(record, output, forward.outputs[index - 1])
@@ -351,7 +345,7 @@ class SaturatedUnits(Detector):
         sketch, gradient = record.outputs[output].sketch, record.output_grads.get(before)
         low, high = self._ranges.get(output, (math.inf, -math.inf))
         low, high = self._ranges[output] = min(low, sketch.min), max(high, sketch.max)
-        if gradient is None or _share_faint(gradient.sketch) < _MOST or low == high:
+        if gradient is None or _share_faint(gradient.sketch) < shared.MOST or low == high:
             return 0.0
         # A low end of zero is a kind of ReLU, and no fault.
         return Flat(low=low or -math.inf, high=high).share(sketch)
@@ -380,9 +374,6 @@ _CENTERED = (
     "Make the initial weights smaller",
     "Add normalization before the activation",
 )
-_MOST = 0.75  # so that nearly closed gates pass; chosen manually; tried 0.375 and 0.95
-_FINE = 0.5  # chosen manually; tried 0.25 and 0.95
-_LARGE = 10.0  # tanh has slope 1e-8 there; tried 2 and 50
 # Bounded functions return 1 at most. At 0.4 rnncell_saturated is missed; tried 1 and 10.
 _SMALL = 2.0
 
@@ -391,7 +382,7 @@ def _share_faint(sketch: Sketch) -> float:
     """Return the share of values below a thousandth of the RMS."""
     if not sketch.finite_count or sketch.sum_squares == 0:
         return 1.0
-    limit = bucket_of(_NEGLIGIBLE * sketch.rms)
+    limit = bucket_of(shared.TINY * sketch.rms)
     return float(sketch.counts[np.abs(sketch.buckets) < limit].sum() / sketch.finite_count)
 
 

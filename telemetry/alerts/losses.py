@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from telemetry.alerts.baseline import FEW, NEVER, Baseline
+from telemetry.alerts import shared
+from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import (
     EXPLOSIONS,
     RATE_ADVICE,
@@ -20,7 +21,7 @@ from telemetry.alerts.detector import (
     limit,
     state,
 )
-from telemetry.alerts.window import FEWEST, LATEST, LENGTH, RECENT, Logged, LossJump, Rise
+from telemetry.alerts.window import Logged, LossJump, Rise
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord
@@ -47,7 +48,7 @@ class LossSpike(Detector):
 
     kind = "loss_spike"
     on = "loss"
-    clear_after = RECENT
+    clear_after = shared.RECENT
     explained_by = EXPLOSIONS | {
         *("loss_divergence", "dead_units", "saturated_units", "nonfinite", "weight_jump")
     }
@@ -58,23 +59,23 @@ class LossSpike(Detector):
     batch_distance: float = limit(100.0, "Ranges above the window, for a single batch.")
     _before: tuple[Logged, ...] = state(())
     _highest_batch: float = state(-math.inf)
-    _jumped_at: int = state(-NEVER)
-    _noted_at: int = state(-NEVER)
+    _jumped_at: int = state(-shared.NEVER)
+    _noted_at: int = state(-shared.NEVER)
     _rise: Rise | None = state(None)
     _waits: bool = state(False)  # for a full step that shows whether the batches are larger
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         high, before = tuple(baseline.loss.high), self._before
         self._before = high
-        is_due = len(high) == _IN_A_ROW or (self._waits and len(high) > _IN_A_ROW)
+        is_due = len(high) == shared.SEVERAL or (self._waits and len(high) > shared.SEVERAL)
         explained = baseline.has_more_examples if high or baseline.loss.losses_lost else False
         self.needs_full_step = explained is None
         self._waits = is_due and explained is None
         latest = (*before, *high, baseline.loss.latest[-1])
-        if baseline.loss.is_floor(max(loss for _, loss in latest)):
+        if 0 <= max(loss for _, loss in latest) < baseline.loss.floor:
             return None
         jumped_at = baseline.rate_jump_step
-        is_new = baseline.since_rate_jump <= FEWEST and jumped_at != self._jumped_at
+        is_new = baseline.since_rate_jump <= shared.FEWEST and jumped_at != self._jumped_at
         if is_new and (len(high) >= 2 or baseline.loss.is_worse):
             self._jumped_at = jumped_at
             jump = baseline.loss.jump_since(jumped_at + 1)
@@ -96,7 +97,7 @@ class LossSpike(Detector):
         if before and not high:
             return self._of_batch(before, record, baseline)
         window, lowest = baseline.loss.window, min([loss for _, loss in high], default=-math.inf)
-        least = window.ranges_above(lowest) * len(window) / LENGTH
+        least = window.ranges_above(lowest) * len(window) / shared.LENGTH
         if explained is not False:
             return None
         if self.active_alert is not None or not is_due or least < self.distance:
@@ -107,7 +108,7 @@ class LossSpike(Detector):
         # Falling gradients belong to a low loss.
         onsets = baseline.layers.onsets(since)
         early = [onset for onset in onsets if onset.step < batch and onset.factor > 1]
-        if len(early) >= FEW * len(baseline.layers.names):
+        if len(early) >= shared.FEW * len(baseline.layers.names):
             self._rise = baseline.loss.rise(jump.peak.loss)
             ago = steps_in_words(batch - early[0].step)
             return _found(
@@ -128,19 +129,21 @@ class LossSpike(Detector):
         """Return a lasting loss of half of the progress."""
         loss = baseline.loss
         # With fewer losses, the best is luck.
-        is_lost = loss.losses_lost == LATEST and baseline.age > LENGTH
+        is_lost = loss.losses_lost == shared.LATEST and baseline.age > shared.LENGTH
         if self.active_alert is not None or not is_lost:
             return None
-        jump = loss.jump_since(round(record.step - (LATEST + RECENT // 2) * baseline.interval))
+        jump = loss.jump_since(
+            round(record.step - (shared.LATEST + shared.RECENT // 2) * baseline.interval)
+        )
         # A GAN's loss drifts.
-        is_jump = loss.median_of(LATEST) > jump.limit
+        is_jump = loss.median_of(shared.LATEST) > jump.limit
         return self._of_others(jump, record, baseline) if is_jump else None
 
     def _of_others(self, jump: LossJump, record: StepRecord, baseline: Baseline) -> Finding | None:
         """Return a rise that only the inputs explain."""
-        is_known = record.step - self._noted_at <= LENGTH * baseline.interval
+        is_known = record.step - self._noted_at <= shared.LENGTH * baseline.interval
         self._noted_at = record.step
-        if baseline.since_rate_jump <= FEWEST or is_known:
+        if baseline.since_rate_jump <= shared.FEWEST or is_known:
             return None
         return _found(
             jump,
@@ -170,11 +173,11 @@ class LossSpike(Detector):
         """Return high losses of single batches: the loss is usual again."""
         window, highest = baseline.loss.window, max(loss for _, loss in high)
         above = window.ranges_above(highest)
-        if self.active_alert is not None or len(high) > RECENT or not above > 0:
+        if self.active_alert is not None or len(high) > shared.RECENT or not above > 0:
             return None
-        _, deviation = window.of_latest(LENGTH)
+        _, deviation = window.of_latest(shared.LENGTH)
         deviations = window.range / deviation if deviation else 0.0
-        least = max(self.batch_distance * LENGTH / len(window), deviations**2)
+        least = max(self.batch_distance * shared.LENGTH / len(window), deviations**2)
         known = max(window.highest, self._highest_batch)
         self._highest_batch = max(self._highest_batch, highest)
         lowest = window.highest - window.range
@@ -194,8 +197,6 @@ class LossSpike(Detector):
 
 
 _OTHER_LOSS = ", and layers get no gradient any more, as from another loss"
-_IN_A_ROW = 3  # losses
-_NAMED = 5  # layers
 
 
 def _found(jump: LossJump, baseline: Baseline, **more: Any) -> Finding:
@@ -215,10 +216,12 @@ def _found(jump: LossJump, baseline: Baseline, **more: Any) -> Finding:
 def _in_words(onsets: Sequence[Onset], count: int) -> str:
     """Return the first layers that left their baseline, to end a sentence."""
     first = [onset for onset in onsets if onset.step == onsets[0].step]
-    if len(first) > max(FEW * count, _NAMED):
+    if len(first) > max(shared.FEW * count, shared.NAMED):
         some = f"All {count}" if len(first) == count else f"{len(first)} of {count}"
         return f". {some} layers left their baseline at step {first[0].step}"
-    named = [f"{called(o.name)} ({_ratio(o.factor)} at step {o.step})" for o in onsets[:_NAMED]]
+    named = [
+        f"{called(o.name)} ({_ratio(o.factor)} at step {o.step})" for o in onsets[: shared.NAMED]
+    ]
     return f". First layers out of their usual range: {', '.join(named)}" if named else ""
 
 
@@ -245,12 +248,12 @@ class UnboundedLoss(Detector):
     kind = "unbounded_loss"
     statistic = "activation_rms"
     on = "loss"
-    clear_after = NEVER
+    clear_after = shared.NEVER
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite"}
     # wgan_gradient_penalty, whose outputs settle, has 8
     growth: float = limit(20.0, "Growth of the last layer's output.")
     # step, size of the outputs, loss
-    _points: deque[tuple[int, float, float]] = state(partial(deque, maxlen=LENGTH))
+    _points: deque[tuple[int, float, float]] = state(partial(deque, maxlen=shared.LENGTH))
     _classes: int = state(0)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -266,21 +269,23 @@ class UnboundedLoss(Detector):
         is_low = not measured and recent < 0 and recent < first
         self.needs_full_step = is_low and self._needs_points(baseline.age)
         guess = -math.log(self._classes) if self._classes > 2 else math.nan
-        if abs(first - guess) < _NEAR_GUESS * -guess and recent < (1 + _FALLEN) * min(first, guess):
+        if abs(first - guess) < _NEAR_GUESS * -guess and recent < (1 + shared.FEW) * min(
+            first, guess
+        ):
             return self._found(
                 recent, guess, f"started near -ln {self._classes} = {figure(guess, 4)} and falls"
             )
-        if not recent < 0 or not measured or len(self._points) < _FEWEST_POINTS:
+        if not recent < 0 or not measured or len(self._points) < shared.RECENT:
             return None
         steps, sizes, losses = np.array(self._points).T
         middle = (steps[0] + steps[-1]) / 2
         size, loss = np.interp(middle, steps, sizes), np.interp(middle, steps, losses)
-        grows = sizes[-1] > max(self.growth * sizes[0], _HALF * size, _LARGE)
-        falls = losses[0] > loss and loss - losses[-1] >= _UNDIMINISHED * (losses[0] - loss)
+        grows = sizes[-1] > max(self.growth * sizes[0], shared.HALF_MORE * size, shared.LARGE_INPUT)
+        falls = losses[0] > loss and loss - losses[-1] >= shared.MOST * (losses[0] - loss)
         # Between full steps it may have risen again.
         best = baseline.loss.best
-        falls &= recent <= best + _FALLEN * (first - best)
-        if not grows or not falls or steps[-1] - steps[0] < _STEPS:
+        falls &= recent <= best + shared.FEW * (first - best)
+        if not grows or not falls or steps[-1] - steps[0] < shared.LONG:
             return None
         times, last = sizes[-1] / sizes[0], next(reversed(record.activations))
         return self._found(
@@ -295,10 +300,10 @@ class UnboundedLoss(Detector):
 
     def _needs_points(self, age: int) -> bool:
         """Whether full steps might show that the outputs grow: in the middle of the steps first."""
-        if len(self._points) > _FEWEST_POINTS or age < _STEPS // 2 - _SOON:
+        if len(self._points) > shared.RECENT or age < shared.LONG // 2 - shared.SOON:
             return False
         sizes = [size for _, size, _ in self._points]
-        return len(sizes) < 2 or sizes[-1] > _GROWS * sizes[0]
+        return len(sizes) < 2 or sizes[-1] > shared.HALF_MORE * sizes[0]
 
     def _found(self, loss: float, limit: float, what: str) -> Finding:
         return Finding(
@@ -315,11 +320,3 @@ class UnboundedLoss(Detector):
 
 
 _NEAR_GUESS = 0.15  # of ln C: large first weights guess worse than all alike
-_FALLEN = 0.1
-_LARGE = 10.0  # log-probabilities and log-scales stay below; exp of it is 22,000
-_HALF = 1.5  # linear growth doubles in the second half; that of wgan_gradient_penalty is 1.3
-_UNDIMINISHED = 0.8  # text_loss_negated has 1.5
-_GROWS = 1.5  # of a twentieth of ``growth`` in the first steps
-_SOON = 2  # steps until a requested full step
-_FEWEST_POINTS = 5  # full steps
-_STEPS = 40  # by then a loss that settles has slowed down

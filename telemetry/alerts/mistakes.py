@@ -11,9 +11,9 @@ from statistics import median_high
 from typing import ClassVar, NamedTuple
 
 from telemetry.alert import Alert, Severity
+from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding, limit, state
-from telemetry.alerts.window import FEWEST
 from telemetry.plain_text import called, figure, steps_in_words
 from telemetry.records import StepRecord, TensorRecord, once
 from telemetry.records.buckets import limits
@@ -67,7 +67,7 @@ def _idle_norms(record: StepRecord) -> Finding | None:
             extremes = gain.sketch.min, gain.sketch.max, bias.sketch.min, bias.sketch.max
             if extremes == (1, 1, 0, 0):
                 new += 1
-                if abs(rms - before) <= _SAME * rms and abs(rms - 1) > _SAME:
+                if abs(rms - before) <= shared.ROUNDED * rms and abs(rms - 1) > shared.ROUNDED:
                     idle.append(name)
         before = rms
     if not new or len(idle) <= new / 2:
@@ -87,7 +87,6 @@ def _idle_norms(record: StepRecord) -> Finding | None:
 
 
 _BATCH_NORM = re.compile(r"^(Lazy)?BatchNorm")
-_SAME = 0.01  # of a value; rounding in bfloat16 is half of that
 
 # Classes that behave differently in training, those of most libraries included.
 _DIFFER = re.compile("BatchNorm|Drop|RReLU")
@@ -110,9 +109,9 @@ class SameBatch(Detector):
     kind = "same_batch"
     severity = "note"
     # Chosen manually: PPO takes up to 80 steps on one collected batch
-    steps: int = limit(100, "Distance of the first and the last compared step.")
+    steps: int = limit(shared.LENGTH, "Distance of the first and the last compared step.")
     # The healthy gcn, trained on one graph with dropout, stays above 0.09; constant_batch and
-    # first_batch_forever come to 0.0002 and 0.01.
+    # first_batch_forever come to 0.0002 and ROUNDED.
     share: float = limit(
         0.05, "Share of the first losses below which the model overfits its only batch."
     )
@@ -122,7 +121,7 @@ class SameBatch(Detector):
     _divisor: int = state(0)
     _refuted: bool = state(False)
     _varied: bool = state(False)
-    _losses: deque[float] = state(partial(deque, maxlen=FEWEST))
+    _losses: deque[float] = state(partial(deque, maxlen=shared.FEWEST))
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if (loss := record.finite_loss) is not None:
@@ -166,13 +165,16 @@ _EMPTY = ("Check how inputs are made: integer division, a mask, a buffer that st
 
 
 class WrongLossInput(Detector):
-    """Loss that expects logits or logarithms, and gets the output of an activation. A note for
-    logarithms and for a softmax over the batch.
+    """Loss that gets other inputs than it expects, for 20 steps: the output of an activation where
+    it expects logits or logarithms, or shapes that broadcast, so that a squared error compares each
+    output with all targets. A note for logarithms and for a softmax over the batch.
 
-    Evidence: the activation, and the lowest loss that it allows.
-    Causes: a softmax before ``CrossEntropyLoss``, or no ``log_softmax`` before ``NLLLoss``.
-    Remedies: return logits; for ``NLLLoss``, use ``log_softmax``.
-    Silent: other losses of the same outputs, functions that are applied outside of the model.
+    Evidence: the activation and the lowest loss that it allows, or the two shapes.
+    Causes: a softmax before ``CrossEntropyLoss``, no ``log_softmax`` before ``NLLLoss``, outputs
+        ``[N, 1]`` and targets ``[N]``.
+    Remedies: return logits; for ``NLLLoss``, use ``log_softmax``; ``outputs.squeeze(1)``.
+    Silent: other losses of the same outputs, functions that are applied outside of the model,
+        batches with equal targets, broadcast in gradient accumulation.
     Example: model.append(nn.Softmax(dim=1))  # before nn.CrossEntropyLoss()
 
     The gradient of the last output decides:
@@ -185,123 +187,103 @@ class WrongLossInput(Detector):
     - ``NLLLoss`` and ``KLDivLoss``: derivatives ``-y`` add up to -1 in each row. For logarithms,
       ``-y / p``, the sum is lower until training has converged. An expected reward has ``-y``, too.
     - A softmax over the batch: probabilities add up to the number of units, not of rows.
+    - A squared error that broadcasts: the derivative is ``2 / N`` times an output minus the mean of
+      all targets. So derivatives vary by exactly ``2 / N`` times the variation of the outputs, as
+      for equal targets; but then the loss follows from both.
     """
 
     kind = "wrong_loss_input"
     statistic = "activation_rms"
     on = "full"
     confirm_after = 3
-    # Chosen manually; until then, a squared error may have similar gradients
-    steps: int = limit(20, "Steps before the first evaluation.")
-
-    def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        last = _last(record) if baseline.age >= self.steps else None
-        if last is None or (mistake := _mistake(last)) is None:
-            return None
-        taken, advice, severity = mistake
-        return Finding(
-            summary=f"The loss gets {taken}",
-            advice=advice,
-            severity=severity,
-            value=last.grads.sketch.sum,
-            module_name=last.name,
-        )
-
-    def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return True  # while the model and the loss are the same
-
-
-def _mistake(last: _Last) -> tuple[str, tuple[str, ...], Severity] | None:
-    """Return what the loss gets, the advice and the severity; None if nothing is wrong."""
-    type_name, p, g = last.type_name, last.outputs.sketch, last.grads.sketch
-    name = f"{called(last.name)} ({type_name})"
-    logits = (
-        f"Give the loss the logits, without the {type_name}",
-        "CrossEntropyLoss has its own softmax, BCEWithLogitsLoss its own sigmoid",
-    )
-    columns = last.means[1] * last.units
-    if type_name == "Softmax" and p.sum > 0:
-        classes = p.finite_count / p.sum  # of each row, the sum is 1
-        most = e / (e + classes - 1)
-        if _are_errors(last, most / e, most, classes):
-            again = f"the output of {name} and applies softmax again"
-            return f"{again}: the loss cannot fall below {figure(-log(most))}", logits, "warning"
-        totals = [p.sum, *last.means, last.means[0] / classes]  # the last is KLDivLoss's own mean
-        are_targets = g.max <= 0 and any(abs(g.sum + all_) < _EXACT * all_ for all_ in totals)
-        if are_targets and p.sum_squares < _LEARNED * p.sum:
-            logarithms = ("Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss",)
-            return f"probabilities of {name} where it expects logarithms", logarithms, "note"
-        is_over_units = abs(classes - last.units) < _EXACT * last.units
-        if not is_over_units and last.units > 1 and abs(p.sum - columns) < _EXACT * columns:
-            over_batch = f"a softmax of {name} over the batch: columns add up to 1, not rows"
-            return over_batch, _DIMENSION, "note"
-    if type_name == "Sigmoid" and _are_errors(last, 1 / 2, e / (e + 1), 1):
-        again = f"the output of {name} and applies sigmoid again"
-        return f"{again}: the loss cannot fall below {figure(log(1 + 1 / e))}", logits, "warning"
-    # Of a cross entropy, gradients add up to 0 and one of each row is negative.
-    negative, others = (g.counts[of].sum() for of in (g.buckets < 0, g.buckets != 0))
-    is_one = last.units > 2 and abs(negative / max(1, others) * last.units - 1) < _ABOUT
-    if type_name in _BOUNDS and is_one and abs(g.mean) < _EXACT * _EXACT * g.rms:
-        return f"the output of {name} as logits: {_BOUNDS[type_name]}", logits, "warning"
-    return None
-
-
-class TargetsBroadcast(Detector):
-    """Squared error that compares each output with all targets of the batch, for 50 steps.
-
-    Evidence: the module and the two shapes.
-    Causes: outputs ``[N, 1]`` and targets ``[N]`` broadcast to ``[N, N]``.
-    Remedies: give both one shape: ``outputs.squeeze(1)``.
-    Silent: batches with equal targets, gradient accumulation.
-    Example: loss = nn.MSELoss()(outputs, targets)  # of shapes [64, 1] and [64]
-
-    The derivative is ``2 / N`` times an output minus the mean of all targets. So derivatives vary
-    by exactly ``2 / N`` times the variation of the outputs, as for equal targets; but then the loss
-    follows from both.
-    """
-
-    kind = "targets_broadcast"
-    on = "full"
-    confirm_after = 3
-    # Chosen manually: returns may all be equal for some steps
-    steps: int = limit(50, "Steps over which this holds.")
+    # Chosen manually; for some steps a squared error may have such gradients, or returns be equal
+    steps: int = limit(shared.LATEST, "Steps over which this holds.")
     _since: int = state(-1)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
-        found = self._compare(record)
+        last = _last(record)
+        found = (_mistake(last) or _broadcast(record, last)) if last is not None else None
         if found is None:
             self._since = -1
         elif self._since < 0:
             self._since = record.step
         return found if record.step - self._since >= self.steps else None
 
-    def _compare(self, record: StepRecord) -> Finding | None:
-        last = _last(record)
-        if last is None or not record.loss or last.units != 1:
-            return None
-        name, p, g = last.name, last.outputs.sketch, last.grads.sketch
-        rows = p.count
-        if last.means[1] > 1 or rows < _FEWEST or not p.std > 0:
-            return None
-        scale = g.std / p.std
-        # Of a mean or a sum of squares, or half of it.
-        if not any(abs(scale - of) < _EXACT * of for of in (2 / rows, 1 / rows, 2 * rows, rows)):
-            return None
-        error = 2 * record.loss / (rows * scale)
-        of_targets = error - p.std**2 - (g.mean / scale) ** 2
-        if of_targets < 0.01 * error:
-            return None
-        return Finding(
-            summary=f"The loss compares each output of {called(name)} with all {rows} targets",
-            cause=f"Outputs [{rows}, 1] and targets [{rows}] broadcast to [{rows}, {rows}]",
-            advice=("Give the loss outputs and targets of one shape: outputs.squeeze(1)",),
-            value=scale,
-            threshold=scale,
-            module_name=name,
-        )
-
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         return True  # while the model and the loss are the same
+
+
+def _mistake(last: _Last) -> Finding | None:
+    """Return the finding of outputs that the loss does not expect."""
+    type_name, p, g = last.type_name, last.outputs.sketch, last.grads.sketch
+    name = f"{called(last.name)} ({type_name})"
+    logits = (
+        f"Give the loss the logits, without the {type_name}",
+        "CrossEntropyLoss has its own softmax, BCEWithLogitsLoss its own sigmoid",
+    )
+
+    def found(given: str, advice: tuple[str, ...], severity: Severity = "warning") -> Finding:
+        return Finding(
+            summary=f"The loss gets {given}",
+            advice=advice,
+            severity=severity,
+            value=g.sum,
+            module_name=last.name,
+        )
+
+    columns = last.means[1] * last.units
+    if type_name == "Softmax" and p.sum > 0:
+        classes = p.finite_count / p.sum  # of each row, the sum is 1
+        most = e / (e + classes - 1)
+        if _are_errors(last, most / e, most, classes):
+            again = f"the output of {name} and applies softmax again"
+            return found(f"{again}: the loss cannot fall below {figure(-log(most))}", logits)
+        totals = [p.sum, *last.means, last.means[0] / classes]  # the last is KLDivLoss's own mean
+        are_targets = g.max <= 0 and any(abs(g.sum + n) < shared.TINY * n for n in totals)
+        if are_targets and p.sum_squares < (1 - shared.FEW) * p.sum:
+            logarithms = ("Return logarithms, by LogSoftmax, for NLLLoss and KLDivLoss",)
+            expected = f"probabilities of {name} where it expects logarithms"
+            return found(expected, logarithms, "note")
+        is_over_units = abs(classes - last.units) < shared.TINY * last.units
+        is_over_batch = abs(p.sum - columns) < shared.TINY * columns
+        if not is_over_units and last.units > 1 and is_over_batch:
+            over_batch = f"a softmax of {name} over the batch: columns add up to 1, not rows"
+            return found(over_batch, _DIMENSION, "note")
+    if type_name == "Sigmoid" and _are_errors(last, 1 / 2, e / (e + 1), 1):
+        again = f"the output of {name} and applies sigmoid again"
+        return found(f"{again}: the loss cannot fall below {figure(log(1 + 1 / e))}", logits)
+    # Of a cross entropy, gradients add up to 0 and one of each row is negative.
+    negative, others = (g.counts[of].sum() for of in (g.buckets < 0, g.buckets != 0))
+    is_one = last.units > 2 and abs(negative / max(1, others) * last.units - 1) < 2 * shared.ROUNDED
+    if type_name in _BOUNDS and is_one and abs(g.mean) < shared.TINY**2 * g.rms:
+        return found(f"the output of {name} as logits: {_BOUNDS[type_name]}", logits)
+    return None
+
+
+def _broadcast(record: StepRecord, last: _Last) -> Finding | None:
+    """Return the finding of a squared error of outputs ``[N, 1]`` and targets ``[N]``."""
+    name, p, g = last.name, last.outputs.sketch, last.grads.sketch
+    rows = p.count
+    is_judged = record.loss and last.units == 1 and last.means[1] == 1
+    if not is_judged or rows < shared.FEW_SAMPLES or not p.std > 0:
+        return None
+    scale = g.std / p.std
+    # Of a mean or a sum of squares, or half of it.
+    factors = (2 / rows, 1 / rows, 2 * rows, rows)
+    if not any(abs(scale - of) < shared.TINY * of for of in factors):
+        return None
+    error = 2 * (record.loss or 0.0) / (rows * scale)
+    of_targets = error - p.std**2 - (g.mean / scale) ** 2
+    if of_targets < shared.ROUNDED * error:
+        return None
+    return Finding(
+        summary=f"The loss compares each output of {called(name)} with all {rows} targets",
+        cause=f"Outputs [{rows}, 1] and targets [{rows}] broadcast to [{rows}, {rows}]",
+        advice=("Give the loss outputs and targets of one shape: outputs.squeeze(1)",),
+        value=scale,
+        threshold=scale,
+        module_name=name,
+    )
 
 
 class _Last(NamedTuple):
@@ -351,8 +333,10 @@ def _are_errors(last: _Last, least: float, most: float, classes: float) -> bool:
         return False
     rows = (grads.finite_count - grads.zero_count) / classes
     for of in (1, *(means / rows for means in last.means)):
-        above = positive[0] > of * least and grads.max < _ROUNDED * of * most
-        below = negative[-1] < of * (most - 1) and grads.min > _ROUNDED * of * (least - 1)
+        above = positive[0] > of * least and grads.max < (1 + shared.ROUNDED) * of * most
+        below = negative[-1] < of * (most - 1) and grads.min > (1 + shared.ROUNDED) * of * (
+            least - 1
+        )
         if above and below:
             return True
     return False
@@ -364,11 +348,6 @@ _BOUNDS = {
     "Sigmoid": "all logits are between 0 and 1",
     "Tanh": "all logits are between -1 and 1",
 }
-_ROUNDED = 1.01  # numbers in bfloat16 are off by 0.4 %
-_ABOUT = 0.02  # for counts of a sample
-_EXACT = 1e-3  # of sums over a batch
-_LEARNED = 0.9  # mean of the probabilities weighted by themselves: 1 if one of each row is 1
-_FEWEST = 8  # rows; the variance of fewer may fit by chance
 
 
 # --- kinds that only telemetry.check reports, before training -----------------------------------

@@ -17,9 +17,9 @@ from statistics import median_high
 import numpy as np
 
 from telemetry.alert import Alert, Severity
+from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures, Marks, matrix_ratios, matrix_sizes
 from telemetry.alerts.detector import LOST, Detector, Finding, limit, no_marks, state
-from telemetry.alerts.window import FEWEST, LATEST, RECENT
 from telemetry.layers import table
 from telemetry.plain_text import called_all, figure, steps_in_words
 from telemetry.records import Layout, StepRecord
@@ -51,7 +51,7 @@ class NoLearning(Detector):
     # Chosen manually: more micro-batches per step are unusual
     losses: int = limit(100, "Losses logged before any optimizer step.")
     full_steps_in_a_row: int = state(3)
-    _norms: deque[float] = state(partial(deque, maxlen=RECENT))
+    _norms: deque[float] = state(partial(deque, maxlen=shared.RECENT))
     _before: float = state(0.0)
     _largest_ratio: float = state(0.0)
     _evaluations: int = state(0)
@@ -96,8 +96,8 @@ class NoLearning(Detector):
                 threshold=self.zero_steps,
             )
         ratio, steps, now = self._largest_ratio, baseline.age + 1, median_high(self._norms)
-        few = self._evaluations < _EVALUATIONS and ratio <= self.update_ratio
-        self.needs_full_step = few and steps >= self.steps - _EVALUATIONS
+        few = self._evaluations < shared.SEVERAL and ratio <= self.update_ratio
+        self.needs_full_step = few and steps >= self.steps - shared.SEVERAL
         if few or steps < self.steps or ratio > self.update_ratio or record.loss == 0:
             return None
         if not now >= _FADED * baseline.norm.usual or baseline.rate > baseline.lowest_rate:
@@ -108,7 +108,7 @@ class NoLearning(Detector):
             summary, advice = f"No step in {steps} steps moved any weight{size}", _RATE
             if record.learning_rates and not any(record.learning_rates):
                 cause = "The learning rate is 0"
-        if now < _CLIPPED * self._before:
+        if now < shared.TINY * self._before:
             left, advice = (f"clipping leaves {figure(now, 2)}", _CLIP) if now > 0 else _ZEROED
             cause = f"The gradient norm is {figure(self._before, 2)} after backward(), and {left}"
         return Finding(
@@ -120,9 +120,7 @@ class NoLearning(Detector):
 
 
 # Chosen manually.
-_EVALUATIONS = 3  # tried 1 and 6
 _FADED = 0.3  # tried 0.15 and 0.6
-_CLIPPED = 1e-3
 
 _GRADIENT: tuple[str, ...] = (
     "Check that the loss depends on the parameters of this model",
@@ -164,7 +162,7 @@ class LossStuck(Detector):
     clear_after = 2
     explained_by = frozenset(
         ["learning_rate_zero", "no_learning", "dead_units", "vanishing_gradient"]
-    ).union(["wrong_loss_input", "targets_broadcast", "exponential_trend"])
+    ).union(["wrong_loss_input", "exponential_trend"])
     after = explained_by
     reduction: float = limit(0.03, "Share by which the loss must have fallen to count as learning.")
     steps: int = limit(100, "Evaluated losses; as many must precede them.")
@@ -199,16 +197,18 @@ class LossStuck(Detector):
 
     def may_follow(self, cause: Alert) -> bool:
         """Whether it may: units that die later, or not all of them, do so without a target."""
-        is_whole = cause.severity == "error" and cause.step <= self._since + LATEST
+        is_whole = cause.severity == "error" and cause.step <= self._since + shared.LATEST
         return cause.kind != "dead_units" or is_whole
 
     def _judge(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         losses, first = np.array(self._losses), baseline.loss.first
         latest = losses[-int(self.steps) :]
         now = float(latest.mean())
-        means = np.array([part.mean() for part in np.array_split(losses, FEWEST)])
+        means = np.array([part.mean() for part in np.array_split(losses, shared.FEWEST)])
         off = np.flatnonzero(np.abs(means - now) > self.reduction * abs(now))
-        stuck = (FEWEST - 1 - off[-1] if off.size else FEWEST) / FEWEST  # of the losses
+        stuck = (
+            shared.FEWEST - 1 - off[-1] if off.size else shared.FEWEST
+        ) / shared.FEWEST  # of the losses
         self._since = round(record.step - stuck * len(losses) * baseline.interval)
         is_constant = latest.std() <= _ROUNDING * abs(now)
         guess, cause = math.log(self._classes) if self._classes > 2 else math.nan, None
@@ -220,7 +220,7 @@ class LossStuck(Detector):
             cause = f"Each step moves the weights by {figure(baseline.step_ratio, 1)} of their norm"
             if self._is_written_back:
                 cause += ", and something else writes the old weights back"
-            least = min(map(np.median, np.array_split(losses, FEWEST)))
+            least = min(map(np.median, np.array_split(losses, shared.FEWEST)))
             if abs(now - guess) < self.reduction * guess:
                 of = self._classes
                 reference, what = guess, f"as high as for a guess among {of} classes (ln {of})"
@@ -362,7 +362,9 @@ class UntrainedParameters(Detector):
         self._steps += 1
         self._marks[0] |= record.grad_present
         (trained, reached, _, ran), trainable = self._marks, self._trainable
-        late = abs(self._steps - self.steps) <= _LATE and self._evaluations < self.evaluations
+        late = (
+            abs(self._steps - self.steps) < shared.FEWEST and self._evaluations < self.evaluations
+        )
         self.needs_full_step = late and bool((trainable & ~trained & ~self._reported).any())
         enough = self._steps >= self.steps and self._evaluations >= self.evaluations
         if not enough or record.total_grad_norm == 0:
@@ -391,7 +393,8 @@ class UntrainedParameters(Detector):
             severity = "warning" if share >= self.share and (left & held).any() else "note"
             what = f"requires a gradient, but got none in {steps}"
         return Finding(
-            summary=f"{called_all(names, _NAMED)} ({share:.1%} of the trainable elements) {what}",
+            summary=f"{called_all(names, shared.NAMED)} ({share:.1%} of the trainable elements) "
+            f"{what}",
             advice=_NOT_STEPPED if comes else _NOT_REACHED,
             value=share,
             threshold=self.share,
@@ -411,8 +414,6 @@ _NOT_REACHED = (
     "Check that its output is used",
     _FREEZE,
 )
-_LATE = 9  # steps around the last one in which it requests a full step
-_NAMED = 5
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 

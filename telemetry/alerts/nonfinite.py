@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding, limit, state
 from telemetry.layers.module_types import AFFINE, STANDARD
@@ -90,7 +91,7 @@ class Nonfinite(Detector):
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
         self._calm_steps += not record.skipped
-        may_resolve = self._calm_steps >= _CALM_STEPS
+        may_resolve = self._calm_steps >= shared.LATEST
         resolves = may_resolve and record.full and not record.skipped
         self.needs_full_step = may_resolve and not resolves
         return not resolves
@@ -134,7 +135,6 @@ def _overflow(baseline: Baseline) -> str:
     return f": numbers overflowed after {what} grew {figure(growth, 1)}-fold"
 
 
-_CALM_STEPS = 20  # until it resolves: two full steps of every ten steps
 _TOO_LARGE = (
     "Lower the learning rate or warm it up",
     "Clip gradients (clip_grad_norm_)",

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from telemetry.alerts.baseline import FEW_SAMPLES, Baseline, Figures
+from telemetry.alerts import shared
+from telemetry.alerts.baseline import Baseline, Figures
 from telemetry.alerts.detector import (
     EXPLOSIONS,
     LOST,
@@ -18,7 +19,6 @@ from telemetry.alerts.detector import (
     limit,
     state,
 )
-from telemetry.alerts.window import LATEST
 from telemetry.layers.module_types import AFFINE
 from telemetry.layers.units import ranges
 from telemetry.plain_text import called, figure
@@ -109,7 +109,7 @@ def _entropy(weights: TensorRecord) -> float | None:
     """Return the mean entropy of a row over ln S; None if these are no attention weights."""
     sketch = weights.sketch
     total = sketch.mean * sketch.finite_count
-    if not (sketch.min >= 0 and sketch.max <= 1 + 1e-3 and total > 0) or sketch.mean > 0.5:
+    if not (sketch.min >= 0 and sketch.max <= 1 + shared.TINY and total > 0) or sketch.mean > 0.5:
         return None  # rows of two tokens or fewer are not judged
     limits, buckets = edges(), np.abs(sketch.buckets)
     p = np.clip((limits[buckets] + limits[buckets + 1]) / 2, 0.0, 1.0)
@@ -155,18 +155,19 @@ class OutputCollapse(Detector):
         outputs, rows = [*record.outputs], Tensors.of(record.outputs).rows
         sizes, counts, collapsed = rms_of(rows), rows.unit_count, []
         # A dead output makes all later ones constant. Few tokens reach some experts.
-        are_wide = (counts >= _UNITS) & ~np.logical_or.accumulate((counts >= _UNITS) & (sizes == 0))
-        judged = are_wide & (sizes > 0) & (rows.count >= FEW_SAMPLES * counts)
+        are_wide = counts >= shared.FEW_SAMPLES
+        are_wide &= ~np.logical_or.accumulate(are_wide & (sizes == 0))
+        judged = are_wide & (sizes > 0) & (rows.count >= shared.FEW_SAMPLES * counts)
         for place in judged.nonzero()[0].tolist():
             output, share = outputs[place], float(rows.variation[place] / sizes[place])
             highest = self._highest[output] = max(share, self._highest.get(output, 0.0))
             variation = float(rows.variation[place])
             # Targets far from zero, such as temperatures in kelvin, leave it as it was.
-            narrows = variation <= _NARROW * self._began.setdefault(output, variation)
-            narrows |= share <= _TINY
+            narrows = variation <= shared.FEW * self._began.setdefault(output, variation)
+            narrows |= share <= _ROUNDING
             if share <= self.share and highest >= _VARIES and narrows:
                 collapsed.append((output, share))
-        if (found := _alike(record)) is not None or not collapsed or baseline.age < LATEST:
+        if (found := _alike(record)) is not None or not collapsed or baseline.age < shared.LATEST:
             return found
         output, share = collapsed[0]
         others = f", as {len(collapsed) - 1} later outputs" if len(collapsed) > 1 else ""
@@ -196,7 +197,7 @@ def _alike(record: StepRecord) -> Finding | None:
     low = np.minimum.reduceat(rows.units, starts)
     high = np.maximum.reduceat(rows.units, starts)
     extent = high[:, 1] - low[:, 0]
-    are_alike = (counts >= _UNITS) & (extent > 0)
+    are_alike = (counts >= shared.FEW_SAMPLES) & (extent > 0)
     are_alike &= np.maximum(*(high - low).T) <= _ROUNDING * extent
     for row in known[are_alike].tolist():
         name = names[row]
@@ -213,10 +214,7 @@ def _alike(record: StepRecord) -> Finding | None:
 
 
 _ROUNDING = 1e-4  # of their range
-_UNITS = 8
 _VARIES = 0.3
-_NARROW = 0.1  # of the first variation; chosen manually
-_TINY = 1e-4  # of the RMS; chosen manually
 
 
 class ExpertCollapse(Detector):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding, state
 from telemetry.plain_text import printable, ranks_in_words
 from telemetry.records import RankFacts, StepRecord
-
-_REQUESTED = 60  # steps: three times three in a row; chosen manually
 
 
 class RanksDiverge(Detector):
@@ -41,7 +40,7 @@ class RanksDiverge(Detector):
             diverged = self._begins(record, record.ranks)
         # Averages may never fall on scheduled full steps.
         since = record.step if self.active_alert is None else record.step - self.active_alert.step
-        self.needs_full_step = bool(self._reported) and since < _REQUESTED
+        self.needs_full_step = bool(self._reported) and since < shared.LONG
         rates = record.learning_rates
         self._moved = self._moved or not rates or any(rate != 0 for rate in rates)
         if diverged is not None or record.skipped:

@@ -7,6 +7,7 @@ from itertools import combinations
 from statistics import fmean, median
 from typing import NamedTuple
 
+from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
 from telemetry.alerts.detector import Detector, Finding, limit
 from telemetry.plain_text import figure
@@ -48,16 +49,16 @@ class InputBound(Detector):
 
     def set_up(self) -> None:
         self._full_in_a_row = 0
-        self._latest = deque[_Times](maxlen=_STEPS)
+        self._latest = deque[_Times](maxlen=shared.LONG)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if not record.bare_step_s:
             return None
         self._full_in_a_row = self._full_in_a_row + 1 if record.full else 0
-        if record.full and self._full_in_a_row < _ONLY_FULL:
+        if record.full and self._full_in_a_row < shared.LONG:
             return None
         self._latest.append(_Times(record.bare_step_s, record.usage[_WAIT]))
-        if len(self._latest) < _STEPS or (share := self._share()) <= self.share:
+        if len(self._latest) < shared.LONG or (share := self._share()) <= self.share:
             return None
         wait_s, step_s = map(
             median, zip(*[(t.wait_s, t.step_s) for t in self._latest], strict=True)
@@ -65,7 +66,7 @@ class InputBound(Detector):
         if wait_s < self.seconds:
             return None
         return Finding(
-            summary=f"Half of the last {_STEPS} steps waited for data {share:.0%} of their "
+            summary=f"Half of the last {shared.LONG} steps waited for data {share:.0%} of their "
             f"time or more ({figure(wait_s)} s of {figure(step_s)} s)",
             cause=slowest_rank(record.ranks),
             advice=(
@@ -80,15 +81,10 @@ class InputBound(Detector):
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return not self._latest or self._share() > _CLEARED * self.share
+        return not self._latest or self._share() > shared.MOST * self.share
 
     def _share(self) -> float:
         return median([t.wait_s / t.step_s for t in self._latest])
-
-
-_STEPS = 50
-_ONLY_FULL = 50  # full steps in a row without another step, after which they count
-_CLEARED = 0.75  # of a threshold, below which an alert resolves
 
 
 def slowest_rank(facts: RankFacts | None) -> str | None:
@@ -137,16 +133,18 @@ class MemoryGrowth(Detector):
         self._begin()
 
     def _begin(self) -> None:
-        self._width = max(int(self.steps) // _INTERVALS, 1)  # of an interval, where steps are dense
+        self._width = max(
+            int(self.steps) // shared.LATEST, 1
+        )  # of an interval, where steps are dense
         self._first = list[int]()  # step of each interval
         self._lowest, self._tokens = list[float](), list[float]()
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         self._is_device |= ALLOCATED_BYTES in record.usage
         value = record.usage.get(ALLOCATED_BYTES if self._is_device else HOST_OWN_BYTES)
-        if baseline.age < _STEPS:
+        if baseline.age < shared.LONG:
             self._begin()
-        if baseline.age < _STEPS or value is None:
+        if baseline.age < shared.LONG or value is None:
             return None
         if self._first and 0 <= record.step - self._first[-1] < self._width:
             self._lowest[-1] = min(self._lowest[-1], value)
@@ -157,14 +155,14 @@ class MemoryGrowth(Detector):
         self._first.append(record.step)
         self._lowest.append(value)
         self._tokens.append(record.tokens)
-        if len(self._lowest) == 2 * _INTERVALS:
+        if len(self._lowest) == 2 * shared.LATEST:
             self._width *= 2
             self._lowest = [*map(min, self._lowest[::2], self._lowest[1::2])]
             self._first, self._tokens = self._first[::2], self._tokens[::2]
         return found
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return len(self._lowest) > _INTERVALS // 2  # no fall since
+        return len(self._lowest) > shared.LATEST // 2  # no fall since
 
     @property
     def _least(self) -> float:
@@ -173,8 +171,8 @@ class MemoryGrowth(Detector):
 
     def _judged(self, step: int) -> Finding | None:
         """Judge the latest intervals, which end before ``step``."""
-        low, tokens = self._lowest[-_INTERVALS:], self._tokens[-_INTERVALS:]
-        if len(low) < _INTERVALS:
+        low, tokens = self._lowest[-shared.LATEST :], self._tokens[-shared.LATEST :]
+        if len(low) < shared.LATEST:
             return None
         half, quarter = len(low) // 2, len(low) // 4
         rise, late, last = (low[-1] - low[at] for at in (0, half, -1 - quarter))
@@ -184,7 +182,7 @@ class MemoryGrowth(Detector):
             return None
         if median(tokens[half:]) > 1.05 * median(tokens[:half]):
             return None
-        is_device, steps = self._is_device, step - self._first[-_INTERVALS]
+        is_device, steps = self._is_device, step - self._first[-shared.LATEST]
         where = "allocated on the device" if is_device else "of the process"
         return Finding(
             summary=f"Memory {where} rose by {rise / _MIB:,.0f} MiB in {steps} steps, "
@@ -200,6 +198,3 @@ class MemoryGrowth(Detector):
             threshold=least,
             severity=None if is_device else "note",
         )
-
-
-_INTERVALS = 20

@@ -7,7 +7,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from telemetry.alerts.baseline import FAR_ABOVE, Baseline, Figures, Marks
+from telemetry.alerts import shared
+from telemetry.alerts.baseline import Baseline, Figures, Marks
 from telemetry.alerts.detector import (
     EXPLOSIONS,
     RISEN_LOSSES,
@@ -20,7 +21,6 @@ from telemetry.alerts.detector import (
 )
 from telemetry.alerts.divergence import bias_gradients
 from telemetry.alerts.growth import Stretch
-from telemetry.alerts.window import FEWEST, RECENT
 from telemetry.layers import table
 from telemetry.layers.module_types import BOUNDED, UNBOUNDED
 from telemetry.plain_text import called, called_all, figure
@@ -66,15 +66,15 @@ class VanishingGradient(Detector):
     # As factor; tried 30 and 3000
     update_factor: float = limit(300.0, "Largest update ratio over that of the module.")
     # Chosen manually; tried 3 and 300
-    branch_factor: float = limit(30.0, "Further factor for side branches and Adam.")
+    branch_factor: float = limit(shared.THIRTYFOLD, "Further factor for side branches and Adam.")
     # At 6 mlp_overwrite_tiny is missed; tried 1
-    steps: int = limit(3, "Consecutive steps.")
+    steps: int = limit(shared.SEVERAL, "Consecutive steps.")
     # Chosen manually; tried 20
-    stuck_steps: int = limit(50, "First steps without a fall of the loss, for Adam.")
+    stuck_steps: int = limit(shared.LONG, "First steps without a fall of the loss, for Adam.")
     # Chosen manually; tried 5 and 20
-    branch_steps: int = limit(10, "Consecutive steps, for side branches.")
+    branch_steps: int = limit(shared.FEWEST, "Consecutive steps, for side branches.")
     # Lora and resnet_zero_gamma are zero at the first step alone, gan_ring at every other one.
-    zero_steps: int = limit(20, "Consecutive steps with zero gradients.")
+    zero_steps: int = limit(shared.LATEST, "Consecutive steps with zero gradients.")
     # As in UntrainedParameters; multitask_switch has a tenth
     zero_share: float = limit(0.2, "Share of the trainable elements, if earlier layers learn.")
     _names: tuple[str, ...] = state(())
@@ -107,7 +107,7 @@ class VanishingGradient(Detector):
         if baseline.layers.names != self._names:
             self._begin(baseline.layers.names)
         share = baseline.layers.levels[-1] - baseline.layers.levels[-1].max()
-        if baseline.norm.above_window >= FAR_ABOVE:  # others seem smaller than they are
+        if baseline.norm.above_window >= shared.FAR_ABOVE:  # others seem smaller than they are
             share += baseline.norm.above_window
         zero, limit = share == -np.inf, -math.log10(self.factor)
         faint = (share < limit) & ~zero
@@ -150,12 +150,12 @@ class VanishingGradient(Detector):
             updates = np.nan_to_num(shares, nan=np.inf, neginf=-np.inf)
         self._update_share = np.where(faint, updates, np.nan)
         levels = baseline.layers.levels
-        faint = faint & ~(levels[-FEWEST:] == -np.inf).any(axis=0)
+        faint = faint & ~(levels[-shared.FEWEST :] == -np.inf).any(axis=0)
         fading = self._fading(baseline, share, faint, self._update_share, soon=0)
         unknown = np.where(np.isnan(self._update_share), -np.inf, self._update_share)
         might = faint & np.isnan(self._update_share)
         if self.active_alert is None and not fading.any() and might.any():
-            might &= self._fading(baseline, share, faint, unknown, soon=_SOON)
+            might &= self._fading(baseline, share, faint, unknown, soon=shared.SOON)
             self.needs_full_step = bool(might.any())
         if not fading.any():
             return None
@@ -168,7 +168,7 @@ class VanishingGradient(Detector):
             *_LARGER,
         )
         if self._names[first] in baseline.began_zero:
-            cause = f"All weights of {called_all(baseline.began_zero, RECENT)} started at 0"
+            cause = f"All weights of {called_all(baseline.began_zero, shared.NAMED)} started at 0"
             advice = _LARGER[1:]
         return Finding(
             summary=f"The gradient of {called(self._names[first])} is {factor}x "
@@ -285,7 +285,6 @@ _CUT_OFF = (
 # earlier.
 _STEADY = 0.2
 _ZERO_FULL_STEPS = 2
-_SOON = 2  # steps until a requested full step
 
 
 def _is_rectified(layout: Layout) -> bool:

@@ -10,7 +10,8 @@ from statistics import median
 import numpy as np
 
 from telemetry.alert import Severity
-from telemetry.alerts.baseline import LARGE_STEP, Baseline, Figures, matrix_sizes
+from telemetry.alerts import shared
+from telemetry.alerts.baseline import Baseline, Figures, matrix_sizes
 from telemetry.alerts.detector import (
     EXPLOSIONS,
     INACTIVE,
@@ -21,7 +22,6 @@ from telemetry.alerts.detector import (
     no_figures,
     state,
 )
-from telemetry.alerts.window import FEWEST, LENGTH, RECENT
 from telemetry.plain_text import called, called_all, figure
 from telemetry.records import StepRecord
 
@@ -46,7 +46,7 @@ class WeightJump(Detector):
     explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "dead_units", "saturated_units"}
     after = explained_by
     # Healthy runs have 2.3, after a spike (llm_spike_recovers)
-    factor: float = limit(3.0, "Growth of a matrix between two full steps.")
+    factor: float = limit(shared.JUMP, "Growth of a matrix between two full steps.")
     _names: tuple[str, ...] = state(())
     _steps: tuple[int, ...] = state(())
     _levels: Figures = state(no_figures)
@@ -65,13 +65,15 @@ class WeightJump(Detector):
         changes = levels - before
         changes[~np.isfinite(changes)] = math.inf  # growth from zero has no limit
         steps = record.step - known[-1]
-        self._steps = (*known[-_FEWEST:], record.step)
+        self._steps = (*known[-shared.SEVERAL :], record.step)
         self._fastest = np.maximum(fastest, np.abs(changes) / steps)
-        least = np.maximum(_TIMES * np.maximum(fastest * steps, _STEADY), math.log(self.factor))
+        least = np.maximum(
+            shared.THIRTYFOLD * np.maximum(fastest * steps, _STEADY), math.log(self.factor)
+        )
         # Matrices that have never moved were frozen, and have no usual speed.
         judged = np.isfinite(changes) & (fastest > 0)
         (jumped,) = (judged & (np.abs(changes) > least)).nonzero()
-        is_new = len(known) <= _FEWEST or known[-1] - known[0] < steps
+        is_new = len(known) <= shared.SEVERAL or known[-1] - known[0] < steps
         is_several = len(jumped) > max(1, len(names) / 3)
         if is_new or not len(jumped) or is_several or baseline.since_rate_jump <= steps:
             return None
@@ -94,9 +96,7 @@ class WeightJump(Detector):
         )
 
 
-_TIMES = 30  # overwritten matrices (cnn_overwrite_big, block_weight_scaled) have 230 and more
 _STEADY = 0.02  # in natural logarithms, as all here
-_FEWEST = 3  # full steps; fewer do not show the usual speed
 
 
 class LayersNotLearning(Detector):
@@ -120,7 +120,7 @@ class LayersNotLearning(Detector):
     )
     # Embeddings of rare words have 0.02, fine-tuning with a decay of 0.65 over 12 layers 0.006.
     share: float = limit(
-        1e-3, "Update ratio over that of the fastest quarter of the weight matrices."
+        shared.TINY, "Update ratio over that of the fastest quarter of the weight matrices."
     )
     steps: int = limit(100, "Steps over which three full steps show this.")
     full_steps_in_a_row: int = state(2)
@@ -146,7 +146,7 @@ class LayersNotLearning(Detector):
         norms = record.grad_norms[[*layout.matrices.values()]]
         limit = self.share * usual
         slow, learns = (ratios < limit) & (norms > 0), ratios >= limit
-        self._is_left = bool(((ratios < _HYSTERESIS * limit) & (norms > 0)).any())
+        self._is_left = bool(((ratios < shared.JUMP * limit) & (norms > 0)).any())
         self._since = np.where(slow & (self._evaluations == 0), record.step, self._since)
         self._evaluations = np.where(learns, 0, self._evaluations + slow)
         lasts = slow & (record.step - self._since >= self.steps)
@@ -170,7 +170,7 @@ class LayersNotLearning(Detector):
             "Keep weights in float32: bfloat16 rounds steps below 0.4 % of a value away",
             "Freeze layers that should not learn by requires_grad_(False)",
         )
-        if fallen > _FALLEN:
+        if fallen > 1 / shared.TINY:
             cause = f"Their gradients have become {figure(fallen, 2)}x smaller"
             severity = "note"  # a loss that is switched off, or that is learned, trains no layer
             advice = (
@@ -178,8 +178,8 @@ class LayersNotLearning(Detector):
                 "Check the other models that it depends on, such as a discriminator that wins",
             )
         return Finding(
-            summary=f"A step moves {called_all(layers, RECENT)} by {figure(ratio, 2)} of their "
-            f"norm at most, and other layers by {figure(usual, 2)}",
+            summary=f"A step moves {called_all(layers, shared.NAMED)} by {figure(ratio, 2)} of "
+            f"their norm at most, and other layers by {figure(usual, 2)}",
             cause=cause,
             advice=advice,
             severity=severity,
@@ -193,8 +193,6 @@ class LayersNotLearning(Detector):
 
 
 _STILL = 1e-9  # of a weight's norm
-_FALLEN = 1000.0  # times; chosen manually
-_HYSTERESIS = 3  # ratios vary that much from step to step
 
 
 class ExponentialTrend(Detector):
@@ -207,9 +205,9 @@ class ExponentialTrend(Detector):
     Example: scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=1.1)
 
     A trend is steady if each quarter has 0.6 to 3 times the rate of the quarter before, and its
-    increments grow: Adam moves weights by the same amount, not factor. The loss must reach 3 % of
-    the first, and the gradient norm a third of its growth. At the grown rate a step moves the
-    median matrix by 2 % of its norm; a warm-up ends below that. Each is reported once.
+    increments grow: Adam moves weights by the same amount, not factor. Of the loss, growth above
+    3 % of the first counts, and the gradient norm must have a third of it. At the grown rate a step
+    moves the median matrix by 2 % of its norm; a warm-up ends below that. Each is reported once.
     """
 
     kind = "exponential_trend"
@@ -221,18 +219,18 @@ class ExponentialTrend(Detector):
     # warm_restarts has 4.8 in a hundred steps
     weight_growth: float = limit(10.0, "Growth of the median weight matrix while the loss stays.")
     # dqn_cartpole, whose values grow, has 10
-    loss_growth: float = limit(30.0, "Growth of the loss, in medians of ten.")
+    loss_growth: float = limit(shared.THIRTYFOLD, "Growth of the loss, in medians of ten.")
     # as JUMP
     rate_growth: float = limit(
-        3.0, "Growth of the learning rate, by one number four times in a row."
+        shared.JUMP, "Growth of the learning rate, by one number four times in a row."
     )
     _reported: tuple[str, ...] = state(())
     _names: tuple[str, ...] = state(())
     _first_weights: tuple[float, ...] = state(())
-    _weights: deque[tuple[int, float]] = state(partial(deque, maxlen=LENGTH))
+    _weights: deque[tuple[int, float]] = state(partial(deque, maxlen=shared.LENGTH))
     _block: list[tuple[float, float]] = state(list)
-    _levels: deque[tuple[float, float]] = state(partial(deque, maxlen=LENGTH))
-    _rates: deque[float] = state(partial(deque, maxlen=LENGTH))
+    _levels: deque[tuple[int, float, float]] = state(partial(deque, maxlen=shared.LENGTH))
+    _rates: deque[float] = state(partial(deque, maxlen=shared.LENGTH))
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         found = self._of_rate(baseline) or self._of_loss(record, baseline)
@@ -253,9 +251,9 @@ class ExponentialTrend(Detector):
         self._weights.append((record.step, math.log10(median(changes))))
         steps, levels = np.array(self._weights).T
         loss = baseline.loss
-        learns = not loss.recent > (1 - _LEARNED) * abs(loss.first)
+        learns = not loss.recent > (1 - shared.FEW) * abs(loss.first)
         shrinks = not learns and -levels[-1] > math.log10(self.shrinkage) / 2
-        self.needs_full_step = bool(shrinks and len(steps) < 2 * _FEWEST_POINTS)
+        self.needs_full_step = bool(shrinks and len(steps) < 2 * shared.RECENT)
         now, least = 10 ** levels[-1], math.log10(self.weight_growth)
         if shrinks and (rate := _steady(steps, -levels, math.log10(self.shrinkage))):
             return self._found(
@@ -280,7 +278,7 @@ class ExponentialTrend(Detector):
     def _of_loss(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.loss is not None:
             self._block.append((record.loss, record.total_grad_norm))
-        if len(self._block) < FEWEST:
+        if len(self._block) < shared.FEWEST:
             return None
         loss, norm = np.median(self._block, axis=0)
         self._block.clear()
@@ -288,12 +286,13 @@ class ExponentialTrend(Detector):
         if baseline.batches_vary or not (0 < loss < math.inf and 0 < norm < math.inf):
             self._levels.clear()
             return None
-        self._levels.append((math.log10(loss), math.log10(norm)))
-        losses, norms = np.array(self._levels).T
-        steps = FEWEST * np.arange(len(losses), dtype=float)
+        # A rise up to the floor loses nothing, however far below it was.
+        level = math.log10(max(loss, baseline.loss.floor))
+        self._levels.append((record.step, level, math.log10(norm)))
+        steps, losses, norms = np.array(self._levels).T
         least = math.log10(self.loss_growth)
         rate = _steady(steps, losses, least)
-        if not rate or not _steady(steps, norms, least / 3) or baseline.loss.is_floor(loss):
+        if not rate or not _steady(steps, norms, least / 3):
             return None
         return self._found(
             "loss",
@@ -311,11 +310,15 @@ class ExponentialTrend(Detector):
         if not self._rates or baseline.rate != self._rates[-1]:
             self._rates.append(baseline.rate)
         moves = max(baseline.step_ratio, baseline.ratio_now)
-        if baseline.age % FEWEST or moves < LARGE_STEP / 10 or len(self._rates) <= _CHANGES:
+        if (
+            baseline.age % shared.FEWEST
+            or moves < shared.LARGE_STEP / 10
+            or len(self._rates) <= _CHANGES
+        ):
             return None
         with np.errstate(all="ignore"):
             changes = np.diff(np.log(self._rates))
-            others = np.flatnonzero(~np.isclose(changes, changes[-1], rtol=1e-3, atol=0))
+            others = np.flatnonzero(~np.isclose(changes, changes[-1], rtol=shared.TINY, atol=0))
         count = len(changes) - (others[-1] + 1 if len(others) else 0)
         began = self._rates[-1 - count]
         if count < _CHANGES or not baseline.rate >= self.rate_growth * began > 0:
@@ -345,7 +348,7 @@ def _steady(steps: Figures, levels: Figures, least: float, *, compound: float = 
     The last quarter has to rise faster than the one before, by the figure to the power of
     ``compound``: 1 if each step adds a share of it, 0 if each adds the same amount.
     """
-    for first in range(len(levels) - _FEWEST_POINTS, -1, -1):
+    for first in range(len(levels) - shared.RECENT, -1, -1):
         if levels[-1] - levels[first] < least:
             continue
         at = np.linspace(steps[first], steps[-1], _PARTS + 1)
@@ -360,9 +363,7 @@ def _steady(steps: Figures, levels: Figures, least: float, *, compound: float = 
     return 0.0
 
 
-_FEWEST_POINTS = 5  # of a rate
 _PARTS = 4
 _SLOWER, _FASTER = 0.6, 3.0  # learning slows down, and jumps are sudden
 _COMPOUND = 0.5  # Adam adds nearly the same amount at each step; chosen manually
 _CHANGES = 4  # of the learning rate: two warm restarts or drops are fewer
-_LEARNED = 0.1  # of the first loss: text_decay_x1000 comes down by 6 % before its weights vanish

@@ -13,13 +13,8 @@ from itertools import islice, pairwise
 from statistics import median_high
 from typing import NamedTuple
 
+from telemetry.alerts import shared
 from telemetry.layers.onset import NORMAL_CONSISTENT
-
-LATEST = 20  # steps, or losses, that a window excludes; tried 10 and 40
-LENGTH = 100  # of a window; tried 50 and 200
-FEWEST = 10  # values of a window: their range is 3.1 deviations, that of a hundred 5.0
-RECENT = 5  # losses whose median ignores two outliers; tried 2 and 10
-NOISE = 0.03  # of the first loss: less may be noise
 
 
 class Window:
@@ -30,13 +25,13 @@ class Window:
     _extremes: tuple[float, float] | None = None  # of the window, once asked for
 
     def __init__(self) -> None:
-        self._values, self._unusual = deque(maxlen=LENGTH + LATEST), deque()
+        self._values, self._unusual = deque(maxlen=shared.LENGTH + shared.LATEST), deque()
 
     def add(self, value: float, *, unusual: bool = False) -> None:
         """Add the latest value."""
         if unusual:
             self._unusual.append(value)
-            if len(self._unusual) <= LATEST:
+            if len(self._unusual) <= shared.LATEST:
                 return
             self._values.clear()
             self._values.extend(self._unusual)
@@ -48,13 +43,13 @@ class Window:
             if extremes is None or oldest is None or oldest in extremes:
                 self._extremes = None
             else:  # one value enters the window, and none of its extremes leaves it
-                entering = values[LENGTH - 1]
+                entering = values[shared.LENGTH - 1]
                 self._extremes = min(extremes[0], entering), max(extremes[1], entering)
         self._unusual.clear()
 
     def __len__(self) -> int:
         count = len(self._values)
-        return count - min(LATEST, count // 2)
+        return count - min(shared.LATEST, count // 2)
 
     @property
     def values(self) -> list[float]:
@@ -87,7 +82,7 @@ class Window:
     def range(self) -> float:
         """Highest minus lowest, at least a thousandth of the highest, also for a constant."""
         lowest, highest = self.extremes
-        return max(highest - lowest, 1e-3 * abs(highest))
+        return max(highest - lowest, shared.TINY * abs(highest))
 
     def of_latest(self, count: int) -> tuple[float, float]:
         """Return median and standard deviation (from the median absolute one) of the latest."""
@@ -103,7 +98,7 @@ class Window:
 
     def ranges_above(self, value: float) -> float:
         """Return the distance of a value above the highest, in ranges; -inf for a short window."""
-        if len(self) < FEWEST:
+        if len(self) < shared.FEWEST:
             return -math.inf
         return (value - self.highest) / self.range if self.range else -math.inf
 
@@ -148,8 +143,8 @@ class Loss:
     limit: float = math.inf  # threshold of losses far above the window
 
     def __init__(self) -> None:
-        self.window, self.high = Window(), deque(maxlen=LATEST + 1)
-        self.latest = deque(maxlen=3 * LATEST)
+        self.window, self.high = Window(), deque(maxlen=shared.LATEST + 1)
+        self.latest = deque(maxlen=3 * shared.LATEST)
 
     def median_of(self, count: int) -> float:
         """Return the median of the last ``count`` losses; NaN before the first."""
@@ -159,21 +154,22 @@ class Loss:
     @property
     def has_not_fallen(self) -> bool:
         """Whether no five losses were lower than the first five by more than noise."""
-        return self.best > (1 - NOISE) * self.first > 0
+        return self.best > (1 - shared.NOISE) * self.first > 0
 
-    def is_floor(self, loss: float) -> bool:
-        """Whether a loss is almost zero compared with the first: a rise to it loses nothing.
+    @property
+    def floor(self) -> float:
+        """The loss that is almost zero compared with the first: a rise to it loses nothing.
 
         Adam varies by a factor of 300 where a regression without noise has reached a
-        ten-thousandth (regression_at_its_floor), and spikes (curve_at_its_floor).
+        ten-thousandth (regression_at_its_floor), and spikes (curve_at_its_floor). 0 while unknown.
         """
-        return 0 <= loss < NOISE * abs(self.first)
+        return shared.NOISE * abs(self.first) if self._firsts else 0.0
 
     def jump_since(self, since: int) -> LossJump:
         """Return the rise of the loss at step ``since`` or later."""
-        before = [loss for step, loss in self.latest if step < since][-LATEST:]
+        before = [loss for step, loss in self.latest if step < since][-shared.LATEST :]
         after = [logged for logged in self.latest if logged.step >= since]
-        limit = max(before) + _FAR * (max(before) - min(before)) if before else -math.inf
+        limit = max(before) + shared.HALF * (max(before) - min(before)) if before else -math.inf
         peak = max(after, key=lambda logged: logged.loss)
         first = next((logged for logged in after if logged.loss > limit), peak)
         usual = median_high(before) if before else math.nan
@@ -196,41 +192,38 @@ class Loss:
     def add(self, step: int, loss: float, *, judged: bool = True) -> None:
         """Add the finite loss of one step; ``judged``: whether rules judge this step."""
         self.latest.append(Logged(step, loss))
-        recent = self.recent = self.median_of(RECENT)
-        if judged and len(self.window) >= RECENT:
-            usual, deviation = self.window.of_latest(LATEST)
-            deviation = max(deviation, 1e-3 * abs(usual))  # so that a constant has one
-            self.is_worse = recent > usual + WORSE * deviation
-            self.is_better = recent < usual - _BETTER * deviation
-        if len(self.latest) >= RECENT and self._firsts:
+        recent = self.recent = self.median_of(shared.RECENT)
+        if judged and len(self.window) >= shared.RECENT:
+            usual, deviation = self.window.of_latest(shared.LATEST)
+            deviation = max(deviation, shared.TINY * abs(usual))  # so that a constant has one
+            self.is_worse = recent > usual + shared.WORSE * deviation
+            self.is_better = recent < usual - shared.HALF * deviation
+        if len(self.latest) >= shared.RECENT and self._firsts:
             self.best = min(self.best, recent)
             learned = self.first - self.best
-            is_lost = learned > NOISE * abs(self.first) and recent > (self.first + self.best) / 2
+            is_lost = (
+                learned > shared.NOISE * abs(self.first) and recent > (self.first + self.best) / 2
+            )
             # A loss that is noise from the start has a best five by luck (weak_signal).
-            is_lost = is_lost and learned > WORSE * self.window.noise
+            is_lost = is_lost and learned > shared.WORSE * self.window.noise
             self.losses_lost = self.losses_lost + 1 if is_lost else 0
         if len(self.window):
             highest = self.window.highest
             self.excess = (loss - highest) / abs(highest) if highest else 0.0
-            few = _FAR_OF_FEW * abs(highest) if len(self.window) < FEWEST else 0.0
-            self.limit = highest + max(_FAR * self.window.range, few)
+            few = _FAR_OF_FEW * abs(highest) if len(self.window) < shared.FEWEST else 0.0
+            self.limit = highest + max(shared.HALF * self.window.range, few)
         if loss > self.limit:
             self.high.append(Logged(step, loss))
         else:
             self.high.clear()
-        if len(self._firsts) < RECENT and not self.high:
+        if len(self._firsts) < shared.RECENT and not self.high:
             self._firsts = (*self._firsts, loss)
             self.first = median_high(self._firsts)
         self.window.add(loss, unusual=bool(self.high))
 
 
-# A normally distributed loss exceeds this once in 30,000 steps. At 0.8 the vanishing
-# mlp_tanh20_small is called exploding; tried 2 and 20.
-WORSE = 4.0  # deviations
-_BETTER = 0.5  # chosen manually; tried 0.25 and 1
 # Of the highest loss, for a short window: without it the healthy lora alarms.
 _FAR_OF_FEW = 0.2
-_FAR = 0.5  # of the range of the window; chosen manually; tried 0.1 and 2.5
 
 
 @dataclass(kw_only=True)
@@ -249,7 +242,7 @@ class Rise:
         """
         self.peak = max(self.peak, loss)
         learned = self.first - self.usual
-        if abs(learned) <= NOISE * abs(self.first):
-            return loss < self.first - NOISE * abs(self.first)
+        if abs(learned) <= shared.NOISE * abs(self.first):
+            return loss < self.first - shared.NOISE * abs(self.first)
         top = min(self.peak, self.first) if learned > 0 else self.peak
         return loss < (self.usual + top) / 2

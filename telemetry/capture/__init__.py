@@ -1,18 +1,18 @@
-"""Captures training by hooks on a model and on its optimizers, as one value per step.
+"""Captures training by hooks on a model and on its optimizers, as one record per step.
 
-PyTorch calls the hooks (:mod:`hooks`, :mod:`optimizers`), which read a small :mod:`state` and call
-:mod:`capture`. It opens and ends each :class:`~step.Step`, whose methods are in the order of time,
-and delivers a :class:`CapturedStep`. The worker thread makes the record of it. At most steps one
-call reads the gradients instead, and makes a :class:`LightStep`.
+PyTorch calls the hooks (:mod:`hooks`), which read a small :mod:`state` and call the :mod:`loop`. It
+begins and ends each :class:`~step.Step`, with its :mod:`forward` and :mod:`backward` passes, and
+delivers its record with :mod:`pending` values, which the worker turns into numbers. At most steps
+one call reads the gradients instead (:mod:`light_step`). :mod:`optimizers` says which optimizer
+ends a step.
 
-:mod:`activations` and :mod:`observations` measure the tensors of a step, :mod:`parameters` takes
-norms, and :mod:`nested` finds tensors in containers. :mod:`modules` installs the hooks of modules
-and :mod:`layouts` describes them. :mod:`schedule` and :mod:`account` decide what a step measures,
-and :mod:`missed_steps` explains why no step is recorded.
+:mod:`observations` measures the tensors of a step, :mod:`parameters` takes norms, and :mod:`nested`
+finds tensors in containers. :mod:`modules` installs the hooks of modules and :mod:`layouts`
+describes them. :mod:`schedule` and :mod:`account` decide what a step measures, and
+:mod:`missed_steps` explains why no step is recorded.
 """
 
-from telemetry.capture.capture import Capture as Capture
-from telemetry.capture.captured_step import CapturedStep as CapturedStep
-from telemetry.capture.light_step import LightStep as LightStep
+from telemetry.capture.loop import Loop as Loop
+from telemetry.capture.pending import Pending as Pending
 from telemetry.capture.schedule import Schedule as Schedule
 from telemetry.capture.state import Content as Content

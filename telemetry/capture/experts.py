@@ -41,7 +41,7 @@ def routers(model: nn.Module) -> dict[int, Router]:
     A router has the name ``router`` or ``gate``. Its number of experts is an attribute of the
     router, its parent or their ``config``, or that of the experts that its parent has, too.
     """
-    found: dict[int, Router] = {}
+    routers_by_module: dict[int, Router] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
             if name not in _NAMES:
@@ -63,8 +63,8 @@ def routers(model: nn.Module) -> dict[int, Router]:
             )
             # A router may be code around a layer that returns the logits.
             for module in (child, [*child.modules()][-1]):
-                found.setdefault(id(module), router)
-    return found
+                routers_by_module.setdefault(id(module), router)
+    return routers_by_module
 
 
 def _number(names: Iterable[str], owners: Iterable[object]) -> int:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from telemetry.capture.captured_step import CapturedStep
+from telemetry.capture.backward import BackwardPasses
 from telemetry.capture.experts import ExpertLoads
 from telemetry.capture.hooks import ForwardHook, Inert, ResultHook
 from telemetry.capture.nested import tensors_in
 from telemetry.capture.observations import Observation
 from telemetry.capture.parameters import PLAIN, local, plain
+from telemetry.capture.pending import PendingStep
 from telemetry.capture.state import State, Target
 from telemetry.measure import fingerprint, images
 from telemetry.measure.attention import attention_figures
@@ -43,21 +44,14 @@ _DISCRETE = {
 _MOST_CHANNELS = 4
 
 
-class GradObserver(Protocol):
-    """Receiver of the gradients with respect to outputs."""
-
-    def on_output_grad(self, hook: ForwardHook, place: int, grad: Tensor | None) -> None:
-        """Receive the gradient of one of a module's outputs."""
-
-
 class ForwardPasses:
     """Forward passes of one step, or of a phase.
 
     Guarded methods call its methods.
 
     Args:
-        captured: Receives the values.
-        grads: Receiver of the gradients of outputs.
+        pending: Receives the values.
+        backward: Receives the gradients of outputs.
 
     Attributes:
         order: Names of the watched modules in the order of their first call.
@@ -67,15 +61,19 @@ class ForwardPasses:
     """
 
     def __init__(
-        self, target: Target, state: State, captured: CapturedStep, grads: GradObserver
+        self,
+        target: Target,
+        state: State,
+        pending: PendingStep,
+        backward: BackwardPasses,
     ) -> None:
         self.order: dict[str, None] = {}
         self.loads = ExpertLoads()
         self.function = ""
         self._target, self._state, self._content = target, state, target.content
-        self._captured, self._detail = captured, captured.detail
-        self._tensors = captured.detail.observations
-        self._grads = weakref.ref(grads)
+        self._record, self._pending = pending.record, pending
+        self._tensors = pending.observations
+        self._backward = weakref.ref(backward)
         # Whether the next watched module receives its arguments from outside.
         self._awaits_input = True
         self._given: set[int] = set()  # identities of the tensors of the batch
@@ -90,7 +88,7 @@ class ForwardPasses:
         tensors = tensors_in(given)
         for tensor in tensors:
             if tensor.dim() and not is_being_traced(tensor):
-                self._detail.examples += tensor.size(0)
+                self._record.examples += tensor.size(0)
                 break
         self._add_inputs("", tensors)
 
@@ -122,8 +120,8 @@ class ForwardPasses:
             self._add_output(hook, tensor, place)
             self._latest = weakref.ref(tensor)
             # Without a grad_fn it is a leaf: a parameter would keep the hook beyond this step.
-            if tensor.grad_fn is not None and self._state.output_grads and not self._captured.phase:
-                tensor.register_hook(_GradHook(self._grads, hook, place))
+            if tensor.grad_fn is not None and self._state.output_grads and not self._record.phase:
+                tensor.register_hook(_GradHook(self._backward, hook, place))
         if given or hook.convolves:
             self._take_images(hook, given, outputs)
 
@@ -138,16 +136,17 @@ class ForwardPasses:
 
     def _add_inputs(self, name: str, given: list[Tensor]) -> None:
         """Measure tensors from outside, each once, though a module passes it on."""
-        target, ranks, captured = self._target, self._state.ranks, self._captured
-        counts = ranks is None or ranks.takes_inputs(captured.ranks, name, target.model())
-        if captured.phase or not self._content.activations or not counts:
+        target, ranks, notes = self._target, self._state.ranks, self._pending.notes
+        counts = ranks is None or ranks.takes_inputs(notes, name, target.model())
+        if self._record.phase or not self._content.activations or not counts:
             return
         for tensor in given:
             if id(tensor) in self._given or is_being_traced(tensor):
                 continue
             self._given.add(id(tensor))
-            if len(self._detail.fingerprints) < _FINGERPRINTS:
-                self._detail.fingerprints += map(HostCopy, fingerprint(local(tensor.detach())))
+            fingerprints = self._pending.copies_of("fingerprints")
+            if len(fingerprints) < _FINGERPRINTS:
+                fingerprints += map(HostCopy, fingerprint(local(tensor.detach())))
             if tensor.dtype in _DISCRETE:
                 continue
             channels = () if name else _channels_of(tensor)
@@ -171,7 +170,7 @@ class ForwardPasses:
                 axis = self._unit_axes.get(tensor.shape, 1 if dim > 3 else dim - 1)
             else:
                 self._unit_axes[tensor.shape] = axis
-        ranks, notes = self._state.ranks, self._captured.ranks
+        ranks, notes = self._state.ranks, self._pending.notes
         if ranks is not None and not ranks.takes_output(notes, output, tensor, axis):
             return None
         return self._tensors.add("outputs", output, tensor, self._tensors.all, unit_axis=axis)
@@ -190,19 +189,19 @@ class ForwardPasses:
         enable_gqa: bool = False,
     ) -> None:
         """Measure a call of ``scaled_dot_product_attention`` by a module of this name."""
-        calls = self._detail.attention.setdefault(name, [])
+        calls = self._pending.copies_of("attention", name)
         if len(calls) >= _ATTENTION_CALLS or is_being_traced(query):
             return
         mask = None if attn_mask is None else local(attn_mask)
-        found = plain(enumerate((query, key)))
-        if len(found) < 2 or (mask is not None and type(mask) not in PLAIN):
+        dense = plain(enumerate((query, key)))
+        if len(dense) < 2 or (mask is not None and type(mask) not in PLAIN):
             self._target.guard.failures.log_once(
                 f"the attention of {called_all([name], 1)} is not measured: nested or sparse "
                 f"tensors, or a mask of type {type(mask).__name__}"
             )
-        elif all(values.numel() for _, values in found):
+        elif all(values.numel() for _, values in dense):
             self.order.setdefault(name)
-            (_, queries), (_, keys) = found
+            (_, queries), (_, keys) = dense
             measured = attention_figures(queries, keys, mask, is_causal=is_causal, scale=scale)
             calls.append(HostCopy(measured))
 
@@ -210,29 +209,22 @@ class ForwardPasses:
 
     def _take_images(self, hook: ForwardHook, given: list[Tensor], outputs: list[Tensor]) -> None:
         """Sample feature maps and the input, each once in a step."""
-        detail = self._detail
         if hook.convolves:
             self._convolution = self._convolution or hook
         if not self._content.images:
             return
-        if hook.pictured and hook.name not in detail.feature_maps:
-            sample = next(map(images.sample_feature_maps, outputs), None)
-            if sample is not None:
-                detail.feature_maps[hook.name] = HostCopy(sample)
-        if given and detail.input is None:
-            sample = next(map(images.sample_inputs, given), None)
-            if sample is not None:
-                detail.input = HostCopy(sample)
+        if hook.pictured:
+            maps = map(images.sample_feature_maps, outputs)
+            self._pending.take_picture("feature_maps", hook.name, maps)
+        self._pending.take_picture("input", None, map(images.sample_inputs, given))
 
     def take_filters(self) -> None:
         """Sample the filters of the first convolution, before the optimizer changes them."""
-        if self._convolution is None or self._detail.filters:
-            return
-        module = self._convolution.module()
-        weight: Any = None if module is None else module.weight
-        sample = None if weight is None else images.sample_filters(local(weight.detach()))
-        if sample is not None:
-            self._detail.filters[self._convolution.name] = HostCopy(sample)
+        module = None if self._convolution is None else self._convolution.module()
+        if self._convolution is not None and module is not None:
+            weights: list[Any] = [module.weight]
+            filters = (images.sample_filters(local(weight.detach())) for weight in weights)
+            self._pending.take_picture("filters", self._convolution.name, filters)
 
 
 def _channels_of(tensor: Tensor) -> Sequence[Tensor]:
@@ -250,17 +242,19 @@ class _GradHook(Inert):
     The user may keep the output for long, so the hook holds weak references only.
     """
 
-    __slots__ = ("_grads", "_hook", "_place")
+    __slots__ = ("_backward", "_hook", "_place")
 
     __torch_unserializable__ = True
     """Keeps PyTorch from warning that it does not save the hook along with the output."""
 
-    def __init__(self, grads: weakref.ref[GradObserver], hook: ForwardHook, place: int) -> None:
-        self._grads, self._hook, self._place = grads, weakref.ref(hook), place
+    def __init__(
+        self, backward: weakref.ref[BackwardPasses], hook: ForwardHook, place: int
+    ) -> None:
+        self._backward, self._hook, self._place = backward, weakref.ref(hook), place
 
     def __call__(self, grad: Tensor) -> None:
         if torch.compiler.is_compiling():
             return
-        grads, hook = self._grads(), self._hook()
-        if grads is not None and hook is not None:
-            grads.on_output_grad(hook, self._place, grad)
+        backward, hook = self._backward(), self._hook()
+        if backward is not None and hook is not None:
+            backward.on_output_grad(hook, self._place, grad)

@@ -74,11 +74,11 @@ class Layouts:
     def _make_layout(
         self, model: nn.Module, parameters: tuple[Parameter, ...], ran: Collection[str]
     ) -> Layout:
-        found = cleaned(model.named_modules())
-        modules = {name: type(module).__name__ for name, module in found.items()}
+        modules_by_name = cleaned(model.named_modules())
+        modules = {name: type(module).__name__ for name, module in modules_by_name.items()}
         if self._function:
             modules[""] = self._function
-        places = places_in_code(found)
+        places = places_in_code(modules_by_name)
         shown = set(cleaned(self._target.selection.apply(model).items()))
         recorded = shown.union(ran, (p.module_name for p in parameters if p.recorded))
         # Tensors of modules that were removed since belong to the step.
@@ -115,17 +115,17 @@ def places_in_code(
 
     See :class:`telemetry.records.Module`.
     """
-    found: dict[str, tuple[str, CodeLocation | None]] = {}
+    places: dict[str, tuple[str, CodeLocation | None]] = {}
     for name, module in modules.items():
         code = _code_of(module)
         file, is_own = ("", False) if code is None else _file(code.co_filename)
         line = 0 if code is None else code.co_firstlineno
-        _, user_code = found.get(name.rpartition(".")[0], ("", None))
+        _, user_code = places.get(name.rpartition(".")[0], ("", None))
         if is_own:
             class_name = written_class(module).__name__
             user_code = CodeLocation(file=file, line=line, class_name=class_name)
-        found[name] = f"{file}:{line}" if file else "", user_code
-    return found
+        places[name] = f"{file}:{line}" if file else "", user_code
+    return places
 
 
 def _code_of(module: nn.Module) -> CodeType | None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from telemetry.capture.parameters import ParameterTable
-from telemetry.capture.usage import Laps, usage_of
+from telemetry.capture.pending import PendingNorms
+from telemetry.capture.usage import Laps
 from telemetry.measure.native import TENSORS, available
-from telemetry.records import Layout, Parameter, StepRecord
+from telemetry.records import Layout, Parameter
 from telemetry.torch_private import calling_scaler, in_function_mode
 
 if available:
@@ -24,46 +22,6 @@ if available:
 
 _ABSENT = -1.0  # instead of the norm of a missing gradient
 _SCALER_CHECK_STEPS = 8  # the call stack is searched for a ``GradScaler`` once in so many steps
-_STEP_BYTES = 512  # of the objects of a step, without its numbers
-
-
-class LightStep(NamedTuple):
-    """Learning rates and gradient norms of one step; a tuple, which is made fastest.
-
-    Attributes:
-        groups: Number of parameter groups.
-        row: The learning rates of the groups, then the norm of each parameter's gradient, negative
-            where it is missing; float64 ``[groups + parameters]``.
-        laps: Times of this step, and of steps before it that had no record.
-    """
-
-    step: int
-    wall_time: float
-    layout: Layout
-    groups: int
-    row: NDArray[np.float64]
-    laps: Laps | None
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held until :meth:`record`, about."""
-        return _STEP_BYTES + self.row.nbytes
-
-    def record(self, scalars: Mapping[str, float], loss_tag: str | None = None) -> StepRecord:
-        """Return the record of the step; see :meth:`CapturedStep.record`."""
-        norms = self.row[self.groups :]
-        return StepRecord(
-            step=self.step,
-            wall_time=self.wall_time,
-            layout=self.layout,
-            grad_norms=np.maximum(norms, 0.0),
-            grad_present=norms >= 0,
-            grad_finite=np.isfinite(norms),
-            learning_rates=tuple(self.row[: self.groups].tolist()),
-            scalars=scalars,
-            loss_tag=loss_tag,
-            **usage_of(self.laps),
-        )
 
 
 class LightReader:
@@ -128,7 +86,7 @@ class LightReader:
         self._since_check = (self._since_check + 1) % _SCALER_CHECK_STEPS
         return 0 <= square < math.inf
 
-    def completed(self, step: int, laps: Laps | None) -> LightStep:
+    def completed(self, step: int, laps: Laps | None) -> PendingNorms:
         """Return the values read at this step, which has ended."""
         assert self._layout is not None
-        return LightStep(step, time.time(), self._layout, self._groups, self._row.copy(), laps)
+        return PendingNorms(step, time.time(), self._layout, self._groups, self._row.copy(), laps)

@@ -198,8 +198,8 @@ class WatchedModules:
             hook.observe(module, args, output)
 
     def _mode_changed(self, layer: nn.Module) -> None:
-        found = (self._by_identity.get(id(module)) for module in layer.modules())
-        for hook in (hook for hook in found if hook is not None):
+        hooks = (self._by_identity.get(id(module)) for module in layer.modules())
+        for hook in (hook for hook in hooks if hook is not None):
             if layer.training and hook in self._set_aside:
                 self._set_aside.remove(hook)
                 hook.install()
@@ -247,9 +247,9 @@ class WatchedModules:
             hook.remove()
         convolutions = [name for name, hook in self._hooks.items() if hook.convolves]
         drawn = evenly(convolutions, PICTURED_MODULES) if self._target.content.images else []
-        found = routers(model)
+        of_experts = routers(model)
         for name, hook in self._hooks.items():
-            hook.pictured, hook.router = name in drawn, found.get(id(watched[name]))
+            hook.pictured, hook.router = name in drawn, of_experts.get(id(watched[name]))
 
     def changed(self) -> bool:
         """Whether the model has other modules than when the watched ones were chosen."""
@@ -274,18 +274,18 @@ class WatchedModules:
 
     def log_missed(self, step: Step) -> None:
         """Log, once, which modules did not run in the first full step or are not registered."""
-        if self._missed_logged or not step.full or step.captured.phase:
+        if self._missed_logged or not step.full or step.record.phase:
             return
         model, failures = self._target.model(), self._target.guard.failures
         if model is None or not self._target.content.activations:
             return
         self._missed_logged = True
         parameters = self._target.table.parameters
-        stepped = [parameters[index].name for index in step.captured.stepped()]
+        stepped = [parameters[index].name for index in step.pending.stepped()]
         trained = {owner for parameter in stepped for owner in owners(parameter)}
         if not self._hooks and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
             return  # logged when they were chosen
-        number = step.captured.step
+        number = step.record.step
         level, message = _missed_modules(model, self._hooks, step.forward.order, number, trained)
         if message:
             failures.log_once(message, level=level)
@@ -327,8 +327,8 @@ def _missed_modules(
     if not set(uncalled).isdisjoint(in_graphs):
         message = _did_not_run(in_graphs, len(watched), step)
         return logging.WARNING, f"{message}. They were {_COMPILED}"
-    found = {n: hook.module() for n, hook in missed.items()}
-    with_parameters = [n for n, m in found.items() if m is not None and [*m.parameters()]]
+    modules = {n: hook.module() for n, hook in missed.items()}
+    with_parameters = [n for n, m in modules.items() if m is not None and [*m.parameters()]]
     return logging.INFO, _did_not_run(with_parameters, len(watched), step)
 
 
@@ -337,7 +337,7 @@ def unregistered(model: nn.Module, *, trained: bool = False) -> list[str]:
 
     Only those with parameters that the model does not have; ``trained``: and that have gradients.
     """
-    known, found = set(map(id, model.parameters())), []
+    known, attributes = set(map(id, model.parameters())), []
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             parts = list(value.values()) if type(value) is dict else value
@@ -346,18 +346,18 @@ def unregistered(model: nn.Module, *, trained: bool = False) -> list[str]:
             modules = [part for part in parts if isinstance(part, nn.Module)]
             inside = [p for part in modules for p in part.parameters() if id(p) not in known]
             if any(p.grad is not None for p in inside) if trained else inside:
-                found.append(clean_name(f"{name}.{attribute}" if name else attribute))
-    return found
+                attributes.append(clean_name(f"{name}.{attribute}" if name else attribute))
+    return attributes
 
 
 def _unregistered_modules(model: nn.Module) -> str:
     """Return the message about modules in plain lists and dicts that have gradients."""
-    if not (found := unregistered(model, trained=True)):
+    if not (attributes := unregistered(model, trained=True)):
         return ""
     return (
-        f"modules in {called_all(found, _NAMES_IN_MESSAGE)} get gradients and are not registered "
-        "in the model: an optimizer that is given model.parameters() does not move them, and "
-        "nothing is logged for them. Keep them in a torch.nn.ModuleList or ModuleDict"
+        f"modules in {called_all(attributes, _NAMES_IN_MESSAGE)} get gradients and are not "
+        "registered in the model: an optimizer that is given model.parameters() does not move "
+        "them, and nothing is logged for them. Keep them in a torch.nn.ModuleList or ModuleDict"
     )
 
 

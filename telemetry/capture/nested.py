@@ -28,10 +28,10 @@ def tensors_in(value: object, depth: int = 0) -> list[Tensor]:
         items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for item in items:
-        found += [item] if isinstance(item, Tensor) else tensors_in(item, depth + 1)
-    return found
+        tensors += [item] if isinstance(item, Tensor) else tensors_in(item, depth + 1)
+    return tensors
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:

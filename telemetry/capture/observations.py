@@ -12,7 +12,7 @@ from torch import Tensor
 
 from telemetry.capture.parameters import PLAIN, Indexed, local
 from telemetry.failures import Failures
-from telemetry.measure import Measurements, Measurer
+from telemetry.measure import Measurements
 from telemetry.records import Output, Parameter
 from telemetry.records.moments import nonfinite_of, norm_of
 from telemetry.records.rows import Rows
@@ -60,8 +60,7 @@ class Observations:
     def __init__(self, failures: Failures) -> None:
         self.all: list[Observation] = []
         self._failures = failures
-        self._measurer = Measurer()
-        self._measurements: Measurements | None = None
+        self._measurements = Measurements()
         self._added: list[Observation] = []  # of all backward passes
         self._calls: Counter[tuple[Kind, Name]] = Counter()  # once there are many observations
         self._counted: Counter[tuple[Kind, Name]] = Counter()  # calls that were not measured
@@ -88,7 +87,7 @@ class Observations:
             return None
         values = [tensor if type(tensor) in PLAIN else local(tensor)]
         powers = _POWERS.get(kind, 2)
-        [measured] = self._measurer.add_all(values, unit_axis=unit_axis, powers=powers)
+        [measured] = self._measurements.add_all(values, unit_axis=unit_axis, powers=powers)
         if measured is None:
             self._log_unsupported(kind, name, tensor)
             return None
@@ -116,7 +115,7 @@ class Observations:
     ) -> None:
         """Measure tensors of some of the model's ``parameters``, given with their indices."""
         values = [t if type(t) in PLAIN else local(t) for _, t in tensors]
-        measured = self._measurer.add_all(values, powers=_POWERS.get(kind, 2))
+        measured = self._measurements.add_all(values, powers=_POWERS.get(kind, 2))
         for (index, _), value, measurement in zip(tensors, values, measured, strict=True):
             name = parameters[index].name
             if measurement is None:
@@ -142,7 +141,7 @@ class Observations:
 
     def finish(self) -> None:
         """Start the copies to the host; nothing is added any more."""
-        self._measurements = self._measurer.finish()
+        self._measurements.finish()
 
     def _log_unsupported(self, kind: Kind, name: Name, tensor: Tensor) -> None:
         layout = "nested tensor" if tensor.is_nested else type(tensor).__name__
@@ -157,7 +156,7 @@ class Observations:
     @property
     def nbytes(self) -> int:
         """Host memory held until :meth:`merge`, about."""
-        return 0 if self._measurements is None else self._measurements.nbytes
+        return self._measurements.nbytes
 
     def merge(self, *, first: int, factor: float) -> dict[str, Tensors[Any]]:
         """Merge the observations by kind and name; waits for an accelerator.
@@ -167,7 +166,7 @@ class Observations:
             factor: Divisor of those that are scaled.
         """
         kinds: dict[str, Tensors[Any]] = dict.fromkeys(get_args(Kind), _NO_TENSORS)
-        if self._measurements is None:
+        if not self._added:
             return kinds
         observations = self.all[first:]
         measured = self._measurements.reduce().rows

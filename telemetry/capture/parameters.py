@@ -155,10 +155,10 @@ def _described(
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer, group after group."""
-    found: list[Tensor] = []
+    parameters: list[Tensor] = []
     for group in optimizer.param_groups:
-        found += group["params"]
-    return found
+        parameters += group["params"]
+    return parameters
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -182,14 +182,14 @@ def plain(tensors: Iterable[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
     omitted, as are quantized, nested, fake and meta tensors, and sparse ones on an accelerator that
     are not coalesced.
     """
-    found: list[tuple[int, Tensor]] = []
+    dense: list[tuple[int, Tensor]] = []
     for index, tensor in tensors:
         values: Tensor | None = tensor
         if (type(tensor), tensor.layout) not in _STRIDED or tensor.dtype not in _NORMED:
             values = _made_plain(tensor)
         if values is not None and not values.is_meta:
-            found.append((index, values))
-    return found
+            dense.append((index, values))
+    return dense
 
 
 def _made_plain(tensor: Tensor) -> Tensor | None:

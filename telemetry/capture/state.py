@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from torch import nn
 
-from telemetry.capture.captured_step import RunTotals
+from telemetry.capture.account import Stopwatch
 from telemetry.capture.parameters import ParameterTable
+from telemetry.capture.pending import RunTotals
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
@@ -33,32 +33,41 @@ class Content:
     images: bool = True
 
 
+Now: TypeAlias = Literal["off", "open", "read"]
+"""States of the loop: see :class:`loop.Loop`."""
+
+
 class State:
-    """State of the capture; only :class:`~capture.Capture` assigns its attributes.
+    """State of the loop, and the position in it.
 
     Attributes:
+        now: State of the step in progress.
+        step: Its number.
         training, in_phase, armed: Whether forward passes of training are observed, those of a
             phase, or either. Compiled graphs are guarded by these: one graph has observers, the
             other has none.
         output_grads: Whether gradients with respect to outputs are observed, too.
         thread: Thread whose forward passes belong to the step in progress; None: not known yet.
-        step: Number of the step in progress.
-        light: Whether one call has read the gradients of the step in progress.
         ranks: Observer of the other ranks; None: a single rank, or not known yet.
     """
 
     def __init__(self, step: int) -> None:
-        self.training = self.in_phase = self.armed = self.output_grads = self.light = False
-        self.thread: int | None = None
+        self.now: Now = "off"
         self.step = step
+        self.training = self.in_phase = self.armed = self.output_grads = False
+        self.thread: int | None = None
         self.ranks: RankObserver | None = None
+
+    def observe(self, *, training: bool) -> None:
+        """Observe passes of training, or no longer, and those of phases."""
+        self.training, self.armed = training, training or self.in_phase
 
 
 class Guard(NamedTuple):
     """Keeps the capture apart from training: reports its failures and measures its time."""
 
     failures: Failures
-    own_time: AbstractContextManager[None]
+    own_time: Stopwatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +103,8 @@ def guarded(doing: str, *, reads: bool = True) -> Callable[[Method], Method]:
         def contained(self: Any, *args: Any, **kwargs: Any) -> Any:
             failures, own_time = self.guard
             try:
+                if not own_time.is_on:
+                    return call(self, *args, **kwargs)
                 with own_time:
                     return call(self, *args, **kwargs)
             except Exception:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -51,17 +51,17 @@ class Laps(NamedTuple):
         # On a busy machine, a loader that needs little time waits, too.
         seconds[WAIT] = max(seconds[WAIT] - self.no_cpu_s, 0.0)
         parts = zip(TIMES, seconds, strict=False)
-        found = {tag: spent / self.steps for tag, spent in parts} if self.steps else {}
+        means = {tag: spent / self.steps for tag, spent in parts} if self.steps else {}
         if self.memory is not None:
-            found |= dict(zip((ALLOCATED_BYTES, PEAK_BYTES), self.memory, strict=True))
-        return found
+            means |= dict(zip((ALLOCATED_BYTES, PEAK_BYTES), self.memory, strict=True))
+        return means
 
 
-def usage_of(laps: Laps | None) -> dict[str, Any]:
+def usage_of(laps: Laps | None) -> tuple[Mapping[str, float], float]:
     """Return ``usage`` and ``tokens`` of a step's record, on the worker."""
     if laps is None:
-        return {"usage": host_memory()}
-    return {"usage": {**laps.usage(), **host_memory()}, "tokens": laps.tokens / max(laps.steps, 1)}
+        return host_memory(), 0.0
+    return {**laps.usage(), **host_memory()}, laps.tokens / max(laps.steps, 1)
 
 
 class CpuWaits:
@@ -113,5 +113,5 @@ _HOST_MEMORY_S = 0.05  # between two readings, 10 us each
 
 def device_memory(device: torch.device) -> tuple[int, int]:
     """Return the bytes that are allocated, and their highest number up to now."""
-    found = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
-    return found["current"], found["peak"]
+    allocated = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    return allocated["current"], allocated["peak"]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import textwrap
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -16,9 +19,11 @@ from telemetry.alert import Alert
 from telemetry.alerts.configuration import KINDS
 from telemetry.alerts.detector import Detector
 from telemetry.commands.output import LogDirs, print_records
-from telemetry.plain_text import closest, printable
+from telemetry.events.run_log import Alerted
+from telemetry.plain_text import closest, json_plain, printable
 
 _WIDTH = 100
+_POLL_S = 0.5
 # The kinds of each family, the most usual first; each has a page in docs/alerts/.
 FAMILIES: Mapping[str, Sequence[str]] = {
     "Explosions and NaN": (
@@ -33,7 +38,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
         "loss_divergence", "loss_spike", "loss_stuck", "no_learning", "unbounded_loss",
     ),
     "Mistakes in the loop": (
-        "wrong_loss_input", "targets_broadcast", "eval_mode", "same_batch", "learning_rate_zero",
+        "wrong_loss_input", "eval_mode", "same_batch", "learning_rate_zero",
         "loss_at_start", "input_ignored", "input_scale", "batch_leak",
     ),
     "Attention": ("attention_collapse",),
@@ -135,9 +140,32 @@ _RECORD = (
 
 def alerts(args: argparse.Namespace, console: Console) -> int:
     runs = LogDirs(args.runs)
+    if args.follow:
+        return _follow(runs, args, console)
     of_runs = [(str(log_dir), run.overview().alerts) for log_dir, run in runs.opened()]
     fails = print_alerts(of_runs, args, console, name_runs=len(runs.found) > 1)
     return runs.status or fails
+
+
+def _follow(runs: LogDirs, args: argparse.Namespace, console: Console) -> int:
+    """Print alerts as they come, until a Ctrl-C; with ``--json``, an object in each line."""
+    opened = [*runs.opened()]
+    shown: dict[int, Alerted] = {}  # by identity; a resumed run hides some of the earlier ones
+    with suppress(KeyboardInterrupt):
+        while opened:
+            for log_dir, run in opened:
+                name = str(log_dir)
+                found = {id(frame): frame for frame in run.frames(Alerted)}
+                for alert in [found[key].alert for key in found if key not in shown]:
+                    if args.form:
+                        record = {"run": name, **vars(alert)}
+                        plain = {key: json_plain(record[key]) for key in _RECORD}
+                        print(json.dumps(plain), flush=True)
+                    else:
+                        _print_alert(f"{printable(name)}: " * (len(opened) > 1), alert, console)
+                shown |= found
+            time.sleep(_POLL_S)
+    return runs.status
 
 
 def print_alerts(

@@ -38,9 +38,9 @@ _EXAMPLES = {
         "runs/mnist --statistic dead_units",
         "runs/mnist --sort update_ratio --reverse --top 5",
     ],
-    "alerts": ["runs/ --fail-on error"],
+    "alerts": ["runs/ --fail-on error", "runs/mnist --json --follow"],
     "lint": ["runs/", "out/checkpoint-500/trainer_state.json", "lightning_logs/*/metrics.csv"],
-    "explain": ["runs/mnist", "runs/mnist/flight-120.json"],
+    "explain": ["runs/mnist"],
     "help": ["", "dead_units"],
     "diff": ["runs/before runs/after --tolerance 1e-3"],
     "report": ["runs/mnist -o report.html", "runs/before runs/after"],
@@ -90,7 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND")
     parser.set_defaults(command=None)
     path = {"type": Path, "metavar": "RUN"}
-    a_run = "directory of a run, or a directory with a single run somewhere below"
+    a_run = "directory of a run, or a directory with a single run somewhere below; directory@id is "
+    a_run += "an earlier run in the same directory"
     all_runs = "directory of a run, or of runs at any depth, such as runs/"
     statistic = {"choices": _STATISTICS, "metavar": "NAME"}
     output = {"type": Path, "metavar": "FILE"}
@@ -128,7 +129,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--filter", metavar="WORDS", help=words)
 
     does = "print the alerts of runs; exit with 1 if there are any above a note"
-    _command(commands, "alerts", alerts, does, of_runs, fail_on, form)
+    add = _command(commands, "alerts", alerts, does, of_runs, fail_on, form)
+    follow = "print alerts as they come, until Ctrl-C; with --json, an object in each line"
+    add("--follow", action="store_true", help=follow)
 
     does = "judge the loss and gradient norm that any program has logged"
     add = _command(commands, "lint", lint, does, fail_on, form)
@@ -136,9 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--loss", metavar="TAG", help="tag of the loss (default: found by name)")
     add("--norm", metavar="TAG", help="tag of the gradient norm, in the same way")
 
-    does = "print the flight records around alerts and exceptions"
-    add = _command(commands, "explain", explain_faults, does, form)
-    add("runs", nargs="+", help=f"{all_runs}, or a flight-<step>.json from it", **path)
+    does = "print the steps, layers and random state around errors, loss spikes and exceptions"
+    _command(commands, "explain", explain_faults, does, of_runs, form)
 
     add = _command(commands, "help", print_help, "explain a kind of alert, or list all kinds")
     add("kind", nargs="?", metavar="KIND", help="kind of alert, as dead_units")

@@ -1,11 +1,10 @@
-"""``telemetry explain``: the flight records around faults, as text, curves and tables."""
+"""``telemetry explain``: what happened around faults, as text, curves and tables."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,19 +13,16 @@ from rich.text import Text
 
 from telemetry.commands import output
 from telemetry.commands.alerts import help_line
-from telemetry.events import list_event_files
-from telemetry.flight import flight_files, read_flight
-from telemetry.flight.file import earliest_onsets
-from telemetry.layers import STATISTICS
+from telemetry.layers import PAGE_STATISTICS
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, called_all, printable, sparkline
+from telemetry.reading.faults import earliest_onsets, faults_of
+from telemetry.reading.run_data import RunData
 
-# Four times the files of one run.
-MAX_FILES = 32
 MAX_ROWS = 30
 MAX_POINTS = 60
 
-NO_FLIGHT = "no flight file: no alert of severity error, no loss spike and no exception"
+NO_FAULT = "no fault: no alert of severity error, no loss spike and no exception"
 
 _CELL_WIDTH = 7  # "1.2e-05"
 _AROUND = 60  # characters around a curve
@@ -34,56 +30,42 @@ _MANY_DEAD = 0.5
 _MOST_NAMES = 5
 _SHOWN = {"activation_rms": "output rms", "grad_norm": "gradient norm", "update_ratio": "update"}
 _RECORD = (
-    "file", "complete", "step", "batch", "batches", "first_bad_module", "alerts", "exception",
-    "random", "steps", "modules", "profiles",
+    "run", "complete", "step", "batches", "first_bad_module", "alerts", "exception", "random",
+    "steps", "modules", "profiles",
 )  # fmt: skip
-_STATISTICS = tuple([statistic.name for statistic in STATISTICS])
-_ROW = ("file", "fault_step", "when", "step", "module_name", "type_name", "code", *_STATISTICS)
+_STATISTICS = tuple([statistic.name for statistic in PAGE_STATISTICS])
+_ROW = ("run", "fault_step", "when", "step", "module_name", "type_name", "code", *_STATISTICS)
 
 
 def explain_faults(args: argparse.Namespace, console: Console) -> int:
-    files = [path for path in args.runs if path.exists() and not path.is_dir()]
-    others = [path for path in args.runs if path not in files]
-    runs = output.LogDirs(others, lambda path: list_event_files(path) or flight_files(path))
-    paths = [*files, *(path for path in runs.found if flight_files(path))]
-    healthy = [path for path in runs.found if path not in paths and runs.open(path) is not None]
-    if healthy:
-        output.report_problems([f"{called_all([*map(str, healthy)], _MOST_NAMES)}: {NO_FLIGHT}"])
+    runs = output.LogDirs(args.runs)
+    found = [(str(log_dir), run, [*faults_of(run)]) for log_dir, run in runs.opened()]
+    if healthy := [name for name, _, faults in found if not faults]:
+        output.report_problems([f"{called_all(healthy, _MOST_NAMES)}: {NO_FAULT}"])
+    records = ({**fault, "run": name} for name, _, faults in found for fault in faults)
     if args.form == "csv":
-        rows = (row for flight in _flights(paths, runs) for row in _profile_rows(flight))
+        rows = (row for fault in records for row in _profile_rows(fault))
         output.print_records("csv", _ROW, rows)
     elif args.form == "json":
-        output.print_records("json", _RECORD, _flights(paths, runs))
+        output.print_records("json", _RECORD, records)
     else:
-        kinds: list[str] = []
-        for path in paths:
-            try:
-                kinds += print_faults(path, console)
-            except (OSError, ValueError) as error:
-                runs.fail(error)
+        kinds = [
+            kind
+            for name, run, faults in found
+            for kind in print_faults(run, faults, console, name if len(found) > 1 else "")
+        ]
         if (line_of_help := help_line(kinds)) is not None:
             console.print(line_of_help)
-    return runs.status if paths else 2
+    return runs.status if any(faults for *_, faults in found) else 2
 
 
-def _flights(paths: list[Path], runs: output.LogDirs) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        for file in flight_files(path) if path.is_dir() else [path]:
-            try:
-                flight = read_flight(file)
-            except (OSError, ValueError) as error:
-                runs.fail(error)
-            else:
-                yield {**flight, "file": str(file)}
-
-
-def _profile_rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    modules = flight["modules"]
-    for profile in flight["profiles"]:
+def _profile_rows(fault: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    modules = fault["modules"]
+    for profile in fault["profiles"]:
         for place, module_name in enumerate(modules["name"]):
             yield {
-                "file": flight["file"],
-                "fault_step": flight["step"],
+                "run": fault["run"],
+                "fault_step": fault["step"],
                 "when": profile["when"],
                 "step": profile["step"],
                 "module_name": module_name,
@@ -96,32 +78,18 @@ def _profile_rows(flight: dict[str, Any]) -> Iterator[dict[str, Any]]:
 # --- text ----------------------------------------------------------------------------------------
 
 
-def print_faults(path: Path, console: Console) -> list[str]:
-    """Print a flight file, or those of a directory; return the kinds of their alerts.
-
-    An unreadable file in a directory is reported; one that was given raises OSError or ValueError.
-    """
-    if not path.is_dir():
-        return _print_fault(path, console)
-    files, kinds = flight_files(path), list[str]()
-    for number, file in enumerate(files[:MAX_FILES]):
+def print_faults(
+    run: RunData, faults: Sequence[Mapping[str, Any]], console: Console, name: str = ""
+) -> list[str]:
+    """Print the faults of a run, below its name; return the kinds of their alerts."""
+    for number, fault in enumerate(faults):
         if number:
             console.print()
-        try:
-            kinds += _print_fault(file, console)
-        except (OSError, ValueError) as error:
-            console.print(printable(f"skipped {output.reason(error)}"))
-    if len(files) > MAX_FILES:
-        console.print(f"\nand {len(files) - MAX_FILES} more flight files")
-    return kinds
-
-
-def _print_fault(path: Path, console: Console) -> list[str]:
-    flight = read_flight(path)
-    console.print(printable(str(path)))
-    _print_lines([*_story(flight), *_curves(flight, console.width)], console)
-    _print_table(flight, console)
-    return [alert.kind for alert in flight["alerts"]]
+        if name:
+            console.print(printable(name))
+        _print_lines([*_story(fault), *_curves(fault, console.width)], console)
+        _print_table(fault, earliest_onsets(run, fault), console)
+    return [alert.kind for fault in faults for alert in fault["alerts"]]
 
 
 def _print_lines(lines: Iterable[str], console: Console) -> None:
@@ -132,23 +100,21 @@ def _print_lines(lines: Iterable[str], console: Console) -> None:
         console.print(indented if text else "", soft_wrap=False)
 
 
-def _story(flight: Mapping[str, Any]) -> Iterator[str]:
+def _story(fault: Mapping[str, Any]) -> Iterator[str]:
     """Yield the origin, the alerts, the exception, and the batch."""
-    module = flight["first_bad_module"]
+    module = fault["first_bad_module"]
     where = "" if module is None else f"; first bad module: {called(module)}"
-    complete = flight["complete"]
+    complete = fault["complete"]
     missing = "" if complete else " (not complete: the run is still going on or was killed)"
-    exception, what = flight["exception"], "Something went wrong"
-    if exception is not None and not flight["alerts"]:
+    exception, what = fault["exception"], "Something went wrong"
+    if exception is not None and not fault["alerts"]:
         what = f"{exception['type']} ended the training"
-    yield f"{what} at step {flight['step']}{where}{missing}"
-    modules = flight["modules"]
+    yield f"{what} at step {fault['step']}{where}{missing}"
+    modules = fault["modules"]
     code = dict(zip(modules["name"], modules["code"], strict=True)).get(module)
-    if code and not any(
-        alert.location for alert in flight["alerts"] if alert.module_name == module
-    ):
+    if code and not any(alert.location for alert in fault["alerts"] if alert.module_name == module):
         yield f"In the code: {code}"
-    for alert in flight["alerts"]:
+    for alert in fault["alerts"]:
         stage = "" if alert.stage == "started" else f", {alert.stage}"
         yield ""
         yield f"{alert.severity}: {alert.kind}{alert.where} at step {alert.step}{stage}"
@@ -157,16 +123,16 @@ def _story(flight: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield f"The training ended in {exception['type']}: {exception['message']}"
         yield from (f"  {line}" for line in exception["traceback"].splitlines())
-    seed, step = flight["random"]["seed"], flight["random"]["step"]
+    seed, step = fault["random"]["seed"], fault["random"]["step"]
     seeded = "" if seed is None else f"; torch was seeded with {seed}"
-    state = "" if step is None else f"; the file holds the random state at step {step}"
+    state = "" if step is None else f"; explain --json has the random state at step {step}"
     yield ""
-    yield f"Batch {flight['batch']} of a loop with one batch per step{seeded}{state}"
-    yield from map(str, flight["batches"])
+    yield f"Batch {fault['step']} of a loop with one batch per step{seeded}{state}"
+    yield from map(str, fault["batches"])
 
 
-def _curves(flight: Mapping[str, Any], width: int) -> Iterator[str]:
-    steps = flight["steps"]
+def _curves(fault: Mapping[str, Any], width: int) -> Iterator[str]:
+    steps = fault["steps"]
     if not steps["step"]:
         return
     yield ""
@@ -184,18 +150,17 @@ def _curves(flight: Mapping[str, Any], width: int) -> Iterator[str]:
             yield f"  {name:14}{curve}  {ends}{most}"
 
 
-def _print_table(flight: Mapping[str, Any], console: Console) -> None:
+def _print_table(fault: Mapping[str, Any], onsets: Sequence[Onset], console: Console) -> None:
     """Print the depth profiles in columns, one row per module, and what is unusual in modules."""
-    profiles, modules = flight["profiles"], flight["modules"]
+    profiles, modules = fault["profiles"], fault["modules"]
     shown = [key for key in _SHOWN if any(v is not None for p in profiles for v in p[key])]
     if not shown:
         return
     moments = " → ".join(f"{p['when']} (step {p['step']})" for p in profiles)
-    names, culprit = modules["name"], flight["first_bad_module"]
+    names, culprit = modules["name"], fault["first_bad_module"]
     marked = "; » is the first bad module" if culprit in names else ""
     _print_lines(["", f"By depth, {moments}; – was not measured{marked}"], console)
-    steps = flight["steps"]["step"]
-    moved = {m.name: m for m in earliest_onsets(names, steps, flight["grad_norms"], flight["step"])}
+    moved = {onset.name: onset for onset in onsets}
     center = culprit if culprit in names else next(iter(moved), names[0])
     rows = _rows(names.index(center), len(names), [names.index(name) for name in moved])
     labels: list[str] = []
@@ -219,7 +184,7 @@ def _print_table(flight: Mapping[str, Any], console: Console) -> None:
             notes.setdefault(note, []).append(names[row])
     of_note = {note: called_all(those, _MOST_NAMES) for note, those in notes.items()}
     _print_lines([f"  {note}: {those}" for note, those in of_note.items()], console)
-    if left_out := modules["left_out"] + len(names) - len(rows):
+    if left_out := len(names) - len(rows):
         console.print(f"  and {left_out} more modules")
 
 

@@ -62,7 +62,7 @@ def lint(args: argparse.Namespace, console: Console) -> int:
 def read_series(path: Path) -> Series:
     """Return the scalars of a TensorBoard directory, a ``trainer_state.json`` or a CSV file."""
     if path.is_dir():
-        source = FileSource(path, lambda plugin_name, tag: plugin_name == "scalars")
+        source = FileSource(path, plugin_names=("scalars",))
         report_problems(source.problems)
         return source.read("scalars", [*source.tags("scalars")])
     with open_file(path) as file:

@@ -17,9 +17,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from telemetry.events import list_event_files
 from telemetry.plain_text import json_plain, printable
-from telemetry.reading.run import NoTelemetryError, find_log_dirs, open_run
+from telemetry.reading.run import NoTelemetryError, files_of_run, find_log_dirs, open_run, split_run
 from telemetry.reading.run_data import RunData
 
 _NARROWEST = 24  # cells of the first column, unless it needs less
@@ -129,19 +128,22 @@ class LogDirs:
     """Directories of runs at and below the given paths; problems are reported on stderr."""
 
     def __init__(
-        self, paths: Sequence[Path], is_log_dir: Callable[[Path], object] = list_event_files
+        self, paths: Sequence[Path], is_log_dir: Callable[[Path], object] = files_of_run
     ) -> None:
         self.found: list[Path] = []  # each once
         self.status = 0  # for the shell: 2 if a path or a run could not be read
         self._given = paths
         for path in paths:
+            if split_run(path)[1]:  # an earlier run of a directory
+                self.found.append(path)
+                continue
             try:
                 below = list(find_log_dirs(path, is_log_dir=is_log_dir, skipped=report_skipped))
             except OSError as error:
                 self.fail(error)
                 continue
             if not below:
-                self.fail(FileNotFoundError(f"no event files in {path}"))
+                self.fail(FileNotFoundError(f"neither a run log nor event files in {path}"))
             self.found += [log_dir for log_dir in below if log_dir not in self.found]
 
     def opened(self) -> Iterator[tuple[Path, RunData]]:
@@ -152,7 +154,7 @@ class LogDirs:
             if run is not None:
                 opened = True
                 yield log_dir, run
-                report_problems(run.source.problems)
+                report_problems(run.problems)
         self.status = self.status if opened else 2
 
     def open(self, log_dir: Path) -> RunData | None:

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from telemetry.commands.explain import print_faults
 from telemetry.commands.output import LogDirs, new_console, report_problems
-from telemetry.flight import flight_files
 from telemetry.plain_text import printable
+from telemetry.reading.faults import faults_of
 from telemetry.reading.run_data import RunData
-from telemetry.reading.run_entry import read_row
+from telemetry.reading.run_entry import row_of
 from telemetry.tensorboard_plugin.report import MAX_RUNS, report_html
 
 
@@ -37,23 +37,21 @@ def write_report(runs: Mapping[Path, RunData], path: str | os.PathLike[str]) -> 
         raise ValueError(f"a report is of at most {MAX_RUNS} runs, not of {len(runs)}")
     base = os.path.commonpath([log_dir.resolve().parent for log_dir in runs])
     names = {log_dir: os.path.relpath(log_dir.resolve(), base) for log_dir in runs}
-    known = {run: set(run.source.problems) for run in runs.values()}
-    rows = [read_row(log_dir, name, time.time()) for log_dir, name in names.items()]
+    known = {run: set(run.problems) for run in runs.values()}
     named = {names[log_dir]: run for log_dir, run in runs.items()}
-    page = report_html(
-        named, [row for row in rows if row], "".join(_faults(*item) for item in names.items())
-    )
+    rows = [row_of(run, name, time.time()) for name, run in named.items()]
+    page = report_html(named, rows, "".join(_faults(run, name) for name, run in named.items()))
     # The directory's name may not be valid UTF-8.
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
-    return [line for run, old in known.items() for line in run.source.problems if line not in old]
+    return [line for run, old in known.items() for line in run.problems if line not in old]
 
 
-def _faults(log_dir: Path, name: str) -> str:
-    """Return the section of the flight files; empty without any."""
-    if not flight_files(log_dir):
+def _faults(run: RunData, name: str) -> str:
+    """Return the section about the faults of a run; empty without any."""
+    if not (faults := [*faults_of(run)]):
         return ""
-    print_faults(log_dir, new_console(text := io.StringIO()))
+    print_faults(run, faults, new_console(text := io.StringIO()))
     return (
-        '<section class="faults" aria-label="Flight records"><h2>Around alerts and exceptions'
+        '<section class="faults" aria-label="Faults"><h2>Around alerts and exceptions'
         f" of {html.escape(name)}</h2><pre>{html.escape(text.getvalue())}</pre></section>"
     )

@@ -18,8 +18,9 @@ from telemetry.commands import output
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.plain_text import called, called_all, natural_key, printable
 from telemetry.reading.comparison import Comparison, Difference, compare
-from telemetry.reading.run import NoTelemetryError, only_log_dir, open_run
-from telemetry.reading.run_entry import differing, read_row
+from telemetry.reading.run import only_log_dir, open_run
+from telemetry.reading.run_data import RunData
+from telemetry.reading.run_entry import differing, row_of
 
 _COLUMNS = ("run", "status", "started", "last_step", "last_loss", "best_loss", "first_alert")
 _MOST_WANTED = ("status", "first_alert", "last_loss", "last_step")
@@ -60,19 +61,16 @@ def runs(args: argparse.Namespace, console: Console) -> int:
 
 
 def _rows(found: output.LogDirs, given: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all runs, also of earlier ones in the same directory."""
     now_s = time.time()
-    for log_dir in found.found:
+    for log_dir, newest in found.opened():
         is_below = len(given) == 1 and log_dir != given[0]
         name = os.path.relpath(log_dir, given[0]) if is_below else str(log_dir)
-        try:
-            row = read_row(log_dir, name, now_s)
-            if row is None:
-                raise NoTelemetryError(log_dir)
-        except (OSError, ValueError) as error:
-            found.refuse(log_dir, error)
-        else:
-            output.report_problems(row["problems"])
-            yield row
+        yield row_of(newest, name, now_s)
+        if newest.is_newest:
+            for run in newest.directory.runs():
+                if run != newest.run:
+                    yield row_of(RunData(newest.directory, run), f"{name}@{run}", now_s)
 
 
 def _record(row: Mapping[str, Any]) -> dict[str, Any]:

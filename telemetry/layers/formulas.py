@@ -100,7 +100,7 @@ def training_state(layers: Layers) -> Column:
     return Column(lowest, np.isfinite(lowest))
 
 
-def _by_module(layers: Layers, values: Mapping[str, float]) -> Column:
+def by_module(layers: Layers, values: Mapping[str, float]) -> Column:
     """Return the column of a figure that only some modules have, by their names."""
     count, position = layers.outputs.size, layers.record.layout.position
     column = Column(np.full(count, math.nan), np.zeros(count, bool))
@@ -116,12 +116,12 @@ def rank_spread(layers: Layers) -> Column:
         if not output.place and spread.low_rank != spread.high_rank:
             ratio = 0.0 if math.isinf(spread.high) else spread.low / spread.high
             found[output.module_name] = 1 - ratio
-    return _by_module(layers, found)
+    return by_module(layers, found)
 
 
 def of_heads(of: Callable[[AttentionHeads], float]) -> Callable[[Layers], Column]:
     """Return the column of a figure over the heads of each layer's attention."""
-    return lambda layers: _by_module(
+    return lambda layers: by_module(
         layers, {name: of(heads) for name, heads in layers.record.attention.items()}
     )
 
@@ -196,7 +196,7 @@ def of_loads(of: Callable[[NDArray[np.float64]], float]) -> Callable[[Layers], C
     def column(layers: Layers) -> Column:
         loads, position = layers.record.expert_loads, layers.record.layout.position
         some = {name: load for name, load in loads.items() if name in position and load.any()}
-        return _by_module(layers, {name: of(load / load.sum()) for name, load in some.items()})
+        return by_module(layers, {name: of(load / load.sum()) for name, load in some.items()})
 
     return column
 

@@ -1,10 +1,9 @@
 """Table of statistics: one number per layer and step each, with the formula for a record.
 
 A layer is a module. Its parameters count as one long vector, and so do all tensors that it
-returned. TensorBoard's curves, the Telemetry page, the commands, flight files and alerts read
-:func:`table`. To add a statistic, add an entry to :data:`STATISTICS`, with a formula of
-:mod:`~telemetry.layers.formulas`. Single parameters have another table,
-:data:`PARAMETER_STATISTICS`.
+returned. TensorBoard's curves, the run log and alerts use :func:`table`. To add a statistic, add an
+entry to :data:`STATISTICS`, with a formula of :mod:`~telemetry.layers.formulas`. Single parameters
+have another table, :data:`PARAMETER_STATISTICS`.
 """
 
 from __future__ import annotations

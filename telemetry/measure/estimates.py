@@ -76,9 +76,9 @@ def completed(sample: Rows, exact: Exact) -> Rows:
     return Rows(columns, buckets, counts, units)
 
 
-def _units_with(found: NDArray[np.bool_], starts: Column) -> Column:
+def _units_with(marks: NDArray[np.bool_], starts: Column) -> Column:
     """Count for each row."""
-    return np.add.reduceat(found.astype(np.float64), starts)
+    return np.add.reduceat(marks.astype(np.float64), starts)
 
 
 def _some(columns: Column) -> Column:
@@ -92,8 +92,8 @@ def _count_nonfinite(
     """Fill in NaN and infinities, at least those that extremes prove; return the finite ones."""
     scale = exact.count / sample.count
     proved = np.isnan(exact.lows), exact.highs == np.inf, exact.lows == -np.inf
-    for name, found in zip(_NONFINITE, proved, strict=True):
-        least = _units_with(found, starts)
+    for name, is_proved in zip(_NONFINITE, proved, strict=True):
+        least = _units_with(is_proved, starts)
         columns[name] = np.where(is_finite, 0, np.maximum(np.rint(columns[name] * scale), least))
     # Estimates leave room for the finite extremes.
     needed = np.maximum(_some(columns), np.isfinite(columns["min"]))
@@ -161,16 +161,16 @@ def _histogram(
     is_kept = (sample.buckets != 0) | (zeros[row] == 0)
     rows, buckets, weights = [row[is_kept]], [sample.buckets[is_kept]], [sample.counts[is_kept]]
     for name in moments.EXTREMES:
-        found = np.flatnonzero((columns[name] != 0) & (number > 0))
-        rows.append(found)
-        buckets.append(bucket_indices(columns[name][found]))
-        weights.append(np.ones(len(found)))
+        rows_with = np.flatnonzero((columns[name] != 0) & (number > 0))
+        rows.append(rows_with)
+        buckets.append(bucket_indices(columns[name][rows_with]))
+        weights.append(np.ones(len(rows_with)))
     row, weight = np.concatenate(rows), np.concatenate(weights)
     weight *= ((number - zeros) / np.bincount(row, weight, minlength=len(sample)))[row]
-    found = np.flatnonzero(zeros)
+    with_zeros = np.flatnonzero(zeros)
     return add_pairs(
-        np.concatenate([row, found]),
-        np.concatenate([*buckets, np.zeros(len(found), np.int16)]),
-        np.concatenate([weight, zeros[found]]),
+        np.concatenate([row, with_zeros]),
+        np.concatenate([*buckets, np.zeros(len(with_zeros), np.int16)]),
+        np.concatenate([weight, zeros[with_zeros]]),
         len(sample),
     )

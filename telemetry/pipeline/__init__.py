@@ -3,6 +3,5 @@
 from telemetry.pipeline.processing import Item as Item
 from telemetry.pipeline.processing import LoggedScalars as LoggedScalars
 from telemetry.pipeline.processing import Processor as Processor
-from telemetry.pipeline.processing import ReadyValues as ReadyValues
 from telemetry.pipeline.queue import CLOSE_TIMEOUT_S as CLOSE_TIMEOUT_S
 from telemetry.pipeline.queue import Pipeline as Pipeline

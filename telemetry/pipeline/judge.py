@@ -55,8 +55,8 @@ class Judge:
         """Yield the alerts of a loss that was just logged."""
         for rule in self._rules:
             try:
-                if (found := rule.on_loss(step, loss)) != ():
-                    yield from self._checked(found)
+                if (alerts := rule.on_loss(step, loss)) != ():
+                    yield from self._checked(alerts)
             except GeneratorExit:
                 raise
             except BaseException:
@@ -91,11 +91,11 @@ class Judge:
                 misfits.append(f"{name}: {error or repr(error)}")
         return misfits + [f"there is no rule {name}" for name in known]
 
-    def _checked(self, found: object) -> Iterator[Alert]:
+    def _checked(self, returned: object) -> Iterator[Alert]:
         """Yield the alerts that a rule returned; the user's own may return anything."""
-        for alert in found if isinstance(found, Iterable) else (found,):
+        for alert in returned if isinstance(returned, Iterable) else (returned,):
             if not isinstance(alert, Alert):
-                raise TypeError(f"a rule must return alerts, () for none; it returned {found!r}")
+                raise TypeError(f"a rule must return alerts, () for none; it returned {returned!r}")
             self._has_confirmed |= alert.stage != "resolved"
             yield alert
 

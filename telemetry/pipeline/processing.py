@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from telemetry.alert import Alert, located
-from telemetry.capture import CapturedStep, LightStep, Schedule
+from telemetry.capture import Pending, Schedule
 from telemetry.capture.account import Work
 from telemetry.events import summaries
 from telemetry.failures import Failures
@@ -20,16 +20,25 @@ from telemetry.ranks.exchange import Exchange
 from telemetry.ranks.merging import MergedStep
 from telemetry.ranks.role import is_rank_0
 from telemetry.records import Layout, StepRecord
-from telemetry.records.batches import Batch, RecentBatches
+from telemetry.records.batches import Batch
 from telemetry.records.loss import LossChoice
 from telemetry.records.step import InputRows
 from telemetry.rule import Rule
+from telemetry.tag_names import RUN
 from telemetry.torch_private.host_copy import HostCopy
-from telemetry.writing.dashboard import Dashboard, needed_in_every_file
+from telemetry.writing import hparams
+from telemetry.writing.dashboard import Dashboard
+from telemetry.writing.hparams import Hyperparameter
+from telemetry.writing.run_log import RunLog
 
 log = logging.getLogger("telemetry")
 
 VALUES_AT_ONCE = 500
+
+# TensorBoard reads the columns of its table of hyperparameters once, and a metric of an epoch comes
+# late: they are written after so many steps, or at the end.
+METRICS_AFTER = 1000
+MAX_METRICS = 30
 
 _LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -42,39 +51,19 @@ class LoggedScalars(NamedTuple):
     values: Mapping[str, float | HostCopy]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReadyValues:
-    """Serialized values to write, and one to write when the loss is known.
-
-    Attributes:
-        of_loss: Makes that value from the tag of the loss.
-    """
-
-    step: int
-    wall_time: float
-    values: Sequence[bytes]
-    of_loss: Callable[[str], bytes] | None = None
-
-
-Item: TypeAlias = Batch | CapturedStep | LightStep | ReadyValues | MergedStep
+Item: TypeAlias = Batch | Pending | MergedStep
 """Items of the worker's queue; merged steps of all ranks are on rank 0 only."""
 
 
-class Observer(Protocol):
-    """Receiver of each training step before the rules judge it."""
-
-    def on_step(self, record: StepRecord) -> None:
-        """Receive a step; must not raise."""
-
-
 class Processor:
-    """Turns captured steps into records, passes these to observers and rules, and writes them.
+    """Resolves records, passes them to the rules, and writes them.
 
     Args:
-        dashboard: Makes the values to write.
+        dashboard: Makes the values to write for TensorBoard.
         write_values: Adds one event to the files of the run, without waiting for the disk.
-        rules: Judge each training step, after the observers.
-        batches: Receives the ids of batches.
+        run_log: Writes everything else.
+        rules: Judge each training step.
+        on_step: Called with each training step before the rules judge it; must not raise.
         on_alert: Called with each alert and the time at which its step ended.
         schedule: Receives the requests of the rules, and the time of the worker.
 
@@ -87,29 +76,32 @@ class Processor:
         *,
         dashboard: Dashboard,
         write_values: Callable[..., None],
+        run_log: RunLog,
         rules: Iterable[Rule],
-        observers: Iterable[Observer] = (),
+        on_step: Callable[[StepRecord], None],
         on_alert: Callable[[Alert, float], None],
         schedule: Schedule,
         failures: Failures,
         loss: LossChoice,
-        batches: RecentBatches | None = None,
     ) -> None:
         self.ranks = Exchange()
         self._loss = loss
         self._loss_is_written = False
-        self._waiting_for_loss: list[Callable[[str], bytes]] = []
+        # Hyperparameters whose metrics are not written, and the step at which they will be.
+        self._waiting: tuple[Mapping[str, Hyperparameter], int] | None = None
+        self._tags: dict[str, None] = {}  # of logged scalars
         self._dashboard = dashboard
         self._write_values = write_values
+        self._log = run_log
         self._judge = Judge(rules, failures)
-        self._observers = tuple(observers)
-        self._on_alert = on_alert
+        self._on_step, self._on_alert = on_step, on_alert
         self._failures = failures
         self._schedule = schedule
         self._scalars: dict[int, dict[str, float]] = {}
         self._layout: Layout | None = None
+        self._last_step = 0
         self._input_rows = InputRows()
-        self._batches = batches or RecentBatches()
+        self._batches = run_log.batches
 
     def process(self, item: Item) -> None:
         """Judge and write an item of the queue."""
@@ -120,47 +112,31 @@ class Processor:
             self._schedule.account.worker_took(_kind_of_work(item), time.thread_time() - began_s)
 
     def _process(self, item: Item) -> None:
-        if isinstance(item, ReadyValues):
-            repeat = needed_in_every_file(item.values)
-            self._write_values(item.values, item.step, item.wall_time, repeat=repeat)
-            if item.of_loss is not None:
-                self._waiting_for_loss.append(item.of_loss)
-                self._write_loss_tag(item.step - 1)
-        elif isinstance(item, Batch):
+        if isinstance(item, Batch):
             self._batches.add([self.ranks.noted(item)])
         elif isinstance(item, MergedStep):
             self._record_merged(item)
         else:
             self._add_step(item)
 
-    def _add_step(self, item: CapturedStep | LightStep) -> None:
+    def _add_step(self, pending: Pending) -> None:
         """Record a step here, or send it to rank 0."""
-        tag = self._loss.tag
-        record = item.record(self._scalars.get(item.step, {}), tag)
+        step, tag, record = pending.step, self._loss.tag, pending.resolve()
+        record.scalars, record.loss_tag = self._scalars.get(step, {}), tag
         if not record.phase:
-            self._loss.step_ended(record.step)
-            before = {s: v[tag] for s, v in self._scalars.items() if s < record.step and tag in v}
-            record = replace(record, losses_between=tuple(before.items())) if before else record
-            self._scalars = {s: v for s, v in self._scalars.items() if s > record.step}
-        if (due := self.ranks.send(record, item)) is not None:
+            self._loss.step_ended(step)
+            record.losses_between = tuple(
+                [(s, v[tag]) for s, v in self._scalars.items() if s < step and tag in v]
+            )
+            self._scalars = {s: v for s, v in self._scalars.items() if s > step}
+        if (due := self.ranks.send(record, pending.notes)) is not None:
             self._record(due)
-
-    def pending_s(self) -> float | None:
-        """Seconds until :meth:`write_pending` is due; None if nothing is held back."""
-        return self._dashboard.page.pending_s(time.time())
-
-    def write_pending(self) -> None:
-        """Write the values that the dashboard holds back."""
-        with self._failures.contained("to write the latest norms"):
-            step, pending = self._dashboard.pending_values()
-            if pending:
-                self._write_values(pending, step, time.time(), droppable=True)
 
     def end(self) -> None:
         """Write the rest at the end of the run."""
-        self.write_pending()
         with self._failures.contained("to write which scalar is the loss"):
             self._write_loss_tag(None)
+            self._write_metrics(self._logged_metrics())
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return the state of rules and requests, and the scalars logged for ``step``."""
@@ -214,6 +190,8 @@ class Processor:
     def _write_logged(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
         if values:
             self._write_values([summaries.scalars(values.items())], step, wall_time)
+            self._log.logged(step, wall_time, values)
+            self._tags |= dict.fromkeys(tag for tag in values if not tag.startswith(RUN))
 
     def send_rest(self) -> None:
         """Send rank 0 the scalars that were logged for a step that did not end."""
@@ -229,54 +207,72 @@ class Processor:
                 self._loss.add(merged.step, means)
                 self._record_logged(merged.step, merged.wall_time, means)
             if (record := self.ranks.merged(merged)) is not None:
-                self._record(replace(record, loss_tag=self._loss.tag))
+                record.loss_tag = self._loss.tag
+                self._record(record)
         finally:
             self.ranks.note_recorded(merged)
 
     def _write_loss_tag(self, step: int | None) -> None:
         """Write the tag of the loss, or log that no scalar is; None: training has ended."""
-        if self._loss_is_written and not self._waiting_for_loss:
+        if self._loss_is_written:
             return
         if (message := self._loss.missing(step)) is not None and is_rank_0():
             self._failures.log_once(message)
-        tag = self._loss.tag
-        if tag is None or not self._loss.is_final(step):
-            return
-        values = [of_loss(tag) for of_loss in self._waiting_for_loss]
-        self._waiting_for_loss = []
-        page = self._dashboard.page
-        if not self._loss_is_written and (value := page.loss_value(tag)) is not None:
+        if self._loss.tag is not None and self._loss.is_final(step):
             self._loss_is_written = True
-            values.append(value)
-        if values:
-            repeat = needed_in_every_file(values)
-            self._write_values(values, page.last_step, time.time(), repeat=repeat)
+            self._log.loss(self._loss.tag, self._loss.delay, self._last_step)
+
+    def write_first(self, step: int) -> None:
+        """Write the values with which a run begins."""
+        self._write_values(self._dashboard.first_values(), step, time.time())
+
+    def write_hyperparameters(
+        self, values: Mapping[str, Hyperparameter], metrics: Sequence[str] | None, step: int
+    ) -> None:
+        """Write hyperparameters, and the tags to show with them; None: those that are logged."""
+        self._log.hyperparameters({n: hparams.plain_value(v) for n, v in values.items()}, step)
+        session = hparams.session_value(values)
+        self._write_values([session], step, time.time(), repeat="hyperparameters")
+        self._waiting = values, step + METRICS_AFTER
+        if metrics is not None:
+            self._write_metrics(metrics)
+
+    def _write_metrics(self, tags: Iterable[str]) -> None:
+        """Write the columns of the table of runs, which TensorBoard reads once."""
+        if self._waiting is not None:
+            value = hparams.experiment_value(self._waiting[0], tags)
+            self._write_values([value], self._last_step, time.time(), repeat="metrics")
+            self._waiting = None
+
+    def _logged_metrics(self) -> list[str]:
+        """Return the tags of the user's scalars, the loss first."""
+        return sorted(self._tags, key=lambda tag: (tag != self._loss.tag, tag))[:MAX_METRICS]
 
     def _record(self, record: StepRecord) -> None:
         """Judge and write a step."""
+        written = self._input_rows.added(record.recorded())
+        with self._failures.contained("to write the run log"):
+            self._log.step(written)  # before its alerts, which need the random state
         if not record.phase:
-            if self._loss.delay:
-                record = replace(record, loss_delay=self._loss.delay)
-            self._layout = record.layout
-            for observer in self._observers:
-                observer.on_step(record)
+            record.loss_delay = self._loss.delay
+            self._layout, self._last_step = record.layout, record.step
+            self._on_step(record)
             try:
                 self._report(self._judge.judge(record), record.wall_time)
             finally:
                 self._request_steps(record)
-        record = self._input_rows.added(record.recorded())
-        is_needed = self._dashboard.page.begins_layout(record)
+        record = written
         step, wall_time, late = self._dashboard.rates.late_values(record)
         if late:
             self._write_values(late, step, wall_time, droppable=True)
         # Deep models have tens of thousands of values, of which only a few are in memory at a time.
         values = chain.from_iterable(self._dashboard.values_of(record))
         while some := list(islice(values, VALUES_AT_ONCE)):
-            repeat = needed_in_every_file(some) if is_needed else ()
-            step, wall_time = record.step, record.wall_time
-            self._write_values(some, step, wall_time, droppable=not is_needed, repeat=repeat)
+            self._write_values(some, record.step, record.wall_time, droppable=True)
         if not record.phase:
             self._write_loss_tag(record.step)
+            if self._waiting is not None and record.step >= self._waiting[1]:
+                self._write_metrics(self._logged_metrics())
 
     def _request_steps(self, record: StepRecord) -> None:
         """Pass the requests of the rules on to the schedule, or to those of all ranks."""
@@ -299,8 +295,8 @@ class Processor:
         level = logging.INFO if alert.stage == "resolved" else _LEVELS[alert.severity]
         if is_rank_0():
             log.log(level, "%s: %s", alert.title, printable_lines(alert.message))
-        self.write_pending()
         with self._failures.contained("to write an alert"):
+            self._log.alert(alert, wall_time)
             self._write_values(
                 self._dashboard.alert_values(alert), alert.step, wall_time, flush=True
             )
@@ -309,6 +305,6 @@ class Processor:
 
 
 def _kind_of_work(item: Item) -> Work:
-    if isinstance(item, CapturedStep) and item.full:
-        return "full"
-    return "norms" if isinstance(item, CapturedStep | LightStep) else "logged"
+    if isinstance(item, Pending):
+        return "full" if item.full else "norms"
+    return "logged"

@@ -11,9 +11,9 @@ from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from telemetry.capture import CapturedStep, LightStep
+from telemetry.capture import Pending
 from telemetry.failures import Failures
-from telemetry.pipeline.processing import Item, LoggedScalars, Processor, ReadyValues
+from telemetry.pipeline.processing import Item, LoggedScalars, Processor
 from telemetry.records.batches import Batch
 from telemetry.threads import start
 
@@ -40,7 +40,7 @@ class _Worker(threading.Thread):
 
 
 class Pipeline:
-    """Queue of captured steps and logged scalars, which one worker processes in order.
+    """Queue of steps and logged scalars, which one worker processes in order.
 
     Above the first high-water mark of 64 MiB, a full step is downgraded to its norms, so that rules
     still judge each step. Above the second one of 128 MiB, steps are dropped. Both are counted and
@@ -76,7 +76,7 @@ class Pipeline:
         self._thread = _Worker(target=self._run, name="telemetry", daemon=True)
         start(self._thread)
 
-    def submit(self, step: CapturedStep | LightStep) -> None:
+    def submit(self, step: Pending) -> None:
         """Queue a finished step; under backpressure, downgrade or drop it."""
         if self._closed or os.getpid() != self._pid:
             return
@@ -85,8 +85,8 @@ class Pipeline:
             self.dropped += 1
             self._report_backpressure(step.step, "is not recorded", self.dropped)
             return
-        if queued_bytes > MAX_DETAIL_BYTES and isinstance(step, CapturedStep) and step.full:
-            step = step.without_detail()
+        if queued_bytes > MAX_DETAIL_BYTES and step.full:
+            step = step.without_tensors()
             self.downgraded += 1
             self._report_backpressure(
                 step.step, "is recorded with its norms alone", self.downgraded
@@ -94,13 +94,10 @@ class Pipeline:
         self._steps_taken += 1
         self._bytes_taken += step.nbytes
         self._items.put(step)
-        several = self._steps_taken - self._steps_done >= STEPS_AT_ONCE
-        if several or (isinstance(step, CapturedStep) and step.is_urgent):
+        if step.is_urgent or self._steps_taken - self._steps_done >= STEPS_AT_ONCE:
             self._wakeup.put(None)
 
-    def submit_logged(
-        self, item: Batch | LoggedScalars | ReadyValues, *, at_once: bool = False
-    ) -> None:
+    def submit_logged(self, item: Batch | LoggedScalars, *, at_once: bool = False) -> None:
         """Queue logged values; ``at_once``: wake the worker up."""
         if not self._closed and os.getpid() == self._pid:
             self._items.put(item)
@@ -120,7 +117,6 @@ class Pipeline:
         if self._closed or os.getpid() != self._pid or isinstance(here, _Worker):
             return
         done = threading.Event()
-        self._items.put(self._processor.write_pending)
         self.put_now(done.set)
         if not done.wait(timeout_s):
             self._late = done
@@ -192,11 +188,7 @@ class Pipeline:
 
     def _process_all(self) -> None:
         while not self._abandoned:
-            try:
-                first = self._items.get(timeout=self._processor.pending_s())
-            except Empty:
-                self._processor.write_pending()
-                continue
+            first = self._items.get()
             with suppress(Empty):
                 self._wakeup.get(timeout=GATHER_S)
             logged: list[LoggedScalars] = []  # processed together, which costs a fraction
@@ -223,12 +215,13 @@ class Pipeline:
                 yield self._items.get_nowait()
 
     def _process(self, item: Item | Callback) -> None:
-        if isinstance(item, CapturedStep | LightStep):
+        if isinstance(item, Pending):
+            nbytes = item.nbytes
             try:
                 self._processor.process(item)
             finally:
                 self._steps_done += 1
-                self._bytes_done += item.nbytes
+                self._bytes_done += nbytes
         elif callable(item):
             item()
         else:

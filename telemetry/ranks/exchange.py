@@ -21,7 +21,7 @@ from functools import partial
 from torch import distributed
 
 from telemetry.alert import Alert
-from telemetry.capture import CapturedStep, LightStep
+from telemetry.events.message_pack import encode
 from telemetry.failures import Failures
 from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.collector import LAST_SEQUENCE, Barrier, Collector
@@ -36,8 +36,8 @@ from telemetry.ranks.connection import (
     wait_for,
 )
 from telemetry.ranks.merging import MergedRecords, MergedStep
-from telemetry.ranks.partial_record import FORMAT, PartialRecord, PartMaker, decode, encode
-from telemetry.ranks.topology import RankObserver
+from telemetry.ranks.partial_record import FORMAT, PartialRecord, PartMaker, decode
+from telemetry.ranks.topology import RankNotes, RankObserver
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch
 from telemetry.threads import each_within
@@ -92,7 +92,7 @@ class Exchange:
     raises = True  # whether an alert raises; else training is to stop by itself
     _alert: Alert | None = None  # to raise
 
-    def send(self, record: StepRecord, step: CapturedStep | LightStep) -> StepRecord | None:
+    def send(self, record: StepRecord, notes: RankNotes) -> StepRecord | None:
         """Return the record to judge and write now; None: it returns merged, see :meth:`merged`."""
         return record
 
@@ -206,8 +206,8 @@ class RankExchange(Exchange):
 
     # --- on the worker ---------------------------------------------------------------------------
 
-    def send(self, record: StepRecord, step: CapturedStep | LightStep) -> StepRecord | None:
-        part = self._maker.part(record, step if isinstance(step, CapturedStep) else None)
+    def send(self, record: StepRecord, notes: RankNotes) -> StepRecord | None:
+        part = self._maker.part(record, notes)
         self.send_part(replace(part, batches=tuple(self._batches)))
         self._batches = []
         return None

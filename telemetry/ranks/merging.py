@@ -26,6 +26,7 @@ from telemetry.ranks.partial_record import (
     Row,
     TensorTable,
     copies_of,
+    read_layout,
 )
 from telemetry.records import (
     AttentionHeads,
@@ -219,9 +220,10 @@ class MergedRecords:
         parts = [part.parameters for part in merged.parts if part.parameters is not None]
         for part in parts:
             known = self._layouts.get(part.key)
+            layout = read_layout(part.layout) if part.layout else None
             # On some ranks not all modules have run yet.
-            if part.layout and not (known and len(part.layout.modules) <= len(known.modules)):
-                self._layouts[part.key] = part.layout
+            if layout and not (known and len(layout.modules) <= len(known.modules)):
+                self._layouts[part.key] = layout
         keys = sorted({part.key for part in parts})
         if not keys or not self._layouts.keys() >= set(keys):
             return None
@@ -229,7 +231,8 @@ class MergedRecords:
             self._joined = JoinedLayouts(layouts)
         record = _record_of(merged, self._joined)
         before, norm = record.total_grad_norm_before_clipping, record.total_grad_norm
-        return replace(record, clipped_fraction=self._clipped_fraction.after(before, norm))
+        record.clipped_fraction = self._clipped_fraction.after(before, norm)
+        return record
 
 
 class JoinedLayouts:

@@ -1,27 +1,23 @@
-"""Partial record: the measurements that one rank makes and sends of one step, merged on rank 0.
-
-A message is a JSON header, and raw arrays behind it. The header is checked against the types of a
-class's fields; nothing else is created from it.
-"""
+"""Partial record: the measurements that one rank makes and sends of one step, merged on rank 0."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from functools import cache, lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter
-from typing import Annotated, Any, NamedTuple, TypeAlias, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from telemetry.capture import CapturedStep
+from telemetry.events import message_pack
 from telemetry.ranks.topology import UNSPLIT, LocalShard, RankNotes, RankObserver
 from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.batches import Batch
@@ -30,11 +26,13 @@ from telemetry.records.rows import COLUMNS as OF_ROWS
 from telemetry.records.rows import NO_VALUES, Rows
 from telemetry.records.step import By, reductions
 from telemetry.records.tensor import Tensors, bad_among, figures_of
-from telemetry.untrusted import check_of
+from telemetry.untrusted import MAX_INTEGER
 
 Array: TypeAlias = NDArray[Any]
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
+Natural: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+Rank: TypeAlias = Annotated[int, Meta(ge=0, le=2**20)]
 
 
 OF_INPUTS = ("inputs", "channels")
@@ -54,7 +52,7 @@ class Row(NamedTuple):
 class TensorTable:
     """Measured tensors; units split over ranks have a place for each rank's, to be filled in."""
 
-    rows: Annotated[tuple[Row, ...], partial(_parsed, tuple[Row, ...])]
+    rows: tuple[Row, ...]
     copies: Integers
     content: Rows
 
@@ -125,7 +123,7 @@ class ParameterPart:
 
     stage: int  # of a pipeline; 0 without one
     layout_id: str  # equal where the names of the parameters are
-    layout: Annotated[Layout, partial(_parsed, Layout)] | None  # None where it was sent before
+    layout: bytes  # see :func:`read_layout`; empty where it was sent before
     # FIGURES that are known, in the order of the parameters, and their copies.
     columns: Mapping[str, Array]
     # Gradients that are sums of the ranks' addends; the norms are those of the addends.
@@ -141,7 +139,7 @@ class ParameterPart:
             fits &= column.shape == shape and column.dtype == np.dtype(type(missing))
             fits &= name not in FIGURES or copies_of(name) in self.columns
         fits &= self.checks.ndim == 2 and len(self.checks) == 3
-        fits &= self.layout is None or (len(self.layout.parameters),) == shape
+        fits &= not self.layout or (len(read_layout(self.layout).parameters),) == shape
         indices = self.checks[:1].ravel().tolist() + [o.parameter for o in self.addends]
         if not fits or not all(0 <= index < shape[0] for index in indices):
             raise ValueError("columns of parameters have different lengths")
@@ -151,29 +149,46 @@ class ParameterPart:
         return self.stage, self.layout_id
 
 
+# Version of the messages; ranks with different ones do not connect.
+FORMAT = "23"
+
+
+def decode(kind: Any, data: bytes) -> Any:
+    """Return the value of this type that another rank encoded; else ValueError."""
+    try:
+        return message_pack.decode(kind, data)
+    except ValueError as error:
+        raise ValueError(f"a message of another rank is damaged: {error}") from None
+
+
+@lru_cache
+def read_layout(data: bytes) -> Layout:
+    """Return a layout inside a message; ranks send the same ones again and again."""
+    layout: Layout = message_pack.decode(Layout, data)
+    return layout
+
+
 # Fields of a record that ranks send as they are, and their reductions.
 VALUES = reductions(By.LOWEST_RANK, By.LARGEST, By.UNION, By.MEAN, By.SUM, By.HEADS)
 OF_RANK_0 = reductions(By.RANK_0)
-_checks = {
-    name: check_of(kind) for name, kind in get_type_hints(StepRecord).items() if name in VALUES
-}
-
-
-def _checked(values: Any) -> dict[str, Any]:
-    return {name: _checks[name](value) for name, value in dict(values).items()}
+if TYPE_CHECKING:
+    Values: TypeAlias = Mapping[str, Any]
+else:
+    _kinds = get_type_hints(StepRecord)
+    Values = TypedDict("Values", {name: _kinds[name] for name in VALUES}, total=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartialRecord:
     """Measurements of one rank at one step."""
 
-    rank: int
-    size: int  # number of ranks that train together
-    step: int
+    rank: Rank
+    size: Rank  # number of ranks that train together
+    step: Natural
     phase: str = ""
-    sequence: int = 0  # sequence number of the step or phase: see PartMaker.numbered
+    sequence: Natural = 0  # sequence number of the step or phase: see PartMaker.numbered
     # VALUES of the record; of rank 0, which does not send its own, also OF_RANK_0.
-    values: Annotated[Mapping[str, Any], _checked]
+    values: Values
     parameters: ParameterPart | None = None  # None: the step did not end
     tensors: TensorTable | None = None
     batches: tuple[Batch, ...] = ()  # since the last one, by the user's ids
@@ -197,67 +212,6 @@ class PartialRecord:
         return sum(o.nbytes for o in values if isinstance(o, np.ndarray | TensorTable))
 
 
-# --- messages ------------------------------------------------------------------------------------
-
-# Version of the messages; ranks with different ones do not connect.
-FORMAT = "22"
-
-_SIZE_BYTES = 4
-_DTYPES = {np.dtype(o).str: np.dtype(o) for o in ("i8", "f8", "?", "i2", "f4", OF_ROWS)}
-_check = cache(check_of)
-
-
-@lru_cache(2048)
-def _parsed(kind: Any, text: str) -> Any:
-    """Return a text inside the header as a type; ranks send the same ones again and again."""
-    return _check(kind)(json.loads(text))
-
-
-def encode(value: object) -> bytes:
-    """Return bytes for :func:`decode`."""
-    raw: list[bytes] = []
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            raw.append(value.tobytes())
-            return {"dtype": value.dtype.str, "shape": value.shape}
-        if isinstance(value, Mapping):
-            return dict(value)
-        found = {field.name: getattr(value, field.name) for field in fields(value)}
-        if isinstance(value, TensorTable):
-            found["rows"] = json.dumps(value.rows)
-        return json.dumps(found, default=plain) if isinstance(value, Layout) else found
-
-    header = json.dumps(value, default=plain).encode()
-    return b"".join([len(header).to_bytes(_SIZE_BYTES, "big"), header, *raw])
-
-
-def decode(kind: Any, data: bytes) -> Any:
-    """Return the value of this type that :func:`encode` made these bytes of; else ValueError."""
-    at = behind = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big")
-
-    def read_array(found: dict[str, Any]) -> Any:
-        nonlocal at
-        if found.keys() != {"dtype", "shape"} or type(found["dtype"]) is not str:
-            return found  # a mapping
-        dtype, shape = _DTYPES[found["dtype"]], found["shape"]
-        if any(type(size) is not int or size < 0 for size in shape):
-            raise ValueError("an array has a wrong shape")
-        array = np.frombuffer(data, dtype, math.prod(shape), at).reshape(shape)
-        at += array.nbytes
-        # A small array must not keep all bytes in memory; a large one is not copied.
-        return array.copy() if 4 * array.nbytes < len(data) else array
-
-    try:
-        header = json.loads(data[_SIZE_BYTES:behind], object_hook=read_array)
-        value = _check(kind)(header)
-        if at != len(data):
-            raise ValueError("its length is wrong")
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(f"a message of another rank is damaged: {error}") from None
-    return value
-
-
 # --- of this rank's records ----------------------------------------------------------------------
 
 # A step's sequence number is the last of its block; the others are of phases before it. The next
@@ -273,14 +227,13 @@ class PartMaker:
         self._ranks = ranks
         self._host = socket.gethostname()
         self._layout: Layout | None = None  # sent before
-        self._layout_id = ""
+        self._layout_id, self._layout_data = "", b""
         self._last: tuple[int, float] | None = None
         self._epoch, self._sequence = 0, -1
 
-    def part(self, record: StepRecord, captured: CapturedStep | None = None) -> PartialRecord:
-        """Return the partial record of a step; ``captured`` is None at a light step."""
-        ranks, notes = self._ranks, RankNotes() if captured is None else captured.ranks
-        step_s = None
+    def part(self, record: StepRecord, notes: RankNotes) -> PartialRecord:
+        """Return the partial record of a step."""
+        ranks, step_s = self._ranks, None
         if not record.phase:
             last, self._last = self._last, (record.step, record.wall_time)
             if last is not None and last[0] == record.step - 1:
@@ -294,7 +247,7 @@ class PartMaker:
             step=record.step,
             phase=record.phase,
             values={name: getattr(record, name) for name in names},
-            parameters=self._parameters(record, captured, notes),
+            parameters=self._parameters(record, notes),
             tensors=_tensors(record, notes, ranks),
             step_s=step_s,
             host=self._host,
@@ -316,25 +269,22 @@ class PartMaker:
         self._sequence = max(first_of_step, self._sequence + 1) if part.phase else last_of_step
         return replace(part, sequence=self._sequence)
 
-    def _parameters(
-        self, record: StepRecord, captured: CapturedStep | None, notes: RankNotes
-    ) -> ParameterPart:
+    def _parameters(self, record: StepRecord, notes: RankNotes) -> ParameterPart:
         layout, ranks = record.layout, self._ranks
         if is_new := layout is not self._layout:
             names = "\n".join(parameter.name for parameter in layout.parameters)
             self._layout_id = hashlib.blake2b(names.encode(), digest_size=8).hexdigest()
-            self._layout = layout
+            self._layout, self._layout_data = layout, message_pack.encode(layout)
         columns: dict[str, Array] = {
             "copies": ranks.copies(len(layout.parameters), notes.grads),
             **{name: getattr(record, name) for name in GRADS},
         }
         # The schedule of a pipeline divides gradients by the number of micro-batches later.
-        if captured is not None and not ranks.is_in_pipeline:
-            before = captured.norms_before_clipping(record.grad_norms, record.grad_present)
-            columns |= {} if before is None else {"before": before}
-        if captured is not None and record.full:
+        if notes.before_clipping is not None and not ranks.is_in_pipeline:
+            columns["before"] = notes.before_clipping
+        if record.full:
             columns["parameter_copies"] = ranks.copies(len(layout.parameters), notes.parameters)
-            columns["moved"], columns["sizes"] = _updates(captured, record)
+            columns["moved"], columns["sizes"] = _updates(notes, record)
         checks = [
             (index, notes.parameters[index].shard, total)
             for indices, totals in notes.bit_sums
@@ -343,7 +293,7 @@ class PartMaker:
         return ParameterPart(
             stage=ranks.stage,
             layout_id=self._layout_id,
-            layout=layout if record.full or record.phase or is_new else None,
+            layout=self._layout_data if record.full or record.phase or is_new else b"",
             columns=columns,
             addends=tuple(_addends(record, notes)),
             checks=np.array(checks, np.int64).reshape(-1, 3).T,
@@ -382,7 +332,7 @@ def _tensors(record: StepRecord, notes: RankNotes, ranks: RankObserver) -> Tenso
     return TensorTable.of(found, Rows.concatenate(rows)) if found else None
 
 
-def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats]:
+def _updates(notes: RankNotes, record: StepRecord) -> tuple[Floats, Floats]:
     """Return the norms of parameters' updates, and of the parameters before; NaN: not measured.
 
     The update of a large parameter is its norm times the ratio of a sample, if that is known.
@@ -392,10 +342,9 @@ def _updates(captured: CapturedStep, record: StepRecord) -> tuple[Floats, Floats
     norms = figures_of(
         record.weights, lambda rows: np.where(nonfinite_of(rows) == 0, norm_of(rows), math.nan)
     )
-    for update in captured.detail.updates:
-        for index, moved_norm, _, ratio in update.read():
-            if (size := norms.get(layout.parameters[index].name)) is not None:
-                sizes[index], moved[index] = size, ratio * size if size else moved_norm
+    for index, moved_norm, _, ratio in notes.moved:
+        if (size := norms.get(layout.parameters[index].name)) is not None:
+            sizes[index], moved[index] = size, ratio * size if size else moved_norm
     counts = figures_of(record.weights, attrgetter("count"))
     empty = [layout.parameter_position[name] for name, count in counts.items() if count == 0]
     moved[empty] = sizes[empty] = 0.0  # of empty shards

@@ -1,1 +1,1 @@
-"""Reads a run back: sources, sessions, matrices, payloads; none of it loads torch."""
+"""Reads a run back: run logs, event files, matrices, payloads; none of it loads torch."""

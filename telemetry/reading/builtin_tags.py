@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from telemetry.events.page_format import PLUGIN_NAME, chosen_loss
 from telemetry.plain_text import printable
-from telemetry.reading.sessions import Layer
+from telemetry.reading.run_data import Layer, RunData
 from telemetry.reading.sources import RunSource
 from telemetry.records.loss import loss_among
 from telemetry.records.step import INPUT
@@ -74,10 +73,10 @@ def metrics_among(tags: Iterable[str], loss: str | None) -> list[str]:
     return sorted(tag for tag in own if tag != loss and not _RATE.fullmatch(tag))[:_MAX_METRICS]
 
 
-def scalar_curves(source: RunSource) -> list[tuple[str, str]]:
+def scalar_curves(run: RunData) -> list[tuple[str, str]]:
     """Return pairs of ``loss`` or ``learning rate`` and a tag: one loss, some learning rates."""
-    known = sorted(source.tags("scalars"))
-    loss = loss_of(known, chosen_loss(source.tags(PLUGIN_NAME)))
+    known = sorted(run.source.tags("scalars"))
+    loss = loss_of(known, run.loss_tag())
     rates = [tag for tag in known if _RATE.fullmatch(plain(tag))][:_MAX_RATES]
     return [*(("loss", tag) for tag in (loss,) if tag), *(("learning rate", tag) for tag in rates)]
 

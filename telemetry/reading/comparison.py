@@ -112,8 +112,7 @@ def _same(
 def _curves(run: RunData) -> Mapping[str, Mapping[int, float]]:
     """Return loss and learning rates by name and step; the loss is named ``loss``."""
     names = {
-        tag: kind if kind == "loss" else plain(tag)
-        for kind, tag in builtin_tags.scalar_curves(run.source)
+        tag: kind if kind == "loss" else plain(tag) for kind, tag in builtin_tags.scalar_curves(run)
     }
     read = run.source.read("scalars", list(names))
     return {names[tag]: dict(curve) for tag, curve in read.items()}

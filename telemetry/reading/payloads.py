@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from telemetry.events.page_format import FORMAT_VERSION
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.layers.pictures import MAX_CHANNELS, columns_in
 from telemetry.layers.units import ranges
@@ -22,8 +21,7 @@ from telemetry.plain_text import json_plain
 from telemetry.reading import builtin_tags
 from telemetry.reading.distributions import distribution, histogram_table
 from telemetry.reading.matrix import Matrix, Numbers, UnitExtremes
-from telemetry.reading.run_data import RunData, trained_share
-from telemetry.reading.sessions import Layer
+from telemetry.reading.run_data import Layer, RunData, trained_share
 from telemetry.reading.sources import RunSource
 from telemetry.tag_names import plain
 
@@ -43,12 +41,15 @@ _Item: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 """Header and arrays."""
 
 
-def overview(data: RunData, hparams: Mapping[str, Any], source: RunSource) -> dict[str, Any]:
-    """Return layers, statistics, alerts and hyperparameters of a run."""
+def overview(data: RunData) -> dict[str, Any]:
+    """Return layers, statistics, alerts and hyperparameters of a run.
+
+    It raises NewerFormatError if a later version has written it.
+    """
+    data.check_format()
     run, states = data.overview(), data.training_states()
-    pictured = builtin_tags.places_of_images(source.tags("images"))
+    pictured = builtin_tags.places_of_images(data.source.tags("images"))
     return {
-        "format": FORMAT_VERSION,
         "version": run.version,
         "layers": [
             {
@@ -69,7 +70,8 @@ def overview(data: RunData, hparams: Mapping[str, Any], source: RunSource) -> di
         ],
         "lastStep": run.last_step,
         "alerts": [{**json_plain(alert), "message": alert.message} for alert in run.alerts],
-        "hparams": hparams,
+        "hparams": data.hyperparameters(),
+        "resumed": run.resumed,
     }
 
 
@@ -92,7 +94,6 @@ def matrix(part: Matrix) -> bytes:
         "firstLayer": part.first_layer,
         "layerFactor": part.layer_factor,
         "stepFactor": part.step_factor,
-        "sampled": part.sampled,
     }
     return pack(header, {"steps": part.steps, "values": part.values})
 
@@ -115,10 +116,14 @@ def units(found: UnitExtremes) -> bytes:
     return pack(header, {"steps": found.steps, "extremes": found.extremes})
 
 
-def scalars(source: RunSource) -> bytes:
+def scalars(run: RunData) -> bytes:
     """Pack loss, learning rates, parts of a step's time, and memory, if the run has them."""
-    curves = [*builtin_tags.scalar_curves(source), *builtin_tags.cost_curves(source)]
-    found = source.read("scalars", [tag for _, tag in curves])
+    curves = [*builtin_tags.scalar_curves(run), *builtin_tags.cost_curves(run.source)]
+    found = dict(run.source.read("scalars", [tag for _, tag in curves]))
+    loss, logged = run.loss_tag(), run.logged()
+    if loss in logged:  # TensorBoard may not have loaded all of it yet
+        curves = [("loss", loss), *(curve for curve in curves if curve[0] != "loss")]
+        found[loss] = logged[loss]
     items: list[_Item] = []
     for kind, tag in curves:
         if series := found.get(tag):

@@ -12,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert, listed_alerts
-from telemetry.events import list_event_files
+from telemetry.events.reading import list_event_files
 from telemetry.layers import MISSING, PAGE_STATISTICS
 from telemetry.plain_text import closest, html_table, natural_key
 from telemetry.reading.distributions import histogram_table
 from telemetry.reading.matrix import UnitExtremes
 from telemetry.reading.run_data import RunData, windows
-from telemetry.reading.run_entry import hparams_content, read_hparams
-from telemetry.reading.sources import FileSource
+from telemetry.reading.run_log import RunDirectory, log_names
 from telemetry.tag_names import plain
 
 Table: TypeAlias = Any
@@ -27,11 +26,18 @@ Table: TypeAlias = Any
 
 
 class Run:
-    """Records of a run up to now, read once; its alerts are in the order of their steps."""
+    """Records of a run up to now; its alerts are in the order of their steps.
+
+    A directory that several runs have used holds the newest of them, and names the ``earlier`` ones
+    as :func:`read` takes them.
+    """
 
     def __init__(self, log_dir: Path) -> None:
         self.log_dir = log_dir
-        self._data = open_run(log_dir)
+        self._data = open_run(log_dir, needs_log=False)
+        self.earlier: tuple[str, ...] = tuple(
+            [f"{log_dir}@{run}" for run in self._data.directory.runs() if run != self._data.run]
+        )
         self.alerts: tuple[Alert, ...] = self._data.overview().alerts
 
     def __repr__(self) -> str:
@@ -45,12 +51,12 @@ class Run:
     @property
     def problems(self) -> tuple[str, ...]:
         """One line for each unreadable part of the directory."""
-        return tuple(self._data.source.problems)
+        return tuple(self._data.problems)
 
     @property
     def hparams(self) -> dict[str, str | float | bool]:
-        """Hyperparameters given to ``HookLogger.hparams``; numbers are floats."""
-        return dict(read_hparams(hparams_content(self._data.source)))
+        """Hyperparameters given to ``HookLogger.hparams``."""
+        return self._data.hyperparameters()
 
     @cached_property
     def scalars(self) -> Table:
@@ -162,11 +168,12 @@ def read(run: str | os.PathLike[str]) -> Run:
     """Read a run.
 
     Args:
-        run: Its directory, or one with a single run somewhere below.
+        run: Its directory, or one with a single run somewhere below; ``directory@id`` is an
+            earlier run in the same directory.
 
     Raises:
-        OSError: There are no event files, or they cannot be read.
-        ValueError: There are several runs, or no telemetry data.
+        OSError: There are no files of a run, or they cannot be read.
+        ValueError: There are several runs.
         TypeError: ``run`` is no path.
     """
     if not isinstance(run, str | os.PathLike):
@@ -193,16 +200,25 @@ def _table(**columns: NDArray[Any] | tuple[NDArray[np.intp], Sequence[str]]) -> 
 
 
 class NoTelemetryError(ValueError):
-    """Event files that telemetry did not write."""
+    """Event files without a run log."""
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-        super().__init__(f"{os.fspath(log_dir)}: has event files, but no telemetry data")
+        super().__init__(
+            f"{os.fspath(log_dir)}: has event files, but no run log (telemetry.*.runlog): "
+            "telemetry has not written it, or it was copied without the log. TensorBoard shows its "
+            "curves, and telemetry lint judges its loss"
+        )
+
+
+def files_of_run(log_dir: Path) -> list[str]:
+    """Return the names of the run logs, or else of the event files, of a directory."""
+    return log_names(log_dir) or [path.name for path in list_event_files(log_dir)]
 
 
 def find_log_dirs(
     path: Path,
     *,
-    is_log_dir: Callable[[Path], object] = list_event_files,
+    is_log_dir: Callable[[Path], object] = files_of_run,
     skipped: Callable[[OSError], object] = lambda error: None,
 ) -> Iterator[Path]:
     """Yield the directories of runs at and below ``path``, in natural order; links are followed.
@@ -228,23 +244,41 @@ def find_log_dirs(
             skipped(error)
 
 
-def open_run(log_dir: str | os.PathLike[str]) -> RunData:
-    """Open the run in a directory; a run that ended before its first step may have alerts alone.
+def split_run(path: Path) -> tuple[Path, str]:
+    """Return directory and id of a run ``directory@id``; without ``@id`` the id is empty."""
+    name, at, run = path.name.rpartition("@")
+    return (path.with_name(name), run) if at and name and not path.exists() else (path, "")
 
-    It raises FileNotFoundError, NoTelemetryError, or NewerFormatError (of a later version only).
+
+def open_run(log_dir: Path, *, needs_log: bool = True) -> RunData:
+    """Open the newest run in a directory, or the run ``directory@id``.
+
+    A run that ended before its first step may have alerts alone; one without a run log has curves
+    and histograms. It raises FileNotFoundError, NoTelemetryError, or NewerFormatError (of a later
+    version only).
     """
-    run = RunData(FileSource(log_dir))
-    found = run.overview()
-    if not found.layers and not found.alerts:
-        raise NoTelemetryError(log_dir)
-    return run
+    path, run = split_run(log_dir)
+    found = RunData(RunDirectory(path), run)
+    overview = found.overview()
+    found.check_format()
+    if not overview.layers and not overview.alerts and found.end() is None:
+        if run:
+            raise FileNotFoundError(f"{path} holds no run {run}")
+        if not files_of_run(path):
+            raise FileNotFoundError(f"neither a run log nor event files in {path}")
+        if needs_log:
+            raise NoTelemetryError(path)
+        found.directory.problems.add("layers and alerts", "there is no run log, telemetry.*.runlog")
+    return found
 
 
 def only_log_dir(path: Path, skipped: Callable[[OSError], object] = lambda error: None) -> Path:
     """Return the directory of a run: ``path``, or the only one below it; ValueError: several."""
+    if split_run(path)[1]:
+        return path
     found = list(find_log_dirs(path, skipped=skipped))
     if not found:
-        raise FileNotFoundError(f"no event files in {path}")
+        raise FileNotFoundError(f"neither a run log nor event files in {path}")
     if path in found or len(found) == 1:
         return found[0]
     names = ", ".join(str(log_dir.relative_to(path)) for log_dir in found[:10])

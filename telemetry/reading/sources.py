@@ -1,11 +1,11 @@
-"""Sources of one run's data: the interface, and event files, without TensorBoard's server."""
+"""Event files of one run: what readers ask of them, and files without TensorBoard's server."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,10 +16,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.data_compat import migrate_value
-from tensorboard.plugins.hparams import metadata
 
-from telemetry.events import CorruptEventFileError, list_event_files, read_events
-from telemetry.events.page_format import PLUGIN_NAME
+from telemetry.events.reading import CorruptFileError, EventReader, list_event_files
 from telemetry.plain_text import printable
 
 # Lines about one run.
@@ -57,45 +55,44 @@ def _shortened(text: str) -> str:
     return printable(text if len(text) <= _MAX_LINE else f"{text[:_MAX_LINE]}…")
 
 
+class Period(NamedTuple):
+    """Time of a run, for the events of a directory that several runs have used, one after another.
+
+    In seconds since the epoch; the end is not included.
+    """
+
+    begin_s: float = -math.inf
+    end_s: float = math.inf
+
+    def holds(self, time_s: float) -> bool:
+        return self.begin_s <= time_s < self.end_s
+
+
 class RunSource(Protocol):
-    """Tags of one run and their values, by plugin; readers of the values add problems."""
+    """Tags of one run in event files, by plugin; readers of their values add problems."""
 
     problems: Problems
+    period: Period  # events of other times are omitted
 
-    def tags(self, plugin_name: str) -> Mapping[str, int]:
-        """Return the last step of each tag of a plugin: ``scalars``, ``histograms``, ``images``."""
+    def tags(self, plugin_name: str) -> Collection[str]:
+        """Return the tags of a plugin: ``scalars``, ``histograms``, ``images``."""
 
     def read(
-        self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
+        self, plugin_name: str, tags: Sequence[str]
     ) -> Mapping[str, Sequence[tuple[int, Any]]]:
-        """Return steps and values of each tag by ascending step; if ``sampled``, the last alone.
+        """Return steps and values of each tag by ascending step.
 
-        Values of ``scalars`` are floats, others are arrays or the ``bytes`` of a text. Values of
-        ``images`` have no meaning.
+        Values of ``scalars`` are floats, those of ``histograms`` arrays. Values of ``images`` have
+        no meaning.
         """
 
     def picture(self, tag: str, step: int) -> bytes | None:
         """Return a PNG file; None if the step has none."""
 
 
-# Largest size of each plugin's values in memory: 2 GiB are 20,000 full steps of 1000 layers.
-MAX_KEPT_BYTES = {
-    PLUGIN_NAME: 2 << 30,
-    "scalars": 512 << 20,
-    "histograms": 512 << 20,
-    "images": 512 << 20,
-    metadata.PLUGIN_NAME: 64 << 20,
-}
+# Largest size of each plugin's values in memory.
+MAX_KEPT_BYTES = dict.fromkeys(("scalars", "histograms", "images"), 512 << 20)
 
-
-class Series(NamedTuple):
-    """Last step and time of a tag, as TensorBoard's server returns them."""
-
-    max_step: int
-    max_wall_time: float
-
-
-_NONE = Series(-1, -math.inf)
 _MAX_DIMENSIONS = 4  # telemetry writes at most 2
 _OVERHEAD_BYTES = 400  # of the Python objects around a value
 _DTYPES: Mapping[int, np.dtype[Any]] = {
@@ -105,96 +102,83 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {
 
 
 class FileSource:
-    """All values of one run, read once into memory: a :class:`RunSource`.
+    """All values in the event files of a directory, read when they are asked for first.
 
-    Values that a later session replaces (``purge_step``) are omitted, as in TensorBoard.
-    ``is_read`` selects the values by plugin name and tag; ``series`` has all tags of the page. A
-    directory without event files raises FileNotFoundError.
+    It is a :class:`RunSource`, of some plugins only or of all. Values that a resumed run replaces
+    (``purge_step``) are omitted, as in TensorBoard.
     """
 
     def __init__(
         self,
         log_dir: str | os.PathLike[str],
-        is_read: Callable[[str, str], bool] = lambda plugin_name, tag: True,
+        plugin_names: Collection[str] = tuple(MAX_KEPT_BYTES),
     ) -> None:
         self.problems = Problems()
-        self.series: dict[str, Series] = {}
-        self._is_read = is_read
-        # By plugin and tag: pairs of step and value.
-        self._values: dict[str, dict[str, list[tuple[int, Any]]]] = defaultdict(dict)
+        self._plugin_names = plugin_names
+        self._log_dir = log_dir
+        self.period = Period()
         self._room = dict(MAX_KEPT_BYTES)
-        paths = list_event_files(log_dir) if Path(log_dir).is_dir() else []
-        if not paths:
-            raise FileNotFoundError(f"no event files in {os.fspath(log_dir)}")
-        for path in paths:
-            self._read_file(path)
-        for plugin_name, tags in self._values.items():
-            if plugin_name != PLUGIN_NAME:  # the last value of each step counts
-                self._values[plugin_name] = {
-                    tag: sorted(dict(series).items()) for tag, series in tags.items() if series
-                }
 
-    def tags(self, plugin_name: str) -> Mapping[str, int]:
-        return {tag: series[-1][0] for tag, series in self._values[plugin_name].items()}
+    def tags(self, plugin_name: str) -> Collection[str]:
+        return self._values[plugin_name].keys()
 
     def read(
-        self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
+        self, plugin_name: str, tags: Sequence[str]
     ) -> Mapping[str, Sequence[tuple[int, Any]]]:
         known = self._values[plugin_name]
-        return {tag: known[tag][-1 if sampled else 0 :] for tag in tags if tag in known}
+        return {tag: known[tag] for tag in tags if tag in known}
 
     def picture(self, tag: str, step: int) -> bytes | None:
         return dict(self._values["images"].get(tag, ())).get(step)
 
-    def _read_file(self, path: Path) -> None:
-        events = read_events(path)
+    @cached_property
+    def _values(self) -> Mapping[str, Mapping[str, list[tuple[int, Any]]]]:
+        """Steps and values by plugin and tag; the last value of each step counts."""
+        found: dict[str, dict[str, list[tuple[int, Any]]]] = {
+            name: {} for name in self._plugin_names
+        }
+        for path in list_event_files(self._log_dir):
+            self._read_file(path, found)
+        return {
+            plugin_name: {t: sorted(dict(series).items()) for t, series in tags.items() if series}
+            for plugin_name, tags in found.items()
+        }
+
+    def _read_file(self, path: Path, found: Mapping[str, dict[str, list[tuple[int, Any]]]]) -> None:
+        events = EventReader(path)
         try:
             for event in events:
-                self._take(event)
-        except CorruptEventFileError as error:
+                if event.session_log.status == SessionLog.START:
+                    for tags in found.values():
+                        for tag, series in tags.items():
+                            tags[tag] = [item for item in series if item[0] < event.step]
+                if self.period.holds(event.wall_time):
+                    self._take(event, found)
+        except CorruptFileError as error:
             self.problems.add(f"the rest of {path}", f"damaged at byte {error.offset}")
         except OSError as error:
             self.problems.add(str(path), error.strerror or error)
         for offset, size in events.oversized:
             self.problems.add(f"the event at byte {offset} of {path}", f"it has {size} bytes")
 
-    def _take(self, event: Event) -> None:
-        if event.session_log.status == SessionLog.START:
-            self._purge(event.step)
+    def _take(self, event: Event, found: Mapping[str, dict[str, list[tuple[int, Any]]]]) -> None:
         for value in event.summary.value:
-            plugin_name = value.metadata.plugin_data.plugin_name
-            if value.HasField("simple_value"):
-                plugin_name = "scalars"
-            elif plugin_name == PLUGIN_NAME:
-                before = self.series.get(value.tag, _NONE)
-                latest = map(max, before, (event.step, event.wall_time))
-                self.series[value.tag] = Series(*latest)
-            if not self._is_read(plugin_name, value.tag):
-                continue
             try:
                 plugin_name, content = _content(value)
             except ValueError as error:
                 self.problems.add(value.tag, error)
                 continue
-            if content is not None:
-                self._keep(plugin_name, value.tag, event.step, content)
-
-    def _keep(self, plugin_name: str, tag: str, step: int, content: Any) -> None:
-        nbytes = _OVERHEAD_BYTES + len(tag)
-        if not isinstance(content, float):
-            nbytes += content.nbytes if isinstance(content, np.ndarray) else len(content)
-        if nbytes > self._room[plugin_name]:
-            limit = MAX_KEPT_BYTES[plugin_name] >> 20
-            self.problems.add(f"the rest of {plugin_name}", f"there are more than {limit} MiB")
-            return
-        self._room[plugin_name] -= nbytes
-        self._values[plugin_name].setdefault(tag, []).append((step, content))
-
-    def _purge(self, step: int) -> None:
-        for plugin_name, tags in self._values.items():
-            if plugin_name != PLUGIN_NAME:  # the page's data has its own sessions
-                for tag, series in tags.items():
-                    tags[tag] = [item for item in series if item[0] < step]
+            if content is None or plugin_name not in found:
+                continue
+            nbytes = _OVERHEAD_BYTES + len(value.tag)
+            if not isinstance(content, float):
+                nbytes += content.nbytes if isinstance(content, np.ndarray) else len(content)
+            if nbytes > self._room[plugin_name]:
+                limit = MAX_KEPT_BYTES[plugin_name] >> 20
+                self.problems.add(f"the rest of {plugin_name}", f"there are more than {limit} MiB")
+                continue
+            self._room[plugin_name] -= nbytes
+            found[plugin_name].setdefault(value.tag, []).append((event.step, content))
 
 
 def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | None]:
@@ -206,8 +190,6 @@ def _content(value: Summary.Value) -> tuple[str, NDArray[Any] | bytes | float | 
     plugin_name: str = value.metadata.plugin_data.plugin_name
     if plugin_name not in MAX_KEPT_BYTES:
         return plugin_name, None
-    if plugin_name == metadata.PLUGIN_NAME:
-        return plugin_name, value.metadata.plugin_data.content
     if plugin_name == "images":
         # The first two strings are the picture's width and height.
         strings = value.tensor.string_val

@@ -286,6 +286,6 @@ def add_pairs(
     ends = np.cumsum(np.maximum(high - low + 1, 0))
     begins = ends - np.maximum(high - low + 1, 0)
     totals = np.bincount((begins - low)[rows] + buckets, counts, minlength=ends[-1] if size else 0)
-    found = np.flatnonzero(totals)
-    row = np.searchsorted(ends, found, side="right")
-    return row, (found - begins[row] + low[row]).astype(np.int16), totals[found]
+    filled = np.flatnonzero(totals)
+    row = np.searchsorted(ends, filled, side="right")
+    return row, (filled - begins[row] + low[row]).astype(np.int16), totals[filled]

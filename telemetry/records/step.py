@@ -236,6 +236,9 @@ class Layout:
         return Layout(modules=modules, parameters=parameters)
 
 
+NO_LAYOUT = Layout(modules=(), parameters=())
+
+
 # Arrays over parameters that only full steps have.
 OF_PARAMETERS = ("trainable", "reached", "held", "groups")
 
@@ -260,9 +263,15 @@ class By(Enum):
     TENSORS = auto()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+_NO_FLAGS, _NO_GROUPS = np.zeros(0, bool), np.zeros(0, np.int64)
+
+
+@dataclass(kw_only=True, eq=False)
 class StepRecord:
     """Measurements of one optimizer step.
+
+    It is made when the step begins, filled by hooks and the worker, and changed no more when rules
+    and writers receive it.
 
     Of several ranks, fields are merged :class:`By` their reduction; those without one are keys, or
     computed from the others.
@@ -354,16 +363,10 @@ class StepRecord:
     skipped: Annotated[bool, By.LOWEST_RANK] = False
     eval_mode: Annotated[bool, By.LOWEST_RANK] = False
     full: Annotated[bool, By.LARGEST] = False
-    trainable: Annotated[NDArray[np.bool_], By.RANK_0] = field(
-        default_factory=lambda: np.zeros(0, bool)
-    )
-    reached: Annotated[NDArray[np.bool_], By.RANK_0] = field(
-        default_factory=lambda: np.zeros(0, bool)
-    )
-    held: Annotated[NDArray[np.bool_], By.RANK_0] = field(default_factory=lambda: np.zeros(0, bool))
-    groups: Annotated[NDArray[np.int64], By.RANK_0] = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )
+    trainable: Annotated[NDArray[np.bool_], By.RANK_0] = field(default_factory=lambda: _NO_FLAGS)
+    reached: Annotated[NDArray[np.bool_], By.RANK_0] = field(default_factory=lambda: _NO_FLAGS)
+    held: Annotated[NDArray[np.bool_], By.RANK_0] = field(default_factory=lambda: _NO_FLAGS)
+    groups: Annotated[NDArray[np.int64], By.RANK_0] = field(default_factory=lambda: _NO_GROUPS)
     fingerprints: Annotated[tuple[float, ...], By.RANK_0] = ()
     examples: int = 0
     expert_loads: Annotated[Mapping[str, NDArray[np.int64]], By.SUM] = field(default_factory=dict)
@@ -511,8 +514,8 @@ class InputRows:
 def reductions(*among: By) -> dict[str, By]:
     """Return the reduction of each field of :class:`StepRecord` that has one of these."""
     hints = get_type_hints(StepRecord, include_extras=True)
-    found = {name: getattr(kind, "__metadata__", (None,))[0] for name, kind in hints.items()}
-    return {name: by for name, by in found.items() if by in among}
+    reduction_of = {name: getattr(kind, "__metadata__", (None,))[0] for name, kind in hints.items()}
+    return {name: by for name, by in reduction_of.items() if by in among}
 
 
 class ClippedFraction:

@@ -141,8 +141,8 @@ class Tensors(Mapping[Name, TensorRecord]):
 
     def only(self, names: Collection[Name]) -> Tensors[Name]:
         """Return the tensors with one of these names."""
-        found = {name: row for name, row in self._rows.items() if name in names}
-        return Tensors([*found], self.rows.take(np.array([*found.values()], np.intp)))
+        rows_of = {name: row for name, row in self._rows.items() if name in names}
+        return Tensors([*rows_of], self.rows.take(np.array([*rows_of.values()], np.intp)))
 
     def __getitem__(self, name: Name) -> TensorRecord:
         if name not in self._records:

@@ -16,15 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from telemetry.alert import Alert, TelemetryAlert
-from telemetry.capture import Capture, Content, Schedule
+from telemetry.capture import Content, Loop, Schedule
 from telemetry.failures import Failures, show_at_end
-from telemetry.flight import is_fault
 from telemetry.pipeline import (
     CLOSE_TIMEOUT_S,
     LoggedScalars,
     Pipeline,
     Processor,
-    ReadyValues,
 )
 from telemetry.plain_text import printable_lines
 from telemetry.ranks.exchange import Exchange, RankExchange
@@ -51,6 +49,15 @@ _CHECKPOINT_S = 10.0
 
 _MAX_NOTES = 5  # that are shown at the end
 _GOES_ON = 'training goes on; HookLogger(on_alert="stop") or "raise" ends it at such an alert'
+
+
+def is_fault(exception: BaseException) -> bool:
+    """Return whether an exception that ends training is unexpected.
+
+    Ctrl-C, :class:`SystemExit`, :class:`StopIteration` and :class:`TelemetryAlert` are requested.
+    """
+    requested = StopIteration, TelemetryAlert
+    return isinstance(exception, Exception) and not isinstance(exception, requested)
 
 
 class ActiveRun:
@@ -104,24 +111,24 @@ class ActiveRun:
         self.log_dir = self._files.log_dir
         resumed = self._files.first_step > 0
         self._later_steps = LaterSteps(self.log_dir, self._failures, expected=resumed)
-        self._dashboard = Dashboard(session_id=self._files.session_id)
+        self._dashboard = Dashboard()
         self._processor = Processor(
             dashboard=self._dashboard,
             write_values=self._files.write_values,
+            run_log=self._files.log,
             rules=rules,
-            observers=(self._files.flight, self._later_steps),
+            on_step=self._later_steps.on_step,
             on_alert=self._note_alert,
             schedule=self._schedule,
             failures=self._failures,
             loss=LossChoice(loss_tag),
-            batches=self._files.flight.batches,
         )
         try:
             self._pipeline = Pipeline(self._processor, self._failures)
         except NoThreadError:
             self._files.close(CLOSE_TIMEOUT_S)
             raise
-        self._capture = Capture(
+        self._loop = Loop(
             model,
             selection=selection,
             schedule=self._schedule,
@@ -140,38 +147,38 @@ class ActiveRun:
         # Priority 10: before the finalizer of the writer, which has priority 0.
         self._finalizer = Finalize(model, self.close, exitpriority=10)
         self.attach("HookLogger")
-        self._write(self._dashboard.first_values())
+        self._pipeline.put_now(partial(self._processor.write_first, self._loop.step))
         show_log_dir(self.log_dir)
 
     @property
     def attached(self) -> bool:
-        return self._capture.attached
+        return self._loop.attached
 
     @property
     def current_step(self) -> int:
-        return self._capture.step
+        return self._loop.step
 
     # --- hooks -----------------------------------------------------------------------------------
 
     def attach(self, caller: str) -> None:
         if self._closed:
             why = "the logger is closed; make a new one"
-            if self._capture.model() is None:
+            if self._loop.model() is None:
                 why = "the model is deleted; keep a reference to it"
             raise ValueError(f"{caller}: {why}")
         if self._role.measures:
-            self._capture.attach()
+            self._loop.attach()
 
     def detach(self) -> None:
-        self._capture.detach()
+        self._loop.detach()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         check_phase(name)
-        return nullcontext() if self._closed_before("phase") else self._capture.phase(name)
+        return nullcontext() if self._closed_before("phase") else self._loop.phase(name)
 
     def step(self) -> None:
-        if self._capture.attached:
-            self._capture.manual_step()
+        if self._loop.attached:
+            self._loop.manual_step()
         self._step_ended()
 
     # --- logged values ---------------------------------------------------------------------------
@@ -180,7 +187,7 @@ class ActiveRun:
         if self._closed_before("log"):
             return
         values, errors = scalars_of(scalars, more, named)
-        self._log(values, self._capture.step)
+        self._log(values, self._loop.step)
         if errors:
             raise errors[0]
         if self._may_stop and not self._role.merges:
@@ -189,17 +196,16 @@ class ActiveRun:
     def hparams(self, values: Mapping[str, Hyperparameter], metrics: Iterable[str] | None) -> None:
         if self._closed_before("hparams"):
             return
-        if metrics is not None:
-            self._write(hparams.values_of(values, metrics))
-            return
-        session, known = hparams.session_value(values), dict(values)
-        self._write([session], lambda loss: hparams.experiment_value(known, [loss]))
+        hparams.check(values, metrics)
+        tags = None if metrics is None else [*metrics]
+        write = self._processor.write_hyperparameters
+        self._pipeline.put_now(partial(write, dict(values), tags, self._loop.step))
 
     def batch(self, ids: object) -> None:
         values = batch_ids_of(ids)
-        if not self._closed_before("batch") and self._capture.attached:
-            self._capture.end_open_step()
-            self._pipeline.submit_logged(Batch(step=self._capture.step, ids=values))
+        if not self._closed_before("batch") and self._loop.attached:
+            self._loop.end_open_step()
+            self._pipeline.submit_logged(Batch(step=self._loop.step, ids=values))
 
     def _closed_before(self, method: str) -> bool:
         """Return whether the logger is closed; log once that the method writes nothing then."""
@@ -215,44 +221,36 @@ class ActiveRun:
     def _log_curves(self, curves: Mapping[str, float], step: int) -> None:
         self._log({RUN + name: value for name, value in curves.items()}, step)
 
-    def _write(
-        self, values: Sequence[bytes], of_loss: Callable[[str], bytes] | None = None
-    ) -> None:
-        """Write encoded values at the current step, and one more when the loss's tag is known."""
-        step, now = self._capture.step, time.time()
-        item = ReadyValues(step=step, wall_time=now, values=values, of_loss=of_loss)
-        self._pipeline.submit_logged(item)
-
     # --- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        capture = self._capture.state_dict()
-        with self._capture.clock.paused():
+        position = self._loop.state_dict()
+        with self._loop.clock.paused():
             self._await_steps()
-            rules = self._pipeline.state_dict(capture["step"])
+            rules = self._pipeline.state_dict(position["step"])
             # A resumed run counts on these files even if the process is killed next.
             if not self._files.flush(_CHECKPOINT_S):
                 log.warning(
                     "telemetry: the records up to the checkpoint at step %d are not written within "
                     "%.0f s; if the process is killed now, a resumed run lacks them",
-                    capture["step"],
+                    position["step"],
                     _CHECKPOINT_S,
                 )
-        return {"format": STATE_FORMAT, **capture, **rules}
+        return {"format": STATE_FORMAT, "run": self._files.log.run, **position, **rules}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         usable, incompatible = checked_state(state)
         if self._closed:
             raise ValueError("HookLogger.load_state_dict(): the logger is closed; make a new one")
         self._later_steps.expect_them()
-        attached = self._capture.attached
-        self._capture.detach()
+        attached = self._loop.attached
+        self._loop.detach()
         self._await_steps()
-        self._capture.load_state_dict(usable)
-        self._files.purge(self._capture.step)
-        incompatible += self._pipeline.load_state_dict(usable, self._capture.step)
+        self._loop.load_state_dict(usable)
+        self._files.restore(self._loop.step, usable.get("run"))
+        incompatible += self._pipeline.load_state_dict(usable, self._loop.step)
         if attached:
-            self._capture.attach()
+            self._loop.attach()
         if incompatible:
             log.warning("telemetry: load_state_dict() ignored %s", "; ".join(incompatible))
 
@@ -281,7 +279,7 @@ class ActiveRun:
                     size=self._role.size,
                     put=self._pipeline.put_now,
                     ask=self._schedule.request_full,
-                    current_step=lambda: self._capture.step,
+                    current_step=lambda: self._loop.step,
                     failures=self._failures,
                 )
             except OSError as error:  # no file descriptor is left
@@ -303,7 +301,7 @@ class ActiveRun:
 
     def flush(self) -> None:
         self._settle_role()
-        with self._capture.clock.paused():
+        with self._loop.clock.paused():
             each_within(CLOSE_TIMEOUT_S, self._await_steps, self._files.flush)
 
     def _await_steps(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
@@ -318,7 +316,10 @@ class ActiveRun:
     def _note_alert(self, alert: Alert, wall_time: float) -> None:
         """Store an alert and respond to it; on the background thread."""
         self.alerts.append(alert)
-        self._files.write_alert(alert, wall_time)
+        if alert.severity == "error" and self._role.writes:
+            self._failures.log_once(
+                f"the steps around it: telemetry explain {quote(self.log_dir)}", level=logging.INFO
+            )
         response: object = self._on_alert
         if callable(self._on_alert):
             response = self._on_alert(alert)
@@ -331,7 +332,7 @@ class ActiveRun:
 
     def _step_ended(self) -> None:
         if self._may_stop_at_steps:
-            self._stop_if_requested(self._capture.step - 1)
+            self._stop_if_requested(self._loop.step - 1)
 
     def _stop_if_requested(self, step: int | None) -> None:
         """Stop training if an alert requests it after this step; None: no other step will end."""
@@ -359,11 +360,10 @@ class ActiveRun:
             self._end(timeout_s)
 
     def _note_exception(self, exception: BaseException, timeout_s: float) -> None:
-        """Write the flight file of an exception that ends the training."""
+        """Keep the exception that ends the training, if it is a fault."""
         self._exception = exception if is_fault(exception) else None
-        self._capture.detach()  # without a message about a run without steps
+        self._loop.detach()  # without a message about a run without steps
         self._pipeline.flush(timeout_s)
-        self._files.flight.on_exception(exception, self._capture.step)
 
     def _end(self, timeout_s: float) -> None:
         """End the run, or wait until another thread has done so."""
@@ -371,7 +371,7 @@ class ActiveRun:
             return
         try:
             if not self._ended:
-                self._capture.end()
+                self._loop.end()
                 self._settle_role()
                 each_within(
                     timeout_s,
@@ -387,7 +387,7 @@ class ActiveRun:
                 self._finalizer.cancel()  # last: it finishes an end that a Ctrl-C interrupts
         finally:
             self._ending.release()
-            self._capture.detach()  # if a Ctrl-C came before
+            self._loop.detach()  # if a Ctrl-C came before
 
     def _end_exchange(self, timeout_s: float) -> None:
         """Send the rest to the other ranks, and receive theirs."""
@@ -398,9 +398,8 @@ class ActiveRun:
     def _write_end(self) -> None:
         steps = self._schedule
         counts = {"scheduled": steps.scheduled, "requested": steps.requested}
-        self._files.write_end(
-            *self._dashboard.end_values(self._capture.step - 1, self._exception, **counts)
-        )
+        values = self._dashboard.end_values(**counts)
+        self._files.write_end(self._loop.step - 1, values, self._exception)
 
     def _log_full_steps(self) -> None:
         """Log the number of full steps and their reasons; a warning if rules doubled them."""

@@ -1,4 +1,4 @@
-"""Files of one run: event file, alerts, flight files; and the command that opens it."""
+"""Files of one logger: event file and run log; and the command that opens them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
-from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
 from torch.utils import tensorboard
 
-from telemetry.alert import Alert
-from telemetry.events.event_file import EventFile, session_start
-from telemetry.events.page_format import encode_alert, new_session_id
-from telemetry.events.plain_files import LineFile, WholeFile
+from telemetry.events.files import EventFile, run_log_file, session_start
+from telemetry.events.run_log import new_run_id
 from telemetry.events.summaries import event_of
 from telemetry.events.writer import Writer
 from telemetry.failures import Failures, show
-from telemetry.flight import FlightRecorder
 from telemetry.plain_text import printable
 from telemetry.ranks.role import Role, is_rank_0, may_be_any_rank
 from telemetry.run.arguments import log_dir_of
 from telemetry.run.given_file import GivenFile
-from telemetry.run.resuming import logs_after_steps, next_step
+from telemetry.run.resuming import earlier_run
+from telemetry.writing.run_log import RunLog
 
 try:
     import fcntl
@@ -44,8 +41,8 @@ class RunFiles:
     """Opens the files of one logger, and locks their directory; raises OSError if it cannot write.
 
     Args:
-        role: Role of this process. If its rank may be another one, values are kept in memory until
-            :meth:`open_for`.
+        role: Role of this process. If its rank may be another one, what is written is kept in
+            memory until :meth:`open_for`.
         close: Closes the logger when another one replaces it.
     """
 
@@ -63,28 +60,30 @@ class RunFiles:
         self._given = writer if isinstance(writer, tensorboard.SummaryWriter) else None
         log_dir = log_dir_of(writer, written=role.writes)
         self.log_dir = log_dir if self._given is not None else role.directory(log_dir)
-        self.session_id = new_session_id()  # another one for each logger of this run
         self._process_id = os.getpid()
         self._failures = failures
         self._lock = DirectoryLock(model, self.log_dir, close)
-        self.first_step = next_step(self.log_dir, first_step) if resume else first_step
+        earlier = earlier_run(self.log_dir, first_step, resume=resume)
+        self.first_step = earlier.next_step
         # A loss that was logged after the last step belongs to the first, which is not repeated.
-        self._hidden_from = self.first_step
-        if resume and self.first_step:
-            self._hidden_from += logs_after_steps(self.log_dir)
+        self._hidden_from = earlier.next_step + earlier.loss_delay
         self._has_ended = False
-        self._writes = role.writes
         self._writer = Writer(self.log_dir)
         self._events: EventFile | GivenFile | None = None  # not open, or another rank writes
+        self._log_file = run_log_file(self.log_dir)
         self._held: list[Callable[[], None]] | None = []  # while this rank is unknown
+        # What was held is written before what follows. A signal handler may enter it again.
+        self._order = RLock()
+        self.log = RunLog(
+            self._append_to_log,
+            self._log_file.repeat,
+            run=earlier.run or new_run_id(),
+            seed=torch.initial_seed(),
+        )
+        if self.first_step:
+            self.log.begin(self.first_step)
         if not may_be_any_rank():
             self.open_for(role)
-        self.flight = FlightRecorder(
-            self.log_dir,
-            seed=torch.initial_seed(),
-            failures=failures,
-            write=lambda path, content: self._put(WholeFile(path), content),
-        )
 
     @property
     def is_undecided(self) -> bool:
@@ -93,21 +92,20 @@ class RunFiles:
 
     def open_for(self, role: Role) -> None:
         """Open the files of a role that is final; write nothing more if another rank writes."""
-        self._writes = role.writes
-        held, self._held = self._held, None
-        if not role.writes:
-            self._events = None
-        elif self._events is None:
-            self._events = self._open()
-            for write in held or ():
-                write()
+        with self._order:
+            held, self._held = self._held, None
+            if not role.writes:
+                self._events = None
+            elif self._events is None:
+                self._events = self._open()
+                for write in held or ():
+                    write()
 
     def _open(self) -> EventFile | GivenFile:
         if self._given is not None:
             self._lock.acquire(self._given)
             return GivenFile(self._given)
-        hidden_from = self._hidden_from if self.first_step else None
-        events = EventFile(self.log_dir, hidden_from=hidden_from)
+        events = EventFile(self.log_dir, hidden_from=self._hidden_from if self.first_step else None)
         try:
             self._writer.open(events)
         except OSError as error:
@@ -126,7 +124,7 @@ class RunFiles:
         *,
         droppable: bool = False,
         flush: bool = False,
-        repeat: Sequence[bytes] = (),
+        repeat: str = "",
     ) -> None:
         """Add one event with many values, which costs far less than one event for each.
 
@@ -135,46 +133,45 @@ class RunFiles:
             wall_time: Seconds since the epoch.
             droppable: Whether to drop the event when the queue is full: true for measurements.
             flush: Whether to write at once; the call still does not wait for the disk.
-            repeat: Values that readers need in every file, such as one after the directory was
-                removed. Each later file begins with the latest of each tag.
+            repeat: Key of values that readers need in every file, such as one after the directory
+                was removed. Each later file begins with the latest event of each key.
         """
         self._has_ended = False
-        if self._held is not None:
-            options: dict[str, Any] = {"droppable": droppable, "flush": flush, "repeat": repeat}
-            self._held.append(partial(self.write_values, values, step, wall_time, **options))
-        elif self._events is not None:
-            for value in repeat:
-                (tag,) = (one.tag for one in Summary.FromString(value).value)
-                self._events.repeat(tag, event_of([value], step, wall_time))
-            event = event_of(values, step, wall_time)
-            self._writer.put(self._events, event, droppable=droppable, flush=flush)
+        with self._order:
+            if self._held is not None:
+                options: dict[str, Any] = {"droppable": droppable, "flush": flush, "repeat": repeat}
+                self._held.append(partial(self.write_values, values, step, wall_time, **options))
+            elif self._events is not None:
+                event = event_of(values, step, wall_time)
+                if repeat:
+                    self._events.repeat(repeat, event)
+                self._writer.put(self._events, event, droppable=droppable, flush=flush)
 
-    def _put(self, file: LineFile | WholeFile, content: bytes) -> None:
-        if self._writes:
-            self._writer.put(file, content, flush=True)
+    def _append_to_log(self, data: bytes, *, droppable: bool = False, flush: bool = False) -> None:
+        with self._order:
+            if self._held is not None:
+                append = partial(self._append_to_log, data, droppable=droppable, flush=flush)
+                self._held.append(append)
+            elif self._events is not None:
+                self._writer.put(self._log_file, data, droppable=droppable, flush=flush)
 
-    def purge(self, step: int) -> None:
-        """Hide earlier records of this step and later ones, if the file is our own."""
+    def restore(self, step: int, run: str | None) -> None:
+        """Hide earlier records of this step and later ones, as a checkpoint of a run is loaded."""
+        self.log.begin(step, run)
         if isinstance(self._events, EventFile):
             self._writer.put(self._events, session_start(step))
 
-    def write_alert(self, alert: Alert, wall_time: float) -> None:
-        """Append to ``alerts.jsonl`` of a local directory, and write the flight file.
-
-        A line has the alert's fields, the page's session, and the time at the end of the step.
-        """
-        self.flight.on_alert(alert)
-        if "://" not in self.log_dir:
-            with self._failures.contained("to append to alerts.jsonl"):
-                line = encode_alert(alert, {"session": self.session_id, "wall_time": wall_time})
-                self._put(LineFile(Path(self.log_dir, "alerts.jsonl")), line)
-
-    def write_end(self, step: int, values: Sequence[bytes]) -> None:
+    def write_end(
+        self, last_step: int, values: Sequence[bytes], exception: BaseException | None
+    ) -> None:
         """Write, once and not in a fork, that the run is closed; later records make it void."""
-        if values and not self._has_ended and os.getpid() == self._process_id:
-            with self._failures.contained("to write that the run has ended"):
-                self.write_values(values, step, time.time())
-            self._has_ended = True
+        if self._has_ended or os.getpid() != self._process_id:
+            return
+        with self._failures.contained("to write that the run has ended"):
+            self.log.end(last_step, exception)
+            if values:
+                self.write_values(values, max(last_step, 0), time.time())
+        self._has_ended = True
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until everything is written, or has failed; False if that takes longer."""
@@ -183,7 +180,6 @@ class RunFiles:
     def close(self, timeout_s: float) -> None:
         """Write queued records and release the directory."""
         if os.getpid() == self._process_id:  # a fork may never be able to take the locks
-            self.flight.close()
             self._writer.close(timeout_s)
         self._lock.release()
 

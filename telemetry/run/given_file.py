@@ -9,7 +9,7 @@ from contextlib import suppress
 from tensorboard.compat.proto.event_pb2 import Event
 from torch.utils.tensorboard import SummaryWriter
 
-from telemetry.events.event_file import EventFile
+from telemetry.events.files import EventFile
 
 log = logging.getLogger("telemetry")
 
@@ -28,9 +28,9 @@ class GivenFile:
         self._own.continues = True
         self._is_theirs = True
 
-    def repeat(self, tag: str, event: bytes) -> None:
+    def repeat(self, key: str, event: bytes) -> None:
         """Begin our file with this event; torch's writer repeats nothing."""
-        self._own.repeat(tag, event)
+        self._own.repeat(key, event)
 
     def append(self, items: deque[bytes]) -> None:
         """Write events, and remove each that the writer has accepted."""

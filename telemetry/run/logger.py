@@ -114,9 +114,10 @@ class HookLogger:
             :attr:`should_stop` there. Notes neither raise nor stop. Or a function that is called
             with each :class:`Alert` on a background thread; it may return ``"raise"`` or ``"stop"``
             to respond in that way, whatever the severity.
-        first_step: Number of the first step. If it is not 0, TensorBoard hides earlier records of
-            this step and later ones. :meth:`load_state_dict` also restores the state of the alerts.
-        resume: Whether to continue after the last step in the local directory, if it has any.
+        first_step: Step at which the newest run in the local directory is continued; 0: a new run.
+            Earlier records of this step and later ones are then hidden. :meth:`load_state_dict`
+            also restores the state of the alerts.
+        resume: Whether to continue that run after its last step; without a run, a new one begins.
         ranks: With several processes that train together: ``"merged"``: rank 0 writes the
             measurements of all ranks as one run; ``"each"``: each rank writes its own, into
             ``rank-0003/``; ``"rank0"``: rank 0 measures and writes, the others do nothing.
@@ -293,7 +294,8 @@ class HookLogger:
 
         Args:
             values: Numbers, bools or strings by name; None, lists and tuples become strings.
-            metrics: Tags of scalars to show next to them; None: the loss, as soon as one is logged.
+            metrics: Tags of scalars to show next to them; None: all that are logged in the next
+                1,000 steps, or up to the end.
 
         Raises:
             TypeError: A value has another type.
@@ -334,7 +336,7 @@ class HookLogger:
         self._run.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current step and the state of the alerts; call it between steps.
+        """Return the run, its current step and the state of the alerts; call it between steps.
 
         All steps up to now are checked by the rules and written first, so that a run that is killed
         and resumed lacks none; it waits for the disk ten seconds at most. Your own rules are
@@ -348,7 +350,7 @@ class HookLogger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of :meth:`state_dict`, in this process or another one.
 
-        TensorBoard then hides earlier records of this step and later ones in the log directory.
+        Earlier records of this step and later ones of the run are then hidden.
 
         Args:
             state: The state. Incompatible parts are ignored with a warning.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -17,19 +16,13 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 from werkzeug.exceptions import BadRequest, Forbidden, HTTPException, NotFound
 
-from telemetry.events.page_format import PLUGIN_NAME, NewerFormatError
+from telemetry.events.run_log import NewerFormatError
 from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
-from telemetry.reading.matrix import WHOLE, Region, thin
-from telemetry.reading.run_data import RunData
-from telemetry.reading.run_entry import read_hparams
-from telemetry.reading.sessions import Layer
-from telemetry.tensorboard_plugin.provider_source import (
-    ProviderSource,
-    RunTable,
-    list_runs,
-    read_hparams_content,
-)
+from telemetry.reading.matrix import WHOLE, Limit, Region
+from telemetry.reading.run_data import Layer, RunData
+from telemetry.reading.run_entry import row_of
+from telemetry.tensorboard_plugin.provider_source import Runs
 from telemetry.tensorboard_plugin.report import (
     CONTENT_TYPES,
     MAX_RUNS,
@@ -39,28 +32,21 @@ from telemetry.tensorboard_plugin.report import (
 )
 from telemetry.untrusted import MAX_INTEGER, MAX_NAME
 
-MAX_ROWS = 2048
-MAX_CELLS = 4_000_000
-_MAX_RUNS_KEPT = 6
+LIMIT = Limit(max_layers=2048, max_cells=4_000_000)
 
 log = logging.getLogger(__name__)
 
 
 class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
-    plugin_name = PLUGIN_NAME
+    plugin_name = "telemetry"
 
     def __init__(self, context: base_plugin.TBContext) -> None:
-        self._provider = context.data_provider
         files = read_static_files()
         self._static = {**files, "index.js": bundle(files, "index.js").encode()}
-        self._table = RunTable(self._provider)
-        self._known = lru_cache(_MAX_RUNS_KEPT)(
-            lambda experiment, name: RunData(ProviderSource(self._provider, experiment, name))
-        )
+        self._runs = Runs(context.data_provider, context.flags)
 
     def is_active(self) -> bool:
-        # TensorBoard also lists plugins that have data.
-        return False
+        return self._runs.exist()
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
         return base_plugin.FrontendMetadata(
@@ -71,11 +57,11 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         routes: dict[str, Callable[[wrappers.Request], Any]] = {
             "/static/*": self._serve_static,
             "/runs": self._serve_runs,
-            "/run_table": lambda r: self._table.rows(_experiment(r), time.time()),
+            "/run_table": lambda r: self._rows(self._runs.all(_experiment(r))),
             "/run": self._serve_run,
             "/onsets": lambda r: payloads.onsets(self._run(r), number(r, "step")),
             "/matrix": self._serve_matrix,
-            "/scalars": lambda r: payloads.scalars(self._run(r).source),
+            "/scalars": lambda r: payloads.scalars(self._run(r)),
             "/units": self._serve_units,
             "/layer": self._of_layer(
                 lambda run, layer: payloads.layer_series(*run.layer_series(layer.name))
@@ -96,22 +82,17 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         return send(request, self._static[name], CONTENT_TYPES[PurePath(name).suffix])
 
     def _serve_runs(self, request: wrappers.Request) -> list[dict[str, Any]]:
-        entries = list_runs(self._provider, _experiment(request))
-        return [
-            {
-                "name": entry.name,
-                "lastStep": entry.last_step,
-                "started": entry.started_s,
-                "alertCount": len(entry.alert_tags),
-            }
-            for entry in entries
-        ]
+        names = ("name", "lastStep", "started", "alertCount")
+        rows = self._rows(self._runs.all(_experiment(request)))
+        return [{name: row[name] for name in names} for row in rows]
+
+    def _rows(self, runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
+        now_s = time.time()
+        return [row_of(run, name, now_s) for name, run in runs.items()]
 
     def _serve_run(self, request: wrappers.Request) -> dict[str, Any]:
         try:
-            run = self._run(request)
-            found = read_hparams_content(self._provider, *self._key(request))
-            return payloads.overview(run, dict(read_hparams(found)), run.source)
+            return payloads.overview(self._run(request))
         except NewerFormatError as error:
             return {"newerFormat": str(error)}
 
@@ -121,15 +102,14 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         names = [known.name for known in PAGE_STATISTICS]
         if statistic not in names:
             raise BadRequest(f"statistic must be one of {', '.join(names)}")
-        matrix = self._run(request).matrix(statistic, Region(**ends))
-        return payloads.matrix(thin(matrix, max_layers=MAX_ROWS, max_cells=MAX_CELLS))
+        return payloads.matrix(self._run(request).matrix(statistic, Region(**ends), LIMIT))
 
     def _serve_units(self, request: wrappers.Request) -> bytes:
         """``run``, ``layer`` and, if not all steps, ``first_step`` and ``last_step``."""
         names = ("first_step", "last_step")
         ends = {name: number(request, name, getattr(WHOLE, name)) for name in names}
         run, layer = self._layer(request)
-        return payloads.units(run.units(layer.name, Region(**ends)).thin(MAX_CELLS // 4))
+        return payloads.units(run.units(layer.name, Region(**ends)).thin(LIMIT.max_cells // 4))
 
     def _serve_image(self, request: wrappers.Request) -> wrappers.Response:
         tag, step = text(request, "tag"), number(request, "step")
@@ -147,23 +127,19 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         if len(names) > MAX_RUNS:
             raise BadRequest(f"a report is of at most {MAX_RUNS} runs")
         runs = {name: self._read(experiment, name) for name in names}
-        rows = {row["name"]: row for row in self._table.rows(experiment, time.time())}
-        page = report_html(runs, [rows[name] for name in names]).encode(errors="backslashreplace")
+        page = report_html(runs, self._rows(runs)).encode(errors="backslashreplace")
         more = f"_and_{len(names) - 1}_more" if len(names) > 1 else ""
         file = re.sub(r"[^\w.-]+", "_", names[0], flags=re.ASCII) + more
         attached = [("Content-Disposition", f'attachment; filename="{file}.html"')]
         return send(request, page, "application/octet-stream", headers=attached)
 
-    def _key(self, request: wrappers.Request) -> tuple[str, str]:
-        return _experiment(request), text(request, "run")
-
     def _run(self, request: wrappers.Request) -> RunData:
-        return self._read(*self._key(request))
+        return self._read(_experiment(request), text(request, "run"))
 
     def _read(self, experiment: str, name: str) -> RunData:
-        run = self._known(experiment, name)
-        if not run.source.tags(PLUGIN_NAME):  # also of a run that was deleted since
-            raise NotFound(f"run not found, or without telemetry data: {name}")
+        run = self._runs.one(experiment, name)
+        if run is None:  # or it was deleted since
+            raise NotFound(f"run not found, or without a run log: {name}")
         return run
 
     def _of_layer(

@@ -1,24 +1,27 @@
-"""Runs and the run table, read through TensorBoard's data provider, with either of its loaders."""
+"""Runs of TensorBoard: their directories, and their event files through its data provider."""
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
 import numpy as np
 from tensorboard import context
+from tensorboard.compat import tf
 from tensorboard.data.provider import DataProvider, RunTagFilter
-from tensorboard.plugins.hparams import metadata
 
-from telemetry.events.page_format import PLUGIN_NAME
-from telemetry.reading.builtin_tags import loss_of, metrics_among
-from telemetry.reading.run_entry import RunEntry, loss_summary, run_entry
-from telemetry.reading.sources import Problems
+from telemetry.events.run_log import SUFFIX
+from telemetry.plain_text import natural_key
+from telemetry.reading.run_data import RunData
+from telemetry.reading.run_log import RunDirectory
+from telemetry.reading.sources import Period, Problems
 
-ALL = 10**9  # all values of a tag; 0 would mean none
+_ALL = 10**9  # all values of a tag; 0 would mean none
 _CONTEXT = context.RequestContext()
 # What tensor_util.make_ndarray raises if type, shape and content do not fit together.
 _UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
@@ -26,100 +29,138 @@ _UNDECODABLE = (ValueError, TypeError, KeyError, OverflowError, MemoryError)
 log = logging.getLogger(__name__)
 
 
-def list_tags(
-    provider: DataProvider, experiment: str, plugin_name: str, run: str | None = None
-) -> Mapping[str, Mapping[str, Any]]:
-    """Return the listing of a plugin's tags with values, by run; of one run or of all."""
-    found: Mapping[str, Mapping[str, Any]] = _methods(provider, plugin_name)[0](
-        _CONTEXT,
-        experiment_id=experiment,
-        plugin_name=plugin_name,
-        run_tag_filter=None if run is None else RunTagFilter(runs=[run]),
-    )
-    # The slow loader also lists tags whose values a resumed run has all purged, without a step.
-    return {
-        name: {tag: series for tag, series in tags.items() if series.max_step is not None}
-        for name, tags in found.items()
-    }
+def find_directories(flags: Any) -> dict[str, str]:
+    """Return the directories with run logs by the names that TensorBoard gives their runs.
 
-
-def read_tags(
-    provider: DataProvider,
-    experiment: str,
-    plugin_name: str,
-    wanted: Mapping[str, Sequence[str]],
-    most: int = ALL,
-    problems: Problems | None = None,
-) -> dict[str, dict[str, Sequence[Any]]]:
-    """Return at most ``most`` values of each tag, without those that cannot be decoded.
-
-    ``wanted`` has tags by run; another run's tag of the same name may come along. Values that
-    cannot be decoded go to ``problems``, else to the log.
+    ``flags`` are TensorBoard's: ``logdir``, or ``logdir_spec``, which is ``name:path,path``.
     """
-    if not any(wanted.values()):
-        return {}
-    named = {tag for tags in wanted.values() for tag in tags}
-    reason: object
-    try:
-        found: Mapping[str, Mapping[str, Sequence[Any]]] = _methods(provider, plugin_name)[1](
-            _CONTEXT,
-            experiment_id=experiment,
-            plugin_name=plugin_name,
-            downsample=most,
-            run_tag_filter=RunTagFilter(runs=list(wanted), tags=named),
-        )
-        return {run: dict(data) for run, data in found.items()}
-    except _UNDECODABLE as error:
-        reason = error
-    except grpc.RpcError as error:  # such as: too large for a message
-        if error.code() is grpc.StatusCode.UNAVAILABLE:
-            raise
-        reason = error.details()
-    pairs = [(run, tag) for run, tags in wanted.items() for tag in tags]
-    if len(pairs) == 1:
-        [(run, tag)] = pairs
-        if problems is None:
-            log.warning("telemetry: run %r: %s", run, reason)
-        else:
-            problems.add(tag, reason)
-        return {}
-    joined: dict[str, dict[str, Sequence[Any]]] = defaultdict(dict)
-    for half in pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]:
-        part = {run: [tag for of, tag in half if of == run] for run, _ in half}
-        read = read_tags(provider, experiment, plugin_name, part, most, problems)
-        for run, data in read.items():
-            joined[run].update(data)
-    return joined
+    found: dict[str, str] = {}
+    for name, top in _log_dirs(flags):
+        for folder in _folders(top):
+            below = folder[len(top) :].strip(os.sep)
+            found[os.path.join(name, below).rstrip(os.sep) or "."] = folder
+    return found
 
 
-def _methods(
-    provider: DataProvider, plugin_name: str
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    if plugin_name == "scalars":
-        return provider.list_scalars, provider.read_scalars
-    if plugin_name == "images":
-        return provider.list_blob_sequences, provider.read_blob_sequences
-    return provider.list_tensors, provider.read_tensors
+def _log_dirs(flags: Any) -> Iterator[tuple[str, str]]:
+    if top := getattr(flags, "logdir", "") or "":
+        yield "", top if "://" in top else os.path.expanduser(top)
+    for one in (getattr(flags, "logdir_spec", "") or "").split(","):
+        if one:
+            name, colon, path = one.partition(":")
+            is_named = colon and "/" not in name and not path.startswith("//")
+            top = os.path.expanduser(path if is_named else one)
+            yield name if is_named else "", top
+
+
+def _folders(top: str) -> Iterator[str]:
+    """Yield the directories with run logs at and below ``top``; links are followed."""
+    if "://" in top:
+        for folder, _, names in tf.io.gfile.walk(top):
+            if any(name.endswith(SUFFIX) for name in names):
+                yield folder
+        return
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(top, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:  # a circular or repeated link
+            folders.clear()
+            continue
+        seen.add(real)
+        if any(name.endswith(SUFFIX) for name in names):
+            yield folder
+
+
+class Runs:
+    """All runs below TensorBoard's log directory, read from their run logs.
+
+    A run is named as in TensorBoard; an earlier one in the same directory ``name@id``.
+    """
+
+    def __init__(self, provider: DataProvider, flags: Any) -> None:
+        self._provider, self._flags = provider, flags
+        self._lock = threading.Lock()
+        self._folders: dict[str, str] = {}  # directories by name
+        self._directories: dict[str, RunDirectory] = {}  # by path
+        self._runs: dict[tuple[str, str, str], RunData] = {}
+
+    def exist(self) -> bool:
+        """Whether there is a run."""
+        tops = (top for _, top in _log_dirs(self._flags))
+        return bool(self._folders) or any(True for top in tops for _ in _folders(top))
+
+    def all(self, experiment: str) -> dict[str, RunData]:
+        """Return all runs by name, the newest first; those of one start by name."""
+        found: dict[str, RunData] = {}
+        with self._lock:
+            self._folders = find_directories(self._flags)
+            for name in self._folders:
+                found |= self._of(experiment, name)
+            kept = set(self._folders.values())
+            self._directories = {p: d for p, d in self._directories.items() if p in kept}
+            self._runs = {key: run for key, run in self._runs.items() if key[1] in kept}
+        started_s = {name: run.overview().started_s or 0.0 for name, run in found.items()}
+        order = sorted(found, key=lambda name: (-started_s[name], natural_key(name)))
+        return {name: found[name] for name in order}
+
+    def one(self, experiment: str, name: str) -> RunData | None:
+        """Return a run; None if it does not exist, or does not exist any more."""
+        bases = [name, name.rpartition("@")[0]]
+        with self._lock:
+            if not any(base in self._folders for base in bases):
+                self._folders = find_directories(self._flags)
+            found: dict[str, RunData] = {}
+            for base in bases:
+                if base in self._folders:
+                    found |= self._of(experiment, base)
+        return found.get(name)
+
+    def _of(self, experiment: str, name: str) -> dict[str, RunData]:
+        """Return the runs in a directory; none if it was deleted."""
+        folder = self._folders[name]
+        if folder not in self._directories:
+            report = partial(log.warning, "telemetry: run %r: %s", name)
+            self._directories[folder] = RunDirectory(folder, Problems(report))
+        directory = self._directories[folder]
+        directory.refresh()
+        found, ids = dict[str, RunData](), [*directory.runs()]
+        if directory.newer is not None and not ids:
+            ids = [""]
+        for run in ids:
+            key = experiment, folder, run
+            if key not in self._runs:
+                source = ProviderSource(self._provider, experiment, name)
+                self._runs[key] = RunData(directory, run, source)
+            found[name if run == ids[-1] else f"{name}@{run}"] = self._runs[key]
+        return found
 
 
 class ProviderSource:
-    """One run of an experiment, a :class:`~telemetry.reading.sources.RunSource`; logs problems."""
+    """Event files of one run: a :class:`~telemetry.reading.sources.RunSource`; logs problems."""
 
     def __init__(self, provider: DataProvider, experiment: str, run: str) -> None:
         self.problems = Problems(lambda line: log.warning("telemetry: run %r: %s", run, line))
+        self.period = Period()
         self._provider = provider
         self._experiment = experiment
         self._run = run
 
-    def tags(self, plugin_name: str) -> Mapping[str, int]:
-        listing = list_tags(self._provider, self._experiment, plugin_name, self._run)
-        return {tag: series.max_step for tag, series in listing.get(self._run, {}).items()}
+    def tags(self, plugin_name: str) -> Collection[str]:
+        found: Mapping[str, Mapping[str, Any]] = self._methods(plugin_name)[0](
+            _CONTEXT,
+            experiment_id=self._experiment,
+            plugin_name=plugin_name,
+            run_tag_filter=RunTagFilter(runs=[self._run]),
+        )
+        # The slow loader also lists tags whose values a resumed run has all purged, without a step.
+        series = found.get(self._run, {})
+        return [tag for tag, of_tag in series.items() if of_tag.max_step is not None]
 
     def read(
-        self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False
+        self, plugin_name: str, tags: Sequence[str]
     ) -> Mapping[str, Sequence[tuple[int, Any]]]:
         read: dict[str, list[tuple[int, Any]]] = {}
-        for tag, data in self._read(plugin_name, tags, 1 if sampled else ALL).items():
+        for tag, data in self._read(plugin_name, tags).items():
             if plugin_name == "images":
                 read[tag] = [(datum.step, None) for datum in data]
             elif plugin_name == "scalars":
@@ -128,7 +169,7 @@ class ProviderSource:
                 if len(read[tag]) < len(data):
                     self.problems.add(f"some of {tag}", "not a number")
             else:
-                read[tag] = [(datum.step, content_of(datum)) for datum in data]
+                read[tag] = [(datum.step, np.asarray(datum.numpy)) for datum in data]
         return read
 
     def picture(self, tag: str, step: int) -> bytes | None:
@@ -144,115 +185,39 @@ class ProviderSource:
                 return blob if isinstance(blob, bytes) else None
         return None
 
-    def _read(
-        self, plugin_name: str, tags: Sequence[str], most: int = ALL
-    ) -> Mapping[str, Sequence[Any]]:
-        wanted = {self._run: tags}
-        found = read_tags(
-            self._provider, self._experiment, plugin_name, wanted, most, self.problems
-        )
-        return found.get(self._run, {})
-
-
-def content_of(datum: Any) -> Any:
-    """Return the array in a tensor, or the ``bytes`` of its first text."""
-    array = np.asarray(datum.numpy)
-    if array.dtype.kind not in "OSU" or not array.size:
-        return array
-    text = array.reshape(-1)[0]
-    return text.encode() if isinstance(text, str) else text
-
-
-def list_runs(provider: DataProvider, experiment: str) -> list[RunEntry]:
-    """Return the runs with data for the page, the newest first, those of one start by name."""
-    listing = list_tags(provider, experiment, PLUGIN_NAME)
-    entries = [run_entry(name, tags) for name, tags in listing.items() if tags]
-    return sorted(entries, key=lambda entry: entry.order)
-
-
-def read_hparams_content(provider: DataProvider, experiment: str, run: str) -> bytes | None:
-    """Return the hyperparameters of a run as TensorBoard keeps them; None without any."""
-    return _hparams_in(list_tags(provider, experiment, metadata.PLUGIN_NAME, run).get(run, {}))
-
-
-def _hparams_in(tags: Mapping[str, Any]) -> bytes | None:
-    return getattr(tags.get(metadata.SESSION_START_INFO_TAG), "plugin_content", None)
-
-
-class RunTable:
-    """Rows of the page's run table; scalars of runs that have not grown are kept."""
-
-    def __init__(self, provider: DataProvider) -> None:
-        self._provider = provider
-        self._losses = _ReadScalars(provider, _loss)
-        self._metrics = _ReadScalars(
-            provider, lambda read: {tag: d[-1].value for tag, d in read.items() if d}, most=1
-        )
-
-    def rows(self, experiment: str, now_s: float) -> list[dict[str, Any]]:
-        """Return an object per run, newest first; ``now_s`` in seconds since the epoch."""
-        entries = list_runs(self._provider, experiment)
-        wanted = {entry.name: entry.texts for entry in entries if entry.texts}
-        texts = read_tags(self._provider, experiment, PLUGIN_NAME, wanted, 1)
-        hparams = list_tags(self._provider, experiment, metadata.PLUGIN_NAME)
-        scalars = list_tags(self._provider, experiment, "scalars")
-        listed = {e.name: scalars[e.name] for e in entries if e.name in scalars}
-        loss_tags = {
-            e.name: loss_of(scalars[e.name], e.loss_tag) for e in entries if e.name in listed
-        }
-        losses = self._losses.read(
-            experiment, {run: {tag: listed[run][tag]} for run, tag in loss_tags.items() if tag}
-        )
-        metrics = self._metrics.read(
-            experiment,
-            {
-                run: {tag: tags[tag] for tag in metrics_among(tags, loss_tags[run])}
-                for run, tags in listed.items()
-            },
-        )
-        return [
-            entry.row(
-                now_s,
-                {t: content_of(d[-1]) for t, d in texts.get(entry.name, {}).items() if d},
-                _hparams_in(hparams.get(entry.name, {})),
-                losses.get(entry.name),
+    def _read(self, plugin_name: str, tags: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+        """Return the values of the run's time, without those that cannot be decoded."""
+        if not tags:
+            return {}
+        reason: object
+        try:
+            found: Mapping[str, Mapping[str, Sequence[Any]]] = self._methods(plugin_name)[1](
+                _CONTEXT,
+                experiment_id=self._experiment,
+                plugin_name=plugin_name,
+                downsample=_ALL,
+                run_tag_filter=RunTagFilter(runs=[self._run], tags=set(tags)),
             )
-            | {"metrics": metrics.get(entry.name, {})}
-            for entry in entries
-        ]
+            of_tags = found.get(self._run, {}).items()
+            return {
+                tag: [d for d in data if self.period.holds(d.wall_time)] for tag, data in of_tags
+            }
+        except _UNDECODABLE as error:
+            reason = error
+        except grpc.RpcError as error:  # such as: too large for a message
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise
+            reason = error.details()
+        if len(tags) == 1:
+            self.problems.add(tags[0], reason)
+            return {}
+        half = len(tags) // 2
+        return {**self._read(plugin_name, tags[:half]), **self._read(plugin_name, tags[half:])}
 
-
-class _ReadScalars:
-    """Figures of each run's scalars, which are read again only after they have grown."""
-
-    def __init__(
-        self,
-        provider: DataProvider,
-        figures_of: Callable[[Mapping[str, Sequence[Any]]], dict[str, Any]],
-        *,
-        most: int = ALL,  # points of each tag
-    ) -> None:
-        self._provider, self._figures_of, self._most = provider, figures_of, most
-        # By experiment and run: the listing at the last reading, and the figures.
-        self._known: dict[tuple[str, str], tuple[object, dict[str, Any]]] = {}
-
-    def read(
-        self, experiment: str, listed: Mapping[str, Mapping[str, Any]]
-    ) -> Mapping[str, dict[str, Any]]:
-        """Return the figures by run; ``listed`` has the series of the tags of each run."""
-        states = {
-            run: [(tag, series.max_step, series.max_wall_time) for tag, series in tags.items()]
-            for run, tags in listed.items()
-        }
-        known = {run: self._known.get((experiment, run), (None,))[0] for run in states}
-        stale = {run: [*listed[run]] for run, state in states.items() if known[run] != state}
-        found = read_tags(self._provider, experiment, "scalars", stale, self._most)
-        for run, tags in stale.items():
-            points = {tag: found.get(run, {}).get(tag, ()) for tag in tags}
-            self._known[experiment, run] = states[run], self._figures_of(points)
-        return {run: self._known[experiment, run][1] for run in states}
-
-
-def _loss(points: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    ((tag, data),) = points.items()
-    return loss_summary(tag, [datum.value for datum in data])
+    def _methods(self, plugin_name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        provider = self._provider
+        if plugin_name == "scalars":
+            return provider.list_scalars, provider.read_scalars
+        if plugin_name == "images":
+            return provider.list_blob_sequences, provider.read_blob_sequences
+        return provider.list_tensors, provider.read_tensors

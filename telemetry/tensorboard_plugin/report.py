@@ -20,10 +20,9 @@ from telemetry.layers import PAGE_STATISTICS
 from telemetry.reading import payloads
 from telemetry.reading.builtin_tags import histogram_tags
 from telemetry.reading.comparison import Comparison, compare
-from telemetry.reading.matrix import thin
-from telemetry.reading.run_data import Overview, RunData
+from telemetry.reading.matrix import WHOLE, Limit
+from telemetry.reading.run_data import Layer, Overview, RunData
 from telemetry.reading.run_entry import differing
-from telemetry.reading.sessions import Layer
 
 # By the ending of a file's name.
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -79,8 +78,7 @@ _VALIDATION = re.compile(r"(^|[^a-z])(val|valid|validation|eval|dev|test)([^a-z]
 _MAX_METRICS = 4
 
 MAX_RUNS = 20
-MAX_ROWS = 1000
-MAX_CELLS = 250_000
+LIMIT = Limit(max_layers=1000, max_cells=250_000)
 
 # Of more layers, only those with alerts and some others keep histograms and pictures.
 MAX_LAYERS_IN_DETAIL = 100
@@ -250,17 +248,17 @@ def _data(
 ) -> dict[str, Any]:
     matrices = {}
     for statistic in PAGE_STATISTICS:
-        matrix = thin(run.matrix(statistic.name), max_layers=MAX_ROWS, max_cells=MAX_CELLS)
+        matrix = run.matrix(statistic.name, WHOLE, LIMIT)
         matrices[statistic.name] = _packed(payloads.matrix(matrix))
     layers = _layers_in_detail(overview)
     images = {layer.name: _images(run, layer) for layer in layers}
     tags = run.source.tags("histograms")
     steps = sorted({alert.step for alert in overview.alerts})[:MAX_ALERTS]
     return {
-        "overview": payloads.overview(run, row["hparams"], run.source),
+        "overview": payloads.overview(run),
         "onsets": {step: payloads.onsets(run, step) for step in steps},
         "matrices": matrices,
-        "scalars": _packed(payloads.scalars(run.source)),
+        "scalars": _packed(payloads.scalars(run)),
         "histograms": {
             layer.name: _packed(payloads.histograms(run.source, layer))
             for layer in layers

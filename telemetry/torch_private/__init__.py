@@ -43,11 +43,11 @@ def find(owner: object, name: str, consequence: str) -> Any:
 
     ``owner`` may be None, if it is missing itself.
     """
-    found = getattr(owner, name, None)
-    if found is None and name not in _logged:
+    attribute = getattr(owner, name, None)
+    if attribute is None and name not in _logged:
         _logged.add(name)
         log.warning("telemetry: PyTorch %s has no %s; %s", torch.__version__, name, consequence)
-    return found
+    return attribute
 
 
 # --- backward passes -----------------------------------------------------------------------------
@@ -131,13 +131,15 @@ def _observed_backward(*args: Any, **kwargs: Any) -> None:
     if torch.compiler.is_compiling():  # of a whole step: Dynamo ends its graph here
         _backward(*args, **kwargs)
         return
-    found = [observer for known in AroundBackward._observers if (observer := known()) is not None]
-    for observer in found:
+    observers = [
+        observer for known in AroundBackward._observers if (observer := known()) is not None
+    ]
+    for observer in observers:
         observer.backward_begins()
     try:
         _backward(*args, **kwargs)
     finally:
-        for observer in found:
+        for observer in observers:
             observer.backward_ended()
 
 

@@ -70,18 +70,18 @@ class CompiledAutograd:
         """Whether it is on, or compiled a backward pass since this object was made; logged once."""
         config = getattr(sys.modules.get("torch._dynamo"), "config", None)
         inside = sys.modules.get("torch._dynamo.compiled_autograd")
-        found = bool(
+        is_on = bool(
             getattr(config, "compiled_autograd", False)
             or getattr(inside, "compiled_autograd_enabled", False)
             or _counted("compiled_autograd", "captures") != self._captures_before
         )
-        if found and not self._logged:
+        if is_on and not self._logged:
             self._logged = True
             log.warning(
                 "telemetry: activation gradients are not measured: compiled autograd is on, which "
                 "does not work with hooks on them"
             )
-        return found
+        return is_on
 
 
 def graphs_compiled() -> int:

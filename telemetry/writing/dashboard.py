@@ -5,52 +5,34 @@ from __future__ import annotations
 import logging
 import reprlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from telemetry.alert import Alert
 from telemetry.events import summaries
-from telemetry.events.page_format import LAYOUT_PREFIX, LOSS_PREFIX
 from telemetry.layers import STATISTICS, Statistic, table
 from telemetry.plain_text import printable
-from telemetry.records import RankFacts, StepRecord
+from telemetry.records import Layout, RankFacts, StepRecord
 from telemetry.tag_names import FULL_STEPS, RUN, TIMES, TOKENS_PER_S, plain
 from telemetry.writing import tags
-from telemetry.writing.page import PageWriter
 from telemetry.writing.pictures import Pictures
 
 log = logging.getLogger("telemetry")
 
-_MARKS = [mark.encode() for mark in (LAYOUT_PREFIX, LOSS_PREFIX, hparams_metadata.PLUGIN_NAME)]
-
-
-def needed_in_every_file(values: Iterable[bytes]) -> list[bytes]:
-    """Return the values that readers need first: layouts, loss, hyperparameters."""
-    return [value for value in values if any(m in value for m in _MARKS) and _is_needed(value)]
-
-
-def _is_needed(serialized: bytes) -> bool:
-    value, *others = Summary.FromString(serialized).value
-    plugin_name = value.metadata.plugin_data.plugin_name
-    is_of_page = value.tag.startswith((LAYOUT_PREFIX, LOSS_PREFIX))
-    return not others and (is_of_page or plugin_name == hparams_metadata.PLUGIN_NAME)
-
 
 class Dashboard:
-    """Turns records and alerts into values for TensorBoard's dashboards and the Telemetry page.
+    """Turns records and alerts into values for TensorBoard's dashboards.
 
     ``rates`` may need a point before a record's own.
     """
 
-    def __init__(self, *, session_id: str | None = None) -> None:
+    def __init__(self) -> None:
         self._pictures = Pictures()
-        self.page = PageWriter(session_id)
         self.rates = LearningRates()
         self._times, self._usage = StepTimes(), Usage()
         self._alert_count = 0
+        self._layout: Layout | None = None
 
     def first_values(self) -> Sequence[bytes]:
         """Return the values to write at the beginning of the run."""
@@ -58,8 +40,9 @@ class Dashboard:
 
     def values_of(self, record: StepRecord) -> Iterator[Sequence[bytes]]:
         """Yield the values to write in events with the record's step, some at a time."""
-        if self.page.begins_layout(record):
+        if not record.phase and record.layout is not self._layout:
             yield list(self._changes(record))
+            self._layout = record.layout
         yield from tags.values_of(record, self._pictures)
         yield [
             *(rank_values(record.ranks) if record.ranks is not None else ()),
@@ -67,38 +50,24 @@ class Dashboard:
             *self._times.values_of(record),
             *self._usage.values_of(record),
             *depth_values(record),
-            *self.page.values_of(record),
         ]
 
     def alert_values(self, alert: Alert) -> Sequence[bytes]:
         """Return the values to write in an event with the alert's step."""
         number, before = self._alert_count, self._alert_curve()
         self._alert_count += 1
-        text, of_page = tags.alert_value(alert, number), self.page.alert_value(alert, number)
-        return text, of_page, before, self._alert_curve()  # drawn as a jump
+        return tags.alert_value(alert, number), before, self._alert_curve()  # drawn as a jump
 
-    def pending_values(self) -> tuple[int, Sequence[bytes]]:
-        """Return the step and the values of an event with all values that were held back."""
-        return self.page.last_step, tuple(self.page.pending_values())
-
-    def end_values(
-        self, last_step: int, exception: BaseException | None, *, scheduled: int, requested: int
-    ) -> tuple[int, Sequence[bytes]]:
-        """Return the step and the values of the last event.
-
-        ``last_step`` is that of the training, whose norms may not have been measured;
-        ``scheduled`` and ``requested`` are numbers of full steps.
-        """
-        last_step = max(last_step, self.page.last_step)
-        if (value := self.page.end_value(exception)) is None:
-            return last_step, ()
+    def end_values(self, *, scheduled: int, requested: int) -> Sequence[bytes]:
+        """Return the values of the last event; the arguments are numbers of full steps."""
+        if self._layout is None and not self._alert_count:
+            return ()
         full_steps = zip(FULL_STEPS, (scheduled, requested), strict=True)
-        counts = summaries.scalars(full_steps)
-        return last_step, (value, self._alert_curve(), counts)
+        return self._alert_curve(), summaries.scalars(full_steps)
 
     def _changes(self, record: StepRecord) -> Iterator[bytes]:
         """Yield a text with the parameters that changed since the last step, if any did."""
-        before = self.page.layout
+        before = self._layout
         if before is None:
             return
         old, new = ({p.name: p.shape for p in one.parameters} for one in (before, record.layout))

@@ -18,7 +18,7 @@ from telemetry.records import Layout, Output, StepRecord
 from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 from telemetry.selection import evenly
-from telemetry.tag_names import ALERTS, LAYERS, RUN, TENSORS, TOTAL_GRAD_NORM
+from telemetry.tag_names import ALERTS, KIND, RUN, TOTAL_GRAD_NORM
 from telemetry.writing.histograms import Tagged, histogram_values, log10_histogram_values
 from telemetry.writing.pictures import Picture, Pictures
 
@@ -47,11 +47,11 @@ def values_of(record: StepRecord, pictures: Pictures | None = None) -> Iterator[
     if not (prefix or record.full):
         yield [summaries.scalars(points)]
         return
-    points += _curves_of_layers(record, f"{LAYERS}{prefix}")
+    points += _curves_of_layers(record, f"{KIND}{prefix}")
     yield [summaries.scalars(points)]
-    drawn = [(f"{TENSORS}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
+    drawn = [(f"{KIND}{prefix}{tag}", pixels) for tag, pixels in _images(record)]
     yield [*(pictures or Pictures()).values_of(drawn, record.phase)]
-    of_values, of_magnitudes = _histograms(record, f"{TENSORS}{prefix}")
+    of_values, of_magnitudes = _histograms(record, f"{KIND}{prefix}")
     yield from histogram_values(*of_values)
     yield from log10_histogram_values(*of_magnitudes)
 

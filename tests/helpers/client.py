@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ ROOT = "/data/plugin/telemetry/"
 
 
 class Client:
-    """The whole application with our plugin alone."""
+    """The whole application of a log directory, with our plugin alone."""
 
-    def __init__(self, provider: DataProvider) -> None:
+    def __init__(self, provider: DataProvider, logdir: Path) -> None:
         self.provider = provider
-        plugin = TelemetryLoader().load(TBContext(data_provider=provider))
+        flags = Namespace(logdir=str(logdir), logdir_spec="")
+        plugin = TelemetryLoader().load(TBContext(data_provider=provider, flags=flags))
         self._http = HttpClient(TensorBoardWSGI([plugin], data_provider=provider))
 
     def request(

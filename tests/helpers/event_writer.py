@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from telemetry.events.event_file import EventFile, session_start
+from telemetry.events.files import EventFile, session_start
 from telemetry.events.summaries import event_of
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from telemetry import Alert, StepRecord
-from telemetry.events import list_event_files, read_events
+from telemetry.events.reading import EventReader, list_event_files
 from telemetry.tag_names import plain
 from tests.helpers.paths import ROOT
 
@@ -39,7 +39,7 @@ def curve(log_dir: Path, tag: str) -> dict[int, float]:
     return {
         event.step: value.simple_value
         for path in paths
-        for event in read_events(path)
+        for event in EventReader(path)
         for value in event.summary.value
         if plain(value.tag) == tag
     }

@@ -6,19 +6,19 @@ part of the one line that says what was skipped; an empty one where nothing has 
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import numpy as np
 from tensorboard.compat.proto import types_pb2
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -26,25 +26,31 @@ from torch.utils.tensorboard import SummaryWriter
 
 from telemetry.events import summaries
 from telemetry.events.framing import frame
-from telemetry.events.page_format import PLUGIN_NAME, alert_tag, encode_layout, layout_tag
-from telemetry.flight.file import FORMAT
-from telemetry.layers import MATRIX_STATISTICS, STATISTICS
-from tests.helpers.known_runs import (
-    COLUMN,
-    alert_at,
-    layout_of,
-    page,
-    write_dashboards,
-    write_run,
+from telemetry.events.message_pack import encode
+from telemetry.events.run_log import (
+    Alerted,
+    Begin,
+    End,
+    Failure,
+    Frame,
+    FullStep,
+    Hyperparameters,
+    Logged,
+    LossFound,
+    Norms,
+    Random,
+    layout_frame,
 )
+from telemetry.layers import MATRIX_STATISTICS
+from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_dashboards, write_run
 
-SESSION = "20260101-000000.000-aaaa"
-OTHER = "20260101-000000.000-0000"  # sorts before it: its layout does not hide the good run
+RUN = "20260101-000000-aaaa"
 LAYERS = ("a", "b")
 STEPS = 20
 SCRIPT = "</script><img src=x onerror=alert(1)>"
-DEEP = b"[" * 100_000
 GiB = 1 << 30
+NOW = 1.7e9
+EVENTS, RUN_LOG = "events.out.tfevents.{}", "telemetry.{}.runlog"
 
 _numbers = count()
 
@@ -52,10 +58,9 @@ _numbers = count()
 def write_good_run(log_dir: Path) -> None:
     """Two layers, 20 steps, one alert at step 7, a histogram and a picture of the first layer."""
     write_run(
-        log_dir, layout_of(LAYERS), steps=range(STEPS), session=SESSION,
+        log_dir, layout_of(LAYERS), steps=range(STEPS), run=RUN, alerts=[alert_at(7, "b")],
         norms=lambda step: np.array([step, 2 * step], np.float32),
         matrices=lambda step: np.full((2, len(COLUMN)), 0.5, np.float32),
-        alerts=[alert_at(7, "b")],
     )  # fmt: skip
     edges = np.linspace(-1, 1, 11)
     write_dashboards(
@@ -67,33 +72,64 @@ def write_good_run(log_dir: Path) -> None:
 # --- pieces ------------------------------------------------------------------------------------
 
 
-def file_at(log_dir: Path, content: bytes = b"") -> Path:
-    """A further event file; its name sorts behind those of the good run."""
-    path = log_dir / f"events.out.tfevents.9999999999.{next(_numbers):06d}"
+def file_at(log_dir: Path, content: bytes = b"", name: str = RUN_LOG) -> Path:
+    """A further file; its name sorts behind those of the good run."""
+    path = log_dir / name.format(f"99999999{next(_numbers):02d}")
     path.write_bytes(content)
     return path
 
 
-def name_at(log_dir: Path) -> Path:
+def name_at(log_dir: Path, name: str = RUN_LOG) -> Path:
     """Return the name of a file that does not exist yet."""
-    path = file_at(log_dir)
+    path = file_at(log_dir, name=name)
     path.unlink()
     return path
 
 
-def record(*values: bytes, step: int = 0) -> bytes:
+FLOATS = struct.pack("<2f", 1, 2)
+BEGIN = Begin(0, NOW, RUN, 0, continues=True)
+LAYOUT = layout_frame(layout_of(LAYERS), MATRIX_STATISTICS, 0, NOW)
+NORMS = Norms(3, NOW, memoryview(FLOATS), 1.0, (0.1,), 0.5, None, False)
+FULL_STEP = FullStep(3, NOW, memoryview(FLOATS * len(MATRIX_STATISTICS)), memoryview(b""))
+ALERTED = Alerted(3, NOW, alert_at(3, "a"), random=Random(0, {"cpu": b"1"}))
+LOGGED = Logged(3, NOW, {"loss": 0.5})
+END = End(3, NOW, Failure("ValueError", "bad", "line 1"))
+
+
+def add(log_dir: Path, *frames: Frame | bytes, begin: Iterable[Frame] = (BEGIN, LAYOUT)) -> None:
+    """Add a file of the good run, which continues it; bytes are the data of a frame."""
+    data = [one if isinstance(one, bytes) else encode(one) for one in (*begin, *frames)]
+    file_at(log_dir, b"".join(map(frame, data)))
+
+
+def changed(good: Frame, **changes: Any) -> bytes:
+    """Return the data of a frame with other fields; ``alert__step`` is one of the alert."""
+    values = msgspec.to_builtins(good, builtin_types=(bytes, memoryview))
+    for name, value in changes.items():
+        name, _, inner = name.partition("__")
+        place = 1 + good.__struct_fields__.index(name)
+        if not inner:
+            values[place] = value
+        elif value is ...:
+            del values[place][inner]
+        else:
+            values[place][inner] = value
+    return msgspec.msgpack.encode(values)
+
+
+def raw(*values: Any) -> bytes:
+    return msgspec.msgpack.encode(values)
+
+
+def event(*values: bytes, step: int = 0) -> bytes:
     return frame(summaries.event_of(values, step, 1.0))
-
-
-def add(log_dir: Path, *values: bytes, step: int = 0) -> None:
-    file_at(log_dir, record(*values, step=step))
 
 
 def values(tag: str, shape: Sequence[int], content: bytes = b"", **fields: Any) -> bytes:
     """A tensor in which nothing needs to fit together."""
     value = Summary.Value(tag=tag)
-    value.metadata.plugin_data.plugin_name = fields.pop("plugin", PLUGIN_NAME)
-    value.metadata.data_class = fields.pop("data_class", 2)
+    value.metadata.plugin_data.plugin_name = fields.pop("plugin", "scalars")
+    value.metadata.data_class = fields.pop("data_class", 1)
     value.tensor.dtype = fields.pop("dtype", types_pb2.DT_FLOAT)
     for size in shape:
         value.tensor.tensor_shape.dim.add(size=size)
@@ -101,53 +137,6 @@ def values(tag: str, shape: Sequence[int], content: bytes = b"", **fields: Any) 
     for name, items in fields.items():
         getattr(value.tensor, name).extend(items)
     return bytes(Summary(value=[value]).SerializeToString())
-
-
-def chunk(kind: str = "m", number: object = 99) -> str:
-    return f"telemetry/{kind}/{SESSION}/0000/{number}"
-
-
-def text(tag: str, content: Any) -> bytes:
-    data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    return page(tag, data)
-
-
-def layout(**changes: Any) -> bytes:
-    """The text of a layout of two layers, with changes."""
-    good = json.loads(encode_layout(layout_of(["x", "y"]), MATRIX_STATISTICS))
-    return json.dumps(good | changes).encode()
-
-
-def alert(**changes: Any) -> bytes:
-    """The text of an alert, with changes; ``...`` leaves a field out."""
-    fields = asdict(alert_at(3, "a")) | {"format": 1} | changes
-    return json.dumps({k: v for k, v in fields.items() if v is not ...}).encode()
-
-
-def flight(**changes: Any) -> bytes:
-    """The text of a small flight file, with changes; ``...`` leaves a field out."""
-    columns = {s.name: [1.0, "nan"] for s in STATISTICS}
-    fields = {
-        "format": FORMAT,
-        "complete": True,
-        "step": 3,
-        "batch": 3,
-        "batches": [],
-        "first_bad_module": "b",
-        "alerts": [asdict(alert_at(3, "b"))],
-        "exception": None,
-        "random": {"seed": 1, "step": None, "states": {}},
-        "steps": {
-            "step": [2, 3], "wall_time": [1, 2], "loss": [0.5, None], "grad_norm": [1, "nan"],
-            "learning_rates": [[0.1], []], "loss_scale": [None, None],
-            "skipped": [False, False], "full": [True, True],
-        },
-        "modules": {"name": LAYERS, "type": ["Linear", "Linear"], "code": ["", ""], "left_out": 0},
-        "grad_norms": [[1, 2], [1, 2]],
-        "profiles": [{"when": "at", "step": 3, **columns, "sketches": None}],
-        "picture": None,
-    } | changes  # fmt: skip
-    return json.dumps({k: v for k, v in fields.items() if v is not ...}).encode()
 
 
 def png(width: int, height: int, padding: int = 0) -> bytes:
@@ -182,100 +171,62 @@ def move_behind_link(log_dir: Path) -> None:
         path.symlink_to(target)
 
 
-def link(name: str, target: str) -> Callable[[Path], None]:
-    return lambda d: (d / name).symlink_to(target)
-
-
 def add_loop(log_dir: Path) -> None:
     path = name_at(log_dir)
     path.symlink_to(path)
 
 
-def add_sparse_record(log_dir: Path) -> None:
-    """A whole record of 3 GiB that takes no room on the disk, and an event behind it."""
+def add_sparse_frame(log_dir: Path, name: str, then: bytes) -> None:
+    """A whole frame of 3 GiB that takes no room on the disk, and another one behind it."""
     length = struct.pack("<Q", 3 * GiB)
-    path = file_at(log_dir, length + frame(length)[-4:])
+    path = file_at(log_dir, length + frame(length)[-4:], name)
     with path.open("r+b") as file:
         file.seek(12 + 3 * GiB + 4)
-        file.write(record(text(alert_tag(SESSION, 50), alert(step=9))))
+        file.write(then)
 
 
-def add_zeros(log_dir: Path) -> None:
-    with file_at(log_dir, record(summaries.scalar("x", 1))).open("r+b") as file:
+def add_zeros(log_dir: Path, name: str, first: bytes) -> None:
+    with file_at(log_dir, first, name).open("r+b") as file:
         file.truncate(100 * GiB)
 
 
-def write_flight(content: bytes, name: str = "flight-3.json") -> Callable[[Path], None]:
-    return lambda d: (d / name).write_bytes(content) and None
-
-
-def add_layout(content: Any, *, step: int = 0) -> Callable[[Path], None]:
-    return lambda d: add(d, text(layout_tag(OTHER, 0), content), step=step)
-
-
-def add_alert(content: bytes) -> Callable[[Path], None]:
-    return lambda d: add(d, text(alert_tag(SESSION, 77), content), step=3)
-
-
-def add_values(*items: Summary.Value, step: int = 0) -> Callable[[Path], None]:
-    return lambda d: add(d, *items, step=step)
-
-
-def add_norms(distance: float, *, step: int = 5) -> Callable[[Path], None]:
-    block = np.array([[0, 1, 1], [distance, 1, 1]], np.float32)
-    return add_values(page(chunk("n"), block), step=step)
-
-
 def add_histogram(table: Any) -> Callable[[Path], None]:
-    value = summaries.tensor("activation/0000.a", np.array(table, np.float64), "histograms")
-    return add_values(value, step=5)
+    value = summaries.tensor(HISTOGRAM, np.array(table, np.float64), "histograms")
+    return lambda d: file_at(d, event(value, step=5), EVENTS) and None
 
 
 def add_picture(*strings: bytes) -> Callable[[Path], None]:
     value = values(
-        "feature_maps/0000.a", [len(strings)], string_val=strings, plugin="images", data_class=3,
+        PICTURE, [len(strings)], string_val=strings, plugin="images", data_class=3,
         dtype=types_pb2.DT_STRING,
     )  # fmt: skip
-    return add_values(value, step=5)
+    return lambda d: file_at(d, event(value, step=5), EVENTS) and None
 
 
 def add_foreign_files(log_dir: Path) -> None:
     with SummaryWriter(str(log_dir), filename_suffix=".torch") as writer:
-        writer.add_histogram("activation/0000.a", np.array([0.0, 1.0, 1e30]), 3)
+        writer.add_histogram(HISTOGRAM, np.array([0.0, 1.0, 1e30]), 3)
         writer.add_text("note", SCRIPT, 3)
         writer.add_scalar("train/loss", 0.5, -3)
-        writer.add_image("feature_maps/0000.a", np.zeros((3, 2, 2)), 3)
+        writer.add_image(PICTURE, np.zeros((3, 2, 2)), 3)
         writer.add_hparams({"lr": 0.1}, {"accuracy": 1})
 
 
-def add_many_sessions(log_dir: Path) -> None:
-    records = (
-        record(text(f"telemetry/layout/0-{n:04d}/0000", layout()), step=n) for n in range(3000)
-    )
-    file_at(log_dir, b"".join(records))
+def add_damaged_files(log_dir: Path) -> None:
+    for number in range(3000):
+        (log_dir / f"telemetry.99{number:08d}.runlog").write_bytes(b"\x01" * 20)
 
 
-def add_overlapping_sessions(log_dir: Path) -> None:
-    """A session with an earlier name continues in parallel and repeats its own steps."""
-    norms = [page(f"telemetry/n/{OTHER}/0000/{n}", np.ones((1, 3), np.float32)) for n in range(3)]
-    add(log_dir, text(layout_tag(OTHER, 0), encode_layout(layout_of(LAYERS), MATRIX_STATISTICS)))
-    for value, step in zip(norms, (5, 3, 5), strict=True):
-        add(log_dir, value, step=step)
+def begins(count: int, *, same_run: bool) -> Iterator[Begin]:
+    for number in range(count):
+        run = RUN if same_run else f"{number}"
+        yield Begin(STEPS, NOW - number, run, 0)
 
 
-def add_tiny_files(log_dir: Path) -> None:
-    for _ in range(3000):
-        file_at(log_dir, b"\x01" * 20)
-
-
-def add_many_alerts(log_dir: Path) -> None:
-    file_at(log_dir, b"".join(
-        record(text(alert_tag(SESSION, n), alert(module_name=f"m{n}")))
-        for n in range(100, 12_000)
-    ))  # fmt: skip
-
-
-NAMES = [["\x1b[2J\n", "L"], ["\ud800", "\udfff"]]
+def add_overlapping_run(log_dir: Path) -> None:
+    """An earlier run, which ends after the good one and has the same steps."""
+    earlier = [Begin(0, NOW, "another", 0), LAYOUT]
+    add(log_dir, NORMS, ALERTED, changed(NORMS, step=1, time_s=9e9), begin=earlier)
 
 
 @dataclass(frozen=True)
@@ -286,62 +237,52 @@ class Kind:
     said: str = ""
     layers: Sequence[str] = LAYERS
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether only readers of flight files report it."""
-        return self.said.startswith("flight-")
+
+CURVE = "other"
+HISTOGRAM, HISTOGRAM_B, PICTURE = "activation/0000.a", "activation/0001.b", "feature_maps/0000.a"
+BUCKETS = {"plugin": "histograms", "data_class": 2}
+HERE = "at byte"  # of the file
 
 
-FLOATS = struct.pack("<8f", *range(8))
-CURVE = {"plugin": "scalars", "data_class": 1}
-HISTOGRAM, PICTURE = "activation/0000.a", "feature_maps/0000.a"
+def frames(*data: Frame | bytes, said: str = HERE, **changes: Any) -> Kind:
+    return Kind(lambda d: add(d, *data), said, **changes)
 
 
-def numbers(shape: Sequence[int], content: bytes = b"", kind: str = "m", **fields: Any) -> Kind:
-    step = fields.pop("step", 0)
-    value = values(chunk(kind), shape, content, **fields)
-    return Kind(add_values(value, step=step), chunk(kind))
+def other(
+    good: Frame, said: str | None = None, layers: Sequence[str] = LAYERS, **changes: Any
+) -> Kind:
+    """A frame with one field that is wrong, which the line names by its place."""
+    [name] = changes
+    first, _, inner = name.partition("__")
+    place = f"$[{1 + good.__struct_fields__.index(first)}]" + (f".{inner}" if inner else "")
+    return Kind(lambda d: add(d, changed(good, **changes)), place if said is None else said, layers)
 
 
-def no_chunk(number: object) -> Kind:
-    return Kind(add_values(values(chunk(number=number), [2, 8], FLOATS * 2)))
-
-
-def foreign(tag: str, shape: Sequence[int] = (8,), content: bytes = FLOATS, **fields: Any) -> Kind:
-    return Kind(add_values(values(tag, shape, content, **fields)), tag)
-
-
-def changed_layout(said: str = "", *, layers: Sequence[str] = LAYERS, **changes: Any) -> Kind:
-    return Kind(add_layout(layout(**changes)), said, layers)
-
-
-def layout_text(content: Any, said: str = layout_tag(OTHER, 0)) -> Kind:
-    return Kind(lambda d: add_layout(content() if callable(content) else content)(d), said)
-
-
-def changed_alert(said: str = "", **changes: Any) -> Kind:
-    return Kind(lambda d: add_alert(alert(**changes))(d), said)
-
-
-def alert_text(old: bytes, new: bytes, said: str) -> Kind:
-    return Kind(add_alert(alert().replace(old, new)), said)
-
-
-def changed_flight(said: str = "", **changes: Any) -> Kind:
-    return Kind(write_flight(flight(**changes)), said and f"flight-3.json: {said}")
+def foreign(tag: str, shape: Sequence[int] = (8,), content: bytes = FLOATS * 4, **of: Any) -> Kind:
+    value = values(tag, shape, content, **of)
+    return Kind(lambda d: file_at(d, event(value), EVENTS), tag)
 
 
 def picture(png: Callable[[], bytes], said: str = PICTURE) -> Kind:
     return Kind(lambda d: add_picture(b"2", b"2", png())(d), said)
 
 
-def large_list() -> bytes:
-    return b"[" + b"[]," * 33_000_000 + b"0]"
+def modules(*names: Any, **changes: Any) -> Mapping[str, Any]:
+    return {"modules": [[name, "L"] for name in names], **changes}
 
+
+def pairs(*numbers: int) -> bytes:
+    """Units as they are stored."""
+    return zlib.compress(np.array(numbers, "<u4").reshape(-1, 2).T.tobytes())
+
+
+HEAD = b"\x03" + msgspec.msgpack.encode(NOW)  # step 3
+DEEP = b"\x91" * 100_000
 
 KINDS = {
-    # Replacement of a file.
+    # In place of a file.
     "fifo": Kind(lambda d: os.mkfifo(name_at(d)), "not a regular file"),
+    "fifo for events": Kind(lambda d: os.mkfifo(name_at(d, EVENTS)), "not a regular file"),
     "socket": Kind(add_socket, "999"),
     "directory": Kind(lambda d: name_at(d).mkdir(), "not a regular file"),
     "endless device": Kind(lambda d: name_at(d).symlink_to("/dev/zero"), "not a regular file"),
@@ -350,164 +291,185 @@ KINDS = {
     "link to nothing": Kind(lambda d: name_at(d).symlink_to("gone"), "No such file"),
     "links to files": Kind(move_behind_link),
     "unreadable file": Kind(lambda d: file_at(d).chmod(0), "Permission" if os.geteuid() else ""),
-    "endless alerts.jsonl": Kind(link("alerts.jsonl", "/dev/zero")),
-    "endless flight file": Kind(link("flight-3.json", "/dev/zero"), "flight-3.json"),
-    "fifo as flight file": Kind(lambda d: os.mkfifo(d / "flight-3.json"), "flight-3.json"),
-    "directory as flight file": Kind(lambda d: (d / "flight-3.json").mkdir(), "flight-3.json"),
-    "loop of directories": Kind(link("again", ".")),
-    # Event files.
+    "loop of directories": Kind(lambda d: (d / "again").symlink_to(".")),
+    # Run logs.
     "empty file": Kind(lambda d: file_at(d)),
-    "truncated record": Kind(lambda d: file_at(d, record(summaries.scalar("x", 1))[:-3])),
-    "corrupted record": Kind(
-        lambda d: file_at(d, record(summaries.scalar("x", 1))[:-6] + bytes(6)), "damaged"
-    ),
-    "no event": Kind(lambda d: file_at(d, frame(b"\xff" * 9)), "damaged"),
+    "truncated frame": Kind(lambda d: file_at(d, frame(encode(BEGIN))[:-3])),
+    "corrupted frame": Kind(lambda d: file_at(d, frame(encode(BEGIN))[:-6] + bytes(6)), "damaged"),
     "giant length": Kind(
         lambda d: file_at(d, struct.pack("<Q", 2**62) + frame(struct.pack("<Q", 2**62))[-4:])
     ),
-    "record of 3 GiB": Kind(add_sparse_record, "3221225472 bytes"),
-    "100 GiB of zeros": Kind(add_zeros),
-    "3000 damaged files": Kind(add_tiny_files, "more"),
+    "frame of 3 GiB": Kind(
+        lambda d: add_sparse_frame(d, RUN_LOG, frame(encode(BEGIN))), "3221225472 bytes"
+    ),
+    "frame of 100 MB": Kind(lambda d: add(d, b"\x90" * 100_000_000), "100000000 bytes"),
+    "100 GiB of zeros": Kind(lambda d: add_zeros(d, RUN_LOG, frame(encode(BEGIN)))),
+    "3000 damaged files": Kind(add_damaged_files, "more"),
+    # Frames.
+    "no frame": frames(b"\xc1"),
+    "frame without data": frames(b""),
+    "frame is an object": frames(msgspec.msgpack.encode({"kind": 2})),
+    "frame is deep": frames(b"\x94\x02" + HEAD + DEEP),
+    "frame of an unknown kind": frames(raw(99, 3, NOW), said="unknown kind"),
+    "kind of 2**64 - 1": frames(raw(2**64 - 1, 3, NOW), said="unknown kind"),
+    "kind is a word": frames(raw("2", 3, NOW)),
+    "step is negative": other(NORMS, step=-1),
+    "step is 2**53 + 1": other(NORMS, step=2**53 + 1),
+    "step is 2**64 - 1": other(FULL_STEP, step=2**64 - 1),
+    "step is NaN": other(NORMS, step=np.nan),
+    "step is true": other(NORMS, step=True),
+    "time is NaN": other(NORMS, time_s=np.nan),
+    "time is infinite": other(ALERTED, time_s=np.inf),
+    "time is negative": other(NORMS, time_s=-1.0),
+    "frame of an extension": frames(b"\x93\x02" + HEAD[:1] + b"\xd4\x05\x00"),
+    "frame of few fields": frames(raw(2, 3, NOW)),
+    "frame of more fields": frames(raw(5, 3, NOW, {"loss": 0.5}, "more"), said=""),
+    "array of 4 GB claimed": frames(b"\x99\x02" + HEAD + b"\xc6\xff\xff\xff\xff"),
+    "object of 4 GB claimed": frames(b"\x94\x05" + HEAD + b"\xdf\xff\xff\xff\xff"),
+    "list of 2 GB claimed": frames(b"\x97\x01" + HEAD + b"\xdd\x7f\xff\xff\xff"),
+    # Numbers.
+    "norms of other bytes": other(NORMS, "step 3", norms=FLOATS[:7]),
+    "norms without bytes": other(NORMS, "step 3", norms=b""),
+    "norms are numbers": other(NORMS, norms=[1.0, 2.0]),
+    "total is a word": other(NORMS, total="1"),
+    "learning rates are words": other(NORMS, "$[5][0]", learning_rates=["x"]),
+    "50,000 learning rates": other(NORMS, learning_rates=[0.1] * 50_000),
+    "loss is a list": other(NORMS, loss=[1]),
+    "loss beyond all": other(NORMS, "", loss=-np.inf),
+    "skipped is a word": other(NORMS, skipped="no"),
+    "table of other bytes": other(FULL_STEP, "step 3", table=FLOATS),
+    "table is a text": other(FULL_STEP, table="x"),
+    "units of noise": other(FULL_STEP, "units of step 3", units=b"\xff" * 9),
+    "units that inflate": other(FULL_STEP, "units of step 3", units=zlib.compress(bytes(GiB >> 4))),
+    "units of 2**32": other(FULL_STEP, "units of step 3", units=pairs(1, 0, 0, 2**32 - 1)),
+    "units that are not there": other(FULL_STEP, "", units=pairs(2**32 - 1, 2**32 - 1)),
+    "scalars are words": other(LOGGED, "$[3]", scalars={"loss": "x"}),
+    "scalars are a list": other(LOGGED, scalars=[1]),
+    "scalars without names": other(LOGGED, "$[3]", scalars={1: 1.0}),
+    "a million scalars": Kind(
+        lambda d: add(d, *(Logged(3, NOW, {f"{n}.{m}": 1.0 for m in range(10_000)})
+                           for n in range(100))), "scalars"),
+    "hyperparameters are lists": frames(raw(7, 3, NOW, {"lr": [1]}), said="$[3]"),
+    "hyperparameters of scripts": frames(
+        Hyperparameters(3, NOW, {SCRIPT: SCRIPT, "\x1b[2J": "\x1b[2J"}), said=""
+    ),
+    "loss of another tag": frames(LossFound(3, NOW, SCRIPT, 2**53), said=""),
+    "loss of a tag of 1 MB": frames(LossFound(3, NOW, "x" * 2**20, 0), said="$[3]"),
+    # Begins.
+    "begin is deep": frames(b"\x97\x00" + HEAD + DEEP),
+    "begin of 2 GB claimed": frames(b"\x97\x00" + HEAD + b"\xdd\x7f\xff\xff\xff"),
+    "begin without fields": frames(raw(0, 3, NOW)),
+    "begin of a long run": other(BEGIN, run="x" * 2**20),
+    "begin of a script": Kind(lambda d: add(d, begin=[Begin(0, 1.0, SCRIPT, 0), LAYOUT])),
+    "begin of a seed of 2**64 - 1": Kind(
+        lambda d: add(d, begin=[Begin(0, NOW, RUN, 2**64 - 1, continues=True)])
+    ),
+    "later format": other(BEGIN, "format 2", format=2),
+    "format is a word": other(BEGIN, format="1"),
+    "format is infinite": other(BEGIN, format=np.inf),
+    "frames before a begin": Kind(lambda d: add(d, NORMS, begin=()), "nothing began"),
+    "steps without a layout": Kind(lambda d: add(d, NORMS, FULL_STEP, begin=[BEGIN])),
+    "12,000 begins of the run": Kind(
+        lambda d: add(d, begin=begins(12_000, same_run=True)), "10000"
+    ),
+    "12,000 runs": Kind(lambda d: add(d, begin=begins(12_000, same_run=False)), "10000"),
+    "runs that overlap": Kind(add_overlapping_run),
+    # Layouts.
+    "modules is a number": other(LAYOUT, modules=3),
+    "modules are words": other(LAYOUT, "$[3][0]", modules=["a", "b"]),
+    "names are lists": other(LAYOUT, "$[3][0][0]", **modules(["x"], "y")),
+    "names are numbers": other(LAYOUT, "$[3][0][0]", **modules(1, "y")),
+    "names twice": other(LAYOUT, "same name", **modules("x", "x")),
+    "names of 1 MB": other(LAYOUT, "$[3][0][0]", **modules("x" * 2**20, "y")),
+    "names are half characters": frames(
+        changed(LAYOUT, **modules("half", "y")).replace(b"\xa4half", b"\xa4\xed\xa0\x80x")
+    ),
+    "names are control characters": other(
+        LAYOUT, "", [*LAYERS, "\x1b[2J\n", "y"], **modules("\x1b[2J\n", "y")
+    ),
+    "names are scripts": other(LAYOUT, "", [*LAYERS, SCRIPT, "y"], **modules(SCRIPT, "y")),
+    "owner is NaN": other(LAYOUT, "$[4][0][1]", parameters=[["w", np.nan, [1]]]),
+    "owner is negative": other(LAYOUT, "$[4][0][1]", parameters=[["w", -1, [1]]]),
+    "owner is missing": other(LAYOUT, "parameters", parameters=[["w", 2, [1]]]),
+    "shape is negative": other(LAYOUT, "$[4][0][2][0]", parameters=[["w", 0, [-1]]]),
+    "shape is endless": other(LAYOUT, "parameters", parameters=[["w", 0, [2**53] * 50]]),
+    "shape of 65 sizes": other(LAYOUT, "$[4][0][2]", parameters=[["w", 0, [1] * 65]]),
+    "statistics are numbers": other(LAYOUT, "$[5][0]", statistics=[1]),
+    "code of other modules": other(LAYOUT, "", code=[["f", None, [0, 2**53]]]),
+    "code is a text": other(LAYOUT, code="x"),
+    "code without a line": other(LAYOUT, "$[6][0][1]", code=[["f", {"file": "x"}, [0]]]),
+    "layout is deep": frames(b"\x97\x01" + HEAD + b"\x91\x92\xa1a" + DEEP),
+    "3000 layouts": Kind(
+        lambda d: add(d, *(changed(LAYOUT, step=n, **modules("a", f"{n}")) for n in range(3000))),
+        layers=[*LAYERS, *map(str, range(3000))],
+    ),
+    "300,000 modules": Kind(
+        lambda d: add(d, changed(LAYOUT, **modules(*map(str, range(300_000))))), "$[3]"
+    ),
+    # Alerts.
+    "alert at step NaN": other(ALERTED, alert__step=np.nan),
+    "alert at another step": other(ALERTED, "another step", alert__step=4),
+    "alert at step '3'": other(ALERTED, alert__step="3"),
+    "alert without step": other(ALERTED, "`step`", alert__step=...),
+    "alert is a list": other(ALERTED, alert=[1, 2]),
+    "alert in a list": other(ALERTED, alert__module_name=["a"]),
+    "alert of a list": other(ALERTED, alert__value=[1]),
+    "alert of NaN": other(ALERTED, "", alert__value=np.nan),
+    "alert without summary": other(ALERTED, "`summary`", alert__summary=...),
+    "alert of 10 MB": other(ALERTED, "", alert__summary="x" * 10_000_000),
+    "alert of unknown severity": other(ALERTED, alert__severity="doom"),
+    "alert of unknown stage": other(ALERTED, alert__stage="doom"),
+    "alert with a number of consequences": other(ALERTED, alert__consequences=3),
+    "alert with lists of consequences": other(ALERTED, alert__consequences=[["x"]]),
+    "alert of control characters": other(ALERTED, "", alert__summary="\x1b[2J\n"),
+    "alert of a script": frames(
+        Alerted(3, NOW, alert_at(3, SCRIPT, summary=SCRIPT, kind=SCRIPT)), said=""
+    ),
+    "alert is deep": frames(b"\x96\x04" + HEAD + b"\x81\xa4step" + DEEP),
+    "batches are words": other(ALERTED, batches=["x"]),
+    "random states are words": other(ALERTED, random={"step": 1, "states": {"cpu": 5}}),
+    "12,000 alerts": frames(
+        *(changed(ALERTED, alert__module_name=f"m{n}") for n in range(12_000)), said="10000"
+    ),
+    # Ends.
+    "end of a list": other(END, failure=["x"]),
+    "end of 10 MB": other(END, failure={"type": "x", "message": "x" * 10_000_000, "traceback": ""}),
+    "end of a script": other(
+        END, "", failure={"type": SCRIPT, "message": "\x1b[2J", "traceback": SCRIPT}
+    ),
+    # Event files.
+    "corrupted event": Kind(
+        lambda d: file_at(d, event(summaries.scalar("x", 1))[:-6] + bytes(6), EVENTS), "damaged"
+    ),
+    "no event": Kind(lambda d: file_at(d, frame(b"\xff" * 9), EVENTS), "damaged"),
+    "event of 3 GiB": Kind(
+        lambda d: add_sparse_frame(d, EVENTS, event(summaries.scalar("x", 1))), "3221225472 bytes"
+    ),
+    "100 GiB of zeros in events": Kind(
+        lambda d: add_zeros(d, EVENTS, event(summaries.scalar("x", 1)))
+    ),
     "files of other tools": Kind(add_foreign_files),
-    # Tensors.
-    "negative shape": numbers([-2, -4], FLOATS),
-    "shape of other bytes": numbers([3, 8], FLOATS),
-    "odd byte count": numbers([2, 1], FLOATS[:7]),
-    "other columns": numbers([1, 8], FLOATS),
-    "no dimension": numbers([], FLOATS[:4]),
-    "no dimension of norms": numbers([], FLOATS[:4], "n"),
-    "five dimensions": numbers([1, 1, 1, 1, 8], FLOATS),
-    "dimensions beyond memory": numbers([2**62, 4]),
-    "product of 0 mod 2**64": numbers([2**32, 2**32]),
-    "one value for all": numbers([2**50], float_val=[1.0]),
-    "none of many": numbers([0, 2**40]),
-    "text for numbers": numbers([1], dtype=types_pb2.DT_STRING, string_val=[b"x"]),
-    "numbers for a layout": foreign(layout_tag(OTHER, 0)),
-    "numbers for an alert": foreign(alert_tag(SESSION, 9)),
-    "no text at all": foreign(alert_tag(SESSION, 9), [0], b"", dtype=types_pb2.DT_STRING),
-    "objects": numbers([2, 8], dtype=types_pb2.DT_VARIANT),
-    "unknown dtype": numbers([8], FLOATS, dtype=77),
-    "complex numbers": numbers([4], FLOATS, dtype=types_pb2.DT_COMPLEX64),
-    "negative step": numbers([2, 8], FLOATS * 2, step=-5),
-    "last step of all": numbers([2, 8], FLOATS * 2, step=2**63 - 1),
-    "NaN as step of norms": Kind(add_norms(np.nan), chunk("n")),
-    "infinite step of norms": Kind(add_norms(-np.inf), chunk("n")),
-    "huge step of norms": Kind(add_norms(1e30), chunk("n")),
-    "norms before the start": Kind(add_norms(-100), chunk("n")),
-    "number of 5000 digits": no_chunk("1" * 5000),
-    "digits of another script": no_chunk("\u0663"),
-    "tag of 1 MB": no_chunk("x" * 2**20),
-    "layout of a strange tag": Kind(
-        add_values(text("telemetry/layout/" + "1" * 5000, layout())), "telemetry/layout/1"
-    ),
-    "text for a scalar": foreign(
-        "loss", [1], b"", dtype=types_pb2.DT_STRING, string_val=[b"x"], **CURVE
-    ),
-    "many values for a scalar": foreign("loss", **CURVE),
-    "odd bytes for a scalar": foreign("other", [1], FLOATS[:3], **CURVE),
-    "loss beyond all": Kind(add_values(summaries.scalar("loss", np.inf), step=-(2**63))),
-    # Histograms and pictures.
+    "negative shape": foreign(HISTOGRAM_B, [-2, -4], **BUCKETS),
+    "dimensions beyond memory": foreign(HISTOGRAM_B, [2**62, 4], **BUCKETS),
+    "product of 0 mod 2**64": foreign(HISTOGRAM_B, [2**32, 2**32], **BUCKETS),
+    "one value for all": foreign(HISTOGRAM_B, [2**50], b"", float_val=[1.0], **BUCKETS),
+    "unknown dtype": foreign(HISTOGRAM_B, dtype=77, **BUCKETS),
+    "objects": foreign(HISTOGRAM_B, dtype=types_pb2.DT_VARIANT, **BUCKETS),
+    "text for a scalar": foreign(CURVE, [1], b"", dtype=types_pb2.DT_STRING, string_val=[b"x"]),
+    "many values for a scalar": foreign(CURVE),
+    "odd bytes for a scalar": foreign(CURVE, [1], FLOATS[:3]),
+    "histogram of odd bytes": foreign(HISTOGRAM_B, [1, 3], FLOATS[:7], **BUCKETS),
     "histogram of NaN": Kind(add_histogram([[np.nan] * 3] * 2), HISTOGRAM),
     "histogram backwards": Kind(add_histogram([[5, 6, 1], [1, 2, 1]]), HISTOGRAM),
     "histogram of less than nothing": Kind(add_histogram([[0, 1, -5]]), HISTOGRAM),
     "histogram of the largest": Kind(add_histogram([[-1e308, 1e308, 1], [1e308, 1.7e308, 1]])),
     "histogram of two columns": Kind(add_histogram([[0, 1], [1, 2]]), HISTOGRAM),
-    "histogram of odd bytes": foreign(
-        "activation/0001.b", [1, 3], FLOATS[:11], plugin="histograms"
-    ),
     "picture of 300 MB": picture(lambda: png(2, 2, padding=300_000_000), "bytes"),
     "picture of 20 MB": picture(lambda: png(2, 2, padding=20_000_000)),
     "picture of 60000 × 60000": picture(lambda: png(60_000, 60_000)),
     "picture of SVG": picture(lambda: b"<svg onload=alert(1)>"),
     "picture cut off": picture(lambda: png(2, 2)[:20]),
     "picture without a picture": Kind(add_picture(b"2")),
-    # Layouts.
-    "layout is a list": layout_text([1, 2]),
-    "layout is null": layout_text(None),
-    "layout is deep": layout_text(DEEP),
-    "layout is no text": layout_text(b"\xff\xfe\xff"),
-    "layout of 100 MB": layout_text(large_list),
-    "names are lists": changed_layout("modules", modules=[[["x"], "L"], ["y", "L"]]),
-    "names are numbers": changed_layout("modules", modules=[[1, "L"], ["y", "L"]]),
-    "names twice": changed_layout("modules", modules=[["x", "L"], ["x", "L"]]),
-    "names of 1 MB": changed_layout("modules", modules=[["x" * 2**20, "L"], ["y", "L"]]),
-    "names are half characters": changed_layout(
-        modules=NAMES, layers=["\x1b[2J\n", "\ud800", *LAYERS]
-    ),
-    "names are scripts": changed_layout(
-        modules=[[SCRIPT, SCRIPT], ["y", "L"]], layers=[SCRIPT, "y", *LAYERS]
-    ),
-    "modules is a number": changed_layout("modules", modules=3),
-    "owner is NaN": changed_layout("parameters", parameters=[["w", np.nan, [1]]]),
-    "owner is negative": changed_layout("parameters", parameters=[["w", -1, [1]]]),
-    "owner is missing": changed_layout("parameters", parameters=[["w", 2, [1]]]),
-    "shape is negative": changed_layout("parameters", parameters=[["w", 0, [-1]]]),
-    "shape is endless": changed_layout("parameters", parameters=[["w", 0, [10**18] * 50]]),
-    "statistics are numbers": changed_layout("statistics", statistics=[1]),
-    "layout without fields": layout_text({"format": 1}, "modules"),
-    "layout of step -1": Kind(add_layout(layout(), step=-(2**63)), layout_tag(OTHER, 0)),
-    "later format": layout_text({"format": 2}, "format 2"),
-    "format is a word": layout_text({"format": "1"}, "format"),
-    "format is infinite": layout_text(b'{"format": 1e999}', "format"),
-    # Alerts.
-    "alert at step 1e999": alert_text(b'"step": 3', b'"step": 1e999', "step"),
-    "alert at step NaN": changed_alert("step", step=np.nan),
-    "alert at step -1": changed_alert("step", step=-1),
-    "alert at step 10**400": changed_alert("step", step=10**400),
-    "alert at step 10**5000": alert_text(
-        b'"step": 3', b'"step": 1' + b"0" * 5000, alert_tag(SESSION, 77)
-    ),
-    "alert at step '3'": changed_alert("step", step="3"),
-    "alert without step": changed_alert("step", step=...),
-    "alert in a list": changed_alert("module_name", module_name=["a"]),
-    "alert of a list": changed_alert("value", value=[1]),
-    "alert beyond floats": alert_text(
-        b'"value": 1000000000.0', b'"value": 1' + b"0" * 400, "value"
-    ),
-    "alert without summary": changed_alert("summary", summary=...),
-    "alert of 10 MB": Kind(lambda d: add_alert(alert(summary="x" * 10_000_000))(d)),
-    "alert of unknown severity": changed_alert(severity="doom"),
-    "alert of unknown stage": changed_alert(stage="doom"),
-    "alert of a list of stages": changed_alert("stage", stage=["resolved"]),
-    "alert with a number of consequences": changed_alert("consequences", consequences=3),
-    "alert with lists of consequences": changed_alert("consequences", consequences=[["x"]]),
-    "alert of half characters": changed_alert(summary="\ud800\x1b[2J", kind="\udfff"),
-    "alert of a script": changed_alert(summary=SCRIPT, module_name=SCRIPT),
-    "alert is deep": Kind(add_alert(b'{"format": 1, "step": ' + DEEP), alert_tag(SESSION, 77)),
-    "12,000 alerts": Kind(add_many_alerts, "10000"),
-    # Sessions.
-    "sessions that overlap": Kind(add_overlapping_sessions),
-    "3000 sessions": Kind(add_many_sessions, layers=["x", "y", *LAYERS]),
-    # Flight files.
-    "flight is empty": Kind(write_flight(b""), "flight-3.json"),
-    "flight is a list": Kind(write_flight(b"[]"), "flight-3.json"),
-    "flight is null": Kind(write_flight(b"null"), "flight-3.json"),
-    "flight is {}": Kind(write_flight(b"{}"), "flight-3.json"),
-    "flight is minimal": Kind(write_flight(b'{"format": "%s"}' % FORMAT.encode()), "flight-3.json"),
-    "flight is deep": Kind(write_flight(DEEP), "flight-3.json"),
-    "flight of 100 MB": Kind(lambda d: write_flight(large_list())(d), "flight-3.json"),
-    "flight of scripts": changed_flight(first_bad_module=SCRIPT),
-    "flight of half characters": changed_flight(first_bad_module="\ud800\x1b[2J"),
-    "flight with an empty alert": changed_flight("alerts", alerts=[{}]),
-    "flight of a long step": changed_flight("step", step=[3]),
-    "flight with unequal columns": changed_flight(
-        "modules", modules={"name": ["b"] * 9, "type": ["L"], "code": [], "left_out": 0}
-    ),
-    "flight with a short profile": changed_flight(
-        "profiles", profiles=[{"when": "at", "step": 3, "activation_rms": [1]}]
-    ),
-    "flight of words": changed_flight(
-        "steps.loss",
-        steps={"step": [1], "loss": ["x"], "grad_norm": [1], "learning_rates": [[]]},
-    ),
-    "flight of extremes": changed_flight(
-        steps={"step": [1, 2], "loss": [-1.7e308, 1.7e308],
-               "grad_norm": [5e-324, 1.7e308], "learning_rates": [[], []]}
-    ),
-    "flight at step ²": Kind(write_flight(flight(), "flight-\u00b2.json")),
-    "flights": Kind(lambda d: [
-        write_flight(b"{}", f"flight-{n}.json")(d) for n in range(1000)
-    ], "flight-0.json"),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,24 +14,25 @@ from numpy.typing import ArrayLike, NDArray
 from telemetry import Alert, Layout, Module, Parameter, Sketch
 from telemetry.alert import Consequence
 from telemetry.events import summaries
-from telemetry.events.page_format import (
-    EVENTS_PER_TAG,
-    PLUGIN_NAME,
-    Chunk,
-    ChunkKind,
-    alert_tag,
-    encode_alert,
-    encode_end,
-    encode_layout,
-    end_tag,
-    layout_tag,
+from telemetry.events.files import run_log_file
+from telemetry.events.message_pack import encode
+from telemetry.events.run_log import (
+    Alerted,
+    Begin,
+    End,
+    Failure,
+    Frame,
+    FullStep,
+    Hyperparameters,
+    Logged,
+    LossFound,
+    Norms,
+    layout_frame,
 )
-from telemetry.events.page_format import loss_tag as tag_of_loss
 from telemetry.layers import MATRIX_STATISTICS
 from telemetry.layers.record import Group
 from telemetry.layers.units import encode_units
 from telemetry.records.rows import Rows
-from telemetry.writing import hparams as hparams_format
 from tests.helpers import serialized
 from tests.helpers.event_writer import EventWriter
 
@@ -58,70 +60,95 @@ def write_run(
     steps: Sequence[int],
     norms: ValuesOf,
     matrices: ValuesOf | None = None,
-    units: Callable[[int], NDArray[np.float32] | None] | None = None,
+    units: Callable[[int], NDArray[np.float32] | bytes | None] | None = None,
     units_of: int = 0,
     every: int = 1,
     alerts: Sequence[Alert] = (),
-    session: str = "20260101-000000.000-aaaa",
+    run: str = "20260101-000000-aaaa",
     losses: bool = True,
+    logged: Mapping[str, Mapping[int, float]] | None = None,
     loss_tag: str | None = None,
+    hparams: Mapping[str, str | float | bool] | None = None,
     end: bool | Exception = False,
     time_of: Callable[[int], float] = lambda step: time.time(),
 ) -> None:
-    """One session of one layout.
+    """Files of one logger, of a model with one layout.
 
     Args:
         log_dir: Of the run.
         layout: Of the model.
-        steps: All steps, in their order in the file.
+        steps: All steps, in their order in the file; earlier files of the same run hold nothing
+            from the first of them on.
         norms: Gradient norms of a step, ``[parameters]``.
         matrices: Statistics of a step, ``[modules, statistics]``; see :data:`COLUMN`.
-        units: Extremes of a module's units at a step, ``[units, 2]``; None: it has none there.
+        units: Extremes of a module's units at a step, ``[units, 2]``, or damaged ones; None: it
+            has none there.
         units_of: Index of that module.
         every: Matrices and units are written at multiples of it.
-        alerts: In the order in which they are numbered.
-        session: Sorts the sessions of a run, and begins with its time.
+        alerts: In the order in which they are written.
+        run: Id of the run.
         losses: Whether to write a loss and a learning rate.
+        logged: Further scalars, by tag and step.
         loss_tag: Of the scalar that the logger chose as the loss.
+        hparams: Hyperparameters.
         end: Whether the logger was closed, or what ended the training.
         time_of: Seconds since the epoch at which a step is written.
     """
-    full_count = 0
+    file, first = run_log_file(str(log_dir)), steps[0]
 
-    def numbers(kind: ChunkKind, index: int, content: NDArray[np.float32] | bytes) -> bytes:
-        chunk = Chunk(kind=kind, session=session, layout=0, number=index // EVENTS_PER_TAG)
-        return page(chunk.tag, content)
+    def write(*frames: Frame) -> None:
+        file.append(deque(map(encode, frames)))
 
+    write(
+        Begin(first, time_of(first), run, 0),
+        layout_frame(layout, MATRIX_STATISTICS, first, time_of(first)),
+    )
+    if loss_tag is not None:
+        write(LossFound(first, time_of(first), loss_tag, 0))
+    if hparams is not None:
+        write(Hyperparameters(first, time_of(first), dict(hparams)))
     with closing(EventWriter(log_dir)) as writer:
-        content = page(layout_tag(session, 0), encode_layout(layout, MATRIX_STATISTICS))
-        choice = [] if loss_tag is None else [page(tag_of_loss(session, loss_tag), b"")]
-        writer.write_values([content, *choice], steps[0], time_of(steps[0]))
-        for index, step in enumerate(steps):
-            row = np.concatenate([np.zeros(1, np.float32), norms(step)])[None]
-            values = [numbers("n", index, row)]
-            if step % every == 0:
-                if matrices is not None:
-                    values.append(numbers("m", full_count, matrices(step)))
+        for step in steps:
+            time_s, some = time_of(step), norms(step)
+            loss = 2.0 / (1 + step) if losses else None
+            total = float(np.sqrt(np.square(np.maximum(some, 0), dtype=np.float64).sum()))
+            write(Norms(step, time_s, _bytes(some), total, (0.1,) * losses, loss, None, False))
+            if step % every == 0 and (matrices is not None or units is not None):
+                missing = np.full((len(layout.modules), len(COLUMN)), MISSING, np.float32)
+                table = missing if matrices is None else matrices(step)
+                found = b""
                 if units is not None and (extremes := units(step)) is not None:
-                    rows = Rows.of([Sketch.empty()], units=[extremes])
-                    group = Group(rows=rows, modules=np.array([units_of]), size=units_of + 1)
-                    values.append(numbers("u", full_count, encode_units(group)))
-                full_count += 1
-            if losses:
-                values.append(summaries.scalar("loss", 2.0 / (1 + step)))
-                values.append(summaries.scalar("learning_rate/0", 0.1))
-            writer.write_values(values, step, time_of(step))
-        for number, alert in enumerate(alerts):
-            value = page(alert_tag(session, number), encode_alert(alert))
-            writer.write_values([value], alert.step, time_of(alert.step))
-        if end:
-            content = encode_end(end if isinstance(end, Exception) else None)
-            writer.write_values([page(end_tag(session), content)], steps[-1], time_of(steps[-1]))
+                    found = (
+                        extremes if isinstance(extremes, bytes) else _encoded(extremes, units_of)
+                    )
+                write(FullStep(step, time_s, _bytes(table.T), memoryview(found)))
+            values = {} if loss is None else {"loss": loss, "learning_rate/0": 0.1}
+            values |= {tag: of[step] for tag, of in (logged or {}).items() if step in of}
+            if values:
+                write(Logged(step, time_s, values))
+                writer.write_values([summaries.scalars(values.items())], step, time_s)
+    for alert in alerts:
+        write(Alerted(alert.step, time_of(alert.step), alert))
+    if end:
+        failure = Failure(type(end).__name__, "", "") if isinstance(end, Exception) else None
+        write(End(steps[-1], time_of(steps[-1]), failure))
+    file.close()
 
 
-def page(tag: str, content: NDArray[np.float32] | bytes) -> bytes:
-    """A value for the page."""
-    return summaries.tensor(tag, content, PLUGIN_NAME)
+def write_newer(log_dir: Path, version: int) -> None:
+    """A run log of a later version."""
+    file = run_log_file(str(log_dir))
+    file.append(deque([encode(Begin(0, 0.0, "run", None, format=version))]))
+    file.close()
+
+
+def _encoded(extremes: NDArray[np.float32], module: int) -> bytes:
+    rows = Rows.of([Sketch.empty()], units=[extremes])
+    return encode_units(Group(rows=rows, modules=np.array([module]), size=module + 1))
+
+
+def _bytes(values: NDArray[np.float32]) -> memoryview:
+    return memoryview(values.astype("<f4").tobytes())
 
 
 def write_dashboards(
@@ -130,7 +157,6 @@ def write_dashboards(
     scalars: Mapping[str, Mapping[int, float]] | None = None,
     histograms: Mapping[str, Mapping[int, tuple[ArrayLike, ArrayLike, ArrayLike]]] | None = None,
     pictures: Mapping[str, Mapping[int, bytes]] | None = None,
-    hparams: Mapping[str, str | float | bool] | None = None,
     restart_at: int | None = None,
 ) -> None:
     """A file with data of TensorBoard's own dashboards alone.
@@ -140,14 +166,11 @@ def write_dashboards(
         scalars: By tag and step.
         histograms: Left edges, right edges and counts, by tag and step.
         pictures: PNG files of 2 × 2 pixels, by tag and step.
-        hparams: Of the run.
         restart_at: The step from which it replaces what earlier files hold.
     """
     with closing(EventWriter(log_dir)) as writer:
         if restart_at is not None:
             writer.purge(restart_at)
-        if hparams is not None:
-            writer.write_values(hparams_format.values_of(hparams, ["loss"]), 0)
         for tag, points in (scalars or {}).items():
             for step, value in points.items():
                 writer.write_values([summaries.scalar(tag, value)], step)
@@ -157,6 +180,11 @@ def write_dashboards(
         for tag, images in (pictures or {}).items():
             for step, png in images.items():
                 writer.write_values([summaries.image(tag, [png], 2, 2)], step)
+
+
+def consequence(kind: str, module_name: str) -> Consequence:
+    """A fault that an alert caused."""
+    return Consequence(kind=kind, module_name=module_name)
 
 
 def alert_at(

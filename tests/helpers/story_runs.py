@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tests.helpers.known_runs import alert_at, layout_of, write_dashboards, write_run
+from tests.helpers.known_runs import alert_at, layout_of, write_run
 
 HOSTILE = 'a<b>&"\x01, c'
 LAYERS = ["embed"] + [f"blocks.{i}.{name}" for i in range(3) for name in ("attn.qkv", "fc1")]
@@ -33,22 +34,25 @@ def write_story(logdir: Path) -> None:
     """``boom``, the newest run; ``old9`` and ``old10``; all with hyperparameters."""
     write_run(
         logdir / "boom", layout_of(BLOCKS), steps=range(400), norms=exploding,
-        session="20260301-000000.000-aaaa", end=RuntimeError(),
+        end=RuntimeError(), time_of=lambda step: 1772323200 + step, **tuning(0.5),
         alerts=[
             alert_at(20, "head", severity="note", kind="attention_collapse", summary="A note."),
             alert_at(BOOM - 2, "blocks.2.norm", summary="The gradient exploded."),
             alert_at(BOOM, "blocks.2.norm", kind="nonfinite", summary="It is NaN."),
         ],
     )  # fmt: skip
-    for name, norm in (("old9", 2), ("old10", 1)):
+    for name, norm, tuned in (("old9", 2, tuning(0.01)), ("old10", 1, {})):
         write_run(
             logdir / name, layout_of([HOSTILE, "b"]), steps=range(30),
-            session="20260201-000000.000-a",
             norms=lambda _, norm=norm: np.full(2, norm, np.float32),
+            time_of=lambda step: 1.77e9 + step, **tuned,
         )  # fmt: skip
-    for name, rate in (("boom", 0.5), ("old9", 0.01)):
-        betas = {f"beta{i}": rate + i for i in range(8)}
-        write_dashboards(
-            logdir / name, hparams={**betas, "lr": rate, "depth": 3},
-            scalars={"val/accuracy": {0: 1 - rate}},
-        )  # fmt: skip
+
+
+def tuning(rate: float) -> dict[str, Any]:
+    """Hyperparameters with this rate, and a metric."""
+    betas = {f"beta{i}": rate + i for i in range(8)}
+    return {
+        "hparams": {**betas, "lr": rate, "depth": 3},
+        "logged": {"val/accuracy": {0: 1 - rate}},
+    }

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telemetry.events import event_file, summaries
-from telemetry.events.event_file import EventFile
+from telemetry.events import files, summaries
+from telemetry.events.files import EventFile
 from tests.helpers.tiny_run import event_files, steps_by_file
 
 
@@ -35,20 +35,20 @@ def test_writers_whose_names_are_equal_have_separate_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As in containers that share a host name, and whose process ids are all 1.
-    monkeypatch.setattr(event_file, "_file_numbers", itertools.chain([0] * 8, itertools.count()))
+    monkeypatch.setattr(files, "_file_numbers", itertools.chain([0] * 8, itertools.count()))
     barrier = threading.Barrier(8)
-    files = [EventFile(str(tmp_path)) for _ in range(8)]
+    writers = [EventFile(str(tmp_path)) for _ in range(8)]
 
     def start(number: int) -> None:
         barrier.wait()
-        write(files[number], event(number))
+        write(writers[number], event(number))
 
     threads = [threading.Thread(target=start, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for file in files:
+    for file in writers:
         file.close()
     assert sorted(steps_by_file(tmp_path)) == [[number] for number in range(8)]
 
@@ -61,7 +61,7 @@ def test_an_error_on_closing_is_reported(
             super().close()
             raise OSError("stale")
 
-    monkeypatch.setattr(event_file, "FileIO", NetworkFile)
+    monkeypatch.setattr(files, "FileIO", NetworkFile)
     file = EventFile(str(tmp_path))
     write(file, event(0))
     file.close()
@@ -92,7 +92,7 @@ def test_each_event_is_in_one_file_however_a_disk_cuts_and_fails(
     log_dir = tmp_path_factory.mktemp("run")
     file, waiting, step = EventFile(str(log_dir)), deque[bytes](), 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_file, "FileIO", BadDisk)
+        patch.setattr(files, "FileIO", BadDisk)
         patch.setattr(BadDisk, "answers", iter(answers), raising=False)
         while waiting or step < 40:
             if step < 40:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import struct
 import tempfile
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from hypothesis import strategies as st
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from telemetry.events import CorruptEventFileError, EventReader, framing, read_events, reading
+from telemetry.events import framing, reading
 from telemetry.events.framing import frame
-from telemetry.events.reading import events_from_end
+from telemetry.events.reading import CorruptFileError, EventReader
 from tests.helpers.scripts import run_script
 
 EVENTS = [
@@ -41,7 +40,7 @@ def read(content: bytes) -> tuple[list[Event], EventReader]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "events.out.tfevents.1"
         path.write_bytes(content)
-        reader = read_events(path)
+        reader = EventReader(path)
         return list(reader), reader
 
 
@@ -85,16 +84,16 @@ def test_a_damaged_record_raises_an_error_after_the_intact_ones_are_read(
     content[start + offset] ^= 0x10
     path = tmp_path / "events.out.tfevents.1"
     path.write_bytes(content)
-    reader = read_events(path)
+    reader = EventReader(path)
 
     assert next(reader) == EVENTS[0]
-    with pytest.raises(CorruptEventFileError, match=f"damaged at byte {start}") as caught:
+    with pytest.raises(CorruptFileError, match=f"damaged at byte {start}") as caught:
         next(reader)
     assert (caught.value.path, caught.value.offset) == (path, start)
 
 
 def test_an_intact_record_with_another_content_is_reported() -> None:
-    with pytest.raises(CorruptEventFileError, match="not an event"):
+    with pytest.raises(CorruptFileError, match="not an event"):
         read(FRAMES[0] + frame(b"\xff\xff\xff"))
 
 
@@ -123,7 +122,7 @@ def test_a_corrupted_file_gives_a_clean_stop_or_a_named_error(drawn: st.DataObje
 
     try:
         found, _ = read(bytes(content))
-    except CorruptEventFileError:
+    except CorruptFileError:
         return
     assert all(isinstance(event, Event) for event in found)
 
@@ -132,7 +131,7 @@ def test_a_corrupted_file_gives_a_clean_stop_or_a_named_error(drawn: st.DataObje
 def test_a_file_of_anything_gives_a_clean_stop_or_a_named_error(content: bytes) -> None:
     try:
         found, _ = read(content)
-    except CorruptEventFileError:
+    except CorruptFileError:
         return
     assert found == []  # no chance of a valid checksum
 
@@ -142,7 +141,8 @@ def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
         tmp_path,
         """
         import sys
-        import telemetry.events
+        import telemetry.events.files
+        import telemetry.events.reading
         heavy = {"torch", "grpc", "werkzeug", "fsspec", "tensorboard.backend"}
         print(heavy & set(sys.modules))
         """,
@@ -153,7 +153,7 @@ def test_reading_loads_neither_the_server_nor_torch(tmp_path: Path) -> None:
 
 def test_an_oversized_record_is_skipped_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     large = frame(bytes(1000))
-    monkeypatch.setattr(reading, "MAX_EVENT_BYTES", 100)
+    monkeypatch.setattr(reading, "MAX_FRAME_BYTES", 100)
 
     found, reader = read(FRAMES[0] + large + b"".join(FRAMES[1:]))
 
@@ -166,12 +166,12 @@ def test_a_file_that_shrinks_while_it_is_read_ends_with_a_named_error(tmp_path: 
     path = tmp_path / "events.out.tfevents.1"
     larger_than_the_read_ahead = Event(file_version="x" * 1_000_000)
     path.write_bytes(FILE + frame(larger_than_the_read_ahead.SerializeToString()))
-    reader = read_events(path)
+    reader = EventReader(path)
     next(reader)
 
     os.truncate(path, len(FRAMES[0]))
 
-    with pytest.raises(CorruptEventFileError):
+    with pytest.raises(CorruptFileError):
         list(reader)
 
 
@@ -179,7 +179,7 @@ def test_other_than_regular_files_are_an_os_error(tmp_path: Path) -> None:
     path = tmp_path / "events.out.tfevents.1"
     os.mkfifo(path)
     with pytest.raises(OSError, match="not a regular file"):
-        next(read_events(path))
+        next(EventReader(path))
 
 
 # --- frames --------------------------------------------------------------------------------------
@@ -198,57 +198,3 @@ def test_a_frame_equals_that_of_tensorboard_and_a_changed_bit_is_detected(
     head, foot = framing.HEADER_BYTES, framing.FOOTER_BYTES
     length = framing.data_length(bytes(record[:head]))
     assert length is None or not framing.is_intact(bytes(record[head:-foot]), bytes(record[-foot:]))
-
-
-# --- from the end --------------------------------------------------------------------------------
-
-MARK = b"marked"
-RECORDS = st.lists(
-    st.tuples(st.sampled_from([b"", MARK]), st.binary(max_size=300)).map(b"".join), max_size=30
-)
-GARBAGE = st.sampled_from([b"", bytes(100), b"\1\0\0\0\0" * 40, struct.pack("<50d", *[1.0] * 50)])
-
-
-@pytest.fixture
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks, so that records cross their borders and exceed one."""
-    monkeypatch.setattr(reading, "_WINDOW_BYTES", 64)
-    monkeypatch.setattr(reading, "_LARGE_WINDOW_BYTES", 256)
-
-
-def from_end(data: bytes, **options: float) -> list[bytes]:
-    return list(events_from_end(io.BytesIO(data), len(data), [MARK], **options))
-
-
-@pytest.mark.usefixtures("small_windows")
-@given(records=RECORDS, torn=st.integers(0, 20), garbage=GARBAGE)
-def test_marked_records_come_last_one_first(
-    records: list[bytes], torn: int, garbage: bytes
-) -> None:
-    intact = b"".join(map(frame, records))
-    expected = [record for record in reversed(records) if MARK in record]
-    assert from_end(intact) == expected
-    assert from_end(intact + garbage) == expected
-    assert from_end(intact + frame(MARK + bytes(50))[: torn + 1]) == expected
-
-
-@pytest.mark.usefixtures("small_windows")
-@given(before=RECORDS, after=RECORDS, garbage=GARBAGE)
-def test_damage_loses_only_the_damaged_events(
-    before: list[bytes], after: list[bytes], garbage: bytes
-) -> None:
-    damaged = bytearray(frame(MARK + b"lost"))
-    damaged[-5] ^= 1
-    data = b"".join([*map(frame, before), damaged, garbage, *map(frame, after)])
-    assert from_end(data) == [r for r in reversed([*before, *after]) if MARK in r]
-
-
-@pytest.mark.usefixtures("small_windows")
-def test_reading_from_the_end_stops_at_the_byte_limit() -> None:
-    data = frame(MARK) + b"".join(frame(b"other") for _ in range(10_000))
-    assert from_end(data) == [MARK]
-    assert from_end(data, max_bytes=1000) == []
-
-
-def test_noise_contains_no_record() -> None:
-    assert from_end(os.urandom(1 << 16)) == []

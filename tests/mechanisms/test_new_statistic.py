@@ -47,7 +47,7 @@ with HookLogger(model, run, every_n_steps=1):
 
 tags = EventAccumulator(str(run)).Reload().Tags()["scalars"]
 assert {"activation_span/0000.0", "depth/log10_activation_span/median"} <= set(tags), tags
-client = Client(open_slow(run))
+client = Client(open_slow(run), run)
 shown = {statistic["name"]: statistic for statistic in client.json("run", run=".")["statistics"]}
 assert shown["activation_span"]["title"] == "Activation span"
 assert (client.arrays("matrix", run=".", statistic="activation_span")[1]["values"] > 0).all()

@@ -14,12 +14,12 @@ from torch import nn
 
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
-from telemetry.capture.captured_step import CapturedStep, RunTotals
+from telemetry.capture import Pending
+from telemetry.capture.pending import PendingStep, RunTotals, begun
 from telemetry.failures import Failures
 from telemetry.pipeline import Pipeline, queue
 from telemetry.run.files import RunFiles
 from telemetry.tag_names import plain
-from telemetry.writing.dashboard import Dashboard
 from tests.helpers.figures import figures
 from tests.helpers.serialized import summary_of
 from tests.helpers.twins import Recorder
@@ -27,14 +27,14 @@ from tests.helpers.twins import Recorder
 WATCHDOG_S = 120
 
 
-def captured(step: int, wall_time: float = 0.0) -> CapturedStep:
-    return CapturedStep(step=step, wall_time=wall_time, totals=RunTotals(), failures=Failures())
+def gathered(step: int) -> PendingStep:
+    return PendingStep(record=begun(step), totals=RunTotals(), failures=Failures())
 
 
 def test_a_queued_step_allocates_about_the_counted_bytes() -> None:
-    kept = [captured(step) for step in range(1000)]
+    kept = [gathered(step) for step in range(1000)]
     tracemalloc.start()
-    kept = [captured(step) for step in range(1000)]
+    kept = [gathered(step) for step in range(1000)]
     allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(step.nbytes for step in kept) == pytest.approx(allocated, rel=0.5)
@@ -85,7 +85,7 @@ def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
     sizes: list[int] = []
     submit = Pipeline.submit
 
-    def spy(pipeline: Pipeline, step: CapturedStep) -> None:
+    def spy(pipeline: Pipeline, step: Pending) -> None:
         sizes.append(step.nbytes)
         if len(sizes) == 3:
             monkeypatch.setattr(queue, "MAX_BYTES", sum(sizes) - 1)
@@ -129,22 +129,4 @@ def test_measurements_may_be_dropped_by_the_writer_and_users_scalars_not(
     with HookLogger(model, tmp_path, alerts=[]) as logger:
         train(logger, model, 2)
     assert droppable[1, "grad_norm/total"]
-    assert not droppable[0, "grad_norm/total"]  # with the layout, which readers need
     assert not droppable[1, "loss"]
-
-
-def test_the_worker_sleeps_while_no_values_are_pending(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    polled, pending_values = threading.Event(), Dashboard.pending_values
-
-    def spy(dashboard: Dashboard) -> Any:
-        polled.set()
-        return pending_values(dashboard)
-
-    monkeypatch.setattr(Dashboard, "pending_values", spy)
-    model = nn.Linear(3, 2)
-    with HookLogger(model, tmp_path, alerts=[]) as logger:
-        train(logger, model, 2)
-        polled.clear()
-        assert not polled.wait(0.5)

@@ -1,18 +1,19 @@
-"""Numbers of a run are read once, cached within limits, and in pieces where there are too many."""
+"""A reader of a run reads what is new, and keeps what it needs within limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import telemetry
-from telemetry.reading import matrix, run_data, sources
-from telemetry.reading.matrix import Region
+from telemetry.events.run_log import Norms
+from telemetry.reading import run_data, run_log, sources
+from telemetry.reading.matrix import WHOLE
 from telemetry.reading.run import open_run
 from telemetry.reading.run_data import RunData
+from telemetry.reading.run_log import LogFile, RunDirectory
 from telemetry.reading.sources import FileSource
 from tests.helpers.known_runs import COLUMN, layout_of, write_dashboards, write_run
 from tests.helpers.shell import records
@@ -28,44 +29,43 @@ def matrices(step: int) -> np.ndarray:
     return np.full((3, len(COLUMN)), step, np.float32)
 
 
-class CountingSource(FileSource):
-    """Source that records each read."""
+def test_only_what_is_new_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, LAYOUT, steps=range(20), norms=norms)
+    (log,) = tmp_path.glob("*.runlog")
+    content, read = log.read_bytes(), list[int]()
+    log.write_bytes(content[: len(content) // 2])
+    add = LogFile._add
+    monkeypatch.setattr(
+        LogFile, "_add", lambda self, data, at: (read.append(at), add(self, data, at))
+    )
+    run = RunData(RunDirectory(tmp_path))
+    before = len(read)
+    half = len(run.matrix("grad_norm").steps)
+    assert 0 < half < 20
+    assert len(read) == before  # of the same file
+    log.write_bytes(content)
+    assert len(run.matrix("grad_norm").steps) == 20
+    assert len(read) == len(set(read))
 
-    def __init__(self, log_dir: Path) -> None:
-        super().__init__(log_dir)
-        self.reads: list[str] = []
 
-    def read(self, plugin_name: str, tags: Sequence[str], *, sampled: bool = False) -> object:  # type: ignore[override]
-        self.reads += tags
-        return super().read(plugin_name, tags, sampled=sampled)
-
-
-def test_only_a_tag_that_has_grown_is_read_again_and_the_cache_keeps_its_limit(
+def test_a_damaged_file_is_not_read_again_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_run(tmp_path / "short", LAYOUT, steps=range(15), norms=norms)
-    write_run(tmp_path / "long", LAYOUT, steps=range(18), norms=norms)
-    run = RunData(FileSource(tmp_path / "short"))
-    assert len(run.matrix("grad_norm").steps) == 15
-    monkeypatch.setattr(matrix, "_CACHE_BYTES", 500)
-    run.source = CountingSource(tmp_path / "long")
-    assert run.matrix("grad_norm").steps.tolist() == list(range(18))
-    assert len(run.source.reads) == 1  # the first ten steps are known
-    assert run._numbers.nbytes <= 500
+    write_run(tmp_path, LAYOUT, steps=range(20), norms=norms)
+    (log,) = tmp_path.glob("*.runlog")
+    log.write_bytes(log.read_bytes() + b"\x01" * 20)
+    run = RunData(RunDirectory(tmp_path))
+    monkeypatch.setattr(run_log, "FrameReader", lambda *_: pytest.fail("read again"))
+    assert len(run.matrix("grad_norm").steps) == 20
+    assert len(run.problems) == 1
 
 
-def test_steps_beyond_the_limit_are_omitted_until_a_window_is_requested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_run(tmp_path, LAYOUT, steps=range(200), norms=norms, matrices=matrices)
-    monkeypatch.setattr(run_data, "READ_BYTES", 250 * len(COLUMN))
-    run = RunData(FileSource(tmp_path))
-    whole = run.matrix("weight_norm")
-    assert whole.sampled
-    assert whole.steps.tolist() == list(range(9, 200, 10))
-    part = run.matrix("weight_norm", Region(first_step=42, last_step=47))
-    assert not part.sampled
-    assert part.steps.tolist() == list(range(42, 48))
+def test_the_last_of_equal_steps_counts_without_the_bytes_of_its_frame(tmp_path: Path) -> None:
+    write_run(tmp_path, LAYOUT, steps=[0, 1, 1, 1, 2], norms=norms)
+    found = open_run(tmp_path).norms(WHOLE)
+    assert [frame.step for frame in found] == [0, 1, 2]
+    assert {type(frame) for frame in found} == {Norms}
+    assert {len(frame.norms) for frame in found} == {0}
 
 
 def test_a_difference_and_a_table_of_long_runs_have_every_step(
@@ -78,7 +78,6 @@ def test_a_difference_and_a_table_of_long_runs_have_every_step(
             tmp_path / name, LAYOUT, steps=range(200), matrices=matrices, every=2,
             norms=lambda step, changed=changed: norms(step) + (step == changed),
         )  # fmt: skip
-    assert open_run(tmp_path / "one").matrix("grad_norm").sampled
     found = records("diff", tmp_path / "one", tmp_path / "two", status=1)
     assert {difference["step"] for difference in found} == {131}
     layers = telemetry.read(tmp_path / "one").layers

@@ -35,7 +35,9 @@ def test_title_and_message_are_composed_of_all_known_fields(tmp_path: Path) -> N
     begin, *others = logger.alerts
     assert begin.title == "root in fc at step 9"
     assert [alert.title for alert in others][-1] == "gone in gone resolved at step 10"
-    assert replace(begin, module_name=None, stage="escalated").title == "root escalated at step 9"
+    worse = replace(begin, module_name=None, stage="escalated")
+    assert worse.title == "root, then effect in fc at step 9"
+    assert replace(worse, consequences=()).title == "root escalated at step 9"
     first, code, consequences, *batches, advice = begin.message.splitlines()
     assert first == "Seen. Their biases are negative."
     assert code.startswith("Code: tests/helpers/applied.py:")

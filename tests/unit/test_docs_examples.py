@@ -8,9 +8,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import telemetry
 from tests.helpers.paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -51,6 +54,24 @@ def test_the_code_of_a_page_prints_its_documented_output(
     output = capsys.readouterr().out.splitlines()
     assert [line for line in output if line in printed(code)] == printed(code)
     assert list(Path("runs").rglob("*.tfevents.*"))
+
+
+def test_the_run_log_is_read_without_telemetry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code_of("howto/index"), names)
+    exec('with HookLogger(model, "runs/first") as logger:\n    train(10, logger)', names)
+    code = code_of("understand/files")
+    assert "telemetry" not in code
+    exec(code, names)
+    curves = telemetry.read("runs/first").scalars
+    losses = curves[curves.tag == "loss"]
+    assert [*names["losses"]] == [*losses.step] == [*range(10)]
+    assert [*names["losses"].values()] == pytest.approx([*losses.value])
+    total = curves.value[curves.tag == "grad_norm/total"].iloc[-1]
+    assert np.linalg.norm([*names["norms"].values()]) == pytest.approx(total)
 
 
 def test_the_tutorial_of_several_gpus_runs_on_two_ranks(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-// What users do with the picture: move, select, zoom, fold, follow alerts. Each is one update of the state.
+// What users do with the picture: move, select, zoom, fold, follow alerts; each is one update of the state.
+// And the keys that do it.
 
+import { clamp } from "./canvas.js";
 import { columnAt } from "./field.js";
 import { groupsAtDepth, innermostOpen, rowOfLayer } from "./rows.js";
 import { EVERYTHING, keyOfAlert } from "./state.js";
@@ -26,17 +28,17 @@ export function select(page, name, step, more = {}) {
 }
 
 /** Selects what was clicked in the picture of a run, at the selected step or the last one without another. */
-export function selectIn(page, panel, index, step) {
-  const of = panel.name === page.state.other;
+export function selectIn(page, panel, name, step) {
   const at = step ?? page.state.step ?? panel.overview.lastStep;
-  page.update({ of, alert: "", onsets: null });
-  select(page, panel.overview.layers[index].name, at);
+  page.update({ of: panel.name === page.state.other, alert: "", onsets: null });
+  select(page, name, at);
 }
 
 /** Opens the layer of the only row. */
 export function selectOnlyRow(page) {
-  const [row, ...more] = page.rows(page.current);
-  if (row && !more.length) selectIn(page, page.current, row.layers[0], null);
+  const { current } = page;
+  const [row, ...more] = page.rows(current);
+  if (row && !more.length) selectIn(page, current, current.overview.layers[row.layers[0]].name, null);
 }
 
 /** Closes the details, or where there are none shows everything. */
@@ -51,31 +53,30 @@ export function close(page) {
 export function moveStep(page, count) {
   const panel = page.current;
   const steps = panel.steps(page.statistic);
-  const rows = page.rows(panel);
-  if (!steps.length || !rows.length) return;
+  const [row] = page.rows(panel);
+  if (!steps.length || !row) return;
   const { layer, step } = page.state;
   const column = step === null ? steps.length - 1 : Math.max(columnAt(steps, step), 0) + count;
-  const at = steps[Math.min(Math.max(column, 0), steps.length - 1)];
-  select(page, layer ?? panel.overview.layers[rows[0].layers[0]].name, at);
+  select(page, layer ?? panel.overview.layers[row.layers[0]].name, steps[clamp(column, 0, steps.length - 1)]);
 }
 
-export function moveLayer(page, count) {
+function moveLayer(page, count) {
   const panel = page.current;
   const rows = page.rows(panel);
   if (!rows.length) return;
   const { layer, step } = page.state;
   const before = layer === null ? (count > 0 ? -1 : 0) : rowOfLayer(rows, panel.indexOf(layer));
-  const { layers } = rows[Math.min(Math.max(before + count, 0), rows.length - 1)];
+  const { layers } = rows[clamp(before + count, 0, rows.length - 1)];
   select(page, panel.overview.layers[layers[0]].name, step ?? panel.overview.lastStep);
 }
 
 /** Goes to the next alert (1), or the one before (−1). */
-export function moveAlert(page, direction) {
-  const alerts = page.panels.flatMap((panel) => panel.alerts).sort((a, b) => a.step - b.step);
+function moveAlert(page, direction) {
+  const alerts = page.alerts.sort((a, b) => a.step - b.step);
   if (!alerts.length) return;
   const at = alerts.indexOf(page.chosenAlert);
-  const next = at < 0 ? (direction > 0 ? 0 : alerts.length - 1) : at + direction;
-  chooseAlert(page, alerts[(next + alerts.length) % alerts.length]);
+  const next = at < 0 ? (direction > 0 ? 0 : -1) : at + direction;
+  chooseAlert(page, alerts.at(next % alerts.length));
 }
 
 /** Goes to an alert: its layer is selected; its statistic and the steps around it are shown. */
@@ -110,7 +111,7 @@ export function listOnsets(page) {
   page.update({ onsets: page.state.step ?? page.current.overview.lastStep, side: true });
 }
 
-export function zoomAtSelection(page, factor) {
+function zoomAtSelection(page, factor) {
   const view = page.view();
   const { layer, step } = page.state;
   const x = step === null ? 0.5 : (step - view.step0) / (view.step1 - view.step0);
@@ -120,9 +121,7 @@ export function zoomAtSelection(page, factor) {
 }
 
 export function toggleFold(page, path) {
-  const folded = new Set(page.state.folded);
-  if (!folded.delete(path)) folded.add(path);
-  page.update({ folded, zoom: null });
+  page.update({ folded: page.state.folded.symmetricDifference(new Set([path])), zoom: null });
 }
 
 /** Folds all groups at a depth, 1 being the outermost; 0: none. */
@@ -132,7 +131,7 @@ export function foldAt(page, depth, more) {
 }
 
 /** Folds or unfolds the group around the selected layer. */
-export function foldSelection(page) {
+function foldSelection(page) {
   const { layer, folded, order } = page.state;
   const index = layer === null ? -1 : page.current.indexOf(layer);
   if (index < 0) return;
@@ -140,4 +139,52 @@ export function foldSelection(page) {
   const row = rows[rowOfLayer(rows, index)];
   const path = row?.folded ?? innermostOpen(index, page.current.groupings[order], folded);
   if (path) toggleFold(page, path);
+}
+
+const FAR = 10;
+const SCROLLS = /^(Page|Arrow|Home|End)/;
+const SCROLLS_LIVE = /^Page/; // a report is long
+
+// What a key does, `by` one or with Shift ten; an array: in the run whose picture has the focus.
+const KEYS = {
+  ArrowLeft: [(page, by) => moveStep(page, -by)],
+  ArrowRight: [(page, by) => moveStep(page, by)],
+  ArrowUp: [(page, by) => moveLayer(page, -by)],
+  ArrowDown: [(page, by) => moveLayer(page, by)],
+  PageUp: [(page) => moveLayer(page, -FAR)],
+  PageDown: [(page) => moveLayer(page, FAR)],
+  Home: [(page) => moveStep(page, -Infinity)],
+  End: [(page) => moveStep(page, Infinity)],
+  f: [foldSelection],
+  w: [listOnsets],
+  "+": (page) => zoomAtSelection(page, 0.5),
+  "=": (page) => zoomAtSelection(page, 0.5),
+  "-": (page) => zoomAtSelection(page, 2),
+  0: unzoom,
+  Escape: close,
+  n: (page) => moveAlert(page, 1),
+  p: (page) => moveAlert(page, -1),
+  "/": (page) => page.searchLayers(),
+  r: (page) => listRuns(page, "run"),
+};
+
+export const KEY_HELP =
+  "Keys: arrows move (with Shift by ten), + and − zoom, 0 shows everything, n and p go to the next " +
+  "and previous alert, f folds the group, / filters layers, r lists the runs, w lists the layers that changed first, Esc closes.";
+
+/** Listens everywhere but in fields and dialogs; to keys that scroll only in the picture. */
+export function watchKeys(page) {
+  const scrolling = page.source.isLive ? SCROLLS_LIVE : SCROLLS;
+  document.addEventListener("keydown", (event) => {
+    const { key, target } = event;
+    if (!Object.hasOwn(KEYS, key) || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (page.message || !page.panels.length || document.querySelector("dialog[open]")) return;
+    if (target.closest("input, select") || (scrolling.test(key) && !target.closest(".heatmap"))) return;
+    event.preventDefault();
+    const act = KEYS[key];
+    if (!Array.isArray(act)) return act(page);
+    const { run } = target.closest(".panel")?.dataset ?? {};
+    if (run !== undefined) page.update({ of: run === page.state.other });
+    act[0](page, event.shiftKey ? FAR : 1);
+  });
 }

@@ -1,37 +1,33 @@
 // The page: its state, its runs, and what is drawn of them.
 
-import { selectIn, toggleFold, unzoom, zoomTo } from "./actions.js";
-import { alertAloud } from "./alerts.js";
-import { readLayer } from "./detail.js";
+import { KEY_HELP, watchKeys } from "./actions.js";
+import { Side } from "./alerts.js";
 import { columnAt, valueAt } from "./field.js";
-import { formatValue } from "./format.js";
-import { theme as readTheme } from "./host.js";
+import { alertAloud, formatValue } from "./format.js";
+import { followTheme, onNavigation, readLink, writeLink } from "./host.js";
 import { Picture } from "./panel.js";
-import { Enlarged, Tooltip } from "./parts.js";
-import { KEY_HELP, watchKeys } from "./pointer.js";
+import { Tooltip } from "./parts.js";
 import { html, render } from "./preact.js";
 import { titleOf } from "./rows.js";
 import { Run } from "./run.js";
 import { RunTable } from "./runs.js";
-import { makeScale } from "./scale.js";
-import { Side } from "./side.js";
-import { EVERYTHING, Latest, fromLink, isEntry, keyOfAlert, memo, toLink } from "./state.js";
 import { NewerFormatError } from "./source.js";
+import { EVERYTHING, fromLink, isEntry, keyOfAlert, toLink } from "./state.js";
 import { Toolbar } from "./toolbar.js";
-import { limit, openingView, panView, scaleView, wholeView } from "./view.js";
+import { limit, openingView, wholeView } from "./view.js";
 
 const LIVE_EVERY_MS = 5000;
-const DETAIL_DELAY_MS = 120;
+const LOADING = { state: "loading" };
 
 export class Page {
   /**
    * @param {HTMLElement} root
    * @param {Object} source where data comes from
-   * @param {{read: () => Object, write: (link: Object, isNew: boolean) => void}} address
+   * @param {Object} link what is shown unless the address says otherwise
    */
-  constructor(root, source, address) {
-    Object.assign(this, { root, source, address });
-    this.state = fromLink(address.read());
+  constructor(root, source, link = {}) {
+    Object.assign(this, { root, source });
+    this.state = fromLink({ ...link, ...readLink() });
     this.state.side = this.state.layer !== null;
     this.runs = null;
     this.missing = ""; // about runs of the link that there are not
@@ -41,15 +37,12 @@ export class Page {
     this.failure = ""; // why the data could not be read again
     this.announced = "";
     this.openedAt = null; // the zoom that the page chose to open with
-    this.enlarged = null; // see `Enlarged`
-    const changed = () => this.draw();
-    this.opening = new Latest(() => this.#opened());
-    this.layer = new Latest(changed);
-    this.onsets = new Latest(changed);
-    this.scale = memo((log, mode, ...values) => makeScale({ log }, mode, values));
+    this.loading = null; // the data that the state asks for
+    followTheme((theme) => this.#setTheme(theme));
+    onNavigation((found) => this.#follow(found));
     watchKeys(this);
     document.addEventListener("visibilitychange", () => this.#goOn());
-    addEventListener("resize", changed);
+    addEventListener("resize", () => this.draw());
     matchMedia("print").addEventListener("change", () => this.drawNow());
   }
 
@@ -57,7 +50,7 @@ export class Page {
 
   /** Loads and draws. A failure becomes a message with a button to try again. */
   async start() {
-    this.#say({ state: "loading" });
+    this.#show(LOADING);
     try {
       this.#open(await this.source.runs());
     } catch (error) {
@@ -67,7 +60,7 @@ export class Page {
 
   #open(runs) {
     this.runs = runs;
-    if (!runs.length) return this.#say({ state: "empty" });
+    if (!runs.length) return this.#show({ state: "empty" });
     this.#checkRuns();
     this.#load();
   }
@@ -83,24 +76,19 @@ export class Page {
     this.missing = missing.length ? `No telemetry data of ${missing.join(" and ")}; showing “${shown}”.` : "";
   }
 
-  #load() {
+  /** Loads what the state says, unless it says something else by then. */
+  async #load() {
     const { run, other, statistic } = this.state;
     const known = (name) => this.panels.find((panel) => panel.name === name);
     const panels = [run, other]
       .filter(Boolean)
       .map((name) => known(name) ?? new Run(this.source, name, () => this.draw()));
-    document.documentElement.dataset.ready = "false";
-    if (panels.some(({ overview }) => !overview)) this.#say({ state: "loading" });
-    this.opening.forget(); // what is shown may have been another one meanwhile
-    this.opening.to([run, other, statistic].join("\n"), null, async () => {
-      await Promise.all(panels.map((panel) => panel.load(statistic)));
-      return panels;
-    });
-  }
-
-  #opened() {
-    const panels = this.opening.answer;
-    if (panels.error) return this.fail(panels.error);
+    document.documentElement.dataset.ready = "loading";
+    if (panels.some(({ overview }) => !overview)) this.#show(LOADING);
+    const loading = (this.loading = Promise.all(panels.map((panel) => panel.load(statistic))));
+    const error = await loading.then(() => null, (reason) => reason);
+    if (loading !== this.loading) return;
+    if (error) return this.fail(error);
     const isNew = this.panels[0]?.name !== panels[0].name;
     this.panels = panels;
     const { statistics } = panels[0].overview;
@@ -108,7 +96,7 @@ export class Page {
       return this.update({ statistic: statistics[0].name });
     }
     if (isNew) this.#openAtStory();
-    this.#ready();
+    this.#show();
   }
 
   /** Zooms to the first NaN where NaN fills most of the picture. */
@@ -117,8 +105,8 @@ export class Page {
     this.openedAt = null;
     if (zoom || layer !== null || step !== null) return;
     const [panel] = this.panels;
-    const field = panel.field(this.statistic);
-    const view = openingView(field, panel.firstNonfinite(field), panel.alerts, this.whole());
+    const { statistic } = this;
+    const view = openingView(panel.field(statistic), panel.firstNonfinite(statistic), panel.alerts, this.whole());
     this.openedAt = view && limit(view, this.whole());
     this.state = { ...this.state, zoom: this.openedAt };
   }
@@ -138,7 +126,7 @@ export class Page {
       await Promise.all(this.panels.map((panel) => panel.load(this.state.statistic))); // chosen since
       this.failure = "";
       this.#announceAlerts(count);
-      this.#ready();
+      this.#show();
     } catch (error) {
       this.failure = `could not be read again: ${error.message}`;
       this.draw();
@@ -176,11 +164,11 @@ export class Page {
     const isOtherRun = ["run", "other"].some((name) => name in patch && patch[name] !== before[name]);
     const forgotten = isOtherRun ? { alert: "", onsets: null, of: false, zoom: null } : {};
     this.#become({ ...before, ...forgotten, ...patch });
-    this.address.write(toLink(this.state), isEntry(before, this.state));
+    writeLink(toLink(this.state), isEntry(before, this.state));
   }
 
   /** Applies the state of a link, as when the browser goes back. */
-  follow(link) {
+  #follow(link) {
     const { side, full } = this.state;
     this.#become({ ...fromLink(link), side, full });
   }
@@ -250,61 +238,22 @@ export class Page {
     return (this.zoom && limit(this.zoom, whole)) ?? whole;
   }
 
-  // --- what the picture of a run reports
-
-  eventsOf(panel) {
-    return {
-      select: (layer, step) => selectIn(this, panel, layer, step),
-      zoom: (view) => zoomTo(this, view),
-      scale: (factor, x, y) => zoomTo(this, scaleView(this.view(), factor, x, y)),
-      pan: (dx, dy) => zoomTo(this, panView(this.view(), dx, dy, this.whole())),
-      unzoom: () => unzoom(this),
-      fold: (path) => toggleFold(this, path),
-    };
-  }
-
-  // --- answers that depend on the state
-
-  /** Data of the selected layer; null while it is loaded. */
-  layerData() {
-    const { detailed: panel, panels, source } = this;
-    const { layer } = this.state;
-    const ask = () => readLayer(source, panel, panels, layer);
-    const key = [panel.name, ...panels.map(({ name }) => name), layer].join("\n");
-    return this.layer.to(key, panel.round, ask, DETAIL_DELAY_MS);
-  }
-
-  /** The layers that changed first around the chosen alert or step: `run`, `step`, `answer`; null if none is chosen. */
-  onsetsShown() {
-    const step = this.chosenAlert?.step ?? this.state.onsets;
-    if (step === null) return null;
-    const { name, round } = this.current;
-    return { step, answer: this.onsets.to(`${name}\n${step}`, round, () => this.source.onsets(name, step)) };
-  }
-
   // --- drawing
 
-  #ready() {
-    this.message = null;
-    this.drawNow();
-    this.#goOn();
-    document.documentElement.dataset.ready = "true";
-  }
-
-  /** Shows a message in place of the picture. */
-  #say(message) {
+  /** Shows the picture, or a message in place of it. */
+  #show(message = null) {
     this.message = message;
     this.drawNow();
     this.#goOn();
-    document.documentElement.dataset.ready = message.state === "loading" ? "false" : message.state;
+    document.documentElement.dataset.ready = message?.state ?? "true";
   }
 
   fail(error) {
-    this.#say({ state: error instanceof NewerFormatError ? "newer" : "error", text: error.message });
+    this.#show({ state: error instanceof NewerFormatError ? "newer" : "error", text: error.message });
   }
 
   /** Applies the colors at once: a printed page is not drawn again. */
-  setTheme(theme) {
+  #setTheme(theme) {
     this.theme = theme;
     this.drawNow();
   }
@@ -320,7 +269,6 @@ export class Page {
   drawNow() {
     this.drawing = false;
     if (!window.innerWidth) return; // another dashboard is shown
-    this.theme ??= readTheme();
     this.drawMore?.();
     // While a statistic loads, the picture of the one before stays.
     if (!this.message && (!this.panels.length || this.panels.some((panel) => !panel.field(this.statistic)))) return;
@@ -332,11 +280,6 @@ export class Page {
   /** The width of the picture's place. */
   get width() {
     return this.root.querySelector(".message-area").clientWidth;
-  }
-
-  enlarge(enlarged) {
-    this.enlarged = enlarged;
-    this.draw();
   }
 
   focusPicture() {
@@ -386,7 +329,7 @@ export class Page {
 }
 
 function App({ page }) {
-  const { message, state, enlarged } = page;
+  const { message, state } = page;
   const title = page.panels.length ? `Telemetry: ${state.run}` : "Telemetry";
   document.title = title;
   return html`
@@ -404,7 +347,6 @@ function App({ page }) {
       </aside>
     </div>
     ${state.table && !message && html`<${RunTable} page=${page} key=${state.table} />`}
-    ${enlarged && html`<${Enlarged} of=${enlarged} onClose=${() => page.enlarge(null)} />`}
     <${Tooltip} />
   `;
 }

@@ -1,4 +1,4 @@
-// Canvases that are sharp on every screen, and step axes.
+// Canvases that are sharp on every screen, places in plots, and step axes.
 
 import { formatStep } from "./format.js";
 
@@ -17,8 +17,7 @@ export function drawAt(ratio, draw) {
 /** Gives a canvas a size in CSS pixels. @returns a context that draws in CSS pixels */
 export function prepare(canvas, width, height) {
   const ratio = chosenRatio ?? (window.devicePixelRatio || 1);
-  const pixelWidth = Math.round(width * ratio);
-  const pixelHeight = Math.round(height * ratio);
+  const [pixelWidth, pixelHeight] = [width, height].map((side) => Math.round(side * ratio));
   if (canvas.width !== pixelWidth) canvas.width = pixelWidth;
   if (canvas.height !== pixelHeight) canvas.height = pixelHeight;
   canvas.style.width = `${width}px`;
@@ -51,7 +50,6 @@ export function roundTicks(low, high, count, whole) {
 export function logTicks(low, high, count) {
   const first = Math.floor(Math.log10(low));
   const last = Math.ceil(Math.log10(high));
-  const most = Math.max(count, 2);
   const inside = (factors, stride, offset = 0) => {
     const found = [];
     for (let power = first + offset; power <= last; power += stride) {
@@ -63,7 +61,7 @@ export function logTicks(low, high, count) {
   for (let stride = 1; stride <= last - first; stride++) {
     for (let offset = 0; offset < stride; offset++) choices.push(inside([1], stride, offset));
   }
-  const fitting = choices.find((ticks) => ticks.length >= 2 && ticks.length <= most);
+  const fitting = choices.find((ticks) => ticks.length >= 2 && ticks.length <= Math.max(count, 2));
   return fitting ?? roundTicks(low, high, count, false).filter((tick) => tick > 0);
 }
 
@@ -83,28 +81,63 @@ export function setText(context, theme, align, baseline) {
   context.textBaseline = baseline;
 }
 
+/** Draws the frame of a plot. */
+export function drawFrame(context, theme, { x, y, width, height }) {
+  context.strokeStyle = theme.line;
+  context.lineWidth = 1;
+  context.strokeRect(x - 0.5, y - 0.5, width + 1, height + 1);
+}
+
 /** The place of a step in a plot. */
-export function xOf(box, view, step) {
-  return box.x + ((step - view.step0) / (view.step1 - view.step0)) * box.width;
+export function xOf(box, { step0, step1 }, step) {
+  return box.x + ((step - step0) / (step1 - step0)) * box.width;
+}
+
+/** The step at a place in a plot. */
+export function stepAt(box, { step0, step1 }, x) {
+  return step0 + ((x - box.x) / box.width) * (step1 - step0);
+}
+
+/** The place of a row in a plot. */
+export function yOf(box, { row0, row1 }, row) {
+  return box.y + ((row - row0) / (row1 - row0)) * box.height;
+}
+
+/** The row at a place in a plot. */
+export function rowAt(box, { row0, row1 }, y) {
+  return Math.floor(row0 + ((y - box.y) / box.height) * (row1 - row0));
+}
+
+/** Whether a place is in a plot. */
+export function isInside(box, x, y) {
+  return x >= box.x && x < box.x + box.width && y >= box.y && y < box.y + box.height;
 }
 
 /** Steps below a plot. `box`: the plot's place in CSS pixels. */
-export function drawStepAxis(context, theme, box, view, title) {
+export function drawStepAxis(context, theme, box, view, title = "") {
   setText(context, theme, "left", "top");
   context.strokeStyle = theme.line;
-  const ticks = roundTicks(view.step0, view.step1, box.width / 80, true);
-  for (const tick of ticks) {
+  const bottom = box.y + box.height;
+  for (const tick of roundTicks(view.step0, view.step1, box.width / 80, true)) {
     const x = xOf(box, view, tick);
-    line(context, x, box.y + box.height, x, box.y + box.height + 4);
+    line(context, x, bottom, x, bottom + 4);
     const text = formatStep(tick);
     const half = context.measureText(text).width / 2;
-    const left = Math.min(Math.max(x - half, box.x - 12), box.x + box.width - 2 * half + 2);
-    context.fillText(text, left, box.y + box.height + 6);
+    context.fillText(text, clamp(x - half, box.x - 12, box.x + box.width - 2 * half + 2), bottom + 6);
   }
-  if (title) {
-    context.textAlign = "right";
-    context.fillText(title, box.x - 28, box.y + box.height + 6);
+  context.textAlign = "right";
+  context.fillText(title, box.x - 28, bottom + 6);
+}
+
+/** A dotted line at each step at which the run was resumed. */
+export function drawResumed(context, theme, box, view, steps) {
+  context.strokeStyle = theme.text;
+  context.setLineDash([2, 3]);
+  for (const step of steps) {
+    const x = xOf(box, view, step);
+    if (x >= box.x && x <= box.x + box.width) line(context, x, box.y, x, box.y + box.height);
   }
+  context.setLineDash([]);
 }
 
 export function line(context, x0, y0, x1, y1) {
@@ -112,6 +145,11 @@ export function line(context, x0, y0, x1, y1) {
   context.moveTo(x0, y0);
   context.lineTo(x1, y1);
   context.stroke();
+}
+
+/** A number, or the end of a range that is nearest to it; the lower end of a range without room. */
+export function clamp(value, low, high) {
+  return Math.max(Math.min(value, high), low);
 }
 
 const IDENTIFIER = /^[A-Za-z_]\w*$/;
@@ -128,14 +166,10 @@ export function fitText(context, text, width) {
     if (fits(path)) return path;
     if (at < parts.length - 1 && IDENTIFIER.test(parts[at])) parts[at] = "…";
   }
-  const shortened = (count) =>
-    `${text.slice(0, Math.floor(count * 0.4))}…${text.slice(text.length - Math.ceil(count * 0.6))}`;
-  let low = 0;
-  let high = text.length;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (fits(shortened(middle))) low = middle;
-    else high = middle - 1;
+  const most = Math.ceil((1.3 * text.length * width) / context.measureText(text).width);
+  for (let count = Math.min(most, text.length - 1); count > 0; count--) {
+    const shown = `${text.slice(0, Math.floor(count * 0.4))}…${text.slice(text.length - Math.ceil(count * 0.6))}`;
+    if (fits(shown)) return shown;
   }
-  return low === 0 ? "" : shortened(low);
+  return "";
 }

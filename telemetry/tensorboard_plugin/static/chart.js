@@ -1,8 +1,9 @@
 // Curves over steps on a canvas, with their axes.
 
-import { clip, drawStepAxis, line, logTicks, prepare, roundTicks, setText, xOf } from "./canvas.js";
+import { clamp, clip, drawResumed, drawStepAxis, line, logTicks, prepare, roundTicks, setText, xOf } from "./canvas.js";
 import { columnAt } from "./field.js";
 import { formatNumber, formatStep } from "./format.js";
+import { INFINITE_COLORS, NAN_COLORS, scaleText, usualOf } from "./scale.js";
 
 /**
  * @typedef {Object} Curve
@@ -11,15 +12,18 @@ import { formatNumber, formatStep } from "./format.js";
  * @property {string} color
  * @property {number[]} [dash] pattern of the line
  * @property {string} label
+ * @property {string} [layer] whose it is
  * @property {number} [width] of the line
  * @property {boolean} [isStepped] whether a value lasts until the next one
  * @property {ArrayLike<number>[]} [band] low and high values of an area behind it
  * @property {ArrayLike<number>} [raw] values of a fainter line behind it
  */
 
+const LEFT = 58; // room for the values, unless there is another one
 const SECOND_AXIS = 50; // room that it takes
 const POINTS_AT_ONCE = 64; // a path that goes up and down takes time like the square of its points
 const FAINT = 0.25;
+const NEAR = 30; // pixels
 const MARK_GAP = 6; // pixels between marks of NaN: a line would look like values
 // Colors of one pattern also differ in brightness.
 const [SOLID, DASHED, DOTTED, MIXED] = [[], [7, 3], [2, 2], [8, 3, 2, 3]];
@@ -31,26 +35,36 @@ export function styleOf(theme, index) {
   return { color: theme.curves[index % length], dash: DASHES[index] ?? MIXED };
 }
 
-/** Numbers for names; a name keeps its number. */
-export class Slots {
-  constructor() {
-    this.known = new Map();
-  }
+/** The CSS background that looks like a piece of a curve's line. */
+export function sampleOf(color, dash = SOLID) {
+  let [at, stops] = [0, ""]; // a PDF would lose one with a transparent stop
+  dash.forEach((length, i) => {
+    stops += `, ${i % 2 ? "var(--background)" : color} ${at}px ${(at += length)}px`;
+  });
+  return stops ? `repeating-linear-gradient(90deg${stops})` : color;
+}
 
-  /** The lowest free number for each new name. @returns {number[]} */
-  assign(names) {
-    const used = new Set();
-    const isFree = (name) => this.known.has(name) && !used.has(this.known.get(name));
-    const kept = new Set(names.filter((name) => isFree(name) && used.add(this.known.get(name))));
-    let next = 0;
-    for (const name of names) {
-      if (kept.has(name)) continue;
-      while (used.has(next)) next += 1;
-      used.add(next);
-      this.known.set(name, next);
+/** Whether values span so much that a linear axis would hide most of them. */
+export function isLog(curves) {
+  let [low, high] = [Infinity, 0];
+  for (const { values } of curves) {
+    for (const value of values) {
+      if (!(value > 0) || value === Infinity) continue;
+      low = Math.min(low, value);
+      high = Math.max(high, value);
     }
-    return names.map((name) => this.known.get(name));
   }
+  return high > 50 * low;
+}
+
+/** How a chart's axis shows the values that a scale shows in colors. */
+export function axisOf(statistic, scale) {
+  return {
+    log: scale.log,
+    range: scale.log ? undefined : [scale.low, scale.high],
+    format: (value) => scaleText(scale, value),
+    usual: usualOf(statistic, scale),
+  };
 }
 
 /**
@@ -59,39 +73,42 @@ export class Slots {
  * @param {HTMLCanvasElement} canvas
  * @param {Object} options `curves`, `view`, `theme`, `width`, `height`, `left`, `right`, `log`,
  *   `format` (of values), `range` (of the axis; default: that of the curves and of `fit`),
- *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `axis` (whether to draw
- *   steps below), `second` (curves with a separate scale, dashed), `secondUsual` (values that it has)
+ *   `usual` (values to mark), `cursor` (a step), `marks` (steps of alerts), `resumed` (steps at which
+ *   the run was), `hasSteps` (whether to draw an axis of steps), `isBare` (without axes), `second` (curves with a separate scale, dashed),
+ *   `secondUsual` (values that it has)
  * @returns {Object} the plot; see `Plot`
  */
 export function drawChart(canvas, options) {
-  const { theme, view, width, height, left, right = 10, axis = false } = options;
+  const { theme, view, width, height, left = LEFT, right = 10, hasSteps = false, isBare = false } = options;
   const { curves, second = [], format = formatNumber } = options;
   const context = prepare(canvas, width, height);
-  const box = { x: left, y: 6, width: width - left - right, height: height - 12 - (axis ? 16 : 0) };
+  const [top, below] = [isBare ? 3 : 6, hasSteps ? 16 : 0];
+  const box = { x: left, y: top, width: width - left - right, height: height - 2 * top - below };
   const scale = valueScale(options);
-  drawValueAxis(context, theme, box, scale, format);
   const secondScale = second.length && valueScale({ curves: second, view, usual: options.secondUsual });
+  if (!isBare) drawValueAxis(context, theme, box, scale, format);
   if (secondScale && right > SECOND_AXIS) drawSecondAxis(context, theme, box, secondScale);
-  if (axis) drawStepAxis(context, theme, box, view, "");
+  if (hasSteps) drawStepAxis(context, theme, box, view);
   for (const value of options.usual ?? []) drawUsual(context, theme, box, yOf(scale, box, value));
   clip(context, box.x, box.y - 3, box.width, box.height + 6);
-  const drawStep = (step, color, alpha) => {
+  const drawStep = (step, color) => {
     context.strokeStyle = color;
-    context.globalAlpha = alpha;
     const x = xOf(box, view, step);
     line(context, x, box.y, x, box.y + box.height);
-    context.globalAlpha = 1;
   };
-  for (const step of options.marks ?? []) drawStep(step, theme.error, 0.5);
-  if (options.cursor != null) drawStep(options.cursor, theme.text, 1);
-  for (const curve of second) drawCurve(context, theme, box, view, secondScale, { ...curve, dash: DASHED });
+  drawResumed(context, theme, box, view, options.resumed ?? []);
+  context.globalAlpha = 0.5;
+  for (const step of options.marks ?? []) drawStep(step, theme.error);
+  context.globalAlpha = 1;
+  if (options.cursor != null) drawStep(options.cursor, theme.text);
+  for (const curve of second) drawCurve(context, box, view, secondScale, { ...curve, dash: DASHED });
+  context.globalAlpha = FAINT;
   for (const curve of curves) {
-    context.globalAlpha = FAINT;
     if (curve.band) drawBand(context, box, view, scale, curve);
-    if (curve.raw) drawCurve(context, theme, box, view, scale, { ...curve, values: curve.raw, dash: SOLID });
-    context.globalAlpha = 1;
+    if (curve.raw) drawCurve(context, box, view, scale, { ...curve, values: curve.raw, dash: SOLID });
   }
-  for (const curve of curves) drawCurve(context, theme, box, view, scale, curve);
+  context.globalAlpha = 1;
+  for (const curve of curves) drawCurve(context, box, view, scale, curve);
   context.restore();
   const read = (step, y) => [
     ...markNearest(curves.map((curve) => readCurve(curve, step, format)), scale, box, y),
@@ -114,24 +131,15 @@ export function readCurve(curve, step, format) {
 function markNearest(lines, scale, box, y) {
   const distance = ({ value }) => Math.abs(yOf(scale, box, value) - y);
   const nearest = lines.reduce((a, b) => (distance(b) < distance(a) ? b : a), lines[0]);
-  if (lines.length > 1 && distance(nearest) < 30) nearest.isNearest = true;
+  if (lines.length > 1 && distance(nearest) < NEAR) nearest.isNearest = true;
   return lines;
-}
-
-/** The CSS background that looks like a piece of a curve's line. */
-export function sampleOf(color, dash = SOLID) {
-  let [at, stops] = [0, ""]; // a PDF would lose one with a transparent stop
-  dash.forEach((length, i) => {
-    stops += `, ${i % 2 ? "var(--background)" : color} ${at}px ${(at += length)}px`;
-  });
-  return stops ? `repeating-linear-gradient(90deg${stops})` : color;
 }
 
 function yOf({ low, high, log }, box, value) {
   return box.y + (1 - ((log ? Math.log10(value) : value) - low) / (high - low)) * box.height;
 }
 
-function valueScale({ curves, view, log = false, range, usual = [], fit = [] }) {
+function valueScale({ curves, view, log = false, range, usual = [], fit = [], isBare = false }) {
   if (range) return { low: range[0], high: range[1], log: false };
   let [low, high] = [Infinity, -Infinity];
   const include = (value) => {
@@ -146,19 +154,16 @@ function valueScale({ curves, view, log = false, range, usual = [], fit = [] }) 
   }
   usual.forEach(include);
   if (low > high) [low, high] = log ? [0.1, 1] : [0, 1];
-  if (log) {
-    [low, high] = [Math.log10(low), Math.log10(high)];
-    if (high - low < 0.3) [low, high] = [low - 0.2, high + 0.2];
-  } else if (low === high)
-    [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
+  if (log) [low, high] = [Math.log10(low), Math.log10(high)];
+  if (log && !isBare && high - low < 0.3) [low, high] = [low - 0.2, high + 0.2];
+  if (low === high) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
   return { low, high, log };
 }
 
 function drawValueAxis(context, theme, box, scale, format) {
   setText(context, theme, "right", "middle");
-  context.lineWidth = 1;
+  context.strokeStyle = theme.line;
   for (const { tick, y } of ticksOf(scale, box)) {
-    context.strokeStyle = theme.line;
     line(context, box.x, y, box.x + box.width, y);
     context.fillText(format(tick), box.x - 6, y);
   }
@@ -168,16 +173,17 @@ function drawValueAxis(context, theme, box, scale, format) {
 function drawSecondAxis(context, theme, box, scale) {
   setText(context, theme, "left", "middle");
   context.strokeStyle = theme.muted;
+  const right = box.x + box.width;
   for (const { tick, y } of ticksOf(scale, box)) {
-    line(context, box.x + box.width, y, box.x + box.width + 4, y);
-    context.fillText(formatNumber(tick), box.x + box.width + 7, y);
+    line(context, right, y, right + 4, y);
+    context.fillText(formatNumber(tick), right + 7, y);
   }
 }
 
 /** A line at the usual value. */
 function drawUsual(context, theme, box, y) {
   if (!(y >= box.y - 1 && y <= box.y + box.height + 1)) return;
-  context.strokeStyle = context.fillStyle = theme.usual;
+  context.strokeStyle = theme.usual;
   context.setLineDash([6, 4]);
   line(context, box.x, y, box.x + box.width, y);
   context.setLineDash([]);
@@ -196,9 +202,9 @@ function ticksOf(scale, box) {
 }
 
 function drawBand(context, box, view, scale, { steps, band: [low, high], color }) {
-  const y = (value) => Math.min(Math.max(yOf(scale, box, value), box.y), box.y + box.height);
   const known = [...steps.keys()].filter((i) => Number.isFinite(low[i]) && Number.isFinite(high[i]));
-  const edge = (values) => (i) => context.lineTo(xOf(box, view, steps[i]), y(values[i]));
+  const edge = (values) => (i) =>
+    context.lineTo(xOf(box, view, steps[i]), clamp(yOf(scale, box, values[i]), box.y, box.y + box.height));
   context.fillStyle = color;
   context.beginPath();
   known.forEach(edge(low));
@@ -206,17 +212,14 @@ function drawBand(context, box, view, scale, { steps, band: [low, high], color }
   context.fill();
 }
 
-function drawCurve(context, theme, box, view, scale, curve) {
-  const { steps, values, color, isStepped, width = 1.5, dash = [] } = curve;
+function drawCurve(context, box, view, scale, { steps, values, color, isStepped, width = 1.5, dash = SOLID }) {
   const y = (value) => yOf(scale, box, value);
-  context.strokeStyle = context.fillStyle = color;
+  context.strokeStyle = color;
   context.lineWidth = width;
   context.lineJoin = "round";
   context.setLineDash(dash);
   context.beginPath();
-  let pen = false;
-  let points = 0;
-  let lastX = -Infinity;
+  let [pen, points, lastX] = [false, 0, -Infinity];
   // The points in view, and one at either side.
   const end = Math.min(columnAt(steps, view.step1) + 2, steps.length);
   for (let i = Math.max(columnAt(steps, view.step0), 0); i < end; i++) {
@@ -233,7 +236,7 @@ function drawCurve(context, theme, box, view, scale, curve) {
     } else if (drawable) context.moveTo(x, y(values[i]));
     else if (x - lastX >= MARK_GAP) {
       const isFinite = Number.isFinite(values[i]);
-      context.fillStyle = isFinite ? color : values[i] === Infinity ? theme.infinite : theme.nan;
+      context.fillStyle = isFinite ? color : (values[i] === Infinity ? INFINITE_COLORS : NAN_COLORS)[0];
       context.fillRect(x - 1, isFinite ? box.y + box.height - 2 : box.y - 3, 2, 5);
       lastX = x;
     }
@@ -241,10 +244,10 @@ function drawCurve(context, theme, box, view, scale, curve) {
   }
   context.stroke();
   context.setLineDash([]);
+  context.lineWidth = 1;
+  if (steps.length > 1 || !pen) return;
   context.fillStyle = color;
-  if (steps.length === 1 && pen) {
-    context.beginPath();
-    context.arc(xOf(box, view, steps[0]), y(values[0]), 2.5, 0, 7);
-    context.fill();
-  }
+  context.beginPath();
+  context.arc(xOf(box, view, steps[0]), y(values[0]), 2.5, 0, 7);
+  context.fill();
 }

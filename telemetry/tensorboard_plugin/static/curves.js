@@ -1,10 +1,10 @@
-// Curves over steps: loss and learning rates, time and memory, and some layers below the picture.
+// Curves of a run above and below its picture: loss and learning rates, time and memory, some layers.
 
-import { drawChart, readCurve, styleOf } from "./chart.js";
+import { clamp } from "./canvas.js";
+import { axisOf, drawChart, isLog, readCurve, styleOf } from "./chart.js";
 import { aligned, curveAt } from "./field.js";
 import { formatNumber } from "./format.js";
 import { rowsByLayer } from "./rows.js";
-import { scaleText, usualOf } from "./scale.js";
 
 const STRIP_HEIGHT = 72;
 
@@ -12,8 +12,7 @@ const STRIP_HEIGHT = 72;
  * Loss and learning rates of a run, and in a ratio of two runs the loss of the other.
  * @returns {{loss: Object[], rates: Object[], legend: Object[]}|null} null without any
  */
-export function stripOf({ panel, theme, mode, losses, cursor }) {
-  const { scalars, overview } = panel;
+export function stripOf({ panel: { scalars, overview }, theme, mode, losses, cursor }) {
   const own = scalars.filter(({ kind }) => kind === "loss" || kind === "learning rate");
   const others = mode === "run" ? losses.filter((curve) => !own.includes(curve)) : [];
   const known = [...own, ...others].map((curve, i) => ({
@@ -23,51 +22,31 @@ export function stripOf({ panel, theme, mode, losses, cursor }) {
     isStepped: curve.kind !== "loss",
   }));
   if (!known.length) return null;
-  return {
-    loss: known.filter(({ kind }) => kind === "loss"),
-    rates: known.filter(({ kind }) => kind !== "loss"),
-    legend: known.map((curve) => withValue(curve, cursor)),
-  };
+  const [loss, rates] = [true, false].map((isLoss) => known.filter(({ kind }) => (kind === "loss") === isLoss));
+  return { loss, rates, legend: withValues(known.map((curve) => readCurve(curve, cursor ?? Infinity, formatNumber))) };
 }
 
-export function drawStrip(canvas, { loss, rates }, { view, theme, width, gutter, right, cursor, losses }) {
-  const first = loss.length ? loss : rates;
-  const fit = loss.length ? losses : [];
-  return drawChart(canvas, {
-    view, theme, width, right, cursor, fit,
-    height: STRIP_HEIGHT,
-    left: gutter,
-    curves: first,
-    log: isLog([...first, ...fit]),
-    second: loss.length ? rates : [],
-  });
+export function drawStrip(canvas, { loss, rates }, shown) {
+  const [curves, second] = loss.length ? [loss, rates] : [rates, []];
+  const fit = loss.length ? shown.losses : [];
+  return drawChart(canvas, { ...frameOf(shown), height: STRIP_HEIGHT, curves, second, fit, log: isLog([...curves, ...fit]) });
+}
+
+/** Options of a chart that is level with the picture. */
+function frameOf({ view, theme, width, right, gutter: left, cursor, resumed }) {
+  return { view, theme, width, right, left, cursor, resumed };
 }
 
 /** A curve that is written where it changes, up to the last step. */
 function heldUntil(curve, lastStep) {
-  const { length } = curve.steps;
-  if (!length || curve.steps[length - 1] >= lastStep) return curve;
-  const values = [...curve.values, curve.values[length - 1]];
-  return { ...curve, steps: [...curve.steps, lastStep], values };
+  const [step, value] = [curve.steps.at(-1), curve.values.at(-1)];
+  if (!(step < lastStep)) return curve;
+  return { ...curve, steps: [...curve.steps, lastStep], values: [...curve.values, value] };
 }
 
-/** A curve whose label has its value at a step, or its last value. */
-function withValue(curve, step) {
-  const { text } = readCurve(curve, step ?? Infinity, formatNumber);
-  return { ...curve, label: `${curve.label} ${text}` };
-}
-
-/** Whether values span so much that a linear axis would hide most of them. */
-export function isLog(curves) {
-  let [low, high] = [Infinity, 0];
-  for (const { values } of curves) {
-    for (const value of values) {
-      if (!(value > 0) || value === Infinity) continue;
-      low = Math.min(low, value);
-      high = Math.max(high, value);
-    }
-  }
-  return high > 50 * low;
+/** The same curves, whose labels have their values. */
+function withValues(curves) {
+  return curves.map((curve) => ({ ...curve, label: `${curve.label} ${curve.text}` }));
 }
 
 // --- costs: the share of each phase in the time of a step, stacked, and memory
@@ -84,8 +63,7 @@ export function costsOf({ panel: { scalars }, theme, cursor }) {
   const named = [...phases, ...used].map((curve, i) => ({ ...curve, ...styleOf(theme, i), label: nameOf(curve) }));
   const shares = stack(named.slice(0, phases.length));
   const memory = named.slice(phases.length).map((curve) => ({ ...curve, values: curve.values.map((bytes) => bytes / GIB) }));
-  const now = readCosts({ shares, memory }, cursor ?? Infinity);
-  const legend = now.map((curve) => ({ ...curve, label: `${curve.label} ${curve.text}` }));
+  const legend = withValues(readCosts({ shares, memory }, cursor ?? Infinity));
   const title = memory.length ? "Time, memory (GiB)" : "Time";
   return { shares, memory, legend, title, line: `${title}: ${legend.map(({ label }) => label).join(" · ")}` };
 }
@@ -98,17 +76,10 @@ function readCosts({ shares, memory }, step) {
   ];
 }
 
-export function drawCosts(canvas, costs, { view, theme, width, gutter, right, cursor }) {
-  const plot = drawChart(canvas, {
-    view, theme, width, right, cursor,
-    height: COSTS_HEIGHT,
-    left: gutter,
-    curves: costs.shares,
-    range: [0, 1],
-    format: percent,
-    second: costs.memory,
-    secondUsual: [0],
-  });
+export function drawCosts(canvas, costs, shown) {
+  const { shares: curves, memory: second } = costs;
+  const axes = { range: [0, 1], format: percent, secondUsual: [0] };
+  const plot = drawChart(canvas, { ...frameOf(shown), height: COSTS_HEIGHT, curves, second, ...axes });
   return { ...plot, read: (step) => readCosts(costs, step) };
 }
 
@@ -136,11 +107,10 @@ function nameOf({ tag }) {
 
 const MOST = 12;
 const SEVERITIES = ["error", "warning", "note"];
-const LEAST_HEIGHT = 150;
-const MOST_HEIGHT = 420;
+const HEIGHTS = [150, 420];
 
 /** Curves of the rows in view that have alerts, the gravest first, and on top that of the selected layer. */
-export function curvesOfLayers({ rows, view, theme, selection, alerts, field, rowValues }) {
+export function curvesOfLayers({ panel, rows, view, theme, selection, alerts, field, rowValues }) {
   const rowOf = rowsByLayer(rows);
   const [first, end] = [Math.floor(view.row0), Math.min(Math.ceil(view.row1), rows.length)];
   const chosen = rowOf.get(selection?.layer) ?? -1;
@@ -154,30 +124,19 @@ export function curvesOfLayers({ rows, view, theme, selection, alerts, field, ro
     ...styleOf(theme, i),
     width: place === chosen ? 3 : 1, // thicker ones take ten times as long
     label: rows[place].label,
-    layer: rows[place].layers[0],
+    layer: panel.overview.layers[rows[place].layers[0]].name,
   }));
 }
 
-/** @param {string|null} hovered label of a curve that is thick */
+/** @param {string|null} hovered layer of a curve that is thick */
 export function drawLayerCurves(canvas, shown, hovered) {
-  const { curves, view, theme, width, gutter, right, spare, scale, statistic, cursor, compared } = shown;
+  const { curves, spare, scale, statistic, compared } = shown;
   return drawChart(canvas, {
-    view, theme, width, right, cursor,
-    height: Math.min(Math.max(spare - 40, LEAST_HEIGHT), MOST_HEIGHT),
-    left: gutter,
-    curves: curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve)),
+    ...frameOf(shown),
+    height: clamp(spare - 40, ...HEIGHTS),
+    curves: curves.map((curve) => (curve.layer === hovered ? { ...curve, width: 3 } : curve)),
     fit: compared?.curves ?? [],
     ...axisOf(statistic, scale),
-    axis: true,
+    hasSteps: true,
   });
-}
-
-/** How a chart's axis shows the values that a scale shows in colors. */
-export function axisOf(statistic, scale) {
-  return {
-    log: scale.log,
-    range: scale.log ? undefined : [scale.low, scale.high],
-    format: (value) => scaleText(scale, value),
-    usual: usualOf(statistic, scale),
-  };
 }

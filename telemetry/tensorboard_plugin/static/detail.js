@@ -1,29 +1,23 @@
 // Everything about one layer: its statistics at a step and over time, histograms, pictures, alerts.
 
 import { chooseAlert, close, listOnsets, moveStep, select } from "./actions.js";
-import { alertTitle, layersOf } from "./alerts.js";
-import { prepare } from "./canvas.js";
-import { drawChart, styleOf } from "./chart.js";
-import { axisOf } from "./curves.js";
+import { axisOf, drawChart, styleOf } from "./chart.js";
 import { drawHistogram, drawUnits, quantilesOf, shareOfZeros, unitsText } from "./distribution.js";
 import { columnAt } from "./field.js";
-import { capital, formatNumber, formatStep, formatValue } from "./format.js";
-import { CurveLegend, DropDown, Letter, Plot } from "./parts.js";
-import { html, useLayoutEffect, useRef } from "./preact.js";
+import { alertTitle, capital, formatNumber, formatStep, formatValue, layersOf } from "./format.js";
+import { CurveLegend, DropDown, Enlarged, Letter, Plot, useAnswer } from "./parts.js";
+import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { titleOf } from "./rows.js";
 import { makeScale } from "./scale.js";
 
+const DELAY_MS = 120;
 const MAX_CURVES = 4;
 const CONVOLUTION = /^Conv/;
 const KEPT_PICTURES = 10; // by TensorBoard's default
 const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 
-/**
- * The data of a layer.
- * @param {Object} panel the run of its histograms and pictures
- * @param {Object[]} panels all runs that are shown: the curves of those that have the layer
- */
-export async function readLayer(source, panel, panels, layer) {
+/** The data of a layer in a run; its curves in all runs that are shown and have it. */
+async function readLayer(source, panel, panels, layer) {
   const parts = await Promise.allSettled([
     source.histograms(panel.name, layer),
     source.images(panel.name, layer),
@@ -36,25 +30,22 @@ export async function readLayer(source, panel, panels, layer) {
 }
 
 export function Detail({ page }) {
-  const node = useRef();
-  const { statistic, state, theme, detailed: panel } = page;
+  const { statistic, state, theme, detailed: panel, panels, source } = page;
   const layer = panel.overview.layers[panel.indexOf(state.layer)];
-  const data = page.layerData();
+  const key = [panel.name, ...panels.map(({ name }) => name), layer.name].join("\n");
+  const data = useAnswer(page, key, panel.round, () => readLayer(source, panel, panels, layer.name), DELAY_MS);
   const groups = data?.groups ?? [];
-  const isKnown = groups.some(Boolean);
-  const width = Math.max((node.current?.clientWidth || 347) - 2, 240);
-  const shown = { page, panel, layer, statistic, theme, width, data, groups, step: state.step, view: page.view() };
+  const shown = { page, panel, layer, statistic, theme, data, groups, step: state.step, view: page.view() };
   const hasSteps = panel.steps(statistic).length > 0;
-  const own = groups[page.panels.indexOf(panel)];
-  return html`<section class="detail" aria-label="Layer" ref=${node} data-layer=${layer.name} data-loaded=${String(Boolean(data))}>
+  return html`<section class="detail" aria-label="Layer" data-layer=${layer.name} data-loaded=${String(Boolean(data))}>
     <${Heading} ...${shown} />
-    ${hasSteps && html`<${UntrainedNote} layer=${layer} group=${own} />`}
+    ${hasSteps && html`<${UntrainedNote} layer=${layer} group=${groups[panels.indexOf(panel)]} />`}
     ${!data && html`<p class="muted">Loading…</p>`}
     ${data?.failure && html`<p class="failure">${data.failure}</p>`}
     ${data?.histograms?.length > 0 && html`<${Histograms} ...${shown} />`}
-    ${data?.images?.map((picture) => html`<${Pictures} ...${shown} picture=${picture} key=${picture.tag} />`)}
+    ${data?.images?.map((picture) => html`<${Pictures} ...${shown} ...${picture} key=${picture.tag} />`)}
     ${data?.units?.count > 0 && html`<${Units} ...${shown} />`}
-    ${isKnown && html`<${Curves} ...${shown} /><${Statistics} ...${shown} />`}
+    ${groups.some(Boolean) && html`<${Curves} ...${shown} /><${Statistics} ...${shown} />`}
     ${data?.images?.length === 0 && CONVOLUTION.test(layer.type) && html`<${NearestPictures} ...${shown} />`}
   </section>`;
 }
@@ -106,7 +97,6 @@ function UntrainedNote({ layer: { parameters, state }, group }) {
 
 /** Each statistic with its value in each run and a small curve; those of other steps come last. */
 function Statistics({ page, groups, statistic, step, theme, view }) {
-  const { statistics } = page.current.overview;
   let before = formatStep(step ?? 0);
   const row = (known) => {
     const curves = groups.map((group) => group?.statistics.get(known.name));
@@ -126,18 +116,26 @@ function Statistics({ page, groups, statistic, step, theme, view }) {
         </th>
         ${values.map((value) => html`<td class=${Number.isFinite(value) ? "number" : "number nonfinite"}>
           ${formatValue(known, value)}</td>`)}
-        <td><${Spark} ...${{ curves, statistic: known, view, theme, step }} /></td>
+        <td><${Spark} ...${{ curves, log: known.log, view, theme, step }} /></td>
       </tr>`;
   };
   const letters = groups.map((_, i) => html`<td class="number"><${Letter} index=${i} /></td>`);
   return html`<table class="statistics">
     ${groups.length > 1 && html`<thead><tr><td />${letters}<td /></tr></thead>`}
-    <tbody>${statistics.map(row)}</tbody>
+    <tbody>${page.current.overview.statistics.map(row)}</tbody>
   </table>`;
 }
 
-function Curves({ page, groups, statistic, theme, view, step, width, layer, panel }) {
-  const over = html`<h3>${statistic.title} over time</h3>`;
+/** A small curve of each run, without axes. */
+function Spark({ curves, theme, step: cursor, ...options }) {
+  const node = useRef();
+  const size = { width: curves.length > 1 ? 64 : 96, height: 20, left: 0, right: 0, isBare: true };
+  const styled = curves.map((curve, i) => curve && { ...curve, color: theme.curves[i], width: 1 }).filter(Boolean);
+  useLayoutEffect(() => void drawChart(node.current, { ...options, ...size, theme, cursor, curves: styled }));
+  return html`<canvas ref=${node} />`;
+}
+
+function Curves({ page, groups, statistic, theme, view, step, layer, panel }) {
   const named = groups.map((group, i) => [page.panels[i].name, group?.statistics.get(statistic.name)]);
   if (!named.some(([, curve]) => curve)) {
     return html`<p class="muted">${statistic.title}: not measured for this layer.</p>`;
@@ -151,69 +149,67 @@ function Curves({ page, groups, statistic, theme, view, step, width, layer, pane
   const curves = named
     .map(([label, curve], i) => ({ ...curve, ...styleOf(theme, i), label }))
     .filter(({ steps }) => steps);
-  const draw = (canvas) =>
-    drawChart(canvas, {
-      curves, view, theme, width,
-      height: 150,
-      left: 58,
-      ...axisOf(statistic, makeScale(statistic, "value", curves.map(({ values }) => values))),
-      cursor: step,
-      marks: panel.alerts.filter((alert) => layersOf(alert).includes(layer.name)).map((alert) => alert.step),
-      axis: true,
-    });
+  const title = `${statistic.title} over time`;
+  const axis = axisOf(statistic, makeScale(statistic, "value", curves.map(({ values }) => values)));
+  const marks = panel.alerts.filter((alert) => layersOf(alert).includes(layer.name)).map((alert) => alert.step);
+  const options = { curves, view, theme, height: 150, ...axis, cursor: step, marks, resumed: panel.overview.resumed, hasSteps: true };
   return html`<div>
-    ${over}
-    <${Plot} class="curve" draw=${draw} aria-label="${statistic.title} over time" onPick=${pickStep(page)} />
+    <h3>${title}</h3>
+    <${Plot} class="curve" draw=${(canvas, width) => drawChart(canvas, { ...options, width })} aria-label=${title}
+      onPick=${pickStep(page)} />
     ${curves.length > 1 && html`<${CurveLegend} curves=${curves} />`}
   </div>`;
 }
 
 const pickStep = (page) => ({ step }) => page.update({ step });
 
-function Units({ page, data: { units }, theme, view, step, width }) {
+function Units({ page, data: { units }, theme, view, step }) {
   return html`<div class="units">
     <h3>Largest magnitude of each unit</h3>
     <${Plot} aria-label="Units over time" onPick=${pickStep(page)}
-      draw=${(canvas) => drawUnits(canvas, units, { view, theme, width, step })} />
+      draw=${(canvas, width) => drawUnits(canvas, units, { view, theme, width, step })} />
     <p class="muted">${unitsText(units, Math.max(columnAt(units.steps, step ?? Infinity), 0))}</p>
   </div>`;
 }
 
-function Histograms({ page, data: { histograms }, theme, view, step, width }) {
+function Histograms({ page, data: { histograms }, theme, view, step }) {
+  const [isLarge, setLarge] = useState(false);
   const keyOf = ({ kind, name }) => `${kind} ${name}`;
   const isOfParameter = ({ kind }) => kind === "parameters" || kind === "gradients";
   const options = histograms.map((known) => [keyOf(known), `${known.kind}: ${isOfParameter(known) ? lastPart(known.name) : known.name}`]);
   const chosen = histograms.find((known) => keyOf(known) === page.state.histogram) ?? histograms[0];
-  const index = Math.max(columnAt(chosen.steps, step ?? Infinity), 0);
-  const at = chosen.steps[index];
+  const { steps } = chosen;
+  const index = Math.max(columnAt(steps, step ?? Infinity), 0);
   const title = `${capital(chosen.kind)} of ${chosen.name}`;
-  const show = (...of) => html`<${LargeHistogram} ...${{ histogram: chosen, theme, of }} />`;
-  const enlarge = () => page.enlarge({ title, steps: chosen.steps, index, show });
+  const enlarge = () => setLarge(true);
   return html`<div>
     <h3>Histogram over time<button class="enlarge" onclick=${enlarge}>Enlarge</button></h3>
     <${DropDown} label="Of" options=${options} value=${keyOf(chosen)} onChoose=${(histogram) => page.update({ histogram })} />
     <${Plot} class="histogram" aria-label=${title} onPick=${enlarge}
-      draw=${(canvas) => drawHistogram(canvas, chosen, { view, theme, width, height: 180, step })} />
+      draw=${(canvas, width) => drawHistogram(canvas, chosen, { view, theme, width, height: 180, step })} />
     <p class="muted">
-      Lines: median, 5 % and 95 %. Bars: step ${formatStep(at)}, one of ${chosen.steps.length}.${" "}
+      Lines: median, 5 % and 95 %. Bars: step ${formatStep(steps[index])}, one of ${steps.length}.${" "}
       Linear up to ±${formatNumber(chosen.unit)}, logarithmic beyond. ${zeroText(chosen, index)}
     </p>
+    ${isLarge && html`<${Enlarged} title=${title} steps=${steps} index=${index} onClose=${() => setLarge(false)}>
+      ${(at) => html`<${LargeHistogram} histogram=${chosen} theme=${theme} index=${at} />`}
+    <//>`}
   </div>`;
 }
 
 /** A histogram over all its steps, the bars of one, and that one's quantiles. */
-function LargeHistogram({ histogram, theme, of: [index, width, height] }) {
+function LargeHistogram({ histogram, theme, index }) {
   const { steps } = histogram;
-  const view = { step0: steps[0], step1: Math.max(steps[steps.length - 1], steps[0] + 1) };
-  const options = { view, theme, width, height, step: steps[index] };
+  const view = { step0: steps[0], step1: Math.max(steps.at(-1), steps[0] + 1) };
+  const height = Math.min(innerHeight * 0.6, 560);
+  const draw = (canvas, width) => drawHistogram(canvas, histogram, { view, theme, width, height, step: steps[index] });
   const cells = (tag, texts) => html`<tr>${texts.map((text) => html`<${tag} class="number">${text}<//>`)}</tr>`;
-  const values = quantilesOf(histogram, index, QUANTILES);
   return html`
-    <${Plot} draw=${(canvas) => drawHistogram(canvas, histogram, options)} aria-label="Histogram over time" />
+    <${Plot} draw=${draw} aria-label="Histogram over time" />
     <p class="muted">${zeroText(histogram, index)}</p>
     <table class="quantiles"><tbody>
       ${cells("th", ["share below", ...QUANTILES.map((share) => `${formatNumber(100 * share)} %`)])}
-      ${cells("td", ["value", ...values.map(formatNumber)])}
+      ${cells("td", ["value", ...quantilesOf(histogram, index, QUANTILES).map(formatNumber)])}
     </tbody></table>`;
 }
 
@@ -233,11 +229,10 @@ function NearestPictures({ page, panel, layer }) {
     <button class="link" onclick=${() => select(page, nearest.name, page.state.step)}>${titleOf(nearest)}</button></p>`;
 }
 
-/** Pictures of a kind: a strip over steps. */
-function Pictures({ page, panel, step, picture }) {
-  const { kind, name, tag, steps, maps } = picture;
+/** Pictures of a kind: a strip over steps, and one of them enlarged. */
+function Pictures({ page: { source }, panel, step, kind, name, tag, steps, maps }) {
   const film = useRef();
-  const { source } = page;
+  const [large, setLarge] = useState(null);
   const nearest = Math.max(columnAt(steps, step ?? Infinity), 0);
   useLayoutEffect(() => {
     const frame = film.current?.children[nearest];
@@ -246,91 +241,32 @@ function Pictures({ page, panel, step, picture }) {
   if (!steps.length) return null;
   const title = kind === "input" ? "Input of the model" : capital(kind);
   const urlOf = (at) => source.imageUrl(panel.name, tag, at);
-  const show = (index, width, height) =>
-    html`<${LargePicture} ...${{ url: urlOf(steps[index]), alt: `${kind} at step ${steps[index]}`, width, height, maps }} />`;
-  const enlarge = (index) => page.enlarge({ title: `${title} of ${name}`, steps, index, show });
   const frame = (at, index) => html`<button aria-label="Enlarge ${kind} of ${name} at step ${at}"
-    aria-current=${index === nearest ? "true" : null} onclick=${() => enlarge(index)}>
+    aria-current=${index === nearest ? "true" : null} onclick=${() => setLarge(index)}>
     <img src=${urlOf(at)} alt="" loading="lazy" />${formatStep(at)}</button>`;
   // TensorBoard keeps a random sample of more: then steps are not evenly spaced.
   const gaps = new Set(steps.slice(1).map((at, i) => at - steps[i]));
   const isSample = source.isLive && steps.length === KEPT_PICTURES && gaps.size > 1;
   return html`<div class="pictures">
-    <h3>${title}<button class="enlarge" onclick=${() => enlarge(nearest)}>Enlarge</button></h3>
+    <h3>${title}<button class="enlarge" onclick=${() => setLarge(nearest)}>Enlarge</button></h3>
     <div class="film" ref=${film}>${steps.map(frame)}</div>
     ${isSample && html`<p class="muted">TensorBoard keeps ${KEPT_PICTURES} steps of a picture, more with --samples_per_plugin images=100.</p>`}
+    ${large !== null && html`<${Enlarged} title="${title} of ${name}" steps=${steps} index=${large} onClose=${() => setLarge(null)}>
+      ${(at) => html`<${LargePicture} url=${urlOf(steps[at])} alt="${kind} at step ${steps[at]}" maps=${maps} />`}
+    <//>`}
   </div>`;
 }
 
 /** A picture as large as there is room, its maps numbered from 0 as their channels are. */
-function LargePicture({ url, alt, width, height, maps }) {
-  const node = useRef();
-  useLayoutEffect(() => {
-    const image = new Image();
-    image.onload = () => {
-      const scale = Math.max(Math.min(width / image.width, height / image.height), 0.5);
-      const canvas = node.current;
-      if (!canvas) return; // closed meanwhile
-      [canvas.width, canvas.height] = [image.width * scale, image.height * scale];
-      const context = canvas.getContext("2d");
-      context.imageSmoothingEnabled = false;
-      context.drawImage(image, 0, 0, canvas.width, canvas.height);
-      if (maps) drawNumbers(context, maps, canvas);
-    };
-    image.src = url;
-  }, [url]);
-  const numbered = maps ? `, numbered 0 to ${maps.count - 1}` : "";
-  return html`<canvas role="img" aria-label=${alt + numbered} ref=${node} />
+function LargePicture({ url, alt, maps }) {
+  const keepRatio = ({ target }) =>
+    target.parentElement.style.setProperty("--ratio", target.naturalWidth / target.naturalHeight);
+  const numbers = Array.from({ length: maps?.count ?? 0 }, (_, number) => html`<span><i>${number}</i></span>`);
+  return html`<div class="large-picture" style=${{ "--columns": maps?.columns ?? 1 }}>
+      <img src=${url} alt=${maps ? `${alt}, numbered 0 to ${maps.count - 1}` : alt} onload=${keepRatio} />
+      <div class="map-numbers" aria-hidden="true">${numbers}</div>
+    </div>
     ${maps && html`<p class="muted">Channel numbers</p>`}`;
-}
-
-function drawNumbers(context, { count, columns }, { width, height }) {
-  const size = 12;
-  context.font = `${size}px system-ui, sans-serif`;
-  context.textBaseline = "top";
-  const rows = Math.ceil(count / columns);
-  for (let number = 0; number < count; number++) {
-    const left = ((number % columns) * (width - 1)) / columns + 1;
-    const top = (Math.floor(number / columns) * (height - 1)) / rows + 1;
-    context.fillStyle = "rgb(0 0 0 / 65%)";
-    context.fillRect(left, top, context.measureText(String(number)).width + 4, size + 2);
-    context.fillStyle = "#ffffff";
-    context.fillText(String(number), left + 2, top + 1);
-  }
-}
-
-/** A small curve without axes. */
-function Spark({ curves, statistic, view, theme, step }) {
-  const node = useRef();
-  const size = [curves.length > 1 ? 64 : 96, 20];
-  useLayoutEffect(() => drawSpark(node.current, size, curves, statistic, view, theme, step));
-  return html`<canvas ref=${node} />`;
-}
-
-function drawSpark(canvas, [width, height], curves, { log }, view, theme, step) {
-  const context = prepare(canvas, width, height);
-  const scaledOf = (value) => {
-    if (!Number.isFinite(value) || (log && value <= 0)) return NaN;
-    return log ? Math.log10(value) : value;
-  };
-  const scaled = curves.map((curve) => Array.from(curve?.values ?? [], scaledOf));
-  const finite = scaled.flat().filter((value) => value === value);
-  const low = finite.reduce((a, b) => Math.min(a, b), Infinity);
-  const high = finite.reduce((a, b) => Math.max(a, b), -Infinity);
-  const x = (at) => ((at - view.step0) / (view.step1 - view.step0)) * width;
-  const y = (value) => height - 2 - ((value - low) / (high - low || 1)) * (height - 4);
-  scaled.forEach((values, number) => {
-    context.strokeStyle = theme.curves[number];
-    context.beginPath();
-    values.forEach((value, i) => {
-      const isNew = i === 0 || Number.isNaN(values[i - 1]);
-      if (value === value) context[isNew ? "moveTo" : "lineTo"](x(curves[number].steps[i]), y(value));
-    });
-    context.stroke();
-  });
-  if (step === null) return;
-  context.strokeStyle = theme.muted;
-  context.strokeRect(Math.round(x(step)) + 0.5, 0, 0.01, height);
 }
 
 function lastPart(name) {

@@ -1,47 +1,47 @@
 // How the numbers of a layer are distributed: histograms over time, and the extremes of its units.
 
-import { clip, drawStepAxis, line, prepare, setText, xOf } from "./canvas.js";
-import { columnAt, endOf } from "./field.js";
+import { clamp, clip, drawFrame, drawStepAxis, line, prepare, rowAt, setText, xOf, yOf } from "./canvas.js";
+import { columnAt } from "./field.js";
 import { formatNumber, formatStep } from "./format.js";
-import { paint } from "./heatmap_pixels.js";
-import { cssColor, encode, makeScale, palette } from "./scale.js";
+import { paintIn } from "./heatmap_pixels.js";
+import { encode, makeScale } from "./scale.js";
 
 const LEFT = 58;
 const BARS = 0.25; // of the width
+const BARS_GAP = 12;
 const LABEL_GAP = 20;
+const SHADES = { diverging: false, log: false, low: 0, high: 1 };
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} histogram `steps`, `edges`, `shares`, `unit`
+ * @param {Object} histogram `steps`, `edges`, `shares`, `zeroBin`
  * @param {Object} options `view`, `theme`, `width`, `height`, `step`
  * @returns {Object} the plot; see `Plot`
  */
 export function drawHistogram(canvas, histogram, { view, theme, width, height, step }) {
+  const { steps } = histogram;
   const context = prepare(canvas, width, height);
   const bars = Math.round(width * BARS);
   const box = { x: LEFT, y: 6, width: width - LEFT - bars - 14, height: height - 30 };
   const bins = histogram.edges.length - 1;
-  const top = largestShare(histogram.shares, bins, histogram.zeroBin);
+  const column = Math.max(columnAt(steps, step ?? Infinity), 0);
+  const cells = { steps, rowCount: bins, view: { ...view, row0: 0, row1: bins }, scale: SHADES, missing: theme.background };
+  paintIn(context, box, shadesOf(histogram, bins), cells);
   clip(context, box.x, box.y, box.width, box.height);
-  drawShades(context, box, histogram, view, bins, top);
   drawQuantiles(context, box, histogram, view);
   context.restore();
+  drawCursor(context, theme, box, view, steps[column]);
   drawValueAxis(context, theme, box, histogram, bins);
-  drawStepAxis(context, theme, box, view, "");
-  const column = Math.max(columnAt(histogram.steps, step ?? Infinity), 0);
-  const x = xOf(box, view, histogram.steps[column]);
-  context.strokeStyle = theme.text;
-  if (x >= box.x && x <= box.x + box.width) line(context, x, box.y, x, box.y + box.height);
+  drawStepAxis(context, theme, box, view);
   drawBars(context, theme, box, bars, histogram, bins, column);
   // The bars show one step, independent of the pointer.
-  const wide = { ...box, width: box.width + 12 + bars };
+  const wide = { ...box, width: box.width + BARS_GAP + bars };
   return {
     box: wide,
     view: { ...view, step1: view.step0 + ((view.step1 - view.step0) * wide.width) / box.width },
     read: (at, y, x) => {
-      const shown = x > box.x + box.width ? column : Math.max(columnAt(histogram.steps, at), 0);
-      const bin = Math.floor((1 - (y - box.y) / box.height) * bins);
-      return readBin(histogram, bins, shown, Math.min(Math.max(bin, 0), bins - 1));
+      const shown = x > box.x + box.width ? column : Math.max(columnAt(steps, at), 0);
+      return readBin(histogram, bins, shown, bins - 1 - clamp(rowAt(box, { row0: 0, row1: bins }, y), 0, bins - 1));
     },
   };
 }
@@ -59,11 +59,9 @@ export function shareOfZeros({ edges, shares, zeroBin }, column) {
 function readBin({ steps, edges, shares, zeroBin }, bins, column, bin) {
   // The bins next to that of zeros begin at the smallest normal number.
   const edge = (i) => formatNumber(Math.abs(edges[i]) < 1e-38 ? 0 : edges[i]);
-  const range = `${edge(bin)} to ${edge(bin + 1)}`;
-  const label = bin === zeroBin ? "exactly zero" : range;
+  const label = bin === zeroBin ? "exactly zero" : `${edge(bin)} to ${edge(bin + 1)}`;
   const text = `${formatNumber(100 * shares[column * bins + bin])} %`;
-  const title = `Histogram of step ${formatStep(steps[column])}`;
-  return { step: steps[column], title, lines: [{ label, text }] };
+  return { step: steps[column], title: `Histogram of step ${formatStep(steps[column])}`, lines: [{ label, text }] };
 }
 
 /** Quantiles of a step's values, interpolated within bins. */
@@ -77,47 +75,47 @@ export function quantilesOf({ edges, shares, zeroBin }, column, wanted) {
     while (bin < bins - 1 && below + row[bin] < share * total) below += row[bin++];
     if (bin === zeroBin) return 0;
     const part = row[bin] > 0 ? (share * total - below) / row[bin] : 0;
-    return edges[bin] + Math.min(Math.max(part, 0), 1) * (edges[bin + 1] - edges[bin]);
+    return edges[bin] + clamp(part, 0, 1) * (edges[bin + 1] - edges[bin]);
   });
 }
 
-function drawShades(context, box, { steps, shares }, view, bins, top) {
-  const end = endOf(steps);
-  const binHeight = box.height / bins;
-  for (let column = 0; column < steps.length; column++) {
-    const left = xOf(box, view, steps[column]);
-    const right = xOf(box, view, steps[column + 1] ?? end);
-    if (right < box.x || left > box.x + box.width) continue;
-    for (let bin = 0; bin < bins; bin++) {
-      const share = shares[column * bins + bin];
-      if (!(share > 0)) continue;
-      // The square root makes rare values visible.
-      context.fillStyle = cssColor(false, 0.06 + 0.94 * Math.sqrt(Math.min(share / top, 1)));
-      const y = box.y + box.height - (bin + 1) * binHeight;
-      context.fillRect(left, y, Math.max(right - left, 1) + 0.4, binHeight + 0.4);
-    }
-  }
+/** The codes of the bins' colors, the highest values first; the square root makes rare values visible. */
+function shadesOf({ shares, zeroBin }, bins) {
+  const top = largestShare(shares, bins, zeroBin);
+  const shades = new Float32Array(shares.length);
+  shares.forEach((share, i) => {
+    const mirrored = i - (i % bins) + bins - 1 - (i % bins);
+    shades[mirrored] = share > 0 ? 0.06 + 0.94 * Math.sqrt(Math.min(share / top, 1)) : -1;
+  });
+  return encode(SHADES, shades);
 }
 
 /** The median and the ends of the middle 90 % over time. */
 function drawQuantiles(context, box, histogram, view) {
   const { steps, edges } = histogram;
-  const y = (value) => box.y + (1 - placeIn(edges, value)) * box.height;
   const known = Array.from(steps, (step, column) => [step, quantilesOf(histogram, column, [0.05, 0.5, 0.95])]);
   for (const [color, width] of [["#000000", 3], ["#ffffff", 1.2]]) {
     context.strokeStyle = color;
     context.lineWidth = width;
     for (const i of [0, 1, 2]) {
       context.beginPath();
-      for (const [step, values] of known) context.lineTo(xOf(box, view, step), y(values[i]));
+      for (const [step, values] of known) {
+        context.lineTo(xOf(box, view, step), box.y + (1 - placeIn(edges, values[i])) * box.height);
+      }
       context.stroke();
     }
   }
   context.lineWidth = 1;
 }
 
+function drawCursor(context, theme, box, view, step) {
+  const x = xOf(box, view, step);
+  context.fillStyle = theme.text;
+  if (x >= box.x && x <= box.x + box.width) context.fillRect(x - 0.5, box.y, 1, box.height);
+}
+
 function drawBars(context, theme, box, width, { shares, zeroBin }, bins, column) {
-  const left = box.x + box.width + 12;
+  const left = box.x + box.width + BARS_GAP;
   const row = shares.subarray(column * bins, (column + 1) * bins);
   const largest = largestShare(row, bins, zeroBin);
   const binHeight = box.height / bins;
@@ -127,7 +125,6 @@ function drawBars(context, theme, box, width, { shares, zeroBin }, bins, column)
     // The bar of zeros is cut at the length of the longest other bar; the text has its share.
     context.fillRect(left, y, Math.min(share / largest, 1) * width, Math.max(binHeight - 0.5, 0.8));
   });
-  context.strokeStyle = theme.line;
   line(context, left - 0.5, box.y, left - 0.5, box.y + box.height);
   setText(context, theme, "right", "top");
   context.fillText(`${formatNumber(100 * largest)} %`, left + width, box.y + box.height + 6);
@@ -141,38 +138,34 @@ function placeIn(edges, value) {
 }
 
 /** Round values and their places on the axis, 0 to 1, not closer than a label is high. */
-function roundEdges(edges, bins, height) {
-  const reach = Math.max(-edges[0], edges[bins]);
+function roundEdges(edges, height) {
+  const reach = Math.max(-edges[0], edges.at(-1));
   const positive = [];
   for (let power = Math.ceil(Math.log10(reach)); positive.length < 24; power--) {
     for (const factor of [5, 2, 1]) positive.push(Number(`${factor}e${power}`));
   }
   const found = [];
   for (const value of [0, ...positive, ...positive.map((tick) => -tick)]) {
-    if (value < edges[0] || value > edges[bins]) continue;
+    if (value < edges[0] || value > edges.at(-1)) continue;
     const place = placeIn(edges, value);
-    if (found.every((other) => Math.abs(other.place - place) * height >= LABEL_GAP)) {
-      found.push({ value, place });
-    }
+    if (found.every((other) => Math.abs(other.place - place) * height >= LABEL_GAP)) found.push({ value, place });
   }
   return found;
 }
 
 function drawValueAxis(context, theme, box, { edges, zeroBin }, bins) {
   setText(context, theme, "right", "middle");
-  context.strokeStyle = theme.line;
-  context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
-  for (const { value, place } of roundEdges(edges, bins, box.height)) {
-    context.fillText(formatNumber(value), box.x - 6, box.y + (1 - place) * box.height);
+  drawFrame(context, theme, box);
+  const yAt = (place) => box.y + (1 - place) * box.height;
+  for (const { value, place } of roundEdges(edges, box.height)) {
+    context.fillText(formatNumber(value), box.x - 6, yAt(place));
   }
   const zero = edges.findIndex((edge) => edge >= 0);
-  if (edges[0] < 0 && zero > 0 && zeroBin === null) {
-    const share = zero - edges[zero] / (edges[zero] - edges[zero - 1]);
-    const y = box.y + (1 - share / bins) * box.height;
-    context.setLineDash([2, 3]);
-    line(context, box.x, y, box.x + box.width, y);
-    context.setLineDash([]);
-  }
+  if (edges[0] >= 0 || zero <= 0 || zeroBin !== null) return;
+  const y = yAt((zero - edges[zero] / (edges[zero] - edges[zero - 1])) / bins);
+  context.setLineDash([2, 3]);
+  line(context, box.x, y, box.x + box.width, y);
+  context.setLineDash([]);
 }
 
 // --- units, or channels: how large each gets, which are dead or saturated
@@ -189,31 +182,23 @@ const HEIGHTS = [40, 200];
 export function drawUnits(canvas, units, { view, theme, width, step }) {
   const { steps, count, extremes } = units;
   const [least, most] = ROW_HEIGHTS.map((height) => count * height);
-  const inner = Math.max(Math.min(most, HEIGHTS[0]), Math.min(least, HEIGHTS[1]));
-  const context = prepare(canvas, width, inner + 30);
-  const box = { x: LEFT, y: 6, width: width - LEFT - 10, height: inner };
+  const height = Math.max(Math.min(most, HEIGHTS[0]), Math.min(least, HEIGHTS[1]));
+  const context = prepare(canvas, width, height + 30);
+  const box = { x: LEFT, y: 6, width: width - LEFT - 10, height };
   const sizes = sizesOf(units);
   const scale = makeScale({ log: true }, "value", [sizes]);
-  const ratio = canvas.width / width;
-  const [x, y, columns, rows] = [box.x, box.y, box.width, box.height].map((s) => Math.round(s * ratio));
-  const image = context.createImageData(columns, rows);
-  const visible = { ...view, row0: 0, row1: count };
-  paint(image, steps, encode(scale, sizes), palette(false, theme.missing), count, visible, false);
-  context.putImageData(image, x, y);
-  context.strokeStyle = theme.line;
-  context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
+  const rows = { ...view, row0: 0, row1: count };
+  paintIn(context, box, encode(scale, sizes), { steps, rowCount: count, view: rows, scale, missing: theme.missing });
+  drawFrame(context, theme, box);
   setText(context, theme, "right", "middle");
-  const middle = (unit) => box.y + ((unit + 0.5) / count) * box.height;
   for (const unit of new Set([0, count - 1])) {
-    const place = Math.min(Math.max(middle(unit), box.y + 5), box.y + box.height - 5);
-    context.fillText(String(unit), box.x - 6, place);
+    const y = clamp(yOf(box, rows, unit + 0.5), box.y + 5, box.y + box.height - 5);
+    context.fillText(String(unit), box.x - 6, y);
   }
-  drawStepAxis(context, theme, box, view, "");
-  const chosen = Math.max(columnAt(steps, step ?? Infinity), 0);
-  context.fillStyle = theme.text;
-  context.fillRect(xOf(box, view, steps[chosen]) - 0.5, box.y, 1, box.height);
-  const read = (at, height) => {
-    const unit = Math.min(Math.max(Math.floor(((height - box.y) / box.height) * count), 0), count - 1);
+  drawStepAxis(context, theme, box, view);
+  drawCursor(context, theme, box, view, steps[Math.max(columnAt(steps, step ?? Infinity), 0)]);
+  const read = (at, y) => {
+    const unit = clamp(rowAt(box, rows, y), 0, count - 1);
     const column = Math.max(columnAt(steps, at), 0);
     const [low, high] = extremes.subarray(2 * (column * count + unit));
     const text = low > high ? "omitted" : `${formatNumber(low)} to ${formatNumber(high)}`;
@@ -227,10 +212,10 @@ export function drawUnits(canvas, units, { view, theme, width, step }) {
 export function unitsText({ steps, count, dead, belowZero, saturated, omitted, sampled }, index) {
   return [
     `${count} units; at step ${formatStep(steps[index])} dead: ${dead[index] || "none"}`,
-    belowZero[index] ? `always below zero, zero behind a ReLU: ${belowZero[index]}` : "",
-    saturated[index] ? `saturated: ${saturated[index]}` : "",
-    omitted[index] ? `${omitted[index]} are omitted; the largest are shown` : "",
-    sampled ? "some steps are omitted" : "",
+    belowZero[index] && `always below zero, zero behind a ReLU: ${belowZero[index]}`,
+    saturated[index] && `saturated: ${saturated[index]}`,
+    omitted[index] && `${omitted[index]} are omitted; the largest are shown`,
+    sampled && "some steps are omitted",
   ]
     .filter(Boolean)
     .join("; ");

@@ -70,13 +70,13 @@ export function valueAt(field, layer, step) {
  * The values of the picture's rows, column after column. A folded group has the value that stands
  * for all of its layers: NaN before infinity before numbers before zero; of the numbers the largest
  * or, relative to a median, the one farthest from it.
- * @param {Field} field
  * @param {Float32Array} values of the field's rows, measured or relative
+ * @param {Field} field
  * @param {import("./rows.js").Row[]} rows
  * @param {{diverging: boolean, log: boolean}} scale
  * @returns {Float32Array}
  */
-export function valuesOfRows(field, values, rows, scale) {
+export function valuesOfRows(values, field, rows, scale) {
   const result = new Float32Array(field.steps.length * rows.length).fill(-1);
   rows.forEach(({ layers }, index) => {
     const behind = new Set(layers.map((layer) => rowOf(field, layer)));
@@ -113,7 +113,7 @@ export function endOf(steps) {
  * Medians over time of each row, or over the depth of each column; of finite values and, where
  * magnitudes count, those above zero. NaN without such values.
  */
-export function medians(field, mode, log) {
+function medians(field, mode, log) {
   const columns = field.steps.length;
   const own = mode === "own";
   const result = new Float32Array(own ? field.rows : columns);
@@ -199,12 +199,27 @@ export function firstDifference(field, values) {
  * The first column with a value that passes a test.
  * @returns {{column: number, step: number, rows: number[]}|null} and the rows of these values
  */
-export function firstWhere({ rows, steps }, values, test) {
+function firstWhere({ rows, steps }, values, test) {
   const index = values.findIndex(test);
   if (index < 0) return null;
   const column = Math.floor(index / rows);
   const own = values.subarray(column * rows, (column + 1) * rows);
   return { column, step: steps[column], rows: [...own.keys()].filter((row) => test(own[row])) };
+}
+
+/**
+ * The first column that holds NaN or infinity.
+ * @returns {{column: number, step: number, rows: number[], share: number}|null} the rows that hold
+ *   it, and the share of the columns that do, from there on
+ */
+export function firstNonfinite(field) {
+  const { values, rows, steps } = field;
+  const isNonfinite = (value) => !(value < Infinity);
+  const first = firstWhere(field, values, isNonfinite);
+  if (!first) return null;
+  const later = [...steps.keys()].slice(first.column);
+  const like = later.filter((at) => values.subarray(at * rows, (at + 1) * rows).some(isNonfinite));
+  return { ...first, share: like.length / steps.length };
 }
 
 /** The measured values of a row over time. */

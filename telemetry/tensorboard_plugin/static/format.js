@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Numbers and alerts as people read them.
 
 /** Three digits; powers of ten far from 1. */
 export function formatNumber(value) {
@@ -30,4 +30,34 @@ function shorten(text) {
 
 export function capital(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
+}
+
+/** Kind and stage; of an escalated alert, the consequence that escalated it. */
+export function alertTitle({ kind, stage, consequences }) {
+  const latest = consequences.at(-1);
+  const now = stage === "escalated" ? (latest ? `, then ${faultText(latest)}` : ", escalated") : "";
+  return kindTitle(kind) + (stage === "resolved" ? ", resolved" : now);
+}
+
+/** A kind of fault and its layer, within a sentence. */
+export function faultText({ kind, module_name: layer }) {
+  return kindText(kind) + (layer ? ` in ${layer}` : "");
+}
+
+function kindText(kind) {
+  return kind === "nonfinite" ? "NaN or infinity" : kind.replaceAll("_", " ");
+}
+
+/** A kind of alert as a title. */
+export function kindTitle(kind) {
+  return capital(kindText(kind));
+}
+
+export function alertAloud(alert) {
+  return `${alert.severity} at step ${formatStep(alert.step)}: ${capital(faultText(alert))}.`;
+}
+
+/** The layers that an alert names: the culprit, where it was observed, and, until it resolves, the consequences. */
+export function layersOf({ module_name: culprit, observed_in: observed, stage, consequences }) {
+  return [culprit, observed, ...(stage === "resolved" ? [] : consequences.map((known) => known.module_name))];
 }

@@ -1,18 +1,31 @@
-// The picture: layers × steps on a canvas, with brackets for groups, alert marks and a cursor.
+// The picture: layers × steps with brackets for groups and alert marks; mouse and touch on it.
 
-import { clip, drawStepAxis, fitText, line, prepare, setText, xOf } from "./canvas.js";
-import { encode, palette } from "./scale.js";
-import { columnAt, endOf, rowOf } from "./field.js";
-import { paint } from "./heatmap_pixels.js";
-import { bracketsOf, rowsByLayer } from "./rows.js";
+import { selectIn, toggleFold, unzoom, zoomTo } from "./actions.js";
+import {
+  clamp, clip, drawFrame, drawResumed, drawStepAxis, fitText, isInside, line, prepare, rowAt, setText, stepAt, xOf,
+  yOf,
+} from "./canvas.js";
+import { columnAt, endOf, rowOf, valueAt } from "./field.js";
+import { formatStep, formatValue } from "./format.js";
+import { paintIn } from "./heatmap_pixels.js";
+import { crosshair, moveHair, point } from "./parts.js";
+import { html, useLayoutEffect, useRef, useState } from "./preact.js";
+import { bracketsOf, rowOfLayer, rowsByLayer, titleOf } from "./rows.js";
+import { encode, scaleText } from "./scale.js";
 import { memo } from "./state.js";
+import { panView, scaleView } from "./view.js";
 
 export const AXIS_HEIGHT = 24;
 export const TOP = 18;
+export const RIGHT = 10;
 const LABEL_HEIGHT = 12;
 const BRACKET_WIDTH = 14;
 const MAX_BRACKETS = 3;
-export const RIGHT = 10;
+const LEAST_MARK = 7; // pixels of the mark of a selected cell
+const MARKS = {
+  error: [[0, -6], [6, 0], [0, 6], [-6, 0]],
+  warning: [[0, -6], [6, 5], [-6, 5]],
+};
 
 /**
  * @typedef {Object} View visible part; rows and steps may be fractions
@@ -22,271 +35,293 @@ export const RIGHT = 10;
  * @property {number} row1
  */
 
-export class Heatmap {
-  /**
-   * @param {HTMLElement} node holds two canvases: for the cells, and for what lies above them
-   * @param {Object} on `select(layer, step)`, `hover(cell | null)`, `zoom(view)`, `pan(dx, dy)`,
-   *   `unzoom()`, `fold(path)`
-   */
-  constructor(node, on) {
-    Object.assign(this, { node, on });
-    [this.cells, this.overlay] = node.children;
-    this.content = null;
-    this.hover = null;
-    this.drag = null;
-    this.encode = memo(encode);
-    this.paint = memo(paintedCells); // most of a redraw, and a new selection changes none of it
-  }
+const codesOf = memo((rowValues, scale) => encode(scale, rowValues));
 
-  /**
-   * @param {Object} content `field`, `values`, `rowValues`, `scale`, `rows`, `grouping`, `alerts`,
-   *   `view`, `selection`, `theme`, `width`, `height`, `gutter`
-   */
-  draw(content) {
-    this.content = content;
-    const { theme, width, height } = content;
-    this.rowOf = rowsByLayer(content.rows);
-    this.box = {
-      x: content.gutter,
-      y: TOP,
-      width: Math.max(width - content.gutter - RIGHT, 40),
-      height: height - TOP - AXIS_HEIGHT,
-    };
-    this.node.style.width = `${width}px`;
-    this.node.style.height = `${height}px`;
-    this.node.dataset.plot = [this.box.x, this.box.y, this.box.width, this.box.height].join(",");
-    const context = prepare(this.cells, width, height);
-    this.#drawCells(context);
-    this.#drawGutter(context);
-    drawStepAxis(context, theme, this.box, content.view, "step");
-    this.#drawAlerts(context);
-    this.drawOverlay();
-  }
+/**
+ * Draws the picture.
+ * @param {HTMLCanvasElement} canvas
+ * @param {Object} shown of a run; see `contentsOf`
+ * @returns {Object} the same with what lies where: `box`, `brackets` and rows of layers
+ */
+function drawHeatmap(canvas, shown) {
+  const { field, rows, rowValues, view, scale, theme, height, gutter, grouping } = shown;
+  const width = shown.width - shown.rightOf;
+  const context = prepare(canvas, width, height);
+  const box = {
+    x: gutter,
+    y: TOP,
+    width: Math.max(width - gutter - RIGHT, 40),
+    height: height - TOP - AXIS_HEIGHT,
+  };
+  const map = { ...shown, context, box, brackets: bracketsOf(rows, grouping), rowOf: rowsByLayer(rows) };
+  const depths = map.brackets.map(({ depth }) => Math.min(depth, MAX_BRACKETS));
+  map.labelsLeft = Math.max(0, ...depths) * BRACKET_WIDTH;
+  const codes = codesOf(rowValues, scale);
+  paintIn(context, box, codes, { steps: field.steps, rowCount: rows.length, view, scale, missing: theme.missing });
+  clip(context, 0, box.y - 2, box.x, box.height + 4);
+  for (const bracket of map.brackets) drawBracket(map, bracket);
+  drawLabels(map);
+  context.restore();
+  drawFrame(context, theme, box);
+  drawStepAxis(context, theme, box, view, "step");
+  drawResumed(context, theme, box, view, shown.resumed);
+  for (const alert of shown.alerts) drawAlert(map, alert);
+  if (shown.selection) drawSelection(map);
+  return map;
+}
 
-  /** Cursor, selection and the rectangle that is being dragged: drawn without the cells. */
-  drawOverlay() {
-    if (!this.content) return;
-    const { theme, width, height, selection } = this.content;
-    const context = prepare(this.overlay, width, height);
-    if (this.hover) this.#drawCursor(context, this.hover, theme.muted);
-    if (selection && selection.layer !== null) this.#drawSelection(context, selection);
-    if (this.drag) {
-      const { x, y, width: w, height: h } = this.drag;
-      context.fillStyle = "rgba(128, 160, 255, 0.25)";
-      context.strokeStyle = theme.accent;
-      context.fillRect(x, y, w, h);
-      context.strokeRect(x + 0.5, y + 0.5, w, h);
-    }
-  }
+function drawBracket({ context, box, view, theme }, { depth, first, last }) {
+  if (depth > MAX_BRACKETS) return;
+  const x = (depth - 1) * BRACKET_WIDTH + 5;
+  const [top, bottom] = [yOf(box, view, first) + 1, yOf(box, view, last + 1) - 1];
+  if (bottom < box.y || top > box.y + box.height) return;
+  context.strokeStyle = context.fillStyle = theme.muted;
+  context.lineWidth = 1.5;
+  context.globalAlpha = 0.7;
+  line(context, x, top, x, Math.max(bottom, top + 1));
+  context.globalAlpha = 1;
+  if (bottom - top < 8) return;
+  const y = Math.max(top, box.y);
+  context.beginPath();
+  for (const [dx, dy] of [[-4, 0], [4, 0], [0, 6]]) context.lineTo(x + dx, y + dy);
+  context.fill();
+}
 
-  /** The cell under a point, in CSS pixels of this element; null outside of the cells. */
-  cellAt(x, y) {
-    const { box, content } = this;
-    if (!content || x < box.x || x >= box.x + box.width) return null;
-    if (y < box.y || y >= box.y + box.height) return null;
-    const { view, rows, field } = content;
-    const row = this.rowAtY(y);
-    const at = view.step0 + ((x - box.x) / box.width) * (view.step1 - view.step0);
-    const column = columnAt(field.steps, Math.max(at, field.steps[0] ?? 0));
-    if (row < 0 || row >= rows.length || column < 0 || at >= endOf(field.steps)) return null;
-    return { row, layer: this.#standsFor(row, column), step: field.steps[column], column };
-  }
-
-  /** The layer whose value a row shows. */
-  #standsFor(row, column) {
-    const { rows, field, values, rowValues } = this.content;
-    const { layers } = rows[row];
-    const shown = rowValues[column * rows.length + row];
-    const isIt = (layer) => Object.is(values[column * field.rows + rowOf(field, layer)], shown);
-    return layers.length > 1 ? (layers.find(isIt) ?? layers[0]) : layers[0];
-  }
-
-  /** The group whose bracket or label is under a point; null without one. */
-  groupAt(x, y) {
-    const { box, content } = this;
-    if (!content || x >= box.x || y < box.y || y >= box.y + box.height) return null;
-    const row = this.rowAtY(y);
-    const folded = content.rows[row]?.folded;
-    if (folded) return folded;
-    const depth = this.#bracketAreaWidth() ? Math.floor(x / BRACKET_WIDTH) + 1 : 0;
-    const found = this.brackets.filter((b) => b.first <= row && row <= b.last);
-    return found.find((bracket) => bracket.depth === depth)?.path ?? null;
-  }
-
-  rowAtY(y) {
-    const { view } = this.content;
-    return Math.floor(view.row0 + ((y - this.box.y) / this.box.height) * (view.row1 - view.row0));
-  }
-
-  #x(step) {
-    return xOf(this.box, this.content.view, step);
-  }
-
-  #y(row) {
-    const { view } = this.content;
-    return this.box.y + ((row - view.row0) / (view.row1 - view.row0)) * this.box.height;
-  }
-
-  #drawCells(context) {
-    const { field, rows, rowValues, view, scale, theme } = this.content;
-    const ratio = this.cells.width / this.content.width;
-    const [x, y, width, height] = Object.values(this.box).map((s) => Math.round(s * ratio));
-    if (width < 1 || height < 1) return;
-    const codes = this.encode(scale, rowValues);
-    const { step0, step1, row0, row1 } = view;
-    const of = [field.steps, rows.length, scale.diverging, theme.missing];
-    context.putImageData(this.paint(width, height, codes, ...of, step0, step1, row0, row1), x, y);
-  }
-
-  #bracketAreaWidth() {
-    const deepest = Math.max(0, ...this.brackets.map((bracket) => bracket.depth));
-    return Math.min(deepest, MAX_BRACKETS) * BRACKET_WIDTH;
-  }
-
-  #drawGutter(context) {
-    const { rows, grouping, theme } = this.content;
-    this.brackets = bracketsOf(rows, grouping);
-    const left = this.#bracketAreaWidth();
-    clip(context, 0, this.box.y - 2, this.box.x, this.box.height + 4);
-    for (const bracket of this.brackets) this.#drawBracket(context, bracket);
-    this.#drawLabels(context, left);
-    context.restore();
-    context.strokeStyle = theme.line;
-    context.strokeRect(this.box.x - 0.5, this.box.y - 0.5, this.box.width + 1, this.box.height + 1);
-  }
-
-  #drawBracket(context, bracket) {
-    if (bracket.depth > MAX_BRACKETS) return;
-    const { theme } = this.content;
-    const x = (bracket.depth - 1) * BRACKET_WIDTH + 5;
-    const top = this.#y(bracket.first) + 1;
-    const bottom = this.#y(bracket.last + 1) - 1;
-    if (bottom < this.box.y || top > this.box.y + this.box.height) return;
-    context.strokeStyle = theme.muted;
-    context.lineWidth = 1.5;
-    context.globalAlpha = 0.7;
-    line(context, x, top, x, Math.max(bottom, top + 1));
-    context.globalAlpha = 1;
-    if (bottom - top < 8) return;
-    context.fillStyle = theme.muted;
-    const y = Math.max(top, this.box.y);
-    context.beginPath();
-    context.moveTo(x - 4, y);
-    context.lineTo(x + 4, y);
-    context.lineTo(x, y + 6);
-    context.fill();
-  }
-
-  /** Names as they fit: the selected row's, those with alerts, the ends, then evenly spread ones. */
-  #drawLabels(context, left) {
-    const { view, rows, alerts, selection } = this.content;
-    const first = Math.floor(view.row0);
-    const end = Math.min(Math.ceil(view.row1), rows.length);
-    const stride = Math.max(1, Math.floor((LABEL_HEIGHT * (view.row1 - view.row0)) / this.box.height));
-    const wanted = [selection, ...alerts].map((at) => this.rowOf.get(at?.layer));
-    wanted.push(first, end - 1);
-    for (let row = first + stride; row < end; row += stride) wanted.push(row);
-    const taken = [];
-    const [top, bottom] = [this.box.y + LABEL_HEIGHT / 2, this.box.y + this.box.height - LABEL_HEIGHT / 2];
-    for (const row of wanted) {
-      if (!(row >= first && row < end)) continue;
-      const y = Math.min(Math.max(this.#y(row + 0.5), top), bottom);
-      if (taken.some((other) => Math.abs(other - y) < LABEL_HEIGHT - 1)) continue;
-      taken.push(y);
-      this.#drawLabel(context, left, row, y);
-    }
-  }
-
-  #drawLabel(context, left, index, y) {
-    const { rows, theme, gutter, selection } = this.content;
-    const row = rows[index];
-    const isSelected = selection && row.layers.includes(selection.layer);
-    setText(context, theme, "right", "middle");
-    const mark = row.folded ? "▸ " : "";
-    const room = gutter - left - 14;
-    const typeWidth = context.measureText(row.type).width;
-    const withType = gutter > 150 && context.measureText(mark + row.label).width + typeWidth < room;
-    context.fillStyle = isSelected ? theme.accent : theme.text;
-    context.fillText(fitText(context, mark + row.label, room), gutter - 8, y);
-    if (withType) {
-      context.textAlign = "left";
-      context.fillStyle = theme.muted;
-      context.fillText(row.type, left + 4, y);
-    }
-  }
-
-  #drawAlerts(context) {
-    const { alerts, theme } = this.content;
-    for (const alert of alerts) {
-      const x = this.#x(alert.step);
-      if (x < this.box.x - 1 || x > this.box.x + this.box.width + 1) continue;
-      const row = this.rowOf.get(alert.layer);
-      const y = row === undefined ? this.box.y : this.#y(row + 0.5);
-      if (y < this.box.y - 1 || y > this.box.y + this.box.height + 1) continue;
-      drawAlertMark(context, theme, alert, x, y);
-    }
-  }
-
-  #drawCursor(context, { step, row }, color) {
-    const { box } = this;
-    const [x, y] = [this.#x(step), this.#y(row + 0.5)];
-    context.strokeStyle = color;
-    context.lineWidth = 1;
-    context.setLineDash([3, 3]);
-    if (x >= box.x && x <= box.x + box.width) line(context, x, box.y, x, box.y + box.height);
-    if (y >= box.y && y <= box.y + box.height) line(context, box.x, y, box.x + box.width, y);
-    context.setLineDash([]);
-  }
-
-  #drawSelection(context, { layer, step }) {
-    const { field, theme, view } = this.content;
-    const row = this.rowOf.get(layer);
-    if (row === undefined) return;
-    const column = Math.max(columnAt(field.steps, step), 0);
-    const next = field.steps[column + 1] ?? endOf(field.steps);
-    if (next <= view.step0 || field.steps[column] >= view.step1) return;
-    if (row + 1 <= view.row0 || row >= view.row1) return;
-    const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-    const left = clamp(this.#x(field.steps[column]), this.box.x - 3, this.box.x + this.box.width);
-    const right = clamp(this.#x(next), left, this.box.x + this.box.width);
-    const [top, bottom] = [this.#y(row), this.#y(row + 1)];
-    const grow = (start, end) => (end - start < 7 ? (7 - (end - start)) / 2 : 0);
-    const [dx, dy] = [grow(left, right), grow(top, bottom)];
-    for (const [color, inset] of [["#ffffff", 0], ["#000000", -1.5]]) {
-      context.strokeStyle = color;
-      context.lineWidth = 1.5;
-      context.strokeRect(
-        left - dx + inset,
-        top - dy + inset,
-        right - left + 2 * dx - 2 * inset,
-        bottom - top + 2 * dy - 2 * inset,
-      );
-    }
-    context.fillStyle = theme.accent;
-    context.fillRect(left - 0.5, this.box.y + this.box.height, Math.max(right - left, 2), 3);
+/** Names as they fit: the selected row's, those with alerts, the ends, then evenly spread ones. */
+function drawLabels(map) {
+  const { box, view, rows, alerts, selection } = map;
+  const first = Math.floor(view.row0);
+  const end = Math.min(Math.ceil(view.row1), rows.length);
+  const stride = Math.max(1, Math.floor((LABEL_HEIGHT * (view.row1 - view.row0)) / box.height));
+  const wanted = [selection, ...alerts].map((at) => map.rowOf.get(at?.layer));
+  wanted.push(first, end - 1);
+  for (let row = first + stride; row < end; row += stride) wanted.push(row);
+  const taken = [];
+  for (const row of wanted) {
+    if (!(row >= first && row < end)) continue;
+    const y = clamp(yOf(box, view, row + 0.5), box.y + LABEL_HEIGHT / 2, box.y + box.height - LABEL_HEIGHT / 2);
+    if (taken.some((other) => Math.abs(other - y) < LABEL_HEIGHT - 1)) continue;
+    taken.push(y);
+    drawLabel(map, rows[row], y);
   }
 }
 
+function drawLabel({ context, theme, gutter, selection, labelsLeft: left }, { label, type, folded, layers }, y) {
+  setText(context, theme, "left", "middle");
+  const text = (folded ? "▸ " : "") + label;
+  const room = gutter - left - 14;
+  const isWide = gutter > 150 && context.measureText(text).width + context.measureText(type).width < room;
+  if (isWide) context.fillText(type, left + 4, y);
+  context.textAlign = "right";
+  context.fillStyle = layers.includes(selection?.layer) ? theme.accent : theme.text;
+  context.fillText(fitText(context, text, room), gutter - 8, y);
+}
+
 /** A diamond for an error, a triangle for a warning, a dot for a note; its border shows anywhere. */
-function drawAlertMark(context, theme, alert, x, y) {
+function drawAlert({ context, box, view, theme, rowOf: rowOfAlert }, { severity, step, layer }) {
+  const row = rowOfAlert.get(layer);
+  const [x, y] = [xOf(box, view, step), row === undefined ? box.y : yOf(box, view, row + 0.5)];
+  if (x < box.x - 1 || x > box.x + box.width + 1 || y < box.y - 1 || y > box.y + box.height + 1) return;
   context.beginPath();
-  if (alert.severity === "note") {
-    context.arc(x, y, 4, 0, 2 * Math.PI);
-  } else if (alert.severity === "error") {
-    [[0, -6], [6, 0], [0, 6], [-6, 0]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
-  } else {
-    [[0, -6], [6, 5], [-6, 5]].forEach(([dx, dy]) => context.lineTo(x + dx, y + dy));
-  }
+  if (severity === "note") context.arc(x, y, 4, 0, 2 * Math.PI);
+  else for (const [dx, dy] of MARKS[severity]) context.lineTo(x + dx, y + dy);
   context.closePath();
-  context.fillStyle = theme[alert.severity];
+  context.fillStyle = theme[severity];
   context.fill();
   context.lineWidth = 1.5;
   context.strokeStyle = "#ffffff";
   context.stroke();
 }
 
-function paintedCells(width, height, codes, steps, rowCount, diverging, missing, step0, step1, row0, row1) {
-  const image = new ImageData(width, height);
-  paint(image, steps, codes, palette(diverging, missing), rowCount, { step0, step1, row0, row1 }, diverging);
-  return image;
+/** A white and a black frame around the selected cell. */
+function drawSelection({ context, box, view, field: { steps }, theme, selection, rowOf: rowOfSelected }) {
+  const row = rowOfSelected.get(selection.layer);
+  const column = Math.max(columnAt(steps, selection.step), 0);
+  const next = steps[column + 1] ?? endOf(steps);
+  if (row === undefined || row + 1 <= view.row0 || row >= view.row1) return;
+  if (next <= view.step0 || steps[column] >= view.step1) return;
+  const left = clamp(xOf(box, view, steps[column]), box.x - 3, box.x + box.width);
+  const right = clamp(xOf(box, view, next), left, box.x + box.width);
+  const [top, bottom] = [yOf(box, view, row), yOf(box, view, row + 1)];
+  const [width, height] = [Math.max(right - left, LEAST_MARK), Math.max(bottom - top, LEAST_MARK)];
+  const [x, y] = [(left + right - width) / 2, (top + bottom - height) / 2];
+  context.lineWidth = 1.5;
+  for (const [color, out] of [["#ffffff", 0], ["#000000", 1.5]]) {
+    context.strokeStyle = color;
+    context.strokeRect(x - out, y - out, width + 2 * out, height + 2 * out);
+  }
+  context.fillStyle = theme.accent;
+  context.fillRect(left - 0.5, box.y + box.height, Math.max(right - left, 2), 3);
+}
+
+// --- what lies under a point, in CSS pixels of the picture
+
+function cellAt({ box, view, rows, field, values, rowValues }, x, y) {
+  if (!isInside(box, x, y)) return null;
+  const [row, at] = [rowAt(box, view, y), stepAt(box, view, x)];
+  const column = columnAt(field.steps, Math.max(at, field.steps[0] ?? 0));
+  if (!rows[row] || column < 0 || at >= endOf(field.steps)) return null;
+  // The layer whose value the row shows.
+  const value = rowValues[column * rows.length + row];
+  const isIt = (layer) => Object.is(values[column * field.rows + rowOf(field, layer)], value);
+  const { layers } = rows[row];
+  return { row, layer: layers.find(isIt) ?? layers[0], step: field.steps[column], column };
+}
+
+/** The group whose bracket or label is under a point; null without one. */
+function groupAt({ box, view, rows, brackets, labelsLeft }, x, y) {
+  if (!isInside({ ...box, x: 0, width: box.x }, x, y)) return null;
+  const row = rowAt(box, view, y);
+  const depth = labelsLeft ? Math.floor(x / BRACKET_WIDTH) + 1 : 0;
+  const isIt = (bracket) => bracket.depth === depth && bracket.first <= row && row <= bracket.last;
+  return rows[row]?.folded ?? brackets.find(isIt)?.path ?? null;
+}
+
+/** What the tooltip says of a cell. */
+function describe({ panel, field, rows, values, scale, statistic }, { row, layer: index, step, column }) {
+  const layer = panel.overview.layers[index];
+  const { folded, type } = rows[row];
+  const value = valueAt(field, index, step);
+  const relative = scale.diverging ? valueAt({ ...field, values }, index, step) : -1;
+  const relation = relative >= 0 && relative < Infinity ? ` (${scaleText(scale, relative)})` : "";
+  const next = field.steps[column + 1];
+  const until = next > step + 1 ? `, next measured at ${formatStep(next)}` : "";
+  return {
+    title: folded ? `${folded} (${type}; here ${titleOf(layer)})` : titleOf(layer),
+    parts: html`<span>${layer.type} · step ${formatStep(step)}${until}</span>
+      <span class=${Number.isFinite(value) ? "" : "nonfinite"}>
+        ${statistic.title}: ${formatValue(statistic, value)}${relation}
+      </span>`,
+  };
+}
+
+// --- the picture with its mouse and touch: hover, click, drag a rectangle, wheel, move
+
+const CLICK = 4; // pixels that a click may move
+const EDGE = 1e-3; // pixels by which a place at the edge of a row may be beside it
+const THIN = 8; // a rectangle lower or narrower than this zooms in one direction only
+
+export function HeatMap({ page, shown }) {
+  const { panel, view, rows } = shown;
+  const [node, canvas, stepHair, rowHair] = [useRef(), useRef(), useRef(), useRef()];
+  const own = useRef({ map: null, pointer: null, drag: null }).current;
+  const [rectangle, setRectangle] = useState(null); // that is being dragged
+  const at = crosshair.use();
+  useLayoutEffect(() => {
+    own.map = drawHeatmap(canvas.current, shown);
+    node.current.dataset.plot = Object.values(own.map.box).join(",");
+    if (own.pointer) hover(page, own, node.current); // it is over something else now
+  }, [shown]);
+  useLayoutEffect(() => {
+    if (!at) own.pointer = null; // such as after scrolling
+    const { box } = own.map;
+    const row = at?.layer != null ? rowOfLayer(rows, panel.indexOf(at.layer)) : -1;
+    const isIn = at && at.step >= view.step0 && at.step <= view.step1;
+    moveHair(stepHair.current, isIn && { left: xOf(box, view, at.step), top: box.y, height: box.height });
+    const isRowIn = row >= 0 && row + 0.5 >= view.row0 && row + 0.5 <= view.row1;
+    moveHair(rowHair.current, isRowIn && { left: box.x, top: yOf(box, view, row + 0.5), width: box.width });
+  }, [at, shown]);
+  const pixels = ({ x, y, width, height }) => ({ left: x, top: y, width, height });
+  return html`<div class="heatmap" ref=${node} tabindex="0" role="application" aria-label="Layers over steps"
+    ...${handlersOf(page, own, rectangle, setRectangle)}>
+    <canvas class="cells" ref=${canvas} />
+    <i class="hair" ref=${stepHair} /><i class="hair row" ref=${rowHair} />
+    ${rectangle && html`<i class="rectangle" style=${pixels(rectangle)} />`}
+  </div>`;
+}
+
+/** Moves crosshair and tooltip to the cell under the pointer, or to the name of a group. */
+function hover(page, { map, pointer: [x, y] }, node) {
+  const { left, top } = node.getBoundingClientRect();
+  const place = { x: left + x, y: top + y };
+  const [cell, group] = [cellAt(map, x, y), groupAt(map, x, y)];
+  node.style.cursor = group !== null ? "pointer" : cell ? "crosshair" : "default";
+  if (group !== null) {
+    const what = page.state.folded.has(group) ? "click to unfold" : "click to fold";
+    return point(null, { ...place, title: group, parts: html`<span>${what}</span>` });
+  }
+  if (!cell) return point(null);
+  const { name } = map.panel.overview.layers[cell.layer];
+  point({ step: cell.step, layer: name }, { ...place, ...describe(map, cell) });
+}
+
+/** @param {Object} own `map`: what is drawn; `pointer`: where it is; `drag`: where one began */
+function handlersOf(page, own, rectangle, setRectangle) {
+  const place = ({ clientX, clientY, currentTarget }) => {
+    const { left, top } = currentTarget.getBoundingClientRect();
+    return [clientX - left, clientY - top];
+  };
+  const pan = (dx, dy) => {
+    const { width, height } = own.map.box;
+    zoomTo(page, panView(page.view(), dx / width, dy / height, page.whole()));
+  };
+  const end = () => {
+    own.drag = null;
+    setRectangle(null);
+  };
+  return {
+    onpointerdown(event) {
+      if (event.button !== 0) return;
+      const [x, y] = place(event);
+      const group = groupAt(own.map, x, y);
+      if (group !== null) return toggleFold(page, group);
+      own.drag = { x, y, isPanning: event.shiftKey };
+      event.currentTarget.setPointerCapture(event.pointerId);
+    },
+    onpointermove(event) {
+      const start = own.drag;
+      const [x, y] = place(event);
+      own.pointer = start ? null : [x, y];
+      if (!start) return hover(page, own, event.currentTarget);
+      start.hasMoved ||= Math.abs(x - start.x) > CLICK || Math.abs(y - start.y) > CLICK;
+      if (!start.hasMoved) return;
+      point(null);
+      if (!start.isPanning) return setRectangle(rectangleOf(own.map.box, start, x, y));
+      pan(start.x - x, start.y - y);
+      Object.assign(start, { x, y });
+    },
+    onpointerup(event) {
+      const { drag: start, map: { box, view, rows, panel } } = own;
+      if (!start) return;
+      end();
+      if (rectangle) return zoomTo(page, viewOf(box, view, rectangle));
+      if (start.hasMoved) return;
+      const cell = cellAt(own.map, start.x, start.y);
+      const row = start.x < box.x ? rows[rowAt(box, view, start.y)] : null;
+      const layer = cell?.layer ?? row?.layers[0];
+      if (layer !== undefined) selectIn(page, panel, panel.overview.layers[layer].name, cell?.step ?? null);
+    },
+    onpointercancel: end,
+    onpointerleave() {
+      own.pointer = null;
+      point(null);
+    },
+    ondblclick: () => unzoom(page),
+    /** Moves a zoomed picture, or with a key zooms; else the page scrolls. */
+    onwheel(event) {
+      const isZooming = event.ctrlKey || event.metaKey;
+      if (!isZooming && page.zoom === null) return;
+      event.preventDefault();
+      if (!isZooming) return pan(event.deltaX, event.deltaY);
+      const { box } = own.map;
+      const [x, y] = place(event);
+      const [atX, atY] = [(x - box.x) / box.width, (y - box.y) / box.height];
+      zoomTo(page, scaleView(page.view(), Math.exp(event.deltaY / 300), atX, atY));
+    },
+  };
+}
+
+/** The rectangle between two places inside of a box; over all of it in a direction in which it is thin; or null. */
+function rectangleOf(box, start, x, y) {
+  const [left, right] = [start.x, x].sort((a, b) => a - b).map((at) => clamp(at, box.x, box.x + box.width));
+  const [top, bottom] = [start.y, y].sort((a, b) => a - b).map((at) => clamp(at, box.y, box.y + box.height));
+  const across = right - left < THIN ? { x: box.x, width: box.width } : { x: left, width: right - left };
+  const down = bottom - top < THIN ? { y: box.y, height: box.height } : { y: top, height: bottom - top };
+  return across.width === box.width && down.height === box.height ? null : { ...across, ...down };
+}
+
+/** The part of the picture inside of a rectangle, to whole rows. */
+function viewOf(box, view, { x, y, width, height }) {
+  const [step0, step1] = [x, x + width].map((at) => stepAt(box, view, at));
+  return { step0, step1, row0: rowAt(box, view, y + EDGE), row1: rowAt(box, view, y + height - EDGE) + 1 };
 }

@@ -1,14 +1,35 @@
 // Cells -> pixels. Where several cells share a pixel, one wins as in a folded group: see
 // `valuesOfRows`.
 
-import { INFINITE_COLORS, NAN_COLORS } from "./colors.js";
-import { FIRST_CODE, INFINITE_CODE, LAST_CODE, NAN_CODE, pixelOf } from "./scale.js";
 import { columnAt, endOf } from "./field.js";
+import { FIRST_CODE, INFINITE_CODE, INFINITE_COLORS, LAST_CODE, NAN_CODE, NAN_COLORS, palette, pixelOf } from "./scale.js";
+import { memo } from "./state.js";
 
 const STRIPES = {
   [NAN_CODE]: NAN_COLORS.map(pixelOf),
   [INFINITE_CODE]: INFINITE_COLORS.map(pixelOf),
 };
+
+// Most of a redraw, and a new selection changes none of it.
+const imageOf = memo((codes, steps, rowCount, diverging, missing, width, height, step0, step1, row0, row1) => {
+  const image = new ImageData(width, height);
+  paint(image, steps, codes, palette(diverging, missing), rowCount, { step0, step1, row0, row1 }, diverging);
+  return image;
+});
+
+/**
+ * Paints cells into a box of a canvas.
+ * @param {Uint8Array} codes of the rows' values, column after column
+ * @param {Object} cells `steps`, `rowCount`, `view`, `scale`, and `missing`, the color without a value
+ */
+export function paintIn(context, box, codes, { steps, rowCount, view, scale, missing }) {
+  const { a: ratio } = context.getTransform();
+  const [x, y, width, height] = [box.x, box.y, box.width, box.height].map((side) => Math.round(side * ratio));
+  if (width < 1 || height < 1) return;
+  const { step0, step1, row0, row1 } = view;
+  const image = imageOf(codes, steps, rowCount, scale.diverging, missing, width, height, step0, step1, row0, row1);
+  context.putImageData(image, x, y);
+}
 
 /**
  * Fills an image with the visible part of the picture.
@@ -20,7 +41,7 @@ const STRIPES = {
  * @param {{step0: number, step1: number, row0: number, row1: number}} view
  * @param {boolean} diverging
  */
-export function paint(image, steps, codes, colors, rowCount, view, diverging) {
+function paint(image, steps, codes, colors, rowCount, view, diverging) {
   const { width, height } = image;
   const pixels = new Uint32Array(image.data.buffer);
   const rank = ranks(diverging);

@@ -1,9 +1,8 @@
 // The surrounding TensorBoard: reloads, the address, light or dark mode.
 
-import { INFINITE_COLORS, NAN_COLORS } from "./colors.js";
-
 const PREFIX = "p.telemetry.";
 const ONE_ENTRY_MS = 500;
+const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif";
 let lastEntry = -Infinity;
 
 /**
@@ -37,12 +36,9 @@ export function showTab() {
 
 /** The page's values in the address, by name. */
 export function readLink() {
-  const link = {};
-  for (const part of address().hash.replace(/^#/, "").split("&")) {
-    const [name, value] = part.split("=").map(decode);
-    if (name.startsWith(PREFIX)) link[name.slice(PREFIX.length)] = value ?? "";
-  }
-  return link;
+  const all = [...new URLSearchParams(address().hash.replace(/^#/, ""))];
+  const ours = all.filter(([name]) => name.startsWith(PREFIX));
+  return Object.fromEntries(ours.map(([name, value]) => [name.slice(PREFIX.length), value]));
 }
 
 /**
@@ -52,16 +48,11 @@ export function readLink() {
  *   within a moment are one
  */
 export function writeLink(link, isNew) {
-  const target = address();
-  const others = target.hash
-    .replace(/^#/, "")
-    .split("&")
-    .filter((part) => part && !decode(part).startsWith(PREFIX));
-  const ours = Object.entries(link)
-    .filter(([, value]) => value !== "" && value != null)
-    .map(([name, value]) => `${PREFIX}${encodeURIComponent(name)}=${encodeURIComponent(value)}`);
-  const hash = [...others, ...ours].join("&");
-  const url = target.pathname + target.search + (hash ? `#${hash}` : "");
+  const { hash, pathname, search } = address();
+  const others = hash.replace(/^#/, "").split("&").filter((part) => part && !part.startsWith(PREFIX));
+  const ours = Object.entries(link).filter(([, value]) => value !== "");
+  const parts = [...others, ...ours.map(([name, value]) => `${PREFIX}${name}=${encodeURIComponent(value)}`)];
+  const url = pathname + search + (parts.length ? `#${parts.join("&")}` : "");
   try {
     const { history } = frame();
     const now = performance.now();
@@ -117,18 +108,9 @@ function address() {
   return frame().location;
 }
 
-/** The decoded text; the text itself if it is not percent-encoded. */
-export function decode(text) {
-  try {
-    return decodeURIComponent(text);
-  } catch {
-    return text;
-  }
-}
-
 /** TensorBoard's own choice if the page is inside of it, else that of the browser; light on paper. */
 export function followTheme(onChange) {
-  const host = hostBody();
+  const host = frame() === window ? null : frame().document.body;
   const preference = matchMedia("(prefers-color-scheme: dark)");
   const apply = ({ type } = {}) => {
     const isDark = host ? host.classList.contains("dark-mode") : preference.matches;
@@ -142,33 +124,15 @@ export function followTheme(onChange) {
 }
 
 /** The colors that the style sheet names. */
-export function theme() {
+function theme() {
   const style = getComputedStyle(document.documentElement);
   const color = (name) => style.getPropertyValue(`--${name}`).trim();
+  const names = ["text", "muted", "line", "missing", "background", "accent", "error", "warning", "usual"];
   return {
-    text: color("text"),
-    muted: color("muted"),
-    line: color("line"),
-    missing: color("missing"),
-    background: color("background"),
-    accent: color("accent"),
-    isDark: document.documentElement.classList.contains("dark"),
-    nan: NAN_COLORS[0],
-    infinite: INFINITE_COLORS[0],
-    error: color("error"),
-    warning: color("warning"),
+    ...Object.fromEntries(names.map((name) => [name, color(name)])),
     note: color("muted"),
-    usual: color("usual"),
     curves: Array.from({ length: 10 }, (_, index) => color(`curve${index + 1}`)),
-    font: "12px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
-    smallFont: "11px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif",
+    font: `12px ${FONT}`,
+    smallFont: `11px ${FONT}`,
   };
-}
-
-function hostBody() {
-  try {
-    return window.parent !== window ? window.parent.document.body : null;
-  } catch {
-    return null; // inside of a page of another origin
-  }
 }

@@ -1,7 +1,7 @@
 // Where TensorBoard starts the page, in a separate frame.
 
 import { Page } from "./app.js";
-import { followTheme, onNavigation, onReload, readLink, showTab, writeLink } from "./host.js";
+import { onReload, showTab } from "./host.js";
 import { ServerSource } from "./source.js";
 
 /** Called by TensorBoard once the module is loaded. */
@@ -11,10 +11,8 @@ export async function render() {
   const root = document.createElement("div");
   root.id = "telemetry";
   document.body.append(root);
-  const page = new Page(root, new ServerSource(), { read: readLink, write: writeLink });
-  followTheme((theme) => page.setTheme(theme));
+  const page = new Page(root, new ServerSource());
   onReload(() => page.refresh());
-  onNavigation((link) => page.follow(link));
   showTab();
   window.focus(); // else keys go to TensorBoard's tab
   await page.start();

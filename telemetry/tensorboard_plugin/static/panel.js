@@ -1,17 +1,17 @@
 // The runs side by side: loss and learning rate, the picture with its profile, curves of layers.
 
 import { goTo, listRuns, selectIn, unzoom } from "./actions.js";
-import { INFINITE_COLORS, NAN_COLORS, ZERO_COLOR } from "./colors.js";
+import { clamp } from "./canvas.js";
 import { costsOf, curvesOfLayers, drawCosts, drawLayerCurves, drawStrip, stripOf } from "./curves.js";
-import { firstDifference, isThinned, valueAt } from "./field.js";
-import { formatStep, formatValue } from "./format.js";
-import { Heatmap, RIGHT } from "./heatmap.js";
-import { CurveLegend, Plot, crosshair, point } from "./parts.js";
-import { hoverAgain, watchPointer } from "./pointer.js";
-import { html, useLayoutEffect, useRef } from "./preact.js";
-import { drawProfile, profileWidth } from "./profile.js";
+import { firstDifference, isThinned, valuesOfRows } from "./field.js";
+import { formatStep } from "./format.js";
+import { HeatMap, RIGHT } from "./heatmap.js";
+import { CurveLegend, Plot, crosshair } from "./parts.js";
+import { html, useMemo } from "./preact.js";
+import { drawProfile, profileWidth, rangesOf } from "./profile.js";
 import { rowOfLayer, titleOf } from "./rows.js";
-import { drawScale, legendTitle, scaleText, usualOf } from "./scale.js";
+import { INFINITE_COLORS, MODES, NAN_COLORS, ZERO_COLOR, drawScale, makeScale, usualOf } from "./scale.js";
+import { memo } from "./state.js";
 import { clampRows } from "./view.js";
 
 const MIN_HEIGHT = 130; // of the picture
@@ -22,6 +22,10 @@ const AROUND_PICTURE = 300; // height of everything else that is seen at once
 const NARROWEST = 400; // of two pictures next to each other
 const GAP = 16;
 
+const scaleOf = memo((values, other, log, mode) => makeScale({ log }, mode, other ? [values, other] : [values]));
+const rowValuesOf = memo(valuesOfRows);
+const rangesOfRows = memo(rangesOf);
+
 /**
  * What is drawn of each run. All have one scale, which a zoom does not change. A ratio of two runs is
  * one picture, of the first run.
@@ -30,15 +34,15 @@ export function contentsOf(page) {
   const { panels, statistic, mode, state, theme } = page;
   const view = page.view();
   const others = panels.map((_, i) => panels[1 - i]);
-  const whole = panels.map((panel, i) => panel.values(panel.field(statistic), statistic, mode, others[i]));
-  const shown = mode === "run" ? panels.slice(0, 1) : panels;
-  const scale = page.scale(statistic.log, mode, ...whole.slice(0, shown.length));
-  const contents = shown.map((panel, i) => {
+  const drawn = mode === "run" ? panels.slice(0, 1) : panels;
+  const whole = drawn.map((panel, i) => panel.values(panel.field(statistic), statistic, mode, others[i]));
+  const scale = scaleOf(whole[0], whole[1], statistic.log, mode);
+  const contents = drawn.map((panel, i) => {
     const rows = page.rows(panel);
     const field = panel.fieldIn(view, statistic, page.zoom !== null, rows);
     const values = panel.values(field, statistic, mode, others[i]);
     const layer = state.layer === null ? -1 : panel.indexOf(state.layer);
-    const rowValues = panel.rowValues(field, values, rows, scale);
+    const rowValues = rowValuesOf(values, field, rows, scale);
     const content = {
       panel, statistic, theme, mode, scale, rows, field, values, rowValues,
       view: clampRows(view, rows.length),
@@ -48,7 +52,8 @@ export function contentsOf(page) {
       cursor: state.step,
       losses: panels.flatMap(({ scalars }) => scalars.filter(({ kind }) => kind === "loss")),
       alerts: panel.alerts,
-      ranges: panel.rangesOf(field.steps.length, rowValues, rows.length),
+      resumed: panel.overview.resumed,
+      ranges: rangesOfRows(rowValues, field.steps.length, rows.length),
     };
     return { ...content, curves: curvesOfLayers(content) };
   });
@@ -67,21 +72,20 @@ function sizeOf(page, contents) {
   const below = contents.some(({ curves }) => curves.length) ? CURVES_HEIGHT : 0;
   const [small, large] = ROW_HEIGHTS.map((row) => Math.min(rowCount * row + AXES_HEIGHT, room));
   const height = Math.max(Math.min(large, Math.max(small, room - below)), MIN_HEIGHT);
-  const gutter = Math.round(Math.min(Math.max(width * 0.24, Math.min(150, width * 0.36)), 250));
+  const gutter = Math.round(clamp(width * 0.24, Math.min(150, width * 0.36), 250));
   const rightOf = profileWidth(width);
   return { columns, width, height, gutter, right: rightOf + RIGHT, rightOf, spare: room - height };
 }
 
 export function Picture({ page }) {
   const contents = contentsOf(page);
-  const { runs, statistic, theme, mode } = page;
-  const [{ scale, columns }] = contents;
+  const { runs } = page;
   const faulty = runs.filter(({ alertCount }) => alertCount).length;
   return html`<div class="picture">
     ${runs.length > 1 && faulty > 0 && html`<button class="sweep" onclick=${() => listRuns(page, "run", "alerts>0")}>
       ${faulty} of ${runs.length} runs have alerts</button>`}
-    <${Legend} ...${{ scale, statistic, mode, theme }} />
-    <div class=${columns > 1 ? "stage two" : "stage"}>
+    <${Legend} ...${contents[0]} />
+    <div class=${contents[0].columns > 1 ? "stage two" : "stage"}>
       ${contents.map((shown) => html`<${Panel} page=${page} shown=${shown} key=${shown.panel.name} />`)}
     </div>
   </div>`;
@@ -89,15 +93,14 @@ export function Picture({ page }) {
 
 /** The color scale with its title. */
 function Legend({ scale, statistic, mode, theme }) {
-  const swatch = (colors, text) => {
-    const [first, second] = colors;
+  const swatch = ([first, second], text) => {
     const stripes = `repeating-linear-gradient(45deg, ${first} 0 5px, ${second} 5px 7px)`;
     return html`<span class="swatch"><i style=${{ background: second ? stripes : first, color: first }} />${text}</span>`;
   };
   const draw = (canvas) => drawScale(canvas, scale, theme, usualOf(statistic, scale));
   return html`<div class="legend">
     <p class="legend-title" title=${statistic.description}>
-      <b>${legendTitle(statistic, mode)}</b><span class="muted">${statistic.description}</span>
+      <b>${statistic.title}${mode === "value" ? "" : `, ${MODES[mode]}`}</b><span class="muted">${statistic.description}</span>
     </p>
     <${Plot} draw=${draw} aria-label="color scale" />
     ${scale.log && swatch([ZERO_COLOR], "0")}
@@ -112,28 +115,19 @@ function Panel({ page, shown }) {
   const costs = costsOf(shown);
   const isEmpty = !field.steps.length || !shown.rows.length;
   const title = shown.mode === "run" ? `${panel.name}, relative to ${page.state.other}` : panel.name;
-  const pick = (found) => {
-    const layer = found.layer ?? found.lines.find(({ isNearest }) => isNearest)?.layer;
-    if (layer === undefined) page.update({ step: found.step });
-    else selectIn(page, panel, layer, found.step);
-  };
-  /** The crosshair of a curve is also on its layer's row. */
-  const onCurve = (found) => {
-    const nearest = found?.lines.find(({ isNearest }) => isNearest)?.layer;
-    return found && { step: found.step, layer: layers[nearest]?.name ?? null };
-  };
+  const onPick = ({ layer, step }) => (layer === undefined ? page.update({ step }) : selectIn(page, panel, layer, step));
   const over = `${statistic.title} over time`;
   return html`<section class="panel" aria-label=${panel.name} data-run=${panel.name} data-layers=${layers.length}
     data-steps=${field.steps.length} data-last-step=${lastStep}>
     <div>
       ${page.panels.length > 1 && html`<h2 class="run-name">${title}</h2>`}
       ${strip && html`<${CurveLegend} curves=${strip.legend} />
-        <${Plot} class="strip" aria-label="Loss and learning rate" onPick=${pick}
+        <${Plot} class="strip" aria-label="Loss and learning rate" onPick=${onPick}
           draw=${(canvas) => drawStrip(canvas, strip, shown)} />`}
       ${costs && html`<details class="costs-row">
         <summary>${costs.line}</summary>
         <${CurveLegend} curves=${costs.legend} title=${costs.title} />
-        <${Plot} class="costs" aria-label="Time and memory" onPick=${pick}
+        <${Plot} class="costs" aria-label="Time and memory" onPick=${onPick}
           draw=${(canvas) => drawCosts(canvas, costs, shown)} />
       </details>`}
     </div>
@@ -144,69 +138,13 @@ function Panel({ page, shown }) {
     <div>
       ${layers.length > 0 && html`<div class="map-row">
         <${HeatMap} page=${page} shown=${shown} />
-        ${shown.rightOf > 0 && html`<${Profile} shown=${shown} onPick=${pick} />`}
+        ${shown.rightOf > 0 && html`<${Profile} shown=${shown} onPick=${onPick} />`}
       </div>`}
       ${!isEmpty && curves.length > 0 && html`<h2 class="curves-title">${over}</h2>
-        <${LayerCurves} shown=${shown} label=${over} onPick=${pick} at=${onCurve} />
+        <${LayerCurves} shown=${shown} aria-label=${over} onPick=${onPick} />
         <${CurveLegend} curves=${curves} />`}
     </div>
   </section>`;
-}
-
-/** The heat map. */
-function HeatMap({ page, shown }) {
-  const { panel } = shown;
-  const [node, map] = [useRef(), useRef()];
-  const at = crosshair.use();
-  if (map.current) map.current.on = { ...page.eventsOf(panel), hover: hoverOf(page, shown) };
-  useLayoutEffect(() => {
-    map.current = new Heatmap(node.current, { ...page.eventsOf(panel), hover: hoverOf(page, shown) });
-    watchPointer(map.current);
-  }, []);
-  useLayoutEffect(() => {
-    map.current.draw({ ...shown, width: shown.width - shown.rightOf });
-    hoverAgain(map.current);
-  }, [shown]);
-  useLayoutEffect(() => {
-    const row = at?.layer != null ? rowOfLayer(shown.rows, panel.indexOf(at.layer)) : (at?.row ?? -1);
-    if (!at) map.current.pointer = null; // such as after scrolling
-    map.current.hover = at && { step: at.step, row };
-    map.current.drawOverlay();
-  }, [at, shown]);
-  return html`<div class="heatmap" ref=${node} tabindex="0" role="application" aria-label="Layers over steps">
-    <canvas class="cells" /><canvas class="overlay" />
-  </div>`;
-}
-
-/** Moves crosshair and tooltip to a cell, or to the name of a group. */
-function hoverOf(page, shown) {
-  const { panel, field, values, scale, statistic } = shown;
-  return (cell, x, y, group) => {
-    if (group) {
-      const what = page.state.folded.has(group) ? "click to unfold" : "click to fold";
-      return point(null, { x, y, title: group, parts: html`<span>${what}</span>` });
-    }
-    if (!cell) return point(null);
-    const layer = panel.overview.layers[cell.layer];
-    const row = shown.rows[cell.row];
-    const value = valueAt(field, cell.layer, cell.step);
-    const relative = scale.diverging ? valueAt({ ...field, values }, cell.layer, cell.step) : -1;
-    const relation = relative >= 0 && relative < Infinity ? ` (${scaleText(scale, relative)})` : "";
-    const next = field.steps[cell.column + 1];
-    const until = next > cell.step + 1 ? `, next measured at ${formatStep(next)}` : "";
-    point(
-      { step: cell.step, layer: layer.name },
-      {
-        x,
-        y,
-        title: row.folded ? `${row.folded} (${row.type}; here ${titleOf(layer)})` : titleOf(layer),
-        parts: html`<span>${layer.type} · step ${formatStep(cell.step)}${until}</span>
-          <span class=${Number.isFinite(value) ? "" : "nonfinite"}>
-            ${statistic.title}: ${formatValue(statistic, value)}${relation}
-          </span>`,
-      },
-    );
-  };
 }
 
 /** Over the depth, at the crosshair's step; without it at the selected one, in the middle, or at the end. */
@@ -214,40 +152,30 @@ function Profile({ shown, onPick }) {
   const { step0, step1 } = shown.view;
   const middle = Math.floor((step0 + step1) / 2);
   const step = crosshair.use()?.step ?? shown.cursor ?? (shown.isZoomed ? middle : shown.panel.overview.lastStep);
-  const { layers } = shown.panel.overview;
-  const at = (found) => found && { ...found, layer: layers[found.layer].name };
-  return html`<${Plot} class="profile" at=${at} aria-label="${shown.statistic.title} over the depth at step ${step}"
+  return html`<${Plot} class="profile" aria-label="${shown.statistic.title} over the depth at step ${step}"
     draw=${(canvas) => drawProfile(canvas, shown, shown.rightOf, step)} onPick=${onPick} />`;
 }
 
 /** Curves of the selected layer and those with alerts; that of the row under the pointer is thick. */
-function LayerCurves({ shown, label, onPick, at }) {
+function LayerCurves({ shown, ...attributes }) {
+  const { panel, rows, curves } = shown;
   const name = crosshair.use()?.layer;
-  const layer = name == null ? -1 : shown.panel.indexOf(name);
-  const hovered = layer < 0 ? null : shown.rows[rowOfLayer(shown.rows, layer)]?.label;
-  const isDrawn = shown.curves.some((curve) => curve.label === hovered);
-  const drawn = useRef({});
-  const key = isDrawn ? hovered : null;
-  if (drawn.current.shown !== shown || drawn.current.key !== key) {
-    drawn.current = { shown, key, draw: (canvas) => drawLayerCurves(canvas, shown, key) };
-  }
-  return html`<${Plot} class="curves" aria-label=${label} draw=${drawn.current.draw} at=${at} onPick=${onPick} />`;
+  const row = name == null ? null : rows[rowOfLayer(rows, panel.indexOf(name))];
+  const hovered = curves.find(({ label }) => label === row?.label)?.layer ?? null;
+  const draw = useMemo(() => (canvas) => drawLayerCurves(canvas, shown, hovered), [shown, hovered]);
+  return html`<${Plot} class="curves" draw=${draw} ...${attributes} />`;
 }
 
 /** The line with the first NaN or difference; a click goes there. */
-function First({ page, shown }) {
-  const { panel, statistic, mode, values } = shown;
+function First({ page, shown: { panel, statistic, mode, field: drawn, values } }) {
   const isOfTwo = mode === "run";
-  const field = isOfTwo ? shown.field : panel.field(statistic);
-  const found = isOfTwo ? firstDifference(field, values) : panel.firstNonfinite(field);
+  const field = isOfTwo ? drawn : panel.field(statistic);
+  const found = isOfTwo ? firstDifference(field, values) : panel.firstNonfinite(statistic);
   if (!found) return html`<div class="first-nonfinite" hidden />`;
   const names = found.rows.map((row) => panel.overview.layers[field.firstLayer + row * field.layerFactor]);
   const more = names.length > 1 ? ` and ${names.length - 1} more` : "";
-  const at = `step ${formatStep(found.step)}, in `;
-  const text =
-    isOfTwo || !more
-      ? `First ${isOfTwo ? "difference" : "NaN or infinity"}: ${at}${titleOf(names[0])}${more}`
-      : `First NaN or infinity: ${at}${names.length} layers${originText(panel.alerts)}`;
+  const where = isOfTwo || !more ? titleOf(names[0]) + more : `${names.length} layers${originText(panel.alerts)}`;
+  const text = `First ${isOfTwo ? "difference" : "NaN or infinity"}: step ${formatStep(found.step)}, in ${where}`;
   return html`<div class="first-nonfinite">
     <button title=${text} onclick=${() => goTo(page, found.step)}>${text}</button>
   </div>`;
@@ -262,8 +190,7 @@ function originText(alerts) {
 
 function Notice({ page, shown }) {
   const text = noticeOf(page, shown);
-  const { zoom, openedAt } = page;
-  const isOpenedHere = openedAt !== null && zoom === openedAt;
+  const isOpenedHere = page.openedAt !== null && page.zoom === page.openedAt;
   const steps = [shown.view.step0, shown.view.step1 - 1].map((step) => formatStep(Math.max(step, 0))).join(" to ");
   return html`<p class="notice" role="status" hidden=${!text && !isOpenedHere}>
     ${isOpenedHere && html`Opened at the first NaN: steps ${steps} of ${formatStep(shown.panel.overview.lastStep)}.${" "}
@@ -273,7 +200,7 @@ function Notice({ page, shown }) {
 
 /** About what is not shown, and layers that do not train; "" without any. */
 function noticeOf(page, { panel, field, statistic, rows, mode, values }) {
-  const { layers, trainedShare } = panel.overview;
+  const { layers, trainedShare, resumed } = panel.overview;
   const { search } = page.state;
   if (mode === "run" && field.steps.length && values.every((value) => value === -1)) {
     return "No layer has this statistic at a common step in both runs: there is no ratio to show.";
@@ -281,19 +208,18 @@ function noticeOf(page, { panel, field, statistic, rows, mode, values }) {
   if (!rows.length && search) return `No layer matches “${search}”.`;
   if (!layers.length) return "This run has no layers: only scalars were logged.";
   if (!field.steps.length) return `${statistic.title}: not measured yet.`;
-  const notices = [];
-  if (trainedShare !== null && trainedShare < 1) {
-    notices.push(`${(100 * trainedShare).toFixed(1)} % of the parameters are in layers that train.`);
-  }
-  const parts = [];
-  if (field.layerFactor > 1) parts.push(`${field.layerFactor} layers`);
-  if (field.stepFactor > 1) parts.push(`${field.stepFactor} steps`);
-  if (parts.length) notices.push(`Reduced: each cell is the largest of ${parts.join(" × ")}.`);
-  if (field.sampled) notices.push("Too much to read at once: some steps are omitted.");
-  if (isThinned(field) && !field.isAll) notices.push("Zoom in to see all.");
-  if (panel.part.answer?.error) notices.push(`The part in view could not be read: ${panel.part.answer.error.message}.`);
-  if (!field.values.some((value) => value >= 0 || value !== value)) {
-    notices.push(`${statistic.title}: not measured for any layer of this run.`);
-  }
-  return notices.join(" ");
+  const behind = [[field.layerFactor, "layers"], [field.stepFactor, "steps"]].filter(([factor]) => factor > 1);
+  const { error } = panel.part.answer ?? {};
+  const isMeasured = field.values.some((value) => value >= 0 || value !== value);
+  const isPartial = trainedShare !== null && trainedShare < 1;
+  return [
+    resumed.length && `Resumed at step ${resumed.map(formatStep).join(", ")} (dotted).`,
+    isPartial && `${(100 * trainedShare).toFixed(1)} % of the parameters are in layers that train.`,
+    behind.length && `Reduced: each cell is the largest of ${behind.map((pair) => pair.join(" ")).join(" × ")}.`,
+    isThinned(field) && !field.isAll && "Zoom in to see all.",
+    error && `The part in view could not be read: ${error.message}.`,
+    !isMeasured && `${statistic.title}: not measured for any layer of this run.`,
+  ]
+    .filter(Boolean)
+    .join(" ");
 }

@@ -1,23 +1,19 @@
 // Parallel coordinates: hyperparameters and losses of runs, a line for each run.
 
-import { fitText, line, prepare, setText } from "./canvas.js";
-import { isLog } from "./curves.js";
+import { clamp } from "./canvas.js";
+import { isLog } from "./chart.js";
 import { formatNumber } from "./format.js";
 import { DropDown } from "./parts.js";
-import { html, useLayoutEffect, useRef, useState } from "./preact.js";
-import { cssColor } from "./scale.js";
+import { html, useRef, useState } from "./preact.js";
+import { cssColor, NAN_COLORS } from "./scale.js";
 
-const HEIGHT = 190;
-const [LEFT, TOP, BOTTOM] = [60, 36, 20];
-const REACH = 16; // pixels on both sides of an axis in which a drag begins
+const HEIGHT = 134; // of the axes
 const MOST_NAMES = 8;
-const GAP = 88; // pixels between axes at least: room for the ends of their ranges
 const WHOLE = [0, 1];
 
 /** A test of whether a run is within the ranges of all axes. */
 export function acceptorOf(columns, runs, ranges) {
-  const limited = columns.filter(({ title }) => ranges.has(title));
-  const tests = limited.map(({ title, key }) => {
+  const tests = columns.filter(({ title }) => ranges.has(title)).map(({ title, key }) => {
     const { placeOf } = axisOf(runs.map(key));
     const [low, high] = ranges.get(title);
     return (run) => {
@@ -33,34 +29,29 @@ export function acceptorOf(columns, runs, ranges) {
  *   `key`, the last one gives colors; `ranges` by title, ends from 0 to 1; `onBrush(ranges)`; `theme`
  */
 export function Parallel({ runs, columns, ranges, onBrush, theme }) {
-  const canvas = useRef();
-  const drag = useRef(null);
-  const [isOpen, setOpen] = useState(false);
+  const from = useRef(null); // where a drag began
   const [dragged, setDragged] = useState(null); // ranges while one is being dragged
   const [chosen, setChosen] = useState(""); // the axis whose range the sliders set
   const axes = columns.map(({ title, key }) => ({ title, key, ...axisOf(runs.map(key)) }));
   const shown = dragged ?? ranges;
-  useLayoutEffect(() => {
-    if (isOpen) draw(canvas.current, axes, runs, acceptorOf(columns, runs, shown), shown, theme);
+  const accepts = acceptorOf(columns, runs, shown);
+  const placeAt = ({ clientY, currentTarget }) => clamp(1 - (clientY - currentTarget.getBoundingClientRect().top) / HEIGHT, 0, 1);
+  const brushOf = (title) => ({
+    onpointerdown(event) {
+      event.currentTarget.setPointerCapture(event.pointerId);
+      from.current = placeAt(event);
+      setDragged(withRange(ranges, title, null));
+    },
+    onpointermove(event) {
+      if (from.current === null || Math.abs(placeAt(event) - from.current) < 0.02) return;
+      setDragged(withRange(ranges, title, [from.current, placeAt(event)].sort((a, b) => a - b)));
+    },
+    onpointerup() {
+      if (dragged) onBrush(dragged); // not before: the table shrinks, and all would move
+      from.current = null;
+      setDragged(null);
+    },
   });
-  const placeAt = ({ offsetY }) => Math.min(Math.max(1 - (offsetY - TOP) / (HEIGHT - TOP - BOTTOM), 0), 1);
-  const onpointerdown = (event) => {
-    const at = axes.findIndex((_, i) => Math.abs(xOf(canvas.current.clientWidth, axes.length, i) - event.offsetX) < REACH);
-    if (at < 0) return;
-    canvas.current.setPointerCapture(event.pointerId);
-    drag.current = { title: axes[at].title, from: placeAt(event) };
-    setDragged(withRange(ranges, axes[at].title, null));
-  };
-  const onpointermove = (event) => {
-    if (!drag.current || Math.abs(placeAt(event) - drag.current.from) < 0.02) return;
-    const { title, from } = drag.current;
-    setDragged(withRange(ranges, title, [from, placeAt(event)].sort((a, b) => a - b)));
-  };
-  const onpointerup = () => {
-    if (drag.current) onBrush(shown); // not before: the table shrinks, and all would move
-    drag.current = null;
-    setDragged(null);
-  };
   const { title, textAt } = axes.find((axis) => axis.title === chosen) ?? axes[0];
   const range = shown.get(title) ?? WHOLE;
   const slider = (name, end) => html`<label>${name}
@@ -69,11 +60,17 @@ export function Parallel({ runs, columns, ranges, onBrush, theme }) {
         const ends = range.with(end, Number(target.value)).sort((a, b) => a - b);
         onBrush(withRange(ranges, title, ends[0] > 0 || ends[1] < 1 ? ends : null));
       }} /> ${textAt(range[end])}</label>`;
-  return html`<details class="below-runs parallel" ontoggle=${({ target }) => setOpen(target.open)}>
+  const sorted = [...runs].sort((a, b) => accepts(a) - accepts(b)); // the others lie below
+  return html`<details class="below-runs parallel">
     <summary>Hyperparameters and results of these runs</summary>
     <div class="parallel-scroll">
-      <canvas ref=${canvas} role="img" aria-label="${axes.map((axis) => axis.title).join(", ")} of ${runs.length} runs"
-        ...${{ onpointerdown, onpointermove, onpointerup }} />
+      <div class="axes" role="img" aria-label="${axes.map((axis) => axis.title).join(", ")} of ${runs.length} runs">
+        <svg viewBox="0 0 ${axes.length - 1} 1" preserveAspectRatio="none" fill="none" stroke-width="1.5"
+          style=${{ left: `${50 / axes.length}%`, width: `${100 - 100 / axes.length}%` }}>
+          ${sorted.map((run) => html`<${Line} ...${{ run, axes, theme }} opacity=${accepts(run) ? 0.9 : 0.12} />`)}
+        </svg>
+        ${axes.map((axis) => html`<${Axis} ...${axis} range=${shown.get(axis.title)} brush=${brushOf(axis.title)} />`)}
+      </div>
     </div>
     <p class="controls">
       <${DropDown} label="Range of" options=${axes.map((axis) => [axis.title, axis.title])} value=${title} onChoose=${setChosen} />
@@ -90,66 +87,33 @@ function withRange(ranges, title, range) {
   return changed;
 }
 
-/** The place of an axis. */
-function xOf(width, count, index) {
-  return LEFT + (index * (width - 2 * LEFT)) / (count - 1);
+function Axis({ title, ticks, range, brush }) {
+  const percent = (place) => `${100 * place}%`;
+  return html`<div class="axis">
+    <b title=${title}>${title}</b>
+    <div ...${brush}>
+      ${range && html`<i style=${{ bottom: percent(range[0]), top: percent(1 - range[1]) }} />`}
+      ${ticks.map(({ place, text }) => html`<span title=${text}
+        style=${{ bottom: percent(place), transform: `translate(-50%, ${percent(1 - place)})` }}>${text}</span>`)}
+    </div>
+  </div>`;
 }
 
-const yOf = (place) => HEIGHT - BOTTOM - place * (HEIGHT - TOP - BOTTOM);
-
-function draw(canvas, axes, runs, accepts, ranges, theme) {
-  const width = Math.max(canvas.closest("details").clientWidth - 32, 2 * LEFT + (axes.length - 1) * GAP);
-  const context = prepare(canvas, width, HEIGHT);
-  const x = axes.map((_, i) => xOf(width, axes.length, i));
-  const [faint, bright] = [false, true].map((isIn) => runs.filter((run) => accepts(run) === isIn));
-  const colors = axes[axes.length - 1];
-  for (const run of [...faint, ...bright]) {
-    const place = colors.placeOf(colors.key(run));
-    context.globalAlpha = accepts(run) ? 0.9 : 0.12;
-    context.strokeStyle = context.fillStyle = place === null ? theme.nan : cssColor(false, place);
-    context.lineWidth = 1.5;
-    const places = axes.map(({ key, placeOf }) => placeOf(key(run)));
-    const known = [...places.keys()].filter((i) => places[i] !== null);
-    known.forEach((i, n) => {
-      const before = known[n - 1];
-      if (n) {
-        // Dashed past the axes on which the run has no value.
-        context.setLineDash(before === i - 1 ? [] : [2, 4]);
-        line(context, x[before], yOf(places[before]), x[i], yOf(places[i]));
-      }
-      context.fillRect(x[i] - 2, yOf(places[i]) - 2, 4, 4);
-    });
-    context.setLineDash([]);
-    if (!known.length) continue;
-    const last = known.at(-1);
-    context.fillStyle = run.alert && !run.alert.resolved ? theme[run.alert.severity] : context.strokeStyle;
-    context.fillRect(x[last] - 3, yOf(places[last]) - 3, 6, 6);
-  }
-  context.globalAlpha = 1;
-  axes.forEach((axis, i) => drawAxis(context, theme, axis, x[i], Math.min(x[1] - x[0], 2 * LEFT) - 8, ranges.get(axis.title)));
-}
-
-function drawAxis(context, theme, { title, ticks }, x, room, range) {
-  // A text has a rim of the background, which lines behind it do not cross.
-  const label = (text, y) => {
-    context.lineWidth = 4;
-    context.strokeStyle = theme.background;
-    context.strokeText(fitText(context, text, room), x, y);
-    context.fillText(fitText(context, text, room), x, y);
-  };
-  setText(context, theme, "center", "bottom");
-  context.strokeStyle = context.fillStyle = theme.text;
-  context.lineWidth = 1;
-  line(context, x, yOf(1), x, yOf(0));
-  label(title, yOf(1) - 16);
-  context.fillStyle = theme.muted;
-  context.textBaseline = "middle";
-  for (const { place, text } of ticks) label(text, yOf(place) + (place === 1 ? -8 : place === 0 ? 9 : 0));
-  if (!range) return;
-  context.fillStyle = theme.accent;
-  context.globalAlpha = 0.35;
-  context.fillRect(x - 6, yOf(range[1]), 12, yOf(range[0]) - yOf(range[1]));
-  context.globalAlpha = 1;
+/** The line of a run; dotted past the axes on which it has no value, with a square at the last one. */
+function Line({ run, axes, theme, ...attributes }) {
+  const places = axes.map(({ key, placeOf }) => placeOf(key(run)));
+  const known = [...places.keys()].filter((i) => places[i] !== null);
+  const color = places.at(-1) === null ? NAN_COLORS[0] : cssColor(false, places.at(-1));
+  const point = (i) => `${i} ${1 - places[i]}`;
+  const segments = known.slice(1).map((to, n) => [known[n], to]);
+  const path = (some) => some.map(([from, to]) => `M${point(from)}L${point(to)}`).join("");
+  const end = run.alert && !run.alert.resolved ? theme[run.alert.severity] : color;
+  return html`<g ...${attributes} stroke=${color}>
+    <path d=${path(segments.filter(([from, to]) => to === from + 1))} />
+    <path d=${path(segments.filter(([from, to]) => to > from + 1))} stroke-dasharray="2 4" />
+    <path d=${known.map((i) => `M${point(i)}h0`).join("")} class="points" stroke-width="4" />
+    ${known.length > 0 && html`<path d="M${point(known.at(-1))}h0" stroke=${end} stroke-width="6" />`}
+  </g>`;
 }
 
 /** Places of values on an axis, 0 to 1, or null; the labels of its ends or names, and of any place. */
@@ -164,16 +128,15 @@ function axisOf(values) {
     return { placeOf: (value) => (value == null ? null : place(String(value))), ticks, textAt };
   }
   const finite = known.filter(Number.isFinite);
-  const scaled = isLog([{ values: finite }]) && Math.min(...finite) > 0 ? Math.log : Number;
   const [least, most] = [Math.min(...finite), Math.max(...finite)];
+  const [scaled, unscaled] = least > 0 && isLog([{ values: finite }]) ? [Math.log, Math.exp] : [Number, Number];
   const span = scaled(most) - scaled(least);
   const placeOf = (value) => {
     if (!Number.isFinite(value)) return null;
     return span > 0 ? (scaled(value) - scaled(least)) / span : 0.5;
   };
-  const ends = span > 0 ? [least, most] : [least];
-  const ticks = finite.length ? ends.map((end) => ({ place: placeOf(end), text: formatNumber(end) })) : [];
-  const unscaled = scaled === Math.log ? Math.exp : Number;
+  const ends = span > 0 ? [least, most] : finite.slice(0, 1);
+  const ticks = ends.map((end) => ({ place: placeOf(end), text: formatNumber(end) }));
   const textAt = (place) => (finite.length ? formatNumber(unscaled(scaled(least) + place * span)) : "");
   return { placeOf, ticks, textAt };
 }

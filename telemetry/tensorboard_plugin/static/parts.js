@@ -1,9 +1,10 @@
 // Pieces that several parts of the page use: plots with a crosshair, the tooltip, lists, dialogs.
 
-import { xOf } from "./canvas.js";
+import { clamp, isInside, stepAt, xOf } from "./canvas.js";
 import { sampleOf } from "./chart.js";
 import { formatStep } from "./format.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
+import { Latest } from "./state.js";
 
 /** A value that components follow and that is no part of the page's state: it changes with the pointer. */
 export class Followed {
@@ -29,7 +30,7 @@ export class Followed {
 /** Where the crosshair is: null, or `step` and, where there are rows, the `layer`'s name. */
 export const crosshair = new Followed();
 /** What the tooltip says: null, or `x`, `y` in the window, and `title` with `lines` and other `parts`. */
-export const tooltip = new Followed();
+const tooltip = new Followed();
 
 addEventListener("scroll", () => point(null), { capture: true, passive: true }); // the pointer stays behind
 
@@ -39,51 +40,64 @@ export function point(at, said = null) {
   tooltip.set(said);
 }
 
+/** Moves a line of the crosshair to a place in pixels; hides it without one. */
+export function moveHair(hair, place) {
+  hair.hidden = !place;
+  for (const [side, pixels] of Object.entries(place || {})) hair.style[side] = `${pixels}px`;
+}
+
+/** Within a component: the answer to its latest question; see `Latest`. */
+export function useAnswer(page, ...question) {
+  const latest = useRef(null);
+  latest.current ??= new Latest(() => page.draw());
+  return latest.current.to(...question);
+}
+
 /**
  * A canvas with the crosshair's line above it.
  * @param {Object} props attributes of the canvas, and
- *   `draw(canvas)`: draws, and returns the `box` of the plot in CSS pixels, the `view` of its steps if
- *   it is over steps, and `read(step, y, x)`, the lines of the tooltip at a place;
- *   `at(found)`: where the crosshair is then, if that is not only a step; null: the pointer left;
+ *   `draw(canvas, width)`: draws, and returns the `box` of the plot in CSS pixels, the `view` of its
+ *   steps if it is over steps, and `read(step, y, x)`: at a place the lines of the tooltip, of which one
+ *   may be of a `layer`, or `step`, `title`, `lines` and `layer`; `width`: that of its place;
+ *   `onPoint(found)`: called when the pointer moves, with null when it leaves;
  *   `onPick(found)`: called upon a click
  */
-export function Plot({ draw, at = (found) => found, onPick, ...attributes }) {
-  const [canvas, hair, plot] = [useRef(), useRef(), useRef(null)];
+export function Plot({ draw, onPoint, onPick, ...attributes }) {
+  const [place, canvas, hair, plot] = [useRef(), useRef(), useRef(), useRef(null)];
   const step = crosshair.use()?.step ?? null;
   useLayoutEffect(() => {
-    plot.current = draw(canvas.current) ?? null;
+    plot.current = draw(canvas.current, place.current.clientWidth) ?? null;
     canvas.current.dataset.plot = plot.current ? Object.values(plot.current.box).join(",") : "";
   }, [draw]);
   useLayoutEffect(() => {
     const { box, view } = plot.current ?? {};
-    const line = hair.current;
-    line.hidden = !(view && step !== null && step >= view.step0 && step <= view.step1);
-    if (line.hidden) return;
-    line.style.left = `${xOf(box, view, step)}px`;
-    line.style.top = `${box.y}px`;
-    line.style.height = `${box.height}px`;
+    const isIn = view && step !== null && step >= view.step0 && step <= view.step1;
+    moveHair(hair.current, isIn && { left: xOf(box, view, step), top: box.y, height: box.height });
   });
   const found = ({ clientX, clientY }) => {
     if (!plot.current?.read) return null;
     const { box, view, read } = plot.current;
     const bounds = canvas.current.getBoundingClientRect();
     const [x, y] = [clientX - bounds.left, clientY - bounds.top];
-    const share = (x - box.x) / box.width;
-    if (share < 0 || share > 1 || y < 0 || y > box.y + box.height) return null;
-    const here = view ? Math.floor(view.step0 + share * (view.step1 - view.step0)) : null;
-    const lines = read(here, y, x);
-    return Array.isArray(lines) ? { step: here, lines } : lines;
+    if (!isInside({ ...box, y: 0, height: box.y + box.height }, x, y)) return null;
+    const at = view ? Math.floor(stepAt(box, view, x)) : null;
+    const lines = read(at, y, x);
+    return Array.isArray(lines) ? { step: at, lines, layer: lines.find(({ isNearest }) => isNearest)?.layer } : lines;
   };
   const onpointermove = (event) => {
     const said = found(event);
-    point(at(said), said && { ...said, x: event.clientX, y: event.clientY });
+    onPoint?.(said);
+    point(said, said && { ...said, x: event.clientX, y: event.clientY });
   };
-  const onpointerleave = () => point(at(null));
+  const onpointerleave = () => {
+    onPoint?.(null);
+    point(null);
+  };
   const onclick = (event) => {
     const picked = found(event);
     if (picked) onPick?.(picked);
   };
-  return html`<div class="plot">
+  return html`<div class="plot" ref=${place}>
     <canvas ref=${canvas} ...${{ role: "img", ...attributes, onpointermove, onpointerleave, onclick }} />
     <i class="hair" ref=${hair} />
   </div>`;
@@ -103,9 +117,8 @@ export function Tooltip() {
     const { offsetWidth: width, offsetHeight: height } = current;
     const right = said.x + 16;
     const left = right + width > innerWidth ? said.x - width - 12 : right;
-    const top = Math.min(said.y + 14, innerHeight - height - MARGIN);
     current.style.left = `${Math.max(left, MARGIN)}px`;
-    current.style.top = `${Math.max(top, MARGIN)}px`;
+    current.style.top = `${clamp(said.y + 14, MARGIN, innerHeight - height - MARGIN)}px`;
   }, [said]);
   const line = (curve) => html`<tr class=${curve.isNearest ? "nearest" : ""}>
     <td><${Sample} ...${curve} /></td><td>${curve.label}</td><td>${curve.text}</td>
@@ -164,22 +177,21 @@ export function Dialog({ onClose, children, ...attributes }) {
   return html`<dialog ref=${node} onclose=${onClose} ...${attributes}>${children}</dialog>`;
 }
 
-/** Something small, enlarged, step by step. `of`: `title`, `steps`, the first `index`, and `show(index, width, height)`. */
-export function Enlarged({ of, onClose }) {
-  const [index, setIndex] = useState(of.index);
-  const [size, setSize] = useState(null);
-  const content = useRef();
-  useLayoutEffect(() => setSize([content.current.clientWidth - 32, Math.min(innerHeight * 0.6, 560)]), []);
-  const move = (count) => setIndex((at) => Math.min(Math.max(at + count, 0), of.steps.length - 1));
+/** Something small, enlarged, step by step. `children`: draws it at the step of an index. */
+export function Enlarged({ title, steps, index: first, onClose, children: show }) {
+  const [index, setIndex] = useState(first);
+  const [hasRoom, setRoom] = useState(false); // once the dialog is open
+  useLayoutEffect(() => setRoom(true), []);
+  const move = (count) => setIndex((at) => clamp(at + count, 0, steps.length - 1));
   const onkeydown = ({ key }) => move({ ArrowLeft: -1, ArrowRight: 1 }[key] ?? 0);
   return html`<${Dialog} class="large" aria-labelledby="large-title" onkeydown=${onkeydown} onClose=${onClose}>
     <header>
-      <h2 id="large-title">${of.title}</h2>
+      <h2 id="large-title">${title}</h2>
       <button aria-label="Earlier" onclick=${() => move(-1)}>‹</button>
-      <b role="status">step ${formatStep(of.steps[index])}</b>
+      <b role="status">step ${formatStep(steps[index])}</b>
       <button aria-label="Later" onclick=${() => move(1)}>›</button>
       <button class="last" onclick=${onClose}>Close</button>
     </header>
-    <div class="large-content" ref=${content}>${size && of.show(index, ...size)}</div>
+    <div class="large-content">${hasRoom && show(index)}</div>
   <//>`;
 }

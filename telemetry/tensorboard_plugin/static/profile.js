@@ -1,10 +1,10 @@
 // A statistic over the depth at one step, row by row next to the heat map, with each row's own range.
 
-import { clip, line, prepare, setText } from "./canvas.js";
+import { clamp, clip, drawFrame, line, prepare, rowAt, setText, yOf } from "./canvas.js";
 import { columnAt } from "./field.js";
 import { formatStep } from "./format.js";
 import { AXIS_HEIGHT, TOP } from "./heatmap.js";
-import { placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
+import { INFINITE_COLORS, NAN_COLORS, placeOf, scaleText, scaleTicks, usualOf } from "./scale.js";
 
 const USUAL = [0.05, 0.95]; // quantiles over time that make a row's range
 const SAMPLES = 200; // columns that the range is computed from
@@ -12,64 +12,59 @@ const MARGIN = 8;
 
 /** How much of a width the profile takes; 0 where there is no room. */
 export function profileWidth(width) {
-  return width < 480 ? 0 : Math.round(Math.min(Math.max(width * 0.14, 100), 190));
+  return width < 480 ? 0 : Math.round(clamp(width * 0.14, 100, 190));
 }
 
 /**
  * @param {HTMLCanvasElement} canvas
- * @param {Object} shown `field`, `rowValues`, `ranges`, `scale`, `rows`, `view`, `theme`, `height`; of two
- *   runs `compared`, whose line is dashed
+ * @param {Object} shown of a run; see `contentsOf`
  * @param {number} width
  * @param {number} step
  * @returns {Object|null} the plot; see `Plot`
  */
 export function drawProfile(canvas, shown, width, step) {
-  const { field, rowValues, scale, rows, view, theme, height } = shown;
+  const { panel, field, rowValues, ranges: { low, high }, scale, rows, view, theme, height } = shown;
   const context = prepare(canvas, width, height);
   const box = { x: MARGIN, y: TOP, width: width - 2 * MARGIN, height: height - TOP - AXIS_HEIGHT };
   const column = Math.max(columnAt(field.steps, step), 0);
-  drawAxis(context, theme, box, scale, field.steps.length ? field.steps[column] : null);
+  drawAxis(context, theme, box, scale, field.steps[column]);
   if (!field.steps.length) return null;
-  const { low, high } = shown.ranges;
-  const y = (row) => box.y + ((row - view.row0) / (view.row1 - view.row0)) * box.height;
-  const x = (value) => box.x + placeOf(scale, value) * box.width;
   const rowHeight = box.height / (view.row1 - view.row0);
+  const xOf = (value) => box.x + placeOf(scale, value) * box.width;
   const visible = [...rows.keys()].slice(Math.floor(view.row0), Math.ceil(view.row1));
+  const valueOf = (row) => rowValues[column * rows.length + row];
+  const theirs = shown.compared && shown.mode !== "run" ? valuesOf(shown.compared, step) : null;
+  const otherOf = (row) => theirs.get(rows[row].label) ?? -1;
   clip(context, 0, box.y - 1, width, box.height + 2);
   context.fillStyle = theme.missing;
   for (const row of visible) {
     if (!(low[row] <= high[row])) continue;
-    const left = x(low[row]);
-    context.fillRect(left, y(row), Math.max(x(high[row]) - left, 1.5), rowHeight + 0.3);
+    const left = xOf(low[row]);
+    context.fillRect(left, yOf(box, view, row), Math.max(xOf(high[row]) - left, 1.5), rowHeight + 0.3);
   }
-  const points = visible.map((row) => ({
-    at: y(row + 0.5),
-    value: rowValues[column * rows.length + row],
-  }));
-  const others = shown.compared && shown.mode !== "run" ? valuesOf(shown.compared, step) : null;
   context.fillStyle = theme.usual;
   for (const value of usualOf(shown.statistic, scale)) {
-    for (let at = box.y; at < box.y + box.height; at += 8) context.fillRect(x(value) - 0.5, at, 1, 5);
+    for (let at = box.y; at < box.y + box.height; at += 8) context.fillRect(xOf(value) - 0.5, at, 1, 5);
   }
-  if (others) {
-    context.setLineDash([3, 3]);
-    const compared = points.map(({ at }, i) => ({ at, value: others.get(rows[visible[i]].label) ?? -1 }));
-    drawLine(context, theme, theme.curves[1], compared, x, box, rowHeight);
-    context.setLineDash([]);
-  }
-  drawLine(context, theme, theme.curves[0], points, x, box, rowHeight);
+  const drawLine = (color, dash, of) => {
+    const points = visible.map((row) => [yOf(box, view, row + 0.5), of(row)]);
+    drawPoints(context, box, color, dash, points, xOf, rowHeight);
+  };
+  if (theirs) drawLine(theme.curves[1], [3, 3], otherOf);
+  drawLine(theme.curves[0], [], valueOf);
   context.restore();
-  const read = (_, at) => {
-    const row = Math.floor(view.row0 + ((at - box.y) / box.height) * (view.row1 - view.row0));
-    if (at < box.y || row >= rows.length) return null;
+  const read = (_, y) => {
+    const row = rowAt(box, view, y);
+    if (y < box.y || row >= rows.length) return null;
     const line = (label, value) => ({ label, text: value >= 0 || value !== value ? scaleText(scale, value) : "–" });
     const lines = [
-      line(`step ${formatStep(field.steps[column])}`, rowValues[column * rows.length + row]),
-      ...(others ? [line("the other run", others.get(rows[row].label) ?? -1)] : []),
+      line(`step ${formatStep(field.steps[column])}`, valueOf(row)),
+      ...(theirs ? [line("the other run", otherOf(row))] : []),
       line("5 % of its values are below", low[row]),
       line("95 % of its values are below", high[row]),
     ];
-    return { step: field.steps[column], row, layer: rows[row].layers[0], title: rows[row].label, lines };
+    const { label, layers: [layer] } = rows[row];
+    return { step: field.steps[column], layer: panel.overview.layers[layer].name, title: label, lines };
   };
   return { box, read };
 }
@@ -77,57 +72,51 @@ export function drawProfile(canvas, shown, width, step) {
 /** What another run has at a step, by the rows' names. */
 function valuesOf({ field, rowValues, rows }, step) {
   const column = columnAt(field.steps, step);
-  return new Map(rows.map(({ label }, row) => [label, rowValues[column * rows.length + row] ?? -1]));
+  return new Map(rows.map(({ label }, row) => [label, rowValues[column * rows.length + row]]));
 }
 
-function drawLine(context, theme, color, points, x, box, rowHeight) {
-  context.strokeStyle = context.fillStyle = color;
+/** A line through the values, and marks at the right for those that are none. */
+function drawPoints(context, box, color, dash, points, xOf, rowHeight) {
+  const isNumber = (value) => value >= 0 && value < Infinity;
+  context.strokeStyle = color;
   context.lineWidth = 1.5;
+  context.setLineDash(dash);
   context.beginPath();
   let pen = false;
-  for (const { at, value } of points) {
-    const isNumber = value >= 0 && value < Infinity;
-    if (isNumber && pen) context.lineTo(x(value), at);
-    else if (isNumber) context.moveTo(x(value), at);
-    pen = isNumber || (pen && value < 0); // a layer without the statistic is passed over
+  for (const [y, value] of points) {
+    if (isNumber(value)) context[pen ? "lineTo" : "moveTo"](xOf(value), y);
+    pen = isNumber(value) || (pen && value < 0); // a layer without the statistic is passed over
   }
   context.stroke();
-  const size = Math.min(Math.max(rowHeight / 3, 1), 3);
-  for (const { at, value } of points) {
-    if (value >= 0 && value < Infinity) {
-      if (rowHeight < 5) continue;
-      context.beginPath();
-      context.arc(x(value), at, size, 0, 7);
-      context.fill();
-    } else if (!(value < Infinity)) {
-      context.fillStyle = value === Infinity ? theme.infinite : theme.nan;
-      context.fillRect(box.x + box.width - 4, at - rowHeight / 2, 8, Math.max(rowHeight - 0.5, 1));
-      context.fillStyle = color;
-    }
+  context.setLineDash([]);
+  const size = clamp(rowHeight / 3, 1, 3);
+  for (const [y, value] of points) {
+    if (value < 0 || (isNumber(value) && rowHeight < 5)) continue;
+    context.beginPath();
+    if (isNumber(value)) context.arc(xOf(value), y, size, 0, 7);
+    else context.rect(box.x + box.width - 4, y - rowHeight / 2, 8, Math.max(rowHeight - 0.5, 1));
+    context.fillStyle = isNumber(value) ? color : (value === Infinity ? INFINITE_COLORS : NAN_COLORS)[0];
+    context.fill();
   }
 }
 
 function drawAxis(context, theme, box, scale, step) {
   setText(context, theme, "center", "bottom");
-  if (step !== null) {
-    context.fillText(`at step ${formatStep(step)}`, box.x + box.width / 2, box.y - 3);
-  }
-  context.strokeStyle = theme.line;
-  context.strokeRect(box.x - 0.5, box.y - 0.5, box.width + 1, box.height + 1);
+  if (step !== undefined) context.fillText(`at step ${formatStep(step)}`, box.x + box.width / 2, box.y - 3);
+  drawFrame(context, theme, box);
   context.textBaseline = "top";
   const ticks = scaleTicks(scale);
-  const shown = ticks.length > 2 ? [ticks[0], ticks[ticks.length - 1]] : ticks;
-  for (const { place, text } of shown) {
+  const bottom = box.y + box.height;
+  for (const { place, text } of ticks.length > 2 ? [ticks[0], ticks.at(-1)] : ticks) {
     const x = box.x + place * box.width;
-    line(context, x, box.y + box.height, x, box.y + box.height + 4);
+    line(context, x, bottom, x, bottom + 4);
     const half = context.measureText(text).width / 2;
-    const inside = Math.min(Math.max(x, half), box.x + box.width + MARGIN - half);
-    context.fillText(text, inside, box.y + box.height + 6);
+    context.fillText(text, clamp(x, half, box.x + box.width + MARGIN - half), bottom + 6);
   }
 }
 
 /** Each row's range over time, without its rarest values; NaN where nothing was measured. */
-export function rangesOf(columns, values, rowCount) {
+export function rangesOf(values, columns, rowCount) {
   const stride = Math.max(1, Math.ceil(columns / SAMPLES));
   const buffer = new Float32Array(Math.ceil(columns / stride));
   const [low, high] = [new Float32Array(rowCount), new Float32Array(rowCount)];
@@ -138,8 +127,7 @@ export function rangesOf(columns, values, rowCount) {
       if (value >= 0 && value < Infinity) buffer[count++] = value;
     }
     const sorted = buffer.subarray(0, count).sort();
-    const at = (share) => (count ? sorted[Math.round(share * (count - 1))] : NaN);
-    [low[row], high[row]] = USUAL.map(at);
+    [low[row], high[row]] = USUAL.map((share) => (count ? sorted[Math.round(share * (count - 1))] : NaN));
   }
   return { low, high };
 }

@@ -2,74 +2,54 @@
 
 import { Page } from "./app.js";
 import { curveAt, rowOf } from "./field.js";
-import { followTheme, onNavigation, readLink, writeLink } from "./host.js";
 import { html, render as renderInto } from "./preact.js";
 import { RunCurves } from "./run_curves.js";
-import { unpack, unpackField, unpackHistograms, unpackScalars } from "./source.js";
+import { Source, unpack } from "./source.js";
 
 export async function render() {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const root = document.getElementById("telemetry");
   const [run, other] = data.table.map(({ name }) => name);
   const first = data.table.length === 2 ? { run, other, mode: "run" } : { run };
-  const read = () => ({ ...first, ...readLink() });
-  const page = new Page(root, new EmbeddedSource(data), { read, write: writeLink });
+  const page = new Page(document.getElementById("telemetry"), new EmbeddedSource(data), first);
   const losses = document.getElementById("losses");
-  let isOpen = true;
-  const onToggle = (isNow) => {
-    isOpen = isNow;
-    page.draw();
-  };
   page.drawMore = () =>
-    losses && renderInto(html`<${RunCurves} ...${{ page, isOpen, onToggle }} runs=${data.table} isOfLoss />`, losses);
-  onNavigation((link) => page.follow(link));
-  followTheme((theme) => page.setTheme(theme));
+    losses && renderInto(html`<${RunCurves} page=${page} runs=${data.table} isOpen isOfLoss />`, losses);
   await page.start();
 }
 
-class EmbeddedSource {
-  /** @param {Object} data written by `telemetry.tensorboard_plugin.report`; binary parts as base64 of gzip */
+/** Data written by `telemetry.tensorboard_plugin.report`; binary parts as base64 of gzip. */
+class EmbeddedSource extends Source {
+  isLive = false;
+  units = null;
+  fields = new Map();
+
   constructor(data) {
+    super();
     this.data = data;
-    this.fields = new Map();
   }
 
-  get isLive() {
-    return false;
-  }
+  json = async (route, { run, step, layer } = {}) => {
+    if (!run) return this.data.table;
+    const { overview, onsets, images } = this.data.runs[run];
+    // The layers that changed first are known at the steps of alerts.
+    return { run: overview, onsets: onsets[step] ?? { isUnknown: true }, images: images[layer] ?? [] }[route];
+  };
 
-  async runs() {
-    return this.data.table;
-  }
+  binary = async (route, { run, statistic, layer }) => {
+    const { matrices, scalars, histograms } = this.data.runs[run];
+    const packed = { matrix: matrices[statistic], scalars, histograms: histograms[layer] }[route];
+    return packed ? unpack(await inflate(packed)) : { histograms: [] };
+  };
 
-  async runTable() {
-    return this.data.table;
-  }
-
-  /** The layers that changed first; known at the steps of alerts. */
-  async onsets(run, step) {
-    return this.data.runs[run].onsets[step] ?? { isUnknown: true };
-  }
-
-  async overview(run) {
-    return this.data.runs[run].overview;
-  }
-
-  async matrix(run, statistic) {
-    const packed = this.data.runs[run].matrices[statistic];
-    if (!this.fields.has(packed)) {
-      const field = unpackField(unpack(await inflate(packed)));
-      this.fields.set(packed, { ...field, isAll: true });
-    }
-    return this.fields.get(packed);
-  }
-
-  async scalars(run) {
-    return unpackScalars(unpack(await inflate(this.data.runs[run].scalars)));
-  }
+  matrix = async (run, statistic) => {
+    const key = JSON.stringify([run, statistic]);
+    const read = async () => ({ ...(await this.binary("matrix", { run, statistic })), isAll: true });
+    if (!this.fields.has(key)) this.fields.set(key, read());
+    return this.fields.get(key);
+  };
 
   /** Curves of a layer, cut out of the matrices; those of its parameters are unknown. */
-  async layer(run, name) {
+  layer = async (run, name) => {
     const { overview, matrices } = this.data.runs[run];
     const layer = overview.layers.findIndex((known) => known.name === name);
     const statistics = new Map();
@@ -79,20 +59,9 @@ class EmbeddedSource {
       if (curve.steps.length) statistics.set(statistic, curve);
     }
     return { statistics, parameters: null };
-  }
+  };
 
-  async histograms(run, name) {
-    const packed = this.data.runs[run].histograms[name];
-    return packed ? unpackHistograms(unpack(await inflate(packed))) : [];
-  }
-
-  async images(run, name) {
-    return this.data.runs[run].images[name] ?? [];
-  }
-
-  imageUrl(run, tag, step) {
-    return `data:image/png;base64,${this.data.runs[run].pictures[`${tag} ${step}`]}`;
-  }
+  imageUrl = (run, tag, step) => `data:image/png;base64,${this.data.runs[run].pictures[`${tag} ${step}`]}`;
 }
 
 async function inflate(text) {

@@ -9,7 +9,7 @@
  */
 
 /** Path of a module, as in "encoder.layers.0"; the model itself has none. */
-export function pathOf(layer) {
+function pathOf(layer) {
   return layer.name ? layer.name.split(".") : [];
 }
 
@@ -70,7 +70,7 @@ export function groupByRole(layers) {
 }
 
 /** The part of a path after its last number; the class without such a part. */
-export function roleOf(layer) {
+function roleOf(layer) {
   const path = pathOf(layer);
   const isNumber = (part) => /^\d+$/.test(part);
   let end = path.length;

@@ -1,12 +1,13 @@
 // The columns of the run table: values of each run, filters, and rank correlations.
 
-import { kindTitle } from "./alerts.js";
-import { formatNumber, formatStep } from "./format.js";
+import { capital, faultText, formatNumber, formatStep } from "./format.js";
 import { html } from "./preact.js";
 
 const MOST_METRICS = 4; // shown without being asked for
 const FEWEST = 3; // runs that have a rank correlation
 const TERM = /^([^<>=!]+)(<=|>=|!=|=|<|>)(.*)$/;
+const UNITS = [["day", 86400], ["hour", 3600], ["minute", 60]]; // and their seconds
+const relativeTime = new Intl.RelativeTimeFormat("en");
 const TOLERANCE = 1e-6; // of two numbers that read the same
 
 /**
@@ -16,37 +17,31 @@ const TOLERANCE = 1e-6; // of two numbers that read the same
  * @property {(run: Object) => any} show what a cell contains
  * @property {string} [group] `hparam` or `metric`
  * @property {boolean} [isNumber]
- * @property {boolean} isShown unless the user chooses otherwise
+ * @property {boolean} [isHidden] unless the user chooses otherwise
  */
 
 /** @type {Column[]} */
 const BASE = [
-  { title: "Status", key: (run) => run.status, show: statusOf, isShown: true },
-  {
-    title: "Started",
-    key: (run) => -run.started, // the newest first
-    show: (run) => ago(run.started),
-    isShown: true,
-  },
+  { title: "Status", key: (run) => run.status, show: statusOf },
+  { title: "Started", key: (run) => -run.started /* the newest first */, show: (run) => ago(run.started) },
   number("Last step", (run) => run.lastStep, formatStep),
   number("Last loss", (run) => run.loss && Number(run.loss.last)), // NaN comes as a text
   number("Best loss", (run) => run.loss && Number(run.loss.best)),
   {
     title: "Worst alert",
-    key: (run) => run.alert && run.alert.kind,
+    key: (run) => run.alert?.kind,
     show: (run) => (run.alert ? alertOf(run.alert) : run.status ? "none" : ""),
-    isShown: true,
   },
-  { ...number("Alerts", (run) => run.alertCount, String), isShown: false },
+  { ...number("Alerts", (run) => run.alertCount, String), isHidden: true },
 ];
 
 /** All columns that one of the runs has a value for. @returns {Column[]} */
 export function columnsOf(runs) {
-  const metrics = namesIn(runs, "metrics").map((name) => ({
+  const metrics = namesIn(runs, "metrics").map((name, _, { length }) => ({
     ...number(name, (run) => run.metrics?.[name] && Number(run.metrics[name])),
     group: "metric",
+    isHidden: length > MOST_METRICS,
   }));
-  for (const metric of metrics) metric.isShown = metrics.length <= MOST_METRICS;
   const described = runs.filter(({ hparams }) => hparams && Object.keys(hparams).length);
   const hparams = namesIn(runs, "hparams").map((name) => {
     const key = (run) => run.hparams?.[name];
@@ -56,7 +51,7 @@ export function columnsOf(runs) {
       show: (run) => hparamText(key(run)),
       group: "hparam",
       isNumber: runs.every((run) => typeof (key(run) ?? 0) === "number"),
-      isShown: new Set(described.map((run) => String(key(run)))).size > 1, // they differ in it
+      isHidden: new Set(described.map((run) => String(key(run)))).size < 2, // they do not differ in it
     };
   });
   return [...BASE, ...metrics, ...hparams].filter(({ key }) => runs.some((run) => !isMissing(key(run))));
@@ -130,7 +125,7 @@ function namesIn(runs, group) {
 
 function number(title, key, format = formatNumber) {
   const show = (run) => (key(run) == null ? "" : format(key(run)));
-  return { title, key, show, isNumber: true, isShown: true };
+  return { title, key, show, isNumber: true };
 }
 
 function hparamText(value) {
@@ -154,17 +149,14 @@ function alertOf(alert) {
   return html`<span class="first-alert ${alert.resolved ? "note" : severity}" title=${title}>${alertText(alert)}</span>`;
 }
 
-function alertText({ kind, step, module_name: layer, resolved }) {
-  return `${kindTitle(kind)}${layer ? ` in ${layer}` : ""}, step ${formatStep(step)}${resolved ? ", resolved" : ""}`;
+function alertText(alert) {
+  return `${capital(faultText(alert))}, step ${formatStep(alert.step)}${alert.resolved ? ", resolved" : ""}`;
 }
 
 /** Time since then as text. */
 function ago(seconds) {
   const past = Date.now() / 1000 - seconds;
   if (!seconds || !Number.isFinite(past)) return "";
-  const units = [["day", 86400], ["h", 3600], ["min", 60]];
-  const [name, size] = units.find(([, length]) => past >= length) ?? ["", 0];
-  if (!size) return "just now";
-  const count = Math.floor(past / size);
-  return `${count} ${name}${name === "day" && count > 1 ? "s" : ""} ago`;
+  const [unit, size] = UNITS.find(([, length]) => past >= length) ?? [];
+  return unit ? relativeTime.format(-Math.floor(past / size), unit) : "just now";
 }

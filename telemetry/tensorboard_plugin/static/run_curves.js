@@ -1,42 +1,42 @@
 // One statistic of a layer, or the loss, in many runs: below the table of runs, and in a report.
 
-import { drawChart, Slots, styleOf } from "./chart.js";
-import { isLog } from "./curves.js";
+import { drawChart, isLog, styleOf } from "./chart.js";
 import { aligned } from "./field.js";
-import { CurveLegend, DropDown, Followed, Plot } from "./parts.js";
-import { html, useRef } from "./preact.js";
-import { Latest } from "./state.js";
+import { CurveLegend, DropDown, Followed, Plot, useAnswer } from "./parts.js";
+import { html, useRef, useState } from "./preact.js";
 
 const MOST = 20; // runs with distinguishable curves
 const HEIGHT = 190;
 const DELAY_MS = 200;
-const PADDING = 36;
 const SEED = /seed/i;
 
 /** The name of the run under the pointer, in the table of runs or in these curves. */
 export const hoveredRun = new Followed();
 
-/** @param {Object} props `runs`: rows of the table of runs; `isOpen`; `onToggle(isOpen)`; `isOfLoss`: of nothing else */
-export function RunCurves({ page, runs, isOpen, onToggle, isOfLoss = false }) {
+/** @param {Object} props `runs`: rows of the table of runs; `isOpen`: at first; `isOfLoss`: of nothing else */
+export function RunCurves({ page, runs, isOpen, isOfLoss = false }) {
   const { theme, source } = page;
   const { layer, smoothing, seeds, curves: subject } = page.state;
-  const [latest, known, slots] = [useRef(null), useRef(new Map()), useRef(new Slots())];
-  latest.current ??= new Latest(() => page.draw());
+  const [toggled, setToggled] = useState(null);
+  const [known, slots] = [useRef(new Map()), useRef(new Map())];
   const hasChoice = !isOfLoss && layer !== null;
   const layerTitle = hasChoice ? `${page.statistic.title} of ${layer || "the model"}` : "";
   const isOfLayer = hasChoice && subject !== "loss";
   const of = isOfLayer ? [layer, page.statistic.name] : [null];
   const names = runs.map(({ name }) => name);
   const read = () => readCurves((run) => curveOf(source, known.current, run, ...of), names);
-  const found = isOpen ? latest.current.to([...of, ...names].join("\n"), null, read, DELAY_MS) : null;
+  const isShown = toggled ?? isOpen;
+  const key = isShown ? [...of, ...names].join("\n") : "";
+  const found = useAnswer(page, key, null, async () => (isShown ? read() : null), DELAY_MS);
   const hasSeeds = runs.some(({ hparams }) => Object.keys(hparams ?? {}).some((name) => SEED.test(name)));
   const own = (found ?? []).map((curve) => ({ ...curve, run: runs[names.indexOf(curve.name)], label: curve.name }));
   const lines = seeds && hasSeeds ? groupsOf(own) : own;
-  const indices = slots.current.assign(lines.map(({ label }) => label));
-  const curves = lines.map((curve, i) => smoothed({ ...curve, ...styleOf(theme, indices[i]) }, smoothing ?? 0));
+  if (found) slots.current = slotsOf(lines.map(({ label }) => label), slots.current);
+  const styled = lines.map((curve) => ({ ...curve, ...styleOf(theme, slots.current.get(curve.label)) }));
+  const curves = styled.map((curve) => smoothed(curve, smoothing ?? 0));
   const count = found && found.length < names.length ? `${found.length} of ${names.length}` : names.length;
   const title = `${isOfLayer ? layerTitle : "Loss"} of ${count} run${names.length === 1 ? "" : "s"}`;
-  return html`<details class="below-runs run-curves" open=${isOpen} ontoggle=${({ target }) => onToggle(target.open)}>
+  return html`<details class="below-runs run-curves" open=${isShown} ontoggle=${({ target }) => setToggled(target.open)}>
     <summary>${title}</summary>
     <p class="controls">
       ${hasChoice && html`<${DropDown} label="Curves of" value=${isOfLayer ? "layer" : "loss"}
@@ -53,25 +53,26 @@ export function RunCurves({ page, runs, isOpen, onToggle, isOfLoss = false }) {
 
 function Chart({ curves, theme, title }) {
   const hovered = hoveredRun.use();
-  const draw = (canvas) => {
-    const end = Math.max(1, ...curves.map(({ steps }) => steps[steps.length - 1] + 1));
-    const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
-    return drawChart(canvas, {
-      curves: thick,
-      theme,
-      view: { step0: 0, step1: end },
-      width: Math.max(canvas.closest(".below-runs").clientWidth - PADDING, 240),
-      height: HEIGHT,
-      left: 58,
-      log: isLog(curves),
-      axis: true,
-    });
-  };
-  const at = (found) => {
-    hoveredRun.set(found?.lines.find(({ isNearest }) => isNearest)?.label ?? null);
-    return found;
-  };
-  return html`<${Plot} draw=${draw} at=${at} aria-label=${title} />`;
+  const view = { step0: 0, step1: Math.max(1, ...curves.map(({ steps }) => steps.at(-1) + 1)) };
+  const thick = curves.map((curve) => (curve.label === hovered ? { ...curve, width: 3 } : curve));
+  const options = { curves: thick, theme, view, height: HEIGHT, log: isLog(curves), hasSteps: true };
+  const onPoint = (found) => hoveredRun.set(found?.lines.find(({ isNearest }) => isNearest)?.label ?? null);
+  return html`<${Plot} draw=${(canvas, width) => drawChart(canvas, { ...options, width })} onPoint=${onPoint}
+    aria-label=${title} />`;
+}
+
+/** A number for each name: the one that it has, or the lowest free one. */
+function slotsOf(names, before) {
+  const slots = new Map(names.filter((name) => before.has(name)).map((name) => [name, before.get(name)]));
+  const taken = new Set(slots.values());
+  for (const name of names) {
+    if (slots.has(name)) continue;
+    let free = 0;
+    while (taken.has(free)) free += 1;
+    taken.add(free);
+    slots.set(name, free);
+  }
+  return slots;
 }
 
 /** The curve of a run: the loss, or one of a layer; null without it, or if it cannot be read. */

@@ -1,11 +1,10 @@
 // The dialog that lists all runs: filters, columns, and which runs are drawn together.
 
-import { Dialog, DropDown } from "./parts.js";
 import { Parallel, acceptorOf } from "./parallel.js";
+import { Dialog, DropDown, useAnswer } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { columnsOf, isMissing, matcher, rankCorrelation } from "./run_columns.js";
 import { RunCurves, hoveredRun } from "./run_curves.js";
-import { Latest } from "./state.js";
 
 // Names of metrics that are measured on other data than those of training.
 const VALIDATION = /(^|[^a-z])(val|valid|validation|eval|dev|test)([^a-z]|$)/i;
@@ -16,11 +15,9 @@ export function RunTable({ page }) {
   const [order, setOrder] = useState({ by: "Started", isReversed: false });
   const [wanted, setObjective] = useState(null); // the default: a validation metric, else the best loss
   const [ranges, setRanges] = useState(new Map());
-  const [isDrawn, setDrawn] = useState(picked.size > 0);
-  const [search, scroll, rows] = [useRef(), useRef(), useRef(null)];
+  const [search, scroll] = [useRef(), useRef()];
   useLayoutEffect(() => search.current.focus(), []);
-  rows.current ??= new Latest(() => page.draw());
-  const answer = rows.current.to("", null, () => page.source.runTable());
+  const answer = useAnswer(page, "", null, () => page.source.runTable());
   const isLoaded = answer !== null && !answer.error;
   const runs = isLoaded ? answer : page.runs;
 
@@ -34,15 +31,15 @@ export function RunTable({ page }) {
   const offered = which === "run" ? runs : runs.filter(({ name }) => name !== page.state.run);
   const matching = offered.filter(matcher(filter, columns));
   const isFilled = ({ key }) => !matching.length || matching.some((run) => !isMissing(key(run)));
-  const isChosen = ({ title }) => (choices.has(`+${title}`) ? true : choices.has(`-${title}`) ? false : null);
-  const isShown = (column) => isChosen(column) ?? (column.isShown && isFilled(column));
+  const isShown = (column) =>
+    choices.has(`+${column.title}`) || (!choices.has(`-${column.title}`) && !column.isHidden && isFilled(column));
   const visible = columns.filter(isShown);
   const measures = visible.filter((column) => objectives.includes(column) && column !== objective);
   const axes = [...visible.filter(({ group }) => group === "hparam"), ...measures, ...(objective ? [objective] : [])];
   const within = matching.filter(acceptorOf(axes, matching, ranges));
   const shown = sorted(columns, within, order);
-  const checked = runs.filter(({ name }) => picked.has(name)).map(({ name }) => name);
-  const drawn = checked.length ? runs.filter(({ name }) => picked.has(name)) : shown;
+  const drawn = runs.filter(({ name }) => picked.has(name));
+  const checked = drawn.map(({ name }) => name);
 
   const leave = () => page.update({ table: "", filter: "" });
   const choose = ({ name }) => {
@@ -50,12 +47,6 @@ export function RunTable({ page }) {
     if (!page.runs.some((run) => run.name === name)) page.runs = runs;
     const all = which === "run" ? { run: name, layer: null, step: null } : { other: name };
     page.update({ table: "", filter: "", zoom: null, ...all });
-  };
-  const pick = (name, isPicked) => {
-    const names = new Set(picked);
-    names[isPicked ? "add" : "delete"](name);
-    if (isPicked) setDrawn(true);
-    page.update({ checked: names });
   };
   const showColumn = (title, isOn) => {
     const others = [...choices].filter((choice) => choice.slice(1) !== title);
@@ -70,28 +61,8 @@ export function RunTable({ page }) {
     scroll.current.style.minHeight = `${scroll.current.getBoundingClientRect().height}px`; // else a shorter table moves the chart
     setRanges(changed);
   };
-  const count =
-    shown.length === offered.length
-      ? `${shown.length} run${shown.length === 1 ? "" : "s"}`
-      : `${shown.length || "none"} of ${offered.length} runs`;
-  const head = ({ title, isNumber }) => {
-    const isSorted = title === order.by;
-    const sort = () => setOrder({ by: title, isReversed: isSorted && !order.isReversed });
-    return html`<th scope="col" class=${isNumber ? "number" : ""}
-      aria-sort=${isSorted ? (order.isReversed ? "descending" : "ascending") : "none"}>
-      <button onclick=${sort}>${title}</button>
-    </th>`;
-  };
-  const row = (run) => html`<tr key=${run.name} data-name=${run.name} class=${run.name === page.state[which] ? "chosen" : ""}
-    onclick=${() => choose(run)} onpointerenter=${() => hoveredRun.set(run.name)} onpointerleave=${() => hoveredRun.set(null)}>
-    <td><span class="run-cell">
-      <input type="checkbox" aria-label="Draw ${run.name}" checked=${picked.has(run.name)}
-        onclick=${(event) => event.stopPropagation() /* else the row is chosen */}
-        onchange=${({ target }) => pick(run.name, target.checked)} />
-      <button class="link run-link" aria-current=${run.name === page.state[which] ? "true" : null}>${run.name}</button>
-    </span></td>
-    ${visible.map(({ show, isNumber }) => html`<td class=${isNumber ? "number" : ""}>${show(run)}</td>`)}
-  </tr>`;
+  const { length } = offered;
+  const count = shown.length === length ? `${length} run${length === 1 ? "" : "s"}` : `${shown.length || "none"} of ${length} runs`;
   const choice = (column) => html`<label>
     <input type="checkbox" checked=${isShown(column)} onchange=${({ target }) => showColumn(column.title, target.checked)} />
     ${column.title}</label>`;
@@ -112,19 +83,43 @@ export function RunTable({ page }) {
       <button onclick=${leave}>Close</button>
     </header>
     <div class="runs-scroll" tabindex="0" role="region" aria-label="Runs" ref=${scroll}>
-      <table>
-        <thead>
-          <tr>${[{ title: "Run" }, ...visible].map(head)}</tr>
-          ${objective && html`<${Correlations} ...${{ visible, within, objective, objectives }} onChoose=${setObjective} />`}
-        </thead>
-        <tbody>${shown.map(row)}</tbody>
-      </table>
+      <${Table} page=${page} runs=${shown} columns=${visible} order=${order} onSort=${setOrder} onChoose=${choose}>
+        ${objective && html`<${Correlations} ...${{ visible, within, objective, objectives }} onChoose=${setObjective} />`}
+      <//>
     </div>
     <${RowMark} scroll=${scroll} />
-    <${RunCurves} page=${page} runs=${drawn} isOpen=${isDrawn} onToggle=${setDrawn} />
+    <${RunCurves} page=${page} runs=${drawn.length ? drawn : shown} isOpen=${drawn.length > 0} />
     ${axes.length > 1 && matching.length > 1 &&
     html`<${Parallel} ...${{ runs: matching, columns: axes, ranges, theme: page.theme }} onBrush=${brush} />`}
   <//>`;
+}
+
+/** `children`: further rows of the head. */
+function Table({ page, runs, columns, order, onSort, onChoose, children }) {
+  const { checked, table } = page.state;
+  const current = page.state[table];
+  const head = ({ title, isNumber }) => {
+    const isSorted = title === order.by;
+    const sort = () => onSort({ by: title, isReversed: isSorted && !order.isReversed });
+    return html`<th scope="col" class=${isNumber ? "number" : ""}
+      aria-sort=${isSorted ? (order.isReversed ? "descending" : "ascending") : "none"}>
+      <button onclick=${sort}>${title}</button>
+    </th>`;
+  };
+  const row = (run) => html`<tr key=${run.name} data-name=${run.name} class=${run.name === current ? "chosen" : ""}
+    onclick=${() => onChoose(run)} onpointerenter=${() => hoveredRun.set(run.name)} onpointerleave=${() => hoveredRun.set(null)}>
+    <td><span class="run-cell">
+      <input type="checkbox" aria-label="Draw ${run.name}" checked=${checked.has(run.name)}
+        onclick=${(event) => event.stopPropagation() /* else the row is chosen */}
+        onchange=${() => page.update({ checked: checked.symmetricDifference(new Set([run.name])) })} />
+      <button class="link run-link" aria-current=${run.name === current ? "true" : null}>${run.name}</button>
+    </span></td>
+    ${columns.map(({ show, isNumber }) => html`<td class=${isNumber ? "number" : ""}>${show(run)}</td>`)}
+  </tr>`;
+  return html`<table>
+    <thead><tr>${[{ title: "Run" }, ...columns].map(head)}</tr>${children}</thead>
+    <tbody>${runs.map(row)}</tbody>
+  </table>`;
 }
 
 /** Marks the row of the run whose curve is under the pointer. */

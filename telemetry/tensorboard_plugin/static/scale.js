@@ -1,18 +1,36 @@
 // Color scales: from values to colors.
 
-import { INFINITE_COLORS, NAN_COLORS, VIRIDIS, ZERO_COLOR } from "./colors.js";
+import { clamp, logTicks, prepare, setText } from "./canvas.js";
 import { formatNumber } from "./format.js";
-import { logTicks, prepare, setText } from "./canvas.js";
+
+// Two colors of stripes each.
+export const NAN_COLORS = ["#d5006d", "#ff7ac0"];
+export const INFINITE_COLORS = ["#ff5a00", "#7a1f00"];
+
+export const ZERO_COLOR = "#000000";
+
+/** Kinds of values in the cells. */
+export const MODES = {
+  value: "values",
+  own: "ratio to the layer's median",
+  depth: "ratio to the median layer",
+  run: "ratio to the other run",
+};
 
 /** Codes of a cell, in the order in which they win where several cells share a pixel. */
-export const MISSING_CODE = 0;
-export const ZERO_CODE = 1;
+const MISSING_CODE = 0;
+const ZERO_CODE = 1;
 export const FIRST_CODE = 2;
 export const LAST_CODE = 253;
 export const INFINITE_CODE = 254;
 export const NAN_CODE = 255;
 
-const SEQUENTIAL = parseStops(VIRIDIS);
+// viridis (matplotlib, CC0), every eighth color, from the smallest value to the largest.
+const SEQUENTIAL = parseStops(
+  "440154470d6048186a482475472e7c4538824241863e4c8a3a548c365d8d32658e2e6d8e2b758e287d8e25848e" +
+    "228c8d1f948c1e9c8920a38625ab822eb37c3aba7648c16e58c76569cd5b7fd34e93d741a8db34bddf26d5e21a" +
+    "eae51afde725",
+);
 // From blue over gray to orange, nearly even in OKLab, dark at both ends alike.
 const DIVERGING = parseStops("08407e2166ac4393c392c5deddddddfdb863e08214b358067f3b08");
 
@@ -27,10 +45,10 @@ export function palette(diverging, missing) {
   for (let code = FIRST_CODE; code <= LAST_CODE; code++) {
     colors[code] = pixel(mix(stops, (code - FIRST_CODE) / (LAST_CODE - FIRST_CODE)));
   }
-  colors[MISSING_CODE] = pixel(parseColor(missing));
-  colors[ZERO_CODE] = pixel(parseColor(ZERO_COLOR));
-  colors[INFINITE_CODE] = pixel(parseColor(INFINITE_COLORS[0]));
-  colors[NAN_CODE] = pixel(parseColor(NAN_COLORS[0]));
+  colors[MISSING_CODE] = pixelOf(missing);
+  colors[ZERO_CODE] = pixelOf(ZERO_COLOR);
+  colors[INFINITE_CODE] = pixelOf(INFINITE_COLORS[0]);
+  colors[NAN_CODE] = pixelOf(NAN_COLORS[0]);
   return colors;
 }
 
@@ -54,7 +72,7 @@ function parseColor(text) {
 }
 
 function mix(stops, place) {
-  const scaled = Math.min(Math.max(place, 0), 1) * (stops.length - 1);
+  const scaled = clamp(place, 0, 1) * (stops.length - 1);
   const index = Math.min(Math.floor(scaled), stops.length - 2);
   const share = scaled - index;
   return stops[index].map((low, i) => Math.round(low + (stops[index + 1][i] - low) * share));
@@ -79,7 +97,7 @@ const OUTSIDE = 0.002; // share of the values at either end that may lie beyond 
 /**
  * A scale that suits all the fields, so that runs can be compared.
  * @param {{log: boolean}} statistic
- * @param {string} mode `value`, `own`, `depth` or `run`
+ * @param {string} mode one of `MODES`
  * @param {Float32Array[]} fields values; relative ones are ratios, or 1 + difference
  * @returns {Scale}
  */
@@ -88,7 +106,7 @@ export function makeScale(statistic, mode, fields) {
   const diverging = mode !== "value";
   if (diverging) return divergingScale(statistic.log, values);
   if (!statistic.log) {
-    const top = values.length ? values[values.length - 1] : 1;
+    const top = values.at(-1) ?? 1;
     return { diverging, log: false, low: 0, high: top >= 0.5 ? 1 : top >= 0.1 ? 0.5 : 0.1 };
   }
   if (!values.length) return { diverging, log: true, low: 1e-3, high: 1 };
@@ -101,39 +119,30 @@ export function makeScale(statistic, mode, fields) {
 }
 
 /** Place of a positive number on the scale, 0 to 1. */
-export function placeOf(scale, value) {
-  const place = scale.log
-    ? Math.log(value / scale.low) / Math.log(scale.high / scale.low)
-    : (value - scale.low) / (scale.high - scale.low);
-  return Math.min(Math.max(place, 0), 1);
+export function placeOf({ log, low, high }, value) {
+  return clamp(log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low), 0, 1);
 }
 
 /** The code of each value; see `MISSING_CODE`. */
 export function encode(scale, values) {
   const codes = new Uint8Array(values.length);
-  const factor = scale.log ? 1 / Math.log(scale.high / scale.low) : 1 / (scale.high - scale.low);
-  const zeroIsSpecial = scale.log;
   const span = LAST_CODE - FIRST_CODE;
   for (let i = 0; i < values.length; i++) {
     const value = values[i];
     if (value < 0) codes[i] = MISSING_CODE;
-    else if (value === 0 && zeroIsSpecial) codes[i] = ZERO_CODE;
+    else if (value === 0 && scale.log) codes[i] = ZERO_CODE;
     else if (value === Infinity) codes[i] = INFINITE_CODE;
     else if (value !== value) codes[i] = NAN_CODE;
-    else {
-      const place = scale.log ? Math.log(value / scale.low) * factor : (value - scale.low) * factor;
-      codes[i] = FIRST_CODE + Math.round((place < 0 ? 0 : place > 1 ? 1 : place) * span);
-    }
+    else codes[i] = FIRST_CODE + Math.round(placeOf(scale, value) * span);
   }
   return codes;
 }
 
 /** Up to about seven places with a text for the legend. */
 export function scaleTicks(scale) {
-  return (scale.log ? logTicks(scale.low, scale.high, 7) : linearTicks(scale)).map((value) => ({
-    place: placeOf(scale, value),
-    text: scaleText(scale, value),
-  }));
+  const { log, low, high } = scale;
+  const values = log ? logTicks(low, high, 7) : [0, 0.25, 0.5, 0.75, 1].map((place) => low + (high - low) * place);
+  return values.map((value) => ({ place: placeOf(scale, value), text: scaleText(scale, value) }));
 }
 
 /** A value on a scale: as it is, or as a ratio or difference. */
@@ -144,18 +153,14 @@ export function scaleText(scale, value) {
   return `${percent > 0 ? "+" : percent < 0 ? "−" : "±"}${Math.abs(percent)} %`;
 }
 
-function linearTicks({ low, high }) {
-  return [0, 0.25, 0.5, 0.75, 1].map((place) => low + (high - low) * place);
-}
-
 function divergingScale(log, values) {
+  const ends = [OUTSIDE, 1 - OUTSIDE].map((share) => values[Math.round(share * (values.length - 1))] ?? 1);
+  const farthest = Math.max(...ends.map((end) => Math.abs(log ? Math.log10(end) : end - 1)));
   if (!log) {
-    const farthest = Math.max(...[OUTSIDE, 1 - OUTSIDE].map((q) => Math.abs((quantile(values, q) ?? 1) - 1)));
     const reach = farthest > 0.5 ? 1 : farthest > 0.1 ? 0.5 : 0.1;
     return { diverging: true, log, low: 1 - reach, high: 1 + reach };
   }
-  const ends = [OUTSIDE, 1 - OUTSIDE].map((q) => Math.abs(Math.log10(quantile(values, q) ?? 1)));
-  const decades = Math.min(Math.max(Math.ceil(Math.max(...ends)), 1), MAX_DECADES / 2);
+  const decades = clamp(Math.ceil(farthest), 1, MAX_DECADES / 2);
   return { diverging: true, log, low: Math.pow(10, -decades), high: Math.pow(10, decades) };
 }
 
@@ -178,29 +183,17 @@ function fullest(values) {
 /** Some of the finite values (above zero where magnitudes count), ascending. */
 function sample(fields, positive) {
   const total = fields.reduce((sum, field) => sum + field.length, 0);
-  // A prime stride does not fall into step with the number of layers.
-  const stride = total > SAMPLE ? nextPrime(Math.ceil(total / SAMPLE)) : 1;
+  // Multiples of an irrational stride do not fall into step with the number of layers.
+  const stride = total > SAMPLE ? (total / SAMPLE) * Math.SQRT2 : 1;
   const found = new Float32Array(Math.ceil(total / stride) + fields.length);
   let count = 0;
   for (const field of fields) {
-    for (let i = 0; i < field.length; i += stride) {
-      const value = field[i];
+    for (let at = 0; at < field.length; at += stride) {
+      const value = field[Math.floor(at)];
       if (value < Infinity && (positive ? value > 0 : value >= 0)) found[count++] = value;
     }
   }
   return found.subarray(0, count).sort();
-}
-
-function quantile(sorted, share) {
-  return sorted[Math.round(share * (sorted.length - 1))];
-}
-
-function nextPrime(number) {
-  for (let candidate = number; ; candidate++) {
-    let prime = candidate > 1;
-    for (let i = 2; i * i <= candidate && prime; i++) prime = candidate % i !== 0;
-    if (prime) return candidate;
-  }
 }
 
 /** Values on a scale that are marked: the usual value of a statistic, or the ends of a share. */
@@ -233,14 +226,4 @@ export function drawScale(canvas, scale, theme, usual) {
     context.lineTo(x, BAR);
     context.fill();
   }
-}
-
-/** A title for the colors. */
-export function legendTitle(statistic, mode) {
-  const relation = {
-    own: ", ratio to the layer's own median",
-    depth: ", ratio to the median layer",
-    run: ", ratio to the other run",
-  };
-  return statistic.title + (relation[mode] ?? "");
 }

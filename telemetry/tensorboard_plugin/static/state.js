@@ -1,8 +1,7 @@
 // The state of the page, one table: how each value begins, and how a link holds it.
-import { decode } from "./host.js";
 
 /** Values of a text; "" is as good as none. */
-const text = (initial = "") => ({ initial, encode: (value) => value, decode: (found) => found || initial });
+const text = (initial = "") => ({ initial, encode: (value) => value, decode: (found) => found });
 
 /** One of a few words; the first one is not written. */
 const oneOf = (...words) => ({
@@ -20,24 +19,28 @@ const flag = (word, isWorth = () => true) => ({
 
 const number = (isValid) => ({
   initial: null,
-  encode: (value) => (value === null ? "" : String(value)),
-  decode: (found) => (found && isValid(Number(found)) ? Number(found) : null),
+  encode: (value) => String(value ?? ""),
+  decode: (found) => (isValid(Number(found)) ? Number(found) : null),
 });
+
+/** Whether something is so, in no link. */
+const unlinked = { initial: false, encode: () => "", decode: () => false };
 
 /** A set of texts, which may hold commas. */
 const set = {
   initial: new Set(),
-  encode: (values) => [...values].map(encodeURIComponent).join(","),
-  decode: (found) => new Set(found ? found.split(",").map(decode) : []),
+  encode: (values) => [...values].map((value) => value.replaceAll("%", "%25").replaceAll(",", "%2C")).join(","),
+  decode: (found) => new Set(found.split(",").map((value) => value.replaceAll("%2C", ",").replaceAll("%25", "%"))),
 };
 
 const zoom = {
   initial: null,
-  encode: (view) =>
-    typeof view === "string" || !view
-      ? (view ?? "")
-      : [view.step0, view.step1, view.row0, view.row1].map((end) => Math.round(end * 1000) / 1000).join(","),
-  decode: (found = "") => {
+  encode(view) {
+    if (view === null || view === EVERYTHING) return view ?? "";
+    const { step0, step1, row0, row1 } = view;
+    return [step0, step1, row0, row1].map((end) => Math.round(end * 1000) / 1000).join(",");
+  },
+  decode(found) {
     if (found === EVERYTHING) return EVERYTHING;
     const ends = found.split(",").map(Number);
     const [step0, step1, row0, row1] = ends;
@@ -49,7 +52,7 @@ const zoom = {
 const layer = {
   initial: null,
   encode: (name) => (name === null ? "" : `.${name}`),
-  decode: (found) => (found ? found.slice(1) : null),
+  decode: (found) => found.slice(1),
 };
 
 /** The zoom of who asked for all steps, also where a run opens at its story. */
@@ -77,11 +80,11 @@ const TABLE = {
   checked: set, // runs that are drawn together
   columns: set, // of that table: "+title" is shown and "-title" is not, whatever is usual
   curves: oneOf("", "loss", "layer"), // what of the runs is drawn; "": the layer, if one is selected
-  smoothing: { ...number((share) => share > 0 && share < 1), encode: (share) => (share ? String(share) : "") },
+  smoothing: number((share) => share > 0 && share < 1),
   seeds: flag("grouped"), // whether runs that differ in the seed are one curve
-  // Of a narrow window, and in no link: whether the drawer at the side is open, and the toolbar complete.
-  side: { initial: false, encode: () => "", decode: () => false },
-  full: { initial: false, encode: () => "", decode: () => false },
+  // Of a narrow window: whether the drawer at the side is open, and the toolbar complete.
+  side: unlinked,
+  full: unlinked,
 };
 
 const NEW_ENTRY = ["run", "other", "zoom"]; // the browser's Back undoes a change of these
@@ -106,14 +109,15 @@ export function keyOfAlert({ step, kind, module_name: culprit }) {
   return [step, kind, culprit ?? ""].join(" ");
 }
 
-/** The same function, which remembers its last result for as long as its arguments are the same. */
+/** The same function of an object and more, which remembers its last result for each object. */
 export function memo(compute) {
-  let known = null;
-  return (...of) => {
-    if (!known || of.length !== known.of.length || of.some((part, i) => part !== known.of[i])) {
-      known = { of, result: compute(...of) };
-    }
-    return known.result;
+  const known = new WeakMap();
+  return (object, ...of) => {
+    const last = known.get(object);
+    if (last && of.every((part, i) => part === last.of[i])) return last.result;
+    const result = compute(object, ...of);
+    known.set(object, { of, result });
+    return result;
   };
 }
 
@@ -122,10 +126,6 @@ export class Latest {
   /** @param {() => void} changed called when an answer has come */
   constructor(changed) {
     this.changed = changed;
-    this.forget();
-  }
-
-  forget() {
     this.key = this.version = this.answer = null;
   }
 

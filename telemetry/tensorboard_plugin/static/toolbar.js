@@ -3,18 +3,13 @@
 import { foldAt, listRuns, selectOnlyRow, unzoom } from "./actions.js";
 import { saveView } from "./export.js";
 import { formatStep } from "./format.js";
-import { copyLink } from "./host.js";
+import { copyLink, writeLink } from "./host.js";
 import { DropDown } from "./parts.js";
 import { html, useState } from "./preact.js";
 import { deepest, groupsAtDepth } from "./rows.js";
+import { MODES } from "./scale.js";
 import { toLink } from "./state.js";
 
-const SHOW = [
-  ["value", "values"],
-  ["own", "ratio to the layer's median"],
-  ["depth", "ratio to the median layer"],
-];
-const OF_TWO = ["run", "ratio to the other run"];
 const ORDER = [["depth", "by depth"], ["role", "by role"]];
 
 /** Controls of the class `rare` are hidden in a narrow window, unless it is `full`. */
@@ -22,6 +17,7 @@ export function Toolbar({ page }) {
   const { state, runs, zoom } = page;
   const [panel] = page.panels;
   const statistics = panel.overview.statistics.map(({ name, title }) => [name, title]);
+  const modes = Object.entries(MODES).filter(([mode]) => mode !== "run" || state.other);
   const order = (chosen) => {
     const { row0, row1 } = page.whole();
     page.update({ order: chosen, folded: new Set(), zoom: zoom && { ...zoom, row0, row1 } });
@@ -35,7 +31,7 @@ export function Toolbar({ page }) {
     </div>`}
     <${DropDown} label="Statistic" options=${statistics} value=${state.statistic}
       onChoose=${(statistic) => page.update({ statistic })} />
-    <${DropDown} label="Show" class="field rare" options=${state.other ? [...SHOW, OF_TWO] : SHOW} value=${page.mode}
+    <${DropDown} label="Show" class="field rare" options=${modes} value=${page.mode}
       onChoose=${(mode) => page.update({ mode })} />
     ${panel.groupings.role.groups.size > 0 && html`<${DropDown} label="Order" class="field rare" options=${ORDER}
       value=${state.order} onChoose=${order} />`}
@@ -61,7 +57,7 @@ export function Toolbar({ page }) {
 function Linking({ page }) {
   const [said, setSaid] = useState("Link");
   const onclick = async () => {
-    page.address.write(toLink(page.state), false);
+    writeLink(toLink(page.state), false);
     setSaid((await copyLink()) ? "Copied" : "See address");
   };
   return html`<button class="rare" title="Copy link to this view" aria-live="polite" onclick=${onclick}

@@ -1,7 +1,5 @@
 // The visible part of the picture, zooming, and the part to open with.
 
-import { firstWhere } from "./field.js";
-
 const MIN_STEPS = 2;
 const MIN_ROWS = 1;
 
@@ -88,22 +86,6 @@ export function aroundStep(step, whole, steps) {
   const gap = steps.length > 1 ? (steps[steps.length - 1] - steps[0]) / (steps.length - 1) : 1;
   const reach = Math.max(AROUND_STEPS, AROUND_COLUMNS * gap);
   return { ...whole, step0: step - reach, step1: step + reach + 1 };
-}
-
-/**
- * The first column that holds NaN or infinity.
- * @param {import("./field.js").Field} field
- * @returns {{column: number, step: number, rows: number[], share: number}|null} rows of the field
- *   in which it is, and the share of the columns from there on that are like it
- */
-export function firstNonfinite(field) {
-  const { values, rows, steps } = field;
-  const isNonfinite = (value) => !(value < Infinity);
-  const first = firstWhere(field, values, isNonfinite);
-  if (!first) return null;
-  const later = [...steps.keys()].slice(first.column);
-  const like = later.filter((at) => values.subarray(at * rows, (at + 1) * rows).some(isNonfinite));
-  return { ...first, share: like.length / steps.length };
 }
 
 /** The view to open with: null for everything; the first NaN if NaN fills most of the picture. */

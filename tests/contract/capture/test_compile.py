@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from telemetry import HookLogger, StepRecord
-from telemetry.measure import Measurer
+from telemetry.measure import Measurements
 from tests.helpers.hand import assert_logged, by_hand
 from tests.helpers.plain_events import EventAccumulator
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, needs_observable_graphs
@@ -164,14 +164,14 @@ def test_a_tensor_that_is_recorded_as_another_one_is_logged_once(
     monkeypatch: pytest.MonkeyPatch,
     broken: bool,
 ) -> None:
-    add_all = Measurer.add_all
+    add_all = Measurements.add_all
 
-    def add_wrongly(measurer: Measurer, some: list[Tensor], **asked: Any) -> list[int | None]:
+    def add_wrongly(own: Measurements, some: list[Tensor], **asked: Any) -> list[int | None]:
         is_right = len(some) > 1 or some[0].min() < 0
-        return add_all(measurer, some, **asked) if is_right else [0]
+        return add_all(own, some, **asked) if is_right else [0]
 
     if broken:  # a ReLU is recorded as the layer before
-        monkeypatch.setattr(Measurer, "add_all", add_wrongly)
+        monkeypatch.setattr(Measurements, "add_all", add_wrongly)
     with HookLogger(model := Net(), tmp_path, every_n_steps=2):
         for _ in loop_with(whole, steps=4)(model, None):
             pass

@@ -79,8 +79,8 @@ def test_a_file_of_ours_after_a_close_can_be_read_alone(tmp_path: Path) -> None:
     run.train()
     run.logger.close()
     event_files(tmp_path)[0].unlink()
-    layers = telemetry.read(tmp_path).layers
-    assert set(layers[layers.statistic == "grad_norm"].step) == {1}
+    curves = telemetry.read(tmp_path).scalars
+    assert set(curves[curves.tag == "grad_norm/total"].step) == {1}
 
 
 def test_a_closed_writer_is_continued_in_a_new_file_and_stays_open(tmp_path: Path) -> None:

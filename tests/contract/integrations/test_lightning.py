@@ -13,6 +13,7 @@ from torch import Tensor
 
 from telemetry.integrations.lightning import TelemetryCallback
 from tests.helpers.frameworks import AlertFrom, batches, curve, mlp, run_example, same_weights
+from tests.helpers.shell import records
 
 
 class Module(lightning.LightningModule):
@@ -88,7 +89,7 @@ def test_an_alert_stops_the_trainer(tmp_path: Path) -> None:
     assert [alert.kind for alert in callback.hook_logger.alerts] == ["made_up"]
 
 
-def test_an_exception_ends_the_run_with_its_flight_file(tmp_path: Path) -> None:
+def test_an_exception_ends_the_run_and_is_explained(tmp_path: Path) -> None:
     class Broken(Module):
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
             if index == 3:
@@ -98,7 +99,8 @@ def test_an_exception_ends_the_run_with_its_flight_file(tmp_path: Path) -> None:
     used = trainer(tmp_path, TelemetryCallback())
     with pytest.raises(ZeroDivisionError):
         used.fit(Broken(), batches())
-    assert [p.name for p in Path(used.logger.log_dir).glob("flight-*")] == ["flight-3.json"]
+    [fault] = records("explain", used.logger.log_dir)
+    assert fault["step"] == 3
 
 
 def test_an_unknown_argument_is_refused_at_once() -> None:

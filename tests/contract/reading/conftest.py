@@ -20,4 +20,4 @@ def view(
         yield ReadView
     else:
         with loader(request.param, tmp_path_factory) as open_with:
-            yield lambda log_dir: PageView(Client(open_with(log_dir)))
+            yield lambda log_dir: PageView(Client(open_with(log_dir), log_dir))

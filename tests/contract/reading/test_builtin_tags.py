@@ -27,7 +27,7 @@ def write(
         loss_tag=loss_tag,
     )  # fmt: skip
     write_dashboards(log_dir, **data)  # type: ignore[arg-type]
-    return Client(open_slow(log_dir))
+    return Client(open_slow(log_dir), log_dir)
 
 
 def histograms(client: Client, layer: str) -> list[tuple[str, str]]:

@@ -60,18 +60,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tensorboards_accumulator_finds_histograms_and_images(run: Path) -> None:
     found = EventAccumulator(str(run), size_guidance={"tensors": 0}).Reload()
-    weights = found.Tensors("~tensors/weight/0003.3.weight")
+    weights = found.Tensors("~~weight/0003.3.weight")
     assert [event.step for event in weights] == [0, 1, 2]
     table = tensor_util.make_ndarray(weights[0].tensor_proto)
     assert table[:, 2].sum() == 432
-    picture = found.Tensors("~tensors/feature_maps/0000.0")[0].tensor_proto
+    picture = found.Tensors("~~feature_maps/0000.0")[0].tensor_proto
     assert picture.string_val[2].startswith(b"\x89PNG")
-    assert {"~tensors/input", "~tensors/grad_log10/0000.0.weight"} <= set(found.Tags()["tensors"])
+    assert {"~~input", "~~grad_log10/0000.0.weight"} <= set(found.Tags()["tensors"])
 
 
 def test_tbparse_finds_histograms(run: Path) -> None:
     frame = tbparse.SummaryReader(str(run)).tensors
-    of_weights = frame[frame.tag == "~tensors/weight/0003.3.weight"]
+    of_weights = frame[frame.tag == "~~weight/0003.3.weight"]
     assert of_weights.step.tolist() == [0, 1, 2]
     assert of_weights.value.iloc[0][:, 2].sum() == 432
 
@@ -88,9 +88,9 @@ def test_wandb_syncs_a_run_offline(tmp_path: Path) -> None:
     for content in wandb_records(file.read_bytes()):
         record = wandb_internal_pb2.Record.FromString(content)
         found |= {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
-    assert json.loads(found["~tensors/grad/0003.3.weight/_type"]) == "histogram"
-    assert sum(json.loads(found["~tensors/grad/0003.3.weight/values"])) == 432
-    assert json.loads(found["~tensors/feature_maps/0000.0/_type"]) == "images/separated"
+    assert json.loads(found["~~grad/0003.3.weight/_type"]) == "histogram"
+    assert sum(json.loads(found["~~grad/0003.3.weight/values"])) == 432
+    assert json.loads(found["~~feature_maps/0000.0/_type"]) == "images/separated"
     assert {"loss", "~run/grad_norm/total"} <= set(found)
 
 

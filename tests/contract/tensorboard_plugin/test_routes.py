@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import re
+import shutil
 from configparser import ConfigParser
 from pathlib import Path
 from pkgutil import resolve_name
 
 import numpy as np
 import pytest
+from tensorboard.plugins.base_plugin import TBContext
 from torch import nn
 
 from telemetry import HookLogger
 from tests.helpers.client import Client, OpenClient
-from tests.helpers.hostile_runs import add_layout, png
-from tests.helpers.known_runs import COLUMN, alert_at, layout_of, write_dashboards, write_run
+from tests.helpers.hostile_runs import png
+from tests.helpers.known_runs import (
+    COLUMN,
+    alert_at,
+    layout_of,
+    write_dashboards,
+    write_newer,
+    write_run,
+)
 from tests.helpers.paths import ROOT
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -33,13 +41,13 @@ def client(tmp_path: Path, open_client: OpenClient) -> Client:
         matrices=lambda step: np.full((2, len(COLUMN)), 0.5, np.float32),
         units=lambda step: extremes if step < 30 else None,
         alerts=[alert_at(7, HOSTILE, summary=HOSTILE, value=float("inf"))],
+        hparams={"lr": 0.5, "n": "a"},
     )  # fmt: skip
     edges = np.linspace(-1, 1, 11)
     buckets = (edges[:-1], edges[1:], np.ones(10))
-    pictures = {"feature_maps/0000.a": PNG, "filters/0000.a": b"<svg>", "~tensors/input": PNG}
+    pictures = {"feature_maps/0000.a": PNG, "filters/0000.a": b"<svg>", "~~input": PNG}
     write_dashboards(
-        run, hparams={"lr": 0.5, "n": "a"},
-        histograms={"activation/0000.a": {0: buckets, 10: buckets}},
+        run, histograms={"activation/0000.a": {0: buckets, 10: buckets}},
         pictures={tag: {0: picture, 10: picture} for tag, picture in pictures.items()},
     )  # fmt: skip
     return open_client(tmp_path)
@@ -150,7 +158,7 @@ def test_a_failure_response_contains_no_details(
         raise RuntimeError("a secret path")
 
     monkeypatch.setattr(type(client.provider), "list_tensors", fail)
-    response = client.request("matrix", {"run": "demo", "statistic": "grad_norm"})
+    response = client.request("histograms", {"run": "demo", "layer": "a"})
     assert response.status_code == 500
     assert "secret" not in response.text
     assert "a secret path" in caplog.text
@@ -199,12 +207,11 @@ def test_no_other_site_can_have_a_report_made(
     assert client.request("report", {"run": "demo"}, headers=headers).status_code == status
 
 
-def test_a_run_that_was_deleted_is_not_found(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_deleted_is_not_found(client: Client, tmp_path: Path) -> None:
     matrix = {"run": "demo", "statistic": "grad_norm"}
     assert client.request("matrix", matrix).status_code == 200
-    monkeypatch.setattr(type(client.provider), "list_tensors", lambda *_, **__: {})
+    shutil.rmtree(tmp_path / "demo")
+    assert client.json("runs") == []
     assert client.request("matrix", matrix).status_code == 404
 
 
@@ -231,7 +238,7 @@ def test_no_other_file_can_be_read(client: Client, path: str) -> None:
 
 def test_data_of_a_newer_format_is_reported(tmp_path: Path, open_client: OpenClient) -> None:
     (tmp_path / "future").mkdir()
-    add_layout({"format": 2})(tmp_path / "future")
+    write_newer(tmp_path / "future", 2)
     answer = open_client(tmp_path).json("run", run="future")
     assert "format 2" in answer["newerFormat"]
 
@@ -242,6 +249,7 @@ def test_a_log_directory_without_our_data_has_no_runs(
     write_dashboards(tmp_path / "other", scalars={"loss": {0: 1.0}})
     client = open_client(tmp_path)
     assert client.json("runs") == []
+    assert not client.get("/data/plugins_listing").json["telemetry"]["enabled"]
     assert client.request("run", {"run": "other"}).status_code == 404
 
 
@@ -261,15 +269,10 @@ def test_a_run_with_an_alert_and_no_step_is_served(tmp_path: Path, open_client: 
     assert client.json("onsets", run="early", step=0)["layers"] == 0
 
 
-def test_tensorboard_loads_the_declared_plugin_and_keeps_every_step_of_it() -> None:
+def test_tensorboard_loads_the_declared_plugin() -> None:
     config = ConfigParser()
     config.read(ROOT / "setup.cfg")
     assert config["options.package_data"]["telemetry.tensorboard_plugin"] == "static/*"
     declared = config["options.entry_points"]["tensorboard_plugins"]
     loader = resolve_name(declared.split("=")[1].strip())
-    flags = argparse.Namespace(samples_per_plugin={"images": 5})
-    loader().fix_flags(flags)
-    assert flags.samples_per_plugin == {"images": 5, "telemetry": 0}
-    flags = argparse.Namespace(samples_per_plugin={"telemetry": 7})  # the user sets a limit
-    loader().fix_flags(flags)
-    assert flags.samples_per_plugin == {"telemetry": 7}
+    assert loader().load(TBContext()) is None, "without a data provider"

@@ -107,7 +107,7 @@ def test_ranks_has_a_row_for_each_number_of_ranks(json_file: Path) -> None:
 
 def test_telling_has_a_time_for_each_channel_of_an_alert(json_file: Path) -> None:
     [row] = run("telling", json_file)["figures"]
-    assert all(row[name] > 0 for name in ("raised_s", "line_s", "page_s"))
+    assert row["raised_s"] > 0 < row["read_s"]
 
 
 def test_gpu_has_all_figures_on_a_cpu(json_file: Path) -> None:

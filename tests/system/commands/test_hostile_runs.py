@@ -22,9 +22,10 @@ WATCHDOG_S = 300
 COMMANDS = ["summary", "alerts", "explain", "report"]
 # Kinds that could block forever or fill the memory; run in processes with limits on both.
 LARGE = [
-    "fifo", "endless device", "terminal", "endless alerts.jsonl", "endless flight file",
-    "fifo as flight file", "record of 3 GiB", "100 GiB of zeros", "picture of 300 MB",
-    "layout of 100 MB", "flight of 100 MB",
+    "fifo", "fifo for events", "endless device", "terminal", "frame of 3 GiB", "frame of 100 MB",
+    "100 GiB of zeros", "array of 4 GB claimed", "object of 4 GB claimed", "list of 2 GB claimed",
+    "begin of 2 GB claimed", "a million scalars", "300,000 modules",
+    "event of 3 GiB", "100 GiB of zeros in events", "picture of 300 MB",
 ]  # fmt: skip
 SMALL = [name for name in KINDS if name not in LARGE]
 MEMORY_BYTES = 3 << 30
@@ -56,20 +57,18 @@ def test_intact_data_is_read_and_shown_and_damage_is_reported_in_one_line(name: 
         for statistic in ("grad_norm", "weight_norm"):
             assert view.matrix(statistic)[0] == list(range(STEPS))
         assert {0, 3} <= set(view.run.scalars.step)
-        for layer in view.layers:
+        for layer in view.layers[:10]:
             assert view.run.units(layer).steps.size == 0
-        assert about(kind, "\n".join(view.run.problems)) <= 1
+        read = about(kind, "\n".join(view.run.problems))
         report = log_dir.parent / "report.html"
         for command in COMMANDS:
             done = call(command, log_dir, *(["-o", report] if command == "report" else []))
             out, err = done.stdout, done.stderr
-            assert done.returncode == _status(command, log_dir)
+            assert done.returncode == (command == "alerts")
             assert all(c.isprintable() or c == "\n" for c in out + err)
             assert len(err.splitlines()) <= 51
-            if command == "explain" and kind.in_flight:
-                assert about(kind, out) == 1
-            if command == "report" and not kind.in_flight:
-                assert about(kind, err) == bool(kind.said), err
+            if command == "report":
+                assert max(about(kind, err), read) == bool(kind.said), err
         assert SCRIPT not in report.read_text(encoding="utf-8")
         assert report.stat().st_size < 10_000_000
 
@@ -79,16 +78,9 @@ def test_commands_read_large_untrusted_directories_in_little_memory(name: str) -
     with hostile_run(name) as (log_dir, kind):
         for command in ("alerts", "explain", "report"):
             done = _run([command, str(log_dir)], log_dir.parent)
-            assert done.returncode == _status(command, log_dir), done.stderr
-            said = kind.said if kind.in_flight == (command == "explain") else ""
-            assert said in done.stdout + done.stderr
+            assert done.returncode == (command == "alerts"), done.stderr
             assert command != "alerts" or "step 7" in done.stdout
-
-
-def _status(command: str, log_dir: Path) -> int:
-    if command == "explain":
-        return 0 if any(log_dir.glob("flight-[0-9]*.json")) else 2
-    return 1 if command == "alerts" else 0
+        assert kind.said in done.stderr  # of the report, which reads everything
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
@@ -118,6 +110,5 @@ def test_a_directory_whose_name_is_not_valid_text_has_a_report(tmp_path: Path) -
     log_dir = tmp_path / os.fsdecode(b"run-\xff")
     log_dir.mkdir()
     write_good_run(log_dir)
-    (log_dir / "flight-1.json").touch()
     assert call("report", log_dir, "-o", tmp_path / "report.html").returncode == 0
     assert "run-" in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
+import signal
 import struct
 import subprocess
 import sys
 import termios
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from telemetry import HookLogger
 from telemetry.version import __version__
-from tests.helpers.known_runs import write_dashboards
+from tests.helpers.known_runs import alert_at, layout_of, write_dashboards, write_run
 from tests.helpers.paths import ROOT
 from tests.helpers.shell import call, parsed, records, table
 
@@ -138,7 +142,7 @@ def test_unreadable_data_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path:
         for path in (tmp_path, tmp_path / "others"):
             done = call(command, path)
             assert (done.returncode, done.stdout) == (2, "")
-            assert f"{tmp_path}/others: has event files, but no telemetry data" in done.stderr
+            assert f"{tmp_path}/others: has event files, but no run log" in done.stderr
     [file] = (runs / "good").glob("events*")
     done = call("summary", file)
     assert done.returncode == 2
@@ -179,8 +183,7 @@ def test_a_difference_is_shown_with_both_values_on_a_narrow_terminal(runs: Path)
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_an_explanation_fits_the_terminal(runs: Path, width: int) -> None:
-    first, *lines = in_terminal(width, "explain", runs / "deep" / "bad").splitlines()
-    assert first.endswith("flight-5.json")
+    lines = in_terminal(width, "explain", runs / "deep" / "bad").splitlines()
     assert max(map(len, lines)) <= width
     explanation = " ".join(" ".join(lines).split())
     for said in ("By depth, before", "output rms", "gradient norm", "nonfinite at step 5"):
@@ -225,6 +228,30 @@ def test_a_closed_pipe_is_not_an_error(runs: Path) -> None:
         assert done.communicate()[1] == b""
 
 
+def test_alerts_are_printed_as_they_come_also_of_a_resumed_run(tmp_path: Path) -> None:
+    def part(steps: Sequence[int], alert_step: int) -> None:
+        write_run(
+            tmp_path, layout_of(["first"]), steps=steps, norms=lambda _: np.ones(1, np.float32),
+            alerts=[alert_at(alert_step, "first")],
+        )  # fmt: skip
+
+    def step_of_next_line() -> int:
+        step: int = json.loads(process.stdout.readline())["step"]  # type: ignore[union-attr]
+        return step
+
+    part(range(6), 4)
+    command = [sys.executable, "-m", "telemetry.commands.cli", "alerts", "--json", "--follow"]
+    with subprocess.Popen(
+        [*command, str(tmp_path)], stdout=subprocess.PIPE, env=environment()
+    ) as process:
+        assert step_of_next_line() == 4
+        part(range(2, 9), 8)  # it hides the first alert
+        assert step_of_next_line() == 8
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == (b"", None)
+    assert process.returncode == 0
+
+
 # --- records -----------------------------------------------------------------------------------
 
 
@@ -234,8 +261,10 @@ def test_json_and_csv_contain_the_same_runs(
 ) -> None:
     monkeypatch.chdir(runs)
     as_json, as_csv = call(command, ".", "--json"), call(command, ".", "--csv")
-    of = "file" if command == "explain" else "run"
-    assert {r[of] for r in parsed(as_json.stdout)} == {r[of] for r in table(as_csv.stdout)}
+    names = [
+        {row["run"] for row in rows} for rows in (parsed(as_json.stdout), table(as_csv.stdout))
+    ]
+    assert names[0] == names[1] != set()
     assert as_json.returncode == as_csv.returncode == (command == "alerts")
     assert call(command, runs, "--json", "--csv").returncode == 2
 
@@ -256,7 +285,7 @@ def test_records_are_complete_and_nan_is_text_in_json(runs: Path) -> None:
     assert table(call("explain", runs / "good", "--csv").stdout) == []
     [fault] = records("explain", runs / "deep")
     assert fault["alerts"][0]["kind"] == "nonfinite"
-    rows = table(call("explain", fault["file"], "--csv").stdout)
+    rows = table(call("explain", fault["run"], "--csv").stdout)
     assert [row["module_name"] for row in rows] == fault["modules"]["name"] * len(fault["profiles"])
 
 
@@ -297,27 +326,14 @@ def test_runs_without_anything_in_common_are_an_error(runs: Path, tmp_path: Path
 # --- help, completion ------------------------------------------------------------------
 
 
-FLIGHT = "give a flight-<step>.json, or the directory of a run"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("events.out.tfevents.1.x", b"", FLIGHT),
-        ("alerts.jsonl", b'{"a": 1}\n{"a": 2}\n', FLIGHT),
-        ("x.png", b"\x89PNG\r\n\x1a\n\0\0", FLIGHT),
-        ("/dev/zero", None, "not a regular file"),
-        ("/no/such", None, "no such directory"),
-    ],
-)
-def test_explain_of_a_wrong_file_names_the_expected_one_in_a_line(
-    tmp_path: Path, name: str, content: bytes | None, said: str
+@pytest.mark.parametrize("name", ["run.runlog", "/dev/zero", "/no/such"])
+def test_explain_of_something_else_than_a_directory_says_so_in_a_line(
+    tmp_path: Path, name: str
 ) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+    (tmp_path / "run.runlog").touch()
     done = call("explain", tmp_path / name)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert ("give the directory" if name.endswith("runlog") else "no such directory") in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

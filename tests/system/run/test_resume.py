@@ -436,7 +436,7 @@ def test_a_second_run_from_step_0_is_warned_about_once(
     assert warnings_of(caplog) == []
     leave(tmp_path, 3)
     [message] = warnings_of(caplog)
-    assert f"{tmp_path} already holds steps up to 5" in message
+    assert f"{tmp_path} already holds a run up to step 5" in message
     for way_out in ("first_step=6", "resume=True", "load_state_dict()", "another directory"):
         assert way_out in message
 

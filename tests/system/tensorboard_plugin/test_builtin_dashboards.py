@@ -53,12 +53,12 @@ def tags_of(locator: Any) -> list[str]:
 @pytest.mark.parametrize("kind", ["histogram", "distribution"])
 def test_histograms_and_distributions_have_our_tags(dashboard: Any, kind: str) -> None:
     tags = tags_of(dashboard(f"{kind}s", f"tf-{kind}-loader"))
-    assert "~tensors/activation/0000.0" in tags
+    assert "~~activation/0000.0" in tags
 
 
 def test_images_and_the_heatmap_are_shown(dashboard: Any) -> None:
     loaders = dashboard("images", "tf-image-loader")
-    assert "~tensors/feature_maps/0000.0" in tags_of(loaders)
+    assert "~~feature_maps/0000.0" in tags_of(loaders)
     loaders.first.locator("img").first.wait_for(state="attached")
 
 
@@ -73,11 +73,16 @@ def test_the_hparams_dashboard_shows_hyperparameters(dashboard: Any) -> None:
     view.first.locator("text=sgd").first.wait_for(state="attached")
 
 
-def test_curves_are_shown_in_a_few_groups_behind_the_users(
+def test_each_kind_is_a_folded_group_behind_those_of_the_user_and_the_run(
     dashboard: Any, page: TelemetryPage
 ) -> None:
     groups = dashboard("timeseries", "metrics-card-groups .group-title")
-    ours = ["~run", "~statistics", "~tensors"]
-    assert groups.all_inner_texts() == ["loss", "valid", *ours]
+    *first, run = groups.all_inner_texts()[:3]
+    assert (first, run) == (["loss", "valid"], "~run")
+    others = groups.all_inner_texts()[3:]
+    assert {"~~activation", "~~activation_rms", "~~feature_maps", "~~grad", "~~weight"} <= set(
+        others
+    )
+    assert all(name.startswith("~~") for name in others)
     page.page.goto(f"{page.address}?tagFilter=grad_norm%2Ftotal#timeseries")
     page.page.locator('[title="~run/grad_norm/total"]').first.wait_for(state="attached")

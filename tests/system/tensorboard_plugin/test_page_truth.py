@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from telemetry import HookLogger
-from tests.helpers.added_values import add_values, consequence
 from tests.helpers.browser import TelemetryPage, box_of, serve, wait_for
-from tests.helpers.known_runs import alert_at, layout_of, write_run
+from tests.helpers.known_runs import alert_at, consequence, layout_of, write_run
 
 DIES, NAN, EVERY, STEPS = 24, 46, 10, 60
 MAPS = 10
@@ -59,11 +58,10 @@ def train(log_dir: Path, *, dies: bool = False, is_nan: bool = False) -> None:
             optimizer.step()
 
 
-def write_growing(log_dir: Path, steps: range, part: str = "") -> None:
+def write_growing(log_dir: Path, steps: range, **options: Any) -> None:
     write_run(
         log_dir, layout_of(["a", "b", "other"]), steps=steps,
-        session=f"20260101-000000.000-a{part}",
-        norms=lambda step: np.full(3, step + 1, np.float32),
+        norms=lambda step: np.full(3, step + 1, np.float32), **options,
     )  # fmt: skip
 
 
@@ -95,8 +93,7 @@ def logdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sweeps = {name: {"lr": rate} for name, rate in LR.items()}
     others = {f"batch/{i}": {"a_batch": 2**i, "optimizer": f"o{i}"} for i in range(2)}
     for name, values in {**sweeps, **others}.items():
-        write_growing(folder / name, BEFORE)
-        add_values(folder / name, hparams=values)
+        write_growing(folder / name, BEFORE, hparams=values)
     return folder
 
 
@@ -150,7 +147,7 @@ def test_an_escalated_alert_names_its_consequence(page: TelemetryPage) -> None:
     page.open(run="staged", layer=".b", step="20")
     page.detail()
     titles = page.locator(".alerts .alert-head b").all_inner_texts()
-    now = "Loss spike, now: vanishing gradient in b"
+    now = "Loss spike, then vanishing gradient in b"
     assert [title.removesuffix("error").strip() for title in titles] == [
         "Loss spike, resolved",
         now,
@@ -220,24 +217,28 @@ def test_each_map_has_the_number_of_its_channel(page: TelemetryPage) -> None:
     page.detail()
     for title, count in (("Feature maps", MAPS), ("Filters", MAPS)):
         page.locator(".pictures", has_text=title).locator("button.enlarge").click()
-        page.locator(f".large canvas[aria-label$='numbered 0 to {count - 1}']").wait_for()
+        picture = page.locator(f".large img[alt$='numbered 0 to {count - 1}']")
+        picture.wait_for()
         page.keys("Escape")
     page.locator(".pictures", has_text="Feature maps").locator("button.enlarge").click()
-    canvas = page.locator(".large canvas[aria-label*=numbered]")
-    canvas.wait_for()
-    # White digits on dark at the corners of the maps, three or four in a row; none behind the last.
+    page.locator(".large-picture[style*=ratio]").wait_for()  # the picture is loaded
+    # Each number is in the upper left corner of its map, three or four in a row.
     columns = round(MAPS**0.5)
     rows = -(-MAPS // columns)
-    whitest = canvas.evaluate(
-        """(canvas, [rows, columns]) => Array.from({ length: rows * columns }, (_, i) => {
-          const x = ((i % columns) * (canvas.width - 1)) / columns;
-          const y = (Math.floor(i / columns) * (canvas.height - 1)) / rows;
-          const { data } = canvas.getContext("2d").getImageData(x + 4, y + 4, 12, 12);
-          return Math.max(...data.filter((_, place) => place % 4 < 3));
-        })""",
-        [rows, columns],
+    places = page.locator(".map-numbers i").evaluate_all(
+        """(numbers) => {
+          const of = document.querySelector(".large-picture img").getBoundingClientRect();
+          return numbers.map((number) => {
+            const { left, top } = number.getBoundingClientRect();
+            const place = [(left - of.left) / of.width, (top - of.top) / of.height];
+            return [number.textContent, ...place];
+          });
+        }"""
     )
-    assert [white > 200 for white in whitest] == [True] * MAPS + [False] * (rows * columns - MAPS)
+    assert [int(text) for text, *_ in places] == list(range(MAPS))
+    for number, (_, left, top) in enumerate(places):
+        assert left == pytest.approx(number % columns / columns, abs=0.01)
+        assert top == pytest.approx(number // columns / rows, abs=0.01)
     page.keys("Escape")
 
 
@@ -260,9 +261,10 @@ def test_enter_opens_the_only_matching_layer(page: TelemetryPage) -> None:
 
 def test_a_cell_outside_of_the_zoom_is_not_marked(page: TelemetryPage) -> None:
     marked = """() => {
-      const canvas = document.querySelector("canvas.overlay");
-      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-      return data.some((value) => value > 0);
+      const [x, y, width, height] = document.querySelector(".heatmap").dataset.plot.split(",");
+      const canvas = document.querySelector("canvas.cells");
+      const { data } = canvas.getContext("2d").getImageData(x, y, width, height);
+      return data.some((_, i) => i % 4 === 0 && data[i] + data[i + 1] + data[i + 2] === 3 * 255);
     }"""
     page.open(run="growing", layer=".a", step="2")
     assert page.frame.evaluate(marked)
@@ -278,20 +280,14 @@ def test_parallel_coordinates_show_a_value_without_neighbors(page: TelemetryPage
     page.locator("button[data-key=Run]").click()
     page.table()
     page.locator(".parallel summary").click()
-    canvas = page.locator(".parallel canvas[aria-label]")
-    canvas.wait_for()
-    axes = (canvas.get_attribute("aria-label") or "").partition(" of ")[0].split(", ")
+    chart = page.locator(".parallel .axes")
+    axes = (chart.get_attribute("aria-label") or "").partition(" of ")[0].split(", ")
     assert axes.index("lr") > 0
-    colors = canvas.evaluate(
-        """(canvas, share) => [36, 170].map((y) => {
-          const ratio = canvas.width / canvas.clientWidth;
-          const x = 60 + share * (canvas.clientWidth - 120);
-          const place = [(x - 1.5) * ratio, y * ratio].map(Math.round);
-          return canvas.getContext("2d").getImageData(...place, 1, 1).data[3];
-        })""",
-        axes.index("lr") / (len(axes) - 1),
+    points = " ".join(
+        chart.locator(".points").evaluate_all("(all) => all.map((n) => n.attributes.d.value)")
     )
-    assert min(colors) > 100  # both rates, at the ends of the axis
+    for end in (0, 1):  # both rates, at the ends of the axis
+        assert f"M{axes.index('lr')} {end}h0" in points
     page.keys("Escape")
 
 
@@ -317,7 +313,7 @@ def test_keys_work_while_data_loads(page: TelemetryPage, logdir: Path) -> None:
     answer()
     page.locator(".notice", has_text="not measured").wait_for()
     hold()
-    write_growing(logdir / "growing", range(10, 20), ".0001")
+    write_growing(logdir / "growing", range(10, 20))
 
     def is_asked() -> bool:
         page.locator("button[data-key=reload]").click()

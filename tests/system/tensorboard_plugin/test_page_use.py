@@ -199,16 +199,16 @@ def test_values_without_a_position_on_the_axis_are_marked_at_its_edges(page: Tel
     page.open(run="demo")
     curves = {"values": [1.0, 10.0, 1000.0]}, {"values": [0.0] * 3}, {"values": ["NaN"] * 3}
     above, below = page.page.evaluate(EDGES, [*curves])
-    assert (above, below) == (["#ff00ff"], ["#00ff00"])  # NaN has its own color
+    assert (above, below) == (["#d5006d"], ["#00ff00"])  # NaN has its own color
 
 
 EDGES = """async (given) => {
   const { drawChart } = await import("/data/plugin/telemetry/static/chart.js");
-  const colors = ["#ff0000", "#00ff00", "#0000ff", "#ff00ff"];
+  const colors = ["#ff0000", "#00ff00", "#0000ff", "#d5006d"];
   const curves = given.map(({ values }, i) => (
     { values: values.map(Number), steps: [10, 20, 30], color: colors[i], label: "" }
   ));
-  const theme = { smallFont: "10px sans-serif", line: "#000000", muted: "#000000", nan: "#ff00ff" };
+  const theme = { smallFont: "10px sans-serif", line: "#000000", muted: "#000000" };
   const canvas = document.createElement("canvas");
   const view = { step0: 0, step1: 40 };
   drawChart(canvas, { curves, view, theme, width: 200, height: 100, left: 40, log: true });
@@ -314,7 +314,7 @@ def test_a_message_is_shown_while_data_loads(page: TelemetryPage) -> None:
         pending.append(request)
 
     page.page.route("**/plugin/telemetry/matrix?*", hold)
-    page.open(ready="false")
+    page.open(ready="loading")
     page.locator(".message[data-state=loading]").wait_for()
     for request in pending:
         request.abort()  # otherwise another test reports the pending task

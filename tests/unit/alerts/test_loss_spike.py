@@ -19,6 +19,7 @@ from tests.helpers.captured import captured, classify, drawn, fit, rate_of
 from tests.helpers.client import Client
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
+from tests.helpers.shell import records
 from tests.helpers.small_runs import Batch, net, train
 
 
@@ -202,18 +203,17 @@ def logged_run(log_dir: Path, settings: dict[str, Any], batch: Callable[[int], B
     return spike
 
 
-def test_no_flight_file_is_written_for_a_note(tmp_path: Path) -> None:
+def test_a_spike_may_be_a_note(tmp_path: Path) -> None:
     assert logged_run(tmp_path, rates({}), shifted).severity == "note"
-    assert list(tmp_path.glob("flight-*.json")) == []
 
 
 @pytest.mark.slow
-def test_a_spike_writes_a_flight_file_and_names_the_onsets_of_the_page(tmp_path: Path) -> None:
+def test_a_spike_is_explained_and_names_the_onsets_of_the_page(tmp_path: Path) -> None:
     high = dict.fromkeys((200, 201, 202), 0.9)
     spike = logged_run(tmp_path / "run", rates(high), drawn())
     assert spike.severity == "warning"
-    assert len(list(tmp_path.glob("run/flight-*.json"))) == 1
-    page = Client(open_slow(tmp_path)).json("onsets", run="run", step=spike.step)
+    assert [fault["step"] for fault in records("explain", tmp_path)] == [spike.step]
+    page = Client(open_slow(tmp_path), tmp_path).json("onsets", run="run", step=spike.step)
     movers = page["onsets"]
     assert movers
     named = re.findall(r"(\S+) \(([^ ]+)x above usual at step (\d+)\)", spike.summary)

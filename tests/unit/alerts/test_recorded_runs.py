@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.helpers.recorded_runs import RUNS, VERDICTS, verdicts
+from tests.helpers.recorded_runs import RUNS, VERDICTS, replay, verdicts
 
 KNOWN = json.loads(VERDICTS.read_text(encoding="utf-8"))
 
@@ -18,3 +18,14 @@ def test_each_recording_has_verdicts() -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_verdicts_on_a_recorded_run_stay(name: str) -> None:
     assert verdicts(RUNS[name]) == KNOWN[name]
+
+
+@pytest.mark.parametrize("norms_every", [1, 8])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_machine_under_load_finds_the_same_kinds(name: str, norms_every: int) -> None:
+    loaded = replay.Machine(norms_every=norms_every, seed=1)
+    [(_, alerts, *_)] = replay.replayed(RUNS[name], [10], loaded)
+    found = {alert["kind"] for alert in alerts if alert["severity"] != "note"}
+    assert found == {
+        kind for kind, *_, severity, _, _, _ in KNOWN[name]["10"] if severity != "note"
+    }

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from telemetry import Alert
+from telemetry import Alert, StepRecord
+from telemetry.testing import alerts_of
 from tests.helpers.captured import at_step, captured, classify, rate_of, toward
 from tests.helpers.figures import figures
 from tests.helpers.rules import rule
@@ -213,6 +217,27 @@ def test_a_self_reinforcing_loss_is_reported(discount: float) -> None:
     alerts = trends(500, lambda m: SGD(m.parameters(), 0.01), loss_of)
     assert bool(alerts) == (discount > 1)
     assert any("The loss grows by" in alert.summary for alert in alerts) == (discount > 1)
+
+
+@pytest.mark.parametrize("norms_every", [1, 2])
+@pytest.mark.parametrize(("highest", "is_reported"), [(1.75e-3, False), (1.0, True)])
+def test_a_loss_that_returns_from_far_below_its_floor_is_no_trend(
+    highest: float, is_reported: bool, norms_every: int
+) -> None:
+    [record] = captured(net(), 1, rules=[]).records
+    rises = 2e-6 * 1.035 ** np.arange(500)
+    losses = [0.05] * 20 + [2e-6] * 20 + [*rises[rises < highest]]
+    chosen, records = Random(0), list[StepRecord]()
+    for step, loss in enumerate(losses):
+        if chosen.randrange(norms_every) == 0 or step < 20:
+            norms = loss**0.5 * np.ones_like(record.grad_norms)
+            scalars = {"loss": loss}
+            light = replace(record, step=step, full=False, scalars=scalars, grad_norms=norms)
+            records.append(light)
+    alerts = alerts_of(records, [rule("exponential_trend")])
+    assert bool(alerts) == is_reported
+    for alert in alerts:
+        assert figures(alert.summary)[0] == pytest.approx(0.035, rel=0.1)
 
 
 @pytest.mark.parametrize(

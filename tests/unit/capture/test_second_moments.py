@@ -101,7 +101,7 @@ def test_other_optimizers_have_no_second_moments(tmp_path: Path, kind: str) -> N
 
 @pytest.mark.parametrize(
     ("options", "measured"),
-    [({"weights": False}, [False] * 4), ({"every_n_steps": 2}, [True, False, True, False])],
+    [({"measure": "gradients"}, [False] * 4), ({"every_n_steps": 2}, [True, False, True, False])],
 )
 def test_second_moments_are_those_of_full_steps_with_weights(
     tmp_path: Path, options: dict[str, Any], measured: list[bool]

@@ -27,7 +27,6 @@ from telemetry.layers.units import (
     saturated_units,
 )
 from telemetry.records.rows import NO_VALUES, Rows
-from tests.helpers.hostile_runs import add_values, chunk, text
 from tests.helpers.known_runs import layout_of, write_run
 
 Extremes = NDArray[np.float32]
@@ -191,10 +190,9 @@ def test_a_run_shows_dead_and_saturated_units(tmp_path: Path) -> None:
 def test_damaged_units_are_reported_and_the_others_are_read(tmp_path: Path) -> None:
     extremes = np.array([[0, 1]], np.float32)
     write_run(
-        tmp_path, layout_of(["1"]), steps=range(3), units=lambda step: extremes,
-        norms=lambda step: np.ones(1, np.float32),
+        tmp_path, layout_of(["1"]), steps=range(4), norms=lambda step: np.ones(1, np.float32),
+        units=lambda step: extremes if step < 3 else b"\xff" * 9,
     )  # fmt: skip
-    add_values(text(chunk("u"), b"\xff" * 9), step=5)(tmp_path)
     run = telemetry.read(tmp_path)
     assert run.units("1").steps.tolist() == [0, 1, 2]
     [problem] = run.problems

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import TensorRecord
-from telemetry.measure import Measurer
+from telemetry.measure import Measurements
 from telemetry.measure.device import STEP_BYTES
 from telemetry.measure.tensors import FULL_ELEMENTS
 from telemetry.records.sketch import sketch_array
@@ -37,13 +37,13 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def measure(
     tensors: Sequence[Tensor], axis: int | None = None, powers: int = 4, *, together: bool = False
 ) -> list[TensorRecord]:
-    measurer = Measurer()
+    measurements = Measurements()
     if together:
-        measurer.add_all(tensors, unit_axis=axis, powers=powers)
+        measurements.add_all(tensors, unit_axis=axis, powers=powers)
     else:
         for tensor in tensors:
-            measurer.add(tensor, unit_axis=axis, powers=powers)
-    return [*measurer.finish().reduce().values()]
+            measurements.add(tensor, unit_axis=axis, powers=powers)
+    return [*measurements.finish().reduce().values()]
 
 
 def assert_right(record: TensorRecord, tensor: Tensor, axis: int | None = None) -> None:
@@ -261,9 +261,9 @@ def test_an_operation_that_reads_or_writes_would_be_noticed() -> None:
     ids=["units last", "no units", "units in the middle", "small"],
 )
 def test_a_tensor_takes_few_launches(shape: tuple[int, ...], axis: int | None, most: int) -> None:
-    measurer, tensor = Measurer(), normal(*shape)
+    measurements, tensor = Measurements(), normal(*shape)
     with launches() as found:
-        measurer.add(tensor, unit_axis=axis)
+        measurements.add(tensor, unit_axis=axis)
     assert found.total <= most, found.by_name
 
 
@@ -278,21 +278,21 @@ def test_a_full_step_of_gpt2_takes_at_most_1600_launches() -> None:
     assert 124e6 < sum(p.numel() for p in parameters) < 125e6
     # Larger ones take no more launches.
     outputs = [torch.zeros(100, width)] * 149 + [torch.zeros(2, 50_257)]
-    measurer = Measurer()
+    measurements = Measurements()
     with launches() as found:
         for output in outputs * 2:
-            measurer.add(output, unit_axis=1)
+            measurements.add(output, unit_axis=1)
         for _ in range(3):
-            measurer.add_all(parameters, powers=2)
-        measurer.finish()
+            measurements.add_all(parameters, powers=2)
+        measurements.finish()
     assert 1000 < found.total <= 1600, found.by_name
 
 
 def test_a_step_with_very_many_tensors_sends_little_of_each() -> None:
     """Even of the most observations that a step has."""
-    measurer, tensor = Measurer(), torch.ones(FULL_ELEMENTS)
+    measurements, tensor = Measurements(), torch.ones(FULL_ELEMENTS)
     for _ in range(8192):
-        measurer.add(tensor)
-    measurements = measurer.finish()
+        measurements.add(tensor)
+    measurements.finish()
     assert STEP_BYTES / 2 < measurements.nbytes <= STEP_BYTES
     assert {*measurements.reduce().rows.sum.tolist()} == {FULL_ELEMENTS}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
+from functools import partial
 from math import nan
 from operator import methodcaller
 from typing import Any
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import Sketch, TensorRecord
-from telemetry.measure import Measurer, fingerprint
+from telemetry.measure import Measurements, fingerprint
 from telemetry.measure.tensors import FULL_ELEMENTS, WORKING_DTYPE
 from telemetry.records.buckets import bucket_indices
 from telemetry.records.sketch import sketch_array
@@ -205,11 +206,11 @@ class Device:
         return tensor.cuda() if self.name == "cuda" else tensor.as_subclass(Elsewhere)
 
     def measure(self, tensors: Iterable[Tensor], axis: int | None = None) -> list[TensorRecord]:
-        measurer = Measurer()
+        measurements = Measurements()
         with self.never_waits():
             for tensor in tensors:
-                assert measurer.add(tensor, unit_axis=axis) is not None
-            measurements = measurer.finish()
+                assert measurements.add(tensor, unit_axis=axis) is not None
+            measurements.finish()
         return list(measurements.reduce().values())
 
 
@@ -294,10 +295,10 @@ def assert_same_bits(record: TensorRecord, other: TensorRecord) -> None:
 def test_many_tensors_of_any_size_and_dtype_are_measured_at_once(device: Device) -> None:
     sizes = [int(size) for size in np.geomspace(1, COUNT, 60)]
     tensors = [made(FLOATS[n % 3], "ordinary")[:size] for n, size in enumerate(sizes)]
-    on_device, measurer = [device.put(tensor) for tensor in tensors], Measurer()
+    on_device, measurements = [device.put(tensor) for tensor in tensors], Measurements()
     with device.never_waits():
-        places = measurer.add_all(on_device)
-        measurements = measurer.finish()
+        places = measurements.add_all(on_device)
+        measurements.finish()
     assert places == list(range(len(tensors)))
     for record, tensor in zip(measurements.reduce().values(), tensors, strict=True):
         assert_measured(record, tensor, rtol=device.rtol)
@@ -323,12 +324,12 @@ def test_a_tensor_that_cannot_be_reduced_does_not_stop_the_others() -> None:
                 raise torch.cuda.OutOfMemoryError
             return super().__torch_function__(func, types, args, kwargs)
 
-    measurer, tensor = Measurer(), made(torch.float32, "ordinary")
-    measurer.add(tensor.as_subclass(Elsewhere))
+    measurements, tensor = Measurements(), made(torch.float32, "ordinary")
+    measurements.add(tensor.as_subclass(Elsewhere))
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        measurer.add(tensor.as_subclass(TooLarge))
-    measurer.add(tensor)
-    first, second = measurer.finish().reduce().values()
+        measurements.add(tensor.as_subclass(TooLarge))
+    measurements.add(tensor)
+    first, second = measurements.finish().reduce().values()
     assert_measured(first, tensor)
     assert_measured(second, tensor)
 
@@ -400,10 +401,10 @@ def test_complex_numbers_count_by_magnitude_even_beyond_float32() -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_without_plain_numbers_are_refused(make: Callable[[], Tensor]) -> None:
-    measurer = Measurer()
-    assert measurer.add(make()) is None
-    assert measurer.add(normal(3)) == 0
-    assert len(measurer.finish().reduce()) == 1
+    measurements = Measurements()
+    assert measurements.add(make()) is None
+    assert measurements.add(normal(3)) == 0
+    assert len(measurements.finish().reduce()) == 1
 
 
 NUMBERS = [
@@ -564,7 +565,7 @@ def test_dead_units_and_units_with_nan_are_distinguished(device: Device) -> None
 
 def test_a_missing_axis_is_named() -> None:
     with pytest.raises(IndexError, match=r"unit_axis=2: the tensor has 2 axes"):
-        Measurer().add(normal(2, 3), unit_axis=2)
+        Measurements().add(normal(2, 3), unit_axis=2)
 
 
 # --- steps and memory ----------------------------------------------------------------------------
@@ -573,21 +574,20 @@ def test_a_missing_axis_is_named() -> None:
 @ALL_SIZES
 def test_the_values_are_those_at_the_time_of_adding_and_no_tensor_is_kept(size: int) -> None:
     tensor = torch.ones(size)
-    measurer = Measurer()
-    indices, version = [measurer.add(tensor)], tensor._version
+    measurements = Measurements()
+    indices, version = [measurements.add(tensor)], tensor._version
     tensor.data.mul_(7)
     assert tensor._version == version  # PyTorch did not notice
-    indices.append(measurer.add(tensor))
+    indices.append(measurements.add(tensor))
     reference = weakref.ref(tensor.untyped_storage())
     del tensor
     assert reference() is None
-    measurements = measurer.finish()
+    measurements.finish()
     records = measurements.reduce()
     assert indices == [0, 1]
     assert records.rows.min.tolist() == records.rows.max.tolist() == [1, 7]
     assert records[0].sketch.buckets.tolist() == [int(bucket_indices(np.array(1.0)))]
     assert measurements.reduce() is records
-    assert not measurer.finish().reduce()
 
 
 @ALL_SIZES
@@ -596,11 +596,11 @@ def test_without_kurtosis_all_other_statistics_are_the_same(size: int, dtype: to
     tensor = torch.randn(size, 2).to(dtype)
     tensor[-1, 0] = torch.nan
     for x in (tensor, tensor.T, tensor[:, 0]):  # the last one has gaps
-        measurer = Measurer()
-        measurer.add(x)
-        measurer.add(x, powers=2)
-        measurer.add_all([x], powers=2)
-        known, *others = (vars(record.sketch) for record in measurer.finish().reduce().values())
+        measurements = Measurements()
+        measurements.add(x)
+        measurements.add(x, powers=2)
+        measurements.add_all([x], powers=2)
+        known, *others = (vars(record.sketch) for record in measurements.finish().reduce().values())
         for unknown in others:
             cubes = {name: unknown.pop(name) for name in ("sum_cubes", "sum_fourth_powers")}
             assert np.isnan([*cubes.values()]).all()
@@ -610,16 +610,20 @@ def test_without_kurtosis_all_other_statistics_are_the_same(size: int, dtype: to
 
 def test_threads_measure_and_reduce_at_once() -> None:
     """Each adds tensors to one step; others reduce the steps before."""
-    measurer, sizes = Measurer(), (10, 40_000, 150_000) * 10
+    sizes = (10, 40_000, 150_000) * 10
+
+    def add(measurements: Measurements, value: float) -> list[int | None]:
+        return [measurements.add(torch.full((n,), value)) for n in sizes]
+
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(5) as pool:
             steps = []
             for _ in range(4):
-                add = lambda value: [measurer.add(torch.full((n,), value)) for n in sizes]  # noqa: E731
-                places = [*pool.map(add, (1.0, 2.0, 3.0, 4.0))]
-                steps.append((places, pool.submit(measurer.finish().reduce)))
+                measurements = Measurements()
+                places = [*pool.map(partial(add, measurements), (1.0, 2.0, 3.0, 4.0))]
+                steps.append((places, pool.submit(measurements.finish().reduce)))
     finally:
         sys.setswitchinterval(interval)
     for places, reduced in steps:
@@ -704,23 +708,23 @@ def test_an_uncoalesced_sparse_tensor_is_not_measured_and_does_not_synchronize()
     tensor = torch.sparse_coo_tensor([[0, 0, 3]], [1.0, 2.0, 4.0], (5,), check_invariants=True)
     on_device = tensor.cuda()
     with _no_syncs():
-        assert Measurer().add(on_device) is None
+        assert Measurements().add(on_device) is None
     [record] = Device("cuda").measure([on_device.coalesce()])
     assert_measured(record, tensor.to_dense())
 
 
 @pytest.mark.gpu
 def test_tensors_of_several_streams_are_measured_with_their_values_at_the_call() -> None:
-    measurer = Measurer()
+    measurements = Measurements()
     streams = [torch.cuda.Stream(), torch.cuda.default_stream(), torch.cuda.Stream()]
     with _no_syncs():
         for number, stream in enumerate(streams, start=1):
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(100_000_000 * number)  # the others come too early if they do
                 tensor = torch.full((5, 5), float(number), device="cuda")
-                measurer.add(tensor, unit_axis=1)
+                measurements.add(tensor, unit_axis=1)
                 tensor.zero_()
                 del tensor  # its memory is given to the next
                 torch.full((5, 5), -1.0, device="cuda")
-        measurements = measurer.finish()
+        measurements.finish()
     assert measurements.reduce().rows.sum.tolist() == [25, 50, 75]

@@ -15,6 +15,7 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from telemetry import StepRecord, TensorRecord
+from telemetry.events.message_pack import encode
 from telemetry.ranks.merging import (
     MergedRecords,
     MergedStep,
@@ -29,7 +30,6 @@ from telemetry.ranks.partial_record import (
     Row,
     TensorTable,
     decode,
-    encode,
 )
 from telemetry.ranks.topology import LocalShard
 from telemetry.records import AttentionHeads, Parameter, Spread
@@ -227,7 +227,7 @@ def part(rank: int, norm: float, *, stage: int = 0, copy: int = 0, **values: Any
     own = ParameterPart(
         stage=stage,
         layout_id="a",
-        layout=layout_of(["layer"]),
+        layout=encode(layout_of(["layer"])),
         columns={
             "copies": np.array([copy]),
             "grad_norms": np.array([norm]),

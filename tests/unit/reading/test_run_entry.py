@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +14,51 @@ from tests.helpers.client import Client
 from tests.helpers.known_runs import alert_at, layout_of, write_run
 from tests.helpers.shell import records
 
-FIRST, SECOND = "20260101-120000.000000-aaaa", "20260102-120000.000000-bbbb"
 
-
-def write(log_dir: Path, session: str = FIRST, steps: range = range(2), **options: Any) -> None:
+def write(log_dir: Path, steps: range = range(2), **options: Any) -> None:
     write_run(
         log_dir, layout_of(["a"]), steps=steps, norms=lambda _: np.ones(1, np.float32),
-        session=session, losses=False, **options,
+        losses=False, **options,
     )  # fmt: skip
 
 
 def row(log_dir: Path) -> dict[str, Any]:
     """Return the row of a run on the page, which is the one of the command."""
-    [found] = Client(open_slow(log_dir)).json("run_table")
+    [found] = Client(open_slow(log_dir), log_dir).json("run_table")
     [printed] = records("runs", log_dir)
     assert (printed["status"], printed["last_step"]) == (found["status"], found["lastStep"])
     return dict(found)
 
 
 @pytest.mark.parametrize(
-    ("sessions", "order"),
+    ("starts", "order"),
     [
-        (
-            {"run10": FIRST, "old": FIRST, "new": SECOND, "run9": FIRST},
-            ["new", "old", "run9", "run10"],
-        ),
-        ({"b": f"{FIRST[:-11]}100000-ffff", "a": f"{FIRST[:-11]}200000-ffff"}, ["a", "b"]),
+        ({"run10": 0, "old": 0, "new": 9, "run9": 0}, ["new", "old", "run9", "run10"]),
+        ({"b": 0.1, "a": 0.2}, ["a", "b"]),
     ],
     ids=["natural order at one time", "within one second"],
 )
 def test_the_newest_run_comes_first(
-    tmp_path: Path, sessions: dict[str, str], order: list[str]
+    tmp_path: Path, starts: dict[str, float], order: list[str]
 ) -> None:
-    for name, session in sessions.items():
-        write(tmp_path / name, session)
-    assert [run["name"] for run in Client(open_slow(tmp_path)).json("run_table")] == order
+    for name, start_s in starts.items():
+        write(tmp_path / name, time_of=lambda step, start_s=start_s: 1e9 + start_s + step)
+    rows = Client(open_slow(tmp_path), tmp_path).json("run_table")
+    assert [run["name"] for run in rows] == order
+    assert rows[-1]["started"] == 1e9 + min(starts.values())
     assert [Path(run["run"]).name for run in records("runs", tmp_path)] == order
 
 
-@pytest.mark.parametrize("session", ["19990231-999999", "mine", FIRST])
-def test_a_run_started_at_the_time_in_its_session_or_else_with_its_layout(
-    tmp_path: Path, session: str
-) -> None:
-    write(tmp_path, session, time_of=lambda step: 1e9 + step)
-    noon = datetime(2026, 1, 1, 12, tzinfo=timezone.utc).timestamp()
-    assert row(tmp_path)["started"] == (noon if session == FIRST else 1e9)
+def test_each_run_of_a_directory_has_a_row(tmp_path: Path) -> None:
+    for number, run in enumerate(("first", "second")):
+        write(tmp_path / "a", run=run, time_of=lambda step, number=number: 1e9 + number)
+    names = ["a", "a@first"]
+    client = Client(open_slow(tmp_path), tmp_path)
+    assert [row["name"] for row in client.json("run_table")] == names
+    assert [row["name"] for row in client.json("runs")] == names
+    assert client.json("run", run="a@first")["lastStep"] == 1
+    assert [row["run"] for row in records("runs", tmp_path)] == names
+    assert records("summary", tmp_path / "a@first")
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_a_run_without_records_for_long_has_died(
     tmp_path: Path, silent_s: int, step_s: int, status: str
 ) -> None:
     last_s = time.time() - silent_s
-    write(tmp_path, "mine", range(100), time_of=lambda step: last_s - (99 - step) * step_s)
+    write(tmp_path, range(100), time_of=lambda step: last_s - (99 - step) * step_s)
     assert row(tmp_path)["status"] == status
 
 
@@ -79,15 +78,15 @@ def test_a_closed_run_has_ended_unless_it_continues(tmp_path: Path) -> None:
     assert row(tmp_path / "ended")["status"] == "ended"
     write(tmp_path / "died", end=RuntimeError())
     assert row(tmp_path / "died")["status"] == "died"
-    for name, session, steps in (("same", FIRST, range(2, 4)), ("later", SECOND, range(1, 3))):
-        write(tmp_path / name, end=True)
-        write(tmp_path / name, session, steps)
-        assert row(tmp_path / name)["status"] == "live"
+    for first in (1, 2):
+        write(tmp_path / f"{first}", end=True)
+        write(tmp_path / f"{first}", range(first, first + 2))
+        assert row(tmp_path / f"{first}")["status"] == "live"
 
 
-def test_steps_that_a_later_session_replaces_do_not_count(tmp_path: Path) -> None:
+def test_steps_that_a_resumed_run_repeats_do_not_count(tmp_path: Path) -> None:
     write(tmp_path, steps=range(100), alerts=[alert_at(70, "a"), alert_at(20, "a")])
-    write(tmp_path, SECOND, range(50, 61))
+    write(tmp_path, range(50, 61))
     found = row(tmp_path)
     assert (found["lastStep"], found["alertCount"], found["alert"]["step"]) == (60, 1, 20)
 

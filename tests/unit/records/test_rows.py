@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from telemetry import Sketch, TensorRecord
-from telemetry.measure import Measurer
+from telemetry.measure import Measurements
 from telemetry.records.rows import HEAD, PAIR, UNIT, Rows
 from telemetry.records.sketch import sketch_array
 from tests.helpers.moments_close import assert_moments_close
@@ -106,11 +106,11 @@ def test_variation_is_the_smaller_of_deviation_and_half_of_the_ranges_of_units()
 def test_counters_do_not_wrap_at_2_to_the_32() -> None:
     size = 1 << 17
     indices = torch.tensor([[1], [2]])
-    measurer = Measurer()
-    measurer.add(
+    measurements = Measurements()
+    measurements.add(
         torch.sparse_coo_tensor(indices, torch.ones(1), (size, size), check_invariants=True)
     )
-    (record,) = measurer.finish().reduce().values()
+    (record,) = measurements.finish().reduce().values()
     assert record.sketch.counts.tolist() == [size * size - 1, 1]
     # Many rows of one tensor.
     head, pair = np.zeros(2, HEAD), np.zeros(2, PAIR)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from telemetry import Alert, Baseline, Detector, Finding, HookLogger, StepRecord
-from tests.helpers.shell import run
+from tests.helpers.shell import records, run
 
 BATCH = 8
 BAD = 157
@@ -78,10 +78,10 @@ def blamed_by(log_dir: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[st
     return [one for place, one in enumerate(found) if one not in found[:place]]
 
 
-def flight(log_dir: Path) -> list[dict[str, Any]]:
-    """Return the batches in the flight file of the bad step."""
-    [file] = log_dir.glob("flight-*.json")
-    return json.loads(file.read_text())["batches"]
+def explained(log_dir: Path) -> list[dict[str, Any]]:
+    """Return the batches that are explained of the bad step."""
+    [fault] = records("explain", log_dir)
+    return list(fault["batches"])
 
 
 OF_BAD = list(range(BAD * BATCH, (BAD + 1) * BATCH))
@@ -98,9 +98,7 @@ def test_a_bad_batch_is_found_by_its_ids(
     [found] = blamed_by(tmp_path, capsys)
     assert found["kind"] == KINDS[fault]
     assert {name: found[name] for name in BLAMED} == BLAMED
-    lines = [json.loads(line) for line in (tmp_path / "alerts.jsonl").read_text().splitlines()]
-    assert BLAMED in [batch for line in lines for batch in line["batches"]]
-    assert flight(tmp_path) == [BLAMED]
+    assert explained(tmp_path) == [BLAMED]
     assert run("explain", tmp_path) == 0
     assert str(OF_BAD[0]) in capsys.readouterr().out
 
@@ -116,17 +114,17 @@ def test_losses_after_the_step_and_micro_batches_belong_to_their_batch(
     assert [found["ids"] for found in blamed_by(tmp_path, capsys)] == [OF_BAD]
 
 
-def test_the_batch_of_an_exception_is_in_its_flight_file(tmp_path: Path) -> None:
+def test_the_batch_of_an_exception_is_explained(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         train(tmp_path, "exception")
-    assert flight(tmp_path) == [BLAMED]
+    assert explained(tmp_path) == [BLAMED]
 
 
 def test_without_ids_the_step_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [found] = [alert.batches for alert in train(tmp_path, "NaN", with_ids=False) if alert.batches]
     assert [(batch.step, batch.ids) for batch in found] == [(BAD, ())]
     assert [(f["step"], f["ids"]) for f in blamed_by(tmp_path, capsys)] == [(BAD, [])]
-    assert flight(tmp_path) == []
+    assert explained(tmp_path) == []
 
 
 def test_ids_of_the_first_steps_are_apart(tmp_path: Path) -> None:

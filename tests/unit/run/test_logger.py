@@ -361,4 +361,3 @@ def test_a_run_whose_directory_is_removed_continues_and_can_be_read(tmp_path: Pa
     assert list(scalars(log_dir)) == [4, 5, 6, 7]
     assert [alert.step for alert in found.alerts] == [6]
     assert found.hparams == {"lr": 0.01}
-    assert (log_dir / "alerts.jsonl").exists()

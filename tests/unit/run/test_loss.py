@@ -136,7 +136,7 @@ def train(
 
 def shown(log_dir: Path) -> list[str]:
     """Return the tags that the page draws as the loss."""
-    header, _ = Client(open_slow(log_dir)).arrays("scalars", run=".")
+    header, _ = Client(open_slow(log_dir), log_dir).arrays("scalars", run=".")
     return [curve["tag"] for curve in header["curves"] if curve["kind"] == "loss"]
 
 
@@ -169,8 +169,9 @@ def test_rules_records_page_hparams_and_diff_have_the_same_loss(
     assert dict(recorder.records[0].scalars) == values
     assert shown(tmp_path / "a") == ["train_loss_step"]
     content = load(tmp_path / "a").SummaryMetadata(metadata.EXPERIMENT_TAG).plugin_data.content
-    [metric] = metadata.parse_experiment_plugin_data(content).metric_infos
-    assert metric.name.tag == "train_loss_step"
+    first, *others = metadata.parse_experiment_plugin_data(content).metric_infos
+    assert first.name.tag == "train_loss_step"
+    assert [other.name.tag for other in others] == sorted({*values} - {"train_loss_step"})
     train(tmp_path / "b", {"loss": 1.0}, spike="loss")
     assert run("diff", tmp_path / "a", tmp_path / "b", "--json") == 1
     found = json.loads(capsys.readouterr().out)

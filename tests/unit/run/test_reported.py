@@ -37,16 +37,11 @@ from tests.helpers.loops import (
     mlp,
     scalars,
     train,
-    written,
 )
 from tests.helpers.members import until
 from tests.helpers.scripts import run_script
-from tests.helpers.shell import run
+from tests.helpers.shell import records, run
 from tests.helpers.twins import Recorder
-
-
-def lines_of(log_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (log_dir / "alerts.jsonl").read_text().splitlines()]
 
 
 def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
@@ -65,35 +60,9 @@ def test_an_alert_is_kept_logged_written_and_passed_to_callbacks(
     assert [tag for tag in tags if tag.startswith("~alerts/")] == ["~alerts/0000.nonfinite.0"]
     count = [(event.step, event.value) for event in load(tmp_path).Scalars("alerts/count")]
     assert count == [(0, 0), (1, 0), (1, 1), (4, 1)], "steps, up to the end"
-    [line] = lines_of(tmp_path)
-    assert (line["kind"], line["step"]) == ("nonfinite", 1)
-    assert line["wall_time"] == recorder.records[1].wall_time
-    assert (tmp_path / "flight-1.json").exists()
-
-
-def test_lines_of_alerts_name_the_session_whose_records_the_run_holds(tmp_path: Path) -> None:
-    model = mlp()
-    for _ in range(2):
-        with HookLogger(model, tmp_path, alerts=[fault_at(1, 4)], resume=True):
-            train(model, steps=3)
-    first, second = lines_of(tmp_path)
-    assert (first["step"], second["step"]) == (1, 4)
-    tags: dict[Path, str] = {}
-    for path, _, value in written(tmp_path):
-        tags[path] = tags.get(path, "") + value.tag
-    assert [first["session"] in text for text in tags.values()] == [True, False]
-    assert [second["session"] in text for text in tags.values()] == [False, True]
-
-
-def test_a_remote_directory_gets_no_lines_of_alerts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    model = mlp()
-    writer = SummaryWriter("memory://alerts")
-    with writer, HookLogger(model, writer, alerts=[fault_at(1)]):
-        train(model, steps=3)
-    assert list(tmp_path.iterdir()) == []
+    [found] = telemetry.read(tmp_path).alerts
+    assert (found.kind, found.step) == ("nonfinite", 1)
+    assert [fault["step"] for fault in records("explain", tmp_path)] == [1]
 
 
 def test_an_alert_is_reported_and_written_without_a_later_step(tmp_path: Path) -> None:
@@ -117,14 +86,13 @@ def test_alerts_do_not_block_on_the_disk(freezable_disk: FreezableDisk) -> None:
     log_dir = freezable_disk.path / "run"
     log_dir.mkdir()
     writer = SummaryWriter(freezable_disk.path.parent / "elsewhere")
-    writer.log_dir = str(log_dir)  # alerts and flight files are written to the frozen disk
+    writer.log_dir = str(log_dir)  # the run log is on the frozen disk
     with HookLogger(model, writer, alerts=[fault_at(1, 3)]) as logger:
         with freezable_disk.frozen():
             train(model)
             until(lambda: [alert.step for alert in logger.alerts] == [1, 3])
         logger.flush()
-        assert [line["step"] for line in lines_of(log_dir)] == [1, 3]
-        assert (log_dir / "flight-1.json").exists()
+        assert [alert.step for alert in telemetry.read(log_dir).alerts] == [1, 3]
     writer.close()
 
 
@@ -154,7 +122,7 @@ def test_a_run_records_how_it_ended(
     assert run("runs", tmp_path, "--json") == 0
     [row] = json.loads(capsys.readouterr().out)
     assert row["status"] == status
-    assert (tmp_path / "flight-2.json").exists() == (status == "died")
+    assert (run("explain", tmp_path) == 0) == (status == "died")
 
 
 # --- what an alert does to the training ----------------------------------------------------------

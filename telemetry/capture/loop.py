@@ -1,26 +1,27 @@
-"""Captures the training of one model: opens and ends its steps."""
+"""The loop: begins and ends the steps of one model, and delivers a record of each."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
 
 from telemetry.capture.account import Plan
-from telemetry.capture.captured_step import CapturedStep
 from telemetry.capture.clock import LoopClock
 from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.layouts import Layouts
-from telemetry.capture.light_step import LightReader, LightStep
-from telemetry.capture.missed_steps import MissedSteps
+from telemetry.capture.light_step import LightReader
 from telemetry.capture.modules import WatchedModules
-from telemetry.capture.optimizers import Optimizers
+from telemetry.capture.optimizers import Turns
 from telemetry.capture.parameters import ParameterTable
+from telemetry.capture.pending import Pending
 from telemetry.capture.schedule import Schedule
 from telemetry.capture.state import Content, Guard, State, Target, guarded
 from telemetry.capture.step import Step
@@ -28,22 +29,39 @@ from telemetry.capture.usage import APART, OPTIMIZER
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
-from telemetry.torch_private import NO_TASK, backward_task, undisturbed
+from telemetry.torch_private import NO_TASK, at_end_of_backward, backward_task, undisturbed
+from telemetry.torch_private.compiler import not_compiled
 from telemetry.torch_private.ranks import calling_stage
 
 
-class Capture:
-    """Turns the training of one model into :class:`CapturedStep` values, one per optimizer step.
+class Loop:
+    """Turns the training of one model into records, one per optimizer step.
 
-    The model is held weakly. Hooks are on its modules only during full steps. At all other steps
-    only the norms of the gradients are taken; where possible, one call reads them
-    (:class:`LightStep`).
+    The model is held weakly. It is a state machine:
+
+    - ``off``: No hooks.
+    - ``open``: A step has begun. Hooks fill its record: those of modules at full steps only.
+    - ``read``: One call has read all gradients of a step that is not full, and its optimizer runs.
+
+    Its transitions, which end a step and begin the next one where ``next`` is said:
+
+    - ``attach``: off → open.
+    - Before an optimizer steps: open → read, if :class:`LightReader` can. If the optimizer has
+      stepped in this step already: open → next open, then its gradients are read.
+    - After it: read → next open; open → next open, if it is the one that ends steps.
+    - The first call of the model, ``batch`` and ``state_dict``: open → next open, if an optimizer
+      has stepped and others could have followed.
+    - ``logger.step()``: next open.
+    - ``detach``: off.
+
+    :class:`Turns` says which optimizer ends steps. The :class:`Schedule` plans a step when it
+    begins.
 
     Args:
         schedule: Plans each step, and measures the time of the training thread.
         deliver: Called on the training thread with each finished step; must not block.
         safe_point: Called between steps; may raise into the training loop.
-        primary: Optimizer whose steps count; None: see :class:`Optimizers`.
+        primary: Optimizer whose steps count; None: see :class:`Turns`.
         find_ranks: Called before anything is measured. Returns the observer of the other ranks, or
             None if this rank measures everything.
     """
@@ -55,7 +73,7 @@ class Capture:
         selection: Selection,
         schedule: Schedule,
         content: Content,
-        deliver: Callable[[CapturedStep | LightStep], None],
+        deliver: Callable[[Pending], None],
         safe_point: Callable[[], None],
         primary: Optimizer | None,
         failures: Failures,
@@ -64,7 +82,7 @@ class Capture:
     ) -> None:
         self.guard = Guard(failures, schedule.account.stopwatch)
         self.model = weakref.ref(model)
-        self.safe_point = safe_point
+        self._safe_point = safe_point
         self._table = ParameterTable(model, selection)
         self._target = Target(
             model=self.model,
@@ -79,9 +97,8 @@ class Capture:
         self._modules = WatchedModules(
             self._target, self._state, self, self.clock.before_compilation
         )
-        self._optimizers = Optimizers(self, self._state, self._table, primary)
-        self._light_reader = LightReader(self._table)
-        self._missed_steps = MissedSteps()
+        self._turns = Turns(self._table, primary)
+        self._reader = LightReader(self._table)
         self._schedule = schedule
         self._plan: Plan = "norms"  # of the step in progress
         self._step = self._new_step(full=False)
@@ -90,6 +107,7 @@ class Capture:
         self._find_ranks: Callable[[], RankObserver | None] | None = find_ranks
         self._by_hand = False  # the loop has no optimizer
         self._stepping_thread: int | None = None  # None while steps end in backward passes
+        weakref.finalize(self, _HOOKS.remove, id(self))
 
     @property
     def step(self) -> int:
@@ -99,7 +117,7 @@ class Capture:
     @property
     def attached(self) -> bool:
         """Whether the hooks are installed."""
-        return self._optimizers.installed
+        return self._state.now != "off"
 
     # --- on and off -------------------------------------------------------------------------------
 
@@ -107,19 +125,23 @@ class Capture:
         """Install the hooks; the step in progress restarts."""
         if self.attached:
             return
-        self._optimizers.install()
+        _HOOKS.add(self)
+        self._turns.forget()
         self._table.forget_optimizers()
         self._schedule.account.restart()
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.attach()
-        self._begin(self.step, self._plan_step(self.step), attaching=True)
+        self._state.now = "open"
+        self._begin(self.step, attaching=True)
         self.clock.start()
 
     def detach(self) -> None:
         """Remove all hooks; idempotent."""
         self.end_open_step()
         self.clock.stop()
-        self._optimizers.remove()
+        _HOOKS.remove(id(self))
+        self._turns.forget()
+        self._state.now = "off"
         self._remove_hooks()
 
     def end(self) -> None:
@@ -127,7 +149,7 @@ class Capture:
         self.end_open_step()
         if self.attached and not self._delivered:
             ran = self._modules.how_they_ran(self._step)
-            level, message = self._missed_steps.at_the_end(ran)
+            level, message = self._step.backward.missed.at_the_end(ran)
             if message:
                 self.guard.failures.log_once(message, level=level)
         self.detach()
@@ -139,19 +161,13 @@ class Capture:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the fields that ``state`` has; hooks must be off."""
-        self._state.step, self._state.light = state.get("step", self.step), False
+        self._state.step = state.get("step", self.step)
         self._step = self._new_step(full=False)
         self._layouts.load_forward_order(state.get("forward_order", ()))
 
-    def _observe(self, *, training: bool) -> None:
-        """Observe passes of training, or no longer, and those of phases."""
-        state = self._state
-        state.training, state.in_phase = training, bool(self._phases)
-        state.armed = state.training or state.in_phase
-
     def _remove_hooks(self) -> None:
         self._step.stop()
-        self._observe(training=False)
+        self._state.observe(training=False)
         self._modules.detach()
 
     # --- begin of a step --------------------------------------------------------------------------
@@ -163,21 +179,20 @@ class Capture:
             self.guard.failures.report("to plan a step")
             return "norms"
 
-    @guarded("to begin a step", reads=False)
-    def _begin(self, number: int, plan: Plan, attaching: bool = False) -> None:
-        state = self._state
-        state.step, self._plan = number, plan
-        if state.light and plan != "full":
-            state.light = False  # the step object is unused
-        else:
-            self._open(full=plan == "full", attaching=attaching)
+    def _begin(self, number: int, attaching: bool = False) -> None:
+        """Begin a step. One that is read follows with the same object, which gathers nothing."""
+        state, was_read = self._state, self._state.now == "read"
+        state.step, state.now = number, "open"
+        self._plan = self._plan_step(number)
+        if self._plan == "full" or not was_read:
+            self._open(full=self._plan == "full", attaching=attaching)
 
+    @guarded("to begin a step", reads=False)
     def _open(self, *, full: bool, attaching: bool = False) -> None:
         """Gather a new step from here on."""
         self._step.stop()
         state = self._state
-        state.light, state.thread = False, self._stepping_thread
-        self._missed_steps = MissedSteps()
+        state.thread = self._stepping_thread
         self._step = step = self._new_step(full=full)
         try:
             if full:
@@ -186,7 +201,7 @@ class Capture:
                 state.output_grads = step.begin(follows=follows, by_hand=by_hand)
                 self.clock.measure(self._table.device)
                 self._schedule.account.measure(self._table.device)
-                self._observe(training=True)
+                state.observe(training=True)
             else:
                 self._modules.stop()
         except Exception:
@@ -194,7 +209,7 @@ class Capture:
             self._remove_hooks()
 
     def _new_step(self, *, full: bool, phase: str = "") -> Step:
-        return Step(self._target, self._state, self._optimizers, self, full=full, phase=phase)
+        return Step(self._target, self._state, self._turns, full=full, phase=phase)
 
     def _join_ranks(self) -> None:
         """Find the other ranks, at the first call of the model or step of an optimizer."""
@@ -220,7 +235,7 @@ class Capture:
 
     @guarded("to measure attention")
     def on_attention(self, args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        if self._step.over or backward_task() != NO_TASK:  # checkpointing repeats the call
+        if self._step.backward.over or backward_task() != NO_TASK:  # checkpointing repeats the call
             return
         if (name := self._modules.calling_module()) is not None:
             self._step.forward.on_attention(name, *args, **keywords)
@@ -228,7 +243,7 @@ class Capture:
     @guarded("to observe {1.called} in a compiled graph")
     def in_graph(self, hook: ForwardHook, tensor: Tensor, place: int, backward: bool) -> None:
         if backward:
-            self._step.on_output_grad(hook, place, tensor, in_graph=True)
+            self._step.backward.on_output_grad(hook, place, tensor, in_graph=True)
             return
         # Graphs that run without gradients have observers only in phases.
         if (step := self._step_of_call(hook, grad_enabled=True)) is not None:
@@ -258,8 +273,8 @@ class Capture:
         if state.thread not in (None, thread):
             return None
         state.thread = thread
-        if step.parameters and self._optimizers.end_open_step():  # an optimizer has stepped
-            self.step_completed()
+        if step.parameters and self._turns.settle():  # an optimizer has stepped
+            self._complete()
             return self._step_of_call(hook, grad_enabled)
         if not step.unchanged and self._modules.changed():
             self._open(full=True)
@@ -267,12 +282,6 @@ class Capture:
         step.unchanged = True
         step.ran.add(hook)
         return step
-
-    def after_pass(self, passes: int, accumulated: Mapping[int, Tensor]) -> None:
-        """Stop observing if many passes came without a step, and log the reason."""
-        if (message := self._missed_steps.after_pass(passes, accumulated)) is not None:
-            self.guard.failures.log_once(message)
-            self._observe(training=False)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -284,91 +293,128 @@ class Capture:
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.observe()
         self._phases.append(phase)
-        self._observe(training=self._state.training)
+        self._observe_phases()
         self.clock.lap(APART)
         try:
             yield
         finally:
             self.clock.wait()
             self._phases.remove(phase)
-            self._observe(training=self._state.training)
+            self._observe_phases()
             if not self._step.full:
                 self._modules.stop()
             self._hand_over(phase[1])
 
+    def _observe_phases(self) -> None:
+        self._state.in_phase = bool(self._phases)
+        self._state.observe(training=self._state.training)
+
     # --- optimizer steps --------------------------------------------------------------------------
 
-    def before_light_step(self, optimizer: Optimizer) -> bool:
-        state = self._state
-        if self._step.full or not self._light_reader.reads(optimizer):
-            return False
-        self.clock.lap(APART)
-        if not self._takes_norms():
-            state.light = True
-        elif not state.light:
-            self._read_light_step(optimizer)
-        self.clock.lap(OPTIMIZER)
-        return state.light
+    def before_optimizer(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Read the gradients before an optimizer steps; return other arguments for it, or None."""
+        turns = self._turns
+        if (
+            turns.is_alone(optimizer)
+            and (len(args) == 1 or _are_none(args[1:]))
+            and (not kwargs or _are_none(kwargs.values()))
+            and backward_task() == NO_TASK
+            and self._read_at_once(optimizer)
+        ):
+            turns.run(optimizer)
+            return None
+        if not self._table.are_stepped_by(optimizer):
+            return None
+        if turns.is_inner(optimizer):
+            turns.leave_to_caller(optimizer)
+            if self._state.now == "read":
+                return None
+        else:
+            turns.run(optimizer)
+            if turns.begins_next_step(optimizer):
+                self._complete()
+            turns.begin(optimizer)
+        # With a closure the gradients are stale until it has run: Lightning, LBFGS.
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": _FirstCall(kwargs["closure"], self, optimizer)}
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], _FirstCall(args[1], self, optimizer), *args[2:]), kwargs
+        self.before_step(optimizer)
+        return None
 
-    @guarded("to read the gradients", reads=False)
-    def _read_light_step(self, optimizer: Optimizer) -> None:
-        self._note_mode()
-        if not self.clock.eval_mode:
-            self._state.light = self._light_reader.read(optimizer, self._layouts.layout())
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Read the parameters after an optimizer has stepped, and end the step if it is over."""
+        turns, state = self._turns, self._state
+        if state.now == "read" and self._reader.reads(optimizer):
+            turns.finish()
+            self._complete()
+            self._safe_point()
+            return
+        if not self._table.are_stepped_by(optimizer):
+            self._step.backward.missed.other_steps += 1
+            self.clock.restart_wait()
+            return
+        if turns.is_inner(optimizer):
+            self._step.after_step(optimizer)
+            return
+        turns.finish()
+        self.clock.lap(APART)
+        if self._step.full:
+            self._step.after_step(optimizer)
+            state.observe(training=not self._step.backward.over)
+        if turns.is_only(optimizer):
+            self._reader.prepare(optimizer, again=self._step.full)
+        self.clock.wait()
+        stepped = self._step.pending.stepped
+        is_last = turns.ends is None and self._table.all_among(stepped())
+        if not turns.end(optimizer, is_last=is_last):
+            return
+        # An optimizer that steps inside backward is not the last one to do so. Deferred, to come
+        # after the end of that backward pass.
+        if backward_task() == NO_TASK or not at_end_of_backward(self._complete, deferred=2):
+            self._complete()
+            self._safe_point()
 
     def before_step(self, optimizer: Optimizer, *, repeats: bool = False) -> None:
+        """Read the final gradients; ``repeats``: until the step ends, passes only repeat."""
         self.clock.lap(APART)
         self._note_mode()
-        if not self._light_reader.reads(optimizer):
-            self._light_reader.stop()
+        if not self._reader.reads(optimizer):
+            self._reader.stop()
         if self._takes_norms():
             self._step.before_step(optimizer)
         if repeats:
-            self._observe(training=False)
+            self._state.observe(training=False)
         self.clock.lap(OPTIMIZER)
 
-    def after_light_step(self, optimizer: Optimizer) -> bool:
+    def _read_at_once(self, optimizer: Optimizer) -> bool:
+        """Read the gradients by one call, or none in a skipped step; whether that was possible."""
         state = self._state
-        if not state.light or not self._light_reader.reads(optimizer):
+        if self._step.full or not self._reader.reads(optimizer):
             return False
-        self.clock.end_step()
-        if self._plan != "skip":
-            self._end_light_step()
-        number = state.step + 1
-        if (plan := self._plan_step(number)) == "full":
-            self._begin(number, plan)
-        else:  # most steps of fast loops pass here: between two, code leaves the core's cache
-            state.step, state.light, self._plan = number, False, plan
-        self.clock.begin_step(full=plan == "full")
-        return True
-
-    def after_step(self, optimizer: Optimizer, *, inner: bool = False) -> None:
-        step = self._step
-        if inner:
-            step.after_step(optimizer)
-            return
         self.clock.lap(APART)
-        if step.full:
-            step.after_step(optimizer)
-            self._observe(training=not step.over)
-        if self._optimizers.is_only(optimizer):
-            self._light_reader.prepare(optimizer, again=step.full)
-        self.clock.wait()
+        if not self._takes_norms():
+            state.now = "read"
+        elif state.now != "read":
+            self._read_gradients(optimizer)
+        self.clock.lap(OPTIMIZER)
+        return state.now == "read"
 
-    def after_other_step(self) -> None:
-        self._missed_steps.other_steps += 1
-        self.clock.restart_wait()
-
-    def all_gradients_used(self) -> bool:
-        return self._table.all_among(self._step.captured.stepped())
+    @guarded("to read the gradients", reads=False)
+    def _read_gradients(self, optimizer: Optimizer) -> None:
+        self._note_mode()
+        if not self.clock.eval_mode and self._reader.read(optimizer, self._layouts.layout()):
+            self._state.now = "read"
 
     def manual_step(self) -> None:
         """End a step of a loop without a ``torch.optim.Optimizer``: gradients are still there."""
-        self._by_hand = True
+        self._by_hand, self._state.now = True, "open"
         self._note_mode()
         if self._takes_norms():
             self._step.step_by_hand()
-        self.step_completed()
+        self._complete()
 
     def _takes_norms(self) -> bool:
         """Whether at least the gradient norms of the step in progress are taken."""
@@ -386,38 +432,124 @@ class Capture:
 
     def end_open_step(self) -> None:
         """End the step in progress if it is open only for other optimizers."""
-        if self._optimizers.end_open_step():
-            self.step_completed()
+        if self._turns.settle():
+            self._complete()
 
-    def step_completed(self) -> None:
+    def _complete(self) -> None:
         """End the step in progress and begin the next one."""
-        self._optimizers.step_ended()
+        if self._state.now == "off":  # since the end of a backward pass was awaited
+            return
+        step, number = self._step, self.step
+        self._turns.step_ended()
+        self.clock.end_step(full=step.full)
+        if self._state.now != "read":
+            self._end_gathered(step)
+        elif self._plan != "skip":
+            self._end_read()
+        self._begin(number + 1)
+        self.clock.begin_step(full=self._plan == "full")
+
+    @guarded("to hand over a step", reads=False)
+    def _end_read(self) -> None:
+        self._deliver(self._reader.completed(self.step, self.clock.take()))
+        self._delivered = True
+
+    def _end_gathered(self, step: Step) -> None:
         if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
             self._stepping_thread = threading.get_ident()
-        step, number = self._step, self.step
-        self.clock.end_step(full=step.full)
         step.stop()
-        self._observe(training=False)
+        self._state.observe(training=False)
         if self._plan != "skip":
-            step.captured.step, step.captured.eval_mode = number, self.clock.eval_mode
-            step.captured.laps = self.clock.take()
+            step.record.step, step.record.eval_mode = self.step, self.clock.eval_mode
+            step.pending.laps = self.clock.take()
             self._hand_over(step)
-        plan = self._plan_step(number + 1)
-        self._begin(number + 1, plan)
-        self.clock.begin_step(full=plan == "full")
 
     @guarded("to hand over a step", reads=False)
     @undisturbed(always=True)
     def _hand_over(self, step: Step) -> None:
         step.end()
-        step.captured.layout = self._layouts.layout(
+        step.record.layout = self._layouts.layout(
             step.forward.order, step.parameters, step.forward.function
         )
-        self._deliver(step.captured)
+        self._deliver(step.pending)
         self._delivered = True
         self._modules.log_missed(step)
 
-    @guarded("to hand over a step", reads=False)
-    def _end_light_step(self) -> None:
-        self._deliver(self._light_reader.completed(self._state.step, self.clock.take()))
-        self._delivered = True
+
+def _are_none(arguments: Iterable[object]) -> bool:
+    return all(argument is None for argument in arguments)
+
+
+class _FirstCall:
+    """A closure after whose first evaluation the gradients are read."""
+
+    def __init__(self, closure: Callable[[], Any], loop: Loop, optimizer: Optimizer) -> None:
+        self._closure, self._optimizer = closure, optimizer
+        self._loop: Loop | None = loop
+
+    def __call__(self) -> Any:
+        loss = self._closure()
+        if self._loop is not None:
+            self._loop.before_step(self._optimizer, repeats=True)
+            self._loop = None
+        return loss
+
+
+class _OptimizerHooks:
+    """PyTorch's hooks on all optimizers: one before and one after the step, for all loops.
+
+    The hooks are global ones, so an optimizer may be made before or after, and any library may call
+    it. PyTorch iterates over its hooks during a step, and raises if another thread adds or removes
+    one of several. The last one of an iteration may be removed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the garbage collector may remove one while it is held
+        self._loops: dict[int, weakref.ref[Loop]] = {}
+        self._handles: list[Any] = []
+
+    def add(self, loop: Loop) -> None:
+        with self._lock:
+            self._loops[id(loop)] = weakref.ref(loop)
+            if not self._handles:
+                self._handles = [
+                    optimizers.register_optimizer_step_pre_hook(self._on_step),
+                    optimizers.register_optimizer_step_post_hook(self._on_stepped),
+                ]
+
+    def remove(self, identity: int) -> None:
+        with self._lock:
+            self._loops.pop(identity, None)
+            while self._handles and not self._loops:
+                self._handles.pop().remove()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        changed = None
+        for reference in [*self._loops.values()]:
+            if (loop := reference()) is not None:
+                others = loop.before_optimizer(optimizer, args, kwargs)
+                if others is not None:
+                    args, kwargs = changed = others
+        return changed
+
+    def _after(self, optimizer: Optimizer) -> None:
+        for reference in [*self._loops.values()]:
+            if (loop := reference()) is not None:
+                loop.after_optimizer(optimizer)
+
+    _before_outside_of_graphs = not_compiled(_before)
+    _after_outside_of_graphs = not_compiled(_after)
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self._before_outside_of_graphs(optimizer, args, kwargs)
+        return self._before(optimizer, args, kwargs)
+
+    def _on_stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            self._after_outside_of_graphs(optimizer)
+        else:
+            self._after(optimizer)
+
+
+_HOOKS = _OptimizerHooks()

@@ -17,8 +17,8 @@ from telemetry.records.rows import Rows
 from telemetry.records.tensor import Tensors
 
 
-class Measurer:
-    """Reads the tensors of a step on their devices; the rest is left to ``reduce``.
+class Measurements:
+    """Reads the tensors of a step on their devices; the rest is left to :meth:`reduce`.
 
     Tensors in CPU memory are read immediately, by the C extension in a single pass. Of more than
     65,536 elements, the histogram is that of a sample of about 32,768, scaled up. On an accelerator
@@ -27,11 +27,18 @@ class Measurer:
     Call :meth:`add` and :meth:`finish` with autocast and dispatch modes off. They draw no random
     numbers, never wait for a device, change no global state, record nothing for autograd and are
     thread-safe.
+
+    Attributes:
+        nbytes: Host memory between :meth:`finish` and :meth:`reduce`.
     """
 
     def __init__(self) -> None:
+        self.nbytes = 0
         self._lock = threading.Lock()
-        self._step = Measurements()
+        self._count = 0
+        self._host = HostRows()
+        self._devices: dict[torch.device, DeviceRows] = {}
+        self._tensors: Tensors[int] | None = None
 
     def add(self, tensor: Tensor, *, unit_axis: int | None = None, powers: int = 4) -> int | None:
         """Measure ``tensor`` as it is now, without keeping it.
@@ -43,7 +50,7 @@ class Measurer:
             powers: 4; or 2 without the kurtosis, in a quarter less time on the CPU.
 
         Returns:
-            The index of its record in the result of ``reduce``. None if it cannot be measured:
+            The index of its record in the result of :meth:`reduce`. None if it cannot be measured:
             meta and fake tensors and other wrappers (pass a DTensor's local tensor), nested and
             quantized tensors, dtypes of less than 8 bits, uncoalesced sparse tensors on an
             accelerator; on MPS, which has no float64, complex numbers and integers of 32 bits.
@@ -57,82 +64,59 @@ class Measurer:
         self, tensors: Sequence[Tensor], *, unit_axis: int | None = None, powers: int = 4
     ) -> list[int | None]:
         """Measure many tensors in one call, which is faster; see :meth:`add`."""
-        found: list[int | None] = [None] * len(tensors)
+        numbers: list[int | None] = [None] * len(tensors)
         if tensors and accelerators.is_on_host(tensors[0]):
             with self._lock:
-                step = self._step
-                measured = step.host.add_plain(tensors, unit_axis, powers)
-                first, step.count = step.count, step.count + sum(measured)
-                step.host.numbers += range(first, step.count)
-                rest = iter(range(first, step.count))
-                found = [next(rest) if known else None for known in measured]
-        if None not in found:
-            return found
+                for place, is_read in enumerate(self._host.add_plain(tensors, unit_axis, powers)):
+                    if is_read:
+                        numbers[place] = self._count
+                        self._host.numbers.append(self._count)
+                        self._count += 1
+        if None not in numbers:
+            return numbers
         elsewhere: dict[torch.device, list[tuple[int, Values]]] = {}
         for place, tensor in enumerate(tensors):
-            if found[place] is None and (values := values_of(tensor, unit_axis)) is not None:
+            if numbers[place] is None and (values := values_of(tensor, unit_axis)) is not None:
                 stored = values.tensor
                 if accelerators.is_on_host(stored) or values.implied_zeros or not stored.numel():
-                    found[place] = self._add_other(values, powers)
+                    numbers[place] = self._add_other(values, powers)
                 else:
                     elsewhere.setdefault(stored.device, []).append((place, values))
         for device, some in elsewhere.items():
             with self._lock:
-                first = self._step.add_elsewhere(device, [values for _, values in some], powers)
-            for number, (place, _) in enumerate(some, first):
-                found[place] = number
-        return found
+                self._rows_on(device).add([values for _, values in some], powers, self._count)
+                for place, _ in some:
+                    numbers[place] = self._count
+                    self._count += 1
+        return numbers
 
     def _add_other(self, values: Values, powers: int) -> int:
         """Measure a tensor that the extension does not read as it is, or with implied zeros."""
-        stored = values.tensor
+        stored, host, number = values.tensor, self._host, -1
         with self._lock:
-            step = self._step
-            host, number = step.host, -1
             try:
                 if values.implied_zeros or not stored.numel():
                     host.add_zeros(values.implied_zeros)
                 if stored.numel() and accelerators.is_on_host(stored):
                     host.add(values, powers)
                 elif stored.numel():
-                    step.add_elsewhere(stored.device, [values], powers)
-                    step.count -= 1
-                number = step.count
-                step.count += 1
+                    self._rows_on(stored.device).add([values], powers, self._count)
+                number = self._count
+                self._count += 1
             finally:
                 host.numbers += [number] * (len(host) - len(host.numbers))
         return number
 
+    def _rows_on(self, device: torch.device) -> DeviceRows:
+        if device not in self._devices:
+            self._devices[device] = DeviceRows(device)
+        return self._devices[device]
+
     def finish(self) -> Measurements:
-        """Return the measurements since the last call, for any thread to reduce."""
+        """Start the copies to the host, and return this object; nothing is added any more."""
         with self._lock:
-            measured, self._step = self._step, Measurements()
-        measured.send()
-        return measured
-
-
-class Measurements:
-    """Measurements of one step, by a :class:`Measurer`."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0  # host memory between send() and reduce()
-        self.count = 0
-        self.host = HostRows()
-        self.devices: dict[torch.device, DeviceRows] = {}
-        self._tensors: Tensors[int] | None = None
-
-    def add_elsewhere(self, device: torch.device, values: Sequence[Values], powers: int) -> int:
-        """Measure tensors on an accelerator; return the number of the first."""
-        first = self.count
-        if device not in self.devices:
-            self.devices[device] = DeviceRows(device)
-        self.devices[device].add(values, powers, first)
-        self.count += len(values)
-        return first
-
-    def send(self) -> None:
-        """Start the copies to the host."""
-        self.nbytes = sum([part.send() for part in self._parts()])
+            self.nbytes = sum([part.send() for part in self._parts()])
+        return self
 
     def reduce(self) -> Tensors[int]:
         """Wait for accelerators and return the records of all tensors, in the order of adding.
@@ -143,10 +127,10 @@ class Measurements:
             parts = self._parts()
             rows = Rows.concatenate([part.decode() for part in parts])
             places = np.array([number for part in parts for number in part.numbers], np.int64)
-            rows = rows.merged(places, self.count).having(calls=1)  # also of several rows
-            self._tensors = Tensors(range(self.count), rows)
-            self.devices.clear()
+            rows = rows.merged(places, self._count).having(calls=1)  # also of several rows
+            self._tensors = Tensors(range(self._count), rows)
+            self._devices.clear()
         return self._tensors
 
     def _parts(self) -> list[HostRows | DeviceRows]:
-        return [self.host, *self.devices.values()]
+        return [self._host, *self._devices.values()]

@@ -99,23 +99,23 @@ def test_a_bad_batch_has_its_step_curves_and_profiles(tmp_path: Path, explain: E
     with pytest.raises(IndexError):
         train(tmp_path, steps=93, nan_at=83)
     [fault] = explain(tmp_path)
-    assert (fault["step"], fault["batch"], fault["complete"]) == (83, 83, True)
+    assert (fault["step"], fault["complete"]) == (83, True)
     assert fault["first_bad_module"] is None, "step 83 is not a full step"
     assert [alert["kind"] for alert in fault["alerts"]] == ["nonfinite"]
-    assert fault["modules"]["name"] == ["0", "1", "2", "3", "4"]
-    assert fault["modules"]["type"][:2] == ["Conv2d", "ReLU"]
+    assert fault["modules"]["name"] == ["model input", "0", "1", "2", "3", "4"]
+    assert fault["modules"]["type"][1:3] == ["Conv2d", "ReLU"]
     steps = fault["steps"]
     assert steps["step"] == list(range(93))
     assert np.isfinite(steps["loss"][:83]).all()
     assert (steps["loss"][83], steps["grad_norm"][83]) == ("nan", "nan")
     assert steps["learning_rates"] == [[0.1]] * 93
-    assert moments(fault)[1:] == [("at", 83), ("after", 92)]
+    assert moments(fault)[1:] == [("at", 83), ("after", 90)]
     before, at, _ = fault["profiles"]
     assert before["step"] in (20, 30), "a full step fifty steps before"
     assert before["activation_rms"][0] > 0
-    assert [norm is not None for norm in before["grad_norm"]] == [True, False] * 2 + [True]
-    assert at["grad_norm"][0] == at["grad_norm"][4] == "nan"
-    assert at["activation_rms"] == [None] * 5
+    assert [norm is not None for norm in before["grad_norm"]] == [False, True] * 3
+    assert at["grad_norm"][1] == at["grad_norm"][5] == "nan"
+    assert at["activation_rms"] == [None] * 6
     assert fault["exception"]["type"] == "IndexError"
 
 
@@ -131,8 +131,9 @@ def test_a_fault_at_a_full_step_names_its_first_bad_module(
     # One pixel is under 3 x 3 positions of each of four filters, these are under 3 x 4; gradients
     # come on top.
     bad, found = [4 * 9, 4 * 9, 4 * 12, 4 * 12, 3], profiles["at"]["nonfinite"]
-    assert all(n >= least for n, least in zip(found, bad, strict=True))
-    assert profiles["before"]["nonfinite"] == [0] * 5
+    assert found[0] == 1, "of the input"
+    assert all(n >= least for n, least in zip(found[1:], bad, strict=True))
+    assert profiles["before"]["nonfinite"] == [0] * 6
 
 
 def test_figures_equal_those_of_the_record(tmp_path: Path, explain: Explain) -> None:
@@ -145,14 +146,14 @@ def test_figures_equal_those_of_the_record(tmp_path: Path, explain: Explain) -> 
     norms = [float(math.sqrt((record.grad_norms**2).sum())) for record in records]
     assert fault["steps"]["grad_norm"] == pytest.approx(norms, rel=1e-5)
     [at] = [profile for profile in fault["profiles"] if profile["when"] == "at"]
-    assert at["grad_norm"] == [pytest.approx(norms[4], rel=1e-5)]
+    assert at["grad_norm"][1:] == [pytest.approx(norms[4], rel=1e-5)]
     full = records[4]
     squares = sum(tensor.sketch.sum_squares for tensor in full.weights.values())
-    assert at["weight_norm"] == [pytest.approx(math.sqrt(squares), rel=1e-4)]
-    assert min(full.update_ratios.values()) <= at["update_ratio"][0]
-    assert at["update_ratio"][0] <= max(full.update_ratios.values())
+    assert at["weight_norm"][1:] == [pytest.approx(math.sqrt(squares), rel=1e-4)]
+    assert min(full.update_ratios.values()) <= at["update_ratio"][1]
+    assert at["update_ratio"][1] <= max(full.update_ratios.values())
     output = full.outputs[Output("")].sketch
-    assert at["activation_rms"] == [pytest.approx(math.sqrt(output.sum_squares / 4), rel=1e-4)]
+    assert at["activation_rms"][1:] == [pytest.approx(math.sqrt(output.sum_squares / 4), rel=1e-4)]
     [alert] = fault["alerts"]
     assert (alert["value"], alert["threshold"]) == ("nan", "inf")
 
@@ -175,7 +176,7 @@ def test_the_steps_around_a_fault_are_kept_and_errors_among_them_belong_to_it(
     one, other = explain(tmp_path)
     assert one["complete"]
     assert one["steps"]["step"] == list(range(151, 351))
-    assert moments(one) == [("before", 240), ("at", 300), ("after", 350)]
+    assert moments(one) == [("before", 240), ("at", 300), ("after", 340)]
     assert [(alert["step"], alert["stage"]) for alert in one["alerts"]] == [
         *((290, "started"), (300, "started"), (330, "started"), (340, "resolved"))
     ]
@@ -211,9 +212,8 @@ def test_random_states_repeat_the_batch(tmp_path: Path, explain: Explain) -> Non
     with pytest.raises(ArithmeticError):
         learn()
     [fault] = explain(tmp_path)
-    random = json.loads((tmp_path / "flight-4.json").read_bytes())["random"]
-    assert fault["random"]["seed"] == random["seed"] == 7
-    assert random["step"] == 2
+    random = fault["random"]
+    assert (random["seed"], random["step"]) == (7, 2)
     state = base64.b64decode(random["states"]["cpu"])
     torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     assert torch.equal(torch.rand(4, 1, 8, 8), seen[2])
@@ -231,7 +231,7 @@ def test_an_exception_that_ends_the_training_is_a_fault(
     assert fault["step"] == (12 if alerts else 13)
     assert fault["exception"]["type"] == "LookupError"
     assert fault["exception"]["message"] == "no such batch"
-    assert "test_explained_faults.py" in fault["exception"]["traceback"]
+    assert "test_faults.py" in fault["exception"]["traceback"]
     assert moments(fault) == [("before", 0), ("at", 12)]
 
 
@@ -267,31 +267,6 @@ def test_a_run_keeps_its_first_faults(tmp_path: Path, explain: Explain) -> None:
     faults = explain(tmp_path)
     assert [fault["step"] for fault in faults] == list(steps)[:8]
     assert all(fault["complete"] for fault in faults)
-
-
-def test_of_many_modules_an_even_selection_with_the_first_bad_one_is_kept(
-    tmp_path: Path, explain: Explain
-) -> None:
-    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(2000)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with HookLogger(
-        model, tmp_path, measure="!images", alerts=[rule("nonfinite")], every_n_steps=1
-    ):
-        for step in range(2):
-            if step == 1:
-                nn.init.constant_(model[777].bias, torch.nan)
-            model(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
-    [fault] = explain(tmp_path)
-    assert fault["first_bad_module"] == "777"
-    names = [int(name) for name in fault["modules"]["name"]]
-    assert len(names) <= 256
-    assert {0, 777, 1999} <= set(names)
-    assert fault["modules"]["left_out"] == 2000 - len(names)
-    assert names == sorted(names)
-    assert max(np.diff(names)) <= 9
-    assert len(fault["profiles"][-1]["weight_norm"]) == len(names)
-    assert sum(path.stat().st_size for path in tmp_path.glob("flight*")) < 200_000
 
 
 def test_a_directory_that_a_file_has_replaced_ends_no_training(

@@ -1,8 +1,7 @@
-"""``alerts.jsonl`` on full and frozen disks, in forks, and from several processes at once."""
+"""Run logs on full and frozen disks, in forks, and from several processes at once."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from multiprocessing import get_context
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import telemetry
 from telemetry import Alert, StepRecord
 from tests.helpers.disks import FreezableDisk, fill
 from tests.helpers.known_runs import alert_at
@@ -19,34 +19,24 @@ from tests.helpers.tiny_run import TinyRun
 
 
 def rule(record: StepRecord, length: int = 500) -> Iterator[Alert]:
-    """Report each step, as an error, so that it also has a flight file."""
+    """Report each step."""
     yield alert_at(record.step, None, kind="planted", summary="x" * length)
 
 
-def lines_of(log_dir: Path) -> list[int]:
-    """Return the steps of the lines, each of which must be whole."""
-    text = (log_dir / "alerts.jsonl").read_text()
-    assert text.endswith("\n")
-    return [json.loads(line)["step"] for line in text.splitlines()]
+def alerted(log_dir: Path | str) -> list[int]:
+    """Return the steps with alerts."""
+    run = telemetry.read(log_dir)
+    assert not run.problems
+    return [alert.step for alert in run.alerts]
 
 
-def train_here(log_dir: Path, first_step: int) -> None:
-    run = TinyRun(log_dir, alerts=[rule], first_step=first_step)
-    run.train(100)
+def train_here(log_dir: Path, steps: int) -> None:
+    run = TinyRun(log_dir, alerts=[rule])
+    run.train(steps)
     run.logger.close()
 
 
-def test_a_line_after_a_torn_line_begins_on_a_new_line(tmp_path: Path) -> None:
-    (tmp_path / "alerts.jsonl").write_text('{"step": 7}\n{"st')
-    run = TinyRun(tmp_path, alerts=[rule])
-    run.train(2)
-    run.logger.close()
-    first, torn, *rest = (tmp_path / "alerts.jsonl").read_text().splitlines()
-    assert (first, torn) == ('{"step": 7}', '{"st')
-    assert [json.loads(line)["step"] for line in rest] == [0, 1]
-
-
-def test_lines_that_a_full_disk_refuses_are_not_written_in_part_and_follow_in_order(
+def test_frames_that_a_full_disk_refuses_follow_in_order(
     tiny_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     log_dir = tiny_disk / "run"
@@ -56,12 +46,10 @@ def test_lines_that_a_full_disk_refuses_are_not_written_in_part_and_follow_in_or
     ballast = fill(tiny_disk)
     run.train(3)
     run.logger.flush()
-    assert lines_of(log_dir) == [0]
-    assert not list(log_dir.glob(".*")), "no temporary files"
+    assert alerted(log_dir) == [0]
     ballast.unlink()
     run.logger.close()
-    assert lines_of(log_dir) == [0, 1, 2, 3]
-    assert (log_dir / "flight-0.json").exists()
+    assert alerted(log_dir) == [0, 1, 2, 3]
     [_] = [message for message in caplog.messages if "cannot be written for now" in message]
 
 
@@ -73,17 +61,18 @@ def test_a_hanging_disk_blocks_neither_training_nor_alerts(freezable_disk: Freez
         run.train(100)  # would never end
         until(lambda: len(run.logger.alerts) == 101)
     run.logger.close()
-    assert lines_of(freezable_disk.path / "run") == list(range(101))
+    assert alerted(freezable_disk.path / "run") == list(range(101))
 
 
-def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+def test_runs_of_several_processes_in_one_directory_do_not_mix(tmp_path: Path) -> None:
     context = get_context("spawn")
-    writers = [context.Process(target=train_here, args=(tmp_path, first)) for first in (0, 1000)]
+    writers = [context.Process(target=train_here, args=(tmp_path, steps)) for steps in (90, 100)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
-    assert sorted(lines_of(tmp_path)) == [*range(100), *range(1000, 1100)]
+    runs = [tmp_path, *telemetry.read(tmp_path).earlier]
+    assert sorted(map(alerted, runs)) == [[*range(90)], [*range(100)]]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
@@ -93,7 +82,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
         import os, sys
         from pathlib import Path
         from tests.helpers.tiny_run import TinyRun
-        from tests.system.events.test_alert_lines import rule
+        from tests.system.events.test_run_log import rule
         run = TinyRun(Path(sys.argv[1]), alerts=[rule])
         run.train()
         run.logger.flush()
@@ -108,4 +97,4 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     """
     output, _ = run_script(tmp_path, script, tmp_path / "run")
     assert output == "7\n"
-    assert lines_of(tmp_path / "run") == [0, 1]
+    assert alerted(tmp_path / "run") == [0, 1]

@@ -1,0 +1,236 @@
+"""Run log: all that the page, the commands and a resumed run read of a run; its frames.
+
+Each logger appends to a file of its own, ``telemetry.<stamp>.<writer>.runlog``. Frames are those of
+event files (TFRecord). The data of a frame is a MessagePack array: kind, step, seconds since the
+epoch, and the fields of the kind's class below, in their order. Arrays are float32, little-endian;
+numbers are 0 or more, NaN or infinite, and :data:`~telemetry.layers.MISSING` marks those that were
+not measured.
+
+:class:`Begin` at a step hides all frames of that step and later ones in what was written before of
+the same run. Decoding checks types and ranges, and creates nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, TypeAlias
+
+from msgspec import Meta, Raw, Struct
+
+from telemetry.alert import Alert
+from telemetry.events import message_pack
+from telemetry.layers import Statistic
+from telemetry.records import CodeLocation, Layout, Module, Parameter
+from telemetry.records.batches import Batch
+from telemetry.untrusted import MAX_INTEGER, MAX_NAME, MAX_TEXT
+from telemetry.version import __version__
+
+FORMAT = 1
+SUFFIX = ".runlog"
+
+# Limits of what is read; Python's objects take up to forty times the size of their data.
+MAX_FRAME_BYTES = 32 << 20
+MAX_RATES = 10_000
+_MAX_MODULES = 1 << 18
+_MAX_PARAMETERS = 1 << 20
+
+Step: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+Time: TypeAlias = Annotated[float, Meta(ge=0, le=1e11)]
+Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME)]
+Rates: TypeAlias = Annotated[tuple[float, ...], Meta(max_length=MAX_RATES)]
+Shape: TypeAlias = Annotated[tuple[Step, ...], Meta(max_length=64)]
+Text: TypeAlias = Annotated[str, Meta(max_length=6 * MAX_TEXT)]  # each character may be escaped
+
+
+class NewerFormatError(ValueError):
+    """Data of a later version of telemetry, which this one cannot read."""
+
+
+class Frame(Struct, array_like=True):
+    step: Step
+    time_s: Time
+
+
+class Begin(Frame, tag=0):
+    """Begin of a file, and of what is recorded after a checkpoint was restored."""
+
+    run: Name
+    seed: int | None  # of torch's generator
+    continues: bool = False  # a further file of the same logger: it hides nothing
+    format: int = FORMAT
+    version: str = __version__
+
+
+class LaidOut(Frame, tag=1):
+    """Modules in forward order, and parameters; they hold for all later frames of steps."""
+
+    modules: Annotated[list[tuple[Name, Name]], Meta(max_length=_MAX_MODULES)]  # names and classes
+    # Parameters: name, index of the module, shape.
+    parameters: Annotated[list[tuple[Name, Step, Shape]], Meta(max_length=_MAX_PARAMETERS)]
+    statistics: list[Name]  # rows of the tables of full steps
+    code: list[tuple[Name, CodeLocation | None, list[Step]]]  # forward, user code, modules
+
+
+class Norms(Frame, tag=2):
+    """One step."""
+
+    norms: memoryview  # of each parameter's gradient, ``[parameters]``
+    total: float  # norm of all gradients
+    learning_rates: Rates
+    loss: float | None
+    loss_scale: float | None
+    skipped: bool
+
+
+class FullStep(Frame, tag=3):
+    """Measurements of a full step."""
+
+    table: memoryview  # ``[statistics, modules]``
+    units: memoryview  # see :func:`telemetry.layers.units.encode_units`; may be empty
+
+
+class Random(Struct):
+    """Random states at the start of a step, by device."""
+
+    step: Step
+    states: dict[str, bytes]
+
+
+class Alerted(Frame, tag=4):
+    alert: Alert
+    batches: tuple[Batch, ...] = ()  # of a fault's step, whose ids are known
+    random: Random | None = None  # of the last full step before a fault
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the steps around the alert explain it: an error, or a spike of the loss."""
+        is_serious = self.alert.severity == "error" or self.alert.kind == "loss_spike"
+        return is_serious and self.alert.stage != "resolved"
+
+
+class Logged(Frame, tag=5):
+    scalars: dict[str, float]  # that the user has logged
+
+
+class LossFound(Frame, tag=6):
+    tag: Name  # of the scalar that is the loss
+    delay: Step  # steps between a batch and its loss
+
+
+class Hyperparameters(Frame, tag=7):
+    values: dict[str, str | int | float | bool]
+
+
+class Failure(Struct):
+    """Exception that ended the training."""
+
+    type: Text
+    message: Text
+    traceback: Text
+
+
+class End(Frame, tag=8):
+    """End of a logger, after the last step of the training."""
+
+    failure: Failure | None
+    batches: tuple[Batch, ...] = ()
+    random: Random | None = None
+
+
+class Head(Struct, array_like=True):
+    """Begin of any frame."""
+
+    kind: int
+    step: Step
+    time_s: Time
+
+
+class _Version(Struct, array_like=True):
+    """Begin of any version of telemetry."""
+
+    kind: Raw
+    step: Raw
+    time_s: Raw
+    run: Raw
+    seed: Raw
+    continues: Raw
+    format: int
+
+
+KINDS: Mapping[int, type[Frame]] = dict(
+    enumerate((Begin, LaidOut, Norms, FullStep, Alerted, Logged, LossFound, Hyperparameters, End))
+)
+
+
+def new_run_id() -> str:
+    """Return an id that names the second, and differs between processes."""
+    # os.urandom does not change the random state of the training.
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(2).hex()}"
+
+
+def decode(kind: type[Any], data: bytes) -> Any:
+    """Return a :class:`Head` or a frame of this kind; ValueError for anything else."""
+    if len(data) > MAX_FRAME_BYTES:
+        raise ValueError(f"it has {len(data)} bytes")
+    if kind is Begin and (found := message_pack.decode(_Version, data).format) > FORMAT:
+        raise NewerFormatError(
+            f"the run log has format {found}, this version of telemetry reads {FORMAT}; "
+            "update telemetry on this machine"
+        )
+    frame = message_pack.decode(kind, data)
+    if kind is Alerted:
+        frame.alert = _checked(frame.alert, frame.step)
+    return frame
+
+
+def _checked(alert: Alert, step: int) -> Alert:
+    """Return an alert whose long texts are cut."""
+    if alert.step != step:
+        raise ValueError("the alert is of another step")
+    texts: dict[str, Any] = {n: v[:MAX_TEXT] for n, v in vars(alert).items() if isinstance(v, str)}
+    return replace(alert, **texts)
+
+
+def layout_frame(
+    layout: Layout, statistics: Sequence[Statistic], step: int, time_s: float
+) -> LaidOut:
+    """Return the frame of a layout; ``statistics`` are the rows of its tables."""
+    code: dict[tuple[str, CodeLocation | None], list[int]] = {}
+    for place, module in enumerate(layout.modules):
+        if module.forward or module.user_code:
+            code.setdefault((module.forward, module.user_code), []).append(place)
+    return LaidOut(
+        step,
+        time_s,
+        modules=[(module.name, module.type_name) for module in layout.modules],
+        parameters=[(p.name, layout.position[p.module_name], p.shape) for p in layout.parameters],
+        statistics=[statistic.name for statistic in statistics],
+        code=[(*where, places) for where, places in code.items()],
+    )
+
+
+def layout_of(frame: LaidOut) -> Layout:
+    """Return the layout of a frame; ValueError if its parts do not fit together."""
+    names = [name for name, _ in frame.modules]
+    if len(set(names)) < len(names):
+        raise ValueError("modules: two of them have the same name")
+    parameters = []
+    for name, owner, shape in frame.parameters:
+        if owner >= len(names) or math.prod(shape) > MAX_INTEGER:
+            raise ValueError("parameters: the module or the shape of one is out of range")
+        parameters.append(Parameter(name=name, module_name=names[owner], shape=shape))
+    code = {
+        place: (forward, user_code)
+        for forward, user_code, places in frame.code
+        for place in places
+        if place < len(names)
+    }
+    modules = []
+    for place, (name, kind) in enumerate(frame.modules):
+        forward, user_code = code.get(place, ("", None))
+        modules.append(Module(name=name, type_name=kind, forward=forward, user_code=user_code))
+    return Layout(modules=tuple(modules), parameters=tuple(parameters))

@@ -1,0 +1,47 @@
+"""Directories of runs: remote ones, and those below TensorBoard's log directories."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+from telemetry import HookLogger
+from telemetry.reading.run_data import RunData
+from telemetry.reading.run_log import RunDirectory
+from telemetry.tensorboard_plugin.provider_source import find_directories
+from tests.helpers.loops import fault_at, mlp, train
+
+
+def test_a_remote_directory_gets_event_files_and_a_run_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = mlp()
+    writer = SummaryWriter("memory://alerts")
+    with writer, HookLogger(model, writer, alerts=[fault_at(1)]) as logger:
+        train(model, steps=2)
+        logger.flush()
+        run = RunData(RunDirectory("memory://alerts"))
+        assert run.matrix("grad_norm").steps.tolist() == [0, 1]
+        train(model, steps=2)
+    assert run.matrix("grad_norm").steps.tolist() == [0, 1, 2, 3]
+    assert [alert.step for alert in run.overview().alerts] == [1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_have_the_names_that_tensorboard_gives_them(tmp_path: Path) -> None:
+    for folder in ("one", "one/below", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "telemetry.0.x.runlog").touch()
+    (tmp_path / "two" / "again").symlink_to(tmp_path)
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+
+    def names(logdir: str, spec: str = "") -> set[str]:
+        return set(find_directories(Namespace(logdir=logdir, logdir_spec=spec)))
+
+    assert names(str(tmp_path)) == {"one", "one/below", "two"}
+    assert names(one) == names(f"{one}/") == {".", "below"}
+    assert {"first", "first/below", "."} <= names("", f"first:{one},{two}")
