@@ -91,6 +91,8 @@ class FullStep(Frame, tag=3):
 
     table: memoryview  # ``[statistics, modules]``
     units: memoryview  # see :func:`telemetry.layers.units.encode_units`; may be empty
+    # Whether zeros, NaN, infinities and kurtosis of some tensors are those of a sample.
+    estimated: bool = False
 
 
 class Random(Struct):

@@ -72,6 +72,7 @@ def overview(data: RunData) -> dict[str, Any]:
         "alerts": [{**json_plain(alert), "message": alert.message} for alert in run.alerts],
         "hparams": data.hyperparameters(),
         "resumed": run.resumed,
+        "estimated": data.estimated(),
     }
 
 

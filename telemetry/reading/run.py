@@ -58,6 +58,14 @@ class Run:
         """Hyperparameters given to ``HookLogger.hparams``."""
         return self._data.hyperparameters()
 
+    @property
+    def estimated(self) -> bool:
+        """Whether zeros, NaN, infinities and kurtosis are those of a sample, as on an accelerator.
+
+        Whether there is any NaN or infinity is exact.
+        """
+        return self._data.estimated()
+
     @cached_property
     def scalars(self) -> Table:
         """All curves, a row for each point: columns ``tag``, ``step``, ``value``.

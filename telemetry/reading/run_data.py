@@ -350,6 +350,18 @@ class RunData:
             ]
         return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
 
+    def estimated(self) -> bool:
+        """Whether some figures of the last full step are those of a sample, not of all elements."""
+        with self._lock:
+            self._refresh()
+            latest = [
+                (segment.part, index)
+                for segment in self._segments
+                for index in segment.indices(FullStep, WHOLE)[-1:]
+            ]
+            frames = (frame for part, at in latest[-1:] for _, frame in part.read(FullStep, [at]))
+            return any(frame.estimated for frame in frames)
+
     def training_states(self) -> list[str]:
         """Return what each layer's parameters did at the last full step, a text for each layer.
 

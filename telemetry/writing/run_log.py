@@ -33,6 +33,7 @@ from telemetry.layers.table import PLACES
 from telemetry.layers.units import encode_units, with_parts
 from telemetry.records import Layout, StepRecord
 from telemetry.records.batches import RecentBatches
+from telemetry.records.tensor import Tensors
 from telemetry.tag_names import RUN
 from telemetry.untrusted import MAX_TEXT
 
@@ -107,7 +108,10 @@ class RunLog:
             self._random = Random(step, dict(states)) if states else None
             units = encode_units(with_parts(record, table(record).outputs))
             values = memoryview(_table(record, self._statistics).tobytes())
-            self._write(FullStep(step, time_s, values, memoryview(units)), droppable=True)
+            tensors = (record.outputs, record.output_grads, record.grads, record.weights)
+            estimated = any(bool(Tensors.of(of).rows.estimated.any()) for of in tensors)
+            frame = FullStep(step, time_s, values, memoryview(units), estimated)
+            self._write(frame, droppable=True)
 
     def alert(self, alert: Alert, time_s: float) -> None:
         """Write an alert; of a fault also the random state and the batch of its step."""

@@ -200,7 +200,7 @@ function Notice({ page, shown }) {
 
 /** About what is not shown, and layers that do not train; "" without any. */
 function noticeOf(page, { panel, field, statistic, rows, mode, values }) {
-  const { layers, trainedShare, resumed } = panel.overview;
+  const { layers, trainedShare, resumed, estimated } = panel.overview;
   const { search } = page.state;
   if (mode === "run" && field.steps.length && values.every((value) => value === -1)) {
     return "No layer has this statistic at a common step in both runs: there is no ratio to show.";
@@ -214,6 +214,7 @@ function noticeOf(page, { panel, field, statistic, rows, mode, values }) {
   const isPartial = trainedShare !== null && trainedShare < 1;
   return [
     resumed.length && `Resumed at step ${resumed.map(formatStep).join(", ")} (dotted).`,
+    estimated && "Counts of zeros and of values that are not finite, and kurtosis, are those of samples.",
     isPartial && `${(100 * trainedShare).toFixed(1)} % of the parameters are in layers that train.`,
     behind.length && `Reduced: each cell is the largest of ${behind.map((pair) => pair.join(" ")).join(" × ")}.`,
     isThinned(field) && !field.isAll && "Zoom in to see all.",

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+import telemetry
 from telemetry import HookLogger, StepRecord
 from tests.helpers.require import GRAPHS_CAN_BE_OBSERVED, require
 from tests.helpers.twins import Loop, Outcome, assert_left_alone, run, training
@@ -118,6 +119,8 @@ def test_training_is_left_alone_and_figures_are_those_of_the_cpu(
         elsewhere(patch)
         found = assert_left_alone(make, train, tmp_path / "elsewhere")
     assert len(found.full) == len(expected.full) == 3
+    runs = [telemetry.read(tmp_path / name) for name in ("host", "elsewhere")]
+    assert [run.estimated for run in runs] == [False, True]
     for one, two in zip(found.full, expected.full, strict=True):
         assert any(record.estimated for record in {**one.outputs, **one.weights}.values())
         assert_alike(one, two)
