@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from telemetry.alert import Alert
 from telemetry.events.run_log import Alerted, Failure, FullStep, Random
 from telemetry.layers import MISSING, PAGE_STATISTICS
-from telemetry.layers.onset import FEWEST_TO_SHOW, Onset, onsets
+from telemetry.layers.onset import Onset
 from telemetry.reading.matrix import Region
 from telemetry.reading.run_data import RunData
 from telemetry.records.batches import Batch
@@ -165,9 +165,6 @@ def earliest_onsets(run: RunData, fault: Mapping[str, Any]) -> list[Onset]:
     steps, names = fault["steps"]["step"], fault["modules"]["name"]
     if not steps or not names:
         return []
-    matrix = run.matrix("grad_norm", Region(first_step=steps[0], last_step=fault["step"]))
-    norms = np.where(np.isnan(matrix.values), np.inf, matrix.values).astype(np.float64)
-    norms[norms == MISSING] = np.nan
-    found = onsets(names, matrix.steps, norms, fault["step"], fewest=FEWEST_TO_SHOW) or []
+    found = run.onsets_by(fault["step"], steps[0]) or []
     until = [onset.step for onset in found][len(names) // 2 : len(names) // 2 + 1]
     return [onset for onset in found if [onset.step] < until or not until][:_MAX_ONSETS]

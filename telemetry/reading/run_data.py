@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,7 +122,7 @@ class RunData:
     ) -> None:
         self.directory = directory
         self._run = run
-        self._lock = threading.RLock()
+        self._lock = directory.lock
         self._parts: Sequence[Part] = ()
         self._layouts: list[tuple[LaidOut, Layout]] = []  # different ones
         self._state: Sequence[object] = ()
@@ -417,13 +416,14 @@ class RunData:
                             found, sampled = dict(list(found.items())[::2]), True
         return UnitExtremes.of(type_name, found, sampled)
 
-    def onsets_by(self, step: int) -> list[Onset] | None:
+    def onsets_by(self, step: int, first_step: int | None = None) -> list[Onset] | None:
         """Return the layers whose gradient norm has left its baseline by a step, earliest first.
 
-        NaN counts as infinite; None: there are too few earlier steps for a baseline.
+        NaN counts as infinite; None: there are too few earlier steps for a baseline. It looks back
+        to ``first_step``, by default 120 steps.
         """
-        region = Region(first_step=max(0, step + 1 - LOOK_BACK), last_step=step)
-        matrix = self.matrix("grad_norm", region)
+        first = max(0, step + 1 - LOOK_BACK) if first_step is None else first_step
+        matrix = self.matrix("grad_norm", Region(first_step=first, last_step=step))
         norms = np.where(np.isnan(matrix.values), np.inf, matrix.values).astype(np.float64)
         norms[norms == MISSING] = np.nan
         names = [layer.name for layer in self.overview().layers]

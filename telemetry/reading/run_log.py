@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -215,7 +216,10 @@ class RemoteLogFile(LogFile):
 
 
 class RunDirectory:
-    """Run logs in a directory, local or remote; ``names`` are those of some files in it."""
+    """Run logs in a directory, local or remote; ``names`` are those of some files in it.
+
+    Readers of its runs hold ``lock``: they share files, of which each call reads what is new.
+    """
 
     def __init__(
         self,
@@ -224,14 +228,22 @@ class RunDirectory:
         names: Sequence[str] | None = None,
     ) -> None:
         self.path = os.fspath(path)
+        self.lock = threading.RLock()
         self._names = names
         self.problems = problems or Problems()
         self.newer: NewerFormatError | None = None  # of a file that this version cannot read
         self._files: dict[str, LogFile] = {}
         self._runs: dict[str, list[Part]] = {}
 
-    def refresh(self) -> bool:
-        """Read what is new; return whether anything is."""
+    def refresh(self) -> None:
+        """Read what is new."""
+        with self.lock:
+            before = self._offsets()
+            self._refresh_files()
+            if self._offsets() != before:
+                self._assemble()
+
+    def _refresh_files(self) -> None:
         try:
             names = log_names(self.path) if self._names is None else self._names
         except OSError:
@@ -239,7 +251,6 @@ class RunDirectory:
         if self._files.keys() - set(names):  # another run in the same directory
             self._files.clear()
             self._runs = {}
-        before = self._offsets()
         for name in names:
             if name not in self._files:
                 make = RemoteLogFile if "://" in self.path else LogFile
@@ -251,12 +262,9 @@ class RunDirectory:
             except NewerFormatError as error:
                 self.newer = error
                 self.problems.add(os.path.join(self.path, name), error)
-        if is_new := self._offsets() != before:
-            self._assemble()
-        return is_new
 
-    def _offsets(self) -> list[int]:
-        return [file.offset for file in self._files.values()]
+    def _offsets(self) -> list[tuple[LogFile, int]]:
+        return [(file, file.offset) for file in self._files.values() if file.offset]
 
     def runs(self) -> Mapping[str, Sequence[Part]]:
         """Return the parts of each run by its id, the oldest run first.

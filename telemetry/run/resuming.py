@@ -54,8 +54,8 @@ class LaterSteps:
         if "://" not in log_dir and not expected:
             with failures.contained("to find earlier steps"):
                 # Before this run begins: without its own file.
-                if os.path.isdir(log_dir) and log_names(log_dir):
-                    self._earlier = RunDirectory(log_dir, names=log_names(log_dir))
+                if os.path.isdir(log_dir) and (names := log_names(log_dir)):
+                    self._earlier = RunDirectory(log_dir, names=names)
 
     def expect_them(self) -> None:
         """Disable the warning: the run was resumed."""

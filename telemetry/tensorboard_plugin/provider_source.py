@@ -6,7 +6,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,8 +19,9 @@ from tensorboard.data.provider import DataProvider, RunTagFilter
 
 from telemetry.events.run_log import SUFFIX
 from telemetry.plain_text import natural_key
+from telemetry.reading.run import find_log_dirs
 from telemetry.reading.run_data import RunData
-from telemetry.reading.run_log import RunDirectory
+from telemetry.reading.run_log import RunDirectory, log_names
 from telemetry.reading.sources import Period, Problems
 
 _ALL = 10**9  # all values of a tag; 0 would mean none
@@ -34,12 +37,11 @@ def find_directories(flags: Any) -> dict[str, str]:
 
     ``flags`` are TensorBoard's: ``logdir``, or ``logdir_spec``, which is ``name:path,path``.
     """
-    found: dict[str, str] = {}
-    for name, top in _log_dirs(flags):
-        for folder in _folders(top):
-            below = folder[len(top) :].strip(os.sep)
-            found[os.path.join(name, below).rstrip(os.sep) or "."] = folder
-    return found
+    return {
+        os.path.normpath(os.path.join(name, below)): folder
+        for name, top in _log_dirs(flags)
+        for below, folder in _folders(top)
+    }
 
 
 def _log_dirs(flags: Any) -> Iterator[tuple[str, str]]:
@@ -53,22 +55,16 @@ def _log_dirs(flags: Any) -> Iterator[tuple[str, str]]:
             yield name if is_named else "", top
 
 
-def _folders(top: str) -> Iterator[str]:
-    """Yield the directories with run logs at and below ``top``; links are followed."""
+def _folders(top: str) -> Iterator[tuple[str, str]]:
+    """Yield the directories with run logs at and below ``top``, each after its path from there."""
     if "://" in top:
         for folder, _, names in tf.io.gfile.walk(top):
             if any(name.endswith(SUFFIX) for name in names):
-                yield folder
+                yield folder[len(top) :].strip("/"), folder
         return
-    seen: set[str] = set()
-    for folder, folders, names in os.walk(top, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:  # a circular or repeated link
-            folders.clear()
-            continue
-        seen.add(real)
-        if any(name.endswith(SUFFIX) for name in names):
-            yield folder
+    with suppress(OSError):  # it may not exist yet
+        for path in find_log_dirs(Path(top), is_log_dir=log_names):
+            yield os.path.relpath(path, top), str(path)
 
 
 class Runs:

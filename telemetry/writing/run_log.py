@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,29 +37,29 @@ from telemetry.tag_names import RUN
 from telemetry.untrusted import MAX_TEXT
 
 
-class Put(Protocol):
-    """Receiver of the data of frames."""
-
-    def __call__(self, data: bytes, *, droppable: bool = False, flush: bool = False) -> None:
-        """Append the data of a frame to the file, without waiting for the disk."""
-
-
-class Repeat(Protocol):
-    def __call__(self, key: str, data: bytes) -> None:
-        """Begin each further file of this logger with the latest data of each key."""
-
-
 class RunLog:
     """Writer of one logger's run log, in the order of steps.
 
-    The file begins with the first frame, so that a checkpoint may be restored before. ``layout`` is
-    that of the latest step. ``run`` identifies the run, of which this logger writes a part.
+    The file begins with the first frame, so that a checkpoint may be restored before. ``run``
+    identifies the run, of which this logger writes a part.
+
+    Args:
+        put: Appends the data of a frame to the file, without waiting for the disk; it takes
+            ``droppable`` and ``flush``.
+        repeat: Begins each further file of this logger with the latest data of each key.
     """
 
-    def __init__(self, put: Put, repeat: Repeat, *, run: str, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        put: Callable[..., None],
+        repeat: Callable[[str, bytes], None],
+        *,
+        run: str,
+        seed: int | None = None,
+    ) -> None:
         self.run = run
         self.batches = RecentBatches()
-        self.layout: Layout | None = None
+        self._layout: Layout | None = None  # of the latest step
         self._put, self._repeat = put, repeat
         self._seed = seed
         self._first_step = 0
@@ -73,20 +72,16 @@ class RunLog:
         """Hide what the run holds of this step and later ones; ``run``: of a checkpoint."""
         self.run = run or self.run
         self._first_step = step
-        self.layout = None
+        self._layout = None
         self._has_begun = False
-
-    def begins_layout(self, record: StepRecord) -> bool:
-        """Whether a record has another layout than the one before."""
-        return not record.phase and record.layout is not self.layout
 
     def step(self, record: StepRecord) -> None:
         """Write a step of training, and what a full one has measured."""
         if record.phase:
             return
         step, time_s = record.step, record.wall_time
-        if self.begins_layout(record):
-            self.layout = record.layout
+        if record.layout is not self._layout:
+            self._layout = record.layout
             optional = [s for s in OPTIONAL_STATISTICS if s.measured_in and s.measured_in(record)]
             self._statistics = MATRIX_STATISTICS + tuple(optional)
             self._write_needed(layout_frame(record.layout, self._statistics, step, time_s))

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
+import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from telemetry import HookLogger
+from telemetry.events.run_log import Norms
 from telemetry.reading.run_data import RunData
 from telemetry.reading.run_log import RunDirectory
 from telemetry.tensorboard_plugin.provider_source import find_directories
+from tests.helpers.known_runs import layout_of, write_run
 from tests.helpers.loops import fault_at, mlp, train
 
 
@@ -45,3 +50,20 @@ def test_runs_have_the_names_that_tensorboard_gives_them(tmp_path: Path) -> None
     assert names(str(tmp_path)) == {"one", "one/below", "two"}
     assert names(one) == names(f"{one}/") == {".", "below"}
     assert {"first", "first/below", "."} <= names("", f"first:{one},{two}")
+
+
+def test_readers_in_several_threads_take_each_frame_once(tmp_path: Path) -> None:
+    write_run(
+        tmp_path, layout_of(["a"]), steps=range(2000), norms=lambda _: np.ones(1, np.float32),
+        losses=False,
+    )  # fmt: skip
+    directory, ready = RunDirectory(tmp_path), Barrier(8)
+
+    def refresh(_: int) -> None:
+        ready.wait()
+        directory.refresh()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(refresh, range(8)))
+    [[part]] = directory.runs().values()
+    assert list(part.frames[Norms].steps) == list(range(2000))

@@ -47,16 +47,22 @@ def test_steps_are_in_the_file_of_the_writer_when_the_logger_is_flushed(tmp_path
     assert steps_by_file(tmp_path) == [[0, 1, 2, 3]]
 
 
-def test_steps_after_a_close_are_in_the_file_that_readers_read_next(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    writer = SummaryWriter(tmp_path)
+def step_after_a_close(log_dir: Path) -> tuple[SummaryWriter, TinyRun]:
+    """Train one step before the user closes the writer, and one after it."""
+    writer = SummaryWriter(log_dir)
     run = TinyRun(writer)
     run.train()
     run.logger.flush()
     writer.close()
     run.train()
+    return writer, run
+
+
+def test_steps_after_a_close_are_in_the_file_that_readers_read_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    writer, run = step_after_a_close(tmp_path)
     run.logger.flush()
     writer.add_scalar("theirs", 0.0, 2)
     run.train()
@@ -71,12 +77,7 @@ def test_steps_after_a_close_are_in_the_file_that_readers_read_next(
 
 
 def test_a_file_of_ours_after_a_close_can_be_read_alone(tmp_path: Path) -> None:
-    writer = SummaryWriter(tmp_path)
-    run = TinyRun(writer)
-    run.train()
-    run.logger.flush()
-    writer.close()
-    run.train()
+    _, run = step_after_a_close(tmp_path)
     run.logger.close()
     event_files(tmp_path)[0].unlink()
     curves = telemetry.read(tmp_path).scalars
