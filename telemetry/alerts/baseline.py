@@ -263,6 +263,18 @@ class Baseline:
         return min((rate for rate in self._rates if rate > 0), default=0.0)
 
     @property
+    def risen_from(self) -> float:
+        """The lowest rate above zero before the rate became as high as now; 0 if it did not rise.
+
+        Optimizers that step in turn have rates in turn, and these are no rise.
+        """
+        rates = [*self._rates]
+        lower = [place for place, rate in enumerate(rates) if rate * shared.JUMP <= self.rate]
+        before = rates[: lower[-1] + 1] if lower else []
+        positive = [rate for rate in before if rate > 0]
+        return min(positive, default=0.0) if max(before, default=0.0) < self.rate else 0.0
+
+    @property
     def ratio_now(self) -> float:
         """The update ratio of this step, estimated from the rate; 0 unless the rate has risen."""
         growth = self.rate / self._ratio_rate if self._ratio_rate > 0 else 0.0

@@ -79,7 +79,7 @@ class LossDivergence(Detector):
         if self.active_alert is not None or now is None:
             return None
         is_new = baseline.is_young and loss.excess > shared.JUMP
-        enough = self.losses - (is_new or baseline.follows_rate_jump)
+        enough = loss.far_above(self.losses) - (is_new or baseline.follows_rate_jump)
         # With fewer than a hundred steps, the best loss may be luck.
         lost = loss.losses_lost >= shared.RECENT and baseline.age > shared.LENGTH
         is_high = len(loss.high) >= enough or lost
@@ -89,7 +89,7 @@ class LossDivergence(Detector):
             self.needs_full_step |= explained is None
             return None
         self._rise = loss.rise(loss.window.usual)
-        rate, lowest = baseline.rate, baseline.lowest_rate
+        rate, lowest = baseline.rate, baseline.risen_from
         cause = f"The learning rate is {figure(rate)}" if rate > 0 else None
         if 0 < lowest * shared.JUMP <= rate:
             cause = f"The learning rate rose from {figure(lowest)} to {figure(rate)}"
@@ -111,7 +111,7 @@ class LossDivergence(Detector):
         return self._rise is not None and not self._rise.is_undone(loss)
 
 
-_NEVER_ZEROED = "They are never zeroed"
+_NEVER_ZEROED = "They are not zeroed between these steps"
 _LOWER = ("Divide the learning rate by 3 to 10", "Warm it up")
 _INITIALIZE = (
     "Make these weights smaller: PyTorch's defaults start at 0.4x He initialization",

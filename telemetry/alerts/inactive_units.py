@@ -296,7 +296,8 @@ class SaturatedUnits(Detector):
             kind = layout.modules[layout.position[name]].type_name
             units = record.outputs[output].rows.units_of(record.outputs[output].row)
             which = "" if units is None else ranges(saturated_units(kind, units))
-            summary = f"{what} are saturated" + (f"; units {which} for all inputs" if which else "")
+            named = f"unit{'' if which.isdecimal() else 's'} {which}"
+            summary = f"{what} are saturated" + (f"; {named} for all inputs" if which else "")
             cause, advice = f"{printable(kind)} is flat there and passes no gradient", _CENTERED
         large, why = baseline.large_start
         if large and layout.position[large] <= layout.position[name]:

@@ -23,7 +23,7 @@ from telemetry.alerts.detector import (
 )
 from telemetry.alerts.window import Logged, LossJump, Rise
 from telemetry.layers.onset import Onset
-from telemetry.plain_text import called, figure, steps_in_words
+from telemetry.plain_text import called, called_owner, figure, steps_in_words
 from telemetry.records import StepRecord
 from telemetry.records.moments import rms_of
 
@@ -220,7 +220,8 @@ def _in_words(onsets: Sequence[Onset], count: int) -> str:
         some = f"All {count}" if len(first) == count else f"{len(first)} of {count}"
         return f". {some} layers left their baseline at step {first[0].step}"
     named = [
-        f"{called(o.name)} ({_ratio(o.factor)} at step {o.step})" for o in onsets[: shared.NAMED]
+        f"{called_owner(o.name)} ({_ratio(o.factor)} at step {o.step})"
+        for o in onsets[: shared.NAMED]
     ]
     return f". First layers out of their usual range: {', '.join(named)}" if named else ""
 

@@ -139,6 +139,8 @@ class Loss:
     is_better: bool = False  # the recent median is half a deviation below the window
     excess: float = 0.0  # (last loss - highest before) / |highest before|
     losses_lost: int = 0  # consecutive losses at which half of the progress was lost
+    outliers: int = 0  # losses that were far above the window, the latest consecutive ones included
+    count: int = 0  # losses up to now
     _firsts: tuple[float, ...] = ()
     limit: float = math.inf  # threshold of losses far above the window
 
@@ -164,6 +166,17 @@ class Loss:
         ten-thousandth (regression_at_its_floor), and spikes (curve_at_its_floor). 0 while unknown.
         """
         return shared.NOISE * abs(self.first) if self._firsts else 0.0
+
+    def far_above(self, losses: int) -> int:
+        """Return how many consecutive losses far above the window are as rare as ``losses``.
+
+        These are as rare as a single one in ten, ``losses`` times. If more were far above before,
+        the losses have heavy tails, and it takes more in a row.
+        """
+        share = (self.outliers - len(self.high)) / max(self.count - len(self.high), 1)
+        if not shared.FEW < share < 1:
+            return losses
+        return math.ceil(losses * math.log(shared.FEW) / math.log(share))
 
     def jump_since(self, since: int) -> LossJump:
         """Return the rise of the loss at step ``since`` or later."""
@@ -212,7 +225,9 @@ class Loss:
             self.excess = (loss - highest) / abs(highest) if highest else 0.0
             few = _FAR_OF_FEW * abs(highest) if len(self.window) < shared.FEWEST else 0.0
             self.limit = highest + max(shared.HALF * self.window.range, few)
+        self.count += 1
         if loss > self.limit:
+            self.outliers += 1
             self.high.append(Logged(step, loss))
         else:
             self.high.clear()

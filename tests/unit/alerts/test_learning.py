@@ -131,6 +131,24 @@ def test_a_learning_rate_that_rose_is_named_once_and_not_resolved(ramp: int, eve
     assert 0.003 in figures(alert.cause)
 
 
+@pytest.mark.parametrize("others", [0, 5])
+def test_three_high_losses_in_a_row_diverge_only_where_single_ones_are_rare(others: int) -> None:
+    high = {*range(7, 7 + 4 * others, 4), 32, 33, 34}
+    alerts = train(
+        rule("loss_divergence"), 36, every=1,
+        optimizer=lambda parameters: Adam(parameters, 0.1),
+        weight=lambda step: 30.0 if step in high else 1.0,
+    )  # fmt: skip
+    assert [alert.step for alert in alerts] == ([] if others else [34])
+
+
+def test_rates_of_optimizers_that_step_in_turn_have_not_risen() -> None:
+    alerts = train(
+        rule("loss_divergence"), 60, every=1, rate=lambda step: 20.0 if step % 2 else 1.0
+    )
+    assert {alert.cause for alert in alerts} == {"The learning rate is 20"}
+
+
 @every_interval
 def test_a_rate_that_is_far_too_high_from_the_first_step_is_named(every: int) -> None:
     first, *_ = train(rule("loss_divergence"), 40, optimizer=partial(Adam, lr=1.0), every=every)

@@ -296,3 +296,15 @@ def test_parameters_that_an_optimizer_no_longer_steps_are_a_note() -> None:
     [alert] = run.alerts
     assert (alert.severity, alert.module_name) == ("note", "trunk")
     assert "no optimizer has stepped it for" in alert.summary
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_weights_whose_layer_gets_zeros_alone_are_untrained(scale: float) -> None:
+    def apply(self: Any, x: Tensor) -> Any:
+        return self.head((self.basis(scale * x) + 0.1).relu())
+
+    model = Applied(apply, basis=nn.Linear(8, 16), head=nn.Linear(16, 3))
+    alerts = train(rule("untrained_parameters"), 95, model=model, every=100)
+    assert [(alert.module_name, alert.severity) for alert in alerts] == (
+        [] if scale else [("basis", "warning")]
+    )
