@@ -34,7 +34,8 @@ def _section(meaning: Meaning) -> str:
     lines = [f"## {meaning.kind}", ""]
     lines += [*_wrapped(f"**{meaning.severity.title()}.** {meaning.summary}"), ""]
     for name, text in meaning.sections.items():
-        lines += _wrapped(f"- **{name}**: {text}", "  ")
+        if name != "Evidence":  # the alert shows it
+            lines += _wrapped(f"- **{name}**: {text}", "  ")
     if meaning.example:
         lines += ["", "```python", meaning.example, "```"]
     if meaning.parameters:
