@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from statistics import median, median_high
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from statistics import median
 from typing import Annotated
 
 import numpy as np
@@ -30,9 +31,7 @@ class Norm:
     above_all: float = 0.0  # above the highest, the latest included; 0 in the first steps
     above_window: float = 0.0  # above the highest of the window
     below: float = 0.0  # below the lowest
-    since_jump: int = shared.NEVER  # steps since it first rose to five times the highest
-    first: float = math.nan  # median of the first five norms
-    _firsts: tuple[float, ...] = ()
+    jump_step: int = -shared.NEVER  # at which it first rose to five times the highest
     _window: Window
 
     def __init__(self) -> None:
@@ -44,26 +43,27 @@ class Norm:
         return 10**self._window.usual if len(self._window) else 0.0
 
     @property
+    def first(self) -> float:
+        """Median of the first five norms."""
+        return 10**self._window.first
+
+    @property
     def is_usual(self) -> bool:
         """Whether the last one is within a factor of five of those before."""
         return max(self.above_all, self.below) < shared.FAR_ABOVE
 
-    def add(self, total: float, steps: int) -> None:
-        """Add the finite norm of one step, ``steps`` after the one before."""
-        self.since_jump += steps
+    def add(self, total: float, step: int) -> None:
+        """Add the finite norm of one step."""
         self.above_all = self.above_window = self.below = 0.0
         if total == 0:
             return
-        if len(self._firsts) < shared.RECENT:
-            self._firsts = (*self._firsts, total)
-            self.first = median_high(self._firsts)
         level = math.log10(total)
         if len(self._window) >= shared.RECENT:
             lowest, highest = self._window.extremes_of_all
             self.above_all, self.below = level - highest, lowest - level
             self.above_window = level - self._window.highest
-            if self.above_all >= shared.FAR_ABOVE and self.since_jump > shared.LATEST:
-                self.since_jump = 0
+            if self.above_all >= shared.FAR_ABOVE and step - self.jump_step > shared.LATEST:
+                self.jump_step = step
         self._window.add(level, unusual=self.above_all > math.log10(shared.THIRTYFOLD))
 
 
@@ -143,38 +143,27 @@ class Baseline:
     norm: Norm
     layers: LayerNorms
     age: int = -1  # steps seen before this one
-    norm_jump_step: int = 0  # of Norm.since_jump
-    # Steps since the learning rate rose to three times the highest survived rate. A rate is
-    # survived if the loss is not worse ten steps later.
-    since_rate_jump: int = shared.NEVER
+    step: int = 0  # the latest
+    # At which the learning rate rose to three times the highest survived rate. A rate is survived
+    # if the loss is not worse ten steps later.
     rate_jump_step: int = -shared.NEVER
     rate_before_jump: float = 0.0  # highest survived rate before the jump
     rate_after_jump: float = 0.0  # the rate after the rise
     rate: float = 0.0  # the highest learning rate of this step; 0 without an optimizer
     jumped: tuple[str, ...] = ()  # modules whose rate jumped, in forward order, if not all
-    since_large_step: int = (
-        shared.NEVER
-    )  # since one moved the median weight matrix by a fifth of its norm
+    # That moved the median weight matrix by a fifth of its norm.
+    large_step: int = -shared.NEVER
     step_ratio: float = 0.0  # median update ratio of the matrices at the last full step
-    # Module of one matrix that started far too large, and its size relative to He initialization;
-    # ("", 0) if no matrix did, None before the first full step.
-    too_large: tuple[str, float] | None = None
-    # Modules whose matrices started far smaller than most, such as the last layer of a policy:
-    # gradients before them start small and grow, and a step moves them by many times their size.
-    began_small: tuple[str, ...] = ()
-    began_zero: tuple[
-        str, ...
-    ] = ()  # modules with a matrix that was all zeros at the first full step
+    # Modules and sizes of their matrices at the first full step, relative to He initialization: a
+    # root mean square of sqrt(2 / fan_in) (He et al., "Delving Deep into Rectifiers", 2015).
+    _first_sizes: tuple[tuple[str, float], ...] = ()
     batches_vary: bool = False  # whether full steps had very different numbers of examples
     _examples: Annotated[deque[tuple[int, int]], shared.LENGTH]  # full steps, and their examples
     _ratio_rate: float = 0.0
-    _ratio_norm: float = 0.0  # the total gradient norm there
-    _norm: float = 0.0  # the latest
     _survived_rate: float = 0.0
     _rates: deque[float]
     _of_groups: tuple[float, ...] = ()
     _groups: dict[str, set[int]]  # of each module's own parameters, in forward order
-    _step: int = 0  # the latest
 
     def __init__(self, interval: float = 1) -> None:
         self.interval = interval
@@ -184,33 +173,26 @@ class Baseline:
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
-        steps = record.step - self._step if self.age >= 0 else 1
-        self.age, self._step = self.age + 1, record.step
-        self.since_rate_jump += steps
-        self.since_large_step += steps
+        self.age, self.step = self.age + 1, record.step
         self._add_rates(record)
-        self._norm = record.total_grad_norm
         for step, between in record.losses_between:
             if math.isfinite(between):
                 self.loss.add(step, between, judged=False)
         if (loss := record.finite_loss) is not None:
             self.loss.add(record.step, loss)
         if record.all_grads_finite:
-            self.norm.add(record.total_grad_norm, round(steps / self.interval))
+            self.norm.add(record.total_grad_norm, record.step)
             self.layers.add(record)
-            if self.norm.since_jump == 0:
-                self.norm_jump_step = record.step
         if record.examples:
             self._examples.append((record.step + record.loss_delay, record.examples))
             counts = [count for _, count in self._examples]
             self.batches_vary = max(counts) >= shared.HALF_MORE * min(counts)
         if ratios := matrix_ratios(record).values():
             self.step_ratio, self._ratio_rate = median(ratios), self.rate
-            self._ratio_norm = record.total_grad_norm
             if self.step_ratio >= shared.LARGE_STEP:
-                self.since_large_step = 0
-        if record.weights and self.too_large is None:
-            self.too_large, self.began_small, self.began_zero = _first_sizes(record)
+                self.large_step = record.step
+        if not self._first_sizes:
+            self._first_sizes = tuple(_sizes_over_he(record))
 
     @property
     def loss_limit(self) -> float:
@@ -233,18 +215,37 @@ class Baseline:
         return not counts or self._examples[-1][1] >= shared.HALF_MORE * median(counts)
 
     @property
-    def is_young(self) -> bool:
-        """Whether training can hardly have changed the model yet."""
-        return self.age < shared.RECENT
+    def large_start(self) -> tuple[str, str]:
+        """Module of one matrix that started far too large, and that as a cause, in the first steps.
+
+        Two empty texts if no matrix did, or later.
+        """
+        name, largest = max(self._first_sizes, key=itemgetter(1), default=("", 0.0))
+        others = [size for other, size in self._first_sizes if other != name]
+        stands_out = others and largest >= 10**shared.TENFOLD * max(1.0, *others)
+        if self.age >= shared.LATEST or not stands_out:
+            return "", ""
+        times = figure(largest, 2)
+        return name, f"The initial weights of {called(name)} are {times}x He initialization"
 
     @property
-    def large_start(self) -> tuple[str, str]:
-        """Module of :attr:`too_large` and a cause in the first steps; else two empty texts."""
-        if self.age >= shared.LATEST or not self.too_large or not self.too_large[0]:
-            return "", ""
-        name, times = self.too_large
-        size = f"{figure(times, 2)}x He initialization"
-        return name, f"The initial weights of {called(name)} are {size}"
+    def began_small(self) -> list[str]:
+        """Modules whose matrices started far smaller than most, as the last layer of a policy.
+
+        Gradients before them start small and grow; a step moves them by many times their size.
+        """
+        usual = median([size for _, size in self._first_sizes] or [0.0])
+        return [name for name, size in self._first_sizes if size * 10**shared.TENFOLD < usual]
+
+    @property
+    def began_zero(self) -> list[str]:
+        """Modules with a matrix that started at zero."""
+        return [name for name, size in self._first_sizes if size == 0]
+
+    @property
+    def since_rate_jump(self) -> int:
+        """Steps since the learning rate jumped."""
+        return self.step - self.rate_jump_step
 
     @property
     def follows_rate_jump(self) -> bool:
@@ -269,30 +270,22 @@ class Baseline:
         return self.step_ratio * growth if growth >= shared.JUMP else 0.0
 
     @property
-    def may_step_far(self) -> bool:
-        """Whether a full step might show a large update, which scales with rate and gradients.
-
-        The first update of an optimizer with momentum is a tenth of later ones.
-        """
-        known = self.step_ratio > 0 and self._ratio_norm > 0 and math.isfinite(self._norm)
-        if not known:
-            return True
-        growth = max(self._norm / self._ratio_norm, 1.0)
-        growth *= max(self.rate / self._ratio_rate, 1.0) if self._ratio_rate > 0 else 1.0
-        return self.step_ratio * growth >= shared.LARGE_STEP / 10
+    def since_norm_jump(self) -> int:
+        """Steps since the gradient norm jumped."""
+        return self.step - self.norm.jump_step
 
     @property
     def gradients_led(self) -> bool:
         """Whether gradients have just jumped and the learning rate has not."""
-        since = self.norm.since_jump
-        return since <= shared.FEWEST < self.since_rate_jump - since
+        led = self.norm.jump_step - self.rate_jump_step > shared.FEWEST
+        return led and self.since_norm_jump <= shared.FEWEST
 
     def _add_rates(self, record: StepRecord) -> None:
         rates, earlier = record.learning_rates, self._of_groups
         rate = self.rate = max(rates, default=0.0)
         before = max(self._survived_rate, *[*self._rates][-shared.FEWEST :], 0.0)
         if len(self._rates) >= shared.RECENT and rate > shared.JUMP * before:
-            self.since_rate_jump, self.rate_jump_step = 0, record.step
+            self.rate_jump_step = record.step
             self.rate_before_jump, self.rate_after_jump = before, rate
             pairs = enumerate(zip(earlier, rates, strict=False))
             rose = {group for group, (before, after) in pairs if after > shared.JUMP * before}
@@ -322,25 +315,11 @@ def matrix_sizes(record: StepRecord) -> dict[str, float]:
     return {name: size for name, size in sizes.items() if name in record.layout.matrices}
 
 
-def _first_sizes(
-    record: StepRecord,
-) -> tuple[tuple[str, float], tuple[str, ...], tuple[str, ...]]:
-    """Return module and size of the one matrix that is far too large, and modules of small ones
-    and of those that are zero.
-
-    Sizes are relative to He initialization, where the root mean square is ``sqrt(2 / fan_in)`` (He
-    et al., "Delving Deep into Rectifiers", 2015).
-    """
-    layout, sizes = record.layout, list[tuple[float, str]]()
+def _sizes_over_he(record: StepRecord) -> Iterator[tuple[str, float]]:
+    """Yield module and size of each matrix, relative to He initialization; without embeddings."""
+    layout = record.layout
     for name, size in matrix_sizes(record).items():
         parameter = layout.parameters[layout.parameter_position[name]]
         module = layout.modules[layout.position[parameter.module_name]]
         if module.type_name not in LOOKUPS:
-            sizes.append((size * math.sqrt(math.prod(parameter.shape[1:]) / 2), module.name))
-    largest, where = max(sizes, default=(0.0, ""))
-    others = [size for size, name in sizes if name != where]
-    stands_out = others and largest >= 10**shared.TENFOLD * max(1.0, max(others))
-    usual = median([size for size, _ in sizes] or [0.0])
-    small = tuple([name for size, name in sizes if size * 10**shared.TENFOLD < usual])
-    zero = tuple([name for size, name in sizes if size == 0])
-    return (where, largest) if stands_out else ("", 0.0), small, zero
+            yield module.name, size * math.sqrt(math.prod(parameter.shape[1:]) / 2)

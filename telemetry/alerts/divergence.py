@@ -8,7 +8,7 @@ import numpy as np
 
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures
-from telemetry.alerts.detector import EXPLOSIONS, Detector, Finding, limit, state
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.alerts.window import Rise
 from telemetry.layers.module_types import AFFINE, NORMALIZATIONS
 from telemetry.plain_text import figure
@@ -35,7 +35,7 @@ class LossDivergence(Detector):
     kind = "loss_divergence"
     statistic = "update_ratio"
     clear_after = 10  # losses
-    explained_by = EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
+    explained_by = shared.EXPLOSIONS | {"loss_spike", "dead_units", "saturated_units", "nonfinite"}
     after = frozenset({"loss_spike"})
     update_ratio: float = limit(
         shared.LARGE_STEP, "Share of its norm by which a step moves the median weight matrix."
@@ -55,8 +55,7 @@ class LossDivergence(Detector):
         loss = baseline.loss
         rises = loss.high or loss.losses_lost == shared.RECENT
         several = baseline.since_rate_jump <= shared.SOON or self._sums.needs_full_step
-        lasts = baseline.may_step_far or len(loss.high) != 1
-        is_candidate = several or (rises and lasts and not record.full)
+        is_candidate = several or (rises and not record.full)
         self.needs_full_step = self._sums.needs_full_step
         self.needs_full_step |= bool(is_candidate) and self.active_alert is None
         self.full_steps_in_a_row = 3 if several else 1
@@ -78,7 +77,7 @@ class LossDivergence(Detector):
         now = record.finite_loss
         if self.active_alert is not None or now is None:
             return None
-        is_new = baseline.is_young and loss.excess > shared.JUMP
+        is_new = baseline.age < shared.RECENT and loss.excess > shared.JUMP
         enough = self.losses - (is_new or baseline.follows_rate_jump)
         # With fewer than a hundred steps, the best loss may be luck.
         lost = loss.losses_lost >= shared.RECENT and baseline.age > shared.LENGTH

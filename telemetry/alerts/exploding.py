@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from statistics import median_high
 
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import RISEN_LOSSES, Detector, Finding, limit, state
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.alerts.growth import (
     Blame,
     Stretch,
@@ -41,7 +40,7 @@ class ExplodingActivation(Detector):
     on = "full"
     confirm_after = 2
     clear_after = 3  # chosen manually: one more than start it
-    explained_by = RISEN_LOSSES | {"exploding_gradient", "saturated_units", "dead_units"}
+    explained_by = shared.RISEN_LOSSES | {"exploding_gradient", "saturated_units", "dead_units"}
     after = explained_by
     explained_by_rate_jump = True
     # chosen manually; tried 10 and 1000
@@ -71,7 +70,7 @@ class ExplodingActivation(Detector):
             return Finding(
                 summary=f"The output of {called(name)} is {figure(times, 2)}x as large as ever "
                 "before",
-                advice=(_WARM_UP, "Clip gradients", "Add normalization"),
+                advice=(shared.WARM_UP, "Clip gradients", "Add normalization"),
                 value=times,
                 threshold=self.factor,
                 module_name=name,
@@ -121,8 +120,8 @@ class ExplodingGradient(Detector):
     kind = "exploding_gradient"
     severity = "error"
     clear_after = 50
-    explained_by = RISEN_LOSSES | {"exploding_activation", "saturated_units"}
-    after = RISEN_LOSSES | {"saturated_units"}
+    explained_by = shared.RISEN_LOSSES | {"exploding_activation", "saturated_units"}
+    after = shared.RISEN_LOSSES | {"saturated_units"}
     explained_by_rate_jump = True
     # Healthy runs stay within 10; tried 100 and 10,000
     factor: float = limit(1000.0, "Multiple of the highest past norm.")
@@ -130,15 +129,15 @@ class ExplodingGradient(Detector):
         shared.THIRTYFOLD, "Multiple of the norm 20 steps before, if it stays."
     )
     depth_factor: float = limit(shared.DEPTH, "Growth through the network, forward times backward.")
-    _depths: deque[float] = state(partial(deque, maxlen=50))
-    _gains: deque[float] = state(partial(deque, maxlen=10))
+    _depths: deque[float] = state(deque(maxlen=50))
+    _gains: deque[float] = state(deque(maxlen=10))
     _from_loss: float | None = state(None)
     _may_be_from_loss: bool = state(False)
     _blame: Blame = state(Blame)
     _steps_far_above: int = state(0)
     _steps_lasting: int = state(0)
-    _amplified: deque[float] = state(partial(deque, maxlen=shared.LENGTH))
-    _unclipped: deque[float] = state(partial(deque, maxlen=shared.LENGTH))
+    _amplified: deque[float] = state(deque(maxlen=shared.LENGTH))
+    _unclipped: deque[float] = state(deque(maxlen=shared.LENGTH))
     _amplified_steps: int = state(0)
     _deep_steps: int = state(0)
     _began_deep: bool = state(True)  # at all full steps up to now
@@ -147,7 +146,7 @@ class ExplodingGradient(Detector):
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         found = None
         if not record.all_grads_finite:  # it may have overflowed before it was confirmed
-            just_jumped = baseline.gradients_led and baseline.norm.since_jump < shared.FEWEST
+            just_jumped = baseline.gradients_led and baseline.since_norm_jump < shared.FEWEST
             if self.active_alert is None and (self._deep_steps or just_jumped):
                 summary = "The gradients grew until they overflowed"
                 found = self._found(baseline, summary, math.inf, self.depth_factor)
@@ -158,7 +157,7 @@ class ExplodingGradient(Detector):
                 or self._before_clipping(record, baseline)
                 or self._over_depth(record, baseline)
             )
-        is_candidate = baseline.norm.since_jump < shared.FEWEST and not record.full
+        is_candidate = baseline.since_norm_jump < shared.FEWEST and not record.full
         is_candidate |= self._amplified_steps == 1 or self._deep_steps > 0 or self._may_be_from_loss
         self.needs_full_step = self.active_alert is None and is_candidate
         blamed, alert = self._blame.stretch, self.active_alert
@@ -190,7 +189,7 @@ class ExplodingGradient(Detector):
         explodes |= self._steps_far_above >= shared.SEVERAL
         # Without a jump, no full step has shown yet how much came from the loss.
         explodes |= self._steps_lasting >= shared.FEWEST and lost and not self._may_be_from_loss
-        led = baseline.gradients_led and baseline.since_large_step <= norm.since_jump
+        led = baseline.gradients_led and baseline.large_step >= norm.jump_step
         explodes |= led and len(loss.high) >= _LOSSES
         if (
             not explodes or baseline.since_rate_jump < shared.RECENT
@@ -296,8 +295,8 @@ class ExplodingGradient(Detector):
         cause, batch, batch_steps = None, 0.0, list[int]()
         if where is None and not baseline.follows_rate_jump:
             where, batch = self._blame.stretch, self._blame.batch
-            if where is None and confined is None and baseline.norm.since_jump <= shared.LATEST:
-                batch_steps = [baseline.norm_jump_step]
+            if where is None and confined is None and baseline.since_norm_jump <= shared.LATEST:
+                batch_steps = [baseline.norm.jump_step]
             if self._blame.is_alike and confined is None:
                 cause = "All gradients grew alike: because of the batch or of several layers"
         if batch:
@@ -329,11 +328,12 @@ def _began_large(baseline: Baseline) -> Stretch | None:
 _LOSSES = 2  # tried 1 and 4
 _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 
-_WARM_UP = "Lower the learning rate or warm it up"
 _INITIALIZE = "Make the initial weights smaller (He or Xavier initialization)"
 _WEIGHTS = (_INITIALIZE, "Scale down the branches of residual blocks", "Add normalization")
-_CLIP = "Clip gradients (clip_grad_norm_)"
-_BATCH = ("Check the data and the normalization of that batch", _CLIP)
+_BATCH = ("Check the data and the normalization of that batch", shared.CLIP)
 _UNBOUNDED = ("Check for a term of the loss with the wrong sign, or without a lower limit",)
-_ONE_LAYER = ("Check for a term of the loss, a backward function or a hook of this layer", _CLIP)
-_STEPS_TOO_LARGE = (_CLIP, _WARM_UP, "Check the batch")
+_ONE_LAYER = (
+    "Check for a term of the loss, a backward function or a hook of this layer",
+    shared.CLIP,
+)
+_STEPS_TOO_LARGE = (shared.CLIP, shared.WARM_UP, "Check the batch")

@@ -5,22 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import (
-    EXPLOSIONS,
-    RATE_ADVICE,
-    RISEN_LOSSES,
-    Detector,
-    Finding,
-    limit,
-    state,
-)
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.alerts.window import Logged, LossJump, Rise
 from telemetry.layers.onset import Onset
 from telemetry.plain_text import called, figure, steps_in_words
@@ -49,7 +40,7 @@ class LossSpike(Detector):
     kind = "loss_spike"
     on = "loss"
     clear_after = shared.RECENT
-    explained_by = EXPLOSIONS | {
+    explained_by = shared.EXPLOSIONS | {
         *("loss_divergence", "dead_units", "saturated_units", "nonfinite", "weight_jump")
     }
     # GANs and PPO stay below 0.3
@@ -91,7 +82,7 @@ class LossSpike(Detector):
                 f"step {jumped_at}" + (_OTHER_LOSS if lost else ""),
                 severity="note" if lost else None,
                 module_name=baseline.jumped[0] if baseline.jumped else None,
-                advice=RATE_ADVICE,
+                advice=shared.FIX_RATE,
                 escalates=self.active_alert is not None,
             )
         if before and not high:
@@ -189,7 +180,7 @@ class LossSpike(Detector):
             cause=f"The batch: the loss was usual again {steps_in_words(len(high))} later",
             advice=(
                 "Check that batch: inputs and targets in another unit, a wrong label or mask",
-                "Clip gradients (clip_grad_norm_)",
+                shared.CLIP,
             ),
             resolved=True,
             batch_steps=[step - record.loss_delay for step, _ in high],
@@ -249,11 +240,11 @@ class UnboundedLoss(Detector):
     statistic = "activation_rms"
     on = "loss"
     clear_after = shared.NEVER
-    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite"}
+    explained_by = shared.DIVERGED | {"nonfinite"}
     # wgan_gradient_penalty, whose outputs settle, has 8
     growth: float = limit(20.0, "Growth of the last layer's output.")
     # step, size of the outputs, loss
-    _points: deque[tuple[int, float, float]] = state(partial(deque, maxlen=shared.LENGTH))
+    _points: deque[tuple[int, float, float]] = state(deque(maxlen=shared.LENGTH))
     _classes: int = state(0)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:

@@ -20,9 +20,10 @@ from telemetry.layers.onset import NORMAL_CONSISTENT
 class Window:
     """Last hundred values of a figure without the latest 20; of fewer than 40, the older half."""
 
+    first: float = math.nan  # median of the first five values
+    _firsts: tuple[float, ...] = ()
     _values: deque[float]
     _unusual: deque[float]
-    _extremes: tuple[float, float] | None = None  # of the window, once asked for
 
     def __init__(self) -> None:
         self._values, self._unusual = deque(maxlen=shared.LENGTH + shared.LATEST), deque()
@@ -35,16 +36,11 @@ class Window:
                 return
             self._values.clear()
             self._values.extend(self._unusual)
-            self._extremes = None
         else:
-            values, extremes = self._values, self._extremes
-            oldest = values[0] if len(values) == values.maxlen else None
-            values.append(value)
-            if extremes is None or oldest is None or oldest in extremes:
-                self._extremes = None
-            else:  # one value enters the window, and none of its extremes leaves it
-                entering = values[shared.LENGTH - 1]
-                self._extremes = min(extremes[0], entering), max(extremes[1], entering)
+            self._values.append(value)
+            if len(self._firsts) < shared.RECENT:
+                self._firsts = (*self._firsts, value)
+                self.first = median_high(self._firsts)
         self._unusual.clear()
 
     def __len__(self) -> int:
@@ -64,14 +60,12 @@ class Window:
     @property
     def extremes(self) -> tuple[float, float]:
         """Lowest and highest value."""
-        if self._extremes is None:
-            values = self.values
-            self._extremes = min(values), max(values)
-        return self._extremes
+        values = self.values
+        return min(values), max(values)
 
     @property
     def highest(self) -> float:
-        return self.extremes[1]
+        return max(self.values)
 
     @property
     def extremes_of_all(self) -> tuple[float, float]:
@@ -133,13 +127,11 @@ class Loss:
     high: deque[Logged]  # consecutive losses that are far above it
     latest: deque[Logged]
     recent: float = math.nan  # median of the last five losses
-    first: float = math.nan  # median of the first five that were not far above
     best: float = math.inf  # the lowest median of five
     is_worse: bool = False  # the recent median is four standard deviations above the window
     is_better: bool = False  # the recent median is half a deviation below the window
     excess: float = 0.0  # (last loss - highest before) / |highest before|
     losses_lost: int = 0  # consecutive losses at which half of the progress was lost
-    _firsts: tuple[float, ...] = ()
     limit: float = math.inf  # threshold of losses far above the window
 
     def __init__(self) -> None:
@@ -150,6 +142,11 @@ class Loss:
         """Return the median of the last ``count`` losses; NaN before the first."""
         latest = sorted([logged.loss for logged in islice(reversed(self.latest), count)])
         return latest[len(latest) // 2] if latest else math.nan
+
+    @property
+    def first(self) -> float:
+        """Median of the first five losses that were not far above those before."""
+        return self.window.first
 
     @property
     def has_not_fallen(self) -> bool:
@@ -163,7 +160,7 @@ class Loss:
         Adam varies by a factor of 300 where a regression without noise has reached a
         ten-thousandth (regression_at_its_floor), and spikes (curve_at_its_floor). 0 while unknown.
         """
-        return shared.NOISE * abs(self.first) if self._firsts else 0.0
+        return shared.NOISE * abs(self.first) if len(self.window) else 0.0
 
     def jump_since(self, since: int) -> LossJump:
         """Return the rise of the loss at step ``since`` or later."""
@@ -198,7 +195,7 @@ class Loss:
             deviation = max(deviation, shared.TINY * abs(usual))  # so that a constant has one
             self.is_worse = recent > usual + shared.WORSE * deviation
             self.is_better = recent < usual - shared.HALF * deviation
-        if len(self.latest) >= shared.RECENT and self._firsts:
+        if len(self.latest) >= shared.RECENT:
             self.best = min(self.best, recent)
             learned = self.first - self.best
             is_lost = (
@@ -216,9 +213,6 @@ class Loss:
             self.high.append(Logged(step, loss))
         else:
             self.high.clear()
-        if len(self._firsts) < shared.RECENT and not self.high:
-            self._firsts = (*self._firsts, loss)
-            self.first = median_high(self._firsts)
         self.window.add(loss, unusual=bool(self.high))
 
 
