@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 from telemetry.alert import Severity
 from telemetry.alerts import (
-    divergence,
     exploding,
     inactive_units,
     losses,
@@ -30,7 +29,7 @@ Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
 
 _KINDS: tuple[type[Detector], ...] = (
-    divergence.LossDivergence, exploding.ExplodingActivation, exploding.ExplodingGradient,
+    losses.LossDivergence, exploding.ExplodingActivation, exploding.ExplodingGradient,
     inactive_units.DeadUnits, inactive_units.SaturatedUnits, losses.LossSpike,
     losses.UnboundedLoss, mistakes.EvalMode, mistakes.SameBatch, mistakes.WrongLossInput,
     no_learning.LearningRateZero, no_learning.LossStuck,

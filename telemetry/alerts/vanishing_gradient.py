@@ -10,8 +10,8 @@ import numpy as np
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures, Marks
 from telemetry.alerts.detector import Detector, Finding, limit, state
-from telemetry.alerts.divergence import bias_gradients
-from telemetry.alerts.growth import Stretch
+from telemetry.alerts.exploding import Stretch
+from telemetry.alerts.losses import bias_gradients
 from telemetry.layers import table
 from telemetry.layers.module_types import BOUNDED, UNBOUNDED
 from telemetry.plain_text import called, called_all, figure

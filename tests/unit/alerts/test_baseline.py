@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry import Baseline, StepRecord
-from telemetry.alerts.window import Window
+from telemetry.alerts.baseline import Window
 from tests.helpers.scripted import record
 
 units = pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
