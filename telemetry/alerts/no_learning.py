@@ -10,7 +10,6 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable
-from functools import partial
 from itertools import accumulate, compress
 from statistics import median_high
 
@@ -19,10 +18,9 @@ import numpy as np
 from telemetry.alert import Alert, Severity
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures, Marks, matrix_ratios, matrix_sizes
-from telemetry.alerts.detector import LOST, Detector, Finding, limit, no_marks, state
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.layers import table
-from telemetry.layers.module_types import AFFINE
-from telemetry.plain_text import called_all, figure, listed, steps_in_words
+from telemetry.plain_text import called_all, figure, steps_in_words
 from telemetry.records import Layout, StepRecord
 
 
@@ -41,7 +39,7 @@ class NoLearning(Detector):
 
     kind = "no_learning"
     statistic = "update_ratio"
-    explained_by = LOST
+    explained_by = shared.LOST
     # A thousand such steps move a weight by 0.3 % of its size. At 3e-7 mlp_lr_low is missed;
     # tried 3e-5.
     update_ratio: float = limit(3e-6, "Largest update ratio that counts as no movement.")
@@ -52,7 +50,7 @@ class NoLearning(Detector):
     # Chosen manually: more micro-batches per step are unusual
     losses: int = limit(100, "Losses logged before any optimizer step.")
     full_steps_in_a_row: int = state(3)
-    _norms: deque[float] = state(partial(deque, maxlen=shared.RECENT))
+    _norms: deque[float] = state(deque(maxlen=shared.RECENT))
     _before: float = state(0.0)
     _largest_ratio: float = state(0.0)
     _evaluations: int = state(0)
@@ -303,8 +301,7 @@ class LearningRateZero(Detector):
 
 class UntrainedParameters(Detector):
     """Parameters require a gradient and got none in 90 steps, or they get gradients and no
-    optimizer steps them. Or the weights of a layer get none, because its inputs are all zero. A
-    note if they are few and unused.
+    optimizer steps them. A note if they are few and unused.
 
     Evidence: names, grouped by module.
     Causes: ``detach()``, ``no_grad()``, an optimizer that was made before a module was replaced.
@@ -320,7 +317,7 @@ class UntrainedParameters(Detector):
 
     kind = "untrained_parameters"
     statistic = "training_state"
-    explained_by = frozenset({"vanishing_gradient", "dead_units"})
+    explained_by = frozenset({"vanishing_gradient"})
     # An auxiliary head of Inception has an eighth, a pooler of BERT a hundredth; a branch that is
     # detached by mistake usually a third or more. Chosen manually between them.
     share: float = limit(
@@ -334,11 +331,11 @@ class UntrainedParameters(Detector):
     _steps: int = state(0)
     _evaluations: int = state(0)
     _is_new: bool = state(False)  # a parameter is trainable that was not before
-    # trained, reached by a gradient, held by an optimizer, ran, had an input: [5, parameters]
-    _marks: Marks = state(no_marks)
-    _trainable: Marks = state(no_marks)
-    _reported: Marks = state(no_marks)
-    _trained_before: Marks = state(no_marks)
+    # trained, reached by a gradient, held by an optimizer, ran: [4, parameters]
+    _marks: Marks = state(np.zeros(0, bool))
+    _trainable: Marks = state(np.zeros(0, bool))
+    _reported: Marks = state(np.zeros(0, bool))
+    _trained_before: Marks = state(np.zeros(0, bool))
 
     def set_up(self) -> None:
         self._begin(0)
@@ -346,7 +343,7 @@ class UntrainedParameters(Detector):
     def _begin(self, count: int, *, is_new: bool = True) -> None:
         """Start a new observation of ``count`` parameters."""
         self._steps = self._evaluations = 0
-        self._marks, self._is_new = np.zeros((5, count), bool), is_new
+        self._marks, self._is_new = np.zeros((4, count), bool), is_new
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         layout = record.layout
@@ -359,12 +356,11 @@ class UntrainedParameters(Detector):
                 self._begin(count)
             self._evaluations += 1
             ran = table(record).ran[layout.owners]
-            self._marks[1:4] |= np.array([record.reached, record.held, ran])
+            self._marks[1:] |= np.array([record.reached, record.held, ran])
             self._trainable = record.trainable
         self._steps += 1
         self._marks[0] |= record.grad_present
-        self._marks[4] |= ~_without_input(record)
-        (trained, reached, _, ran, had_input), trainable = self._marks, self._trainable
+        (trained, reached, _, ran), trainable = self._marks, self._trainable
         late = (
             abs(self._steps - self.steps) < shared.FEWEST and self._evaluations < self.evaluations
         )
@@ -377,17 +373,13 @@ class UntrainedParameters(Detector):
         kinds = [(_NUMBER.sub(".*", f".{p.name}"), p.shape) for p in layout.parameters]
         known = {*compress(kinds, trained)}
         left &= reached | ran | np.array([kind not in known for kind in kinds], bool)
-        starved = trainable & trained & ~had_input & ~self._reported
-        found = None
-        if left.any() or starved.any():
-            found = self._found(layout, left) if left.any() else self._starved(layout, starved)
-            left |= starved
+        found = self._found(layout, left) if left.any() else None
         self._reported, self._trained_before = self._reported | left, self._trained_before | trained
         self._begin(count, is_new=False)
         return found
 
     def _found(self, layout: Layout, left: Marks) -> Finding:
-        (_, reached, held, *_), trainable = self._marks, self._trainable
+        (_, reached, held, _), trainable = self._marks, self._trainable
         share = float(layout.sizes[left].sum() / layout.sizes[trainable].sum())
         names = list(_groups(layout, left, trainable))
         comes, steps = bool((left & reached).any()), steps_in_words(self._steps)
@@ -409,42 +401,6 @@ class UntrainedParameters(Detector):
             severity=severity,
             momentary=True,
         )
-
-    def _starved(self, layout: Layout, starved: Marks) -> Finding:
-        """Return the finding of weights whose layers get only zeros."""
-        share = float(layout.sizes[starved].sum() / layout.sizes[self._trainable].sum())
-        names = [layout.parameters[index].name for index in layout.depth_order if starved[index]]
-        verb = "has" if len(names) == 1 else "have"
-        return Finding(
-            summary=f"{listed(names, shared.NAMED)} ({share:.1%} of the trainable elements) {verb} "
-            f"had a gradient of exactly 0 for {steps_in_words(self._steps)}, and the bias has not",
-            cause="All inputs of the layer are most likely 0",
-            advice=(
-                "Check the unit and the range of what the layer gets, and masks before it",
-                _FREEZE,
-            ),
-            value=share,
-            threshold=self.share,
-            module_name=names[0].rpartition(".")[0],
-            severity="warning" if share >= self.share else "note",
-            momentary=True,
-        )
-
-
-def _without_input(record: StepRecord) -> Marks:
-    """Mark the weight matrices of affine layers with a zero gradient whose bias has another.
-
-    The gradient of the weights is that of the outputs times the inputs, that of the bias has no
-    other factor.
-    """
-    layout, is_zero = record.layout, record.grad_norms == 0
-    biased = np.bincount(layout.owners, ~is_zero, minlength=len(layout.modules)) > 0
-    marks = np.zeros(len(layout.parameters), bool)
-    for index in layout.matrices.values():
-        owner = layout.owners[index]
-        is_affine = layout.modules[owner].type_name in AFFINE
-        marks[index] = is_zero[index] and biased[owner] and is_affine
-    return marks
 
 
 _FREEZE = "Freeze parameters that should not learn by requires_grad_(False)"

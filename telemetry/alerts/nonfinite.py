@@ -11,7 +11,7 @@ import numpy as np
 
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding, limit, state
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.layers.module_types import AFFINE, STANDARD
 from telemetry.plain_text import called, figure, printable
 from telemetry.records import Module, Output, StepRecord
@@ -39,7 +39,7 @@ class Nonfinite(Detector):
     kind = "nonfinite"
     statistic = "nonfinite"
     severity = "error"
-    explained_by = EXPLOSIONS | RISEN_LOSSES | {"ranks_diverge"}
+    explained_by = shared.DIVERGED | {"ranks_diverge"}
     after = explained_by | {"dead_units"}
     persistent = True
     explained_by_rate_jump = True
@@ -138,8 +138,8 @@ def _overflow(baseline: Baseline) -> str:
 
 
 _TOO_LARGE = (
-    "Lower the learning rate or warm it up",
-    "Clip gradients (clip_grad_norm_)",
+    shared.WARM_UP,
+    shared.CLIP,
     "Check the initial weights and custom backward functions",
     "Use bfloat16: float16 ends at 65504",
 )
@@ -334,8 +334,8 @@ def _by_gradients(record: StepRecord, *, is_lost: bool) -> Origin:
         return Origin(culprit, f"the backward pass of {called(culprit)}", _BACKWARD)
     if behind is None and not record.outputs:
         # A NaN that the loss multiplies by 0 is still NaN, and clipping spreads one to all.
-        what = "the gradient of the loss, or in that of any layer if gradients are clipped"
-        return Origin(None, f"{what}{_NOT_FULL}", _BACKWARD)
+        what = f"the gradient of the loss for {called(last)}, or that of any layer if gradients are"
+        return Origin(last, f"{what} clipped{_NOT_FULL}", _BACKWARD)
     what = f"the gradient of the loss for {called(last)}"
     if behind is not None:  # may also be on another branch
         what = f"the backward pass, in the gradient of {called(last)}; that of {called(behind)} is"

@@ -298,13 +298,14 @@ def test_parameters_that_an_optimizer_no_longer_steps_are_a_note() -> None:
     assert "no optimizer has stepped it for" in alert.summary
 
 
+@pytest.mark.parametrize("every", [10, 100])
 @pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_weights_whose_layer_gets_zeros_alone_are_untrained(scale: float) -> None:
-    def apply(self: Any, x: Tensor) -> Any:
-        return self.head((self.basis(scale * x) + 0.1).relu())
-
-    model = Applied(apply, basis=nn.Linear(8, 16), head=nn.Linear(16, 3))
-    alerts = train(rule("untrained_parameters"), 95, model=model, every=100)
+def test_a_layer_that_gets_zeros_from_a_function_has_dead_inputs(scale: float, every: int) -> None:
+    model = Applied(
+        lambda self, x: self.head((self.basis(scale * x) + 0.1).relu()),
+        basis=nn.Linear(8, 16), head=nn.Linear(16, 3),
+    )  # fmt: skip
+    alerts = train(rule("dead_units"), 105, model=model, every=every)
     assert [(alert.module_name, alert.severity) for alert in alerts] == (
         [] if scale else [("basis", "warning")]
     )
