@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from telemetry.plain_text import ranks_in_words
 from telemetry.ranks.merging import MergedStep
-from telemetry.ranks.partial_record import PartialRecord
+from telemetry.ranks.rank_record import RankRecord
 
 log = logging.getLogger("telemetry")
 
@@ -107,7 +107,7 @@ class Collector:
         self._unresponsive[rank] = False
         self._last[rank] = max(self._last[rank], sequence)
 
-    def add(self, part: PartialRecord, now: float) -> None:
+    def add(self, part: RankRecord, now: float) -> None:
         """Add a partial record; drop it if the rank sent it before, or its step has ended."""
         is_new = self._last[part.rank] < part.sequence > self._ended
         self.note(part.rank, now, part.sequence)
@@ -134,7 +134,7 @@ class Collector:
 
     def log_missing(self, step: MergedStep) -> None:
         """Log once which ranks a step lacks and why, and once which return."""
-        here, hold = step.ranks, f"from step {step.step} on, the records hold"
+        here, hold = step.parts.keys(), f"from step {step.step} on, the records hold"
         missed = f"{hold} {len(here)} of {len(self._last)} ranks:"
         for kind, ranks, message in (
             (

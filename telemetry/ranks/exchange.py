@@ -36,10 +36,11 @@ from telemetry.ranks.connection import (
     wait_for,
 )
 from telemetry.ranks.merging import MergedRecords, MergedStep
-from telemetry.ranks.partial_record import FORMAT, PartialRecord, PartMaker, decode
+from telemetry.ranks.rank_record import FORMAT, RankRecord, RankRecords, decode
 from telemetry.ranks.topology import RankNotes, RankObserver
 from telemetry.records import StepRecord
 from telemetry.records.batches import Batch
+from telemetry.records.step import NO_LAYOUT
 from telemetry.threads import each_within
 
 # High-water mark of merged steps that are queued for the rules: above it, steps are dropped.
@@ -107,8 +108,8 @@ class Exchange:
     def send_rest(self, logged: Mapping[int, Mapping[str, float]]) -> None:
         """Send the scalars that were logged for steps that did not end."""
 
-    def merged(self, merged: MergedStep) -> StepRecord | None:
-        """Return the record of a merged step; None: the step did not end, or has no layout."""
+    def merged(self, merged: MergedStep) -> StepRecord:
+        """Return the record of a merged step, see :meth:`MergedRecords.record`."""
         raise NotImplementedError
 
     def note_recorded(self, merged: MergedStep) -> None:
@@ -172,7 +173,7 @@ class RankExchange(Exchange):
         self._first_step = current_step()
         self._failures = failures
         # The worker uses these:
-        self._maker = PartMaker(self.observer)
+        self._maker = RankRecords(self.observer)
         self._batches: list[Batch] = []  # not sent yet
         self._merged_records = MergedRecords()
         self._announced = -1  # latest full step, of which a late rank has only the norms
@@ -207,7 +208,7 @@ class RankExchange(Exchange):
     # --- on the worker ---------------------------------------------------------------------------
 
     def send(self, record: StepRecord, notes: RankNotes) -> StepRecord | None:
-        part = self._maker.part(record, notes)
+        part = self._maker.of(record, notes)
         self.send_part(replace(part, batches=tuple(self._batches)))
         self._batches = []
         return None
@@ -224,22 +225,22 @@ class RankExchange(Exchange):
         for step, values in sorted(logged.items()):
             self.send_part(self._maker.logged(step, values))
 
-    def send_part(self, part: PartialRecord) -> None:
+    def send_part(self, part: RankRecord) -> None:
         """Send this rank's measurements; the phases of a step come before the step itself."""
-        self._awaited = part.step, not part.phase
+        self._awaited = part.record.step, not part.record.phase
         part = self._maker.numbered(part)
         if self._client is None:
             self._submit(self._add, part)
         else:
-            self._submit(self._client.put, RECORDS, encode(part))
+            self._submit(self._client.put, RECORDS, part.encode())
 
-    def merged(self, merged: MergedStep) -> StepRecord | None:
+    def merged(self, merged: MergedStep) -> StepRecord:
         record = self._merged_records.record(merged)
-        if record is not None and not record.phase:
+        if record.layout is not NO_LAYOUT and not record.phase:
             step, wall_time = self._last
             self._last = record.step, record.wall_time
             self._step_s = max(0.0, record.wall_time - wall_time) / max(1, record.step - step)
-        others = {o.rank for o in merged.parts if o.parameters is not None and not o.full}
+        others = {o.rank for o in merged.parts.values() if o.layout_id and not o.record.full}
         if merged.measured and others and merged.step != self._announced:
             self._failures.log_once(
                 f"step {merged.step} was measured in full by {ranks_in_words(merged.measured)} and "
@@ -401,14 +402,14 @@ class RankExchange(Exchange):
                 'ulimit -n there to twice the number of ranks, or use ranks="each"'
             )
 
-    def _add(self, part: PartialRecord) -> None:
+    def _add(self, part: RankRecord) -> None:
         self._collector.add(part, self._now)
 
     def _receive(self, kind: bytes, payload: bytes, rank: int) -> None:
         """Take a frame of another rank; a damaged one is reported and dropped."""
         self._collector.note(rank, self._now, LAST_SEQUENCE if kind == ENDED else -1)
         if kind == RECORDS:
-            self._add(decode(PartialRecord, payload))
+            self._add(decode(RankRecord, payload))
         elif kind == BARRIER:
             self._answers[rank] = int(payload)
 
