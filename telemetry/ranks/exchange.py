@@ -1,4 +1,4 @@
-"""Exchange of steps between ranks: partial records are sent, merged on rank 0 and recorded once.
+"""Exchange of steps between ranks: records are sent, merged on rank 0 and recorded once.
 
 It calls no collective. Only background threads wait, each time for a bounded time and with bounded
 memory; the :class:`Barrier`, before an alert is raised, is the exception.
@@ -78,7 +78,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 class Announcement:
     """State that rank 0 broadcasts; each version replaces the one before."""
 
-    first_step: int | None = None  # of rank 0; None: not connected
     full_step: int = 0  # latest full step that is not in the schedule, or 0
     alert: Alert | None = None  # that all ranks raise: it closes their barriers ...
     raise_at: int | None = None  # ... and this decides
@@ -170,7 +169,6 @@ class RankExchange(Exchange):
         self._put = put
         self._ask = ask
         self._current_step = current_step
-        self._first_step = current_step()
         self._failures = failures
         # The worker uses these:
         self._maker = RankRecords(self.observer)
@@ -183,10 +181,10 @@ class RankExchange(Exchange):
         self._changed = threading.Condition()
         self._queued_bytes = 0  # of merged steps
         self._awaited: tuple[int, bool] | None = None  # the latest sent, until it is recorded
-        self.barrier = Barrier(self._first_step)
+        self.barrier = Barrier(current_step())
         # The thread of the exchange:
         self._clock, self._read_at = 0.0, time.monotonic()
-        self._announcement = Announcement(first_step=None if rank else self._first_step)
+        self._announcement = Announcement()
         self._asked_at = math.inf  # to raise
         self._answers: dict[int, int] = {}  # numbers of the ranks' current steps
         self._close_at = self._rest_at = math.inf  # ends of merging, and of receiving more steps
@@ -365,18 +363,11 @@ class RankExchange(Exchange):
             self._decide()
 
     def _follow(self, payload: bytes) -> None:
-        """Follow rank 0's announcement; log a first step that differs from this rank's."""
+        """Follow rank 0's announcement."""
         announcement: Announcement = decode(Announcement, payload)
         if announcement == self._announcement:
             return
         self._announcement = announcement
-        if announcement.first_step not in (None, self._first_step):
-            self._failures.log_once(
-                f"this rank counts its steps from {self._first_step} and rank 0 from "
-                f"{announcement.first_step}, so their records do not meet; give all ranks the same "
-                "first_step (with resume=True, each needs to read the directory of the run)",
-                kind="first step",
-            )
         if announcement.full_step > self._current_step():  # else this rank is too late
             self._ask(announcement.full_step)
         if announcement.alert is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -125,23 +126,18 @@ def with_whole_units(tensors: TensorTable) -> Tensors[TensorKey]:
 
 
 def over_ranks(
-    of_ranks: Mapping[int, Mapping[Key, float]],
+    of_ranks: Iterable[tuple[int, Mapping[Key, float]]],
 ) -> tuple[dict[Key, float], dict[Key, Spread]]:
     """Return means of values over the ranks that have them, and extremes without NaN."""
-    ranks = sorted(of_ranks)
-    names = list(dict.fromkeys([name for rank in ranks for name in of_ranks[rank]]))
-    if not names:
-        return {}, {}
-    logged = np.array([[name in of_ranks[rank] for name in names] for rank in ranks])
-    values = np.array([[of_ranks[rank].get(n, np.nan) for n in names] for rank in ranks])
-    means = np.add.reduce(values, axis=0, where=logged) / logged.sum(axis=0)
-    least = values.argsort(axis=0, kind="stable")[0]  # NaN comes last
-    most = (-values).argsort(axis=0, kind="stable")[0]
-    return dict(zip(names, means.tolist(), strict=True)), {
-        name: Spread(low=float(own[a]), low_rank=ranks[a], high=float(own[b]), high_rank=ranks[b])
-        for name, own, a, b in zip(names, values.T, least, most, strict=True)
-        if not np.isnan(own[a])
-    }
+    by_rank = [{name: (value, rank) for name, value in own.items()} for rank, own in of_ranks]
+    values = by_key(list, by_rank)
+    means = {name: sum([value for value, _ in some]) / len(some) for name, some in values.items()}
+    spreads = {}
+    for name, some in values.items():
+        if known := [one for one in some if not math.isnan(one[0])]:
+            (low, low_rank), (high, high_rank) = min(known), max(known, key=itemgetter(0))
+            spreads[name] = Spread(low=low, low_rank=low_rank, high=high, high_rank=high_rank)
+    return means, spreads
 
 
 class MergedStep:
@@ -186,21 +182,16 @@ class MergedRecords:
         self._clipped_fraction = ClippedFraction()
 
     def record(self, merged: MergedStep) -> StepRecord:
-        """Return the record of a step; it has no layout if the step did not end on any rank.
-
-        Nor has it one if the layout of a rank was dropped on the way.
-        """
-        parts = [merged.parts[rank] for rank in sorted(merged.parts)]
-        ended = [part for part in parts if part.layout_id]
+        """Return the record of a step; it has no layout if the step did not end on any rank."""
+        ended = [part for part in merged.parts.values() if part.layout_id]
         for part in ended:
             if part.layout:
-                self._layouts[part.stage, part.layout_id] = read_layout(part.layout)
-        keys = {(part.stage, part.layout_id) for part in ended}
-        if not keys <= self._layouts.keys():
-            keys, ended = set(), []
-        if keys != self._joined.positions.keys():
-            self._joined = JoinedLayouts({key: self._layouts[key] for key in keys})
-        record = _Merge(merged, parts, ended, self._joined).record()
+                self._layouts[part.key] = read_layout(part.layout)
+        keys = {part.key for part in ended}
+        layouts = {key: self._layouts[key] for key in keys if key in self._layouts}
+        if layouts.keys() != self._joined.positions.keys():
+            self._joined = JoinedLayouts(layouts)
+        record = _Merge(merged, self._joined).record()
         before, norm = record.total_grad_norm_before_clipping, record.total_grad_norm
         record.clipped_fraction = self._clipped_fraction.after(before, norm)
         return record
@@ -253,17 +244,14 @@ class JoinedLayouts:
 
 
 class _Merge:
-    """Merging of one step: ``ended`` are the parts of ranks on which it ended, by rank."""
+    """Merging of one step."""
 
-    def __init__(
-        self,
-        step: MergedStep,
-        parts: Sequence[RankRecord],
-        ended: Sequence[RankRecord],
-        joined: JoinedLayouts,
-    ) -> None:
-        self._step, self._parts, self._ended, self._joined = step, parts, ended, joined
-        self._at = [joined.positions[part.stage, part.layout_id] for part in ended]
+    def __init__(self, step: MergedStep, joined: JoinedLayouts) -> None:
+        self._step, self._joined = step, joined
+        self._parts = [part for _, part in sorted(step.parts.items())]  # by rank
+        # Those whose step ended; of the others only scalars are known.
+        self._ended = [part for part in self._parts if part.key in joined.positions]
+        self._at = [joined.positions[part.key] for part in self._ended]
         self._count = len(joined.layout.parameters)
         self._spreads: dict[str, Mapping[str, Spread]] = {}  # of fields that are means
 
@@ -298,7 +286,7 @@ class _Merge:
         if by in _OF_COLUMNS:
             return self._column(by, value_of)
         if by is By.MEAN:
-            of_ranks = {part.rank: value_of(part) for part in self._parts}
+            of_ranks = [(part.rank, value_of(part)) for part in self._parts]
             means, self._spreads[name] = over_ranks(of_ranks)
             return means
         if by is By.LARGEST:
@@ -381,9 +369,9 @@ class _Merge:
 
     def _facts(self) -> RankFacts:
         parts = self._parts
-        rms = over_ranks(self._step.rms)[1]
+        rms = over_ranks(sorted(self._step.rms.items()))[1]
         named = {self._joined.key_of(key): spread for key, spread in rms.items()}
-        step_s = {part.rank: {"step_s": part.step_s} for part in parts if part.step_s is not None}
+        step_s = [(o.rank, {"step_s": o.step_s}) for o in parts if o.step_s is not None]
         batches = by_key(frozenset, [{part.batch: part.rank} for part in parts if part.batch])
         nonfinite = [(part.rank, part.nonfinite) for part in parts if part.nonfinite]
         # Position of the parameter, shard, sum of bits and rank of each check.

@@ -150,9 +150,14 @@ class RankRecord:
             raise ValueError("columns of parameters have different lengths")
 
     @property
+    def key(self) -> tuple[int, str]:
+        """Key of its layout."""
+        return self.stage, self.layout_id
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the arrays that may be large."""
-        arrays = [self.record.grad_norms, *self.record.feature_maps.values()]
+        arrays: list[Array] = [self.record.grad_norms, *self.record.feature_maps.values()]
         arrays += [addend.values for addend in self.addends]
         tensors = 0 if self.tensors is None else self.tensors.rows.nbytes
         return tensors + sum([array.nbytes for array in arrays])

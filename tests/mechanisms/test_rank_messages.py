@@ -80,7 +80,7 @@ def test_decoded_records_equal_the_encoded_ones(norm: float, values: tuple[float
     sent = part(norm, table(*values))
     got = decode(RankRecord, sent.encode())
     assert json.dumps(fields(got)) == json.dumps(fields(sent))
-    assert {type(row) for row in got.tensors.rows} == {TensorKey}
+    assert {type(key) for key in got.tensors.keys} == {TensorKey}
 
 
 def test_decoded_announcements_equal_the_encoded_ones() -> None:
