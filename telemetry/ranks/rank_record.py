@@ -40,9 +40,7 @@ OF_INPUTS = ("inputs", "channels")
 KINDS = [name for name, by in REDUCTIONS.items() if by is By.TENSORS]
 
 # Fields of a record that are sent; tensors are sent as one table.
-_SENT = {"step", "phase", *REDUCTIONS} - {
-    name for name, by in REDUCTIONS.items() if by in (By.TENSORS, By.RANK_0)
-}
+_SENT = {"step", "phase", *[n for n, by in REDUCTIONS.items() if by is not By.RANK_0]} - {*KINDS}
 
 
 def _no_floats() -> Floats:
@@ -112,7 +110,7 @@ class RankRecord:
     rank: Rank
     size: Rank  # number of ranks that train together
     sequence: Natural = 0  # sequence number of the step or phase: see RankRecords.numbered
-    record: StepRecord  # sent without layout, tensors and the fields of rank 0
+    record: StepRecord  # without tensors; other ranks send those fields that are merged
     tensors: TensorTable | None = None
     stage: int = 0  # of a pipeline; 0 without one
     layout_id: str = ""  # of equal layouts; empty: the step did not end
@@ -223,11 +221,12 @@ class RankRecords:
             for index, total in zip(indices, totals.wait().tolist(), strict=True)
         ]
         has_batch = ranks.data_group is not None and record.fingerprints
+        tensors = _tensors(record, notes, ranks)
         return RankRecord(
             rank=ranks.rank,
             size=ranks.size,
-            record=record,
-            tensors=_tensors(record, notes, ranks),
+            record=record if tensors is None else replace(record, **{key: {} for key in KINDS}),
+            tensors=tensors,
             stage=ranks.stage,
             layout_id=self._layout_id,
             layout=self._layout_data if record.full or record.phase or is_new else b"",
