@@ -39,6 +39,7 @@ FORMAT = "24"
 OF_INPUTS = ("inputs", "channels")
 KINDS = [name for name, by in REDUCTIONS.items() if by is By.TENSORS]
 
+_NO_TENSORS: Mapping[str, Any] = {kind: {} for kind in KINDS}
 # Fields of a record that are sent; tensors are sent as one table.
 _SENT = {"step", "phase", *[n for n, by in REDUCTIONS.items() if by is not By.RANK_0]} - {*KINDS}
 
@@ -225,7 +226,7 @@ class RankRecords:
         return RankRecord(
             rank=ranks.rank,
             size=ranks.size,
-            record=record if tensors is None else replace(record, **{key: {} for key in KINDS}),
+            record=record if tensors is None else replace(record, **_NO_TENSORS),
             tensors=tensors,
             stage=ranks.stage,
             layout_id=self._layout_id,
