@@ -66,7 +66,7 @@ def test_the_reference_has_all_arguments_with_their_defaults() -> None:
 
 def test_readme_and_docs_name_the_kinds_that_are_notes() -> None:
     text = (ROOT / "docs" / "alerts" / "index.md").read_text(encoding="utf-8")
-    [listed] = re.findall(r"These\s+kinds are notes:(.*?)\.\n", text, re.DOTALL)
+    [listed] = re.findall(r"These\s+kinds are notes:(.*?)\.\s", text, re.DOTALL)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [first] = re.findall(r"\n\n(`\w+`, [^|]*?) are\s+\[notes\]", readme)
     notes = {line.split()[0] for line in lines("help") if line.split()[1:2] == ["note"]}
