@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from telemetry.capture.attention import AttentionMode
+from telemetry.capture.context import Context
 from telemetry.capture.experts import routers
 from telemetry.capture.hooks import CallObserver, ForwardHook, InputHook, ResultHook
 from telemetry.capture.missed_steps import NEVER_RAN
-from telemetry.capture.state import State, Target
-from telemetry.capture.step import Step
+from telemetry.capture.step import FullStep, Step
 from telemetry.plain_text import called_all
 from telemetry.records.step import is_inside
 from telemetry.selection import clean_name, cleaned, evenly, owners
@@ -57,12 +57,11 @@ class WatchedModules:
 
     def __init__(
         self,
-        target: Target,
-        state: State,
+        context: Context,
         observer: CallObserver,
         before_compilation: Callable[[], None],
     ) -> None:
-        self._target, self._state, self._observer = target, state, observer
+        self._context, self._observer = context, observer
         self._compiler_comes = before_compilation
         self._calls = AroundModuleCalls(self._before, self._after, self._before_compilation)
         self._compilations = BeforeCompilations(self._before_compilation)
@@ -71,10 +70,10 @@ class WatchedModules:
         self._callers: dict[int, str] = {}  # names of the modules whose attention is measured
         self._has_attention, self._calls_without = False, 0
         self._set_aside: set[ForwardHook] = set()  # while their layers are in evaluation mode
-        model = target.model()
+        model = context.model()
         assert model is not None
-        self._input_hook = InputHook(observer, state, model)
-        self._result_hook = ResultHook(observer, state, "", model)
+        self._input_hook = InputHook(observer, context, model)
+        self._result_hook = ResultHook(observer, context, "", model)
         self._hooks: dict[str, ForwardHook] = {}
         self._by_identity: dict[int, ForwardHook] = {}  # of their modules
         self._identities: dict[str, int] = {}  # of all modules, when the watched ones were chosen
@@ -140,7 +139,7 @@ class WatchedModules:
             # On other modules they would slow down steps that are not measured.
             if self._observing or hook.traced or not hook.ran_eagerly:
                 hook.install()
-        model = self._target.model()
+        model = self._context.model()
         for layer in () if model is None else model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
                 self._modes.install()
@@ -150,8 +149,8 @@ class WatchedModules:
 
     def observe_attention(self) -> None:
         """Observe the attention of the model's call that has begun, where that changes nothing."""
-        model = self._target.model()
-        if model is None or not (self._observing and self._target.content.activations):
+        model = self._context.model()
+        if model is None or not (self._observing and self._context.content.activations):
             return
         if not self._has_attention and self._calls_without >= _CALLS_WITHOUT_ATTENTION:
             return
@@ -165,7 +164,7 @@ class WatchedModules:
         if not reason:
             self._attention.enter(model)
         elif self._has_attention:
-            self._target.guard.failures.log_once(
+            self._context.guard.failures.log_once(
                 f"the logits and the entropy of attention are not measured: {reason}",
                 level=logging.INFO,
             )
@@ -179,7 +178,7 @@ class WatchedModules:
     # --- what PyTorch calls -----------------------------------------------------------------------
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._state.armed:
+        if torch.compiler.is_compiling() or not self._context.armed:
             return
         if module is self._input_hook.module():
             self._input_hook(module, args)
@@ -192,7 +191,7 @@ class WatchedModules:
         if torch.compiler.is_compiling():
             return
         hook = self._by_identity.get(id(module))
-        if hook is None and self._target.selection.modules is None:
+        if hook is None and self._context.selection.modules is None:
             hook = self._result_hook  # ignores other modules
         if hook is not None and hook.handle is None:
             hook.observe(module, args, output)
@@ -209,7 +208,7 @@ class WatchedModules:
 
     def _before_compilation(self) -> None:
         self._attention.leave()
-        with self._target.guard.failures.contained("to attach its hooks"):
+        with self._context.guard.failures.contained("to attach its hooks"):
             self._compiler_comes()
             if not self._hooks or self.changed():
                 self._choose()
@@ -219,26 +218,26 @@ class WatchedModules:
 
     def _choose(self) -> None:
         """Choose which modules are watched, and which of them are pictured."""
-        model = self._target.model()
+        model = self._context.model()
         if model is None:
             return
-        watched = cleaned(self._target.selection.apply(model).items())
+        watched = cleaned(self._context.selection.apply(model).items())
         before = {hook.module(): hook for hook in self._hooks.values()}
         self._hooks, self._by_identity = {}, {}
         self._identities = _identities(model)
-        callers = cleaned(self._target.selection.callers(model).items())
+        callers = cleaned(self._context.selection.callers(model).items())
         self._callers = {id(module): name for name, module in callers.items()}
         types = {type(module).__name__.lower() for module in model.modules()}
         self._has_attention, self._calls_without = any("attention" in n for n in types), 0
         for name, module in watched.items():
             if isinstance(module, torch.jit.ScriptModule):
-                self._target.guard.failures.log_once(
+                self._context.guard.failures.log_once(
                     "modules that torch.jit has compiled take no hooks, so their activations are "
                     "missing; gradients and weights are logged"
                 )
                 continue
             hook = before.pop(module, None) or ForwardHook(
-                self._observer, self._state, name, module
+                self._observer, self._context, name, module
             )
             hook.rename(name)
             self._hooks[name] = hook
@@ -246,14 +245,14 @@ class WatchedModules:
         for hook in before.values():
             hook.remove()
         convolutions = [name for name, hook in self._hooks.items() if hook.convolves]
-        drawn = evenly(convolutions, PICTURED_MODULES) if self._target.content.images else []
+        drawn = evenly(convolutions, PICTURED_MODULES) if self._context.content.images else []
         of_experts = routers(model)
         for name, hook in self._hooks.items():
             hook.pictured, hook.router = name in drawn, of_experts.get(id(watched[name]))
 
     def changed(self) -> bool:
         """Whether the model has other modules than when the watched ones were chosen."""
-        model = self._target.model()
+        model = self._context.model()
         if model is None:
             return False
         # A new module may have the identity of one that was deleted.
@@ -262,9 +261,9 @@ class WatchedModules:
 
     def how_they_ran(self, step: Step) -> str:
         """Describe the forward passes in a step without a backward pass, for a log message."""
-        if step.forward.order:
+        if isinstance(step, FullStep) and step.forward.order:
             return "the model ran, but no backward pass has reached its parameters"
-        if self._target.model() is None:
+        if self._context.model() is None:
             return "the model was deleted: HookLogger does not keep it alive"
         if not step.full:
             return "no backward pass followed"
@@ -272,21 +271,19 @@ class WatchedModules:
             return "the model ran in evaluation mode, without gradients or on another thread only"
         return NEVER_RAN
 
-    def log_missed(self, step: Step) -> None:
+    def log_missed(self, step: FullStep) -> None:
         """Log, once, which modules did not run in the first full step or are not registered."""
-        if self._missed_logged or not step.full or step.record.phase:
+        if self._missed_logged or step.phase:
             return
-        model, failures = self._target.model(), self._target.guard.failures
-        if model is None or not self._target.content.activations:
+        model, failures = self._context.model(), self._context.guard.failures
+        if model is None or not self._context.content.activations:
             return
         self._missed_logged = True
-        parameters = self._target.table.parameters
-        stepped = [parameters[index].name for index in step.pending.stepped()]
-        trained = {owner for parameter in stepped for owner in owners(parameter)}
+        trained = {owner for name in step.with_gradients() for owner in owners(name)}
         if not self._hooks and any(isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
             return  # logged when they were chosen
-        number = step.record.step
-        level, message = _missed_modules(model, self._hooks, step.forward.order, number, trained)
+        ran, number = step.forward.order, step.step
+        level, message = _missed_modules(model, self._hooks, ran, number, trained)
         if message:
             failures.log_once(message, level=level)
         if message := _unregistered_modules(model):

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import StepRecord
-from telemetry.capture.light_step import LightReader
+from telemetry.capture import Step
 from telemetry.testing import capture_run
 from tests.helpers.require import needs_tensor_reader
 
@@ -28,13 +28,14 @@ Change = Callable[[int, nn.Sequential, Optimizer], object]
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Steps that one native call has read."""
     steps: list[int] = []
-    completed = LightReader.completed
+    read_at_once = Step.read_at_once
 
-    def spy(reader: LightReader, step: int, *rest: Any) -> Any:
-        steps.append(step)
-        return completed(reader, step, *rest)
+    def spy(step: Step, optimizer: Optimizer) -> Any:
+        if (is_read := read_at_once(step, optimizer)) and step.step not in steps:
+            steps.append(step.step)
+        return is_read
 
-    monkeypatch.setattr(LightReader, "completed", spy)
+    monkeypatch.setattr(Step, "read_at_once", spy)
     return steps
 
 
@@ -170,11 +171,10 @@ def test_one_call_reads_the_same_as_full_steps_and_leaves_the_unusual_to_the_slo
     assert ("0.weight" in records[4].nonfinite_parameters) == (change is spoil)
 
 
-def test_a_step_with_a_closure_takes_the_slow_path(read: list[int]) -> None:
-    records = train(nothing, sgd, lambda optimizer: optimizer.step(lambda: torch.zeros(())))
-    assert (read, len(records)) == ([], STEPS)
-    train(nothing, sgd, lambda optimizer: optimizer.step(closure=None))
-    assert read == ALL
+@pytest.mark.parametrize("closure", [None, lambda: torch.zeros(())])
+def test_a_step_with_a_closure_is_read_too(read: list[int], closure: Any) -> None:
+    records = train(nothing, sgd, lambda optimizer: optimizer.step(closure))
+    assert (read, len(records)) == (ALL, STEPS)
 
 
 class Counting:

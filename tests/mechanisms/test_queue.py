@@ -14,11 +14,15 @@ from torch import nn
 
 import telemetry
 from telemetry import Alert, HookLogger, StepRecord
-from telemetry.capture import Pending
-from telemetry.capture.pending import PendingStep, RunTotals, begun
+from telemetry.capture import Content, Step
+from telemetry.capture.account import Stopwatch
+from telemetry.capture.context import Context, Guard
+from telemetry.capture.optimizers import Turns
+from telemetry.capture.step import FullStep
 from telemetry.failures import Failures
 from telemetry.pipeline import Pipeline, queue
 from telemetry.run.files import RunFiles
+from telemetry.selection import Selection
 from telemetry.tag_names import plain
 from tests.helpers.figures import figures
 from tests.helpers.serialized import summary_of
@@ -27,14 +31,15 @@ from tests.helpers.twins import Recorder
 WATCHDOG_S = 120
 
 
-def gathered(step: int) -> PendingStep:
-    return PendingStep(record=begun(step), totals=RunTotals(), failures=Failures())
-
-
-def test_a_queued_step_allocates_about_the_counted_bytes() -> None:
-    kept = [gathered(step) for step in range(1000)]
+@pytest.mark.parametrize("kind", [Step, FullStep])
+def test_a_queued_step_allocates_about_the_counted_bytes(kind: type[Step]) -> None:
+    guard = Guard(Failures(), Stopwatch(is_on=False))
+    model, selection = nn.Linear(2, 2), Selection.parse(None)
+    context = Context(model, selection=selection, content=Content(), guard=guard, first_step=0)
+    turns = Turns(context.table, None)
+    kept = [kind(context, turns) for _ in range(1000)]
     tracemalloc.start()
-    kept = [gathered(step) for step in range(1000)]
+    kept = [kind(context, turns) for _ in range(1000)]
     allocated, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sum(step.nbytes for step in kept) == pytest.approx(allocated, rel=0.5)
@@ -85,7 +90,7 @@ def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
     sizes: list[int] = []
     submit = Pipeline.submit
 
-    def spy(pipeline: Pipeline, step: Pending) -> None:
+    def spy(pipeline: Pipeline, step: Step) -> None:
         sizes.append(step.nbytes)
         if len(sizes) == 3:
             monkeypatch.setattr(queue, "MAX_BYTES", sum(sizes) - 1)
