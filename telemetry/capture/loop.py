@@ -346,9 +346,8 @@ class Loop:
         again, reader = step.full, context.reader
         if (again or not reader.reads(optimizer)) and turns.is_only(optimizer):
             reader.prepare(optimizer, again=again)
-        self.clock.wait()
-        is_last = turns.ends is None and context.table.all_among(step.held)
-        if not turns.end(optimizer, is_last=is_last):
+        if not turns.end(optimizer, step.held):
+            self.clock.wait()
             return
         # An optimizer that steps inside backward is not the last one to do so. Deferred, to come
         # after the end of that backward pass.
@@ -392,8 +391,9 @@ class Loop:
         self.clock.end_step(full=step.full)
         if backward_task() == NO_TASK:  # in one, this may be a thread of autograd's
             self._stepping_thread = threading.get_ident()
-        step.stop()
-        self._context.observe(training=False)
+        if step.full:
+            step.stop()
+            self._context.observe(training=False)
         if self._plan != "skip":
             step.eval_mode, step.laps = self.clock.eval_mode, self.clock.take()
             self._hand_over(step)

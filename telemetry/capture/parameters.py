@@ -36,6 +36,7 @@ class ParameterTable:
         self._any_lazy = False
         # Optimizers with parameters that are not the model's: the number of their parameters.
         self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._latest: weakref.ref[Optimizer] | None = None  # that has any of the model's
         self.parameters: tuple[Parameter, ...] = ()
         self.device = _CPU  # of the first parameter
         self.refresh()
@@ -63,10 +64,14 @@ class ParameterTable:
     def forget_optimizers(self) -> None:
         """Check every optimizer's parameters again."""
         self._foreign.clear()
+        self._latest = None
 
     def are_stepped_by(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer has any parameter of the model."""
+        if self._latest is not None and self._latest() is optimizer:
+            return True
         if self._any_of(optimizer):
+            self._latest = weakref.ref(optimizer)
             return True
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._foreign.get(optimizer) == count:

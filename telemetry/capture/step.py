@@ -37,9 +37,11 @@ from telemetry.selection import cleaned
 from telemetry.torch_private import calling_scaler, undisturbed
 from telemetry.torch_private.host_copy import HostCopy
 
-_STEP_BYTES = 1536  # of the objects of a step
-_FULL_STEP_BYTES = 4608  # of the other ones of a full step
+_STEP_BYTES = 1024  # of the objects of a step
+_FULL_STEP_BYTES = 5120  # of the other ones of a full step
 _NORM_BYTES = 16  # of a norm and the index of its parameter
+
+_NO_NOTES = RankNotes()  # all shards are whole tensors, or plain parameters
 
 
 class Step:
@@ -66,7 +68,7 @@ class Step:
         self.parameters: tuple[Parameter, ...] = ()
         self.held: set[int] = set()
         self.laps: Laps | None = None
-        self.notes = RankNotes()
+        self.notes = _NO_NOTES
         self._context, self._turns = context, turns
         self._stepped: set[int] = set()  # identities of optimizers
         # Norms that each optimizer used at its first step, and whether they have a scaler's factor
@@ -144,8 +146,9 @@ class Step:
         norms = take_norms(grads)
         self._norms += [(group, scaled) for group in norms]
         self._square += sum([group.square for group in norms])
-        if self._context.ranks is not None:
-            self._context.ranks.note_grads(self.notes, grads)
+        if (ranks := self._context.ranks) is not None:
+            self.notes = RankNotes() if self.notes is _NO_NOTES else self.notes
+            ranks.note_grads(self.notes, grads)
         if self.full or not math.isfinite(self._square):
             self._check(parameters)
 
@@ -250,7 +253,7 @@ class FullStep(Step):
 
     def __init__(self, context: Context, turns: Turns, phase: str = "") -> None:
         super().__init__(context, turns)
-        self.phase = phase
+        self.phase, self.notes = phase, RankNotes()
         self.ran: set[object] = set()
         self.unchanged = False
         self._copies, self._observations = Copies(), Observations(self.guard.failures)
