@@ -8,7 +8,8 @@ record. :mod:`optimizers` says which optimizer ends a step.
 :mod:`observations` measures the tensors of a step, :mod:`norms` takes norms of :mod:`parameters`,
 :mod:`copies` holds other values, and :mod:`nested` finds tensors in containers. :mod:`modules`
 installs the hooks of modules and :mod:`layouts` describes them. :mod:`schedule` and :mod:`account`
-decide what a step measures, and :mod:`missed_steps` explains why no step is recorded.
+decide what a step measures, and :mod:`missed_steps` and
+:mod:`missing_modules` explain why something is not recorded.
 """
 
 from telemetry.capture.context import Content as Content

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
 from telemetry.capture.account import Plan
-from telemetry.capture.clock import LoopClock
+from telemetry.capture.clock import APART, OPTIMIZER, LoopClock
 from telemetry.capture.context import Content, Context, Guard, guarded
 from telemetry.capture.hooks import ForwardHook, InputHook
 from telemetry.capture.layouts import Layouts
@@ -23,7 +23,6 @@ from telemetry.capture.modules import WatchedModules
 from telemetry.capture.optimizers import Turns
 from telemetry.capture.schedule import Schedule
 from telemetry.capture.step import FullStep, Step
-from telemetry.capture.usage import APART, OPTIMIZER
 from telemetry.failures import Failures
 from telemetry.ranks.topology import RankObserver
 from telemetry.selection import Selection
@@ -411,7 +410,7 @@ class Loop:
         self._deliver(step)
         self._delivered = True
         if isinstance(step, FullStep):
-            self._modules.log_missed(step)
+            self._modules.log_missing(step)
 
 
 class _FirstCall:

@@ -226,15 +226,14 @@ def _joined_samples(parameters: Indexed) -> dict[object, tuple[dict[int, int], T
         Lengths by index, and the samples in one tensor. On an accelerator those of one shape and
         dtype are joined, because it needs few operations; on the CPU large copies take longer.
     """
-    groups: dict[object, list[tuple[int, Tensor]]] = {}
+    groups: dict[object, tuple[dict[int, int], list[Tensor]]] = {}
     for index, values in plain(parameters):
         is_small = values.numel() <= SAMPLE_ELEMENTS
         sample = values.reshape(-1) if is_small else block_sample(values)
         if sample.numel():
             alone = index if accelerators.is_on_host(sample) else None
             key = alone, sample.device, sample.dtype, sample.dim()
-            groups.setdefault(key, []).append((index, sample))
-    return {
-        key: ({i: len(sample) for i, sample in some}, torch.cat([sample for _, sample in some]))
-        for key, some in groups.items()
-    }
+            lengths, samples = groups.setdefault(key, ({}, []))
+            lengths[index] = len(sample)
+            samples.append(sample)
+    return {key: (lengths, torch.cat(samples)) for key, (lengths, samples) in groups.items()}

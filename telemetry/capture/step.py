@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from telemetry.capture.backward import BackwardPasses
+from telemetry.capture.clock import Laps, usage_of
 from telemetry.capture.context import Context, guarded
 from telemetry.capture.copies import Copies
 from telemetry.capture.forward import ForwardPasses
@@ -27,7 +28,6 @@ from telemetry.capture.observations import Kind, Observations
 from telemetry.capture.optimizers import Turns
 from telemetry.capture.parameters import Indexed
 from telemetry.capture.scaler import ScalerReading, read_scaler
-from telemetry.capture.usage import Laps, usage_of
 from telemetry.ranks.topology import RankNotes
 from telemetry.records import Layout, Parameter, StepRecord
 from telemetry.records.moments import nonfinite_of

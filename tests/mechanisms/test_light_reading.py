@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from telemetry import StepRecord
-from telemetry.capture import Step
+from telemetry.capture import Schedule, Step
 from telemetry.testing import capture_run
 from tests.helpers.require import needs_tensor_reader
 
@@ -175,6 +175,30 @@ def test_one_call_reads_the_same_as_full_steps_and_leaves_the_unusual_to_the_slo
 def test_a_step_with_a_closure_is_read_too(read: list[int], closure: Any) -> None:
     records = train(nothing, sgd, lambda optimizer: optimizer.step(closure))
     assert (read, len(records)) == (ALL, STEPS)
+
+
+def test_a_step_that_was_skipped_and_is_retried_has_its_own_norms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The optimizer raises in a skipped step; an unusual loss then adds norms to it."""
+    plans = {0: "full", 1: "norms", 2: "skip"}
+    monkeypatch.setattr(Schedule, "plan", lambda schedule, step: plans.get(step, "skip"))
+    model = net()
+    optimizer = sgd(model)
+    with capture_run(model, rules=[]) as run:
+        for step in range(3):
+            optimizer.zero_grad()
+            (10**step * model(torch.ones(4, 5)).sum()).backward()
+            if step == 2:
+                optimizer.param_groups[0]["momentum"] = "planted"
+                with pytest.raises(TypeError):
+                    optimizer.step()
+                optimizer.param_groups[0]["momentum"] = 0.9
+                plans[2] = "norms"
+            norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+    assert [record.step for record in run.records] == [0, 1, 2]
+    np.testing.assert_allclose(run.records[2].grad_norms, norms, rtol=1e-5)
 
 
 class Counting:

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 
 import telemetry
 from telemetry import HookLogger, StepRecord
-from telemetry.capture.clock import LoopClock
+from telemetry.capture.clock import CpuWaits, LoopClock
 from telemetry.capture.norms import GradientReader
 from telemetry.capture.step import Step
-from telemetry.capture.usage import CpuWaits
 from telemetry.pipeline import Pipeline
 from tests.helpers import shell
 from tests.helpers.figures import figures
