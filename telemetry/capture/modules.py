@@ -17,6 +17,7 @@ from telemetry.capture.missed_steps import NEVER_RAN
 from telemetry.capture.missing_modules import missing_modules, unregistered_modules
 from telemetry.capture.step import FullStep, Step
 from telemetry.selection import cleaned, evenly, owners
+from telemetry.torch_private import undisturbed
 from telemetry.torch_private.compiler import (
     BeforeCompilations,
     graphs_compiled,
@@ -258,6 +259,7 @@ class WatchedModules:
             return "the model ran in evaluation mode, without gradients or on another thread only"
         return NEVER_RAN
 
+    @undisturbed(always=True)
     def log_missing(self, step: FullStep) -> None:
         """Log, once, which modules did not run in the first full step or are not registered."""
         model, failures = self._context.model(), self._context.guard.failures

@@ -52,6 +52,7 @@ class Step:
 
     Attributes:
         step: Its number.
+        phase: Name of a phase apart from training; empty for a training step.
         parameters: Descriptions of the parameters that have an index in this step.
         held: Indices of the parameters that its optimizers have.
         laps: Times of this step, and of steps before it that had no record.
@@ -62,7 +63,7 @@ class Step:
 
     def __init__(self, context: Context, turns: Turns) -> None:
         self.guard = context.guard
-        self.step = context.step
+        self.step, self.phase = context.step, ""
         self.wall_time, self.eval_mode = 0.0, False
         self.layout: Layout = NO_LAYOUT
         self.parameters: tuple[Parameter, ...] = ()
@@ -212,6 +213,7 @@ class Step:
             step=self.step,
             wall_time=self.wall_time,
             layout=self.layout,
+            phase=self.phase,
             grad_norms=np.maximum(norms, 0.0),
             grad_present=~(norms < 0),
             grad_finite=np.isfinite(norms),
@@ -243,7 +245,6 @@ class FullStep(Step):
     """One training step, or a phase apart from it, with its tensors.
 
     Attributes:
-        phase: Name of the phase; empty for a training step.
         backward, forward: Its passes.
         ran: Hooks that were called outside of a backward pass.
         unchanged: Whether the model is known to have the same modules as at the beginning.
@@ -382,7 +383,7 @@ class FullStep(Step):
         """Return the record; waits for an accelerator. Called once per step, in their order."""
         record = self._make_record()
         names = [parameter.name for parameter in self.layout.parameters]
-        record.full, record.phase, record.examples = True, self.phase, self.forward.examples
+        record.full, record.examples = True, self.forward.examples
         record.random_states = self._random_states
         if self._flags.size:
             record.trainable, record.reached, record.held = self._flags

@@ -67,6 +67,8 @@ def train_ahead(log_dir: Path, steps: int, every: int) -> list[StepRecord]:
             logger.log(accuracy=0.5)
             optimizer.step()
             assert entered.wait(WATCHDOG_S)
+        with logger.phase("validation"):  # stays one, so that no rule receives it
+            model(torch.ones(2, 3))
         may_judge.set()
     return recorder.records
 
@@ -81,7 +83,7 @@ def test_full_steps_above_the_first_high_water_mark_are_downgraded_and_judged(
     assert [len(record.weights) for record in records] == [2, 0, 0, 0]
     assert {*telemetry.read(tmp_path).layers["step"]} == {0, 1, 2, 3}
     at_once, at_close = [text for text in caplog.messages if "norms alone" in text]
-    assert (figures(at_once)[0], figures(at_close)) == (1, [3])
+    assert (figures(at_once)[0], figures(at_close)) == (1, [4])
 
 
 def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
@@ -103,7 +105,7 @@ def test_steps_above_the_second_high_water_mark_are_dropped_and_scalars_are_not(
     assert scalars[scalars.tag == "accuracy"].step.tolist() == [*range(10)]
     [at_once] = [text for text in caplog.messages if "is not recorded" in text]
     [at_close] = [text for text in caplog.messages if "were dropped" in text]
-    assert (figures(at_once)[0], figures(at_close)) == (3, [7])
+    assert (figures(at_once)[0], figures(at_close)) == (3, [8])
 
 
 # --- the worker ----------------------------------------------------------------------------------

@@ -245,7 +245,6 @@ MATHEMATICS = (
 )
 """Tests of formulas, most of them against NumPy, by their paths in ``tests/``."""
 PYTORCH = (
-    "contract/capture/test_compile.py",
     "contract/capture/test_experts.py",
     "contract/capture/test_torch_private.py",
     "contract/tensorboard_plugin/test_agreement.py",
