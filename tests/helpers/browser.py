@@ -66,7 +66,7 @@ def serve(logdir: Path, log: Path, *, fast: bool, wanted: int = 1) -> Iterator[s
         try:
             address = wait_for(lambda: _address(log), "TensorBoard's address")
             runs = f"{address}data/plugin/telemetry/runs"
-            wait_for(lambda: _get(runs).count("name") >= wanted, "the runs")
+            wait_for(lambda: _get(runs).count('"lastStep"') >= wanted, "the runs")
             yield address
         finally:
             server.terminate()
@@ -188,8 +188,8 @@ class TelemetryPage:
         return self.table()
 
     def table(self) -> Locator:
-        """The table of runs, once it is complete."""
-        table = self.locator(".runs[data-loaded]")
+        """The table of runs, once it is open."""
+        table = self.locator(".runs")
         table.wait_for()
         return table
 

@@ -1,8 +1,8 @@
 // Everything about one layer: its statistics at a step and over time, histograms, pictures, alerts.
 
-import { chooseAlert, close, listOnsets, moveStep, select } from "./actions.js";
+import { chooseAlert, close, listOnsets, moveStep } from "./actions.js";
 import { axisOf, drawChart, styleOf } from "./chart.js";
-import { drawHistogram, drawUnits, quantilesOf, shareOfZeros, unitsText } from "./distribution.js";
+import { drawHistogram, drawUnits, quantilesOf, unitsText, zeroText } from "./distribution.js";
 import { columnAt } from "./field.js";
 import { alertTitle, capital, formatNumber, formatStep, formatValue, layersOf } from "./format.js";
 import { CurveLegend, DropDown, Enlarged, Letter, Plot, useAnswer } from "./parts.js";
@@ -12,21 +12,18 @@ import { makeScale } from "./scale.js";
 
 const DELAY_MS = 120;
 const MAX_CURVES = 4;
-const CONVOLUTION = /^Conv/;
 const KEPT_PICTURES = 10; // by TensorBoard's default
 const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 
 /** The data of a layer in a run; its curves in all runs that are shown and have it. */
 async function readLayer(source, panel, panels, layer) {
-  const parts = await Promise.allSettled([
+  const [histograms, images, units, ...groups] = await Promise.all([
     source.histograms(panel.name, layer),
     source.images(panel.name, layer),
-    source.units?.(panel.name, layer),
+    source.units(panel.name, layer),
     ...panels.map((known) => (known.indexOf(layer) < 0 ? null : source.layer(known.name, layer))),
   ]);
-  const [histograms, images, units, ...groups] = parts.map(({ value }) => value ?? null);
-  const failed = parts.find(({ status }) => status === "rejected");
-  return { histograms, images, units, groups, failure: failed?.reason.message };
+  return { histograms, images, units, groups };
 }
 
 export function Detail({ page }) {
@@ -41,12 +38,11 @@ export function Detail({ page }) {
     <${Heading} ...${shown} />
     ${hasSteps && html`<${UntrainedNote} layer=${layer} group=${groups[panels.indexOf(panel)]} />`}
     ${!data && html`<p class="muted">Loading…</p>`}
-    ${data?.failure && html`<p class="failure">${data.failure}</p>`}
+    ${data?.error && html`<p class="failure">${data.error.message}</p>`}
     ${data?.histograms?.length > 0 && html`<${Histograms} ...${shown} />`}
     ${data?.images?.map((picture) => html`<${Pictures} ...${shown} ...${picture} key=${picture.tag} />`)}
     ${data?.units?.count > 0 && html`<${Units} ...${shown} />`}
     ${groups.some(Boolean) && html`<${Curves} ...${shown} /><${Statistics} ...${shown} />`}
-    ${data?.images?.length === 0 && CONVOLUTION.test(layer.type) && html`<${NearestPictures} ...${shown} />`}
   </section>`;
 }
 
@@ -211,22 +207,6 @@ function LargeHistogram({ histogram, theme, index }) {
       ${cells("th", ["share below", ...QUANTILES.map((share) => `${formatNumber(100 * share)} %`)])}
       ${cells("td", ["value", ...quantilesOf(histogram, index, QUANTILES).map(formatNumber)])}
     </tbody></table>`;
-}
-
-/** The share of a step's values that are exactly zero, drawn as a separate bar; "" without any. */
-function zeroText(histogram, index) {
-  const share = shareOfZeros(histogram, index);
-  return share > 0 ? `Exactly zero: ${formatNumber(100 * share)} %, a separate bar.` : "";
-}
-
-/** A way to the layer with pictures that is nearest in forward order. */
-function NearestPictures({ page, panel, layer }) {
-  const { layers } = panel.overview;
-  const distance = (other) => Math.abs(layers.indexOf(other) - layers.indexOf(layer));
-  const [nearest] = layers.filter(({ hasPictures }) => hasPictures).sort((a, b) => distance(a) - distance(b));
-  if (!nearest) return html`<p class="muted">No layer of this run has pictures.</p>`;
-  return html`<p class="muted">Nearest layer with pictures:${" "}
-    <button class="link" onclick=${() => select(page, nearest.name, page.state.step)}>${titleOf(nearest)}</button></p>`;
 }
 
 /** Pictures of a kind: a strip over steps, and one of them enlarged. */

@@ -292,7 +292,7 @@ def test_a_report_of_several_runs_compares_them(compared: Page) -> None:
 
 def test_each_run_of_a_report_opens_in_its_page(compared: Page) -> None:
     compared.locator("button[aria-label='Run: base']").click()
-    table = compared.locator(".runs[data-loaded]")
+    table = compared.locator(".runs")
     table.wait_for()
     assert table.locator("tbody tr").count() == 3
     table.locator("button:text-is('one')").click()
