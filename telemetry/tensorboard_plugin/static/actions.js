@@ -104,7 +104,6 @@ export function goTo(page, step) {
   page.update({ step });
 }
 
-/** Lists the layers that changed first around the selected step. */
 export function listOnsets(page) {
   page.update({ onsets: page.state.step ?? page.current.overview.lastStep, side: true });
 }

@@ -40,7 +40,7 @@ export class Page {
     });
     onNavigation((found) => this.#become({ ...fromLink(found), side: this.state.side, full: this.state.full }));
     watchKeys(this);
-    document.addEventListener("visibilitychange", () => this.#goOn());
+    if (source.isLive) setInterval(() => this.#readAgain(), LIVE_EVERY_MS);
     addEventListener("resize", () => this.draw());
     matchMedia("print").addEventListener("change", () => this.drawNow());
   }
@@ -126,20 +126,15 @@ export class Page {
     this.isLive = isLive;
     this.draw();
     this.refresh();
-    this.#goOn();
   }
 
-  /** Reads again in a while, if it is to: also while there is no data yet. */
-  #goOn() {
-    clearTimeout(this.timer);
+  /** Reads again if the page is live or has no data yet, and is seen. */
+  #readAgain() {
     const hasData = ({ fields }) => [...fields.values()].some(({ steps }) => steps.length);
     const isEmpty = this.runs?.length === 0 || (this.panels.length > 0 && !this.panels.some(hasData));
-    if (!this.source.isLive || document.hidden || !(this.isLive || isEmpty)) return;
-    this.timer = setTimeout(async () => {
-      // Another dashboard of TensorBoard's hides the frame, not the document.
-      if (window.innerWidth) await this.refresh();
-      this.#goOn();
-    }, LIVE_EVERY_MS);
+    // Another dashboard of TensorBoard's hides the frame, not the document.
+    const isSeen = window.innerWidth > 0 && !document.hidden;
+    if (isSeen && (this.isLive || isEmpty)) this.refresh();
   }
 
   // --- state
@@ -222,7 +217,6 @@ export class Page {
   #show(message = null) {
     this.message = message;
     this.drawNow();
-    this.#goOn();
     document.documentElement.dataset.ready = message?.state ?? "true";
   }
 

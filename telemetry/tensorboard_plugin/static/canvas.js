@@ -68,7 +68,6 @@ export function isInside(box, x, y) {
   return x >= box.x && x < box.x + box.width && y >= box.y && y < box.y + box.height;
 }
 
-/** Steps below a plot. */
 export function drawStepAxis(context, theme, box, view, title = "") {
   const steps = roundTicks(view.step0, view.step1, box.width / 80, true);
   drawTicks(context, theme, box, steps.map((step) => ({ x: xOf(box, view, step), text: formatStep(step) })));
@@ -84,7 +83,7 @@ export function drawTicks(context, theme, box, ticks) {
   for (const { x, text } of ticks) {
     line(context, x, bottom, x, bottom + 4);
     const half = context.measureText(text).width / 2;
-    context.fillText(text, clamp(x, box.x + half - 8, box.x + box.width - half + 8), bottom + 6);
+    context.fillText(text, clamp(x, box.x + half - 8, box.x + box.width - half + 2), bottom + 6);
   }
 }
 
@@ -94,7 +93,6 @@ export function drawResumed(context, theme, box, view, steps) {
   for (const step of steps) drawStep(context, box, view, step, [2, 3]);
 }
 
-/** A line at a step, if it is in view. */
 export function drawStep(context, box, view, step, dash = []) {
   const x = xOf(box, view, step);
   if (x >= box.x && x <= box.x + box.width) line(context, x, box.y, x, box.y + box.height, dash);

@@ -78,7 +78,7 @@ export function drawChart(canvas, options) {
   const scale = valueScale(options);
   const secondScale = second.length && valueScale({ curves: second, view, usual: options.secondUsual });
   if (!isBare) drawValueAxis(context, theme, box, scale, format);
-  if (secondScale && right > SECOND_AXIS) drawSecondAxis(context, theme, box, secondScale);
+  if (secondScale && right > SECOND_AXIS) drawValueAxis(context, theme, box, secondScale, formatNumber, true);
   if (hasSteps) drawStepAxis(context, theme, box, view);
   clip(context, box.x, box.y - 3, box.width, box.height + 6);
   context.strokeStyle = theme.usual;
@@ -155,22 +155,15 @@ function valueScale({ curves, view, log = false, range, usual = [], fit = [], is
   return { low, high, log };
 }
 
-function drawValueAxis(context, theme, box, scale, format) {
-  setText(context, theme, "right", "middle");
-  context.strokeStyle = theme.line;
-  for (const { tick, y } of ticksOf(scale, box)) {
-    line(context, box.x, y, box.x + box.width, y);
-    context.fillText(format(tick), box.x - 6, y);
-  }
-}
-
-function drawSecondAxis(context, theme, box, scale) {
-  setText(context, theme, "left", "middle");
-  context.strokeStyle = theme.muted;
+/** Round values at the left with lines across; of the dashed curves at the right, with short ones. */
+function drawValueAxis(context, theme, box, scale, format, isSecond = false) {
   const right = box.x + box.width;
+  const [from, to, textAt] = isSecond ? [right, right + 4, right + 7] : [box.x, right, box.x - 6];
+  setText(context, theme, isSecond ? "left" : "right", "middle");
+  context.strokeStyle = isSecond ? theme.muted : theme.line;
   for (const { tick, y } of ticksOf(scale, box)) {
-    line(context, right, y, right + 4, y);
-    context.fillText(formatNumber(tick), right + 7, y);
+    line(context, from, y, to, y);
+    context.fillText(format(tick), textAt, y);
   }
 }
 

@@ -135,7 +135,6 @@ const USUAL = [0.05, 0.95]; // quantiles over time that make a row's range
 const SAMPLES = 200; // columns that the range is computed from
 const MARGIN = 8;
 
-/** How much of a width the profile takes; 0 where there is no room. */
 export function profileWidth(width) {
   return width < 480 ? 0 : Math.round(clamp(width * 0.14, 100, 190));
 }

@@ -122,7 +122,6 @@ function Statistics({ page, groups, statistic, step, theme, view }) {
   </table>`;
 }
 
-/** A small curve of each run, without axes. */
 function Spark({ curves, theme, step: cursor, ...options }) {
   const node = useRef();
   const size = { width: curves.length > 1 ? 64 : 96, height: 20, left: 0, right: 0, isBare: true };
@@ -193,7 +192,6 @@ function Histograms({ page, data: { histograms }, theme, view, step }) {
   </div>`;
 }
 
-/** A histogram over all its steps, the bars of one, and that one's quantiles. */
 function LargeHistogram({ histogram, theme, index }) {
   const { steps } = histogram;
   const view = { step0: steps[0], step1: Math.max(steps.at(-1), steps[0] + 1) };

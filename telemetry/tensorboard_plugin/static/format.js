@@ -72,7 +72,6 @@ export function alertTitle({ kind, stage, consequences }) {
   return kindTitle(kind) + (stage === "resolved" ? ", resolved" : now);
 }
 
-/** A kind of fault and its layer, within a sentence. */
 export function faultText({ kind, module_name: layer }) {
   return kindText(kind) + (layer ? ` in ${layer}` : "");
 }

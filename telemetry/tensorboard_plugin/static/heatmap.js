@@ -8,7 +8,7 @@ import {
 import { columnAt, endOf, rowOf, valueAt } from "./field.js";
 import { clamp, formatStep, formatValue } from "./format.js";
 import { paintIn } from "./heatmap_pixels.js";
-import { crosshair, moveHair, point } from "./parts.js";
+import { moveHair, pointed } from "./parts.js";
 import { html, useLayoutEffect, useRef, useState } from "./preact.js";
 import { bracketsOf, rowOfLayer, rowsByLayer, titleOf } from "./rows.js";
 import { encode, scaleText } from "./scale.js";
@@ -168,6 +168,8 @@ function describe({ panel, field, rows, values, scale, statistic }, { row, layer
   const next = field.steps[column + 1];
   const until = next > step + 1 ? `, next measured at ${formatStep(next)}` : "";
   return {
+    step,
+    layer: layer.name,
     title: folded ? `${folded} (${type}; here ${titleOf(layer)})` : titleOf(layer),
     parts: html`<span>${layer.type} · step ${formatStep(step)}${until}</span>
       <span class=${Number.isFinite(value) ? "" : "nonfinite"}>
@@ -187,7 +189,7 @@ export function HeatMap({ page, shown }) {
   const [node, canvas, stepHair, rowHair] = [useRef(), useRef(), useRef(), useRef()];
   const own = useRef({ map: null, pointer: null, drag: null }).current;
   const [rectangle, setRectangle] = useState(null); // that is being dragged
-  const at = crosshair.use();
+  const at = pointed.use();
   useLayoutEffect(() => {
     own.map = drawHeatmap(canvas.current, shown);
     node.current.dataset.plot = Object.values(own.map.box).join(",");
@@ -196,7 +198,7 @@ export function HeatMap({ page, shown }) {
   useLayoutEffect(() => {
     if (!at) own.pointer = null; // such as after scrolling
     const { box } = own.map;
-    const row = at?.layer != null ? rowOfLayer(rows, panel.indexOf(at.layer)) : -1;
+    const row = rowOfLayer(rows, panel.indexOf(at?.layer));
     const isIn = at && at.step >= view.step0 && at.step <= view.step1;
     moveHair(stepHair.current, isIn && { left: xOf(box, view, at.step), top: box.y, height: box.height });
     const isRowIn = row >= 0 && row + 0.5 >= view.row0 && row + 0.5 <= view.row1;
@@ -217,11 +219,9 @@ function hover(page, { map, pointer: { clientX, clientY, offsetX, offsetY } }, n
   node.style.cursor = group !== null ? "pointer" : cell ? "crosshair" : "default";
   if (group !== null) {
     const what = page.state.folded.has(group) ? "click to unfold" : "click to fold";
-    return point(null, { ...place, title: group, parts: html`<span>${what}</span>` });
+    return pointed.set({ ...place, title: group, parts: html`<span>${what}</span>` });
   }
-  if (!cell) return point(null);
-  const { name } = map.panel.overview.layers[cell.layer];
-  point({ step: cell.step, layer: name }, { ...place, ...describe(map, cell) });
+  pointed.set(cell && { ...place, ...describe(map, cell) });
 }
 
 /** @param {Object} own `map`: what is drawn; `pointer`: its last event; `drag`: where one began */
@@ -250,7 +250,7 @@ function handlersOf(page, own, rectangle, setRectangle) {
       if (!start) return hover(page, own, event.currentTarget);
       start.hasMoved ||= Math.abs(x - start.x) > CLICK || Math.abs(y - start.y) > CLICK;
       if (!start.hasMoved) return;
-      point(null);
+      pointed.set(null);
       if (!start.isPanning) return setRectangle(rectangleOf(own.map.box, start, x, y));
       pan(start.x - x, start.y - y);
       Object.assign(start, { x, y });
@@ -269,7 +269,7 @@ function handlersOf(page, own, rectangle, setRectangle) {
     onpointercancel: end,
     onpointerleave() {
       own.pointer = null;
-      point(null);
+      pointed.set(null);
     },
     ondblclick: () => unzoom(page),
     /** Moves a zoomed picture, or with a key zooms; else the page scrolls. */

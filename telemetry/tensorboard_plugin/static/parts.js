@@ -27,17 +27,13 @@ export class Followed {
   }
 }
 
-/** Where the crosshair is: null, or `step` and, where there are rows, the `layer`'s name. */
-export const crosshair = new Followed();
-/** What the tooltip says: null, or `x`, `y` in the window, and `title` with `lines` and other `parts`. */
-const tooltip = new Followed();
+/**
+ * What is under the pointer: null; or where the crosshair is, `step` and the `layer`'s name, and what the
+ * tooltip says, at `x`, `y` in the window: `title`, or the step, with `lines` and other `parts`.
+ */
+export const pointed = new Followed();
 
-addEventListener("scroll", () => point(null), { capture: true, passive: true }); // the pointer stays behind
-
-export function point(at, said = null) {
-  crosshair.set(at);
-  tooltip.set(said);
-}
+addEventListener("scroll", () => pointed.set(null), { capture: true, passive: true }); // the pointer stays behind
 
 /** Moves a line of the crosshair to a place in pixels; hides it without one. */
 export function moveHair(hair, place) {
@@ -63,7 +59,7 @@ export function useAnswer(page, ...question) {
  */
 export function Plot({ draw, onPoint, onPick, ...attributes }) {
   const [place, canvas, hair, plot] = [useRef(), useRef(), useRef(), useRef(null)];
-  const step = crosshair.use()?.step ?? null;
+  const step = pointed.use()?.step ?? null;
   useLayoutEffect(() => {
     plot.current = draw(canvas.current, place.current.clientWidth) ?? null;
     canvas.current.dataset.plot = plot.current ? Object.values(plot.current.box).join(",") : "";
@@ -81,11 +77,11 @@ export function Plot({ draw, onPoint, onPick, ...attributes }) {
   const onpointermove = (event) => {
     const said = found(event);
     onPoint?.(said);
-    point(said, said && { ...said, x: event.clientX, y: event.clientY });
+    pointed.set(said && { ...said, x: event.clientX, y: event.clientY });
   };
   const onpointerleave = () => {
     onPoint?.(null);
-    point(null);
+    pointed.set(null);
   };
   const onclick = (event) => {
     const picked = found(event);
@@ -102,7 +98,7 @@ const MARGIN = 6;
 /** Next to the pointer, inside of the window. A popover: it is above dialogs, too. */
 export function Tooltip() {
   const node = useRef();
-  const said = tooltip.use();
+  const said = pointed.use();
   useLayoutEffect(() => {
     const { current } = node;
     if (current.matches(":popover-open")) current.hidePopover(); // a dialog may have opened since

@@ -185,7 +185,6 @@ const BASE = [
   { ...number("Alerts", (run) => run.alertCount, String), isHidden: true },
 ];
 
-/** All columns that one of the runs has a value for. @returns {Column[]} */
 export function columnsOf(runs) {
   const metrics = namesIn(runs, "metrics").map((name, _, { length }) => ({
     ...number(name, (run) => run.metrics[name] && Number(run.metrics[name])),

@@ -125,7 +125,6 @@ export function encode(scale, values) {
   return codes;
 }
 
-/** Up to about seven places with a text for the legend. */
 export function scaleTicks(scale) {
   const { log, low, high } = scale;
   const values = log ? logTicks(low, high, 7) : [0, 0.25, 0.5, 0.75, 1].map((place) => low + (high - low) * place);

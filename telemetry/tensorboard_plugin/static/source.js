@@ -53,7 +53,6 @@ export class ServerSource extends Source {
 
   binary = async (route, query) => unpack(await (await this.#get(route, query)).arrayBuffer());
 
-  /** Where the report of runs is, one HTML file. */
   reportUrl = (runs) => this.#url("report", runs.map((run) => ["run", run]));
 
   imageUrl = (run, tag, step) => this.#url("image", { run, tag, step });

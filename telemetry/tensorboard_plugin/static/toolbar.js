@@ -65,7 +65,6 @@ function Linking({ page }) {
     onblur=${() => setSaid("Link")}>${said}</button>`;
 }
 
-/** Buttons that save the view, and the report of the runs that are shown or checked. */
 function Saving({ page }) {
   const { run, other, checked } = page.state;
   const runs = [...new Set([run, other, ...checked].filter(Boolean))];
@@ -82,7 +81,6 @@ function Saving({ page }) {
   </details>`;
 }
 
-/** Which step was read last, and buttons that read again. */
 function Live({ page }) {
   const { failure, source, isLive } = page;
   const lastStep = Math.max(...page.panels.map(({ overview }) => overview.lastStep));

@@ -77,7 +77,6 @@ const AROUND_STEPS = 20;
 const AROUND_COLUMNS = 5; // of a statistic that is measured less often than at every step
 const SHORT = 60; // columns that need no zoom
 
-/** The view of all rows at the steps around one. */
 export function aroundStep(step, whole, steps) {
   const gap = steps.length > 1 ? (steps[steps.length - 1] - steps[0]) / (steps.length - 1) : 1;
   const reach = Math.max(AROUND_STEPS, AROUND_COLUMNS * gap);
