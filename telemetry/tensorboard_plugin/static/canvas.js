@@ -75,15 +75,15 @@ export function drawStepAxis(context, theme, box, view, title = "") {
   context.fillText(title, box.x - 28, box.y + box.height + 6);
 }
 
-/** Ticks below a plot, with texts that do not reach far beyond its ends. */
-export function drawTicks(context, theme, box, ticks) {
+/** Ticks below a plot, with texts that do not reach far beyond its ends: `left` and `right` pixels. */
+export function drawTicks(context, theme, box, ticks, left = 8, right = 2) {
   setText(context, theme, "center", "top");
   context.strokeStyle = theme.line;
   const bottom = box.y + box.height;
   for (const { x, text } of ticks) {
     line(context, x, bottom, x, bottom + 4);
     const half = context.measureText(text).width / 2;
-    context.fillText(text, clamp(x, box.x + half - 8, box.x + box.width - half + 2), bottom + 6);
+    context.fillText(text, clamp(x, box.x + half - left, box.x + box.width - half + right), bottom + 6);
   }
 }
 

@@ -12,7 +12,6 @@ import { makeScale } from "./scale.js";
 
 const DELAY_MS = 120;
 const MAX_CURVES = 4;
-const KEPT_PICTURES = 10; // by TensorBoard's default
 const QUANTILES = [0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99];
 
 /** The data of a layer in a run; its curves in all runs that are shown and have it. */
@@ -222,13 +221,9 @@ function Pictures({ page: { source }, panel, step, kind, name, tag, steps, maps 
   const frame = (at, index) => html`<button aria-label="Enlarge ${kind} of ${name} at step ${at}"
     aria-current=${index === nearest ? "true" : null} onclick=${() => setLarge(index)}>
     <img src=${urlOf(at)} alt="" loading="lazy" />${formatStep(at)}</button>`;
-  // TensorBoard keeps a random sample of more: then steps are not evenly spaced.
-  const gaps = new Set(steps.slice(1).map((at, i) => at - steps[i]));
-  const isSample = source.isLive && steps.length === KEPT_PICTURES && gaps.size > 1;
   return html`<div class="pictures">
     <h3>${title}<button class="enlarge" onclick=${() => setLarge(nearest)}>Enlarge</button></h3>
     <div class="film" ref=${film}>${steps.map(frame)}</div>
-    ${isSample && html`<p class="muted">TensorBoard keeps ${KEPT_PICTURES} steps of a picture, more with --samples_per_plugin images=100.</p>`}
     ${large !== null && html`<${Enlarged} title="${title} of ${name}" steps=${steps} index=${large} onClose=${() => setLarge(null)}>
       ${(at) => html`<${LargePicture} url=${urlOf(steps[at])} alt="${kind} at step ${steps[at]}" maps=${maps} />`}
     <//>`}

@@ -2,9 +2,7 @@
 // `valuesOfRows`.
 
 import { columnAt, endOf } from "./field.js";
-import {
-  FIRST_CODE, INFINITE_CODE, INFINITE_COLORS, LAST_CODE, NAN_CODE, NAN_COLORS, palette, pixelOf,
-} from "./scale.js";
+import { FIRST_CODE, INFINITE_CODE, INFINITE_COLORS, LAST_CODE, NAN_CODE, NAN_COLORS, palette, pixelOf } from "./scale.js";
 import { memo } from "./state.js";
 
 const STRIPES = {

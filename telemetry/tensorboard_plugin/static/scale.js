@@ -198,7 +198,8 @@ export function drawScale(canvas, scale, theme, usual) {
     context.fillRect(BAR.x + x, BAR.y, 1.5, BAR.height);
   }
   const xAt = (place) => BAR.x + place * BAR.width;
-  drawTicks(context, theme, BAR, scaleTicks(scale).map(({ place, text }) => ({ x: xAt(place), text })));
+  const ticks = scaleTicks(scale).map(({ place, text }) => ({ x: xAt(place), text }));
+  drawTicks(context, theme, BAR, ticks, BAR.x, BAR.x);
   context.fillStyle = theme.usual;
   for (const value of usual) drawShape(context, xAt(placeOf(scale, value)), 0, [[-5, 0], [5, 0], [0, BAR.y]]);
 }

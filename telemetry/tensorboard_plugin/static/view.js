@@ -55,16 +55,12 @@ export function panView(view, dx, dy, whole) {
 
 /** The same view, moved so that a cell is inside. */
 export function reveal(view, step, row, whole) {
+  const outside = (value, low, high) => value - clamp(value, low, high);
   const dx = outside(step, view.step0, view.step1 - (view.step1 - view.step0) / 50);
   const dy = row < 0 ? 0 : outside(row + 0.5, view.row0 + 0.5, view.row1 - 0.5);
   if (!dx && !dy) return view;
   const [steps, rows] = [view.step1 - view.step0, view.row1 - view.row0];
   return panView(view, dx / steps, dy / rows, whole);
-}
-
-function outside(value, low, high) {
-  if (value < low) return value - low;
-  return value > high ? value - high : 0;
 }
 
 function limitSpan(low, high, first, last, least = 0) {

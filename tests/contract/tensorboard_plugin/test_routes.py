@@ -73,6 +73,7 @@ def test_onsets_are_empty_at_a_late_step_and_null_at_an_early_one(client: Client
 def test_the_overview_of_a_run_has_its_layers_statistics_and_alerts(client: Client) -> None:
     run = client.json("run", run="demo")
     assert [layer["name"] for layer in run["layers"]] == ["a", HOSTILE]
+    assert run["layers"][0]["role"] == run["layers"][0]["type"] == "Linear"
     assert run["layers"][0]["parameters"] == [{"name": "a.weight", "shape": [2, 3]}]
     names = {statistic["name"] for statistic in run["statistics"]}
     assert {"grad_norm", "grad_rms", "grad_share", "activation_rms", "update_ratio"} <= names

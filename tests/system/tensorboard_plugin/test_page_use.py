@@ -242,7 +242,7 @@ def test_a_failure_can_be_retried(page: TelemetryPage) -> None:
 
 def test_a_message_is_shown_while_data_loads(page: TelemetryPage) -> None:
     pending: list[Any] = []
-    page.page.route("**/plugin/telemetry/matrix?*", pending.append)
+    page.page.route("**/plugin/telemetry/matrix?*", lambda request: pending.append(request))
     page.open(ready="loading")
     page.locator(".message[data-state=loading]").wait_for()
     for request in pending:

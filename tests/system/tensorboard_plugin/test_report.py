@@ -137,7 +137,7 @@ PRINT = "window.dispatchEvent(new Event('beforeprint'))"
 
 
 def brightest(page: Page, selector: str, **options: Any) -> int:
-    """How bright the brightest of the texts at the left of a canvas is, 0 to 255."""
+    """Return the brightness of the brightest text at the left of a canvas, 0 to 255."""
     pixels = pixels_of(page, selector, **options)[:, :50]
     return int(pixels[pixels[..., 3] > 200][:, 0].max())
 
