@@ -22,7 +22,6 @@ _CONVERTED: Mapping[str, Callable[[list[Tensor]], Any]] = {
     "filters": lambda samples: images.filter_grid(samples[0]),
     "input": lambda samples: images.input_grid(samples[0]),
     "fingerprints": lambda numbers: tuple([float(number) for number in numbers]),
-    "expert_loads": lambda loads: loads[0].numpy(),
 }
 
 
@@ -51,7 +50,8 @@ class Copies:
         fields: defaultdict[str, Any] = defaultdict(dict)
         for (name, key), copies in self._copies.items():
             with failures.contained(f"to read {name}"):
-                value = _CONVERTED[name]([copy.wait() for copy in copies])
+                values = [copy.wait() for copy in copies]
+                value = _CONVERTED[name](values) if name in _CONVERTED else values[0].numpy()
                 if key is None:
                     fields[name] = value
                 else:

@@ -66,10 +66,6 @@ class Turns:
         """Whether no other optimizer has stepped."""
         return list(self._met) == [optimizer]
 
-    def is_alone(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer ends the step, and no other has begun a turn in it."""
-        return self._ends is not None and self._ends() is optimizer and not self._begun
-
     def is_inner(self, optimizer: Optimizer) -> bool:
         """Whether another optimizer calls this one."""
         outer = None if self._running is None else self._running()
