@@ -111,7 +111,7 @@ class Loop:
         with self.guard.failures.contained("to attach its hooks"):
             self._modules.attach()
         self.attached = True
-        self._begin(self.step)
+        self._begin(self.step, follows=False)
         self.clock.start()
 
     def detach(self) -> None:
@@ -159,25 +159,25 @@ class Loop:
             self.guard.failures.report("to plan a step")
             return "norms"
 
-    def _begin(self, number: int) -> None:
-        """Begin a step."""
+    def _begin(self, number: int, *, follows: bool = True) -> None:
+        """Begin a step; ``follows``: another one has just ended."""
         self._context.step, self._context.thread = number, self._stepping_thread
         self._plan = self._plan_step(number)
         if self._plan == "full":
-            self._begin_full()
+            self._begin_full(follows=follows)
             return
         if self._step.full:
             self._stop_observing()
         self._step = Step(self._context, self._turns)
 
     @guarded("to begin a step", reads=False)
-    def _begin_full(self) -> None:
+    def _begin_full(self, *, follows: bool) -> None:
         context = self._context
         self._step.stop()
         self._step = step = FullStep(context, self._turns)
         try:
             self._modules.observe()
-            context.output_grads = step.begin(by_hand=self._by_hand)
+            context.output_grads = step.begin(follows=follows, by_hand=self._by_hand)
             self.clock.measure(context.table.device)
             self._schedule.account.measure(context.table.device)
             context.observe(training=True)
@@ -261,7 +261,7 @@ class Loop:
             return self._step_of_call(hook, grad_enabled)
         if not step.unchanged and self._modules.changed():
             context.thread = self._stepping_thread
-            self._begin_full()
+            self._begin_full(follows=True)
             return self._step_of_call(hook, grad_enabled)
         step.unchanged = True
         step.ran.add(hook)

@@ -262,6 +262,7 @@ class FullStep(Step):
         self.forward = ForwardPasses(
             context, self._observations, self._copies, self.notes, None if phase else self.backward
         )
+        self._versions: dict[int, int] = {}  # of the parameters, after the step before
         self._random_states: dict[str, bytes] = {}
         # Flags of the parameters: trainable, reached by a backward pass, held by an optimizer.
         self._flags: NDArray[np.bool_] = np.zeros((3, 0), bool)
@@ -271,14 +272,20 @@ class FullStep(Step):
         self._updates: list[Updates] = []
 
     @undisturbed(always=True)
-    def begin(self, *, by_hand: bool) -> bool:
+    def begin(self, *, follows: bool, by_hand: bool) -> bool:
         """Observe backward passes and parameters from here on; whether outputs' gradients, too.
 
-        ``by_hand``: The loop has no optimizer, which would announce its step.
+        Args:
+            follows: Whether another step has just ended.
+            by_hand: Whether the loop has no optimizer, which would announce its step.
         """
         context, compiled = self._context, self._context.compiled_autograd.was_on()
         context.table.refresh()
         parameters = context.table.all()
+        if follows:
+            self._versions = {
+                i: p._version for i, p in parameters if p.requires_grad and not p.is_inference()
+            }
         self._random_states = _random_states()
         if by_hand and context.content.weights:
             self._running[id(None)] = Updates(self._counting(parameters))
@@ -306,6 +313,8 @@ class FullStep(Step):
     def _read(self, optimizer: Optimizer | None, parameters: Indexed) -> None:
         """Take norms, and measure gradients and parameters."""
         context, content, first = self._context, self._context.content, not self._stepped
+        if optimizer is not None:
+            self._log_changes(optimizer, parameters)
         super()._read(optimizer, parameters)
         every = context.table.all()
         grads = [(i, grad) for i, p in parameters if (grad := p.grad) is not None]
@@ -332,6 +341,16 @@ class FullStep(Step):
         self._groups[id(optimizer)] = context.table.groups_of(optimizer)
         if content.weights:
             self._running[id(optimizer)] = Updates(self._counting(parameters))
+
+    def _log_changes(self, optimizer: Optimizer, parameters: Indexed) -> None:
+        """Log once that something else than the optimizer changes parameters."""
+        versions, name = self._versions, type(optimizer).__name__
+        if versions and all(i in versions and p._version != versions[i] for i, p in parameters):
+            self.guard.failures.log_once(
+                f"parameters change between steps of {name}, too: by a wrapper that is no "
+                "torch.optim.Optimizer, an average of weights, or clamping. Update ratios are "
+                f"those of {name}.step() alone"
+            )
 
     def _check(self, parameters: Indexed) -> None:
         # Measured parameters show it themselves.
