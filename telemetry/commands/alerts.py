@@ -142,7 +142,7 @@ def alerts(args: argparse.Namespace, console: Console) -> int:
     runs = LogDirs(args.runs)
     if args.follow:
         return _follow(runs, args, console)
-    of_runs = [(str(log_dir), run.overview().alerts) for log_dir, run in runs.opened()]
+    of_runs = [(str(log_dir), run.alerts) for log_dir, run in runs.opened()]
     fails = print_alerts(of_runs, args, console, name_runs=len(runs.found) > 1)
     return runs.status or fails
 
@@ -154,6 +154,7 @@ def _follow(runs: LogDirs, args: argparse.Namespace, console: Console) -> int:
     with suppress(KeyboardInterrupt):
         while opened:
             for log_dir, run in opened:
+                run.refresh()
                 name = str(log_dir)
                 found = {id(frame): frame for frame in run.frames(Alerted)}
                 for alert in [found[key].alert for key in found if key not in shown]:

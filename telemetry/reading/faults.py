@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from telemetry.alert import Alert
@@ -80,7 +81,7 @@ def _record(run: RunData, fault: _Fault, alerts: Sequence[Alert]) -> dict[str, A
     last, known = fault.step + STEPS_AFTER, run.steps()
     steps = known[known <= last][-STEPS:]
     region = Region(first_step=int(min(steps, default=0)), last_step=last)
-    frames, layers, random = run.norms(region), run.overview().layers, fault.random
+    frames, layers, random = run.norms(region), run.layers, fault.random
     profiles = [*_profiles(run, fault.step, steps, region)]
     nearby = [a for a in alerts if region.first_step <= a.step <= last][:MAX_ALERTS]
     states = {} if random is None else random.states
@@ -90,9 +91,7 @@ def _record(run: RunData, fault: _Fault, alerts: Sequence[Alert]) -> dict[str, A
         "batches": fault.batches,
         "first_bad_module": _first_bad(nearby, profiles, [layer.name for layer in layers]),
         "alerts": nearby,
-        "exception": fault.failure and {
-            name: getattr(fault.failure, name) for name in Failure.__struct_fields__
-        },
+        "exception": fault.failure and asdict(fault.failure),
         "random": {
             "seed": run.seed(),
             "step": None if random is None else random.step,
@@ -133,7 +132,7 @@ def _profiles(
         for moment in map(int, moments[:1]):
             only = Region(first_step=moment, last_step=moment)
             columns = {s.name: run.matrix(s.name, only).values for s in PAGE_STATISTICS}
-            nothing = [None] * len(run.overview().layers)
+            nothing = [None] * len(run.layers)
             values = {name: _values(of[0]) if len(of) else nothing for name, of in columns.items()}
             yield {"when": when, "step": moment, **values}
 

@@ -32,8 +32,9 @@ def test_a_remote_directory_gets_event_files_and_a_run_log(
         run = RunData(RunDirectory("memory://alerts"))
         assert run.matrix("grad_norm").steps.tolist() == [0, 1]
         train(model, steps=2)
+    run.refresh()
     assert run.matrix("grad_norm").steps.tolist() == [0, 1, 2, 3]
-    assert [alert.step for alert in run.overview().alerts] == [1]
+    assert [alert.step for alert in run.alerts] == [1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -65,5 +66,6 @@ def test_readers_in_several_threads_take_each_frame_once(tmp_path: Path) -> None
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(refresh, range(8)))
-    [[part]] = directory.runs().values()
-    assert list(part.frames[Norms].steps) == list(range(2000))
+    [[part]] = directory.runs.values()
+    [segment] = part.segments
+    assert list(segment.places[Norms].steps) == list(range(2000))
