@@ -47,7 +47,6 @@ class Writer:
         flush_s: Longest time in seconds that an item stays queued.
         max_pending_bytes: High-water mark. Above it, droppable items are dropped; above four times
             as many bytes, all items. Empty queues accept an item of any size.
-        held: Whether items stay queued until :meth:`open`.
 
     Attributes:
         dropped_count: Number of dropped droppable items.
@@ -58,12 +57,7 @@ class Writer:
     failure: Exception | None = None
 
     def __init__(
-        self,
-        name: str,
-        *,
-        flush_s: float = 0.75,
-        max_pending_bytes: int = 64 << 20,
-        held: bool = False,
+        self, name: str, *, flush_s: float = 0.75, max_pending_bytes: int = 64 << 20
     ) -> None:
         self._process_id = os.getpid()
         self._name = name
@@ -82,7 +76,6 @@ class Writer:
         self._closing = self._closed = False
         self._rounds_begun = self._rounds_done = 0
         self._round_began_s = time.monotonic()
-        self._is_held = held
         self._runs = False  # the thread
         self._is_failure_logged = False
         self._thread = threading.Thread(target=self._run, name="telemetry: writer", daemon=True)
@@ -107,23 +100,14 @@ class Writer:
         file.append(deque())
         self._files.add(file)
         try:
-            with self._lock:
-                self._is_held = False
-                self._start()
+            self._start()
         except NoThreadError:
             file.close()
             raise
 
-    def discard(self) -> None:
-        """Drop what was held."""
-        with self._lock:
-            if self._is_held:
-                self._pending.clear()
-                self._pending_bytes = 0
-
     def _start(self) -> None:
         with self._lock:
-            if not (self._runs or self._is_held):
+            if not self._runs:
                 self._runs = True  # first: a signal handler may add an item while the thread starts
                 try:
                     start(self._thread)

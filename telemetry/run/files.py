@@ -9,6 +9,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from threading import RLock
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,17 +65,15 @@ class RunFiles:
         self._lock = DirectoryLock(model, self.log_dir, close)
         earlier = earlier_run(self.log_dir, first_step, resume=resume)
         self.first_step = earlier.next_step
-        self._has_ended = False
-        self.is_undecided = True  # whether it is still unknown if this process writes
-        self._writer = Writer(self.log_dir, held=True)
         # A loss that was logged after the last step belongs to the first, which is not repeated.
-        hidden_from = earlier.next_step + earlier.loss_delay if self.first_step else None
-        self._events: EventFile | GivenFile | None = (  # None: another rank writes
-            EventFile(self.log_dir, hidden_from=hidden_from)
-            if self._given is None
-            else GivenFile(self._given)
-        )
+        self._hidden_from = earlier.next_step + earlier.loss_delay
+        self._has_ended = False
+        self._writer = Writer(self.log_dir)
+        self._events: EventFile | GivenFile | None = None  # not open, or another rank writes
         self._log_file = run_log_file(self.log_dir)
+        self._held: list[Callable[[], None]] | None = []  # while this rank is unknown
+        # What was held is written before what follows. A signal handler may enter it again.
+        self._order = RLock()
         self.log = RunLog(
             self._append_to_log,
             self._log_file.repeat,
@@ -84,20 +85,35 @@ class RunFiles:
         if not may_be_any_rank():
             self.open_for(role)
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is still unknown if this process writes."""
+        return self._held is not None
+
     def open_for(self, role: Role) -> None:
-        """Open the files of a role that is final; write nothing if another rank writes."""
-        if not role.writes:
-            self._events = None
-            self._writer.discard()
-        elif self.is_undecided and self._events is not None and self._writer.is_here:
-            try:
-                self._writer.open(self._events)
-            except OSError as error:
+        """Open the files of a role that is final; write nothing more if another rank writes."""
+        with self._order:
+            held, self._held = self._held, None
+            if not role.writes:
                 self._events = None
-                what = f"HookLogger(log_dir={self.log_dir!r}): the directory cannot be written"
-                raise type(error)(f"{what}: {error}") from error
-            self._lock.acquire(self._events if self._given is None else self._given)
-        self.is_undecided = False
+            elif self._events is None:
+                self._events = self._open()
+                for write in held or ():
+                    write()
+
+    def _open(self) -> EventFile | GivenFile:
+        if self._given is not None:
+            self._lock.acquire(self._given)
+            return GivenFile(self._given)
+        events = EventFile(self.log_dir, hidden_from=self._hidden_from if self.first_step else None)
+        try:
+            self._writer.open(events)
+        except OSError as error:
+            raise type(error)(
+                f"HookLogger(log_dir={self.log_dir!r}): the directory cannot be written: {error}"
+            ) from error
+        self._lock.acquire(events)
+        return events
 
     def write_values(
         self,
@@ -121,15 +137,23 @@ class RunFiles:
                 was removed. Each later file begins with the latest event of each key.
         """
         self._has_ended = False
-        if (events := self._events) is not None:
-            event = event_of(values, step, wall_time)
-            if repeat:
-                events.repeat(repeat, event)
-            self._writer.put(events, event, droppable=droppable, flush=flush)
+        with self._order:
+            if self._held is not None:
+                options: dict[str, Any] = {"droppable": droppable, "flush": flush, "repeat": repeat}
+                self._held.append(partial(self.write_values, values, step, wall_time, **options))
+            elif self._events is not None:
+                event = event_of(values, step, wall_time)
+                if repeat:
+                    self._events.repeat(repeat, event)
+                self._writer.put(self._events, event, droppable=droppable, flush=flush)
 
     def _append_to_log(self, data: bytes, *, droppable: bool = False, flush: bool = False) -> None:
-        if self._events is not None:
-            self._writer.put(self._log_file, data, droppable=droppable, flush=flush)
+        with self._order:
+            if self._held is not None:
+                append = partial(self._append_to_log, data, droppable=droppable, flush=flush)
+                self._held.append(append)
+            elif self._events is not None:
+                self._writer.put(self._log_file, data, droppable=droppable, flush=flush)
 
     def restore(self, step: int, run: str | None) -> None:
         """Hide earlier records of this step and later ones, as a checkpoint of a run is loaded."""
@@ -192,11 +216,11 @@ class DirectoryLock:
         _LOCKS.add(self)
         if self._has_conflict() and not is_shared:
             log.warning(
-                "telemetry: another HookLogger, in this process or another one, also writes to %s: "
-                "TensorBoard draws the curves of both as one; the Telemetry page and the commands "
-                "list two runs. Give each run its own directory. Ranks that train one model write "
-                "one run together if torch.distributed is initialized before the logger is made; "
-                "loggers of several models in one process may share a SummaryWriter",
+                "telemetry: another HookLogger, in this process or another one, also writes to %s, "
+                "and their steps will mix. Give each run its own directory. Ranks that train one "
+                "model write one run together if torch.distributed is initialized before the "
+                "logger is made; loggers of several models in one process may share a "
+                "SummaryWriter",
                 self._directory,
             )
 

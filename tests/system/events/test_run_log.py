@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,8 +13,7 @@ from telemetry import Alert, StepRecord
 from tests.helpers.disks import FreezableDisk, fill
 from tests.helpers.known_runs import alert_at
 from tests.helpers.members import until
-from tests.helpers.scripts import run_script
-from tests.helpers.tiny_run import TinyRun
+from tests.helpers.tiny_run import TinyRun, steps_by_file
 
 
 def rule(record: StepRecord, length: int = 500) -> Iterator[Alert]:
@@ -62,6 +60,7 @@ def test_a_hanging_disk_blocks_neither_training_nor_alerts(freezable_disk: Freez
         until(lambda: len(run.logger.alerts) == 101)
     run.logger.close()
     assert alerted(freezable_disk.path / "run") == list(range(101))
+    assert steps_by_file(freezable_disk.path / "run") == [list(range(101))]
 
 
 def test_runs_of_several_processes_in_one_directory_do_not_mix(tmp_path: Path) -> None:
@@ -73,28 +72,3 @@ def test_runs_of_several_processes_in_one_directory_do_not_mix(tmp_path: Path) -
         writer.join()
     runs = [tmp_path, *telemetry.read(tmp_path).earlier]
     assert sorted(map(alerted, runs)) == [[*range(90)], [*range(100)]]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
-    # In a fresh process: PyTorch has no backward pass in a child once its engine has threads.
-    script = """
-        import os, sys
-        from pathlib import Path
-        from tests.helpers.tiny_run import TinyRun
-        from tests.system.events.test_run_log import rule
-        run = TinyRun(Path(sys.argv[1]), alerts=[rule])
-        run.train()
-        run.logger.flush()
-        child = os.fork()
-        if child == 0:
-            run.train()
-            run.logger.close()
-            os._exit(7)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        run.train()
-        run.logger.close()
-    """
-    output, _ = run_script(tmp_path, script, tmp_path / "run")
-    assert output == "7\n"
-    assert alerted(tmp_path / "run") == [0, 1]

@@ -78,12 +78,8 @@ def test_the_pages_of_the_docs_are_those_of_the_docstrings() -> None:
     assert changed == []
 
 
-def test_each_kind_has_one_section_with_its_name() -> None:
-    folder = ROOT / "docs" / "alerts"
-    texts = [(folder / name).read_text(encoding="utf-8") for name in PAGES]
-    headings = [kind for text in texts for kind in re.findall(r"^## (\w+)$", text, re.MULTILINE)]
-    assert sorted(headings) == sorted(KINDS)
-    index = (folder / "index.md").read_text(encoding="utf-8")
+def test_the_index_of_the_docs_lists_the_kinds_of_each_page() -> None:
+    index = (ROOT / "docs" / "alerts" / "index.md").read_text(encoding="utf-8")
     for name, kinds in PAGES.items():
         row = re.search(rf"^\|[^|]*\]\({name}\)\|(.*)\|$", index, re.MULTILINE)
         assert row is not None

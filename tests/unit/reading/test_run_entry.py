@@ -54,7 +54,6 @@ def test_each_run_of_a_directory_has_a_row(tmp_path: Path) -> None:
         write(tmp_path / "a", run=run, time_of=lambda step, number=number: 1e9 + number)
     names = ["a", "a@first"]
     client = Client(open_slow(tmp_path), tmp_path)
-    assert [row["name"] for row in client.json("run_table")] == names
     assert [row["name"] for row in client.json("runs")] == names
     assert client.json("run", run="a@first")["lastStep"] == 1
     assert [row["run"] for row in records("runs", tmp_path)] == names
