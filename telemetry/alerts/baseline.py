@@ -1,18 +1,24 @@
-"""Baseline: figures of the whole run, with which detectors compare a step."""
+"""Baseline: figures of the whole run, with which detectors compare a step.
+
+A window excludes the latest 20 steps, so that a slow rise does not raise its own limit. Outliers
+are excluded too, unless they persist for 20 steps.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from operator import itemgetter
 from statistics import median, median_high
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telemetry.alerts import shared
-from telemetry.alerts.window import Loss, Window
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.layers.onset import LEAD, LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
 from telemetry.plain_text import called, called_all, figure
@@ -24,15 +30,238 @@ Figures = NDArray[np.float64]
 Marks = NDArray[np.bool_]
 
 
+class Window:
+    """Last hundred values of a figure without the latest 20; of fewer than 40, the older half."""
+
+    first: float = math.nan  # median of the first five values
+    _firsts: tuple[float, ...] = ()
+    _values: deque[float]
+    _unusual: deque[float]
+
+    def __init__(self) -> None:
+        self._values, self._unusual = deque(maxlen=shared.LENGTH + shared.LATEST), deque()
+
+    def add(self, value: float, *, unusual: bool = False) -> None:
+        """Add the latest value."""
+        if unusual:
+            self._unusual.append(value)
+            if len(self._unusual) <= shared.LATEST:
+                return
+            self._values.clear()
+            self._values.extend(self._unusual)
+        else:
+            self._values.append(value)
+            if len(self._firsts) < shared.RECENT:
+                self._firsts = (*self._firsts, value)
+                self.first = median_high(self._firsts)
+        self._unusual.clear()
+
+    def __len__(self) -> int:
+        count = len(self._values)
+        return count - min(shared.LATEST, count // 2)
+
+    @property
+    def values(self) -> list[float]:
+        """The window, oldest first. The properties below need one value or more."""
+        return [*self._values][: len(self)]
+
+    @property
+    def usual(self) -> float:
+        """Median, the upper of two."""
+        return median_high(self.values)
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """Lowest and highest value."""
+        values = self.values
+        return min(values), max(values)
+
+    @property
+    def highest(self) -> float:
+        return max(self.values)
+
+    @property
+    def extremes_of_all(self) -> tuple[float, float]:
+        """Lowest and highest value, the latest ones included."""
+        return min(self._values), max(self._values)
+
+    @property
+    def range(self) -> float:
+        """Highest minus lowest, at least a thousandth of the highest, also for a constant."""
+        lowest, highest = self.extremes
+        return max(highest - lowest, shared.TINY * abs(highest))
+
+    def of_latest(self, count: int) -> tuple[float, float]:
+        """Return median and standard deviation (from the median absolute one) of the latest."""
+        latest = self.values[-count:]
+        usual = median_high(latest)
+        return usual, NORMAL_CONSISTENT * median_high([abs(value - usual) for value in latest])
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation from one value to the next (from the median); 0 for fewer than two."""
+        changes = [abs(after - before) for before, after in pairwise(self.values)]
+        return NORMAL_CONSISTENT * median_high(changes) / math.sqrt(2) if changes else 0.0
+
+    def ranges_above(self, value: float) -> float:
+        """Return the distance of a value above the highest, in ranges; -inf for a short window."""
+        if len(self) < shared.FEWEST:
+            return -math.inf
+        return (value - self.highest) / self.range if self.range else -math.inf
+
+
+class Logged(NamedTuple):
+    """A loss and its step."""
+
+    step: int
+    loss: float
+
+
+class LossJump(NamedTuple):
+    """A rise of the loss."""
+
+    before: float  # median of the last losses before it
+    limit: float  # threshold of losses far above them
+    first: Logged  # the first above the limit
+    peak: Logged
+
+
+class Loss:
+    """Rise and fall of the loss, which may have any unit and sign.
+
+    - Each loss is compared with the window.
+    - The last five are compared with the latest twenty of the window: a loss may fall far in a
+      hundred steps.
+    - The last five are compared with the best five and the first five: half of the progress is
+      lost, however slowly the loss rises, if the progress was more than noise.
+    """
+
+    window: Window  # losses that are not far above it
+    high: deque[Logged]  # consecutive losses that are far above it
+    latest: deque[Logged]
+    recent: float = math.nan  # median of the last five losses
+    best: float = math.inf  # the lowest median of five
+    is_worse: bool = False  # the recent median is four standard deviations above the window
+    is_better: bool = False  # the recent median is half a deviation below the window
+    excess: float = 0.0  # (last loss - highest before) / |highest before|
+    losses_lost: int = 0  # consecutive losses at which half of the progress was lost
+    limit: float = math.inf  # threshold of losses far above the window
+
+    def __init__(self) -> None:
+        self.window, self.high = Window(), deque(maxlen=shared.LATEST + 1)
+        self.latest = deque(maxlen=3 * shared.LATEST)
+
+    def median_of(self, count: int) -> float:
+        """Return the median of the last ``count`` losses; NaN before the first."""
+        latest = sorted([logged.loss for logged in islice(reversed(self.latest), count)])
+        return latest[len(latest) // 2] if latest else math.nan
+
+    @property
+    def first(self) -> float:
+        """Median of the first five losses that were not far above those before."""
+        return self.window.first
+
+    @property
+    def has_not_fallen(self) -> bool:
+        """Whether no five losses were lower than the first five by more than noise."""
+        return self.best > (1 - shared.NOISE) * self.first > 0
+
+    @property
+    def floor(self) -> float:
+        """The loss that is almost zero compared with the first: a rise to it loses nothing.
+
+        Adam varies by a factor of 300 where a regression without noise has reached a
+        ten-thousandth (regression_at_its_floor), and spikes (curve_at_its_floor). 0 while unknown.
+        """
+        return shared.NOISE * abs(self.first) if len(self.window) else 0.0
+
+    def jump_since(self, since: int) -> LossJump:
+        """Return the rise of the loss at step ``since`` or later."""
+        before = [loss for step, loss in self.latest if step < since][-shared.LATEST :]
+        after = [logged for logged in self.latest if logged.step >= since]
+        limit = max(before) + shared.HALF * (max(before) - min(before)) if before else -math.inf
+        peak = max(after, key=lambda logged: logged.loss)
+        first = next((logged for logged in after if logged.loss > limit), peak)
+        usual = median_high(before) if before else math.nan
+        return LossJump(before=usual, limit=limit, first=first, peak=peak)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest loss of the window and of the latest ones."""
+        return min(self.window.extremes[0], *[loss for _, loss in self.latest])
+
+    def rise(self, peak: float) -> Rise:
+        """Return the rise from the window to the highest loss up to now."""
+        return Rise(first=self.first, usual=self.window.usual, peak=peak)
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether the loss is below -10 times the first one: it seems to have no lower limit."""
+        return self.recent < 0 and self.recent < -10 * abs(self.first)
+
+    def add(self, step: int, loss: float, *, judged: bool = True) -> None:
+        """Add the finite loss of one step; ``judged``: whether rules judge this step."""
+        self.latest.append(Logged(step, loss))
+        recent = self.recent = self.median_of(shared.RECENT)
+        if judged and len(self.window) >= shared.RECENT:
+            usual, deviation = self.window.of_latest(shared.LATEST)
+            deviation = max(deviation, shared.TINY * abs(usual))  # so that a constant has one
+            self.is_worse = recent > usual + shared.WORSE * deviation
+            self.is_better = recent < usual - shared.HALF * deviation
+        if len(self.latest) >= shared.RECENT:
+            self.best = min(self.best, recent)
+            learned = self.first - self.best
+            is_lost = (
+                learned > shared.NOISE * abs(self.first) and recent > (self.first + self.best) / 2
+            )
+            # A loss that is noise from the start has a best five by luck (weak_signal).
+            is_lost = is_lost and learned > shared.WORSE * self.window.noise
+            self.losses_lost = self.losses_lost + 1 if is_lost else 0
+        if len(self.window):
+            highest = self.window.highest
+            self.excess = (loss - highest) / abs(highest) if highest else 0.0
+            few = _FAR_OF_FEW * abs(highest) if len(self.window) < shared.FEWEST else 0.0
+            self.limit = highest + max(shared.HALF * self.window.range, few)
+        if loss > self.limit:
+            self.high.append(Logged(step, loss))
+        else:
+            self.high.clear()
+        self.window.add(loss, unusual=bool(self.high))
+
+
+# Of the highest loss, for a short window: without it the healthy lora alarms.
+_FAR_OF_FEW = 0.2
+
+
+@dataclass(kw_only=True)
+class Rise:
+    """A loss that rose from its usual level."""
+
+    first: float  # in the first steps of the run
+    usual: float  # before the rise
+    peak: float  # the highest since
+
+    def is_undone(self, loss: float) -> bool:
+        """Whether the latest loss undoes half of the rise.
+
+        A rise above the loss of the first steps counts up to there: the loss of an untrained model
+        is no recovery. If the loss had hardly fallen before it rose, it has to fall.
+        """
+        self.peak = max(self.peak, loss)
+        learned = self.first - self.usual
+        if abs(learned) <= shared.NOISE * abs(self.first):
+            return loss < self.first - shared.NOISE * abs(self.first)
+        top = min(self.peak, self.first) if learned > 0 else self.peak
+        return loss < (self.usual + top) / 2
+
+
 class Norm:
     """Distance of the total gradient norm from earlier ones, in decades; clipping hides it."""
 
     above_all: float = 0.0  # above the highest, the latest included; 0 in the first steps
     above_window: float = 0.0  # above the highest of the window
     below: float = 0.0  # below the lowest
-    since_jump: int = shared.NEVER  # steps since it first rose to five times the highest
-    first: float = math.nan  # median of the first five norms
-    _firsts: tuple[float, ...] = ()
+    jump_step: int = -shared.NEVER  # at which it first rose to five times the highest
     _window: Window
 
     def __init__(self) -> None:
@@ -44,26 +273,27 @@ class Norm:
         return 10**self._window.usual if len(self._window) else 0.0
 
     @property
+    def first(self) -> float:
+        """Median of the first five norms."""
+        return 10**self._window.first
+
+    @property
     def is_usual(self) -> bool:
         """Whether the last one is within a factor of five of those before."""
         return max(self.above_all, self.below) < shared.FAR_ABOVE
 
-    def add(self, total: float, steps: int) -> None:
-        """Add the finite norm of one step, ``steps`` after the one before."""
-        self.since_jump += steps
+    def add(self, total: float, step: int) -> None:
+        """Add the finite norm of one step."""
         self.above_all = self.above_window = self.below = 0.0
         if total == 0:
             return
-        if len(self._firsts) < shared.RECENT:
-            self._firsts = (*self._firsts, total)
-            self.first = median_high(self._firsts)
         level = math.log10(total)
         if len(self._window) >= shared.RECENT:
             lowest, highest = self._window.extremes_of_all
             self.above_all, self.below = level - highest, lowest - level
             self.above_window = level - self._window.highest
-            if self.above_all >= shared.FAR_ABOVE and self.since_jump > shared.LATEST:
-                self.since_jump = 0
+            if self.above_all >= shared.FAR_ABOVE and step - self.jump_step > shared.LATEST:
+                self.jump_step = step
         self._window.add(level, unusual=self.above_all > math.log10(shared.THIRTYFOLD))
 
 
@@ -143,38 +373,27 @@ class Baseline:
     norm: Norm
     layers: LayerNorms
     age: int = -1  # steps seen before this one
-    norm_jump_step: int = 0  # of Norm.since_jump
-    # Steps since the learning rate rose to three times the highest survived rate. A rate is
-    # survived if the loss is not worse ten steps later.
-    since_rate_jump: int = shared.NEVER
+    step: int = 0  # the latest
+    # At which the learning rate rose to three times the highest survived rate. A rate is survived
+    # if the loss is not worse ten steps later.
     rate_jump_step: int = -shared.NEVER
     rate_before_jump: float = 0.0  # highest survived rate before the jump
     rate_after_jump: float = 0.0  # the rate after the rise
     rate: float = 0.0  # the highest learning rate of this step; 0 without an optimizer
     jumped: tuple[str, ...] = ()  # modules whose rate jumped, in forward order, if not all
-    since_large_step: int = (
-        shared.NEVER
-    )  # since one moved the median weight matrix by a fifth of its norm
+    # That moved the median weight matrix by a fifth of its norm.
+    large_step: int = -shared.NEVER
     step_ratio: float = 0.0  # median update ratio of the matrices at the last full step
-    # Module of one matrix that started far too large, and its size relative to He initialization;
-    # ("", 0) if no matrix did, None before the first full step.
-    too_large: tuple[str, float] | None = None
-    # Modules whose matrices started far smaller than most, such as the last layer of a policy:
-    # gradients before them start small and grow, and a step moves them by many times their size.
-    began_small: tuple[str, ...] = ()
-    began_zero: tuple[
-        str, ...
-    ] = ()  # modules with a matrix that was all zeros at the first full step
+    # Modules and sizes of their matrices at the first full step, relative to He initialization: a
+    # root mean square of sqrt(2 / fan_in) (He et al., "Delving Deep into Rectifiers", 2015).
+    _first_sizes: tuple[tuple[str, float], ...] = ()
     batches_vary: bool = False  # whether full steps had very different numbers of examples
     _examples: Annotated[deque[tuple[int, int]], shared.LENGTH]  # full steps, and their examples
     _ratio_rate: float = 0.0
-    _ratio_norm: float = 0.0  # the total gradient norm there
-    _norm: float = 0.0  # the latest
     _survived_rate: float = 0.0
     _rates: deque[float]
     _of_groups: tuple[float, ...] = ()
     _groups: dict[str, set[int]]  # of each module's own parameters, in forward order
-    _step: int = 0  # the latest
 
     def __init__(self, interval: float = 1) -> None:
         self.interval = interval
@@ -184,33 +403,26 @@ class Baseline:
 
     def add(self, record: StepRecord) -> None:
         """Add a step."""
-        steps = record.step - self._step if self.age >= 0 else 1
-        self.age, self._step = self.age + 1, record.step
-        self.since_rate_jump += steps
-        self.since_large_step += steps
+        self.age, self.step = self.age + 1, record.step
         self._add_rates(record)
-        self._norm = record.total_grad_norm
         for step, between in record.losses_between:
             if math.isfinite(between):
                 self.loss.add(step, between, judged=False)
         if (loss := record.finite_loss) is not None:
             self.loss.add(record.step, loss)
         if record.all_grads_finite:
-            self.norm.add(record.total_grad_norm, round(steps / self.interval))
+            self.norm.add(record.total_grad_norm, record.step)
             self.layers.add(record)
-            if self.norm.since_jump == 0:
-                self.norm_jump_step = record.step
         if record.examples:
             self._examples.append((record.step + record.loss_delay, record.examples))
             counts = [count for _, count in self._examples]
             self.batches_vary = max(counts) >= shared.HALF_MORE * min(counts)
         if ratios := matrix_ratios(record).values():
             self.step_ratio, self._ratio_rate = median(ratios), self.rate
-            self._ratio_norm = record.total_grad_norm
             if self.step_ratio >= shared.LARGE_STEP:
-                self.since_large_step = 0
-        if record.weights and self.too_large is None:
-            self.too_large, self.began_small, self.began_zero = _first_sizes(record)
+                self.large_step = record.step
+        if not self._first_sizes:
+            self._first_sizes = tuple(_sizes_over_he(record))
 
     @property
     def loss_limit(self) -> float:
@@ -233,18 +445,37 @@ class Baseline:
         return not counts or self._examples[-1][1] >= shared.HALF_MORE * median(counts)
 
     @property
-    def is_young(self) -> bool:
-        """Whether training can hardly have changed the model yet."""
-        return self.age < shared.RECENT
+    def large_start(self) -> tuple[str, str]:
+        """Module of one matrix that started far too large, and that as a cause, in the first steps.
+
+        Two empty texts if no matrix did, or later.
+        """
+        name, largest = max(self._first_sizes, key=itemgetter(1), default=("", 0.0))
+        others = [size for other, size in self._first_sizes if other != name]
+        stands_out = others and largest >= 10**shared.TENFOLD * max(1.0, *others)
+        if self.age >= shared.LATEST or not stands_out:
+            return "", ""
+        times = figure(largest, 2)
+        return name, f"The initial weights of {called(name)} are {times}x He initialization"
 
     @property
-    def large_start(self) -> tuple[str, str]:
-        """Module of :attr:`too_large` and a cause in the first steps; else two empty texts."""
-        if self.age >= shared.LATEST or not self.too_large or not self.too_large[0]:
-            return "", ""
-        name, times = self.too_large
-        size = f"{figure(times, 2)}x He initialization"
-        return name, f"The initial weights of {called(name)} are {size}"
+    def began_small(self) -> list[str]:
+        """Modules whose matrices started far smaller than most, as the last layer of a policy.
+
+        Gradients before them start small and grow; a step moves them by many times their size.
+        """
+        usual = median([size for _, size in self._first_sizes] or [0.0])
+        return [name for name, size in self._first_sizes if size * 10**shared.TENFOLD < usual]
+
+    @property
+    def began_zero(self) -> list[str]:
+        """Modules with a matrix that started at zero."""
+        return [name for name, size in self._first_sizes if size == 0]
+
+    @property
+    def since_rate_jump(self) -> int:
+        """Steps since the learning rate jumped."""
+        return self.step - self.rate_jump_step
 
     @property
     def follows_rate_jump(self) -> bool:
@@ -269,30 +500,22 @@ class Baseline:
         return self.step_ratio * growth if growth >= shared.JUMP else 0.0
 
     @property
-    def may_step_far(self) -> bool:
-        """Whether a full step might show a large update, which scales with rate and gradients.
-
-        The first update of an optimizer with momentum is a tenth of later ones.
-        """
-        known = self.step_ratio > 0 and self._ratio_norm > 0 and math.isfinite(self._norm)
-        if not known:
-            return True
-        growth = max(self._norm / self._ratio_norm, 1.0)
-        growth *= max(self.rate / self._ratio_rate, 1.0) if self._ratio_rate > 0 else 1.0
-        return self.step_ratio * growth >= shared.LARGE_STEP / 10
+    def since_norm_jump(self) -> int:
+        """Steps since the gradient norm jumped."""
+        return self.step - self.norm.jump_step
 
     @property
     def gradients_led(self) -> bool:
         """Whether gradients have just jumped and the learning rate has not."""
-        since = self.norm.since_jump
-        return since <= shared.FEWEST < self.since_rate_jump - since
+        led = self.norm.jump_step - self.rate_jump_step > shared.FEWEST
+        return led and self.since_norm_jump <= shared.FEWEST
 
     def _add_rates(self, record: StepRecord) -> None:
         rates, earlier = record.learning_rates, self._of_groups
         rate = self.rate = max(rates, default=0.0)
         before = max(self._survived_rate, *[*self._rates][-shared.FEWEST :], 0.0)
         if len(self._rates) >= shared.RECENT and rate > shared.JUMP * before:
-            self.since_rate_jump, self.rate_jump_step = 0, record.step
+            self.rate_jump_step = record.step
             self.rate_before_jump, self.rate_after_jump = before, rate
             pairs = enumerate(zip(earlier, rates, strict=False))
             rose = {group for group, (before, after) in pairs if after > shared.JUMP * before}
@@ -322,25 +545,11 @@ def matrix_sizes(record: StepRecord) -> dict[str, float]:
     return {name: size for name, size in sizes.items() if name in record.layout.matrices}
 
 
-def _first_sizes(
-    record: StepRecord,
-) -> tuple[tuple[str, float], tuple[str, ...], tuple[str, ...]]:
-    """Return module and size of the one matrix that is far too large, and modules of small ones
-    and of those that are zero.
-
-    Sizes are relative to He initialization, where the root mean square is ``sqrt(2 / fan_in)`` (He
-    et al., "Delving Deep into Rectifiers", 2015).
-    """
-    layout, sizes = record.layout, list[tuple[float, str]]()
+def _sizes_over_he(record: StepRecord) -> Iterator[tuple[str, float]]:
+    """Yield module and size of each matrix, relative to He initialization; without embeddings."""
+    layout = record.layout
     for name, size in matrix_sizes(record).items():
         parameter = layout.parameters[layout.parameter_position[name]]
         module = layout.modules[layout.position[parameter.module_name]]
         if module.type_name not in LOOKUPS:
-            sizes.append((size * math.sqrt(math.prod(parameter.shape[1:]) / 2), module.name))
-    largest, where = max(sizes, default=(0.0, ""))
-    others = [size for size, name in sizes if name != where]
-    stands_out = others and largest >= 10**shared.TENFOLD * max(1.0, max(others))
-    usual = median([size for size, _ in sizes] or [0.0])
-    small = tuple([name for size, name in sizes if size * 10**shared.TENFOLD < usual])
-    zero = tuple([name for size, name in sizes if size == 0])
-    return (where, largest) if stands_out else ("", 0.0), small, zero
+            yield module.name, size * math.sqrt(math.prod(parameter.shape[1:]) / 2)

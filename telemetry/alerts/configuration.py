@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 from telemetry.alert import Severity
 from telemetry.alerts import (
-    divergence,
     exploding,
     inactive_units,
     losses,
@@ -30,7 +29,7 @@ Settings = Mapping[str, "float | str"]
 """Parameters of one rule by name, and ``severity``."""
 
 _KINDS: tuple[type[Detector], ...] = (
-    divergence.LossDivergence, exploding.ExplodingActivation, exploding.ExplodingGradient,
+    losses.LossDivergence, exploding.ExplodingActivation, exploding.ExplodingGradient,
     inactive_units.DeadUnits, inactive_units.SaturatedUnits, losses.LossSpike,
     losses.UnboundedLoss, mistakes.EvalMode, mistakes.SameBatch, mistakes.WrongLossInput,
     no_learning.LearningRateZero, no_learning.LossStuck,
@@ -42,16 +41,6 @@ _KINDS: tuple[type[Detector], ...] = (
     weights.WeightJump,
 )  # fmt: skip
 DETECTORS: Mapping[str, type[Detector]] = {detector.kind: detector for detector in _KINDS}
-
-# Kinds that earlier versions had, and what there is instead.
-_REMOVED = {
-    "loss_burst": "loss_spike notes losses that jump",
-    "logit_growth": "attention_collapse reports it",
-    "low_precision": "plot fp8_underflow and outlier_ratio",
-    "rounded_updates": "plot update_ratio, and keep weights in float32",
-    "targets_broadcast": "wrong_loss_input reports it",
-    "slow_steps": "plot time/forward_s and its siblings",
-}
 
 # All kinds of alerts that the package reports.
 KINDS: Mapping[str, type[Detector]] = {**DETECTORS, **mistakes.CHECK_KINDS}
@@ -90,9 +79,10 @@ def rules_from(config: Mapping[str, Settings | Detector | None]) -> tuple[Rule, 
         if isinstance(given, Detector):
             detectors.append(given)
         elif given is not None:
-            make, limits = DETECTORS[name], dict[str, Any](given)
-            detectors.append(make(**{k: limits[k] for k in make.limits() if k in limits}))
-            severities |= {name: given["severity"]} if "severity" in given else {}
+            limits = dict[str, Any](given)
+            if "severity" in limits:
+                severities[name] = limits.pop("severity")
+            detectors.append(DETECTORS[name](**limits))
     own = any(isinstance(given, Detector) for given in config.values())
     return (Engine(detectors, severities=severities, every_step=own),)
 
@@ -109,8 +99,6 @@ def _check(name: str, settings: Settings | Detector | None) -> None:
     if isinstance(settings, type):
         called = settings.__name__
         raise TypeError(f"{given}{called}}}): is a class; pass an instance: {called}()")
-    if name in _REMOVED:
-        raise ValueError(f"{given}...}}): this rule was removed: {_REMOVED[name]}")
     if name not in DETECTORS:
         raise ValueError(f"{given}...}}): no rule has this name; {closest(name, DETECTORS)}")
     if settings is None:

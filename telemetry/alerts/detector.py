@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
-
-import numpy as np
 
 from telemetry.alert import Alert, Severity
 from telemetry.alerts import shared
@@ -46,14 +46,6 @@ class Finding:
 
 _Moment = Literal["step", "full", "loss"]
 _MOMENTS = get_args(_Moment)
-RATE_ADVICE = (
-    "Fix the schedule or lower the learning rate",
-    "Resume from a checkpoint before the jump",
-)
-EXPLOSIONS = frozenset({"exploding_gradient", "exploding_activation"})
-RISEN_LOSSES = frozenset({"loss_divergence", "loss_spike"})
-INACTIVE = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
-LOST = EXPLOSIONS | RISEN_LOSSES | INACTIVE
 
 
 def limit(default: float, meaning: str) -> Any:
@@ -67,20 +59,11 @@ def limit(default: float, meaning: str) -> Any:
 
 
 def state(initial: Any) -> Any:
-    """Declare state of a detector, which is saved with a run: its value, or what creates it."""
-    if callable(initial):
-        return field(init=False, default_factory=initial)
-    return field(init=False, default=initial)
-
-
-def no_figures() -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return an empty array, for :func:`state`."""
-    return np.zeros(0)
-
-
-def no_marks() -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return an empty array, for :func:`state`."""
-    return np.zeros(0, bool)
+    """Declare state of a detector, which is saved with a run: a value, or what creates it."""
+    if isinstance(initial, Hashable) and not callable(initial):
+        return field(init=False, default=initial)
+    create = initial if callable(initial) else partial(copy, initial)
+    return field(init=False, default_factory=create)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -144,19 +127,15 @@ class Detector(Rule):
 
     def _check(self) -> None:
         """Raise ValueError for attributes of the class that have no meaning."""
-        after, explained_by = self.confirm_after, self.explained_by
+        after, kind = self.confirm_after, getattr(self, "kind", "")
         counts = after in self.limits() if isinstance(after, str) else after >= 1
-        valid = {
-            "kind": (
-                re.fullmatch("[a-z0-9_]+", getattr(self, "kind", "")),
-                "letters a-z, 0-9 and _",
-            ),
-            "on": (self.on in _MOMENTS, f"one of {', '.join(_MOMENTS)}"),
-            "severity": (self.severity in get_args(Severity), "one of note, warning, error"),
-            "confirm_after": (counts, "a number from 1 on, or the name of a parameter"),
-            "explained_by": (not isinstance(explained_by, str), "a set of kinds"),
-        }
-        for name, (is_valid, meaning) in valid.items():
+        for name, is_valid, meaning in (
+            ("kind", re.fullmatch("[a-z0-9_]+", kind), "letters a-z, 0-9 and _"),
+            ("on", self.on in _MOMENTS, f"one of {', '.join(_MOMENTS)}"),
+            ("severity", self.severity in get_args(Severity), "one of note, warning, error"),
+            ("confirm_after", counts, "a number from 1 on, or the name of a parameter"),
+            ("explained_by", not isinstance(self.explained_by, str), "a set of kinds"),
+        ):
             if not is_valid:
                 given = f"{type(self).__name__}.{name} = {getattr(self, name, None)!r}"
                 raise ValueError(f"{given}: must be {meaning}")
@@ -220,11 +199,6 @@ class Detector(Rule):
             return ()
         self._evaluations_without = 0
         return self._report(step, found)
-
-    @property
-    def judges_losses(self) -> bool:
-        """Whether :meth:`find_in_loss` is implemented."""
-        return type(self).find_in_loss is not Detector.find_in_loss
 
     @property
     def full_steps_needed(self) -> int:

@@ -9,8 +9,9 @@ from graphlib import TopologicalSorter
 from typing import Any
 
 from telemetry.alert import Alert, Consequence, Severity
+from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import RATE_ADVICE, Detector
+from telemetry.alerts.detector import Detector
 from telemetry.alerts.state import restore, to_plain
 from telemetry.records import StepRecord
 from telemetry.records.step import is_inside
@@ -40,7 +41,7 @@ class Engine(Rule):
     name = "default_rules"
     requests_full_step: bool = False
     _reported: dict[str, _Reported]
-    _suppressed: dict[str, _Suppressed]
+    _suppressed: dict[str, tuple[Alert, str]]  # alert that was not reported, kind of its root cause
 
     def __init__(
         self,
@@ -53,7 +54,6 @@ class Engine(Rule):
         detectors = _causes_first(detectors)
         self._detectors = {detector.kind: detector for detector in detectors}
         self._of_light_steps = [detector for detector in detectors if detector.on != "full"]
-        self._of_losses = [detector for detector in detectors if detector.judges_losses]
         self._every_step = every_step
         self._severities = dict(severities or {})
         self._baseline = Baseline(interval)
@@ -63,8 +63,9 @@ class Engine(Rule):
         return f"<{self.name}: {', '.join(self._detectors)}>"
 
     def on_loss(self, step: int, loss: float) -> Iterable[Alert]:
-        found = _found_by({d.kind: d.on_loss for d in self._of_losses}, step, loss)
-        return self._report(*found) if any(found) else ()
+        detectors = self._detectors.values()
+        alerts, errors = _found_by({d.kind: d.on_loss for d in detectors}, step, loss)
+        return self._report(alerts, errors) if alerts or errors else ()
 
     def __call__(self, record: StepRecord) -> Iterable[Alert]:
         self._baseline.add(record)
@@ -141,7 +142,8 @@ class Engine(Rule):
             name = next(iter(baseline.jumped), None) if name is None else name
             rate, step = baseline.new_rate_in_words, baseline.rate_jump_step
             cause = f"The learning rate jumped to {rate} at step {step}"
-            alert = replace(alert, module_name=name, cause=cause, advice=RATE_ADVICE, batches=())
+            advice = shared.FIX_RATE
+            alert = replace(alert, module_name=name, cause=cause, advice=advice, batches=())
         return replace(alert, severity=self._severities.get(alert.kind, alert.severity))
 
     def _resolve(self, alert: Alert) -> list[Alert]:
@@ -149,23 +151,29 @@ class Engine(Rule):
         self._suppressed.pop(alert.kind, None)
         if self._reported.pop(alert.kind, None) is None:
             return []
-        left = [s.alert for s in self._suppressed.values() if s.suppressed_by == alert.kind]
-        survivors = list[Alert]()
+        left = [found for found, cause in self._suppressed.values() if cause == alert.kind]
         for found in left:
             del self._suppressed[found.kind]
-            if self._detectors[found.kind].persistent:
-                survivors.append(replace(found, step=alert.step, summary=_measured(found)))
+        survivors = [
+            replace(found, step=alert.step, summary=_measured(found))
+            for found in left
+            if self._detectors[found.kind].persistent
+        ]
         return [alert, *self._reportable(survivors)]
 
     def _cause_of(self, alert: Alert) -> _Reported | None:
         if alert.kind in self._suppressed:
-            return self._reported.get(self._suppressed[alert.kind].suppressed_by)
+            return self._reported.get(self._suppressed[alert.kind][1])
         if alert.stage != "started":
             return None
-        explaining = self._detectors[alert.kind].explained_by
-        known = [reported for kind, reported in self._reported.items() if kind in explaining]
-        known = [r for r in known if _may_explain(r, alert, self._baseline.interval)]
-        known = [r for r in known if self._detectors[alert.kind].may_follow(r.alert)]
+        detector, interval = self._detectors[alert.kind], self._baseline.interval
+        known = [
+            reported
+            for kind, reported in self._reported.items()
+            if kind in detector.explained_by
+            and _may_explain(reported, alert, interval)
+            and detector.may_follow(reported.alert)
+        ]
         return min(known, key=lambda reported: reported.alert.step, default=None)
 
     def _add_consequence(
@@ -175,12 +183,14 @@ class Engine(Rule):
         consequence = Consequence(kind=alert.kind, module_name=alert.module_name)
         is_new = consequence not in before.consequences
         rises = (before.severity, alert.severity) == ("warning", "error")
-        changes: dict[str, Any] = {"severity": "error"} if rises else {}
         others = [known for known in before.consequences if known != consequence]
-        changes["consequences"] = (*others, consequence)
-        changes["batches"] = before.batches or alert.batches
+        changes: dict[str, Any] = {
+            "severity": "error" if rises else before.severity,
+            "consequences": (*others, consequence),
+            "batches": before.batches or alert.batches,
+        }
         after = replace(before, **changes)
-        self._suppressed[alert.kind] = _Suppressed(alert=alert, suppressed_by=before.kind)
+        self._suppressed[alert.kind] = alert, before.kind
         self._reported[before.kind] = replace(cause, alert=after, last=alert.step)
         for index, item in enumerate(reported):
             if item.kind == before.kind and item.stage != "resolved":
@@ -241,14 +251,6 @@ class _Reported:
     alert: Alert
     last: int = -1  # the last step at which it had a consequence
     by_rate: bool  # the learning rate had jumped when it started
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Suppressed:
-    """An alert that was not reported, and the kind of its root cause."""
-
-    alert: Alert
-    suppressed_by: str
 
 
 def _may_explain(reported: _Reported, alert: Alert, interval: float) -> bool:

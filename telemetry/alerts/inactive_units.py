@@ -10,7 +10,7 @@ import numpy as np
 
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Marks
-from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding, limit, state
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.layers import table
 from telemetry.layers.module_types import AFFINE, BOUNDED, DROPOUTS, STANDARD, TWO_SIDED, Flat
 from telemetry.layers.record import ForwardOutputs
@@ -51,12 +51,13 @@ class DeadUnits(Detector):
     statistic = "dead_units"
     on = "full"
     clear_after = 3  # chosen manually: one more than start it
-    explained_by = (
-        EXPLOSIONS
-        | RISEN_LOSSES
-        | {"nonfinite", "vanishing_gradient", "exponential_trend", "loss_stuck"}
-    )
-    after = RISEN_LOSSES | {"exploding_gradient"}
+    explained_by = shared.DIVERGED | {
+        "nonfinite",
+        "vanishing_gradient",
+        "exponential_trend",
+        "loss_stuck",
+    }
+    after = shared.RISEN_LOSSES | {"exploding_gradient"}
     persistent = True
     explained_by_rate_jump = True
     # Healthy layers have 47 % at most, dead ones 96 %. At 0.75 the vanishing mlp_overwrite_tiny is
@@ -245,8 +246,8 @@ class SaturatedUnits(Detector):
     statistic = "saturation"
     on = "full"
     clear_after = 3  # chosen manually: one more than start it
-    explained_by = EXPLOSIONS | RISEN_LOSSES | {"exponential_trend"}
-    after = RISEN_LOSSES
+    explained_by = shared.DIVERGED | {"exponential_trend"}
+    after = shared.RISEN_LOSSES
     persistent = True
     explained_by_rate_jump = True
     # Healthy hidden layers have 21 % at most, faulty ones 90 % or more, except for the gates of

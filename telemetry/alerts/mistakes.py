@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from functools import partial
 from math import e, log
 from statistics import median_high
 from typing import ClassVar, NamedTuple
@@ -121,7 +120,7 @@ class SameBatch(Detector):
     _divisor: int = state(0)
     _refuted: bool = state(False)
     _varied: bool = state(False)
-    _losses: deque[float] = state(partial(deque, maxlen=shared.FEWEST))
+    _losses: deque[float] = state(deque(maxlen=shared.FEWEST))
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if (loss := record.finite_loss) is not None:

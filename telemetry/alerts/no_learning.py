@@ -10,7 +10,6 @@ import math
 import re
 from collections import deque
 from collections.abc import Iterable
-from functools import partial
 from itertools import accumulate, compress
 from statistics import median_high
 
@@ -19,7 +18,7 @@ import numpy as np
 from telemetry.alert import Alert, Severity
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures, Marks, matrix_ratios, matrix_sizes
-from telemetry.alerts.detector import LOST, Detector, Finding, limit, no_marks, state
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.layers import table
 from telemetry.plain_text import called_all, figure, steps_in_words
 from telemetry.records import Layout, StepRecord
@@ -40,7 +39,7 @@ class NoLearning(Detector):
 
     kind = "no_learning"
     statistic = "update_ratio"
-    explained_by = LOST
+    explained_by = shared.LOST
     # A thousand such steps move a weight by 0.3 % of its size. At 3e-7 mlp_lr_low is missed;
     # tried 3e-5.
     update_ratio: float = limit(3e-6, "Largest update ratio that counts as no movement.")
@@ -51,7 +50,7 @@ class NoLearning(Detector):
     # Chosen manually: more micro-batches per step are unusual
     losses: int = limit(100, "Losses logged before any optimizer step.")
     full_steps_in_a_row: int = state(3)
-    _norms: deque[float] = state(partial(deque, maxlen=shared.RECENT))
+    _norms: deque[float] = state(deque(maxlen=shared.RECENT))
     _before: float = state(0.0)
     _largest_ratio: float = state(0.0)
     _evaluations: int = state(0)
@@ -333,10 +332,10 @@ class UntrainedParameters(Detector):
     _evaluations: int = state(0)
     _is_new: bool = state(False)  # a parameter is trainable that was not before
     # trained, reached by a gradient, held by an optimizer, ran: [4, parameters]
-    _marks: Marks = state(no_marks)
-    _trainable: Marks = state(no_marks)
-    _reported: Marks = state(no_marks)
-    _trained_before: Marks = state(no_marks)
+    _marks: Marks = state(np.zeros(0, bool))
+    _trainable: Marks = state(np.zeros(0, bool))
+    _reported: Marks = state(np.zeros(0, bool))
+    _trained_before: Marks = state(np.zeros(0, bool))
 
     def set_up(self) -> None:
         self._begin(0)

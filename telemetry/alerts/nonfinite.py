@@ -10,7 +10,7 @@ import numpy as np
 
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline
-from telemetry.alerts.detector import EXPLOSIONS, RISEN_LOSSES, Detector, Finding, limit, state
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.layers.module_types import AFFINE, STANDARD
 from telemetry.plain_text import called, figure, printable
 from telemetry.records import Module, Output, StepRecord
@@ -37,7 +37,7 @@ class Nonfinite(Detector):
     kind = "nonfinite"
     statistic = "nonfinite"
     severity = "error"
-    explained_by = EXPLOSIONS | RISEN_LOSSES | {"ranks_diverge"}
+    explained_by = shared.DIVERGED | {"ranks_diverge"}
     after = explained_by | {"dead_units"}
     persistent = True
     explained_by_rate_jump = True
@@ -136,8 +136,8 @@ def _overflow(baseline: Baseline) -> str:
 
 
 _TOO_LARGE = (
-    "Lower the learning rate or warm it up",
-    "Clip gradients (clip_grad_norm_)",
+    shared.WARM_UP,
+    shared.CLIP,
     "Check the initial weights and custom backward functions",
     "Use bfloat16: float16 ends at 65504",
 )

@@ -10,15 +10,7 @@ import numpy as np
 
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures
-from telemetry.alerts.detector import (
-    EXPLOSIONS,
-    LOST,
-    RISEN_LOSSES,
-    Detector,
-    Finding,
-    limit,
-    state,
-)
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.layers.module_types import AFFINE
 from telemetry.layers.units import ranges
 from telemetry.plain_text import called, figure
@@ -75,7 +67,7 @@ class AttentionCollapse(Detector):
             advice=(
                 "Ignore it if the loss is as low as expected",
                 "Normalize queries and keys, or scale the logits by 1 / sqrt(d)",
-                "Lower the learning rate or warm it up",
+                shared.WARM_UP,
             ),
             value=float(share),
             threshold=self.fraction,
@@ -140,7 +132,7 @@ class OutputCollapse(Detector):
     on = "full"
     confirm_after = 2
     clear_after = 3
-    explained_by = LOST | {"exponential_trend", "untrained_parameters", "loss_stuck"}
+    explained_by = shared.LOST | {"exponential_trend", "untrained_parameters", "loss_stuck"}
     # gpt_lr100, whose outputs have collapsed, has 0.005; healthy outputs have 0.1
     share: float = limit(
         0.02, "Variation within units over the RMS, at two consecutive full steps; 0.3 before."
@@ -237,7 +229,7 @@ class ExpertCollapse(Detector):
     severity = "note"
     confirm_after = 2
     clear_after = 3
-    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "weight_jump"}
+    explained_by = shared.DIVERGED | {"nonfinite", "weight_jump"}
     explained_by_rate_jump = True
     tokens: float = limit(
         100.0, "Tokens that even loads would have given each of these experts meanwhile."

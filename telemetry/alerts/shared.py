@@ -1,4 +1,4 @@
-"""Limits that several rules share: one for each principle."""
+"""Limits, kinds and remedies that several rules share: one for each principle."""
 
 # --- how many values ------------------------------------------------------------------------------
 
@@ -36,3 +36,21 @@ DEPTH = 1e4  # growth through a network; at 1e5 resnet_nonorm_explodes is found 
 # rare_positive_weighted; tried 0.4.
 LARGE_STEP = 0.2
 LARGE_INPUT = 10.0  # exp of it is 22,000, and tanh has slope 1e-8 there; tried 2 and 50
+
+# --- kinds ----------------------------------------------------------------------------------------
+
+EXPLOSIONS = frozenset({"exploding_gradient", "exploding_activation"})
+RISEN_LOSSES = frozenset({"loss_divergence", "loss_spike"})
+INACTIVE = frozenset({"dead_units", "saturated_units", "vanishing_gradient", "nonfinite"})
+DIVERGED = EXPLOSIONS | RISEN_LOSSES
+LOST = DIVERGED | INACTIVE
+
+# --- remedies -------------------------------------------------------------------------------------
+
+WARM_UP = "Lower the learning rate or warm it up"
+CLIP = "Clip gradients (clip_grad_norm_)"
+FREEZE = "Freeze layers that should not learn by requires_grad_(False)"
+FIX_RATE = (
+    "Fix the schedule or lower the learning rate",
+    "Resume from a checkpoint before the jump",
+)

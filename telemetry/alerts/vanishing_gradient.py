@@ -9,18 +9,9 @@ import numpy as np
 
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures, Marks
-from telemetry.alerts.detector import (
-    EXPLOSIONS,
-    RISEN_LOSSES,
-    Detector,
-    Finding,
-    limit,
-    no_figures,
-    no_marks,
-    state,
-)
-from telemetry.alerts.divergence import bias_gradients
-from telemetry.alerts.growth import Stretch
+from telemetry.alerts.detector import Detector, Finding, limit, state
+from telemetry.alerts.exploding import Stretch
+from telemetry.alerts.losses import bias_gradients
 from telemetry.layers import table
 from telemetry.layers.module_types import BOUNDED, UNBOUNDED
 from telemetry.plain_text import called, called_all, figure
@@ -48,17 +39,13 @@ class VanishingGradient(Detector):
 
     kind = "vanishing_gradient"
     clear_after = 20
-    explained_by = (
-        EXPLOSIONS
-        | RISEN_LOSSES
-        | {
-            "dead_units",
-            "saturated_units",
-            "untrained_parameters",
-            "exponential_trend",
-            "loss_stuck",
-        }
-    )
+    explained_by = shared.DIVERGED | {
+        "dead_units",
+        "saturated_units",
+        "untrained_parameters",
+        "exponential_trend",
+        "loss_stuck",
+    }
     after = frozenset({"dead_units", "untrained_parameters"})
     persistent = True
     # At 30 the healthy cnn_sigmoid_ok alarms; tried 3000
@@ -81,16 +68,14 @@ class VanishingGradient(Detector):
     _full_steps_gone: int = state(0)
     # A module's share is log10 of its gradient norm over the largest.
     # consecutive steps at which it was small and not zero
-    _faint_steps: Figures = state(no_figures)
-    _zero_steps: Figures = state(no_figures)  # consecutive steps at which it was zero
-    _first: Figures = state(no_figures)  # first share that was not zero
-    _largest: Figures = state(no_figures)
-    _counted: Marks = state(no_marks)  # whether it ran and could learn at the last full step
+    _faint_steps: Figures = state(np.zeros(0))
+    _zero_steps: Figures = state(np.zeros(0))  # consecutive steps at which it was zero
+    _first: Figures = state(np.zeros(0))  # first share that was not zero
+    _largest: Figures = state(np.zeros(0))
+    # whether it ran and could learn at the last full step
+    _counted: Marks = state(np.zeros(0, bool))
     # log10 of the ratio over the largest at the last full step, if small
-    _update_share: Figures = state(no_figures)
-
-    def set_up(self) -> None:
-        self._begin(())
+    _update_share: Figures = state(np.zeros(0))
 
     def _begin(self, names: tuple[str, ...]) -> None:
         """Reset for other modules."""
@@ -151,13 +136,11 @@ class VanishingGradient(Detector):
         self._update_share = np.where(faint, updates, np.nan)
         levels = baseline.layers.levels
         faint = faint & ~(levels[-shared.FEWEST :] == -np.inf).any(axis=0)
-        fading = self._fading(baseline, share, faint, self._update_share, soon=0)
-        unknown = np.where(np.isnan(self._update_share), -np.inf, self._update_share)
-        might = faint & np.isnan(self._update_share)
-        if self.active_alert is None and not fading.any() and might.any():
-            might &= self._fading(baseline, share, faint, unknown, soon=shared.SOON)
-            self.needs_full_step = bool(might.any())
+        fading = self._fading(baseline, share, faint)
         if not fading.any():
+            unknown = faint & np.isnan(self._update_share)
+            unknown &= self._faint_steps >= self.steps - shared.SOON
+            self.needs_full_step = self.active_alert is None and bool(unknown.any())
             return None
         first = int(np.flatnonzero(fading)[0])
         moves = update_limit <= self._update_share[first] < math.inf
@@ -180,14 +163,12 @@ class VanishingGradient(Detector):
             module_name=self._names[first],
         )
 
-    def _fading(
-        self, baseline: Baseline, share: Figures, faint: Marks, updates: Figures, *, soon: int
-    ) -> Marks:
-        """Mark modules that have vanished with these update ratios, ``soon`` steps from now."""
+    def _fading(self, baseline: Baseline, share: Figures, faint: Marks) -> Marks:
+        """Mark modules that have vanished."""
         limit, update_limit = -math.log10(self.factor), -math.log10(self.update_factor)
         levels, rows = baseline.layers.levels, len(baseline.layers.levels) - 1
         steps = self.branch_steps if baseline.began_small else self.steps
-        lasted = self._faint_steps + soon
+        lasted, updates = self._faint_steps, self._update_share
         fading = faint & (lasted >= steps) & (updates < update_limit)
         fading &= np.logical_and.accumulate(fading | (share == -np.inf))  # all from the first on
         # The middle of the steps at which each was small.
@@ -247,7 +228,7 @@ class VanishingGradient(Detector):
                 cause="Something sets it to 0 after it is computed",
                 advice=(
                     "Remove the hook, such as zero_gradients(), if the layer should learn",
-                    _FREEZE,
+                    shared.FREEZE,
                 ),
                 value=0.0,
                 threshold=1 / self.factor,
@@ -271,15 +252,14 @@ class VanishingGradient(Detector):
 _NOT_BOUNDED = "Replace sigmoid and tanh by ReLU or GELU"
 _LESS_DECAY = "Lower the weight decay if there is one: it makes weights and gradients small"
 _LARGER = ("Add normalization or skip connections", "Use He or Xavier initialization")
-_FREEZE = "Freeze layers that should not learn by requires_grad_(False)"
 _STILL: tuple[str, ...] = (
     "Raise the learning rate of that group: a scale that starts at 0 passes no gradient",
-    _FREEZE,
+    shared.FREEZE,
 )
 _CUT_OFF = (
     "Check for detach(), no_grad(), a state that is not passed on, a factor of zero",
     "Check for activations that are zero for all inputs",
-    _FREEZE,
+    shared.FREEZE,
 )
 # Decades: branches whose scale starts at zero change by more. At 0.3 init_div100 is found 4 steps
 # earlier.

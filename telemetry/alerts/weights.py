@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from functools import partial
 from statistics import median
 
 import numpy as np
@@ -12,16 +11,7 @@ import numpy as np
 from telemetry.alert import Severity
 from telemetry.alerts import shared
 from telemetry.alerts.baseline import Baseline, Figures, matrix_sizes
-from telemetry.alerts.detector import (
-    EXPLOSIONS,
-    INACTIVE,
-    RISEN_LOSSES,
-    Detector,
-    Finding,
-    limit,
-    no_figures,
-    state,
-)
+from telemetry.alerts.detector import Detector, Finding, limit, state
 from telemetry.plain_text import called, called_all, figure
 from telemetry.records import StepRecord
 
@@ -43,14 +33,14 @@ class WeightJump(Detector):
     kind = "weight_jump"
     statistic = "weight_norm"
     on = "full"
-    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "dead_units", "saturated_units"}
+    explained_by = shared.DIVERGED | {"nonfinite", "dead_units", "saturated_units"}
     after = explained_by
     # Healthy runs have 2.3, after a spike (llm_spike_recovers)
     factor: float = limit(shared.JUMP, "Growth of a matrix between two full steps.")
     _names: tuple[str, ...] = state(())
     _steps: tuple[int, ...] = state(())
-    _levels: Figures = state(no_figures)
-    _fastest: Figures = state(no_figures)
+    _levels: Figures = state(np.zeros(0))
+    _fastest: Figures = state(np.zeros(0))
 
     @np.errstate(divide="ignore", invalid="ignore")  # of weights that are zero
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -116,7 +106,9 @@ class LayersNotLearning(Detector):
     on = "full"
     clear_after = 3
     explained_by = (
-        INACTIVE | EXPLOSIONS | {"no_learning", "output_collapse", "untrained_parameters"}
+        shared.INACTIVE
+        | shared.EXPLOSIONS
+        | {"no_learning", "output_collapse", "untrained_parameters"}
     )
     # Embeddings of rare words have 0.02, fine-tuning with a decay of 0.65 over 12 layers 0.006.
     share: float = limit(
@@ -125,8 +117,8 @@ class LayersNotLearning(Detector):
     steps: int = limit(100, "Steps over which three full steps show this.")
     full_steps_in_a_row: int = state(2)
     _names: tuple[str, ...] = state(())
-    _since: Figures = state(no_figures)
-    _evaluations: Figures = state(no_figures)
+    _since: Figures = state(np.zeros(0))
+    _evaluations: Figures = state(np.zeros(0))
     _is_left: bool = state(False)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
@@ -168,7 +160,7 @@ class LayersNotLearning(Detector):
         advice: tuple[str, ...] = (
             "Check the learning rate of their parameter group, and layer-wise decay",
             "Keep weights in float32: bfloat16 rounds steps below 0.4 % of a value away",
-            "Freeze layers that should not learn by requires_grad_(False)",
+            shared.FREEZE,
         )
         if fallen > 1 / shared.TINY:
             cause = f"Their gradients have become {figure(fallen, 2)}x smaller"
@@ -212,7 +204,7 @@ class ExponentialTrend(Detector):
 
     kind = "exponential_trend"
     statistic = "weight_norm"
-    explained_by = EXPLOSIONS | RISEN_LOSSES | {"nonfinite", "dead_units", "saturated_units"}
+    explained_by = shared.DIVERGED | {"nonfinite", "dead_units", "saturated_units"}
     after = explained_by
     # Healthy matrices keep at least 0.7 of their size
     shrinkage: float = limit(2.0, "Shrinkage of the median weight matrix while the loss stays.")
@@ -227,10 +219,10 @@ class ExponentialTrend(Detector):
     _reported: tuple[str, ...] = state(())
     _names: tuple[str, ...] = state(())
     _first_weights: tuple[float, ...] = state(())
-    _weights: deque[tuple[int, float]] = state(partial(deque, maxlen=shared.LENGTH))
+    _weights: deque[tuple[int, float]] = state(deque(maxlen=shared.LENGTH))
     _block: list[tuple[float, float]] = state(list)
-    _levels: deque[tuple[int, float, float]] = state(partial(deque, maxlen=shared.LENGTH))
-    _rates: deque[float] = state(partial(deque, maxlen=shared.LENGTH))
+    _levels: deque[tuple[int, float, float]] = state(deque(maxlen=shared.LENGTH))
+    _rates: deque[float] = state(deque(maxlen=shared.LENGTH))
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         found = self._of_rate(baseline) or self._of_loss(record, baseline)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telemetry import Baseline, StepRecord
-from telemetry.alerts.window import Window
+from telemetry.alerts.baseline import Window
 from tests.helpers.scripted import record
 
 units = pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
@@ -97,7 +97,7 @@ def test_a_norm_is_compared_with_its_highest_value(unit: float) -> None:
     norm = after(norms([*(unit * n for n in noise(1.0, 60)), 1100 * unit])).norm
     assert (norm.above_all, norm.above_window) == pytest.approx((3, 3))
     assert norm.usual == pytest.approx(unit, rel=0.2)
-    assert norm.since_jump == 0
+    assert norm.jump_step == 60
 
 
 def test_exploded_norms_enter_the_baseline_only_after_the_latest_steps() -> None:
@@ -116,7 +116,7 @@ def test_gradients_lead_only_if_the_learning_rate_stays() -> None:
     usual = [at_rate(step, ratio=0.01) for step in range(30)]
     baseline = after([*usual, at_rate(30, norm=50.0, ratio=0.5)])
     assert baseline.gradients_led
-    assert baseline.since_large_step == 0
+    assert baseline.large_step == 30
     jumps = [at_rate(30, 1.0, ratio=0.1), at_rate(31, 1.0, norm=50.0, ratio=5.0)]
     baseline = after([*usual, *jumps])
     assert baseline.since_rate_jump == 1

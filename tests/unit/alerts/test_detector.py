@@ -269,8 +269,3 @@ def test_a_note_is_kept_written_logged_at_info_and_passed_on_but_not_raised(
     assert [r.levelname for r in caplog.records if "Perhaps" in r.getMessage()] == ["INFO"]
     train(tmp_path / "again", 4, alerts=[Scripted(note, severity="note")], on_alert=seen.append)
     assert [alert.severity for alert in seen] == ["note"]
-
-
-def test_a_removed_kind_is_refused_with_what_there_is_instead() -> None:
-    with pytest.raises(ValueError, match="was removed: attention_collapse reports it"):
-        default_rule({"logit_growth": None})
