@@ -375,7 +375,7 @@ class RunData:
         runs = self.directory.runs
         run = self._run or next(reversed(runs), "")
         self._parts = runs.get(run, ())
-        segments = [segment for part in self._parts for segment in part.segments]
+        segments = [s for part in self._parts for s in part.segments if s.first < part.end]
         if segments != self._segments:
             self._segments = segments
             newest_first = {id(s.layout): s.layout for s in reversed(segments)}

@@ -123,19 +123,19 @@ def test_files_keep_the_order_of_their_items_and_a_failing_one_does_not_stop_the
     assert all(file.flush_count and file.is_closed for file in files)
 
 
-def test_items_are_held_until_the_file_is_opened_or_they_are_discarded() -> None:
-    for is_opened in (True, False):
-        file, writer = MemoryFile(), Writer("runs/x", flush_s=NEVER_S, held=True)
+def test_items_are_held_until_the_writer_starts_or_they_are_discarded() -> None:
+    for starts in (True, False):
+        file, writer = MemoryFile(), Writer("runs/x", flush_s=NEVER_S)
         put(writer, file, b"a", b"b")
         writer.flush()
         assert file.written == []
-        if is_opened:
-            writer.open(file)
+        if starts:
+            writer.start(file)
             put(writer, file, b"c")
         else:
             writer.discard()
         writer.close()
-        assert (file.written, writer.lost_count) == ([b"a", b"b", b"c"] * is_opened, 0)
+        assert (file.written, writer.lost_count) == ([b"a", b"b", b"c"] * starts, 0)
 
 
 def test_an_unforeseen_error_does_not_end_the_thread() -> None:
