@@ -154,38 +154,42 @@ def _date(run: RunData) -> str:
 def _comparison(runs: Mapping[str, RunData], rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a verdict, a table with a row per run, and a place for the curves of the losses."""
     first, names, metrics = next(iter(runs)), differing(rows), _metrics(rows)
-    differences = {name: compare(runs[first], run) for name, run in runs.items() if name != first}
-    head = [
-        "Run", "Started", "Hyperparameters", "Steps", "Last loss", "Best loss", *metrics,
-        f"First difference from {first}", "Alerts",
-    ]  # fmt: skip
-    lines = [
-        [
-            row["name"],
-            _date(run),
-            _pairs({name: row["hparams"][name] for name in names if name in row["hparams"]}),
-            f"{run.first_step} to {row['lastStep']}" if run.layers else "none",
-            *(f"{row['loss'][name]:.4g}" if row["loss"] else "" for name in ("last", "best")),
-            *(f"{row['metrics'][name]:.4g}" if name in row["metrics"] else "" for name in metrics),
-            "" if row["name"] == first else _first_difference(differences[row["name"]]),
-            "\n".join(
-                f"{alert.severity} at step {alert.step}{alert.where}: {alert.summary}"
-                for alert in run.alerts
-            )
-            or "none",
-        ]
-        for row in rows
-        for run in [runs[row["name"]]]
-    ]
+    lines: list[dict[str, str]] = []
+    for row in rows:
+        run, loss, hparams = runs[row["name"]], row["loss"] or {}, row["hparams"]
+        is_first = row["name"] == first
+        lines.append(
+            {
+                "Run": row["name"],
+                "Started": _date(run),
+                "Hyperparameters": _pairs({key: hparams[key] for key in names if key in hparams}),
+                "Steps": f"{run.first_step} to {row['lastStep']}" if run.layers else "none",
+                "Last loss": _number(loss.get("last")),
+                "Best loss": _number(loss.get("best")),
+                **{name: _number(row["metrics"].get(name)) for name in metrics},
+                f"First difference from {first}": (
+                    "" if is_first else _first_difference(compare(runs[first], run))
+                ),
+                "Alerts": "\n".join(
+                    f"{alert.severity} at step {alert.step}{alert.where}: {alert.summary}"
+                    for alert in run.alerts
+                )
+                or "none",
+            }
+        )
     common = {name: value for name, value in rows[0]["hparams"].items() if name not in names}
     return (
         '<section class="comparison" aria-label="Comparison">'
         f'<p class="verdict">{html.escape(_verdict(runs, rows))}</p><div id="losses"></div>'
-        f"<table><thead>{_row('th', head)}</thead>"
-        f"<tbody>{''.join(_row('td', line) for line in lines)}</tbody></table>"
+        f"<table><thead>{_row('th', lines[0])}</thead>"
+        f"<tbody>{''.join(_row('td', line.values()) for line in lines)}</tbody></table>"
         + (f"<p>Hyperparameters of all: {html.escape(_pairs(common))}</p>" if common else "")
         + "</section>"
     )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def _metrics(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -49,7 +49,6 @@ def test_events_are_read_back_as_written(written: list[Event]) -> None:
     content = b"".join(frame(event.SerializeToString()) for event in written)
     found, reader = read(content)
     assert found == written
-    assert reader.torn_at is None
     assert reader.offset == len(content)
 
 
@@ -59,7 +58,6 @@ def test_a_torn_tail_ends_the_file_and_is_reported(cut: int) -> None:
     end = len(b"".join(FRAMES[:complete]))
     found, reader = read(FILE[:cut])
     assert found == EVENTS[:complete]
-    assert reader.torn_at == (None if end == cut else end)
     assert reader.offset == end
 
 
@@ -70,7 +68,7 @@ ENORMOUS = (2**62).to_bytes(8, "little")
 def test_zeros_after_a_power_cut_and_a_length_beyond_the_file_are_a_torn_tail(tail: bytes) -> None:
     found, reader = read(FILE + tail)
     assert found == EVENTS
-    assert reader.torn_at == len(FILE)
+    assert reader.offset == len(FILE)
 
 
 @pytest.mark.parametrize("part", ["length", "data", "checksum"])
