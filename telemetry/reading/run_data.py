@@ -163,8 +163,7 @@ class RunData:
     @property
     def written_s(self) -> float:
         """Time of the last frame, in seconds since the epoch."""
-        times = [part.last_time_s for part in self._parts if math.isfinite(part.last_time_s)]
-        return max(times, default=0.0)
+        return max((part.last_time_s for part in self._parts), default=0.0)
 
     @property
     def statistics(self) -> set[str]:

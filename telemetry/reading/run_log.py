@@ -57,11 +57,6 @@ class Places:
     offsets: array[int] = field(default_factory=lambda: array("q"))
     sizes: array[int] = field(default_factory=lambda: array("q"))
 
-    def between(self, first: int, end: int) -> list[int]:
-        """Return the indices of the frames from a step to another one, which is not included."""
-        steps = np.array(self.steps, np.int64)
-        return np.flatnonzero((steps >= first) & (steps < end)).tolist()
-
 
 @dataclass(eq=False)
 class Part:
@@ -100,7 +95,9 @@ class Segment:
 
     def indices(self, kind: type[Frame], first: int = 0, end: int = NEVER) -> list[int]:
         """Return the indices of its frames from a step to another one, which is not included."""
-        return self.places[kind].between(max(self.first, first), min(self.part.end, end))
+        steps = np.array(self.places[kind].steps, np.int64)
+        first, end = max(self.first, first), min(self.part.end, end)
+        return np.flatnonzero((steps >= first) & (steps < end)).tolist()
 
     def read(self, kind: type[AnyFrame], indices: Sequence[int]) -> Iterator[AnyFrame]:
         """Yield norms or full steps, without damaged ones."""

@@ -134,6 +134,10 @@ def test_unreadable_data_is_an_error_and_the_rest_is_shown(runs: Path, tmp_path:
             done = call(command, path)
             assert (done.returncode, done.stdout) == (2, "")
             assert f"{tmp_path}/others: has event files, but no run log" in done.stderr
+    (tmp_path / "empty").mkdir()
+    for command in ("summary", "alerts", "report"):
+        done = call(command, tmp_path / "empty")
+        assert (done.returncode, "neither a run log nor event files" in done.stderr) == (2, True)
     [file] = (runs / "good").glob("events*")
     done = call("summary", file)
     assert done.returncode == 2

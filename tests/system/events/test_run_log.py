@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
-import pytest
-
 import telemetry
 from telemetry import Alert, StepRecord
-from tests.helpers.disks import FreezableDisk, fill
+from tests.helpers.disks import FreezableDisk
 from tests.helpers.known_runs import alert_at
 from tests.helpers.members import until
 from tests.helpers.tiny_run import TinyRun, steps_by_file
@@ -32,23 +30,6 @@ def train_here(log_dir: Path, steps: int) -> None:
     run = TinyRun(log_dir, alerts=[rule])
     run.train(steps)
     run.logger.close()
-
-
-def test_frames_that_a_full_disk_refuses_follow_in_order(
-    tiny_disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    log_dir = tiny_disk / "run"
-    run = TinyRun(log_dir, alerts=[lambda record: rule(record, 6000 if record.step else 10)])
-    run.train()
-    run.logger.flush()
-    ballast = fill(tiny_disk)
-    run.train(3)
-    run.logger.flush()
-    assert alerted(log_dir) == [0]
-    ballast.unlink()
-    run.logger.close()
-    assert alerted(log_dir) == [0, 1, 2, 3]
-    [_] = [message for message in caplog.messages if "cannot be written for now" in message]
 
 
 def test_a_hanging_disk_blocks_neither_training_nor_alerts(freezable_disk: FreezableDisk) -> None:

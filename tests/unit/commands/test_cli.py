@@ -150,12 +150,6 @@ def test_an_alert_is_printed_with_its_cause_consequences_and_advice(tmp_path: Pa
     assert lines("alerts", tmp_path / "none", "--fail-on", "warning") == ["no alerts"]
 
 
-@pytest.mark.parametrize("command", ["summary", "alerts", "report"])
-def test_a_wrong_directory_is_an_error(tmp_path: Path, command: str) -> None:
-    assert "no such directory: " in error(command, tmp_path / "nothing")
-    assert "neither a run log nor event files in" in error(command, tmp_path)
-
-
 def test_explain_fails_without_a_fault(tmp_path: Path) -> None:
     for name in "abcdefg":
         write_demo(tmp_path / name)
