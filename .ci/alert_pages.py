@@ -39,7 +39,7 @@ def _section(detector: type[Detector]) -> str:
         if name != "Evidence":  # the alert shows it
             lines += _wrapped(f"- **{name}**: {text}", "  ")
     if example:
-        lines += ["", "```python", example, "```"]
+        lines += ["- **Example**:", "", "```python", example, "```"]
     if limits := detector.limits():
         lines += ["", "|parameter|default|meaning|", "|---|--:|---|"]
         for name, meaning in limits.items():
