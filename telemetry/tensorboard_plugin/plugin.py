@@ -56,8 +56,7 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
     def get_plugin_apps(self) -> dict[str, Callable[..., Any]]:
         routes: dict[str, Callable[[wrappers.Request], Any]] = {
             "/static/*": self._serve_static,
-            "/runs": self._serve_runs,
-            "/run_table": lambda _: _rows(self._runs.all()),
+            "/runs": lambda _: _rows(self._runs.all()),
             "/run": self._of_run(_overview),
             "/onsets": self._of_run(lambda run, r: payloads.onsets(run, number(r, "step"))),
             "/matrix": self._of_run(_matrix),
@@ -80,10 +79,6 @@ class TelemetryPlugin(base_plugin.TBPlugin):  # type: ignore[misc]
         if name not in self._static:
             raise NotFound(f"file not found: {name}")
         return send(request, self._static[name], CONTENT_TYPES[PurePath(name).suffix])
-
-    def _serve_runs(self, request: wrappers.Request) -> list[dict[str, Any]]:
-        names = ("name", "lastStep", "started", "alertCount")
-        return [{name: row[name] for name in names} for row in _rows(self._runs.all())]
 
     def _serve_report(self, request: wrappers.Request) -> wrappers.Response:
         """``run`` may be given several times; no other site can start the work that it is."""
