@@ -46,6 +46,19 @@ def test_each_question_of_a_newcomer_has_one_file_as_its_answer() -> None:
     assert [name for name in answers if not (ROOT / "telemetry" / name).is_file()] == []
 
 
+def test_the_functions_on_the_way_of_a_step_are_in_their_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\d+\. `([\w/]+\.(?:py|js))`, `([\w.]+)`", text, re.MULTILINE)
+    assert len(named) > 30
+    missing = []
+    for file, name in named:
+        source = (ROOT / "telemetry" / file).read_text(encoding="utf-8")
+        for part in name.split("."):
+            if not re.search(rf"\b(?:def|class|function) {part}\b", source):
+                missing.append((file, part))
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_picture_is_a_link_to_its_full_size(page: Path) -> None:
     pictures = re.findall(r"(.?)!\[[^]]*\]\(([^)]*)\)(.*)", page.read_text(encoding="utf-8"))
@@ -64,9 +77,16 @@ def test_the_reference_has_all_arguments_with_their_defaults() -> None:
     assert documented == {one.name: repr(one.default) for one in parameters}
 
 
+def test_the_table_in_the_readme_has_each_kind_of_alert() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Faults it finds")[2]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)))
+    kinds = [line.split()[0] for line in lines("help") if line.startswith("  ")]
+    assert sorted(listed) == sorted(kinds)
+
+
 def test_readme_and_docs_name_the_kinds_that_are_notes() -> None:
     text = (ROOT / "docs" / "alerts" / "index.md").read_text(encoding="utf-8")
-    [listed] = re.findall(r"These\s+kinds are notes:(.*?)\.\n", text, re.DOTALL)
+    [listed] = re.findall(r"These\s+kinds are notes:(.*?)\.\s", text, re.DOTALL)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     [first] = re.findall(r"\n\n(`\w+`, [^|]*?) are\s+\[notes\]", readme)
     notes = {line.split()[0] for line in lines("help") if line.split()[1:2] == ["note"]}
