@@ -22,7 +22,7 @@ from telemetry.alerts import shared
 from telemetry.layers.module_types import LOOKUPS
 from telemetry.layers.onset import LEAD, LOOK_BACK, NORMAL_CONSISTENT, Onset, onsets
 from telemetry.plain_text import called, called_all, figure
-from telemetry.records import StepRecord, once
+from telemetry.records import Layout, StepRecord, once
 from telemetry.records.moments import rms_of
 from telemetry.records.tensor import figures_of
 
@@ -536,6 +536,14 @@ def matrix_ratios(record: StepRecord) -> dict[str, float]:
     """Return the finite update ratios of the weight matrices, by name."""
     matrices, ratios = record.layout.matrices, record.update_ratios.items()
     return {name: r for name, r in ratios if name in matrices and math.isfinite(r)}
+
+
+@once
+def with_matrices(layout: Layout) -> Marks:
+    """Mark the modules with a weight matrix among those that own parameters."""
+    matrices = np.array([*layout.matrices.values()], np.intp)
+    counts = np.bincount(layout.owners[matrices], minlength=len(layout.modules))
+    return counts[layout.owning] > 0
 
 
 @once

@@ -174,15 +174,3 @@ def test_a_window_excludes_the_latest_values(values: list[float]) -> None:
     assert usual == past.usual == sorted(old)[len(old) // 2]
     off = sorted(abs(value - usual) for value in old)
     assert deviation == pytest.approx(1.4826 * off[len(off) // 2], rel=1e-4)
-
-
-@pytest.mark.parametrize("count", [1, 20])
-def test_a_window_excludes_unusual_values_until_they_persist(count: int) -> None:
-    past = Window()
-    for value in [1.0] * 50:
-        past.add(value)
-    for _ in range(count):
-        past.add(9.0, unusual=True)
-    assert past.extremes_of_all[1] == 1.0
-    past.add(9.0, unusual=True)
-    assert past.extremes_of_all[1] == (9.0 if count == 20 else 1.0)

@@ -218,9 +218,3 @@ def test_a_spike_is_explained_and_names_the_onsets_of_the_page(tmp_path: Path) -
     assert movers
     named = re.findall(r"(\S+) \(([^ ]+)x above usual at step (\d+)\)", spike.summary)
     assert named == [(m["name"], f"{m['factor']:.3g}", str(m["step"])) for m in movers]
-
-
-def bursts(*steps: range) -> Callable[[int], Batch]:
-    """Return batches whose targets belong to other points at these steps."""
-    other = frozenset(step for some in steps for step in some)
-    return drawn(classes=lambda step, classes: (classes + (step in other)) % 3)
