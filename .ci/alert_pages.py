@@ -18,7 +18,6 @@ from telemetry.commands.alerts import FAMILIES, Meaning, meaning_of
 FOLDER = Path(__file__).parents[1] / "docs" / "alerts"
 _NAMES = "explosions", "layers", "loss", "mistakes", "attention", "resources", "ranks"
 PAGES = {f"{name}.md": kinds for name, kinds in zip(_NAMES, FAMILIES.values(), strict=True)}
-_PAGE_OF = {kind: page for page, kinds in PAGES.items() for kind in kinds}
 
 
 def pages() -> Mapping[Path, str]:
@@ -26,19 +25,17 @@ def pages() -> Mapping[Path, str]:
     texts = {}
     for name, kinds in PAGES.items():
         head = (FOLDER / name).read_text(encoding="utf-8").partition("\n## ")[0].rstrip("\n")
-        sections = [_section(meaning_of(KINDS[kind]), name) for kind in kinds]
+        sections = [_section(meaning_of(KINDS[kind])) for kind in kinds]
         texts[FOLDER / name] = "\n".join([head + "\n", *sections])
     return texts
 
 
-def _section(meaning: Meaning, page: str) -> str:
+def _section(meaning: Meaning) -> str:
     lines = [f"## {meaning.kind}", ""]
     lines += [*_wrapped(f"**{meaning.severity.title()}.** {meaning.summary}"), ""]
     for name, text in meaning.sections.items():
-        lines += _wrapped(f"- **{name}**: {text}", "  ")
-    if meaning.causes:
-        causes = ", ".join(_link(cause, page) for cause in meaning.causes)
-        lines += _wrapped(f"- **May follow from**: {causes}.", "  ")
+        if name != "Evidence":  # the alert shows it
+            lines += _wrapped(f"- **{name}**: {text}", "  ")
     if meaning.example:
         lines += ["", "```python", meaning.example, "```"]
     if meaning.parameters:
@@ -60,14 +57,6 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 def _markdown(text: str) -> str:
     return text.replace("``", "`")
-
-
-def _link(cause: str, page: str) -> str:
-    """Return a kind as a link to its section; other causes as they are."""
-    if cause not in _PAGE_OF:
-        return cause
-    target = _PAGE_OF[cause] if _PAGE_OF[cause] != page else ""
-    return f"[{cause}]({target}#{cause})"
 
 
 if __name__ == "__main__":

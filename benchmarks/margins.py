@@ -155,9 +155,11 @@ def margins(found: Mapping[str, Mapping[str, set[Change]]]) -> dict[tuple[str, s
 
 
 def table(of: Mapping[tuple[str, str], Margin]) -> str:
-    """The margins in Markdown."""
+    """The margins in Markdown, of the limits that have one."""
     lines = ["|kind|limit|value|to a healthy run|to a fault|", "|---|---|--:|---|---|"]
     for (kind, name), margin in sorted(of.items()):
+        if margin == Margin():
+            continue
         cells = [_cell(side) for side in (margin.healthy, margin.fault)]
         value = getattr(DETECTORS[kind](), name)
         lines.append(f"|`{kind}`|`{name}`|{value:g}|{'|'.join(cells)}|")
@@ -166,7 +168,7 @@ def table(of: Mapping[tuple[str, str], Margin]) -> str:
 
 def _cell(side: tuple[float, str] | None) -> str:
     if side is None:
-        return f"above {FACTORS[-1]:g}"
+        return "–"
     factor, run = side
     return f"{factor:.2g}, {run.partition('.')[2]}"
 

@@ -38,9 +38,9 @@ class File(Protocol):
 class Writer:
     """Bounded queues of items for any number of files, and the thread that writes them.
 
-    No caller waits for a disk. Items of one file keep their order. After a failed write they stay
-    queued, and it is tried again every ``flush_s``. The thread starts with the first item. In a
-    forked child, all calls do nothing.
+    No caller waits for a disk. Items of one file keep their order. They are queued until
+    :meth:`start`. After a failed write they stay queued, and it is tried again every ``flush_s``.
+    In a forked child, all calls do nothing.
 
     Args:
         name: Name in log messages, such as the directory.
@@ -73,7 +73,7 @@ class Writer:
         self._refused_count = 0
         self._files: set[File] = set()  # that the thread has used
         self._flush_wanted = False
-        self._closing = self._closed = False
+        self._closing = self._closed = self._discards = False
         self._rounds_begun = self._rounds_done = 0
         self._round_began_s = time.monotonic()
         self._runs = False  # the thread
@@ -95,25 +95,24 @@ class Writer:
             waiting = len(self._pending) + self._taken_count if self._closed else 0
             return self._refused_count + waiting
 
-    def open(self, file: File) -> None:
+    def start(self, file: File) -> None:
         """Create a file on this thread, and start the other one; raise OSError or NoThreadError."""
         file.append(deque())
         self._files.add(file)
+        self._runs = True
         try:
-            self._start()
+            start(self._thread)
         except NoThreadError:
+            self._runs = False
             file.close()
             raise
 
-    def _start(self) -> None:
+    def discard(self) -> None:
+        """Drop the queued items and all later ones: another process writes them."""
         with self._lock:
-            if not self._runs:
-                self._runs = True  # first: a signal handler may add an item while the thread starts
-                try:
-                    start(self._thread)
-                except NoThreadError:
-                    self._runs = False
-                    raise
+            self._discards = True
+            self._pending_bytes -= _size(self._pending)
+            self._pending.clear()
 
     def put(self, file: File, item: bytes, *, droppable: bool = False, flush: bool = False) -> None:
         """Queue an item, or drop it if the queues are full; raise OSError on a closed writer.
@@ -125,7 +124,8 @@ class Writer:
         with self._lock:
             if self._closing:
                 raise OSError(f"{self._name}: the writer is closed")
-            self._start()
+            if self._discards:
+                return
             limit = self._droppable_limit if droppable else self._hard_limit
             size = len(item) + _ITEM_OVERHEAD_BYTES
             if self._pending_bytes and self._pending_bytes + size > limit:

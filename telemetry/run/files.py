@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from threading import RLock
-from typing import Any
 
 import torch
 from torch import nn
@@ -41,9 +39,12 @@ class RunFiles:
     """Opens the files of one logger, and locks their directory; raises OSError if it cannot write.
 
     Args:
-        role: Role of this process. If its rank may be another one, what is written is kept in
-            memory until :meth:`open_for`.
+        role: Role of this process. If its rank may be another one, what is written is queued until
+            :meth:`open_for`.
         close: Closes the logger when another one replaces it.
+
+    Attributes:
+        is_undecided: Whether it is still unknown if this process writes.
     """
 
     def __init__(
@@ -66,16 +67,18 @@ class RunFiles:
         earlier = earlier_run(self.log_dir, first_step, resume=resume)
         self.first_step = earlier.next_step
         # A loss that was logged after the last step belongs to the first, which is not repeated.
-        self._hidden_from = earlier.next_step + earlier.loss_delay
+        hidden_from = self.first_step + earlier.loss_delay if self.first_step else None
         self._has_ended = False
         self._writer = Writer(self.log_dir)
-        self._events: EventFile | GivenFile | None = None  # not open, or another rank writes
+        self._events: EventFile | GivenFile
+        if self._given is not None:
+            self._events = GivenFile(self._given)
+        else:
+            self._events = EventFile(self.log_dir, hidden_from=hidden_from)
         self._log_file = run_log_file(self.log_dir)
-        self._held: list[Callable[[], None]] | None = []  # while this rank is unknown
-        # What was held is written before what follows. A signal handler may enter it again.
-        self._order = RLock()
+        self.is_undecided = True
         self.log = RunLog(
-            self._append_to_log,
+            partial(self._writer.put, self._log_file),
             self._log_file.repeat,
             run=earlier.run or new_run_id(),
             seed=torch.initial_seed(),
@@ -85,35 +88,20 @@ class RunFiles:
         if not may_be_any_rank():
             self.open_for(role)
 
-    @property
-    def is_undecided(self) -> bool:
-        """Whether it is still unknown if this process writes."""
-        return self._held is not None
-
     def open_for(self, role: Role) -> None:
         """Open the files of a role that is final; write nothing more if another rank writes."""
-        with self._order:
-            held, self._held = self._held, None
-            if not role.writes:
-                self._events = None
-            elif self._events is None:
-                self._events = self._open()
-                for write in held or ():
-                    write()
-
-    def _open(self) -> EventFile | GivenFile:
-        if self._given is not None:
-            self._lock.acquire(self._given)
-            return GivenFile(self._given)
-        events = EventFile(self.log_dir, hidden_from=self._hidden_from if self.first_step else None)
-        try:
-            self._writer.open(events)
-        except OSError as error:
-            raise type(error)(
-                f"HookLogger(log_dir={self.log_dir!r}): the directory cannot be written: {error}"
-            ) from error
-        self._lock.acquire(events)
-        return events
+        is_undecided, self.is_undecided = self.is_undecided, False
+        if not role.writes:
+            self._writer.discard()
+        elif is_undecided:
+            try:
+                self._writer.start(self._events)
+            except OSError as error:
+                raise type(error)(
+                    f"HookLogger(log_dir={self.log_dir!r}): the directory cannot be written: "
+                    f"{error}"
+                ) from error
+            self._lock.acquire(self._given or self._events)
 
     def write_values(
         self,
@@ -137,23 +125,10 @@ class RunFiles:
                 was removed. Each later file begins with the latest event of each key.
         """
         self._has_ended = False
-        with self._order:
-            if self._held is not None:
-                options: dict[str, Any] = {"droppable": droppable, "flush": flush, "repeat": repeat}
-                self._held.append(partial(self.write_values, values, step, wall_time, **options))
-            elif self._events is not None:
-                event = event_of(values, step, wall_time)
-                if repeat:
-                    self._events.repeat(repeat, event)
-                self._writer.put(self._events, event, droppable=droppable, flush=flush)
-
-    def _append_to_log(self, data: bytes, *, droppable: bool = False, flush: bool = False) -> None:
-        with self._order:
-            if self._held is not None:
-                append = partial(self._append_to_log, data, droppable=droppable, flush=flush)
-                self._held.append(append)
-            elif self._events is not None:
-                self._writer.put(self._log_file, data, droppable=droppable, flush=flush)
+        event = event_of(values, step, wall_time)
+        if repeat:
+            self._events.repeat(repeat, event)
+        self._writer.put(self._events, event, droppable=droppable, flush=flush)
 
     def restore(self, step: int, run: str | None) -> None:
         """Hide earlier records of this step and later ones, as a checkpoint of a run is loaded."""

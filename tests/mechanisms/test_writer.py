@@ -53,7 +53,9 @@ class MemoryFile:
 
 
 def make_writer(*, flush_s: float = NEVER_S, max_pending_bytes: int = 1 << 20) -> Writer:
-    return Writer("runs/x", flush_s=flush_s, max_pending_bytes=max_pending_bytes)
+    writer = Writer("runs/x", flush_s=flush_s, max_pending_bytes=max_pending_bytes)
+    writer.start(MemoryFile())
+    return writer
 
 
 def put(writer: Writer, file: MemoryFile, *items: bytes, droppable: bool = False) -> None:

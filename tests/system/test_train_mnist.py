@@ -86,9 +86,11 @@ def test_the_readme_shows_what_its_commands_print(
 ) -> None:
     """Up to numbers, which depend on the machine, and the lengths of curves."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    logged, explained = re.findall(
-        r"^```\n(.*?)^```", readme.partition("## Alerts")[2], re.S | re.M
-    )[:2]
+    blocks = re.findall(r"^```\n(.*?)^```", readme, re.S | re.M)
+    logged, explained = (
+        blocks[blocks.index(f"{above}\n") + 1]
+        for above in ("python train_mnist.py --fault exploding", "telemetry explain runs/")
+    )
     monkeypatch.chdir(tmp_path)
     train_mnist.main(["--fault", "exploding", "--epochs", "1"])
     capsys.readouterr()

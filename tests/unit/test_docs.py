@@ -64,11 +64,22 @@ def test_the_reference_has_all_arguments_with_their_defaults() -> None:
     assert documented == {one.name: repr(one.default) for one in parameters}
 
 
-def test_the_docs_name_the_kinds_that_are_notes() -> None:
+def test_readme_and_docs_name_the_kinds_that_are_notes() -> None:
     text = (ROOT / "docs" / "alerts" / "index.md").read_text(encoding="utf-8")
     [listed] = re.findall(r"These\s+kinds are notes:(.*?)\.\n", text, re.DOTALL)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    [first] = re.findall(r"\n\n(`\w+`, [^|]*?) are\s+\[notes\]", readme)
     notes = {line.split()[0] for line in lines("help") if line.split()[1:2] == ["note"]}
-    assert set(re.findall(r"`(\w+)`", listed)) == notes
+    assert set(re.findall(r"`(\w+)`", listed)) == set(re.findall(r"`(\w+)`", first)) == notes
+
+
+def test_the_readme_has_the_accuracy_on_runs_that_no_rule_had_seen() -> None:
+    page = (ROOT / "docs" / "alerts" / "accuracy.md").read_text(encoding="utf-8")
+    table = page.partition("## Runs that no rule had seen")[2].partition("\n## ")[0]
+    text = (ROOT / "README.md").read_text(encoding="utf-8").partition("accuracy.md)")[2]
+    figures = re.findall(r"\d+ of \d+|\d+ to \d+ %", text.partition("benchmark")[0])
+    assert len(figures) == 4
+    assert [figure for figure in figures if figure not in table] == []
 
 
 def test_figures_of_cost_are_those_of_the_page_about_it() -> None:
@@ -76,6 +87,6 @@ def test_figures_of_cost_are_those_of_the_page_about_it() -> None:
     table = (ROOT / "docs" / "understand" / "cost.md").read_text(encoding="utf-8")
     text = readme.partition("## Cost")[2].partition("## ")[0]
     text += "".join(re.findall(r"^\| every step measured.*", readme, re.MULTILINE))
-    figures = re.findall(r"(\d+) %", text)
+    figures = re.findall(r"(?<![.\d])(\d+) %", text)
     assert len(figures) > 5
     assert [figure for figure in figures if f"+{figure} %" not in table] == []

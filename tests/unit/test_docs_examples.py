@@ -21,9 +21,14 @@ GUIDES = ["layers", "alerts", "resume", "interventions", "cost"]
 ALONE = ["quickstart", "tutorials/explosion", "tutorials/gan", "language-models", "tutorials/sweep"]
 
 
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """Return language and content of each block of code, in order."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
 def code_of(name: str) -> str:
-    text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    return "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    return "\n".join(code for kind, code in blocks_of(DOCS / f"{name}.md") if kind == "python")
 
 
 def printed(code: str) -> list[str]:
@@ -38,6 +43,45 @@ def put_command_on_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def test_the_check_in_the_readme_prints_the_output_below_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    blocks = blocks_of(ROOT / "README.md")
+    [place] = [index for index, (_, code) in enumerate(blocks) if "telemetry.check(" in code]
+    exec(blocks[place][1], {})
+    printed = capsys.readouterr().out.split()
+    assert " ".join(blocks[place + 1][1].split()) in " ".join(printed)
+
+
+def test_each_plain_block_of_the_readme_is_commands_or_a_tested_output() -> None:
+    """``test_train_mnist.py`` compares the two other outputs."""
+    blocks = blocks_of(ROOT / "README.md")
+    commands = ("git ", "python ", "telemetry ")
+    above = [
+        blocks[index - 1][1].splitlines()[-1]
+        for index, (kind, content) in enumerate(blocks)
+        if kind == "" and not content.startswith(commands)
+    ]
+    assert above == [
+        "python train_mnist.py --fault exploding",
+        "telemetry explain runs/",
+        "telemetry.check(model, inputs, nn.CrossEntropyLoss(), targets=targets)",
+    ]
+
+
+def test_the_loop_in_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    [code] = [code for _, code in blocks_of(ROOT / "README.md") if "as logger:" in code]
+    names: dict[str, object] = {}
+    exec(code_of("howto/index"), names)
+    exec(
+        "batches = [(torch.randn(64, 8), torch.zeros(64, 1))] * 3; loss_function = nn.MSELoss()",
+        names,
+    )
+    exec(code, names)
+    assert [*telemetry.read("runs/first").scalars.tag].count("loss") == 3
 
 
 @pytest.mark.parametrize("name", [f"howto/{name}" for name in GUIDES] + ALONE)

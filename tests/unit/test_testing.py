@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -144,11 +145,28 @@ def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [(StepRecord, "reference/record"), (Alert, "reference/alert"), (Finding, "howto/detector")],
+    [(Alert, "reference/alert"), (Finding, "howto/detector")],
 )
 def test_the_page_names_every_field(value: Any, name: str) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     assert [field.name for field in fields(value) if f"`{field.name}`" not in page] == []
+
+
+def test_the_docstring_of_a_record_names_every_field() -> None:
+    text = inspect.getdoc(StepRecord) or ""
+    documented = {*re.findall(r"^    (\w+):", text, re.MULTILINE)}
+    assert documented == {field.name for field in fields(StepRecord)}
+
+
+def test_the_members_on_the_page_of_the_record_exist() -> None:
+    page = (ROOT / "docs" / "reference" / "record.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|(`\w+`(?:, `\w+`)*)\|", page, re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    model = net()
+    with capture_run(model, rules=()) as run:
+        train(model, run, 1)
+    assert len(names) > 20
+    assert [name for name in sorted(names) if not hasattr(run.records[0], name)] == []
 
 
 def test_the_documented_members_of_the_baseline_exist() -> None:
