@@ -26,13 +26,13 @@ from telemetry.records.tensor import figures_of
 
 
 class ExplodingActivation(Detector):
-    """Outputs of a module vary 100 times more than ever before, and the loss has risen. Or
-    activations multiply through the network from the first step on.
+    """Outputs of a module vary 100 times more than ever before, and the loss has risen.
 
     Evidence: the module, its variation, and the largest RMS before.
     Causes: weights that grew, a missing normalization, a learning rate that is too large.
     Remedies: lower the learning rate or warm it up, clip gradients, add normalization.
-    Silent: a falling loss, outputs that are the same for every input.
+    Silent: a falling loss, outputs that are the same for every input, growth over depth, which
+        ``exploding_gradient`` reports.
     """
 
     kind = "exploding_activation"
@@ -47,11 +47,7 @@ class ExplodingActivation(Detector):
     factor: float = limit(
         100.0, "Multiple of the largest RMS before, at two consecutive full steps."
     )
-    depth_factor: float = limit(
-        shared.DEPTH, "Growth through the network, at the first two full steps."
-    )
     _highest: dict[Output, float] = state(dict)
-    _began_deep: bool = state(True)  # at all full steps up to now
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         grown = list[tuple[str, float]]()
@@ -62,40 +58,21 @@ class ExplodingActivation(Detector):
                 grown.append((output.module_name, now / highest))
             elif highest < sizes[output] < math.inf:
                 self._highest[output] = sizes[output]
-        self._began_deep &= self._is_deep(record)
-        # After non-finite gradients there is no second evaluation.
-        certain = not record.all_grads_finite
-        if grown:
-            name, times = grown[0]
-            return Finding(
-                summary=f"The output of {called(name)} is {figure(times, 2)}x as large as ever "
-                "before",
-                advice=(shared.WARM_UP, "Clip gradients", "Add normalization"),
-                value=times,
-                threshold=self.factor,
-                module_name=name,
-                confirmed=certain,
-            )
-        if not self._began_deep:
+        if not grown:
             return None
-        growth = forward_growth(record)
-        where, times = _began_large(baseline) or growth.stretch, 10**growth.decades
-        assert where is not None
+        name, times = grown[0]
         return Finding(
-            summary=f"Activations grow {figure(times, 2)}-fold through the network",
-            cause=where.growth,
-            advice=(_INITIALIZE, "Scale the inputs", "Add normalization"),
+            summary=f"The output of {called(name)} is {figure(times, 2)}x as large as ever before",
+            advice=(shared.WARM_UP, "Clip gradients", "Add normalization"),
             value=times,
-            threshold=self.depth_factor,
-            module_name=where.first,
-            confirmed=certain,
+            threshold=self.factor,
+            module_name=name,
+            # After non-finite gradients there is no second evaluation.
+            confirmed=not record.all_grads_finite,
         )
 
     def still_present(self, record: StepRecord, baseline: Baseline) -> bool:
-        return self._began_deep or not record.all_grads_finite
-
-    def _is_deep(self, record: StepRecord) -> bool:
-        return forward_growth(record).decades > math.log10(self.depth_factor)
+        return not record.all_grads_finite
 
 
 class ExplodingGradient(Detector):
@@ -260,7 +237,8 @@ class ExplodingGradient(Detector):
             self._depths.append(smaller)
         if self._deep_steps < shared.AGAIN and not certain:
             return None
-        where = _began_large(baseline) or forward.stretch
+        large, _ = baseline.large_start
+        where = Stretch.of(large) if large else forward.stretch
         assert where is not None
         return Finding(
             summary=f"Activations grow {figure(10**forward.decades, 2)}-fold in the forward pass, "
@@ -295,15 +273,13 @@ class ExplodingGradient(Detector):
         return Finding(cause=cause, advice=advice, module_name=where and where.first, **found)
 
 
-def _began_large(baseline: Baseline) -> Stretch | None:
-    name, _ = baseline.large_start
-    return Stretch.of(name) if name else None
-
-
 _SMALLER_SHARE = 1 / 3  # at 2/3 resnet_nonorm_explodes is missed; tried 1/6
 
-_INITIALIZE = "Make the initial weights smaller (He or Xavier initialization)"
-_WEIGHTS = (_INITIALIZE, "Scale down the branches of residual blocks", "Add normalization")
+_WEIGHTS = (
+    "Make the initial weights smaller (He or Xavier initialization)",
+    "Scale down the branches of residual blocks",
+    "Add normalization",
+)
 _BATCH = ("Check the data and the normalization of that batch", shared.CLIP)
 _UNBOUNDED = ("Check for a term of the loss with the wrong sign, or without a lower limit",)
 _ONE_LAYER = (
@@ -480,7 +456,9 @@ class Blame:
             # layer that did not grow is on another branch.
             self.stretch, self.by_norms, self.is_corrected = Stretch.of(first), False, True
         elif self.stretch is None and not self.batch and not self.is_alike:
-            self.stretch = shown or (outputs and outputs.stretch)
+            self.stretch = shown
+            if shown is None and outputs is not None:
+                self.stretch = outputs.stretch
             if outputs is not None and outputs.levels[0] > outputs.levels.max() / 2:
                 self.stretch, self.batch = None, 10 ** outputs.levels[0]
             several = len(baseline.layers.names) > shared.SEVERAL

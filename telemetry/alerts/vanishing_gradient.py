@@ -142,7 +142,8 @@ class VanishingGradient(Detector):
         moves = update_limit <= self._update_share[first] < math.inf
         factor = figure(10 ** -share[first], 2)
         cause = "The loss has not fallen" if moves else "The optimizer hardly moves it"
-        advice = (_LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED, *_LARGER)
+        other = _LESS_DECAY if _is_rectified(record.layout) else _NOT_BOUNDED
+        advice: tuple[str, ...] = (other, *_LARGER)
         if self._names[first] in baseline.began_zero:
             cause = f"All weights of {called_all(baseline.began_zero, shared.NAMED)} started at 0"
             advice = _LARGER[1:]
