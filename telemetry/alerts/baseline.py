@@ -387,6 +387,7 @@ class Baseline:
     # Modules and sizes of their matrices at the first full step, relative to He initialization: a
     # root mean square of sqrt(2 / fan_in) (He et al., "Delving Deep into Rectifiers", 2015).
     _first_sizes: tuple[tuple[str, float], ...] = ()
+    classes: int = 0  # units of the last output; of the widest matrix if unknown
     batches_vary: bool = False  # whether full steps had very different numbers of examples
     _examples: Annotated[deque[tuple[int, int]], shared.LENGTH]  # full steps, and their examples
     _ratio_rate: float = 0.0
@@ -421,6 +422,9 @@ class Baseline:
             self.step_ratio, self._ratio_rate = median(ratios), self.rate
             if self.step_ratio >= shared.LARGE_STEP:
                 self.large_step = record.step
+        if record.full and len(record.activations):
+            widths = [record.layout.parameters[i].shape[0] for i in record.layout.matrices.values()]
+            self.classes = int(record.activations.rows.unit_count[-1]) or max(widths, default=0)
         if not self._first_sizes:
             self._first_sizes = tuple(_sizes_over_he(record))
 
@@ -443,6 +447,11 @@ class Baseline:
         if len(counts) == len(self._examples):
             return None
         return not counts or self._examples[-1][1] >= shared.HALF_MORE * median(counts)
+
+    @property
+    def is_young(self) -> bool:
+        """Whether training can hardly have changed the model yet."""
+        return self.age < shared.RECENT
 
     @property
     def large_start(self) -> tuple[str, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from operator import attrgetter
 from statistics import median_high
 from typing import Any, NamedTuple
@@ -310,14 +309,13 @@ class Stretch(NamedTuple):
         return f"The growth is {'in' if self.first == self.last else 'spread over'} {self}"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Growth:
+class Growth(NamedTuple):
     """Growth of a pass from its beginning to its largest value."""
 
     names: Sequence[str]  # modules in the order of the pass
     levels: Figures  # log10 of their sizes
 
-    @cached_property
+    @property
     def decades(self) -> float:
         """log10 of the ratio of the largest to the first; 0 if there are fewer than two."""
         return float(self.levels.max() - self.levels[0]) if len(self.levels) > 1 else 0.0
@@ -479,9 +477,8 @@ class Blame:
             levels = np.where((now > 0) & (now < math.inf) & (usual > 0), np.log10(now / usual), 0)
         for place in ((levels <= shared.TENFOLD) & (sizes > 0) & (sizes < math.inf)).nonzero()[0]:
             self._outputs[names[place]] = float(sizes[place])
-        return (
-            Growth(names=["", *names[1:]], levels=levels) if levels.max() > shared.TENFOLD else None
-        )
+        has_grown = levels.max() > shared.TENFOLD
+        return Growth(names=["", *names[1:]], levels=levels) if has_grown else None
 
     def _first_grown(self, record: StepRecord) -> str | None:
         """Return the module whose output's gradient grew tenfold first in the backward pass."""

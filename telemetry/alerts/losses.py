@@ -56,16 +56,13 @@ class LossSpike(Detector):
     _jumped_at: int = state(-shared.NEVER)
     _noted_at: int = state(-shared.NEVER)
     _rise: Rise | None = state(None)
-    _waits: bool = state(False)  # for a full step that shows whether the batches are larger
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         loss, is_active = baseline.loss, self.active_alert is not None
         high, before = tuple(loss.high), self._before
         self._before = high
-        is_due = len(high) == shared.SEVERAL or (self._waits and len(high) > shared.SEVERAL)
         explained = baseline.has_more_examples if high or loss.losses_lost else False
         self.needs_full_step = explained is None
-        self._waits = is_due and explained is None
         if 0 <= max(value for _, value in (*before, *high, loss.latest[-1])) < loss.floor:
             return None
         jumped_at = baseline.rate_jump_step
@@ -93,7 +90,7 @@ class LossSpike(Detector):
             return None
         lowest = min([value for _, value in high], default=-math.inf)
         least = loss.window.ranges_above(lowest) * len(loss.window) / shared.LENGTH
-        if is_active or not is_due or least < self.distance:
+        if is_active or len(high) != shared.SEVERAL or least < self.distance:
             return self._for_good(record, baseline)
         since, jump = high[0].step, loss.jump_since(high[0].step)
         batch = since - record.loss_delay
@@ -244,26 +241,23 @@ class UnboundedLoss(Detector):
     growth: float = limit(20.0, "Growth of the last layer's output.")
     # step, size of the outputs, loss
     _points: deque[tuple[int, float, float]] = state(deque(maxlen=shared.LENGTH))
-    _classes: int = state(0)
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         first, recent = baseline.loss.first, baseline.loss.recent
         measured = record.full and len(record.activations) > 0
         if measured:
-            rows, layout = record.activations.rows, record.layout
-            widths = [layout.parameters[index].shape[0] for index in layout.matrices.values()]
-            self._classes = int(rows.unit_count[-1]) or max(widths, default=0)
-            output = float(rms_of(rows)[-1])
+            output = float(rms_of(record.activations.rows)[-1])
             if math.isfinite(output + recent) and output > 0:
                 self._points.append((record.step, output, recent))
         is_low = not measured and recent < 0 and recent < first
         self.needs_full_step = is_low and self._needs_points(baseline.age)
-        guess = -math.log(self._classes) if self._classes > 2 else math.nan
+        classes = baseline.classes
+        guess = -math.log(classes) if classes > 2 else math.nan
         if abs(first - guess) < _NEAR_GUESS * -guess and recent < (1 + shared.FEW) * min(
             first, guess
         ):
             return self._found(
-                recent, guess, f"started near -ln {self._classes} = {figure(guess, 4)} and falls"
+                recent, guess, f"started near -ln {classes} = {figure(guess, 4)} and falls"
             )
         if not recent < 0 or not measured or len(self._points) < shared.RECENT:
             return None
@@ -370,7 +364,7 @@ class LossDivergence(Detector):
         now = record.finite_loss
         if self.active_alert is not None or now is None:
             return None
-        is_new = baseline.age < shared.RECENT and loss.excess > shared.JUMP
+        is_new = baseline.is_young and loss.excess > shared.JUMP
         enough = self.losses - (is_new or baseline.follows_rate_jump)
         # With fewer than a hundred steps, the best loss may be luck.
         lost = loss.losses_lost >= shared.RECENT and baseline.age > shared.LENGTH

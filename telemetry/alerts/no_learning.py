@@ -167,7 +167,6 @@ class LossStuck(Detector):
     )
     steps: int = limit(shared.LENGTH, "Evaluated losses; as many must precede them.")
     _losses: deque[float] = state(deque)
-    _classes: int = state(0)
     _given: tuple[float, ...] = state(())
     _varies: bool = state(False)
     _sizes: dict[str, float] = state(dict)
@@ -179,8 +178,6 @@ class LossStuck(Detector):
 
     def find(self, record: StepRecord, baseline: Baseline) -> Finding | None:
         if record.update_ratios:
-            counts = record.activations.rows.unit_count  # 0 where units are not recorded
-            self._classes = int(counts[-1]) if len(counts) else 0
             sizes = matrix_sizes(record)
             self._is_written_back, self._sizes = sizes == self._sizes != {}, sizes
         if record.fingerprints:
@@ -208,7 +205,8 @@ class LossStuck(Detector):
         stuck = sum(map(len, parts[max(off, default=-1) + 1 :]))
         self._since = round(record.step - stuck * baseline.interval)
         is_constant = latest.std() <= _ROUNDING * abs(now)
-        guess, cause = math.log(self._classes) if self._classes > 2 else math.nan, None
+        classes, cause = baseline.classes, None
+        guess = math.log(classes) if classes > 2 else math.nan
         if self._varies and is_constant and now > _NOTHING * abs(first):
             reference, what = now, "the same at each step though the batches differ"
         elif not (is_constant or _is_noise(latest)) or baseline.step_ratio <= _MOVES:
@@ -219,8 +217,8 @@ class LossStuck(Detector):
                 cause += ", and something else writes the old weights back"
             least = min(map(np.median, parts))
             if abs(now - guess) < self.reduction * guess:
-                of = self._classes
-                reference, what = guess, f"as high as for a guess among {of} classes (ln {of})"
+                what = f"as high as for a guess among {classes} classes (ln {classes})"
+                reference = guess
             elif least > (1 - self.reduction) * first and now < (1 + self.reduction) * first:
                 reference, what = first, "as high as in the first steps"
             else:
